@@ -1,0 +1,70 @@
+"""Errors of the worker.
+
+WorkerError
+├── StartupError           the worker cannot start: a setting, the serializer, Redis or the model
+│   ├── SettingsError      a TOKENMILL_ variable holds a bad value
+│   └── ForeignJobsPackage the importable `jobs` is not Tokenmill's
+├── EngineFailed           the engine raised in the middle of a step; its jobs were given back
+├── IoThreadFailed         the thread that talks to Redis raised; leases run out and others take over
+└── JobRefused             a job that must not run here: payload, function or callback
+    ├── BadPayload         the payload is no JSON list of (function, instance, args, kwargs)
+    └── NotAllowed         a function or callback outside the allow list
+"""
+
+from __future__ import annotations
+
+
+class WorkerError(Exception):
+    """Base of everything the worker raises."""
+
+
+class StartupError(WorkerError):
+    """The worker cannot start; the message names the value to change."""
+
+
+class SettingsError(StartupError):
+    """A setting has a value that cannot be used; the message names its variable."""
+
+
+class ForeignJobsPackage(StartupError):
+    """`import jobs` found another project's package."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(found)
+        self.found = found
+
+    def __str__(self) -> str:
+        return (
+            f"'import jobs' found {self.found}, which is not Tokenmill's: start the worker from a folder "
+            "without a module named 'jobs', or in an environment of its own"
+        )
+
+
+class EngineFailed(WorkerError):
+    """The engine raised while it was stepping; every job it held was given back to its queue."""
+
+
+class IoThreadFailed(WorkerError):
+    """The thread that talks to Redis raised; other workers take over when its leases run out."""
+
+
+class JobRefused(WorkerError):
+    """The job is failed without running any of it, and is not retried."""
+
+
+class BadPayload(JobRefused):
+    """The payload is not JSON, or not a call of a plain function."""
+
+
+class NotAllowed(JobRefused):
+    """The job names a function that is not on the allow list."""
+
+    def __init__(self, role: str, name: str) -> None:
+        super().__init__(role, name)
+        self.role, self.name = role, name
+
+    def __str__(self) -> str:
+        return (
+            f"{self.role} {self.name!r} is not on this worker's allow list, so it was neither imported nor "
+            f"run: add its exact name to TOKENMILL_ALLOWED_FUNCTIONS if it is meant to run here"
+        )

@@ -1,0 +1,130 @@
+"""What an operator sets: `TOKENMILL_` variables and `.env`, read once when work starts."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from worker.errors import SettingsError
+
+if TYPE_CHECKING:
+    from engine import EngineConfig
+
+_PREFIX = "TOKENMILL_"
+
+
+class WorkerSettings(BaseSettings):
+    """Settings of one worker process; `load()` is the way to read them.
+
+    Every field is read from `TOKENMILL_<NAME>`. Fields from `model` to `seed` have the meaning and the
+    default of the `engine.EngineConfig` field of the same name.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=_PREFIX, env_file=".env", extra="ignore", frozen=True, protected_namespaces=()
+    )
+
+    model: str = Field(min_length=1)
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    block_size: int = 16
+    kv_cache_bytes: int | None = None
+    memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    tensor_parallel_size: int = 1
+    attention_backend: str = "auto"
+    enforce_eager: bool = False
+    seed: int = 0
+
+    data_roots: Annotated[tuple[str, ...], NoDecode] = Field(default_factory=lambda: (os.getcwd(),))
+    """Folders that confine every file a job reads or writes; `TOKENMILL_DATA_ROOTS`, split at ':'."""
+
+    allowed_functions: Annotated[tuple[str, ...], NoDecode] = ()
+    """Exact dotted names beside Tokenmill's own that jobs and callbacks may name; split at ','."""
+
+    allowed_webhook_hosts: Annotated[tuple[str, ...], NoDecode] = ()
+    """Hosts that a job's webhooks may call; webhooks to others are dropped. Split at ','."""
+
+    max_worker_deaths: int = Field(default=5, ge=1)
+    """A job that was running when its worker died this many times is failed."""
+
+    lease_s: int | None = Field(default=None, ge=2)
+    """Seconds without a sign of life after which a worker's jobs are queued again; by default
+    `--job-monitoring-interval` + 45, so that they are back within the interval + 60."""
+
+    prefetch: int = Field(default=32, ge=0)
+    """Sequences claimed beyond what the engine can run at once, so that a slot never waits for Redis."""
+
+    function_threads: int = Field(default=4, ge=1)
+    """Ordinary functions and callbacks that run at the same time beside the engine."""
+
+    torch_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of the engine; by default what torch finds."""
+
+    @field_validator("data_roots", mode="before")
+    @classmethod
+    def _split_roots(cls, value: Any) -> Any:
+        parts = value.split(":") if isinstance(value, str) else value
+        return tuple(os.path.realpath(os.path.expanduser(part)) for part in parts if part)
+
+    @field_validator("data_roots")
+    @classmethod
+    def _roots_exist(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value:
+            raise ValueError("names no folder: list at least one, or unset it for the working directory")
+        for root in value:
+            if not os.path.isdir(root):
+                raise ValueError(f"{root!r} is not a folder")
+        return value
+
+    @field_validator("allowed_functions", "allowed_webhook_hosts", mode="before")
+    @classmethod
+    def _split_names(cls, value: Any) -> Any:
+        parts = value.split(",") if isinstance(value, str) else value
+        return tuple(part.strip() for part in parts if part.strip())
+
+    @classmethod
+    def load(cls) -> WorkerSettings:
+        """Read the environment and `.env`. Raises SettingsError, which names each bad variable."""
+        try:
+            return cls()  # type: ignore[call-arg]  # pydantic-settings fills `model` from the environment
+        except ValidationError as error:
+            raise SettingsError(_explain(error)) from error
+
+    def engine_config(self) -> EngineConfig:
+        """The engine's part of the settings. Raises engine.ConfigError for a bad combination."""
+        from engine import EngineConfig
+
+        return EngineConfig(
+            model=self.model,
+            dtype=self.dtype,
+            device=self.device,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            block_size=self.block_size,
+            kv_cache_bytes=self.kv_cache_bytes,
+            memory_utilization=self.memory_utilization,
+            enable_prefix_caching=self.enable_prefix_caching,
+            tensor_parallel_size=self.tensor_parallel_size,
+            attention_backend=self.attention_backend,
+            enforce_eager=self.enforce_eager,
+            seed=self.seed,
+        )
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for problem in error.errors():
+        name = _PREFIX + str(problem["loc"][0]).upper()
+        if problem["type"] == "missing":
+            lines.append(f"{name} is not set: name a model folder or a hub id")
+        else:
+            lines.append(f"{name}={problem['input']!r}: {problem['msg']}")
+    return "; ".join(lines)
