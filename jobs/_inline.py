@@ -1,0 +1,127 @@
+"""Runs our jobs inside a stock `rq worker`, one after the other.
+
+RQ forks a work horse for each job, so each job loads the model again: this is the slow path, kept so that a
+result never depends on the worker class. It is the one place of this package that knows `engine` and
+`worker`, and it imports them inside functions only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from rq import get_current_job
+
+from .context import JobContext
+from .errors import InvalidJob
+from .table import open_task, own_function
+from .tasks import Request, Task
+
+if TYPE_CHECKING:
+    from engine import Completion, Engine
+    from worker.settings import WorkerSettings
+
+#: Requests in the engine at once: enough for any batch, few enough to keep a shard's stream lazy.
+MAX_PENDING = 256
+
+
+def run_task(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run one engine job as the current RQ job and return its result. Raises JobsError."""
+    task = open_task(function_name, args, kwargs)
+    assert task is not None, function_name
+    try:
+        task.open(_context())
+        drive(task, _engine())
+        return task.result()
+    finally:
+        task.close()
+
+
+def run_own_function(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run one of our ordinary functions as the current RQ job. Raises JobsError."""
+    function = own_function(function_name)
+    assert function is not None, function_name
+    return function(_context(), *args, **kwargs)
+
+
+def drive(task: Task, engine: Engine) -> None:
+    """Feed a task's requests to the engine until every one is delivered."""
+    requests = enumerate(task.requests())
+    samples: dict[int, list[Completion]] = {}  # of the requests inside the engine
+    missing: dict[int, int] = {}
+    while True:
+        _refill(task, engine, requests, samples, missing)
+        if not samples:
+            return
+        for completion in engine.step():
+            index = int(completion.request_id)
+            samples[index].append(completion)
+            missing[index] -= 1
+            if missing[index] == 0 or completion.finish_reason == "error":
+                del missing[index]
+                task.deliver(index, samples.pop(index))
+
+
+def _refill(
+    task: Task,
+    engine: Engine,
+    requests: Iterator[tuple[int, Request]],
+    samples: dict[int, list[Completion]],
+    missing: dict[int, int],
+) -> None:
+    from engine import Completion, InvalidRequest, SamplingParams
+
+    while len(samples) < MAX_PENDING and (item := next(requests, None)) is not None:
+        index, request = item
+        try:
+            params = SamplingParams.from_mapping(request.sampling)
+            engine.add(str(index), _prompt(engine, request), params)
+        except InvalidRequest as error:
+            task.deliver(index, [Completion(str(index), 0, [], "", "error", 0, 0, error=str(error))])
+        else:
+            samples[index], missing[index] = [], params.n
+
+
+def _prompt(engine: Engine, request: Request) -> str | list[int]:
+    if request.messages is not None:
+        return engine.chat_token_ids(request.messages)
+    assert request.prompt is not None
+    return request.prompt
+
+
+def _context() -> JobContext:
+    job = get_current_job()
+    if job is None:
+        raise InvalidJob("no RQ job is running: enqueue this function, or use engine.generate in Python")
+    settings = _settings()
+    return JobContext(
+        connection=job.connection,
+        queue_name=job.origin,
+        job_id=job.id,
+        execution_id=uuid4().hex,
+        data_roots=settings.data_roots,
+        model=settings.model,
+        check_sampling=_check_sampling,
+    )
+
+
+def _check_sampling(sampling: Mapping[str, Any]) -> None:
+    from engine import SamplingParams
+
+    SamplingParams.from_mapping(sampling)
+
+
+@functools.cache
+def _settings() -> WorkerSettings:
+    from worker.settings import WorkerSettings
+
+    return WorkerSettings.load()
+
+
+@functools.cache
+def _engine() -> Engine:
+    from engine import Engine
+
+    return Engine(_settings().engine_config())

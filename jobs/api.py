@@ -1,0 +1,64 @@
+"""The functions a producer enqueues, as a stock `rq worker` runs them.
+
+`worker.BatchWorker` never calls these: it builds the same tasks through table.py and packs them into one
+batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def complete(prompt: str | list[Any], **sampling: Any) -> dict[str, Any]:
+    """Complete a string, token ids, or a list of either; return OpenAI's `text_completion`.
+
+    sampling: keyword arguments of engine.SamplingParams. Raises InvalidJob, or RequestFailed naming the
+    prompt that the engine refused.
+    """
+    from ._inline import run_task
+
+    return run_task("jobs.complete", (prompt,), sampling)  # type: ignore[no-any-return]
+
+
+def chat(messages: list[dict[str, Any]], **sampling: Any) -> dict[str, Any]:
+    """Answer a chat of {'role', 'content'} messages; return OpenAI's `chat.completion`.
+
+    sampling: keyword arguments of engine.SamplingParams. Raises InvalidJob or RequestFailed.
+    """
+    from ._inline import run_task
+
+    return run_task("jobs.chat", (messages,), sampling)  # type: ignore[no-any-return]
+
+
+def score_parquet(
+    input: str | list[str],
+    output: str,
+    prompt_column: str = "prompt",
+    messages_column: str | None = None,
+    template: str | list[dict[str, str]] | None = None,
+    sampling: dict[str, Any] | None = None,
+    rows_per_shard: int = 1000,
+    queue: str | None = None,
+) -> dict[str, Any]:
+    """Plan a Parquet run and enqueue its shards, or resume it; return the run's id and counts.
+
+    The arguments and errors are those of jobs.parquet.planner.score_parquet, which this calls.
+    """
+    from ._inline import run_own_function
+
+    options = {
+        "prompt_column": prompt_column,
+        "messages_column": messages_column,
+        "template": template,
+        "sampling": sampling,
+        "rows_per_shard": rows_per_shard,
+        "queue": queue,
+    }
+    return run_own_function("jobs.score_parquet", (input, output), options)  # type: ignore[no-any-return]
+
+
+def score_shard(run: str, plan: str, shard: int) -> dict[str, Any]:
+    """Score one shard of a planned run; enqueued by score_parquet only."""
+    from ._inline import run_task
+
+    return run_task("jobs.score_shard", (run, plan, shard), {})  # type: ignore[no-any-return]

@@ -1,0 +1,35 @@
+"""What a running job gets from the process that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+
+def accept_any_sampling(sampling: Mapping[str, Any]) -> None:
+    """Stand in for the engine's check where no engine is at hand."""
+
+
+@dataclass(frozen=True)
+class JobContext:
+    """What the process that runs a job lends to it.
+
+    connection: owned by the thread that calls.
+    queue_name: the queue the job came from.
+    data_roots: absolute real paths; every file that a job reads or writes lies below one of them.
+    model: the name that responses and manifests give.
+    check_sampling: raises the engine's error for sampling values that no request could use, so that a run of
+        a million rows fails once at planning and not in every row.
+    """
+
+    connection: Redis
+    queue_name: str
+    job_id: str
+    execution_id: str
+    data_roots: tuple[str, ...]
+    model: str
+    check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling

@@ -1,0 +1,187 @@
+"""Everything that a job of ours can fail with.
+
+JobsError
+├── InvalidJob                 the arguments of a job are wrong
+├── RequestFailed              the engine refused one prompt of a job
+├── ForeignJobsPackage         another package named `jobs` was imported
+└── RunError                   a Parquet run cannot be planned, resumed or finished
+    ├── InputError
+    │   ├── PathOutsideRoots   a path leads outside the data roots
+    │   ├── UnsupportedScheme  a path names a storage that is not built
+    │   ├── InputNotFound      no file where one was named
+    │   ├── CorruptParquet     a file is not readable Parquet
+    │   ├── SchemaMismatch     input files, or columns of one file, contradict each other
+    │   ├── MissingColumn      a named column is not in the input
+    │   ├── WrongColumnType    a column cannot be rendered as a prompt
+    │   ├── ColumnConflict     an input column has the name of an output column
+    │   └── InputChanged       an input file is not the one that was planned
+    ├── OutputError
+    │   ├── OutputHoldsAnotherRun
+    │   ├── OutputHoldsForeignFiles
+    │   ├── OutputNotWritable
+    │   ├── DiskFull
+    │   ├── PlanDamaged        the plan is missing, unreadable or of another run
+    │   └── PartDamaged        a part is not what its shard promised
+    ├── RunCancelled           `tokenmill cancel` was called
+    └── RunBusy                another process holds the run's lock for too long
+
+Every message says what was found, what was expected and what to do. All values are positional `args`,
+so that an error pickles and its text can be rebuilt in another process.
+"""
+
+from typing import Any, ClassVar
+
+
+class JobsError(Exception):
+    """Base of every error of this package; `message` is formatted with the positional arguments."""
+
+    message: ClassVar[str] = "{0}"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+
+    def __str__(self) -> str:
+        return self.message.format(*self.args)
+
+
+class InvalidJob(JobsError):
+    """Raised when the arguments of a job are wrong: (text)."""
+
+
+class RequestFailed(JobsError):
+    """Raised when the engine refused a prompt of a job: (index of the prompt, the engine's reason)."""
+
+    message = "request {0} of this job failed: {1}"
+
+
+class ForeignJobsPackage(JobsError):
+    """Raised when `import jobs` found a package that is not ours: (path of what was found)."""
+
+    message = "the imported package 'jobs' is {0}, not Tokenmill's: remove it from the import path"
+
+
+class RunError(JobsError):
+    """Base of the errors of a Parquet run."""
+
+
+class InputError(RunError):
+    """Base of what can be wrong with a run's input."""
+
+
+class PathOutsideRoots(InputError):
+    """Raised when a path leads outside the data roots: (path, roots joined by ':')."""
+
+    message = (
+        "{0} lies outside the data roots {1}: move the file below a root, "
+        "or add its folder to the worker's setting TOKENMILL_DATA_ROOTS"
+    )
+
+
+class UnsupportedScheme(InputError):
+    """Raised when a path names a storage that is not built: (path, scheme)."""
+
+    message = (
+        "{0} names the storage {1!r}, and only local paths and file:// are supported: copy the files first"
+    )
+
+
+class InputNotFound(InputError):
+    """Raised when an input names nothing: (input)."""
+
+    message = "no Parquet file at {0}: name a file, a folder that holds *.parquet, a glob, or a list of them"
+
+
+class CorruptParquet(InputError):
+    """Raised when a file is not readable Parquet: (path, reason)."""
+
+    message = "{0} is not readable as Parquet ({1}): write it again, or leave it out"
+
+
+class SchemaMismatch(InputError):
+    """Raised when columns contradict each other: (path, what differs)."""
+
+    message = "{0}: {1}: every file of a run needs the same, distinct columns"
+
+
+class MissingColumn(InputError):
+    """Raised when the input lacks a column: (column, path, columns found)."""
+
+    message = "no column {0!r} in {1}: it holds {2}; name one of them"
+
+
+class WrongColumnType(InputError):
+    """Raised when a column cannot be rendered as a prompt: (column, its type, what is expected)."""
+
+    message = "column {0!r} is of type {1}, expected {2}: convert the column, or name another"
+
+
+class ColumnConflict(InputError):
+    """Raised when the input holds a column that the output adds: (column)."""
+
+    message = "the input already has a column {0!r}, which the output adds: rename the input's column"
+
+
+class InputChanged(InputError):
+    """Raised when an input file is not the one that was planned: (path, what changed)."""
+
+    message = (
+        "{0} changed since this run was planned ({1}): restore the file, or submit it with another output; "
+        "finished parts stay"
+    )
+
+
+class OutputError(RunError):
+    """Base of what can be wrong with a run's output folder."""
+
+
+class OutputHoldsAnotherRun(OutputError):
+    """Raised when a folder holds a run with other arguments: (output, what differs)."""
+
+    message = (
+        "{0} holds another run ({1}): submit with the same arguments to resume it, or choose another output"
+    )
+
+
+class OutputHoldsForeignFiles(OutputError):
+    """Raised when a new run's folder is not empty: (output, a name found there)."""
+
+    message = "{0} is not empty and holds no run (found {1!r}): choose an empty or a new folder"
+
+
+class OutputNotWritable(OutputError):
+    """Raised when the output cannot be written: (path, reason)."""
+
+    message = (
+        "cannot write {0} ({1}): make the folder writable for the worker, then submit again; "
+        "finished parts stay"
+    )
+
+
+class DiskFull(OutputError):
+    """Raised when the output's disk or quota is full: (path, reason)."""
+
+    message = "no space left while writing {0} ({1}): free some, then submit again; finished parts stay"
+
+
+class PlanDamaged(OutputError):
+    """Raised when a run's plan is not usable: (path, reason)."""
+
+    message = "{0} is not this run's plan ({1}): restore it, or submit with another output"
+
+
+class PartDamaged(OutputError):
+    """Raised when a part is not what its shard promised: (path, what was found)."""
+
+    message = "{0} is not the part that was planned ({1}): delete this file, then submit again"
+
+
+class RunCancelled(RunError):
+    """Raised when a job belongs to a cancelled run: (run)."""
+
+    message = "run {0} was cancelled: submit it again with the same arguments to resume it"
+
+
+class RunBusy(RunError):
+    """Raised when a run's lock cannot be had or was lost: (run)."""
+
+    message = "another process is planning or cancelling run {0}: wait for it, then submit again"

@@ -1,0 +1,26 @@
+"""Every Redis key of our own. RQ's keys belong to RQ.
+
+tokenmill:worker:<name>        string, JSON: the worker's statistics
+tokenmill:run:<run>            hash: what the CLI shows of a run (RunState)
+tokenmill:run:<run>:parts      hash: shard number -> JSON statistics of its part; `total` -> number of shards
+tokenmill:run:<run>:lock       string: token of whoever plans or cancels the run
+"""
+
+#: A run's keys are kept this long after the last write; the files alone are enough to resume it.
+RUN_TTL_S = 30 * 24 * 3600
+
+
+def worker_key(name: str) -> str:
+    return f"tokenmill:worker:{name}"
+
+
+def run_key(run: str) -> str:
+    return f"tokenmill:run:{run}"
+
+
+def run_parts_key(run: str) -> str:
+    return f"{run_key(run)}:parts"
+
+
+def run_lock_key(run: str) -> str:
+    return f"{run_key(run)}:lock"

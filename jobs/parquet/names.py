@@ -1,0 +1,42 @@
+"""The names of a run's files and jobs."""
+
+import re
+
+PLAN = "_plan.json"
+MANIFEST = "_manifest.json"
+SUCCESS = "_SUCCESS"
+TEMPORARY_PREFIX = "_tmp."
+
+_RUN_ID = re.compile(r"[0-9a-f]{16}")
+_PART = re.compile(r"part-(\d{5,})\.parquet")
+
+
+def is_run_id(value: object) -> bool:
+    return isinstance(value, str) and _RUN_ID.fullmatch(value) is not None
+
+
+def part_name(shard: int) -> str:
+    """Return the file name of a shard's part; names sort like shards up to 100,000 of them."""
+    return f"part-{shard:05d}.parquet"
+
+
+def part_shard(name: str) -> int | None:
+    """Return the shard whose part has this name, or None when it is no part."""
+    match = _PART.fullmatch(name)
+    return int(match[1]) if match and part_name(int(match[1])) == name else None
+
+
+def temporary_name(execution_id: str, name: str) -> str:
+    """Return the name under which one execution writes `name` before it is published."""
+    return f"{TEMPORARY_PREFIX}{execution_id}.{name}"
+
+
+def shard_job_id(run: str, shard: int) -> str:
+    """Return the id of a shard's job, in the letters that RQ allows."""
+    return f"{run}-{shard:05d}"
+
+
+def job_shard(run: str, job_id: str) -> int | None:
+    """Return the shard of a job of this run, or None when the job is not one of its shards."""
+    prefix, _, number = job_id.rpartition("-")
+    return int(number) if prefix == run and number.isdigit() else None

@@ -1,0 +1,67 @@
+"""The task of `jobs.complete` and `jobs.chat`: prompts in the job, answers in its result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from .context import JobContext
+from .prompts import parse_messages, parse_prompts, parse_sampling
+from .responses import Answers, chat_completion, check_answers, text_completion
+from .tasks import Completion, Request, Task
+
+
+class Respond(Protocol):
+    """Builds the job's result, see responses.py."""
+
+    def __call__(self, answers: Answers, *, job_id: str, model: str, created: int) -> dict[str, Any]: ...
+
+
+class PromptTask(Task):
+    """Holds its requests and answers in memory: a job is never larger than what Redis took."""
+
+    blocking = False
+
+    def __init__(
+        self, requests: Sequence[Request], respond: Respond, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._requests = requests
+        self._respond = respond
+        self._clock = clock
+        self._answers: list[Sequence[Completion]] = [()] * len(requests)
+        self._context: JobContext | None = None
+
+    def open(self, context: JobContext) -> None:
+        self._context = context
+
+    def requests(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def deliver(self, index: int, completions: Sequence[Completion]) -> None:
+        self._answers[index] = sorted(completions, key=lambda sample: sample.index)
+
+    def result(self) -> dict[str, Any]:
+        """Return OpenAI's response shape. Raises RequestFailed when a request was refused."""
+        assert self._context is not None, "result() before open()"
+        assert all(self._answers), "result() before every request was delivered"
+        check_answers(self._answers)
+        return self._respond(
+            self._answers,
+            job_id=self._context.job_id,
+            model=self._context.model,
+            created=int(self._clock()),
+        )
+
+
+def complete_task(prompt: object, **sampling: Any) -> PromptTask:
+    """Return the task of jobs.complete. Raises InvalidJob when an argument is wrong."""
+    values = parse_sampling(sampling)
+    requests = [Request(prompt=item, messages=None, sampling=values) for item in parse_prompts(prompt)]
+    return PromptTask(requests, text_completion)
+
+
+def chat_task(messages: object, **sampling: Any) -> PromptTask:
+    """Return the task of jobs.chat. Raises InvalidJob when an argument is wrong."""
+    request = Request(prompt=None, messages=parse_messages(messages), sampling=parse_sampling(sampling))
+    return PromptTask([request], chat_completion)

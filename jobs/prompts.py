@@ -1,0 +1,111 @@
+"""Which prompts, messages and sampling values a job may carry, checked before the engine sees them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import InvalidJob
+
+#: A prompt beyond any context length only costs tokenizer time and Redis memory.
+MAX_PROMPT_BYTES = 1 << 20
+
+#: Sampling values that are never text: text here means that `=` was written where `:=` was meant.
+NOT_TEXT = frozenset(
+    ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n")
+    + ("stop_token_ids", "ignore_eos", "logprobs")
+)
+
+Prompt = str | list[int]
+
+
+def text_problem(text: object, what: str = "prompt") -> str | None:
+    """Say why `text` cannot be a prompt, or None when it can."""
+    if not isinstance(text, str):
+        return f"{what} is {type(text).__name__}, expected a string"
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError:
+        return f"{what} is not valid Unicode: it holds half of a surrogate pair"
+    if num_bytes > MAX_PROMPT_BYTES:
+        return f"{what} has {num_bytes} bytes, more than the limit of {MAX_PROMPT_BYTES}: shorten it"
+    return None
+
+
+def messages_problem(messages: object) -> str | None:
+    """Say why `messages` cannot be a chat, or None when it can."""
+    if not isinstance(messages, list) or not messages:
+        return "messages must be a non-empty list of {'role': ..., 'content': ...}"
+    total = 0
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+            return f"message {number} must hold exactly 'role' and 'content'"
+        for key in ("role", "content"):
+            if problem := text_problem(message[key], f"{key} of message {number}"):
+                return problem
+            total += len(message[key].encode())
+    if total > MAX_PROMPT_BYTES:
+        return f"messages have {total} bytes, more than the limit of {MAX_PROMPT_BYTES}: shorten them"
+    return None
+
+
+def parse_prompts(prompt: object) -> list[Prompt]:
+    """Return one entry for each prompt: a string, token ids, a list of strings or a list of token ids.
+
+    Raises InvalidJob for anything else, for an empty list and for a text beyond MAX_PROMPT_BYTES.
+    """
+    if isinstance(prompt, str):
+        return [_text(prompt, "prompt")]
+    if not isinstance(prompt, list):
+        raise InvalidJob(f"prompt is {type(prompt).__name__}, expected a string, token ids or a list of them")
+    if not prompt:
+        raise InvalidJob("prompt is an empty list, expected at least one prompt")
+    if all(_is_token_id(item) for item in prompt):
+        return [_token_ids(prompt, "prompt")]
+    return [_prompt(item, f"prompt {number}") for number, item in enumerate(prompt)]
+
+
+def parse_messages(messages: object) -> list[dict[str, Any]]:
+    """Return a copy of `messages`. Raises InvalidJob when it is no chat."""
+    if problem := messages_problem(messages):
+        raise InvalidJob(f"{problem}; from the command line: messages:='[{{\"role\": ...}}]'")
+    assert isinstance(messages, list)
+    return [dict(message) for message in messages]
+
+
+def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of `sampling`. Raises InvalidJob for a number that arrived as text.
+
+    Names and ranges are the engine's to check: it refuses what it does not know.
+    """
+    for name, value in sampling.items():
+        if name in NOT_TEXT and isinstance(value, str):
+            raise InvalidJob(
+                f"{name} arrived as the text {value[:80]!r}, expected JSON: "
+                f"write {name}:={value[:80]} on the command line, or pass a number in Python"
+            )
+    return dict(sampling)
+
+
+def _prompt(item: object, what: str) -> Prompt:
+    if isinstance(item, list) and item and all(_is_token_id(token) for token in item):
+        return _token_ids(item, what)
+    if isinstance(item, str):
+        return _text(item, what)
+    raise InvalidJob(f"{what} is {type(item).__name__}, expected a string or a non-empty list of token ids")
+
+
+def _text(text: str, what: str) -> str:
+    if problem := text_problem(text, what):
+        raise InvalidJob(problem)
+    return text
+
+
+def _token_ids(ids: list[int], what: str) -> list[int]:
+    if len(ids) > MAX_PROMPT_BYTES:
+        raise InvalidJob(
+            f"{what} has {len(ids)} token ids, more than the limit of {MAX_PROMPT_BYTES}: shorten it"
+        )
+    return list(ids)
+
+
+def _is_token_id(item: object) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)

@@ -1,0 +1,65 @@
+"""Which function names may be enqueued, and what each becomes inside a worker.
+
+Names are compared exactly: a pattern such as `jobs.*` would admit `jobs.os.system`, because RQ resolves a
+name attribute by attribute.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .context import JobContext
+from .errors import InvalidJob
+from .parquet.shard_task import shard_task
+from .prompt_task import chat_task, complete_task
+from .tasks import Task
+
+_ENGINE_JOBS: Mapping[str, Callable[..., Task]] = {
+    "jobs.complete": complete_task,
+    "jobs.chat": chat_task,
+    "jobs.score_shard": shard_task,
+}
+
+
+def open_task(
+    function_name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> Task | None:
+    """Return the task of an engine job, or None when the name is not one.
+
+    Raises InvalidJob when the arguments are wrong. Nothing is imported or opened beyond this package's core.
+    """
+    factory = _ENGINE_JOBS.get(function_name)
+    if factory is None:
+        return None
+    bound = _bound(function_name, factory, args, kwargs)
+    return factory(*bound.args, **bound.kwargs)
+
+
+def own_function(function_name: str) -> Callable[..., Any] | None:
+    """Return the function that a worker calls in its thread pool with a JobContext first, or None."""
+    return _OWN_FUNCTIONS.get(function_name)
+
+
+def _score_parquet(context: JobContext, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    from .parquet.planner import score_parquet  # pyarrow: only where a file is really read
+
+    bound = _bound("jobs.score_parquet", score_parquet, (context, *args), kwargs)
+    return score_parquet(*bound.args, **bound.kwargs)
+
+
+def _bound(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> inspect.BoundArguments:
+    """Bind a job's arguments like a Python call would. Raises InvalidJob where that would raise TypeError."""
+    if not isinstance(args, (list, tuple)) or not isinstance(kwargs or {}, dict):
+        raise InvalidJob(f"{name}: the job holds no list of arguments and mapping of keyword arguments")
+    try:
+        return inspect.signature(function).bind(*args, **(kwargs or {}))
+    except TypeError as error:
+        raise InvalidJob(f"{name}: {error}") from None
+
+
+_OWN_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"jobs.score_parquet": _score_parquet}
+
+#: Exact dotted names of everything of ours that may be enqueued.
+ALLOWED_FUNCTIONS: frozenset[str] = frozenset(_ENGINE_JOBS) | frozenset(_OWN_FUNCTIONS)

@@ -1,0 +1,79 @@
+"""The contract between a job that needs the engine and the worker that drives it."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from .context import JobContext
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt for the engine: exactly one of `prompt` and `messages` is set.
+
+    sampling: keyword arguments of engine.SamplingParams; numbers that arrived as text were refused before.
+    """
+
+    prompt: str | list[int] | None
+    messages: list[dict[str, Any]] | None
+    sampling: Mapping[str, Any]
+
+
+class Completion(Protocol):
+    """What this package reads of engine.Completion."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def finish_reason(self) -> str: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_cached_tokens(self) -> int: ...
+    @property
+    def error(self) -> str | None: ...
+
+
+class Task(abc.ABC):
+    """One engine job as the worker sees it: a lazy stream of requests and a place to deliver completions.
+
+    The order of calls is open, then requests and deliver interleaved, then result, then close. Close always
+    comes, whatever happened before.
+    """
+
+    #: True when open and result touch files: the worker calls them in its thread pool. The other methods are
+    #: always cheap and called from one thread.
+    blocking: ClassVar[bool]
+
+    @abc.abstractmethod
+    def open(self, context: JobContext) -> None:
+        """Get ready to yield requests. Raises JobsError when the job cannot run."""
+
+    @abc.abstractmethod
+    def requests(self) -> Iterator[Request]:
+        """Yield the requests lazily; they are numbered 0.. in the order pulled."""
+
+    @abc.abstractmethod
+    def deliver(self, index: int, completions: Sequence[Completion]) -> None:
+        """Take all samples of request `index`, in any order of indices.
+
+        A request that the engine refused arrives as one completion with finish_reason "error" and `error`.
+        """
+
+    def progress(self) -> dict[str, Any] | None:
+        """Return what job.meta should show, as small JSON; None when the job has no progress to show."""
+        return None
+
+    @abc.abstractmethod
+    def result(self) -> Any:
+        """Return the job's JSON value, once every request was delivered. Raises JobsError to fail the job."""
+
+    def close(self) -> None:  # noqa: B027 - most tasks hold nothing
+        """Release files; may be called more than once."""
