@@ -10,8 +10,8 @@ MAX_PROMPT_BYTES = 1 << 20
 
 #: Sampling values that are never text: text here means that `=` was written where `:=` was meant.
 NOT_TEXT = frozenset(
-    ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n")
-    + ("stop_token_ids", "ignore_eos", "logprobs")
+    {"max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n"}
+    | {"stop_token_ids", "ignore_eos", "logprobs"}
 )
 
 Prompt = str | list[int]

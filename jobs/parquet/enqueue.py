@@ -1,0 +1,92 @@
+"""Enqueues shard jobs, each once however often a run is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rq import Queue
+from rq.job import Job, JobStatus
+from rq.results import Result
+from rq.serializers import JSONSerializer
+
+from .names import PLAN, shard_job_id
+from .run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+#: A run's own record is its parts; RQ's results only help while someone looks.
+RESULT_TTL_S = 24 * 3600
+FAILURE_TTL_S = 7 * 24 * 3600
+
+#: Jobs enqueued in one transaction, so that other clients of Redis never wait long.
+CHUNK = 500
+
+_ALIVE = {JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.DEFERRED, JobStatus.CREATED}
+
+
+def enqueue_shards(connection: Redis, queue_name: str, folder: RunFolder, shards: Sequence[int]) -> int:
+    """Enqueue those of the shards that no live job is working on; return how many.
+
+    Raises RunBusy when another planner holds the run's lock, RunCancelled when `cancel` came in between.
+    """
+    queue = Queue(queue_name, connection=connection, serializer=JSONSerializer)
+    enqueued = 0
+    with folder.state.lock() as lock:
+        folder.state.check_not_cancelled()
+        for start in range(0, len(shards), CHUNK):
+            lock.reacquire()  # fails when the lock was lost, so that two planners never write at once
+            enqueued += _enqueue_chunk(queue, folder, shards[start : start + CHUNK])
+    return enqueued
+
+
+def _enqueue_chunk(queue: Queue, folder: RunFolder, shards: Sequence[int]) -> int:
+    ids = {shard: shard_job_id(folder.plan.run, shard) for shard in shards}
+    waiting = _without_live_jobs(queue, ids)
+    old_jobs = Job.fetch_many([ids[shard] for shard in waiting], queue.connection, JSONSerializer)
+    with queue.connection.pipeline() as pipe:
+        for job in old_jobs:
+            if job is not None:
+                job.delete(pipeline=pipe, remove_from_queue=False)
+                pipe.delete(Result.get_key(job.id))  # type: ignore[no-untyped-call]
+        queue.enqueue_many([_job_data(folder, shard, ids[shard]) for shard in waiting], pipeline=pipe)
+        pipe.execute()
+    return len(waiting)
+
+
+def _without_live_jobs(queue: Queue, ids: dict[int, str]) -> list[int]:
+    """Return the shards that need a job, from one snapshot of their states and the queue."""
+    with queue.connection.pipeline() as pipe:
+        pipe.lrange(queue.key, 0, -1)
+        pipe.lrange(queue.intermediate_queue_key, 0, -1)
+        for job_id in ids.values():
+            pipe.hmget(Job.key_for(job_id), "status", "origin")
+        queued, popped, *states = pipe.execute()
+    in_queue = {job_id.decode() for job_id in (*queued, *popped)}
+    return [
+        shard
+        for (shard, job_id), state in zip(ids.items(), states, strict=True)
+        if not _is_alive(queue, job_id, state, in_queue)
+    ]
+
+
+def _is_alive(queue: Queue, job_id: str, state: list[bytes | None], in_queue: set[str]) -> bool:
+    status, origin = (field.decode() if field else None for field in state)
+    if status not in _ALIVE:
+        return False
+    # A worker that was killed between taking a job and starting it may leave it "queued" on no queue.
+    is_lost = status == JobStatus.QUEUED and origin == queue.name and job_id not in in_queue
+    return not is_lost
+
+
+def _job_data(folder: RunFolder, shard: int, job_id: str) -> Any:
+    return Queue.prepare_data(
+        "jobs.score_shard",
+        args=(folder.plan.run, folder.path(PLAN), shard),
+        timeout=-1,
+        result_ttl=RESULT_TTL_S,
+        failure_ttl=FAILURE_TTL_S,
+        description=f"shard {shard} of run {folder.plan.run}",
+        job_id=job_id,
+    )

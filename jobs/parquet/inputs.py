@@ -1,0 +1,132 @@
+"""A run's input files: which they are, what their footers say, and their rows in batches."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..errors import CorruptParquet, InputChanged, InputNotFound, InvalidJob, SchemaMismatch
+from .plan import PlannedFile, Shard
+from .storage import FileStat, Storage, glob_chars, reading
+
+#: Rows decoded at once: enough to amortise a call, few enough that long texts stay small in memory.
+BATCH_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Footer:
+    """What planning needs of one file."""
+
+    file: PlannedFile
+    row_groups: tuple[int, ...]
+    schema: pa.Schema
+
+
+def find_files(storage: Storage, inputs: Sequence[str], output: str) -> list[str]:
+    """Return the files that a run reads, in order. Raises InputNotFound, PathOutsideRoots or InvalidJob.
+
+    A folder gives its *.parquet, except hidden ones and those that start with an underscore; a folder's and a
+    glob's files come sorted. Files below the output are never input.
+    """
+    paths: list[str] = []
+    for item in inputs:
+        found = [path for path in _expand(storage, item) if not path.startswith(output + "/")]
+        if not found:
+            raise InputNotFound(item)
+        paths += found
+    twice = [path for path, count in Counter(paths).items() if count > 1]
+    if twice:
+        raise InvalidJob(f"the input names {twice[0]} twice: name each file once")
+    return paths
+
+
+def read_footers(storage: Storage, paths: Sequence[str]) -> list[Footer]:
+    """Read the footer of each file. Raises CorruptParquet, or SchemaMismatch when the files differ."""
+    footers = [_read_footer(storage, path) for path in paths]
+    first = footers[0].schema
+    for footer in footers[1:]:
+        if not footer.schema.equals(first):
+            raise SchemaMismatch(footer.file.path, f"its columns are {_columns(footer.schema, first)}")
+    return footers
+
+
+def check_unchanged(storage: Storage, file: PlannedFile) -> None:
+    """Raise InputChanged when a file is not the one that was planned."""
+    stat = storage.stat(file.path)
+    if stat is None:
+        raise InputChanged(file.path, "it is gone")
+    if stat != FileStat(file.size, file.mtime_ns):
+        planned, found = (
+            f"{file.size} bytes at {file.mtime_ns} ns",
+            f"{stat.size} bytes at {stat.mtime_ns} ns",
+        )
+        raise InputChanged(file.path, f"planned {planned}, found {found}")
+
+
+@contextmanager
+def open_parquet(storage: Storage, path: str) -> Iterator[Any]:
+    """Open a file as pyarrow's ParquetFile; what the body reads from it raises CorruptParquet as well."""
+    with reading(path), storage.open_input(path) as source, pq.ParquetFile(source) as file:
+        yield file
+
+
+def read_batches(
+    storage: Storage, path: str, shard: Shard, columns: Sequence[str] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """Yield a shard's rows in order; only the row groups it touches are read. Raises CorruptParquet.
+
+    columns: None for all. One thread: the others belong to the engine.
+    """
+    skip, left = shard.skip, shard.rows
+    groups = range(shard.first_group, shard.first_group + shard.num_groups)
+    with open_parquet(storage, path) as file:
+        for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False):
+            piece = batch.slice(skip, left)  # empty while the batch lies before the range
+            skip = max(0, skip - batch.num_rows)
+            left -= piece.num_rows
+            if piece.num_rows:
+                yield piece
+            if not left:
+                return
+    if left:
+        raise CorruptParquet(path, f"{left} rows fewer than its footer says")
+
+
+def _expand(storage: Storage, item: str) -> list[str]:
+    if glob_chars(item) and not os.path.lexists(item):
+        return [path for path in storage.expand(item) if storage.stat(path) is not None]
+    path = storage.resolve(item)
+    if storage.is_folder(path):
+        return [
+            storage.resolve(os.path.join(path, name))
+            for name in storage.names(path)
+            if name.endswith(".parquet") and name[0] not in "._"
+        ]
+    return [path] if storage.stat(path) is not None else []
+
+
+def _read_footer(storage: Storage, path: str) -> Footer:
+    stat = storage.stat(path)
+    if stat is None:
+        raise InputNotFound(path)
+    with open_parquet(storage, path) as file:
+        schema, metadata = file.schema_arrow, file.metadata
+        groups = tuple(metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))
+    twice = [name for name, count in Counter(schema.names).items() if count > 1]
+    if twice:
+        raise SchemaMismatch(path, f"it has two columns named {twice[0]!r}")
+    return Footer(PlannedFile(path, stat.size, stat.mtime_ns, sum(groups)), groups, schema)
+
+
+def _columns(schema: pa.Schema, first: pa.Schema) -> str:
+    """Describe the fields in which a schema differs from the first file's."""
+    ours, theirs = ({f"{field.name}: {field.type}" for field in each} for each in (schema, first))
+    extra, missing = sorted(ours - theirs), sorted(theirs - ours)
+    return f"not the first file's (more: {extra or 'none'}; missing: {missing or 'none'}; order counts too)"

@@ -1,0 +1,96 @@
+"""A part: the output file of one shard, with statistics in its footer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..errors import ColumnConflict, CorruptParquet, PartDamaged
+from ..part_stats import PartStats
+from .inputs import open_parquet
+from .storage import Storage, writing
+
+#: What the output adds to the input's columns; always these types, also when a part holds only nulls.
+OUTPUT_FIELDS = (
+    pa.field("completion", pa.string()),
+    pa.field("finish_reason", pa.string()),
+    pa.field("prompt_tokens", pa.int64()),
+    pa.field("completion_tokens", pa.int64()),
+    pa.field("cached_tokens", pa.int64()),
+    pa.field("error", pa.string()),
+)
+
+#: The key of our JSON in a part's key-value metadata.
+METADATA_KEY = "tokenmill"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The output columns of one row, in the order of OUTPUT_FIELDS."""
+
+    completion: str | None
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    error: str | None
+
+
+def output_schema(schema: pa.Schema) -> pa.Schema:
+    """Return the input's schema and metadata with the output's columns added. Raises ColumnConflict."""
+    for field in OUTPUT_FIELDS:
+        if field.name in schema.names:
+            raise ColumnConflict(field.name)
+    return pa.schema([*schema, *OUTPUT_FIELDS], metadata=schema.metadata)
+
+
+def with_answers(batch: pa.RecordBatch, answers: list[Answer], schema: pa.Schema) -> pa.RecordBatch:
+    """Append the answers of a batch's rows as columns. schema: what output_schema returned."""
+    added = [
+        pa.array([getattr(answer, field.name) for answer in answers], field.type) for field in OUTPUT_FIELDS
+    ]
+    return pa.RecordBatch.from_arrays([*batch.columns, *added], schema=schema)
+
+
+def write_part(
+    storage: Storage, path: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch], stats: PartStats
+) -> None:
+    """Write a part batch by batch, statistics in its footer. Raises DiskFull or OutputNotWritable."""
+    with writing(path), storage.open_output(path) as sink, pq.ParquetWriter(sink, schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+        writer.add_key_value_metadata({METADATA_KEY: stats.to_text()})
+
+
+def read_part_stats(storage: Storage, path: str, run: str, shard: int, rows: int | None = None) -> PartStats:
+    """Read a part's statistics from its footer.
+
+    rows: how many the shard has; None takes the footer's word. Raises PartDamaged when the file is not the
+    part of this shard of this run, or has another number of rows.
+    """
+    try:
+        with open_parquet(storage, path) as file:
+            metadata: dict[bytes, bytes] = file.metadata.metadata or {}
+            num_rows: int = file.metadata.num_rows
+    except CorruptParquet as error:
+        raise PartDamaged(path, str(error)) from error
+    stats = _parse(path, metadata.get(METADATA_KEY.encode()))
+    if (stats.run, stats.shard) != (run, shard):
+        raise PartDamaged(path, f"it belongs to shard {stats.shard} of run {stats.run}")
+    expected = stats.rows if rows is None else rows
+    if num_rows != expected or stats.rows != expected:
+        raise PartDamaged(path, f"it has {num_rows} rows, expected {expected}")
+    return stats
+
+
+def _parse(path: str, text: Any) -> PartStats:
+    if text is None:
+        raise PartDamaged(path, "Tokenmill did not write it")
+    try:
+        return PartStats.from_text(text)
+    except ValueError as error:
+        raise PartDamaged(path, f"its statistics are unreadable: {error}") from None

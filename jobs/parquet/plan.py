@@ -1,0 +1,129 @@
+"""The plan of a run: its input files and shards, written once beside the output."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import Any
+
+from .spec import RunSpec
+
+#: Raised when a plan's meaning changes; a plan of another format is refused.
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """An input file with its fingerprint: size in bytes, modification time in nanoseconds, rows."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A range of rows of one file.
+
+    file: index into the plan's files. start: first row within the file.
+    first_group, num_groups: the row groups that hold the range. skip: rows of the first group before it.
+    """
+
+    file: int
+    start: int
+    rows: int
+    first_group: int
+    num_groups: int
+    skip: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run does. seed: the source of every row's seed. model: as the planning worker names it."""
+
+    spec: RunSpec
+    seed: int
+    model: str
+    version: str
+    files: tuple[PlannedFile, ...]
+    shards: tuple[Shard, ...]
+
+    @property
+    def run(self) -> str:
+        return self.spec.run
+
+    @property
+    def rows(self) -> int:
+        return sum(file.rows for file in self.files)
+
+    def first_row(self, shard: int) -> int:
+        """Return the row number of a shard's first row, counted over all files."""
+        before = [0, *accumulate(file.rows for file in self.files)]
+        return before[self.shards[shard].file] + self.shards[shard].start
+
+    def to_text(self) -> str:
+        shards = [list(asdict(shard).values()) for shard in self.shards]
+        content = {
+            "format": FORMAT,
+            "run": self.run,
+            "arguments": self.spec.to_json(),
+            "seed": self.seed,
+            "model": self.model,
+            "version": self.version,
+            "files": [asdict(file) for file in self.files],
+            "shard_fields": list(Shard.__dataclass_fields__),
+            "shards": shards,
+        }
+        return json.dumps(content)
+
+    @classmethod
+    def from_text(cls, text: str) -> Plan:
+        """Read what `to_text` wrote. Raises ValueError, which covers bad JSON, for anything else."""
+        content = json.loads(text)
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise ValueError(f"not a plan of format {FORMAT}")
+        try:
+            plan = cls._from_content(content)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"a field is missing or wrong: {error}") from None
+        if plan.run != content["run"]:
+            raise ValueError("its arguments do not give its run id")
+        return plan
+
+    @classmethod
+    def _from_content(cls, content: Mapping[str, Any]) -> Plan:
+        return cls(
+            spec=RunSpec.from_json(content["arguments"]),
+            seed=content["seed"],
+            model=content["model"],
+            version=content["version"],
+            files=tuple(PlannedFile(**file) for file in content["files"]),
+            shards=tuple(Shard(*values) for values in content["shards"]),
+        )
+
+
+def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int) -> tuple[Shard, ...]:
+    """Cut files into shards of at most `rows_per_shard` rows, each within one file, in row order.
+
+    row_groups: for each file the row count of each of its row groups. No row at all gives one empty shard, so
+    that every run has a part and readers find the schema.
+    """
+    shards = [
+        _shard(number, ends, start, min(rows_per_shard, ends[-1] - start))
+        for number, groups in enumerate(row_groups)
+        if (ends := list(accumulate(groups)))
+        for start in range(0, ends[-1], rows_per_shard)
+    ]
+    return tuple(shards) or (Shard(file=0, start=0, rows=0, first_group=0, num_groups=0, skip=0),)
+
+
+def _shard(file: int, ends: Sequence[int], start: int, rows: int) -> Shard:
+    """Find the row groups of one range. ends: for each row group, the row after its last."""
+    first = bisect_right(ends, start)
+    last = bisect_left(ends, start + rows)
+    group_start = ends[first - 1] if first else 0
+    return Shard(file, start, rows, first, last - first + 1, start - group_start)

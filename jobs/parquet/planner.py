@@ -1,0 +1,144 @@
+"""Plans a run, or resumes one: what `jobs.score_parquet` does inside a worker."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from typing import Any
+
+from ..context import JobContext
+from ..errors import InputChanged, InvalidJob, MissingColumn, OutputHoldsAnotherRun
+from ..part_stats import PartStats
+from ..run_state import RunState
+from ..version import code_version
+from .enqueue import enqueue_shards
+from .inputs import Footer, find_files, read_footers
+from .names import PLAN, part_name
+from .part import output_schema, write_part
+from .plan import Plan, cut_shards
+from .prompt_source import prompt_source
+from .run_folder import RunFolder, create_plan, load_plan
+from .spec import RunSpec
+from .storage import Storage
+
+
+def score_parquet(
+    context: JobContext,
+    input: str | list[str],
+    output: str,
+    prompt_column: str = "prompt",
+    messages_column: str | None = None,
+    template: str | list[dict[str, str]] | None = None,
+    sampling: dict[str, Any] | None = None,
+    rows_per_shard: int = 1000,
+    queue: str | None = None,
+) -> dict[str, Any]:
+    """Plan a run and enqueue its shards; called again with the same arguments, resume it.
+
+    input: a Parquet file, a folder, a glob, or a list of them, below the worker's data roots.
+    output: a new or empty folder, or that of the same run.
+    prompt_column: text that is completed as it stands. messages_column instead: chats, as lists of structs
+    with role and content or as their JSON. template instead: a text with {column} fields, completed as it
+    stands, or a list of {'role', 'content'} with such texts, which makes a chat.
+    sampling: keyword arguments of engine.SamplingParams; `seed` fixes the run's seed.
+    queue: for the shards; by default the queue this job came from.
+    Returns the run's id and counts. Raises RunError or InvalidJob; nothing is enqueued then.
+    """
+    spec = RunSpec.from_arguments(
+        input, output, prompt_column, messages_column, template, sampling, rows_per_shard
+    )
+    if queue is not None and (not isinstance(queue, str) or not queue):
+        raise InvalidJob(f"queue is {queue!r}, expected the name of a queue")
+    context.check_sampling(spec.sampling)
+    return plan_run(context, Storage(context.data_roots), spec, queue or context.queue_name)
+
+
+def plan_run(context: JobContext, storage: Storage, spec: RunSpec, queue: str) -> dict[str, Any]:
+    """Plan or resume the run of a checked spec. Raises RunError."""
+    storage.resolve(spec.output)
+    state = RunState(context.connection, spec.run)
+    state.reopen()
+    footers = read_footers(storage, find_files(storage, spec.input, spec.output))
+    _check_columns(spec, footers[0])
+    plan = _agreed_plan(context, storage, spec, footers)
+    state.describe({"output": spec.output, "queue": queue, "rows": plan.rows, "shards": len(plan.shards)})
+    folder = RunFolder(storage, plan, state, context.execution_id)
+    if plan.rows == 0:
+        _publish_empty_part(folder, footers[0], context.model)
+    missing = sorted(set(range(len(plan.shards))) - folder.shards_with_parts())
+    if missing:
+        folder.withdraw_success()
+    finished = folder.recount()  # before any shard runs: from here on the last one knows that it is the last
+    enqueued = 0 if finished else enqueue_shards(context.connection, queue, folder, missing)
+    return {
+        "run": plan.run,
+        "output": spec.output,
+        "rows": plan.rows,
+        "shards": len(plan.shards),
+        "shards_missing": len(missing),
+        "shards_enqueued": enqueued,
+        "run_finished": finished,
+    }
+
+
+def _check_columns(spec: RunSpec, first: Footer) -> None:
+    source = prompt_source(spec)
+    for column in source.columns:
+        if column not in first.schema.names:
+            raise MissingColumn(column, first.file.path, ", ".join(map(repr, first.schema.names)))
+    source.check(first.schema)
+    output_schema(first.schema)
+
+
+def _agreed_plan(context: JobContext, storage: Storage, spec: RunSpec, footers: list[Footer]) -> Plan:
+    """Return the plan on disk, or write a new one; of two planners at once both return the first one's."""
+    path = os.path.join(spec.output, PLAN)
+    if storage.stat(path) is None:
+        plan = _new_plan(context, spec, footers)
+        if create_plan(storage, plan, context.execution_id):
+            return plan
+    plan = load_plan(storage, path)
+    if plan.run != spec.run:
+        raise OutputHoldsAnotherRun(spec.output, f"different {', '.join(plan.spec.differences(spec))}")
+    _check_same_files(plan, footers)
+    return plan
+
+
+def _new_plan(context: JobContext, spec: RunSpec, footers: list[Footer]) -> Plan:
+    seed = spec.sampling.get("seed")
+    return Plan(
+        spec=spec,
+        seed=secrets.randbits(63) if seed is None else seed,
+        model=context.model,
+        version=code_version(),
+        files=tuple(footer.file for footer in footers),
+        shards=cut_shards([footer.row_groups for footer in footers], spec.rows_per_shard),
+    )
+
+
+def _check_same_files(plan: Plan, footers: list[Footer]) -> None:
+    """Raise InputChanged for the first file that is not as planned."""
+    planned = {file.path: file for file in plan.files}
+    found = {footer.file.path: footer.file for footer in footers}
+    for path in [*found, *planned]:
+        if path not in planned:
+            raise InputChanged(path, "it is new")
+        if path not in found:
+            raise InputChanged(path, "it is gone")
+        if planned[path] != found[path]:
+            raise InputChanged(path, f"planned {planned[path]}, found {found[path]}")
+    if list(planned) != list(found):
+        raise InputChanged(plan.spec.input[0], "its files come in another order")
+
+
+def _publish_empty_part(folder: RunFolder, first: Footer, model: str) -> None:
+    """Publish the one part of a run without rows, so that readers find the schema."""
+    now = time.time()
+    stats = PartStats(folder.plan.run, 0, 0, 0, 0, 0, 0, 0, now, now, model)
+    temporary = folder.temporary_path(part_name(0))
+    try:
+        write_part(folder.storage, temporary, output_schema(first.schema), [], stats)
+        folder.publish(temporary, part_name(0))
+    finally:
+        folder.storage.delete(temporary)

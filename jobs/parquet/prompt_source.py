@@ -1,0 +1,168 @@
+"""How a row becomes a prompt: from a column, from a template, or from a column of messages."""
+
+from __future__ import annotations
+
+import abc
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+
+from ..errors import WrongColumnType
+from ..prompts import messages_problem, text_problem
+from .spec import RunSpec
+from .template import Template
+
+
+class RowProblem(Exception):
+    """Raised when a row cannot be a prompt; the text goes into the row's `error` and the rest goes on."""
+
+
+class PromptSource(abc.ABC):
+    """Renders rows to texts. A text identifies its prompt: equal texts are equal prompts, and texts that
+    start alike share a prefix, so that sorting them brings shared prefixes together."""
+
+    #: The input columns that are read.
+    columns: tuple[str, ...]
+    #: Whether a rendered text is the JSON of a chat's messages and not a prompt.
+    is_chat: bool
+
+    @abc.abstractmethod
+    def check(self, schema: pa.Schema) -> None:
+        """Raise WrongColumnType when a column of the schema can never be rendered."""
+
+    @abc.abstractmethod
+    def render(self, values: Mapping[str, Any]) -> str:
+        """Return the text for one row. Raises RowProblem."""
+
+
+class PromptColumn(PromptSource):
+    """A column of texts."""
+
+    is_chat = False
+
+    def __init__(self, column: str) -> None:
+        self.columns = (column,)
+
+    def check(self, schema: pa.Schema) -> None:
+        (column,) = self.columns
+        if not _is_text(schema.field(column).type):
+            raise WrongColumnType(column, schema.field(column).type, "text")
+
+    def render(self, values: Mapping[str, Any]) -> str:
+        (text,) = values.values()
+        return _checked(text, "prompt")
+
+
+class MessagesColumn(PromptSource):
+    """A column of chats: lists of structs with role and content, or the same as JSON text."""
+
+    is_chat = True
+
+    def __init__(self, column: str) -> None:
+        self.columns = (column,)
+
+    def check(self, schema: pa.Schema) -> None:
+        (column,) = self.columns
+        kind = schema.field(column).type
+        if not (_is_text(kind) or (_is_list(kind) and pa.types.is_struct(kind.value_type))):
+            raise WrongColumnType(column, kind, "a list of structs with role and content, or their JSON")
+
+    def render(self, values: Mapping[str, Any]) -> str:
+        (messages,) = values.values()
+        if messages is None:
+            raise RowProblem("messages are null")
+        if isinstance(messages, str):
+            try:
+                messages = json.loads(messages)
+            except (ValueError, RecursionError) as error:
+                raise RowProblem(f"messages are not JSON: {error}") from None
+        return _checked_chat(_without_nulls(messages))
+
+
+class TemplateSource(PromptSource):
+    """A template over any columns that have a plain text form."""
+
+    def __init__(self, template: Template) -> None:
+        self.columns = template.columns
+        self.is_chat = template.roles is not None
+        self._template = template
+
+    def check(self, schema: pa.Schema) -> None:
+        for column in self.columns:
+            kind = schema.field(column).type
+            if pa.types.is_nested(kind) or _is_bytes(kind):
+                raise WrongColumnType(column, kind, "text, a number, a truth value or a time")
+
+    def render(self, values: Mapping[str, Any]) -> str:
+        for column in self.columns:
+            if values[column] is None:
+                raise RowProblem(f"column {column!r} is null")
+        filled = self._template.fill(values)
+        return _checked(filled, "prompt") if isinstance(filled, str) else _checked_chat(filled)
+
+
+def prompt_source(spec: RunSpec) -> PromptSource:
+    """Return the source that a run's arguments name."""
+    if spec.template is not None:
+        return TemplateSource(Template.parse(spec.template))
+    if spec.messages_column is not None:
+        return MessagesColumn(spec.messages_column)
+    assert spec.prompt_column is not None
+    return PromptColumn(spec.prompt_column)
+
+
+def _checked(text: Any, what: str) -> str:
+    if text is None or text == "":
+        raise RowProblem(f"{what} is {'null' if text is None else 'empty'}")
+    if problem := text_problem(text, what):
+        raise RowProblem(problem)
+    assert isinstance(text, str)
+    return text
+
+
+def _checked_chat(messages: Any) -> str:
+    if problem := messages_problem(messages):
+        raise RowProblem(problem)
+    # One order of keys, so that equal chats are equal texts.
+    return json.dumps([{"role": each["role"], "content": each["content"]} for each in messages])
+
+
+def _without_nulls(messages: Any) -> Any:
+    """Drop a struct's other fields where they are null: a struct type has every field in every row."""
+    if not isinstance(messages, list):
+        return messages
+    keep = ("role", "content")
+    return [
+        {key: value for key, value in each.items() if value is not None or key in keep}
+        if isinstance(each, dict)
+        else each
+        for each in messages
+    ]
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        return _is_text(kind.value_type)
+    return bool(
+        pa.types.is_string(kind)
+        or pa.types.is_large_string(kind)
+        or pa.types.is_string_view(kind)
+        or pa.types.is_null(kind)
+    )
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        return _is_bytes(kind.value_type)
+    return bool(
+        pa.types.is_binary(kind)
+        or pa.types.is_large_binary(kind)
+        or pa.types.is_fixed_size_binary(kind)
+        or pa.types.is_binary_view(kind)
+    )
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))

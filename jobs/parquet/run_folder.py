@@ -1,0 +1,161 @@
+"""A planned run on disk: its plan, its parts, and the check that ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from ..errors import InputNotFound, OutputHoldsForeignFiles, PartDamaged, PlanDamaged
+from ..part_stats import PartStats
+from ..run_state import RunState
+from ..version import code_version
+from .names import MANIFEST, PLAN, SUCCESS, TEMPORARY_PREFIX, part_name, part_shard, temporary_name
+from .part import read_part_stats
+from .plan import Plan
+from .storage import Storage, reading, writing
+
+#: A plan of ten million rows in shards of one thousand has about 0.4 MB.
+MAX_PLAN_BYTES = 256 << 20
+
+
+class RunFolder:
+    """The output folder of one run, as one execution sees it."""
+
+    def __init__(self, storage: Storage, plan: Plan, state: RunState, execution_id: str) -> None:
+        self.plan = plan
+        self.state = state
+        self.storage = storage
+        self._path = plan.spec.output
+        self._execution_id = execution_id
+
+    def path(self, name: str) -> str:
+        return os.path.join(self._path, name)
+
+    def temporary_path(self, name: str) -> str:
+        """Return where this execution writes `name`, so that no two executions share a file."""
+        return self.path(temporary_name(self._execution_id, name))
+
+    def has_part(self, shard: int) -> bool:
+        return self.storage.stat(self.path(part_name(shard))) is not None
+
+    def shards_with_parts(self) -> set[int]:
+        """Return the shards whose part is there. Raises PartDamaged for a part that no shard has."""
+        found = {shard for name in self.storage.names(self._path) if (shard := part_shard(name)) is not None}
+        if found and max(found) >= len(self.plan.shards):
+            foreign = self.path(part_name(max(found)))
+            raise PartDamaged(foreign, f"this run has {len(self.plan.shards)} shards")
+        return found
+
+    def part_stats(self, shard: int) -> PartStats:
+        """Read a part's statistics. Raises PartDamaged unless it holds exactly its shard's rows."""
+        rows = self.plan.shards[shard].rows
+        return read_part_stats(self.storage, self.path(part_name(shard)), self.plan.run, shard, rows)
+
+    def publish(self, temporary: str, name: str) -> bool:
+        """Put a written file in place; return False when the place was taken. Raises OutputNotWritable."""
+        with writing(self.path(name)):
+            return self.storage.publish(temporary, self.path(name))
+
+    def record_part(self, stats: PartStats) -> bool:
+        """Count a published part and end the run if it was the last; return whether the run has ended."""
+        count = self.state.record_part(stats)
+        if count.total is None:  # Redis lost our keys: in doubt, the parts themselves are counted
+            return self.recount()
+        return count.done >= count.total and self._finish()
+
+    def recount(self) -> bool:
+        """Rebuild the count from the parts that are there; end the run if none is missing."""
+        recorded = set(self.state.parts())  # before the listing: what is in both is certain
+        present = self.shards_with_parts()
+        found = {shard: self.part_stats(shard) for shard in present - recorded}
+        count = self.state.amend_parts(found, recorded - present, len(self.plan.shards))
+        return count.done >= len(self.plan.shards) and self._finish()
+
+    def withdraw_success(self) -> None:
+        """Remove the mark of an end that is no longer true."""
+        self.storage.delete(self.path(SUCCESS))
+
+    def _finish(self) -> bool:
+        """Check every part, then write the manifest and the mark; return False when a part is missing.
+
+        Doing it twice, or at two places at once, writes the same files.
+        """
+        if self.shards_with_parts() != set(range(len(self.plan.shards))):
+            return False
+        if self.storage.stat(self.path(SUCCESS)) is None:
+            stats = [self.part_stats(shard) for shard in range(len(self.plan.shards))]
+            for name in self.storage.names(self._path):
+                if name.startswith(TEMPORARY_PREFIX):
+                    self.storage.delete(self.path(name))
+            self._replace(MANIFEST, json.dumps(manifest(self.plan, stats), indent=2) + "\n")
+            self._replace(SUCCESS, "")
+        self.state.mark_finished()
+        return True
+
+    def _replace(self, name: str, text: str) -> None:
+        temporary = self.temporary_path(name)
+        with writing(self.path(name)):
+            write_text(self.storage, temporary, text)
+            self.storage.replace(temporary, self.path(name))
+
+
+def manifest(plan: Plan, stats: list[PartStats]) -> Mapping[str, Any]:
+    """Sum up a finished run. Times are Unix seconds; `seconds` runs from the first shard's start to the
+    last's end, a pause between them included."""
+    counted = ("rows", "errors", "prompt_tokens", "completion_tokens", "cached_tokens", "generated_tokens")
+    started_at, ended_at = min(each.started_at for each in stats), max(each.ended_at for each in stats)
+    return {
+        "run": plan.run,
+        **{name: sum(getattr(each, name) for each in stats) for name in counted},
+        "started_at": started_at,
+        "ended_at": ended_at,
+        "seconds": ended_at - started_at,
+        "model": ", ".join(sorted({each.model for each in stats})),
+        "sampling": plan.spec.sampling,
+        "seed": plan.seed,
+        "version": code_version(),
+        "arguments": plan.spec.to_json(),
+        "inputs": [asdict(file) for file in plan.files],
+        "parts": [
+            {"name": part_name(each.shard), "rows": each.rows, "errors": each.errors} for each in stats
+        ],
+    }
+
+
+def load_plan(storage: Storage, path: str) -> Plan:
+    """Read a plan. Raises PlanDamaged when there is none, or it is not one of ours."""
+    try:
+        with reading(path), storage.open_input(path) as source:
+            text = source.read(MAX_PLAN_BYTES)
+        return Plan.from_text(text)
+    except InputNotFound:
+        raise PlanDamaged(path, "there is no such file") from None
+    except ValueError as error:
+        raise PlanDamaged(path, str(error)) from error
+
+
+def create_plan(storage: Storage, plan: Plan, execution_id: str) -> bool:
+    """Write a plan into a new or empty folder; return False when another planner was first.
+
+    Raises OutputHoldsForeignFiles, DiskFull or OutputNotWritable.
+    """
+    folder = plan.spec.output
+    temporary = os.path.join(folder, temporary_name(execution_id, PLAN))
+    with writing(folder):
+        storage.make_folder(folder)
+        for name in storage.names(folder):
+            if name != PLAN and not name.startswith(TEMPORARY_PREFIX):
+                raise OutputHoldsForeignFiles(folder, name)
+        try:
+            write_text(storage, temporary, plan.to_text())
+            return storage.publish(temporary, os.path.join(folder, PLAN))
+        finally:
+            storage.delete(temporary)
+
+
+def write_text(storage: Storage, path: str, text: str) -> None:
+    with storage.open_output(path) as sink:
+        sink.write(text.encode())

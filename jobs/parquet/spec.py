@@ -1,0 +1,115 @@
+"""The arguments of a run, checked; what makes two runs the same run. Needs no pyarrow: the CLI uses it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from hashlib import blake2b
+from typing import Any
+
+from ..errors import InvalidJob
+from ..prompts import parse_sampling
+from .paths import local_path
+from .template import Template
+
+#: A shard's prompts and answers are held in memory until its part is written.
+MAX_ROWS_PER_SHARD = 1_000_000
+
+TemplateSpec = str | list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """The arguments of jobs.score_parquet in one normal form; equal arguments give equal run ids."""
+
+    input: list[str]
+    output: str
+    prompt_column: str | None
+    messages_column: str | None
+    template: TemplateSpec | None
+    sampling: dict[str, Any]
+    rows_per_shard: int
+
+    @classmethod
+    def from_arguments(
+        cls,
+        input: Any,
+        output: Any,
+        prompt_column: Any = "prompt",
+        messages_column: Any = None,
+        template: Any = None,
+        sampling: Any = None,
+        rows_per_shard: Any = 1000,
+    ) -> RunSpec:
+        """Check and normalise the arguments. Raises InvalidJob or UnsupportedScheme."""
+        if messages_column is not None and template is not None:
+            raise InvalidJob("messages_column and template both say what to ask: give one of them")
+        if template is not None:
+            Template.parse(template)
+        from_prompt = messages_column is None and template is None
+        return cls(
+            input=_inputs(input),
+            output=os.path.realpath(local_path(output)),
+            prompt_column=_name("prompt_column", prompt_column) if from_prompt else None,
+            messages_column=None if messages_column is None else _name("messages_column", messages_column),
+            template=template,
+            sampling=_sampling(sampling),
+            rows_per_shard=_rows_per_shard(rows_per_shard),
+        )
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RunSpec:
+        """Read what `to_json` wrote. Raises KeyError when a field is missing."""
+        return cls(**{field.name: value[field.name] for field in fields(cls)})
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def run(self) -> str:
+        """The run's id: 16 hexadecimal digits that depend on the arguments alone."""
+        text = json.dumps(self.to_json(), sort_keys=True)
+        return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+    def differences(self, other: RunSpec) -> list[str]:
+        """Return the names of the arguments in which the two differ."""
+        return [
+            field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)
+        ]
+
+
+def _inputs(value: Any) -> list[str]:
+    items = value if isinstance(value, list) else [value]
+    if not items:
+        raise InvalidJob("input is an empty list: name at least one Parquet file, folder or glob")
+    return [local_path(item) for item in items]
+
+
+def _name(argument: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidJob(f"{argument} is {value!r}, expected the name of a column")
+    return value
+
+
+def _sampling(value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidJob(
+            f"sampling is {type(value).__name__}, expected a mapping: "
+            "on the command line write sampling:='{\"max_tokens\": 64}'"
+        )
+    sampling = parse_sampling(value)
+    if sampling.get("n", 1) != 1:
+        raise InvalidJob(f"n is {sampling['n']!r}, expected 1: a row of the output holds one completion")
+    return sampling
+
+
+def _rows_per_shard(value: Any) -> int:
+    if isinstance(value, str):
+        raise InvalidJob(f"rows_per_shard arrived as the text {value!r}: write rows_per_shard:={value}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_ROWS_PER_SHARD:
+        raise InvalidJob(f"rows_per_shard is {value!r}, expected an integer from 1 to {MAX_ROWS_PER_SHARD}")
+    return value

@@ -1,0 +1,71 @@
+"""Prompts from a template: `{column}` stands for the row's value, `{{` and `}}` for braces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any
+
+from ..errors import InvalidJob
+
+#: A text cut into (literal, column that follows it or None).
+Pieces = tuple[tuple[str, str | None], ...]
+
+
+@dataclass(frozen=True)
+class Template:
+    """A text, or a chat whose message contents are such texts.
+
+    Only plain column names may stand in braces: no attribute, index, conversion or format, because the
+    template is part of a job and a job is not trusted. A value is never parsed again, so braces in the data
+    are harmless.
+    """
+
+    texts: tuple[Pieces, ...]
+    roles: tuple[str, ...] | None  # None: a single prompt text
+
+    @classmethod
+    def parse(cls, template: Any) -> Template:
+        """Parse a text, or a list of {'role', 'content'} with texts as content. Raises InvalidJob."""
+        if isinstance(template, str):
+            return cls((_parse_text(template),), None)
+        if not isinstance(template, list) or not template:
+            raise InvalidJob("template must be a text or a non-empty list of {'role': ..., 'content': ...}")
+        for message in template:
+            if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+                raise InvalidJob(
+                    f"each message of a template holds exactly 'role' and 'content', got {message!r}"
+                )
+            if not all(isinstance(value, str) for value in message.values()):
+                raise InvalidJob(f"role and content of a template are strings, got {message!r}")
+        texts = tuple(_parse_text(message["content"]) for message in template)
+        return cls(texts, tuple(message["role"] for message in template))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that are filled in, each once, in order of appearance."""
+        return tuple(dict.fromkeys(column for text in self.texts for _, column in text if column is not None))
+
+    def fill(self, values: Mapping[str, object]) -> str | list[dict[str, str]]:
+        """Return the prompt, or the messages, for one row's values."""
+        filled = ["".join(_piece(literal, column, values) for literal, column in text) for text in self.texts]
+        if self.roles is None:
+            return filled[0]
+        return [{"role": role, "content": text} for role, text in zip(self.roles, filled, strict=True)]
+
+
+def _parse_text(text: str) -> Pieces:
+    pieces = []
+    try:
+        for literal, column, form, conversion in Formatter().parse(text):
+            if form or conversion or (column is not None and (not column or set(column) & set(".[]"))):
+                raise InvalidJob(f"template field {{{column}}}: only a plain column name may stand in braces")
+            pieces.append((literal, column))
+    except ValueError as error:
+        raise InvalidJob(f"template {text[:80]!r}: {error}; write {{{{ and }}}} for braces") from None
+    return tuple(pieces)
+
+
+def _piece(literal: str, column: str | None, values: Mapping[str, object]) -> str:
+    return literal if column is None else f"{literal}{values[column]}"

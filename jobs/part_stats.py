@@ -1,0 +1,41 @@
+"""What is known of one finished shard: in its part's footer, and in Redis while the run goes on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class PartStats:
+    """Counts of one part.
+
+    rows, errors: rows in the part, and those among them with an error.
+    prompt_tokens, completion_tokens, cached_tokens: sums of the output's columns, equal prompts counted each
+    time.
+    generated_tokens: completion tokens that were computed, equal prompts counted once.
+    started_at, ended_at: Unix time in seconds.
+    """
+
+    run: str
+    shard: int
+    rows: int
+    errors: int
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    started_at: float
+    ended_at: float
+    model: str
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str | bytes) -> PartStats:
+        """Read what `to_text` wrote. Raises ValueError for anything else."""
+        try:
+            return cls(**json.loads(text))
+        except TypeError as error:
+            raise ValueError(str(error)) from None

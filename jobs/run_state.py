@@ -1,0 +1,115 @@
+"""A run's state in Redis: what the CLI shows, and the count that tells the last shard that it is the last.
+
+Nothing here is needed to resume: parts on disk are the truth, and the planner rebuilds these keys from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from .errors import RunBusy, RunCancelled
+from .keys import RUN_TTL_S, run_key, run_lock_key, run_parts_key
+from .part_stats import PartStats
+
+if TYPE_CHECKING:
+    from redis import Redis
+    from redis.lock import Lock
+
+_TOTAL = b"total"
+
+#: A planner or canceller that is silent for this long has lost the lock; it notices before it writes on.
+LOCK_TTL_S = 60
+LOCK_WAIT_S = 120
+
+
+@dataclass(frozen=True)
+class PartCount:
+    """done: shards with a recorded part. total: shards of the run, None when Redis lost the run's keys."""
+
+    done: int
+    total: int | None
+
+
+class RunState:
+    """The keys of one run."""
+
+    def __init__(self, connection: Redis, run: str) -> None:
+        self._redis = connection
+        self.run = run
+        self._key, self._parts_key = run_key(run), run_parts_key(run)
+
+    def describe(self, facts: Mapping[str, str | int]) -> None:
+        """Store facts for the CLI: output, queue, rows, shards, plan_job."""
+        with self._redis.pipeline() as pipe:
+            fields: dict[Any, Any] = dict(facts)
+            pipe.hset(self._key, mapping=fields)
+            pipe.expire(self._key, RUN_TTL_S)
+            pipe.execute()
+
+    def facts(self) -> dict[str, str]:
+        """Return what `describe` stored, and the marks `cancelled` and `finished`; empty if unknown."""
+        stored = cast("dict[bytes, bytes]", self._redis.hgetall(self._key))
+        return {key.decode(): value.decode() for key, value in stored.items()}
+
+    def reopen(self) -> None:
+        """Take back a cancellation and an end: the run was submitted again."""
+        self._redis.hdel(self._key, "cancelled", "finished")
+
+    def mark_cancelled(self) -> None:
+        self.describe({"cancelled": 1})
+
+    def mark_finished(self) -> None:
+        self.describe({"finished": 1})
+
+    def check_not_cancelled(self) -> None:
+        """Raise RunCancelled after `mark_cancelled`, until the run is submitted again."""
+        if self._redis.hexists(self._key, "cancelled"):
+            raise RunCancelled(self.run)
+
+    def record_part(self, stats: PartStats) -> PartCount:
+        """Record a finished shard; recording it again changes nothing but its statistics."""
+        with self._redis.pipeline() as pipe:
+            pipe.hset(self._parts_key, str(stats.shard), stats.to_text())
+            pipe.expire(self._parts_key, RUN_TTL_S)
+            pipe.hlen(self._parts_key)
+            pipe.hget(self._parts_key, _TOTAL)
+            *_, length, total = pipe.execute()
+        return PartCount(length, None) if total is None else PartCount(length - 1, int(total))
+
+    def amend_parts(self, found: Mapping[int, PartStats], gone: Collection[int], total: int) -> PartCount:
+        """Add parts that a listing found and drop those it did not; the others stay as they are.
+
+        Never replaces the whole record: a shard may finish between the listing and this call.
+        """
+        fields: dict[Any, Any] = {str(shard): stats.to_text() for shard, stats in found.items()}
+        with self._redis.pipeline() as pipe:
+            if gone:
+                pipe.hdel(self._parts_key, *map(str, gone))
+            pipe.hset(self._parts_key, mapping={**fields, _TOTAL: total})
+            pipe.expire(self._parts_key, RUN_TTL_S)
+            pipe.hlen(self._parts_key)
+            *_, length = pipe.execute()
+        return PartCount(length - 1, total)
+
+    def parts(self) -> dict[int, PartStats]:
+        """Return the recorded parts by shard."""
+        stored = cast("dict[bytes, bytes]", self._redis.hgetall(self._parts_key))
+        return {int(field): PartStats.from_text(text) for field, text in stored.items() if field != _TOTAL}
+
+    @contextmanager
+    def lock(self) -> Iterator[Lock]:
+        """Hold the run for planning or cancelling; call `reacquire` on it between long steps.
+
+        Raises RunBusy when it cannot be had within LOCK_WAIT_S, or was lost before the body ended.
+        """
+        from redis.exceptions import LockError
+
+        lock = self._redis.lock(run_lock_key(self.run), timeout=LOCK_TTL_S, blocking_timeout=LOCK_WAIT_S)
+        try:
+            with lock:
+                yield lock
+        except LockError:
+            raise RunBusy(self.run) from None

