@@ -1,0 +1,71 @@
+"""A paged-KV continuous-batching engine for decoder language models.
+
+    from engine import Engine, EngineConfig, SamplingParams
+
+    with Engine(EngineConfig(model="path-or-hub-id")) as engine:
+        completions = engine.generate(prompts, SamplingParams(max_tokens=64, temperature=0.0))
+
+Importing this package, its configuration, parameters, results and errors loads no torch; the first use of
+`Engine` does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.config import EngineConfig
+from engine.errors import (
+    BlockAccountingError,
+    ConfigError,
+    DuplicateRequest,
+    EngineBusy,
+    EngineClosed,
+    EngineError,
+    InvalidPrompt,
+    InvalidRequest,
+    InvalidSampling,
+    MissingWeights,
+    ModelNotFound,
+    OutOfBlocks,
+    PromptTooLong,
+    StepFailed,
+    UnsupportedModel,
+    WeightMismatch,
+)
+from engine.outputs import Completion, EngineStats
+from engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+__all__ = [
+    "BlockAccountingError",
+    "Completion",
+    "ConfigError",
+    "DuplicateRequest",
+    "Engine",
+    "EngineBusy",
+    "EngineClosed",
+    "EngineConfig",
+    "EngineError",
+    "EngineStats",
+    "InvalidPrompt",
+    "InvalidRequest",
+    "InvalidSampling",
+    "MissingWeights",
+    "ModelNotFound",
+    "OutOfBlocks",
+    "PromptTooLong",
+    "SamplingParams",
+    "StepFailed",
+    "UnsupportedModel",
+    "WeightMismatch",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "Engine":
+        from engine.engine import Engine
+
+        return Engine
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,47 @@
+"""The seam between the model and an attention implementation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.kv_cache import LayerKVCache
+
+
+class AttentionMetadata:
+    """What one backend needs to know about a step's sequences; each backend has its own subclass."""
+
+
+class AttentionBackend(ABC):
+    """Attention over block tables. One object serves all layers and keeps no state between steps."""
+
+    @abstractmethod
+    def __init__(self, device: torch.device) -> None:
+        """Raises ConfigError if this backend cannot run on the device."""
+
+    @abstractmethod
+    def build_metadata(
+        self,
+        block_tables: NDArray[np.int32],
+        context_lens: NDArray[np.int64],
+        query_lens: NDArray[np.int64],
+    ) -> AttentionMetadata:
+        """Prepare one step, once for all layers.
+
+        block_tables: [seqs, max_blocks], valid up to each context.  context_lens: [seqs], tokens each
+        sequence has once this step is computed.  query_lens: [seqs], how many of them are in this step.
+        """
+
+    @abstractmethod
+    def forward(
+        self, query: Tensor, cache: LayerKVCache, metadata: AttentionMetadata, *, scale: float
+    ) -> Tensor:
+        """Causal attention of each query over its sequence's cached keys and values.
+
+        query: [tokens, heads, head_dim], the step's sequences one after another; their own keys and values
+        are in the cache already.  Returns [tokens, heads, head_dim].
+        """

@@ -1,0 +1,91 @@
+"""ForwardBatch: everything one forward pass reads besides weights and KV cache, passed as an argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.attention.base import AttentionBackend, AttentionMetadata
+from engine.scheduler import ScheduledBatch
+from engine.slots import SlotTable
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """The tokens of one step, sequence after sequence, on the model's device.
+
+    token_ids: [tokens] int64.  positions: [tokens] int64, each token's place in its sequence.
+    slot_mapping: [tokens] int64, block_id * block_size + offset, where its keys and values go.
+    sample_rows: [samples] int64, the rows whose logits are wanted.
+    attention: what the attention backend needs besides, made by that backend.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    sample_rows: Tensor
+    attention: AttentionMetadata
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """How to choose one token for each row of a step's logits, as numpy arrays of [samples].
+
+    temperature, top_p, min_p: float32; temperature 0 is greedy.  top_k: int64, 0 is off.
+    seed, sample_index, position: uint64, the counter of the row's uniform; position counts all tokens before.
+    banned: for a row, the token ids that may not be chosen yet.
+    """
+
+    temperature: NDArray[np.float32]
+    top_p: NDArray[np.float32]
+    top_k: NDArray[np.int64]
+    min_p: NDArray[np.float32]
+    seed: NDArray[np.uint64]
+    sample_index: NDArray[np.uint64]
+    position: NDArray[np.uint64]
+    banned: dict[int, list[int]]
+
+
+def build_forward_batch(
+    batch: ScheduledBatch, slots: SlotTable, backend: AttentionBackend, device: torch.device
+) -> ForwardBatch:
+    """Cut the scheduled tokens out of the slot table."""
+    rows, num_new = batch.slots, batch.num_new_tokens
+    ends = np.cumsum(num_new)
+    computed = slots.num_computed[rows]
+    positions = np.arange(ends[-1]) + np.repeat(computed - ends + num_new, num_new)
+    token_rows = np.repeat(rows, num_new)
+    blocks = slots.block_tables[token_rows, positions // slots.block_size]
+    slot_mapping = blocks.astype(np.int64) * slots.block_size + positions % slots.block_size
+    context_lens = computed + num_new
+    sample_rows = ends[context_lens == slots.num_tokens[rows]] - 1
+    max_blocks = -(-int(context_lens.max()) // slots.block_size)
+    return ForwardBatch(
+        token_ids=torch.from_numpy(slots.token_ids[token_rows, positions].astype(np.int64)).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        slot_mapping=torch.from_numpy(slot_mapping).to(device),
+        sample_rows=torch.from_numpy(sample_rows).to(device),
+        attention=backend.build_metadata(slots.block_tables[rows, :max_blocks], context_lens, num_new),
+    )
+
+
+def build_sampling_batch(batch: ScheduledBatch, slots: SlotTable) -> SamplingBatch:
+    """Cut the sampling values of the sequences that sample in this step out of the slot table."""
+    rows = batch.slots
+    rows = rows[slots.num_computed[rows] + batch.num_new_tokens == slots.num_tokens[rows]]
+    position = slots.num_tokens[rows]
+    early = np.flatnonzero(position < slots.min_len[rows])
+    return SamplingBatch(
+        temperature=slots.temperature[rows],
+        top_p=slots.top_p[rows],
+        top_k=slots.top_k[rows],
+        min_p=slots.min_p[rows],
+        seed=slots.seed[rows],
+        sample_index=slots.sample_index[rows],
+        position=position.astype(np.uint64),
+        banned={int(i): sorted(slots.stop_token_ids[rows[i]]) for i in early},
+    )

@@ -1,0 +1,241 @@
+"""BlockManager: owner of the KV pool's blocks, their reference counts and the prefix cache.
+
+A full block is found again by the hash of its whole prefix. A hash alone proves nothing, so each
+published content also gets an id that is never used again, and a hit compares (id of the parent's
+content, own tokens): neither a hash collision nor a recycled block number can return another prefix.
+
+A block is published while the step that computes it is scheduled, because every layer stores keys and
+values before it attends: sequences of one step share a prefix. `commit_step` makes that final once the
+step has run; `withdraw_step` takes it back if it has not.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from itertools import count
+
+import xxhash
+
+from engine.errors import BlockAccountingError, OutOfBlocks
+from engine.sequence import BlockKey, Sequence
+
+ROOT = 0  # parent hash and parent content id of a sequence's first block
+
+
+def hash_block(parent_hash: int, tokens: bytes) -> int:
+    """Chain hash of a block: xxh64 over the parent's hash and the block's token ids as int32 bytes."""
+    return xxhash.xxh64_intdigest(parent_hash.to_bytes(8, "little") + tokens)
+
+
+class Block:
+    """One block of the pool.
+
+    `content_id` names what a full block holds, None until it is published. `hash` is set only while the
+    block is the one the prefix cache finds under it.
+    """
+
+    __slots__ = ("block_id", "content_id", "hash", "parent_content_id", "ref_count", "tokens")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what the block held."""
+        self.hash: int | None = None
+        self.content_id: int | None = None
+        self.parent_content_id = ROOT
+        self.tokens = b""
+
+
+class BlockManager:
+    """Hands out blocks and takes them back. Not thread-safe: the scheduler is its only caller.
+
+    hash_block: (parent hash, token bytes) -> hash, replaceable so that tests can force collisions.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        hash_block: Callable[[int, bytes], int] = hash_block,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._hash_block = hash_block
+        self._blocks = [Block(block_id) for block_id in range(num_blocks)]
+        # Free blocks, the next to be taken first: those that hold nothing, then least recently used.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._by_hash: dict[int, Block] = {}
+        self._content_ids = count(ROOT + 1)
+        self._published_in_step: list[Block] = []
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no sequence holds; many still hold a prefix that can be hit."""
+        return len(self._free)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold num_tokens tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def extend_keys(self, seq: Sequence) -> None:
+        """Make the keys of the sequence's full blocks that have none yet."""
+        if not self.enable_prefix_caching:
+            return
+        size, keys = self.block_size, seq.block_keys
+        parent_hash = keys[-1].hash if keys else ROOT
+        for start in range(len(keys) * size, len(seq) - size + 1, size):
+            tokens = array("i", seq.token_ids[start : start + size]).tobytes()
+            parent_hash = self._hash_block(parent_hash, tokens)
+            keys.append(BlockKey(parent_hash, tokens))
+
+    def find_cached(self, seq: Sequence) -> list[int]:
+        """Block ids of the longest cached prefix, short of the last token, which is always computed."""
+        found: list[int] = []
+        parent = ROOT
+        for key in seq.block_keys[: (len(seq) - 1) // self.block_size]:
+            block = self._by_hash.get(key.hash)
+            if block is None or block.parent_content_id != parent or block.tokens != key.tokens:
+                break
+            assert block.content_id is not None  # a block the cache finds is a published one
+            parent = block.content_id
+            found.append(block.block_id)
+        return found
+
+    def num_missing(self, seq: Sequence, cached: list[int]) -> int:
+        """Free blocks lacking to hold all tokens of `seq` on top of `cached`; 0 or less means it fits."""
+        taken_from_free = sum(1 for block_id in cached if self._blocks[block_id].ref_count == 0)
+        return self.num_blocks_for(len(seq)) - len(cached) + taken_from_free - len(self._free)
+
+    def num_freed_by(self, seqs: Iterable[Sequence], keep: list[int]) -> int:
+        """Blocks that would be free, those of `keep` not counted, if all of `seqs` gave up theirs."""
+        held = Counter(block_id for seq in seqs for block_id in seq.block_table)
+        for block_id in keep:
+            del held[block_id]
+        return sum(1 for block_id, n in held.items() if self._blocks[block_id].ref_count == n)
+
+    def allocate(self, seq: Sequence, cached: list[int]) -> None:
+        """Give `seq` blocks for all its tokens, the first ones being `cached` from `find_cached`.
+
+        Raises OutOfBlocks, having changed nothing, if `num_missing` says it does not fit.
+        """
+        missing = self.num_missing(seq, cached)
+        if missing > 0:
+            raise OutOfBlocks(f"{seq!r} needs {missing} more blocks than the {len(self._free)} free ones")
+        for block_id in cached:
+            block = self._blocks[block_id]
+            if block.ref_count == 0:
+                del self._free[block_id]
+            block.ref_count += 1
+        num_new = self.num_blocks_for(len(seq)) - len(cached)
+        seq.block_table = cached + [self._take() for _ in range(num_new)]
+        seq.num_published_blocks = len(cached)
+        seq.num_computed_tokens = len(cached) * self.block_size
+
+    def grow(self, seq: Sequence) -> None:
+        """Give `seq` one more block. Raises OutOfBlocks if none is free."""
+        seq.block_table.append(self._take())
+
+    def release(self, seq: Sequence) -> None:
+        """Take back all blocks of `seq`, the last first, so that a prefix outlives what follows it."""
+        for block_id in reversed(seq.block_table):
+            block = self._blocks[block_id]
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self._free[block_id] = None
+                if block.hash is None:
+                    block.forget()
+                    self._free.move_to_end(block_id, last=False)
+        seq.block_table = []
+        seq.num_published_blocks = 0
+        seq.num_computed_tokens = 0
+
+    def publish(self, seq: Sequence, num_tokens: int) -> None:
+        """Let the blocks that are full once the running step has computed `num_tokens` be hit."""
+        num_full = num_tokens // self.block_size
+        if not self.enable_prefix_caching or num_full == seq.num_published_blocks:
+            return
+        self.extend_keys(seq)
+        parent = ROOT
+        if seq.num_published_blocks:
+            previous = self._blocks[seq.block_table[seq.num_published_blocks - 1]].content_id
+            assert previous is not None
+            parent = previous
+        for i in range(seq.num_published_blocks, num_full):
+            parent = self._publish_block(self._blocks[seq.block_table[i]], seq.block_keys[i], parent)
+        seq.num_published_blocks = num_full
+
+    def commit_step(self) -> None:
+        """The step has run: what it published holds what it claims."""
+        self._published_in_step.clear()
+
+    def withdraw_step(self) -> None:
+        """The step has not run: no block it published can be hit. Its sequences must be released too."""
+        for block in self._published_in_step:
+            if block.hash is not None:
+                del self._by_hash[block.hash]
+            block.forget()
+        self._published_in_step.clear()
+
+    def check_accounting(self, sequences: Iterable[Sequence] = ()) -> None:
+        """Raise BlockAccountingError unless the counts agree.
+
+        Free and held blocks must add up to the pool, each reference must be a table of `sequences` (all
+        that hold blocks), and each cached hash must be the one its block owns.
+        """
+        held = [block for block in self._blocks if block.ref_count > 0]
+        if len(self._free) + len(held) != self.num_blocks:
+            raise BlockAccountingError(
+                f"{len(self._free)} free + {len(held)} held != {self.num_blocks} blocks: "
+                "leaked or freed twice"
+            )
+        in_tables = Counter(block_id for seq in sequences for block_id in seq.block_table)
+        for block in self._blocks:
+            if block.ref_count != in_tables[block.block_id]:
+                raise BlockAccountingError(
+                    f"block {block.block_id} has {block.ref_count} references and is in "
+                    f"{in_tables[block.block_id]} block tables"
+                )
+        for block_hash, block in self._by_hash.items():
+            if block.hash != block_hash:
+                raise BlockAccountingError(
+                    f"hash {block_hash:#x} finds block {block.block_id}, which lost it"
+                )
+
+    def _take(self) -> int:
+        """Take the free block least worth keeping; what it held can no longer be hit."""
+        if not self._free:
+            raise OutOfBlocks(f"all {self.num_blocks} blocks are held; preempt a sequence first")
+        block_id, _ = self._free.popitem(last=False)
+        block = self._blocks[block_id]
+        if block.hash is not None:
+            del self._by_hash[block.hash]
+        block.forget()
+        block.ref_count = 1
+        return block_id
+
+    def _publish_block(self, block: Block, key: BlockKey, parent: int) -> int:
+        """Give a full block its content id and return it.
+
+        A block whose content is already cached takes over that content's id, unseen by the cache. Other
+        content under the same hash (a collision, or a chain whose parent was evicted) loses the hash.
+        """
+        owner = self._by_hash.get(key.hash)
+        block.parent_content_id, block.tokens = parent, key.tokens
+        if owner is not None and owner.parent_content_id == parent and owner.tokens == key.tokens:
+            block.content_id = owner.content_id
+        else:
+            if owner is not None:
+                owner.hash = None
+            block.content_id, block.hash = next(self._content_ids), key.hash
+            self._by_hash[key.hash] = block
+        self._published_in_step.append(block)
+        assert block.content_id is not None
+        return block.content_id

@@ -1,0 +1,59 @@
+"""Finding a checkpoint: a folder on disk or a model of the Hugging Face hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.errors import MissingWeights, ModelNotFound
+from engine.model_config import read_json
+
+INDEX = "model.safetensors.index.json"
+FETCHED = ["*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer.model"]  # no code, no pickles
+
+
+def resolve_model(model: str) -> Path:
+    """Return the folder of a model, fetching it from the hub if `model` is a hub id.
+
+    What looks like a path is never looked up on the hub. Raises ModelNotFound.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelNotFound(f"{path} holds no config.json; give a folder in Hugging Face layout")
+        return path
+    if model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model:
+        raise ModelNotFound(
+            f"there is no folder {model!r}; give an existing one or a hub id like 'Qwen/Qwen3-0.6B'"
+        )
+    return _fetch(model)
+
+
+def list_weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint. Raises MissingWeights, naming a shard that is not there."""
+    index = folder / INDEX
+    if index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise MissingWeights(
+                f"{len(missing)} of {len(names)} weight shards named in {index} are missing: "
+                f"{', '.join(missing)}; fetch them again"
+            )
+        return [folder / name for name in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise MissingWeights(f"{folder} holds no .safetensors file; other weight formats are not read")
+    return files
+
+
+def _fetch(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=FETCHED))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelNotFound(
+            f"{model!r} is no folder here, and the hub gave no such model ({type(error).__name__}: {error}); "
+            "check the name, the network, and HF_TOKEN for gated models"
+        ) from error

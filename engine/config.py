@@ -1,0 +1,74 @@
+"""EngineConfig: everything an engine is started with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How to start an engine. Reads no environment; a bad value raises ConfigError and names itself.
+
+    model: a folder in Hugging Face layout, or a hub id.
+    dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
+    device: "auto" (cuda where there is one, else cpu) or a torch device string.
+    max_model_len: tokens of prompt and completion together; None takes what the model has and the KV
+        pool holds. A sequence that reaches it ends with "length".
+    max_num_seqs: sequences that run at once.
+    max_num_batched_tokens: tokens computed in one step, decodes and prefill chunks together.
+    block_size: tokens per KV block.
+    kv_cache_bytes: K and V of all layers, per rank; None takes the smaller of 4 GiB and a quarter of the
+        memory still allowed on CPU, and what a warm-up leaves free on GPU.
+    memory_utilization: share of the GPU's memory the engine may take in all; CPU does not read it.
+    enforce_eager: run without captured graphs. There are none yet on any device.
+    seed: starts the generator that draws a seed for each request without one.
+    """
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    block_size: int = 16
+    kv_cache_bytes: int | None = None
+    memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    tensor_parallel_size: int = 1
+    attention_backend: str = "auto"
+    enforce_eager: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model must be a folder or a hub id, got {self.model!r}")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size"):
+            _check_positive(name, getattr(self, name))
+        for name in ("max_model_len", "kv_cache_bytes"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        if self.max_model_len == 1:
+            raise ConfigError("max_model_len=1 leaves no room for a new token; give at least 2")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ConfigError(f"seed must be an integer, got {self.seed!r}")
+        if not 0.0 < self.memory_utilization <= 1.0:
+            raise ConfigError(
+                f"memory_utilization must be above 0 and at most 1, got {self.memory_utilization!r}"
+            )
+        if self.max_num_batched_tokens <= self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must exceed "
+                f"max_num_seqs={self.max_num_seqs}: each running sequence needs one token a step, "
+                "and a new one at least one more"
+            )
+        if self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size={self.tensor_parallel_size}: tensor parallel is not built yet; use 1"
+            )
+
+
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a positive integer, got {value!r}")

@@ -1,0 +1,342 @@
+"""Engine: the public face. Requests go in, steps are taken, completions come out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from itertools import zip_longest
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batch import build_forward_batch, build_sampling_batch
+from engine.block_manager import BlockManager
+from engine.checkpoint import resolve_model
+from engine.config import EngineConfig
+from engine.errors import (
+    DuplicateRequest,
+    EngineBusy,
+    EngineClosed,
+    InvalidPrompt,
+    InvalidRequest,
+    InvalidSampling,
+    PromptTooLong,
+    StepFailed,
+)
+from engine.model_config import read_model_config
+from engine.model_runner import ModelRunner
+from engine.outputs import Completion, EngineStats
+from engine.progress import Progress
+from engine.sampling_params import SamplingParams
+from engine.scheduler import ScheduledBatch, Scheduler
+from engine.sequence import Sequence
+from engine.stop_strings import StopStrings
+from engine.tokenizer import Tokenizer
+
+Prompt = str | list[int]
+
+
+class Engine:
+    """A model with its KV pool, stepping one continuous batch. All calls must come from one thread.
+
+    Raises ConfigError or a subclass (ModelNotFound, UnsupportedModel, MissingWeights, WeightMismatch) if it
+    cannot start. Use it in a `with` block or call `close()`; every other call then raises EngineClosed.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        folder = resolve_model(config.model)
+        model = read_model_config(folder)
+        self.config = config
+        self._tokenizer = Tokenizer(folder)
+        self._vocab_size = model.vocab_size
+        self._eos_token_ids = model.eos_token_ids or self._tokenizer.eos_token_ids
+        self._live_runner: ModelRunner | None = ModelRunner(config, model, folder)
+        pool = self._live_runner.pool_size
+        self._scheduler = Scheduler(
+            BlockManager(
+                pool.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
+            ),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=pool.max_model_len,
+        )
+        self._unfinished: dict[str, list[Sequence]] = {}
+        self._seeds = random.Random(config.seed)
+        self._num_steps = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the model and the KV pool and forget all requests. A second call does nothing."""
+        self._live_runner = None
+        self._unfinished.clear()
+
+    @property
+    def model_name(self) -> str:
+        """The model as the configuration names it."""
+        return self.config.model
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens a sequence may have, prompt and completion together."""
+        return self._scheduler.max_model_len
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self._unfinished)
+
+    def add(self, request_id: str, prompt: Prompt, params: SamplingParams, *, lane: int = 0) -> None:
+        """Queue one request: text, or token ids. It gives params.n completions, from `step()`.
+
+        lane: urgency, 0 the most urgent. A request of lane 0 is in the next step, at the cost of the latest
+        requests of later lanes if need be; a waiting lane gets at least one admission in twenty.
+        Raises InvalidRequest or a subclass, having changed nothing: InvalidPrompt, PromptTooLong,
+        InvalidSampling, DuplicateRequest.
+        """
+        self._runner  # noqa: B018 - raises EngineClosed
+        if not isinstance(request_id, str):
+            raise InvalidRequest(f"a request id must be a string, got {request_id!r}")
+        if request_id in self._unfinished:
+            raise DuplicateRequest(f"request {request_id!r} is unfinished; use another id, or abort it first")
+        if isinstance(lane, bool) or not isinstance(lane, int) or lane < 0:
+            raise InvalidRequest(f"lane must be an integer of 0 or more, got {lane!r}")
+        self._check_params(params)
+        token_ids = self._to_token_ids(prompt)
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
+        end_token_ids = frozenset(params.stop_token_ids).union(
+            () if params.ignore_eos else self._eos_token_ids
+        )
+        seqs = [
+            Sequence(
+                request_id,
+                token_ids,
+                params,
+                index=index,
+                lane=lane,
+                seed=seed,
+                stop_token_ids=end_token_ids,
+                stop_strings=self._stop_strings(params),
+            )
+            for index in range(params.n)
+        ]
+        for seq in seqs:
+            self._scheduler.add(seq)
+        self._unfinished[request_id] = seqs
+
+    def abort(self, request_id: str) -> None:
+        """Drop all unfinished samples of a request and free what they hold; no more of it is returned.
+
+        An id that is not known, or has finished, is left alone.
+        """
+        for seq in self._unfinished.pop(request_id, ()):
+            self._scheduler.abort(seq)
+
+    def step(self) -> list[Completion]:
+        """Compute one batch; return the samples that finished in it, [] if there is nothing to do.
+
+        Raises StepFailed if the forward pass raised: nothing is lost, and the next step computes it again.
+        """
+        runner = self._runner
+        if not self._unfinished:
+            return []
+        batch = self._scheduler.schedule()
+        try:
+            token_ids = self._run(runner, batch)
+        except BaseException as error:
+            self._scheduler.withdraw()
+            if isinstance(error, Exception):
+                raise StepFailed(f"a step of {batch.num_tokens} tokens failed: {error!r}") from error
+            raise
+        self._num_steps += 1
+        return [self._finish(seq) for seq in self._scheduler.advance(batch, token_ids)]
+
+    def stats(self) -> EngineStats:
+        """Counters since start and the state of now."""
+        scheduler = self._scheduler
+        return EngineStats(
+            num_steps=self._num_steps,
+            num_running=len(scheduler.running),
+            max_running=scheduler.max_running,
+            num_waiting=scheduler.num_waiting,
+            num_preemptions=scheduler.num_preemptions,
+            prefill_tokens=scheduler.prefill_tokens,
+            cached_tokens=scheduler.cached_tokens,
+            decode_tokens=scheduler.decode_tokens,
+            num_blocks=scheduler.blocks.num_blocks,
+            free_blocks=scheduler.blocks.num_free_blocks,
+        )
+
+    def chat_token_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation with the model's chat template, ready for its answer.
+
+        Raises InvalidPrompt if the tokenizer has no template or the template refuses the messages.
+        """
+        return self._tokenizer.chat_token_ids(messages)
+
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[Completion]:
+        """Complete all prompts; return their completions in input order, the n samples of each together.
+
+        prompts is read as the engine has room. params: one for all (default SamplingParams()) or one each.
+        A request that `add` would refuse gives one completion with finish_reason "error". Raises EngineBusy
+        if other requests are unfinished, InvalidRequest if prompts and params differ in number; whatever is
+        raised, no request of this call is left behind.
+        """
+        self._runner  # noqa: B018 - raises EngineClosed
+        if self._unfinished:
+            raise EngineBusy(
+                f"{len(self._unfinished)} requests are unfinished; step() until they are, or abort them"
+            )
+        done: dict[str, list[Completion]] = {}
+        pairs = _pair(prompts, params)
+        total = len(prompts) if isinstance(prompts, (list, tuple)) else None
+        try:
+            with Progress(total, enabled=use_tqdm) as progress:
+                exhausted = False
+                while not exhausted or self._unfinished:
+                    exhausted = exhausted or self._fill(pairs, done)
+                    for completion in self.step():
+                        done.setdefault(completion.request_id, []).append(completion)
+                        progress.update(completion, finished=completion.request_id not in self._unfinished)
+        finally:
+            for request_id in list(self._unfinished):
+                self.abort(request_id)
+        in_order = (done[str(i)] for i in range(len(done)))
+        return [completion for group in in_order for completion in sorted(group, key=lambda c: c.index)]
+
+    @property
+    def _runner(self) -> ModelRunner:
+        if self._live_runner is None:
+            raise EngineClosed("this engine is closed; make a new one")
+        return self._live_runner
+
+    def _fill(
+        self, pairs: Iterator[tuple[str, Prompt, SamplingParams]], done: dict[str, list[Completion]]
+    ) -> bool:
+        """Add requests until a full batch waits; return whether there are no more."""
+        while self._scheduler.num_waiting < self.config.max_num_seqs:
+            following = next(pairs, None)
+            if following is None:
+                return True
+            request_id, prompt, params = following
+            try:
+                self.add(request_id, prompt, params)
+            except InvalidRequest as error:
+                done[request_id] = [_error_completion(request_id, error)]
+        return False
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise InvalidSampling(f"params must be SamplingParams, got {type(params).__name__}")
+        for token_id in params.stop_token_ids:
+            if token_id >= self._vocab_size:
+                raise InvalidSampling(
+                    f"stop token id {token_id} is outside the vocabulary of {self._vocab_size}"
+                )
+
+    def _to_token_ids(self, prompt: object) -> list[int]:
+        """Check a prompt, and tokenize it if it is text."""
+        if isinstance(prompt, str):
+            token_ids = self._encode(prompt)
+        elif isinstance(prompt, (list, tuple)):
+            token_ids = list(prompt)
+        else:
+            raise InvalidPrompt(
+                f"a prompt must be a string or a list of token ids, got {type(prompt).__name__}"
+            )
+        if not token_ids:
+            raise InvalidPrompt("the prompt is empty; it needs at least one token")
+        for token_id in token_ids:
+            if type(token_id) is not int:  # a bool is an int to isinstance
+                raise InvalidPrompt(f"token ids must be integers, got {token_id!r}")
+        outside = [
+            token_id for token_id in (min(token_ids), max(token_ids)) if not 0 <= token_id < self._vocab_size
+        ]
+        if outside:
+            raise InvalidPrompt(f"token id {outside[0]} is outside the vocabulary of {self._vocab_size}")
+        return token_ids
+
+    def _encode(self, prompt: str) -> list[int]:
+        at_least = self._tokenizer.min_tokens(prompt)
+        if at_least >= self.max_model_len:
+            raise PromptTooLong(
+                f"the prompt has {len(prompt)} characters, so at least {at_least} tokens; "
+                f"this engine takes at most {self.max_model_len - 1}"
+            )
+        try:
+            return self._tokenizer.encode(prompt)
+        except UnicodeEncodeError as error:
+            raise InvalidPrompt(f"the prompt is no valid Unicode text: {error}") from error
+
+    def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
+        if not params.stop:
+            return None
+        return StopStrings(params.stop, self._tokenizer.decode, min_tokens=params.min_tokens)
+
+    def _run(self, runner: ModelRunner, batch: ScheduledBatch) -> NDArray[np.int64]:
+        slots = self._scheduler.slots
+        forward_batch = build_forward_batch(batch, slots, runner.backend, runner.device)
+        return runner.run(forward_batch, build_sampling_batch(batch, slots))
+
+    def _finish(self, seq: Sequence) -> Completion:
+        """Turn a finished sequence into its completion and forget it."""
+        siblings = self._unfinished[seq.request_id]
+        siblings.remove(seq)
+        if not siblings:
+            del self._unfinished[seq.request_id]
+        token_ids = seq.generated_token_ids
+        cut = seq.stop_strings is not None and seq.stop_strings.end is not None
+        assert seq.finish_reason is not None
+        return Completion(
+            request_id=seq.request_id,
+            index=seq.index,
+            token_ids=token_ids,
+            text=seq.stop_strings.text if cut and seq.stop_strings else self._tokenizer.decode(token_ids),
+            finish_reason=seq.finish_reason,
+            num_prompt_tokens=seq.num_prompt_tokens,
+            num_cached_tokens=seq.num_cached_tokens or 0,
+        )
+
+
+def _pair(
+    prompts: Iterable[Prompt], params: SamplingParams | Iterable[SamplingParams] | None
+) -> Iterator[tuple[str, Prompt, SamplingParams]]:
+    """Number the prompts and give each its params. Raises InvalidRequest if their numbers differ."""
+    if isinstance(prompts, str):
+        raise InvalidPrompt("prompts must be an iterable of prompts; put a single one into a list")
+    if params is None or isinstance(params, SamplingParams):
+        for i, prompt in enumerate(prompts):
+            yield str(i), prompt, params or SamplingParams()
+        return
+    missing: Any = object()
+    for i, (prompt, own) in enumerate(zip_longest(prompts, params, fillvalue=missing)):
+        if prompt is missing or own is missing:
+            raise InvalidRequest(f"there are not as many prompts as params: one of them ended after {i}")
+        yield str(i), prompt, own
+
+
+def _error_completion(request_id: str, error: InvalidRequest) -> Completion:
+    return Completion(
+        request_id=request_id,
+        index=0,
+        token_ids=[],
+        text="",
+        finish_reason="error",
+        num_prompt_tokens=0,
+        num_cached_tokens=0,
+        error=str(error),
+    )

@@ -1,0 +1,89 @@
+"""Every error the engine raises on purpose. Callers decide by type, never by message text.
+
+EngineError
+├── ConfigError              the engine cannot start as configured
+│   ├── ModelNotFound        no such folder or hub id
+│   ├── UnsupportedModel     the checkpoint needs something that is not built
+│   ├── MissingWeights       a file or a tensor of the checkpoint is not there
+│   └── WeightMismatch       a tensor is there and does not fit the model
+├── InvalidRequest           this request cannot run; the others are not affected
+│   ├── InvalidSampling      a sampling name or value
+│   ├── InvalidPrompt        not text, not token ids, empty, or outside the vocabulary
+│   ├── PromptTooLong        longer than the model or than the whole KV pool
+│   └── DuplicateRequest     the id is already in use
+├── EngineClosed             a call after close()
+├── EngineBusy               generate() while other requests are unfinished
+├── StepFailed               the forward pass raised; its sequences wait again
+├── OutOfBlocks              a block was asked for and none is free: a bug in the scheduler
+└── BlockAccountingError     free and held blocks disagree: a bug in the block manager
+
+Each keeps all its arguments in `args`, so it pickles across processes.
+"""
+
+
+class EngineError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(EngineError):
+    """Raised at start: a value, or two of them together, cannot work. Names the value to change."""
+
+
+class ModelNotFound(ConfigError):
+    """Raised when the model is neither a local folder with a config.json nor a hub id that can be fetched."""
+
+
+class UnsupportedModel(ConfigError):
+    """Raised when config.json asks for an architecture or a feature that is not built."""
+
+
+class MissingWeights(ConfigError):
+    """Raised when a weights file or a tensor the model needs is not in the checkpoint."""
+
+
+class WeightMismatch(ConfigError):
+    """Raised when a tensor of the checkpoint has another shape or name than the model expects."""
+
+
+class InvalidRequest(EngineError):
+    """Base of the errors that fail one request and leave all others alone."""
+
+
+class InvalidSampling(InvalidRequest):
+    """Raised for an unknown, unbuilt or impossible sampling parameter."""
+
+
+class InvalidPrompt(InvalidRequest):
+    """Raised when a prompt is empty, of a wrong type, or holds a token id outside the vocabulary."""
+
+
+class PromptTooLong(InvalidRequest):
+    """Raised when a prompt leaves no room for one new token in the model's length or the KV pool."""
+
+
+class DuplicateRequest(InvalidRequest):
+    """Raised when a request id is added while a request of that id is unfinished."""
+
+
+class EngineClosed(EngineError):
+    """Raised by every call on an engine after `close()`."""
+
+
+class EngineBusy(EngineError):
+    """Raised by `generate()` when requests added with `add()` are unfinished: it would swallow theirs."""
+
+
+class StepFailed(EngineError):
+    """Raised by `step()` when the forward pass raised; the original error is its `__cause__`.
+
+    No block leaks and no half-computed block can be hit: every running sequence is waiting again and
+    recomputes. The caller may call `step()` again, abort some requests, or stop.
+    """
+
+
+class OutOfBlocks(EngineError):
+    """Raised when a block is taken from an empty pool: the scheduler must look before it takes."""
+
+
+class BlockAccountingError(EngineError):
+    """Raised by `BlockManager.check_accounting()` with the counts that disagree."""

@@ -1,0 +1,27 @@
+"""What every layer with weights has in common: it takes tensors of the checkpoint one by one."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from engine.errors import WeightMismatch
+
+
+class WeightedModule(nn.Module):
+    """A module whose own parameters are loaded from the checkpoint.
+
+    shards: the parts each parameter is put together from; (None,) if the checkpoint holds it whole.
+    """
+
+    shards: tuple[str | None, ...] = (None,)
+
+    def load(self, name: str, tensor: Tensor, shard: str | None) -> None:
+        """Copy the checkpoint's full `tensor`, or this rank's share of it, into parameter `name`."""
+        fill(self.get_parameter(name), tensor)
+
+
+def fill(place: Tensor, tensor: Tensor) -> None:
+    """Copy `tensor` into `place`, casting its dtype. Raises WeightMismatch unless the shapes are equal."""
+    if place.shape != tensor.shape:
+        raise WeightMismatch(f"shape {list(tensor.shape)} found, {list(place.shape)} expected")
+    place.copy_(tensor)

@@ -1,0 +1,109 @@
+"""Linear layers: whole, split by output rows, or split by input columns over the ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.layers.base import WeightedModule, fill
+from engine.layers.parallel import TensorParallel
+
+
+class ReplicatedLinear(WeightedModule):
+    """y = x W^T + b, the whole weight on every rank. weight: [out, in]."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype), requires_grad=False)
+        self.bias = (
+            nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [tokens, in] -> [tokens, out]."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class ColumnParallelLinear(ReplicatedLinear):
+    """Output features split over the ranks: x whole -> this rank's part of y."""
+
+    def __init__(
+        self, in_features: int, out_features: int, tp: TensorParallel, *, bias: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__(in_features, tp.share(out_features, "output features"), bias=bias, dtype=dtype)
+        self.tp = tp
+
+    def load(self, name: str, tensor: Tensor, shard: str | None) -> None:
+        """Copy this rank's rows of `tensor` into parameter `name`."""
+        fill(self.get_parameter(name), self.tp.own(tensor, 0))
+
+
+class MergedColumnParallelLinear(ColumnParallelLinear):
+    """Several column-parallel layers over the same input as one matrix; `out_features` by shard name."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: dict[str, int],
+        tp: TensorParallel,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(in_features, sum(out_features.values()), tp, bias=bias, dtype=dtype)
+        self.shards = tuple(out_features)
+        self.out_features = {shard: tp.share(n, f"features of {shard}") for shard, n in out_features.items()}
+
+    def load(self, name: str, tensor: Tensor, shard: str | None) -> None:
+        """Copy this rank's rows of `tensor` into the rows of `shard`."""
+        start = 0
+        for other, length in self.out_features.items():
+            if other == shard:
+                fill(self.get_parameter(name)[start : start + length], self.tp.own(tensor, 0))
+            start += length
+
+
+class QKVParallelLinear(MergedColumnParallelLinear):
+    """Queries, keys and values as one matrix, whole heads on each rank."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        tp: TensorParallel,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        sizes = {"q": num_heads * head_dim, "k": num_kv_heads * head_dim, "v": num_kv_heads * head_dim}
+        super().__init__(hidden_size, sizes, tp, bias=bias, dtype=dtype)
+        self.head_dim = head_dim
+        self.num_heads = tp.share(num_heads, "attention heads")
+        self.num_kv_heads = tp.share(num_kv_heads, "KV heads")
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[tokens, out] -> queries [tokens, heads, dim], keys and values [tokens, kv_heads, dim]; views."""
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+        query, rest = heads[:, : self.num_heads], heads[:, self.num_heads :]
+        return query, rest[:, : self.num_kv_heads], rest[:, self.num_kv_heads :]
+
+
+class RowParallelLinear(ReplicatedLinear):
+    """Input features split over the ranks: this rank's part of x -> y whole, summed over the ranks."""
+
+    def __init__(
+        self, in_features: int, out_features: int, tp: TensorParallel, *, bias: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__(tp.share(in_features, "input features"), out_features, bias=bias, dtype=dtype)
+        self.tp = tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [tokens, this rank's in] -> [tokens, out]; only the first rank adds the bias."""
+        return self.tp.all_reduce(F.linear(x, self.weight, self.bias if self.tp.rank == 0 else None))
+
+    def load(self, name: str, tensor: Tensor, shard: str | None) -> None:
+        """Copy this rank's columns of `tensor`, or the whole bias, into parameter `name`."""
+        fill(self.get_parameter(name), self.tp.own(tensor, 1) if name == "weight" else tensor)

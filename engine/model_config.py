@@ -1,0 +1,111 @@
+"""ModelConfig: what the engine reads out of a checkpoint's config.json and generation_config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError, MissingWeights, UnsupportedModel
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder's sizes and flags. dtype is the checkpoint's; eos_token_ids end a completion."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    dtype: str
+    eos_token_ids: frozenset[int]
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """Read a Hugging Face model folder, with the keys of transformers 4 or 5.
+
+    Raises UnsupportedModel for a feature that is not built, ConfigError for an unreadable file.
+    """
+    config = read_json(folder / "config.json")
+    generation_file = folder / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.is_file() else {}
+    _refuse_unbuilt(config)
+    architectures = config.get("architectures") or ["none named"]
+    try:
+        return ModelConfig(
+            architecture=architectures[0],
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=config["num_attention_heads"],
+            num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+            rms_norm_eps=config["rms_norm_eps"],
+            rope_theta=_rope_theta(config),
+            max_position_embeddings=config["max_position_embeddings"],
+            tie_word_embeddings=config.get("tie_word_embeddings", False),
+            attention_bias=config.get("attention_bias", False),
+            dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
+            eos_token_ids=_token_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
+        )
+    except KeyError as error:
+        raise ConfigError(
+            f"{folder / 'config.json'} has no {error.args[0]!r}, which a decoder needs"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises MissingWeights if the file is absent, ConfigError if it is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise MissingWeights(f"{path} is missing; the model folder is incomplete, fetch it again") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must hold a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _refuse_unbuilt(config: Mapping[str, Any]) -> None:
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise UnsupportedModel(
+            f"quantized weights ({method}) are not supported; use an unquantized checkpoint"
+        )
+    layer_types = config.get("layer_types") or ["full_attention"]
+    if config.get("use_sliding_window") or any(kind != "full_attention" for kind in layer_types):
+        raise UnsupportedModel("sliding-window attention is in use in this model and is not supported")
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise UnsupportedModel(f"hidden_act {activation!r} is not supported; only 'silu' is")
+
+
+def _rope_theta(config: Mapping[str, Any]) -> float:
+    """theta from `rope_parameters` (transformers 5), else the top-level `rope_theta`."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind != "default":
+        raise UnsupportedModel(f"rope type {kind!r} is not supported; only 'default' is")
+    return float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+
+
+def _token_ids(value: int | list[int] | None) -> frozenset[int]:
+    """eos_token_id may be one id, a list of them, or null."""
+    if value is None:
+        return frozenset()
+    return frozenset(value) if isinstance(value, list) else frozenset((value,))

@@ -1,0 +1,1 @@
+"""Model architectures, found by the name in config.json."""

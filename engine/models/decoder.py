@@ -1,0 +1,185 @@
+"""The Llama-like decoder: pre-norm attention and gated MLP blocks, in the variants its flags name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from engine.attention.base import AttentionBackend
+from engine.batch import ForwardBatch
+from engine.kv_cache import KVCache, LayerKVCache
+from engine.layers.activation import SiluAndMul
+from engine.layers.attention import Attention
+from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from engine.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from engine.layers.norm import RMSNorm
+from engine.layers.parallel import TensorParallel
+from engine.layers.rotary import RotaryEmbedding, apply_rotary
+from engine.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class DecoderFlags:
+    """What tells one Llama-like architecture from another.
+
+    qk_norm: queries and keys are normalised per head before the rotation (Qwen3).
+    """
+
+    qk_norm: bool
+
+
+@dataclass(frozen=True)
+class DecoderParts:
+    """All that the modules of one decoder are built from."""
+
+    config: ModelConfig
+    flags: DecoderFlags
+    tp: TensorParallel
+    backend: AttentionBackend
+    dtype: torch.dtype
+
+
+class DecoderAttention(nn.Module):
+    """Self-attention with grouped KV heads, rotary positions and, by flag, per-head norms."""
+
+    def __init__(self, parts: DecoderParts) -> None:
+        super().__init__()
+        config, tp, dtype = parts.config, parts.tp, parts.dtype
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            config.head_dim,
+            config.num_heads,
+            config.num_kv_heads,
+            tp,
+            bias=config.attention_bias,
+            dtype=dtype,
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_heads * config.head_dim,
+            config.hidden_size,
+            tp,
+            bias=config.attention_bias,
+            dtype=dtype,
+        )
+        self.q_norm = (
+            RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype) if parts.flags.qk_norm else None
+        )
+        self.k_norm = (
+            RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype) if parts.flags.qk_norm else None
+        )
+        self.attention = Attention(parts.backend, scale=config.head_dim**-0.5)
+
+    def forward(
+        self, hidden: Tensor, rotation: tuple[Tensor, Tensor], batch: ForwardBatch, cache: LayerKVCache
+    ) -> Tensor:
+        """hidden: [tokens, hidden] -> [tokens, hidden]."""
+        query, key, value = self.qkv_proj.split(self.qkv_proj(hidden))
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = apply_rotary(query, *rotation), apply_rotary(key, *rotation)
+        output: Tensor = self.o_proj(self.attention(query, key, value, batch, cache))
+        return output
+
+
+class DecoderMLP(nn.Module):
+    """Gated MLP: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, parts: DecoderParts) -> None:
+        super().__init__()
+        config, tp, dtype = parts.config, parts.tp, parts.dtype
+        sizes = {"gate": config.intermediate_size, "up": config.intermediate_size}
+        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, sizes, tp, bias=False, dtype=dtype)
+        self.down_proj = RowParallelLinear(
+            config.intermediate_size, config.hidden_size, tp, bias=False, dtype=dtype
+        )
+        self.activation = SiluAndMul()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden: [tokens, hidden] -> [tokens, hidden]."""
+        output: Tensor = self.down_proj(self.activation(self.gate_up_proj(hidden)))
+        return output
+
+
+class DecoderLayer(nn.Module):
+    """One block; the residual stream travels beside the hidden states so that each norm adds it."""
+
+    def __init__(self, parts: DecoderParts) -> None:
+        super().__init__()
+        config, dtype = parts.config, parts.dtype
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.self_attn = DecoderAttention(parts)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.mlp = DecoderMLP(parts)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        batch: ForwardBatch,
+        cache: LayerKVCache,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (this block's MLP output, the residual stream before it is added)."""
+        hidden, residual = self.input_layernorm.add_and_norm(hidden, residual)
+        hidden = self.self_attn(hidden, rotation, batch, cache)
+        hidden, residual = self.post_attention_layernorm.add_and_norm(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class DecoderModel(nn.Module):
+    """Embedding, blocks and final norm."""
+
+    def __init__(self, parts: DecoderParts) -> None:
+        super().__init__()
+        config = parts.config
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, parts.tp, dtype=parts.dtype
+        )
+        self.layers = nn.ModuleList(DecoderLayer(parts) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=parts.dtype)
+
+    def forward(self, batch: ForwardBatch, cache: KVCache, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the final hidden states [tokens, hidden]."""
+        hidden = self.embed_tokens(batch.token_ids)
+        residual = torch.zeros_like(hidden)
+        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
+            hidden, residual = layer(hidden, residual, rotation, batch, layer_cache)
+        normed, _ = self.norm.add_and_norm(hidden, residual)
+        return normed
+
+
+class DecoderForCausalLM(nn.Module):
+    """The decoder with its LM head. Module names are the checkpoint's, save for the packed ones.
+
+    packed: last module name in the checkpoint -> (module that holds it here, shard in that module).
+    """
+
+    packed: ClassVar[dict[str, tuple[str, str]]] = {
+        "q_proj": ("qkv_proj", "q"),
+        "k_proj": ("qkv_proj", "k"),
+        "v_proj": ("qkv_proj", "v"),
+        "gate_proj": ("gate_up_proj", "gate"),
+        "up_proj": ("gate_up_proj", "up"),
+    }
+
+    def __init__(self, parts: DecoderParts, rotary: RotaryEmbedding) -> None:
+        super().__init__()
+        config = parts.config
+        self.rotary = rotary
+        self.model = DecoderModel(parts)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, parts.tp, dtype=parts.dtype)
+        self.tied = config.tie_word_embeddings
+
+    def tie_weights(self) -> None:
+        """Make the LM head share the embedding's weight, if the checkpoint ties them."""
+        if self.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """Return logits [samples, vocabulary] of the rows that sample, float32."""
+        hidden = self.model(batch, cache, self.rotary(batch.positions))
+        logits: Tensor = self.lm_head(hidden[batch.sample_rows])
+        return logits.float()

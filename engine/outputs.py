@@ -1,0 +1,54 @@
+"""What the engine gives back: completions, and counters of what it has done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished sample of one request.
+
+    index: numbers the samples of a request, 0 to n - 1.
+    token_ids: all generated ids, the end or stop token that ended it included.
+    text: their text without special tokens; a stop string and what follows it are cut.
+    finish_reason: "stop" (end token, stop token, stop string), "length" (max_tokens, max_model_len),
+        "error" (`error` says why), "abort" (given up by a caller that needs a record of it).
+    num_cached_tokens: prompt tokens whose KV came from the prefix cache when the sequence was admitted.
+    logprobs: not built yet, always None.
+    """
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    logprobs: None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since start, and the state of now, in sequences, tokens and blocks.
+
+    max_running: most sequences that ran at once.
+    prefill_tokens: computed for prompts, and again for preempted sequences.
+    cached_tokens: taken from the prefix cache instead.
+    decode_tokens: computed one at a time for running sequences.
+    """
+
+    num_steps: int
+    num_running: int
+    max_running: int
+    num_waiting: int
+    num_preemptions: int
+    prefill_tokens: int
+    cached_tokens: int
+    decode_tokens: int
+    num_blocks: int
+    free_blocks: int

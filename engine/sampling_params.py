@@ -1,0 +1,149 @@
+"""SamplingParams: how to choose tokens for one request and when to stop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from engine.errors import InvalidSampling
+
+MAX_SAMPLES = 128
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+SEED_BOUNDS = (-(2**63), 2**64 - 1)
+
+# Names of vLLM's and OpenAI's that callers may know and that are not built: the error says so.
+NOT_BUILT = frozenset(
+    (
+        "allowed_token_ids",
+        "bad_words",
+        "best_of",
+        "detokenize",
+        "echo",
+        "flat_logprobs",
+        "frequency_penalty",
+        "guided_decoding",
+        "include_stop_str_in_output",
+        "length_penalty",
+        "logit_bias",
+        "logits_processors",
+        "logprobs",
+        "presence_penalty",
+        "prompt_logprobs",
+        "repetition_penalty",
+        "response_format",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "stream",
+        "structured_outputs",
+        "suffix",
+        "top_logprobs",
+        "truncate_prompt_tokens",
+        "use_beam_search",
+    )
+)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Names and meanings are vLLM's and OpenAI's. Raises InvalidSampling for a value that cannot be.
+
+    max_tokens: new tokens at most.
+    temperature: 0 is greedy: the highest logit, the lowest token id among equals.
+    top_p, top_k, min_p: cuts of the distribution, applied min_p, top_k, top_p; top_k of 0 or -1 is off.
+    seed: with the position and the sample's index it fixes every choice; None draws a fresh seed.
+    stop: text that ends the completion and is cut from it; one string or several.
+    stop_token_ids: token ids that end the completion, beside the model's own end tokens.
+    ignore_eos: go on past the model's end tokens.
+    min_tokens: new tokens before any end token, stop token or stop string may end the completion.
+    n: independent samples of the request.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        _check_int("max_tokens", self.max_tokens, 1)
+        _check_int("min_tokens", self.min_tokens, 0)
+        _check_int("top_k", self.top_k, -1)
+        _check_int("n", self.n, 1, MAX_SAMPLES)
+        if self.seed is not None:
+            _check_int("seed", self.seed, *SEED_BOUNDS)
+        _check_number("temperature", self.temperature, 0.0, math.inf)
+        _check_number("top_p", self.top_p, 0.0, 1.0)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise InvalidSampling("top_p must be above 0; for the likeliest token alone set temperature=0")
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidSampling(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
+        if self.min_tokens > self.max_tokens:
+            raise InvalidSampling(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> SamplingParams:
+        """Build from names and values that came from outside, such as a job's keyword arguments.
+
+        Raises InvalidSampling for a name that is unknown or not built yet; none is ever ignored.
+        """
+        accepted = {field.name for field in fields(cls)}
+        for name in mapping:
+            if name not in accepted:
+                problem = "is not built yet" if name in NOT_BUILT else "is no sampling parameter"
+                raise InvalidSampling(f"{name!r} {problem}; accepted are {', '.join(sorted(accepted))}")
+        return cls(**mapping)
+
+
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        hint = " (a text; write it without quotes)" if isinstance(value, str) else ""
+        raise InvalidSampling(f"{name} must be an integer, got {value!r}{hint}")
+    if value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise InvalidSampling(f"{name} must be {bounds}, got {value}")
+
+
+def _check_number(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        hint = " (a text; write it without quotes)" if isinstance(value, str) else ""
+        raise InvalidSampling(f"{name} must be a number, got {value!r}{hint}")
+    if not math.isfinite(value) or not low <= value <= high:
+        bounds = f"finite and at least {low}" if high == math.inf else f"between {low} and {high}"
+        raise InvalidSampling(f"{name} must be {bounds}, got {value}")
+
+
+def _stop_strings(stop: object) -> tuple[str, ...]:
+    if isinstance(stop, str):
+        stop = (stop,)
+    if not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) for text in stop):
+        raise InvalidSampling(f"stop must be a string or a list of strings, got {stop!r}")
+    if len(stop) > MAX_STOPS:
+        raise InvalidSampling(f"stop holds {len(stop)} strings; at most {MAX_STOPS} are allowed")
+    for text in stop:
+        if not 0 < len(text) <= MAX_STOP_CHARS:
+            raise InvalidSampling(
+                f"a stop string must have 1 to {MAX_STOP_CHARS} characters, got {len(text)}"
+            )
+    return tuple(stop)
+
+
+def _stop_token_ids(token_ids: object) -> tuple[int, ...]:
+    if not isinstance(token_ids, (list, tuple)):
+        raise InvalidSampling(f"stop_token_ids must be a list of token ids, got {token_ids!r}")
+    if len(token_ids) > MAX_STOPS:
+        raise InvalidSampling(f"stop_token_ids holds {len(token_ids)} ids; at most {MAX_STOPS} are allowed")
+    for token_id in token_ids:
+        _check_int("stop_token_ids", token_id, 0)
+    return tuple(token_ids)

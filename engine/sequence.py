@@ -1,0 +1,119 @@
+"""Sequence: one prompt with the tokens generated for it so far."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import NamedTuple
+
+from engine.outputs import FinishReason
+from engine.sampling_params import SamplingParams
+from engine.stop_strings import StopStrings
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is. Only the scheduler changes it."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class BlockKey(NamedTuple):
+    """Identity of one full block of a sequence: the hash of its whole prefix, and its own tokens."""
+
+    hash: int
+    tokens: bytes
+
+
+class Sequence:
+    """State of one sample of one request.
+
+    `token_ids` is prompt and completion. The first `num_computed_tokens` have their keys and values in
+    the blocks of `block_table`, in order. `block_keys` holds one key per full block, made once and kept
+    over preemption. `arrival` orders sequences of one lane. `slot` is the row in the runner's arrays
+    while running. The scheduler owns status, lane and slot; the block manager owns table and keys.
+    """
+
+    __slots__ = (
+        "arrival",
+        "block_keys",
+        "block_table",
+        "finish_reason",
+        "index",
+        "lane",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "num_published_blocks",
+        "params",
+        "request_id",
+        "seed",
+        "slot",
+        "status",
+        "stop_strings",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        index: int = 0,
+        lane: int = 0,
+        arrival: int = 0,
+        seed: int = 0,
+        stop_token_ids: frozenset[int] = frozenset(),
+        stop_strings: StopStrings | None = None,
+    ) -> None:
+        """stop_token_ids: every id that ends this sequence, the model's own included unless ignored."""
+        self.request_id = request_id
+        self.index = index
+        self.params = params
+        self.lane = lane
+        self.arrival = arrival
+        self.seed = seed
+        self.stop_token_ids = stop_token_ids
+        self.stop_strings = stop_strings
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens: int | None = None
+        self.num_published_blocks = 0
+        self.block_table: list[int] = []
+        self.block_keys: list[BlockKey] = []
+        self.slot = -1
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request_id!r}, index={self.index}, lane={self.lane}, {self.status.name}, "
+            f"{self.num_computed_tokens} of {len(self.token_ids)} tokens computed)"
+        )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens of the completion so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def generated_token_ids(self) -> list[int]:
+        """The completion so far, as a new list."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def append(self, token_id: int, max_model_len: int) -> FinishReason | None:
+        """Add a sampled token; return why the sequence ends with it, or None if it goes on."""
+        self.token_ids.append(token_id)
+        num_generated = len(self.token_ids) - self.num_prompt_tokens
+        text_stops = self.stop_strings is not None and self.stop_strings.add(token_id)
+        if text_stops or (token_id in self.stop_token_ids and num_generated > self.params.min_tokens):
+            self.finish_reason = "stop"
+        elif num_generated >= self.params.max_tokens or len(self.token_ids) >= max_model_len:
+            self.finish_reason = "length"
+        return self.finish_reason

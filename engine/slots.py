@@ -1,0 +1,82 @@
+"""SlotTable: the running sequences' state as arrays, one row per slot, updated in place.
+
+A step's batch is cut out of these rows by a few numpy operations, whatever the number of sequences or
+tokens; nothing is rebuilt per token in Python.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.sequence import Sequence
+
+SEED_MASK = 2**64 - 1
+
+
+class SlotTable:
+    """Arrays of max_num_seqs rows. The scheduler writes them, the batch builder and the sampler read.
+
+    token_ids: [slots, max_model_len] int32.  block_tables: [slots, max_blocks] int32.
+    num_tokens, num_computed: [slots] int64.  min_len: [slots] int64, tokens before an end token may come.
+    temperature, top_p, min_p: [slots] float32.  top_k: [slots] int64, 0 is off.
+    seed: [slots] uint64.  sample_index: [slots] uint64.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        # zeros, not empty: the rows cost no memory before they are touched
+        self.token_ids: NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len), np.int32)
+        max_blocks = -(-max_model_len // block_size)
+        self.block_tables: NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.num_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.num_computed: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.min_len: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.temperature: NDArray[np.float32] = np.zeros(max_num_seqs, np.float32)
+        self.top_p: NDArray[np.float32] = np.ones(max_num_seqs, np.float32)
+        self.min_p: NDArray[np.float32] = np.zeros(max_num_seqs, np.float32)
+        self.top_k: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.seed: NDArray[np.uint64] = np.zeros(max_num_seqs, np.uint64)
+        self.sample_index: NDArray[np.uint64] = np.zeros(max_num_seqs, np.uint64)
+        self.stop_token_ids: list[frozenset[int]] = [frozenset()] * max_num_seqs
+        self.block_size = block_size
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Slots no sequence holds."""
+        return len(self._free)
+
+    def assign(self, seq: Sequence) -> None:
+        """Give `seq` a slot and write its whole state; its block table must be allocated."""
+        slot = seq.slot = self._free.pop()
+        params = seq.params
+        self.token_ids[slot, : len(seq)] = seq.token_ids
+        self.block_tables[slot, : len(seq.block_table)] = seq.block_table
+        self.num_tokens[slot] = len(seq)
+        self.num_computed[slot] = seq.num_computed_tokens
+        self.min_len[slot] = seq.num_prompt_tokens + params.min_tokens
+        self.temperature[slot] = params.temperature
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.top_k[slot] = max(params.top_k, 0)
+        self.seed[slot] = seq.seed & SEED_MASK
+        self.sample_index[slot] = seq.index
+        self.stop_token_ids[slot] = seq.stop_token_ids
+
+    def release(self, seq: Sequence) -> None:
+        """Take the slot of `seq` back."""
+        self._free.append(seq.slot)
+        seq.slot = -1
+
+    def add_block(self, seq: Sequence) -> None:
+        """Write the block that was just appended to the table of `seq`."""
+        self.block_tables[seq.slot, len(seq.block_table) - 1] = seq.block_table[-1]
+
+    def add_computed(self, slots: NDArray[np.int64], num_new_tokens: NDArray[np.int64]) -> None:
+        """Count the tokens that a step has computed for these slots."""
+        self.num_computed[slots] += num_new_tokens
+
+    def add_tokens(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+        """Append one sampled token to each of these slots."""
+        self.token_ids[slots, self.num_tokens[slots]] = token_ids
+        self.num_tokens[slots] += 1

@@ -1,0 +1,69 @@
+"""Tokenizer: text to token ids and back, and chat templates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError, InvalidPrompt
+
+
+class Tokenizer:
+    """The tokenizer of a model folder. Raises ConfigError if there is none that can be read."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+        self._max_token_chars = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokenizer's own end token, for models whose configuration names none."""
+        token_id = self._tokenizer.eos_token_id
+        return frozenset() if token_id is None else frozenset((token_id,))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens the model's tokenizer adds to every text."""
+        return list(self._tokenizer.encode(text))
+
+    def min_tokens(self, text: str) -> int:
+        """A lower bound of the tokens of `text`, known without tokenizing it.
+
+        Normalization can shorten a text; a factor of four allows for that.
+        """
+        return len(text) // (4 * self._max_token_chars)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of token ids, without special tokens."""
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text
+
+    def chat_token_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation, ready for the model's answer.
+
+        messages: [{"role": ..., "content": ...}, ...]. Raises InvalidPrompt if they are not of that shape,
+        or the tokenizer has no chat template, or its template refuses them.
+        """
+        from jinja2 import TemplateError
+
+        _check_messages(messages)
+        if not self._tokenizer.chat_template:
+            raise InvalidPrompt("this model's tokenizer has no chat template; send a plain prompt instead")
+        try:
+            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise InvalidPrompt(f"the chat template refused these messages: {error}") from error
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _check_messages(messages: object) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise InvalidPrompt(f"messages must be a list of at least one message, got {type(messages).__name__}")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise InvalidPrompt(f"message {i} must be an object with a role and a content")
