@@ -97,6 +97,11 @@ class WorkerSettings(BaseSettings):
         except ValidationError as error:
             raise SettingsError(_explain(error)) from error
 
+    @property
+    def model_name(self) -> str:
+        """What responses and manifests call the model: the folder's name, or the hub id."""
+        return os.path.basename(os.path.realpath(self.model)) if os.path.isdir(self.model) else self.model
+
     def engine_config(self) -> EngineConfig:
         """The engine's part of the settings. Raises engine.ConfigError for a bad combination."""
         from engine import EngineConfig

@@ -1,0 +1,23 @@
+# Sourced by demo.sh and test.sh: makes .venv from the pinned constraints, once for each change of them.
+# usage: make_environment EXTRA
+
+make_environment() {
+    local python=${PYTHON:-python3} wanted
+    if [ ! -x .venv/bin/python ]; then
+        "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2])' || {
+            echo "Python 3.11 or later is needed; name one with PYTHON=/path/to/python3.11" >&2
+            return 1
+        }
+        "$python" -m venv .venv || {
+            echo "could not make .venv: on Debian and Ubuntu install the package python3-venv" >&2
+            return 1
+        }
+    fi
+    wanted=$(cat pyproject.toml ops/constraints.txt | sha256sum | cut -d' ' -f1)
+    if [ "$(cat ".venv/installed-$1" 2>/dev/null)" != "$wanted" ]; then
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check -c ops/constraints.txt -e ".[$1]" || return 1
+        echo "$wanted" >".venv/installed-$1"
+    fi
+    PATH=$PWD/.venv/bin:$PATH
+    export PATH
+}

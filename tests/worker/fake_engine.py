@@ -1,0 +1,118 @@
+"""A worker whose engine computes nothing, for tests about queues; prompts steer it.
+
+`rq worker --worker-class tests.worker.fake_engine.FakeEngineWorker` runs it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from engine import Completion, EngineStats, InvalidRequest, SamplingParams
+from worker import BatchWorker
+from worker.settings import WorkerSettings
+
+
+@dataclass
+class _Sequence:
+    request_id: str
+    prompt: str
+    params: SamplingParams
+    lane: int
+    steps: int = 0
+
+
+@dataclass
+class FakeEngine:
+    """Answers each prompt with `echo:<prompt>` after max_tokens steps, `slots` sequences at a time.
+
+    The prompt "hang" is never answered, "crash" makes the step raise, "refuse" is refused,
+    "die" kills the process, "file:<path>" is answered once that file exists.
+    """
+
+    slots: int
+    step_s: float = 0.001
+    waiting: deque[_Sequence] = field(default_factory=deque)
+    running: list[_Sequence] = field(default_factory=list)
+    num_steps: int = 0
+    max_running: int = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request_id: str, prompt: str | list[int], params: SamplingParams, *, lane: int = 0) -> None:
+        if prompt == "refuse" or not prompt:
+            raise InvalidRequest("the prompt is empty or refused")
+        self.waiting.append(_Sequence(request_id, str(prompt), params, lane))
+
+    def abort(self, request_id: str) -> None:
+        self.waiting = deque(s for s in self.waiting if s.request_id != request_id)
+        self.running = [s for s in self.running if s.request_id != request_id]
+
+    def step(self) -> list[Completion]:
+        time.sleep(self.step_s)  # what a forward pass takes: without it a hanging prompt spins a core
+        self.num_steps += 1
+        while self.waiting and len(self.running) < self.slots:
+            first = min(self.waiting, key=lambda s: s.lane)
+            self.waiting.remove(first)
+            self.running.append(first)
+        self.max_running = max(self.max_running, len(self.running))
+        done = []
+        for sequence in list(self.running):
+            if sequence.prompt == "crash":
+                raise RuntimeError("the fake engine was told to crash")
+            if sequence.prompt == "die":
+                os.kill(os.getpid(), 9)
+            sequence.steps += 1
+            if self._is_held(sequence):
+                continue
+            if sequence.steps >= sequence.params.max_tokens:
+                self.running.remove(sequence)
+                done += [self._answer(sequence, index) for index in range(sequence.params.n)]
+        return done
+
+    def _is_held(self, sequence: _Sequence) -> bool:
+        kind, _, path = sequence.prompt.partition(":")
+        return kind == "hang" or (kind == "file" and not os.path.exists(path))
+
+    def _answer(self, sequence: _Sequence, index: int) -> Completion:
+        return Completion(
+            request_id=sequence.request_id,
+            index=index,
+            token_ids=list(range(sequence.params.max_tokens)),
+            text=f"echo:{sequence.prompt}",
+            finish_reason="length",
+            num_prompt_tokens=len(sequence.prompt),
+            num_cached_tokens=0,
+        )
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_steps=self.num_steps,
+            num_running=len(self.running),
+            max_running=self.max_running,
+            num_waiting=len(self.waiting),
+            num_preemptions=0,
+            prefill_tokens=0,
+            cached_tokens=0,
+            decode_tokens=0,
+            num_blocks=0,
+            free_blocks=0,
+        )
+
+    def chat_token_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        return list(str(messages[-1]["content"]).encode())
+
+    def close(self) -> None:
+        self.waiting.clear()
+        self.running.clear()
+
+
+class FakeEngineWorker(BatchWorker):
+    """BatchWorker in all but the model."""
+
+    def load_engine(self, settings: WorkerSettings) -> FakeEngine:
+        return FakeEngine(settings.max_num_seqs, float(os.environ.get("FAKE_STEP_S", "0.001")))

@@ -1,0 +1,50 @@
+"""Functions and callbacks for worker tests; they leave their traces in Redis."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from redis import Redis
+from rq import Retry, get_current_job
+from rq.job import Job
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def boom(message: str) -> None:
+    raise ValueError(message)
+
+
+def meet(key: str) -> str:
+    """Wait until somebody pushes to `key`; tell that we are there."""
+    job = get_current_job()
+    assert job is not None
+    job.connection.rpush(f"{key}:waiting", job.id)
+    while not (found := job.connection.lpop(key)):
+        time.sleep(0.01)
+    return str(found.decode())
+
+
+def ask_for_retry(times: int) -> Any:
+    job = get_current_job()
+    assert job is not None
+    return Retry(max=times) if (job.number_of_retries or 0) < times else "done"
+
+
+def on_success(job: Job, connection: Redis, result: Any) -> None:
+    connection.rpush("callbacks", f"success:{job.id}")
+
+
+def on_failure(job: Job, connection: Redis, kind: Any, value: Any, trace: Any) -> None:
+    connection.rpush("callbacks", f"failure:{job.id}:{kind.__name__}")
+
+
+def on_stopped(job: Job, connection: Redis) -> None:
+    connection.rpush("callbacks", f"stopped:{job.id}")
+
+
+def on_success_raises(job: Job, connection: Redis, result: Any) -> None:
+    raise RuntimeError("the success callback raised")

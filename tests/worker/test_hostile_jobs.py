@@ -1,0 +1,133 @@
+"""Jobs that must not run: refused with a clear error, nothing imported, the others unharmed."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rq import Callback, Queue
+from rq.job import Job, JobStatus
+
+from tests.worker.conftest import Workers, leftovers
+
+
+class Bomb:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.path,))
+
+
+def raw_job(workers: Workers, payload: Any) -> Job:
+    """Queue a job whose payload RQ's own client would not write."""
+    job = workers.queue("bulk").enqueue("jobs.complete", "x")
+    workers.redis.hset(job.key, "data", payload if isinstance(payload, bytes) else json.dumps(payload))
+    return job
+
+
+def failure_of(workers: Workers, job: Job) -> str:
+    assert job.get_status() == JobStatus.FAILED
+    return str(workers.result(job).exc_string)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os.system",
+        "jobs.os.system",
+        "jobs.complete.__globals__",
+        "jobs.api.complete",
+        "tests.worker.poison.touch",
+        "jobs.no_such_function",
+        "",
+    ],
+)
+def test_a_function_outside_the_list_is_neither_imported_nor_run(
+    workers: Workers, tmp_path: Path, name: str
+) -> None:
+    mark = tmp_path / "mark"
+    bad = raw_job(workers, [name, None, [f"touch {mark}"], {}])
+    good = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
+    workers.burst(POISON_MARK=str(mark))
+    assert "TOKENMILL_ALLOWED_FUNCTIONS" in failure_of(workers, bad)
+    assert repr(name) in failure_of(workers, bad)
+    assert not mark.exists()
+    assert good.get_status() == JobStatus.FINISHED
+    assert leftovers(workers.redis, "bulk") == []
+
+
+@pytest.mark.parametrize("role", ["on_success", "on_failure", "on_stopped"])
+def test_a_foreign_callback_refuses_the_job_and_is_not_imported(
+    workers: Workers, tmp_path: Path, role: str
+) -> None:
+    mark = tmp_path / "mark"
+    hook: Any = {role: Callback("tests.worker.poison.touch")}
+    job = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1, **hook)
+    workers.burst(POISON_MARK=str(mark))
+    assert "tests.worker.poison.touch" in failure_of(workers, job)
+    assert not mark.exists()
+
+
+def test_a_pickle_payload_is_never_loaded(workers: Workers, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    stock = Queue("bulk", connection=workers.redis)
+    pickled = stock.enqueue("jobs.complete", Bomb(mark))
+    meta = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
+    workers.redis.hset(meta.key, "meta", pickle.dumps(Bomb(mark)))
+    workers.burst()
+    assert "not JSON" in failure_of(workers, workers.job(pickled.id))
+    assert meta.get_status() == JobStatus.FINISHED
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"\x80\x04junk",
+        ["jobs.complete"],
+        {"jobs.complete": 1},
+        [["jobs.complete"], None, [], {}],
+        ["jobs.complete", None, "text", {}],
+        ["jobs.complete", "an instance", ["a"], {}],
+        ["jobs.complete", None, [], {}],
+        ["jobs.complete", None, [{"a": 1}], {}],
+        ["jobs.complete", None, ["a"], {"max_tokens": "64"}],
+        ["jobs.complete", None, ["a"], {"no_such_name": 1}],
+        ["jobs.complete", None, ["a"], {"temperature": -1}],
+        ["jobs.complete", None, ["a"], {"n": {}}],
+        ["jobs.complete", None, [""], {}],
+        ["jobs.chat", None, [[{"role": "user"}]], {}],
+        ["jobs.chat", None, ["text"], {}],
+        ["jobs.score_shard", None, ["x", "y"], {}],
+        ["jobs.score_parquet", None, [], {}],
+    ],
+    ids=repr,
+)
+def test_a_bad_payload_fails_its_own_job_and_no_other(workers: Workers, payload: Any) -> None:
+    bad = raw_job(workers, payload)
+    good = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
+    workers.burst()
+    assert failure_of(workers, bad)
+    assert good.get_status() == JobStatus.FINISHED
+    assert leftovers(workers.redis, "bulk") == []
+
+
+def test_a_refused_job_is_not_retried(workers: Workers) -> None:
+    from rq import Retry
+
+    job = workers.queue("bulk").enqueue("os.getcwd", retry=Retry(max=3))
+    workers.burst()
+    assert "os.getcwd" in failure_of(workers, job)
+    assert len(job.results()) == 1
+
+
+def test_text_where_a_number_belongs_shows_how_to_write_it(workers: Workers) -> None:
+    job = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens="64")
+    workers.burst()
+    assert "max_tokens:=64" in failure_of(workers, job)

@@ -1,0 +1,352 @@
+"""What RQ promises for one job at a time holds for every job of a batch."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rq import Callback, Retry
+from rq.command import send_shutdown_command, send_stop_job_command
+from rq.job import Job, JobStatus
+from rq.registry import FailedJobRegistry, FinishedJobRegistry, ScheduledJobRegistry
+from rq.results import Result
+from rq.serializers import JSONSerializer
+
+from tests.worker.conftest import Workers, leftovers
+
+F = "tests.worker.functions."
+
+
+def text_of(result: Result) -> str:
+    return str(result.return_value["choices"][0]["text"])
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 20) -> None:
+    """Return once a condition on Redis holds; nothing announces such a change."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+def wait_until_started(*jobs: Job) -> None:
+    """Return once a worker holds all these jobs."""
+    wait_until(lambda: all(job.get_status() == JobStatus.STARTED for job in jobs))
+
+
+def test_jobs_of_one_batch_each_get_their_own_answer_and_leave_nothing_behind(workers: Workers) -> None:
+    queue = workers.queue("bulk")
+    jobs = [queue.enqueue("jobs.complete", f"p{i}", max_tokens=1 + i % 7) for i in range(200)]
+    workers.burst("--name", "w")
+    for i, job in enumerate(jobs):
+        result = workers.result(job)
+        assert text_of(result) == f"echo:p{i}"
+        assert result.return_value["usage"]["completion_tokens"] == 1 + i % 7
+        assert result.worker_name == "w"
+        assert job.get_status() == JobStatus.FINISHED
+    assert leftovers(workers.redis, "bulk") == []
+    finished = FinishedJobRegistry("bulk", connection=workers.redis, serializer=JSONSerializer)
+    assert sorted(finished.get_job_ids()) == sorted(job.id for job in jobs)
+    stats = json.loads(workers.redis.get("tokenmill:worker:w"))
+    assert stats["max_running"] >= 32
+    assert stats["jobs_finished"] == 200
+
+
+def test_the_high_queue_is_answered_before_the_bulk_queue_drains(workers: Workers) -> None:
+    bulk = [workers.queue("bulk").enqueue("jobs.complete", f"b{i}", max_tokens=5) for i in range(300)]
+    high = [workers.queue("high").enqueue("jobs.complete", f"h{i}", max_tokens=5) for i in range(50)]
+    workers.burst()
+    ends = {job.id: job.ended_at for job in (workers.job(j.id) for j in bulk + high)}
+    assert max(ends[job.id] for job in high) < max(ends[job.id] for job in bulk)
+
+
+def test_a_plain_function_on_the_allow_list_runs_beside_the_engine(workers: Workers) -> None:
+    queue = workers.queue("bulk")
+    hang = queue.enqueue("jobs.complete", "hang")
+    job = queue.enqueue(F + "add", 2, b=3)
+    workers.start()
+    assert workers.result(job).return_value == 5
+    assert hang.get_status() == JobStatus.STARTED
+
+
+def test_result_ttl_zero_keeps_nothing_and_minus_one_keeps_for_ever(workers: Workers) -> None:
+    queue = workers.queue("bulk")
+    gone = queue.enqueue("jobs.complete", "a", max_tokens=1, result_ttl=0)
+    kept = queue.enqueue("jobs.complete", "b", max_tokens=1, result_ttl=-1)
+    short = queue.enqueue("jobs.complete", "c", max_tokens=1, result_ttl=77)
+    default = queue.enqueue("jobs.complete", "d", max_tokens=1)
+    workers.burst("--results-ttl", "99")
+    redis = workers.redis
+    assert not redis.exists(gone.key)
+    assert redis.ttl(kept.key) == -1
+    assert redis.ttl(f"rq:results:{kept.id}") == -1
+    assert 0 < redis.ttl(short.key) <= 77
+    assert 77 < redis.ttl(default.key) <= 99
+    assert redis.zscore("rq:finished:bulk", kept.id) == float("inf")
+    assert leftovers(redis, "bulk") == []
+
+
+def test_failure_ttl_bounds_a_failed_job(workers: Workers) -> None:
+    job = workers.queue("bulk").enqueue("jobs.complete", "refuse", failure_ttl=55)
+    workers.burst()
+    assert 0 < workers.redis.ttl(job.key) <= 55
+    assert "refused" in (workers.result(job).exc_string or "")
+
+
+def test_retries_are_used_up_and_then_the_job_fails(workers: Workers) -> None:
+    job = workers.queue("bulk").enqueue(F + "boom", "no", retry=Retry(max=2))
+    workers.burst()
+    assert job.get_status() == JobStatus.FAILED
+    assert "ValueError: no" in (workers.result(job).exc_string or "")
+    job.refresh()
+    assert job.retries_left == 0
+    assert leftovers(workers.redis, "bulk") == []
+
+
+def test_a_retry_with_an_interval_is_scheduled(workers: Workers) -> None:
+    job = workers.queue("bulk").enqueue("jobs.complete", "refuse", retry=Retry(max=1, interval=600))
+    workers.burst()
+    assert job.get_status() == JobStatus.SCHEDULED
+    registry = ScheduledJobRegistry("bulk", connection=workers.redis, serializer=JSONSerializer)
+    assert registry.get_job_ids() == [job.id]
+    assert leftovers(workers.redis, "bulk") == []
+
+
+def test_a_returned_retry_runs_the_function_again(workers: Workers) -> None:
+    job = workers.queue("bulk").enqueue(F + "ask_for_retry", 2)
+    workers.burst()
+    assert workers.result(job).return_value == "done"
+    job.refresh()
+    assert job.number_of_retries == 2
+
+
+def test_callbacks_run_for_success_failure_and_stop(workers: Workers) -> None:
+    queue = workers.queue("bulk")
+    good = queue.enqueue("jobs.complete", "a", max_tokens=1, on_success=Callback(F + "on_success"))
+    bad = queue.enqueue("jobs.complete", "refuse", on_failure=Callback(F + "on_failure"))
+    hang = queue.enqueue("jobs.complete", "hang", on_stopped=Callback(F + "on_stopped"))
+    workers.start("--name", "w")
+    assert {workers.wait_for("callbacks"), workers.wait_for("callbacks")} == {
+        f"success:{good.id}",
+        f"failure:{bad.id}:RequestFailed",
+    }
+    wait_until_started(hang)
+    send_stop_job_command(workers.redis, hang.id, serializer=JSONSerializer)
+    assert workers.wait_for("callbacks") == f"stopped:{hang.id}"
+
+
+def test_a_success_callback_that_raises_fails_the_job(workers: Workers) -> None:
+    job = workers.queue("bulk").enqueue(
+        "jobs.complete", "a", max_tokens=1, on_success=Callback(F + "on_success_raises")
+    )
+    workers.burst()
+    assert job.get_status() == JobStatus.FAILED
+    assert "the success callback raised" in (workers.result(job).exc_string or "")
+
+
+def test_dependents_run_after_their_job_also_on_another_queue(workers: Workers) -> None:
+    first = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=3)
+    second = workers.queue("high").enqueue("jobs.complete", "b", max_tokens=1, depends_on=first)
+    third = workers.queue("bulk").enqueue(F + "add", 1, 1, depends_on=[first, second])
+    workers.burst()
+    assert text_of(workers.result(second)) == "echo:b"
+    assert workers.result(third).return_value == 2
+    assert leftovers(workers.redis, "bulk", "high") == []
+
+
+def test_a_failed_job_holds_its_dependents_back_unless_they_allow_it(workers: Workers) -> None:
+    from rq.job import Dependency
+
+    bad = workers.queue("bulk").enqueue("jobs.complete", "refuse")
+    held = workers.queue("bulk").enqueue(F + "add", 1, 1, depends_on=bad)
+    free = workers.queue("bulk").enqueue(F + "add", 2, 2, depends_on=Dependency(bad, allow_failure=True))
+    workers.burst()
+    assert workers.result(free).return_value == 4
+    assert held.get_status() == JobStatus.DEFERRED
+
+
+def test_stop_job_ends_one_of_many(workers: Workers) -> None:
+    queue = workers.queue("bulk")
+    hang = [queue.enqueue("jobs.complete", "hang", retry=Retry(max=3)) for _ in range(3)]
+    workers.start("--name", "w")
+    wait_until_started(*hang)
+    send_stop_job_command(workers.redis, hang[1].id, serializer=JSONSerializer)
+    assert "stopped by user" in (workers.result(hang[1]).exc_string or "")
+    assert hang[1].get_status() == JobStatus.STOPPED
+    assert [hang[0].get_status(), hang[2].get_status()] == [JobStatus.STARTED] * 2
+    failed = FailedJobRegistry("bulk", connection=workers.redis, serializer=JSONSerializer)
+    assert failed.get_job_ids() == [hang[1].id]
+
+
+def test_stop_job_interrupts_a_function(workers: Workers) -> None:
+    job = workers.queue("bulk").enqueue(F + "meet", "gate")
+    workers.start()
+    workers.wait_for("gate:waiting")
+    send_stop_job_command(workers.redis, job.id, serializer=JSONSerializer)
+    assert "stopped by user" in (workers.result(job).exc_string or "")
+    assert job.get_status() == JobStatus.STOPPED
+
+
+@pytest.mark.parametrize("how", ["cancel", "delete"])
+def test_a_running_job_that_is_cancelled_or_deleted_is_dropped(workers: Workers, how: str) -> None:
+    queue = workers.queue("bulk")
+    gone, stays = queue.enqueue("jobs.complete", "hang"), queue.enqueue("jobs.complete", "hang")
+    workers.start("--name", "w")
+    wait_until_started(gone, stays)
+    getattr(workers.job(gone.id), how)()
+    wait_until(lambda: json.loads(workers.redis.get("tokenmill:worker:w"))["jobs_held"] == 1)
+    assert [key for key in leftovers(workers.redis, "bulk") if gone.id in key] == []
+    assert stays.get_status() == JobStatus.STARTED
+    assert workers.redis.exists(gone.key) == (how == "cancel")
+
+
+def test_a_cancelled_queued_job_is_never_run(workers: Workers) -> None:
+    job = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
+    workers.redis.lpush("rq:queue:bulk", job.id)  # a second entry for it, as a lost reply may leave
+    job.cancel()
+    workers.redis.rpush("rq:queue:bulk", job.id)
+    workers.burst()
+    assert job.get_status() == JobStatus.CANCELED
+    assert job.latest_result() is None
+
+
+def test_a_job_that_passes_its_timeout_fails_and_the_others_go_on(workers: Workers) -> None:
+    queue = workers.queue("bulk")
+    slow = queue.enqueue("jobs.complete", "hang", job_timeout=1)
+    function = queue.enqueue(F + "meet", "gate", job_timeout=1)
+    fine = queue.enqueue("jobs.complete", "a", max_tokens=1500, job_timeout=-1)
+    workers.start()
+    for job in (slow, function):
+        assert "exceeded maximum timeout value (1 seconds)" in (workers.result(job).exc_string or "")
+        assert job.get_status() == JobStatus.FAILED
+    assert text_of(workers.result(fine)) == "echo:a"
+
+
+def test_warm_shutdown_finishes_what_runs_and_takes_nothing_new(workers: Workers, tmp_path: Path) -> None:
+    running = workers.queue("bulk").enqueue("jobs.complete", f"file:{tmp_path}/go", max_tokens=1)
+    process = workers.start("--name", "w")
+    wait_until_started(running)
+    process.send_signal(signal.SIGTERM)
+    wait_until(lambda: workers.redis.hexists("rq:worker:w", "shutdown_requested_date"))
+    late = workers.queue("bulk").enqueue("jobs.complete", "b", max_tokens=1)
+    (tmp_path / "go").touch()
+    assert process.wait(timeout=20) == 0
+    assert text_of(workers.result(running)) == f"echo:file:{tmp_path}/go"
+    assert late.get_status() == JobStatus.QUEUED
+
+
+def test_a_second_signal_gives_back_what_runs(workers: Workers) -> None:
+    jobs = [workers.queue("bulk").enqueue("jobs.complete", "hang") for _ in range(3)]
+    process = workers.start("--name", "w")
+    wait_until_started(*jobs)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.1)  # a second signal within a second counts as the first one, sent twice
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=20) == 0
+    assert [job.get_status() for job in jobs] == [JobStatus.QUEUED] * 3
+    assert workers.queue("bulk").job_ids == [job.id for job in jobs]
+    assert leftovers(workers.redis, "bulk") == []
+
+
+def test_the_shutdown_command_is_a_warm_shutdown(workers: Workers) -> None:
+    process = workers.start("--name", "w")
+    wait_until(lambda: workers.redis.exists("tokenmill:worker:w"))
+    send_shutdown_command(workers.redis, "w")
+    assert process.wait(timeout=20) == 0
+
+
+def test_a_suspended_worker_claims_nothing_until_resumed(workers: Workers) -> None:
+    first = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
+    workers.start("--name", "w")
+    workers.result(first)
+    workers.rq("suspend")
+    held = workers.queue("bulk").enqueue("jobs.complete", "b", max_tokens=1)
+    wait_until(lambda: workers.redis.hget("rq:worker:w", "state") == b"suspended")
+    assert held.get_status() == JobStatus.QUEUED
+    workers.rq("resume")
+    assert text_of(workers.result(held)) == "echo:b"
+
+
+def test_max_jobs_is_kept_also_when_many_wait(workers: Workers) -> None:
+    jobs = [workers.queue("bulk").enqueue("jobs.complete", f"p{i}", max_tokens=2) for i in range(20)]
+    process = workers.start("--max-jobs", "7")
+    assert process.wait(timeout=20) == 0
+    assert [job.get_status() for job in jobs] == [JobStatus.FINISHED] * 7 + [JobStatus.QUEUED] * 13
+
+
+def test_max_idle_time_ends_an_idle_worker(workers: Workers) -> None:
+    process = workers.start("--max-idle-time", "1")
+    assert process.wait(timeout=20) == 0
+    assert "idle for 1 seconds" in workers.log(process)
+
+
+def test_scheduled_jobs_are_enqueued_by_the_scheduler_which_dies_with_its_worker(workers: Workers) -> None:
+    import datetime
+
+    import psutil
+
+    job = workers.queue("bulk").enqueue_in(datetime.timedelta(seconds=1), "jobs.complete", "a", max_tokens=1)
+    process = workers.start("--with-scheduler")
+    assert text_of(workers.result(job)) == "echo:a"
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert alive == []
+
+
+def test_rq_info_shows_the_worker_and_its_jobs_and_harms_none(workers: Workers) -> None:
+    job = workers.queue("bulk").enqueue("jobs.complete", "hang")
+    workers.start("--name", "w")
+    wait_until(lambda: workers.redis.hget("rq:worker:w", "state") == b"busy")
+    for _ in range(2):
+        shown = workers.rq("info", "--raw", "--worker-class", "worker.BatchWorker")
+    assert "queue bulk 0, 1 executing, 0 finished, 0 failed" in shown
+    assert "worker w" in shown
+    assert "busy" in shown
+    assert job.get_status() == JobStatus.STARTED
+
+
+def test_the_worker_needs_the_json_serializer(workers: Workers) -> None:
+    process = workers.start(serializer=())
+    assert process.wait(timeout=20) == 1
+    assert "-S json" in workers.log(process)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TOKENMILL_MAX_NUM_SEQS", "many"),
+        ("TOKENMILL_LEASE_S", "0"),
+        ("TOKENMILL_DATA_ROOTS", "/does/not/exist"),
+        ("TOKENMILL_MODEL", ""),
+    ],
+)
+def test_a_bad_setting_stops_the_start_and_is_named(workers: Workers, name: str, value: str) -> None:
+    process = workers.start(**{name: value})
+    assert process.wait(timeout=20) == 1
+    assert name in workers.log(process)
+
+
+def test_repeats_are_scheduled_as_rq_does(workers: Workers) -> None:
+    from rq import Repeat
+
+    job = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1, repeat=Repeat(times=2))
+    workers.burst()
+    job.refresh()
+    assert job.repeats_left == 0
+    assert len(job.results()) == 3
+
+
+def test_job_meta_survives_and_descriptions_stay_out_of_the_log(workers: Workers) -> None:
+    meta: dict[str, Any] = {"who": "me"}
+    job = workers.queue("bulk").enqueue("jobs.complete", "secret words", max_tokens=1, meta=meta)
+    log = workers.burst("--verbose")
+    assert workers.job(job.id).meta == meta
+    assert "secret words" not in log

@@ -1,0 +1,428 @@
+"""Everything that knows RQ's private behaviour: its keys, its hashes and its order of writes.
+
+RQ 3.0 changes worker internals; a move to it changes this file and the scripts in `lua/`. The scripts
+name keys that follow from job ids, so they need a server that is not sharded. Redis 6.2 or later.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from importlib import resources
+from typing import Any, Literal
+from uuid import uuid4
+
+from redis import ConnectionPool, Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, RedisError
+from redis.retry import Retry
+from rq import Queue
+from rq.connections import get_connection_kwargs
+from rq.defaults import DEFAULT_FAILURE_TTL
+from rq.executions import Execution
+from rq.job import Job, JobStatus
+from rq.job import Retry as JobRetry
+from rq.registry import FailedJobRegistry, FinishedJobRegistry
+from rq.results import Result
+from rq.scheduler import RQScheduler
+from rq.serializers import JSONSerializer
+from rq.suspension import WORKERS_SUSPENDED
+from rq.utils import now, utcformat
+from rq.worker.base import BaseWorker
+from rq.worker_registration import clean_worker_registry
+
+MIN_REDIS_VERSION = (6, 2, 0)
+
+FAR_S = 10 * 365 * 86_400
+"""Seconds from now to the score of our entries in rq:wip: no stock cleanup reaches them."""
+
+_OURS_S = FAR_S // 2
+_MAINTENANCE_LOCK = "tokenmill:maintenance"
+_CLAIM_BATCH = 200
+
+Mode = Literal["given_back", "engine_died", "abandoned"]
+FinishReply = Literal["done", "again", "lost", "dependents"]
+
+
+@dataclass(frozen=True)
+class ClaimedJob:
+    """A job this worker holds: what to do, and the one execution that may finish it."""
+
+    job: Job
+    execution: Execution
+    queue_name: str
+
+    @property
+    def address(self) -> tuple[str, str, str]:
+        """Queue, job id, execution id: how the scripts find it."""
+        return self.queue_name, self.job.id, self.execution.id
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended, for `JobStore.finish`."""
+
+    claimed: ClaimedJob
+    status: Literal["finished", "failed"]
+    value: Any
+    """The return value of a finished job, the traceback text of a failed one."""
+    ended_at: datetime
+    working_s: float
+
+
+def own_client(connection: Redis, socket_timeout_s: float) -> Redis:
+    """A client with a pool of its own to the same server, which sends no command twice by itself.
+
+    redis-py sends a command again whose reply was lost; our callers do that themselves, because only
+    they know which commands bear it.
+    """
+    pool = connection.connection_pool
+    kwargs = get_connection_kwargs(connection)
+    kwargs.pop("retry", None)
+    kwargs.update(socket_timeout=socket_timeout_s, retry=Retry(NoBackoff(), 0), retry_on_error=[])
+    return Redis(connection_pool=ConnectionPool(connection_class=pool.connection_class, **kwargs))
+
+
+class JobStore:
+    """The jobs of some queues as one worker claims, holds and ends them in Redis.
+
+    Not thread-safe: the I/O thread owns it. Every method raises redis.exceptions.RedisError when the
+    server cannot be reached, and every call may then be made again: none doubles an effect.
+    """
+
+    def __init__(
+        self, client: Redis, worker_name: str, lease_s: int, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._client = client
+        self._worker_name = worker_name
+        self._worker_key = f"{BaseWorker.redis_worker_namespace_prefix}{worker_name}"
+        self._lease_s = lease_s
+        self._clock = clock
+        folder = resources.files("worker") / "lua"
+        opening = (folder / "open_execution.lua").read_text()
+        self._sources = {
+            name: (opening if name in ("claim", "release") else "") + (folder / f"{name}.lua").read_text()
+            for name in ("claim", "renew", "finish", "release", "progress")
+        }
+        self._shas: dict[str, str] = {}
+
+    def _call_many(self, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
+        """Run (script name, arguments) pairs in one round trip; load the scripts where they are missing."""
+        if not self._shas:
+            self._shas = {name: self._client.script_load(text) for name, text in self._sources.items()}
+        replies: dict[int, Any] = {}
+        waiting = list(range(len(calls)))
+        while waiting:
+            with self._client.pipeline(transaction=False) as pipe:
+                for i in waiting:
+                    name, args = calls[i]
+                    pipe.evalsha(self._shas[name], 0, *args)
+                answers = pipe.execute(raise_on_error=False)
+            replies.update(zip(waiting, answers, strict=True))
+            waiting = [i for i in waiting if isinstance(replies[i], NoScriptError)]
+            if waiting:  # the server was restarted or its scripts were flushed
+                self._shas = {name: self._client.script_load(text) for name, text in self._sources.items()}
+        for reply in replies.values():
+            if isinstance(reply, RedisError):
+                raise reply
+        return [replies[i] for i in range(len(calls))]
+
+    def _stamp(self) -> tuple[str, str]:
+        return utcformat(now()), repr(self._clock())
+
+    def _restore(self, queue_name: str, reply: Sequence[Any]) -> ClaimedJob:
+        job_id, execution_id = reply[0].decode(), reply[1].decode()
+        fields = reply[2]
+        job = Job(job_id, connection=self._client, serializer=JSONSerializer)
+        job.restore(dict(zip(fields[::2], fields[1::2], strict=True)))
+        execution = Execution(execution_id, job_id, self._client, worker_name=self._worker_name)
+        return ClaimedJob(job, execution, queue_name)
+
+    def claim(self, wanted: Sequence[tuple[str, int, str]]) -> list[list[ClaimedJob]]:
+        """Claim jobs from several queues in one round trip.
+
+        wanted: (queue name, most jobs to take, claim token of 24 hex digits) for each queue. A call that
+        failed may have claimed: make it again with the same tokens.
+        """
+        now_iso, now_ts = self._stamp()
+        far = repr(self._clock() + FAR_S)
+        calls = [
+            (
+                "claim",
+                (name, min(n, _CLAIM_BATCH), token, self._worker_name, now_iso, now_ts, self._lease_s, far),
+            )
+            for name, n, token in wanted
+        ]
+        replies = self._call_many(calls)
+        return [
+            [self._restore(name, entry) for entry in reply]
+            for (name, _, _), reply in zip(wanted, replies, strict=True)
+        ]
+
+    def renew(self, held: Sequence[ClaimedJob]) -> list[ClaimedJob]:
+        """Extend the leases of the jobs held; return those that are no longer ours."""
+        if not held:
+            return []
+        args: list[Any] = [self._worker_name, *self._stamp(), self._lease_s]
+        for claimed in held:
+            args.extend(claimed.address)
+        return [held[i - 1] for i in self._call_many([("renew", args)])[0]]
+
+    def finish(self, outcomes: Sequence[Outcome]) -> list[FinishReply]:
+        """Write the ends of jobs, each at once or not at all; see finish.lua for the replies."""
+        replies = self._call_many([("finish", self._finish_args(outcome)) for outcome in outcomes])
+        return [reply.decode() for reply in replies]
+
+    def _finish_args(self, outcome: Outcome) -> list[Any]:
+        claimed, finished = outcome.claimed, outcome.status == "finished"
+        job = claimed.job
+        ttl = job.result_ttl if finished else job.failure_ttl
+        kept_s = ttl if ttl is not None else DEFAULT_FAILURE_TTL
+        # As RQ scores them: finished jobs without end sort last, failed ones carry the negative ttl.
+        endless = "+inf" if finished else str(kept_s)
+        score = endless if kept_s < 0 else repr(self._clock() + kept_s)
+        result = Result(
+            job.id,
+            Result.Type.SUCCESSFUL if finished else Result.Type.FAILED,
+            connection=self._client,
+            return_value=outcome.value if finished else None,
+            exc_string=None if finished else outcome.value,
+            worker_name=self._worker_name,
+            serializer=JSONSerializer,
+            execution_id=claimed.execution.id,
+            execution_started_at=claimed.execution.created_at,
+            execution_ended_at=outcome.ended_at,
+        )
+        args: list[Any] = [*claimed.address, outcome.status, utcformat(outcome.ended_at)]
+        args += ["" if ttl is None else ttl, score, self._worker_key, outcome.working_s]
+        for field, value in result.serialize().items():
+            args += [field, value]
+        return args
+
+    def release(self, held: Sequence[ClaimedJob], mode: Mode, max_deaths: int) -> list[ClaimedJob]:
+        """Put jobs back at the head of their queues; return those that died too often, now held by us."""
+        # Pushed to the head one by one, the last goes first.
+        return self._release([claimed.address for claimed in reversed(held)], mode, max_deaths)
+
+    def _release(
+        self, addresses: Sequence[tuple[str, str, str]], mode: Mode, max_deaths: int
+    ) -> list[ClaimedJob]:
+        now_iso, now_ts = self._stamp()
+        far = repr(self._clock() + FAR_S)
+        tail = (self._worker_name, now_iso, now_ts, self._lease_s, far)
+        calls = [("release", (*address, mode, max_deaths, uuid4().hex, *tail)) for address in addresses]
+        replies = self._call_many(calls) if calls else []
+        return [
+            self._restore(address[0], reply[1])
+            for address, reply in zip(addresses, replies, strict=True)
+            if reply[0] == b"exhausted"
+        ]
+
+    def reclaim_abandoned(
+        self, queue_names: Sequence[str], period_s: float, max_deaths: int
+    ) -> list[ClaimedJob]:
+        """Queue jobs again whose worker died; at most one worker looks in each period.
+
+        Returns the jobs that died too often, held by this worker so that it can fail them.
+        """
+        if not self._client.set(_MAINTENANCE_LOCK, self._worker_name, nx=True, px=int(period_s * 1000)):
+            return []
+        ours = repr(self._clock() + _OURS_S)
+        with self._client.pipeline(transaction=False) as pipe:
+            for name in queue_names:
+                pipe.zrangebyscore(f"rq:wip:{name}", ours, "+inf")
+            members = [
+                (name, *member.decode().rsplit(":", 1))
+                for name, found in zip(queue_names, pipe.execute(), strict=True)
+                for member in found
+                if b":" in member
+            ]
+        with self._client.pipeline(transaction=False) as pipe:
+            for _, job_id, execution_id in members:
+                pipe.exists(f"rq:execution:{job_id}:{execution_id}")
+            alive = pipe.execute() if members else []
+        dead = [member for member, lives in zip(members, alive, strict=True) if not lives]
+        return self._release(dead, "abandoned", max_deaths)
+
+    def show_progress(self, shown: Sequence[tuple[ClaimedJob, dict[str, Any]]]) -> None:
+        """Write `job.meta` of running jobs."""
+        calls = [("progress", (*claimed.address, JSONSerializer.dumps(meta))) for claimed, meta in shown]
+        if calls:
+            self._call_many(calls)
+
+    def clean_registries(self, queues: Sequence[Queue]) -> None:
+        """Drop expired entries of finished and failed jobs, and workers that are gone.
+
+        RQ's own cleanup of started jobs is left out: it would judge by score, and runs callbacks.
+        """
+        for queue in queues:
+            for registry in (FinishedJobRegistry, FailedJobRegistry):
+                registry(queue.name, connection=self._client, serializer=JSONSerializer).cleanup()
+            clean_worker_registry(Queue(queue.name, connection=self._client, serializer=JSONSerializer))
+
+    def count_queued(self, queue_names: Sequence[str]) -> int:
+        """Jobs that wait in these queues."""
+        with self._client.pipeline(transaction=False) as pipe:
+            for name in queue_names:
+                pipe.llen(f"rq:queue:{name}")
+            return sum(pipe.execute())
+
+    def is_suspended(self) -> bool:
+        """Whether `rq suspend` holds all workers."""
+        return bool(self._client.exists(WORKERS_SUSPENDED))
+
+
+class EndsLikeRq:
+    """RQ's own path for the jobs that the finish script leaves to it: callbacks, retries, dependents,
+    repeats and webhooks.
+
+    RQ's handlers read the one job and execution of a worker, so each call gets a copy of the worker that
+    holds just these. It runs in a function thread with that thread's client.
+    """
+
+    def __init__(self, worker: BaseWorker, client: Redis, death_penalty: type) -> None:
+        self._worker, self._client, self._death_penalty = worker, client, death_penalty
+
+    def _scope(self, claimed: ClaimedJob) -> tuple[BaseWorker, Job, Queue]:
+        job = claimed.job
+        job.connection = self._client
+        claimed.execution.connection = self._client
+        scope = copy.copy(self._worker)
+        scope.connection = self._client
+        scope.execution = claimed.execution
+        # RQ logs a job's description, which repeats the whole prompt.
+        scope.log_job_description = False
+        scope.log_result_lifespan = False
+        queue = Queue(claimed.queue_name, connection=self._client, serializer=JSONSerializer)
+        return scope, job, queue
+
+    def succeed(self, claimed: ClaimedJob, value: Any, still_ours: Callable[[], bool]) -> bool:
+        """End a job well: success callback, dependents, repeats, webhooks. False: it is no longer ours.
+
+        A callback that raises fails the job, as in RQ. still_ours: asked right before RQ writes.
+        """
+        scope, job, queue = self._scope(claimed)
+        job.ended_at = now()
+        job._result = value
+        try:
+            if isinstance(value, JobRetry):
+                return self._retry(scope, claimed, queue, value, still_ours)
+            job._status = JobStatus.FINISHED
+            job.execute_success_callback(self._death_penalty, value)
+        except Exception:  # noqa: BLE001  # a user's callback raises what it likes
+            return self.fail(claimed, sys.exc_info(), None, still_ours)
+        if not still_ours():
+            return False
+        scope.handle_job_success(job=job, queue=queue, started_job_registry=queue.started_job_registry)
+        job.send_webhooks(JobStatus.FINISHED)
+        return True
+
+    def _retry(
+        self,
+        scope: BaseWorker,
+        claimed: ClaimedJob,
+        queue: Queue,
+        retry: JobRetry,
+        still_ours: Callable[[], bool],
+    ) -> bool:
+        if not still_ours():
+            return False
+        scope.handle_job_retry(
+            job=claimed.job,
+            queue=queue,
+            retry=retry,
+            started_job_registry=queue.started_job_registry,
+            execution=claimed.execution,
+        )
+        return True
+
+    def fail(
+        self, claimed: ClaimedJob, exc_info: Any, text: str | None, still_ours: Callable[[], bool]
+    ) -> bool:
+        """End a job badly: failure callback, exception handlers, retry or failure, dependents, webhooks.
+
+        exc_info: as of sys.exc_info(), for the callback. text: what the result shows; None for the traceback.
+        """
+        scope, job, queue = self._scope(claimed)
+        job._status = JobStatus.FAILED
+        job.ended_at = now()
+        try:
+            job.execute_failure_callback(self._death_penalty, *exc_info)
+        except Exception:  # noqa: BLE001  # a user's callback raises what it likes
+            exc_info = sys.exc_info()
+            text = None
+        shown = text if text is not None else "".join(traceback.format_exception(*exc_info))
+        for handler in reversed(scope._exc_handlers):
+            if handler(job, *exc_info) is False:
+                break
+        if not still_ours():
+            return False
+        scope.handle_job_failure(
+            job=job, queue=queue, started_job_registry=queue.started_job_registry, exc_string=shown
+        )
+        return True
+
+    def stop(self, claimed: ClaimedJob, still_ours: Callable[[], bool]) -> bool:
+        """End a job that a person stopped: stopped callback, status 'stopped', no retry."""
+        scope, job, queue = self._scope(claimed)
+        scope._stopped_job_id = job.id
+        job.ended_at = now()
+        text = "Job stopped by user, its sequences were aborted."
+        try:
+            job.execute_stopped_callback(self._death_penalty)
+        except Exception:  # noqa: BLE001  # a user's callback raises what it likes
+            text = traceback.format_exc()
+        if not still_ours():
+            return False
+        scope.handle_job_failure(
+            job=job, queue=queue, started_job_registry=queue.started_job_registry, exc_string=text
+        )
+        return True
+
+
+def takes_rq_path(job: Job, failed: bool) -> bool:
+    """Whether a job's end is more than finish.lua writes; dependents are seen by the script itself."""
+    if job.webhooks or job.group_id or job.repeats_left:
+        return True
+    if failed:
+        return bool(job._failure_callback_name or job.should_retry)
+    return bool(job._success_callback_name)
+
+
+def callback_names(job: Job) -> list[tuple[str, str]]:
+    """(role, dotted name) of each callback a job carries."""
+    named = (
+        ("success callback", job._success_callback_name),
+        ("failure callback", job._failure_callback_name),
+        ("stopped callback", job._stopped_callback_name),
+    )
+    return [(role, name) for role, name in named if name]
+
+
+def strip_hooks(job: Job) -> None:
+    """Take callbacks, webhooks and retries from a job that is refused, so that none of them runs."""
+    job._success_callback_name = job._failure_callback_name = job._stopped_callback_name = None
+    job.webhooks = []
+    job.retries_left = None
+
+
+class OrphanProofScheduler(RQScheduler):
+    """RQ's scheduler, in a process that ends with its worker even if that is killed.
+
+    It is always started, also while another worker has the locks: it takes them over when that one dies,
+    which a thread-ridden worker with a loaded model could not do by forking then.
+    """
+
+    def work(self) -> None:
+        """Run until stopped, or until the worker is gone."""
+        if sys.platform == "linux":
+            pr_set_pdeathsig = 1
+            ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        super().work()

@@ -1,0 +1,63 @@
+"""What may run on this worker: JSON payloads that call functions on an exact list."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlparse
+
+from rq.exceptions import DeserializationError
+from rq.job import Job
+
+from worker._rq import callback_names
+from worker.errors import BadPayload, NotAllowed
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A job's payload: a dotted name and its arguments. Nothing of it has been imported."""
+
+    name: str
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+
+class Admission:
+    """Decides by exact name, before any import.
+
+    A pattern such as `jobs.*` would let `jobs.os.system` through, because RQ resolves a name attribute by
+    attribute. Callbacks are held to the same list, and a job may not carry an object to call.
+    """
+
+    def __init__(self, allowed: Collection[str], webhook_hosts: Collection[str]) -> None:
+        self._allowed, self._webhook_hosts = frozenset(allowed), frozenset(webhook_hosts)
+
+    def admit(self, job: Job) -> FunctionCall:
+        """Return what the job calls. Raises BadPayload or NotAllowed.
+
+        Webhooks to hosts that are not allowed are taken off the job.
+        """
+        call = _decode(job)
+        if call.name not in self._allowed:
+            raise NotAllowed("function", call.name)
+        for role, name in callback_names(job):
+            if name not in self._allowed:
+                raise NotAllowed(role, name)
+        job.webhooks = [hook for hook in job.webhooks if urlparse(hook.url).hostname in self._webhook_hosts]
+        return call
+
+
+def _decode(job: Job) -> FunctionCall:
+    try:
+        name, instance, args, kwargs = job.func_name, job.instance, job.args, job.kwargs
+    except DeserializationError as error:
+        raise BadPayload(
+            "the payload is not JSON: enqueue with the JSON serializer (rq enqueue -S json, or "
+            'Queue(..., serializer="json")); other payloads are never loaded'
+        ) from error
+    if not (isinstance(name, str) and isinstance(args, list) and isinstance(kwargs, dict)):
+        raise BadPayload("the payload is JSON, but not [function name, null, [arguments], {keywords}]")
+    if instance is not None:
+        raise BadPayload("the payload calls a method of an object; only plain functions run here")
+    return FunctionCall(name, args, kwargs)

@@ -1,0 +1,85 @@
+"""Puts the parts of one worker together; the only place that knows all of them."""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from engine import SamplingParams
+from jobs.table import ALLOWED_FUNCTIONS
+from worker._rq import EndsLikeRq, JobStore, own_client
+from worker.admission import Admission
+from worker.engine_loop import EngineLike, EngineLoop, Order
+from worker.functions import FunctionPool, ThreadDeathPenalty
+from worker.io_loop import IoLoop, Limits, Presence
+from worker.job_runner import JobRunner, Surroundings
+from worker.packing import Packer
+
+if TYPE_CHECKING:
+    from worker.batch_worker import BatchWorker
+    from worker.settings import WorkerSettings
+
+REDIS_TIMEOUT_S = 10.0
+FILE_THREADS = 2
+LEASE_MARGIN_S = 45
+"""Added to --job-monitoring-interval: with the sweep's period it stays within the promised 60 s."""
+
+
+def assemble(
+    worker: BatchWorker,
+    engine: EngineLike,
+    settings: WorkerSettings,
+    burst: bool,
+    max_jobs: int | None,
+    max_idle_s: float | None,
+) -> tuple[EngineLoop, IoLoop]:
+    """Build the engine's loop, for the calling thread, and the I/O thread, not yet started."""
+    lease_s = settings.lease_s or worker.job_monitoring_interval + LEASE_MARGIN_S
+    orders: SimpleQueue[Order] = SimpleQueue()
+    events: SimpleQueue[Any] = SimpleQueue()
+    io_client = own_client(worker.connection, REDIS_TIMEOUT_S)
+    function_client = own_client(worker.connection, REDIS_TIMEOUT_S)
+    packer = Packer(
+        len(worker.queues), settings.max_num_seqs, settings.prefetch, 2 * settings.function_threads
+    )
+    runner = JobRunner(
+        packer=packer,
+        admission=Admission(
+            ALLOWED_FUNCTIONS | set(settings.allowed_functions), settings.allowed_webhook_hosts
+        ),
+        surroundings=Surroundings(
+            settings.data_roots,
+            settings.model_name,
+            SamplingParams.from_mapping,
+            worker.default_result_ttl,
+        ),
+        orders=orders,
+        files=FunctionPool(FILE_THREADS, "tokenmill-files"),
+        functions=FunctionPool(settings.function_threads, "tokenmill-functions"),
+        function_client=function_client,
+        ends=EndsLikeRq(worker, function_client, ThreadDeathPenalty),
+        ends_store=JobStore(function_client, worker.name, lease_s),
+        post=events.put,
+        log=worker.log,
+    )
+    io = IoLoop(
+        queues=worker.queues,
+        store=JobStore(io_client, worker.name, lease_s),
+        runner=runner,
+        packer=packer,
+        presence=Presence(
+            io_client, worker.name, worker.beat, {"worker": worker.name, "model": settings.model}
+        ),
+        orders=orders,
+        limits=Limits(
+            burst,
+            max_jobs,
+            max_idle_s,
+            lease_s,
+            settings.max_worker_deaths,
+            worker.maintenance_interval,
+        ),
+        log=worker.log,
+        events=events,
+    )
+    return EngineLoop(engine, orders, io.post), io

@@ -1,0 +1,208 @@
+"""`rq worker --worker-class worker.BatchWorker`: many jobs at once through one engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from datetime import timedelta
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from redis import Redis
+from rq.defaults import DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT
+from rq.serializers import JSONSerializer
+from rq.utils import now, utcformat
+from rq.worker.base import BaseWorker, DequeueStrategy
+
+import jobs
+from worker._rq import MIN_REDIS_VERSION, OrphanProofScheduler
+from worker.errors import EngineFailed, ForeignJobsPackage, IoThreadFailed, StartupError
+
+if TYPE_CHECKING:
+    from worker.engine_loop import EngineLike
+    from worker.io_loop import IoLoop
+    from worker.settings import WorkerSettings
+
+
+class BatchWorker(BaseWorker):
+    """An RQ worker that packs its jobs into one continuous batch.
+
+    The main thread loads and steps the engine and takes the signals; one I/O thread claims and ends jobs;
+    user functions, callbacks and files have threads of their own. The constructor loads nothing: `rq info`
+    builds worker objects too. `work()` raises StartupError where the worker cannot serve.
+    """
+
+    _io: IoLoop | None = None
+    _cold = False
+
+    def load_engine(self, settings: WorkerSettings) -> EngineLike:
+        """Load the model; override to serve with another engine."""
+        import torch
+
+        from engine import Engine
+
+        if settings.torch_threads is not None:
+            torch.set_num_threads(settings.torch_threads)
+        return Engine(settings.engine_config())
+
+    def work(
+        self,
+        burst: bool = False,
+        logging_level: str | None = None,
+        date_format: str = DEFAULT_LOGGING_DATE_FORMAT,
+        log_format: str = DEFAULT_LOGGING_FORMAT,
+        max_jobs: int | None = None,
+        max_idle_time: int | None = None,
+        with_scheduler: bool = False,
+        dequeue_strategy: DequeueStrategy = DequeueStrategy.DEFAULT,
+    ) -> bool:
+        """Serve the queues until told to stop; the arguments are those of `rq worker`.
+
+        Returns whether any job was brought to an end. Raises StartupError before the first claim,
+        EngineFailed or IoThreadFailed where the worker cannot go on, SystemExit on a cold shutdown.
+        """
+        settings = self._check_start(dequeue_strategy)
+        self._install_signal_handlers()
+        if with_scheduler:  # forked before the engine loads and before any thread starts
+            self._start_scheduler(burst, logging_level, date_format, log_format)
+        try:
+            started = time.monotonic()
+            engine = self.load_engine(settings)
+            self.log.info("Worker %s: model ready after %.1f s", self.name, time.monotonic() - started)
+            try:
+                self.bootstrap(logging_level, date_format, log_format)
+                try:
+                    return self._serve(engine, settings, burst, max_jobs, max_idle_time)
+                finally:
+                    self.register_death()
+                    self.unsubscribe()
+            finally:
+                engine.close()
+        finally:
+            if self.scheduler:
+                self.stop_scheduler()
+
+    def _check_start(self, dequeue_strategy: DequeueStrategy) -> WorkerSettings:
+        from worker.settings import WorkerSettings
+
+        if not getattr(jobs, "__tokenmill__", False):
+            raise ForeignJobsPackage(str(getattr(jobs, "__file__", jobs)))
+        if self.serializer is not JSONSerializer:
+            raise StartupError(
+                "this worker reads JSON payloads only: start it with `rq worker -S json ...` "
+                "(a pickle payload is never loaded)"
+            )
+        if dequeue_strategy != DequeueStrategy.DEFAULT:
+            raise StartupError(
+                f"--dequeue-strategy {dequeue_strategy} is not supported: queues are lanes here, "
+                "served in the order given"
+            )
+        version = self.get_redis_server_version()
+        if tuple(version) < MIN_REDIS_VERSION:
+            raise StartupError(f"Redis {'.'.join(map(str, version))} is too old: 6.2 or later is needed")
+        return WorkerSettings.load()
+
+    def _serve(
+        self,
+        engine: EngineLike,
+        settings: WorkerSettings,
+        burst: bool,
+        max_jobs: int | None,
+        max_idle_s: int | None,
+    ) -> bool:
+        from worker.assembly import assemble
+
+        loop, io = assemble(self, engine, settings, burst, max_jobs, max_idle_s)
+        self._io = io
+        io.start()
+        loop.run()
+        io.join()
+        if io.error is not None:
+            raise IoThreadFailed(f"the I/O thread raised {type(io.error).__name__}: {io.error}") from io.error
+        if io.engine_error is not None:
+            error = io.engine_error
+            raise EngineFailed(
+                f"the engine raised {type(error).__name__}: {error}; its jobs were given back"
+            ) from error
+        if self._cold:
+            raise SystemExit
+        return io.jobs_ended > 0
+
+    # Signals and commands
+
+    def _install_signal_handlers(self) -> None:
+        """First SIGINT or SIGTERM: warm shutdown. A second one, after a second or more: cold."""
+        signal.signal(signal.SIGINT, self.request_stop)
+        signal.signal(signal.SIGTERM, self.request_stop)
+
+    def request_stop(self, signum: int, frame: FrameType | None) -> None:
+        """Take nothing new and finish what runs; while the model loads, leave at once."""
+        from worker.io_loop import Shutdown
+
+        if self._io is None:
+            raise SystemExit
+        if self._shutdown_requested_date is None:
+            self._shutdown_requested_date = now()
+            self._io.post(Shutdown.WARM)
+        elif now() - self._shutdown_requested_date >= timedelta(seconds=1):
+            # Within the first second it is the same wish, sent twice: by a pool and by the terminal.
+            self._cold = True
+            self._io.post(Shutdown.COLD)
+
+    def handle_payload(self, message: dict[str, Any]) -> None:
+        """Carry out a command from `rq.command`; called in the subscriber's thread."""
+        from worker.io_loop import StopJob
+
+        payload = json.loads(message["data"])
+        command = payload.get("command")
+        if command == "stop-job" and self._io is not None:
+            self._io.post(StopJob(str(payload.get("job_id"))))
+        elif command == "shutdown":
+            self.log.info("Worker %s: received shutdown command", self.name)
+            os.kill(os.getpid(), signal.SIGINT)
+        else:
+            self.log.info("Worker %s: command %r ignored", self.name, command)
+
+    # What RQ shows of the worker
+
+    def beat(self, client: Redis, state: str, job_id: str | None) -> None:
+        """Write RQ's worker hash: heartbeat, state, and one of the running jobs."""
+        self.last_heartbeat = now()
+        self._state = state
+        fields = {**self.serialize(), "last_heartbeat": utcformat(self.last_heartbeat), "state": state}
+        if self._shutdown_requested_date is not None:
+            fields["shutdown_requested_date"] = utcformat(self._shutdown_requested_date)
+        with client.pipeline(transaction=False) as pipe:
+            pipe.hset(self.key, mapping=fields)
+            if job_id is None:
+                pipe.hdel(self.key, "current_job")
+            else:
+                pipe.hset(self.key, "current_job", job_id)
+            pipe.expire(self.key, self.worker_ttl + 60)
+            pipe.execute()
+
+    def _start_scheduler(
+        self,
+        burst: bool = False,
+        logging_level: str | None = "INFO",
+        date_format: str = DEFAULT_LOGGING_DATE_FORMAT,
+        log_format: str = DEFAULT_LOGGING_FORMAT,
+    ) -> None:
+        self.scheduler = OrphanProofScheduler(
+            self.queues,
+            connection=self.connection,
+            logging_level=logging_level or self.log.level,
+            date_format=date_format,
+            log_format=log_format,
+            serializer=self.serializer,
+        )
+        self.scheduler.acquire_locks()
+        if not burst:
+            self.scheduler.start()
+        elif self.scheduler.acquired_locks:
+            try:
+                self.scheduler.enqueue_scheduled_jobs()
+            finally:
+                self.scheduler.release_locks()

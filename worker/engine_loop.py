@@ -1,0 +1,164 @@
+"""The main thread's loop: take orders, step the engine, hand out what it finished.
+
+Orders and reports are plain data in two queues, so that the engine can move to a process of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+from engine import Completion, InvalidRequest, SamplingParams
+
+STATS_PERIOD_S = 1.0
+
+
+class EngineLike(Protocol):
+    """What the worker uses of `engine.Engine`."""
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step has anything to do."""
+        ...
+
+    def add(self, request_id: str, prompt: str | list[int], params: SamplingParams, *, lane: int = 0) -> None:
+        """Queue a request; raises InvalidRequest."""
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request."""
+
+    def step(self) -> list[Completion]:
+        """Run one step; return what finished in it."""
+        ...
+
+    def stats(self) -> Any:
+        """A dataclass of counters."""
+        ...
+
+    def chat_token_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Render messages with the model's chat template."""
+        ...
+
+    def close(self) -> None:
+        """Free the model and the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Order: run one prompt (or the messages of a chat) on a lane."""
+
+    request_id: str
+    prompt: str | list[int] | None
+    messages: list[dict[str, Any]] | None
+    sampling: Mapping[str, Any]
+    lane: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Order: drop requests; nothing more is reported of them."""
+
+    request_ids: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """Order: leave the loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """Report: completions of one or more steps, and the engine's counters after them."""
+
+    completions: Sequence[Completion]
+    stats: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDied:
+    """Report: a step raised; nothing that was in the engine will be completed."""
+
+    error: BaseException
+
+
+Order = Add | Abort | Halt
+
+
+class EngineLoop:
+    """Steps one engine for whoever sends orders. `run()` belongs to the thread that made the engine."""
+
+    def __init__(
+        self,
+        engine: EngineLike,
+        orders: SimpleQueue[Order],
+        report: Callable[[Stepped | EngineDied], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine, self._orders, self._report, self._clock = engine, orders, report, clock
+        self._refused: list[Completion] = []
+        self._reported_at = clock()
+
+    def run(self) -> None:
+        """Work until a Halt order. An engine that raises is reported once; then only Halt is awaited."""
+        try:
+            while self._take_orders():
+                finished = self._engine.step() if self._engine.has_unfinished else []
+                self._hand_out(finished)
+        except Exception as error:  # noqa: BLE001  # whatever it was, its jobs must be given back
+            self._report(EngineDied(error))
+            while not isinstance(self._orders.get(), Halt):
+                pass
+
+    def _take_orders(self) -> bool:
+        """Carry out all waiting orders; wait for one where the engine is idle. False: leave."""
+        wait = not self._engine.has_unfinished and not self._refused
+        while True:
+            try:
+                order = self._orders.get(block=wait)
+            except Empty:
+                return True
+            if isinstance(order, Halt):
+                return False
+            self._carry_out(order)
+            wait = False
+
+    def _carry_out(self, order: Add | Abort) -> None:
+        if isinstance(order, Abort):
+            for request_id in order.request_ids:
+                self._engine.abort(request_id)
+            return
+        try:
+            params = SamplingParams.from_mapping(order.sampling)
+            prompt = order.prompt
+            if order.messages is not None:
+                prompt = self._engine.chat_token_ids(order.messages)
+            if prompt is None:
+                raise InvalidRequest("the request has neither a prompt nor messages")
+            self._engine.add(order.request_id, prompt, params, lane=order.lane)
+        except InvalidRequest as error:
+            self._refused.append(refusal(order.request_id, str(error)))
+
+    def _hand_out(self, finished: list[Completion]) -> None:
+        now = self._clock()
+        if finished or self._refused or now - self._reported_at >= STATS_PERIOD_S:
+            completions, self._refused = self._refused + finished, []
+            self._reported_at = now
+            self._report(Stepped(completions, asdict(self._engine.stats())))
+
+
+def refusal(request_id: str, message: str) -> Completion:
+    """The completion of a request that never ran."""
+    return Completion(
+        request_id=request_id,
+        index=0,
+        token_ids=[],
+        text="",
+        finish_reason="error",
+        num_prompt_tokens=0,
+        num_cached_tokens=0,
+        logprobs=None,
+        error=message,
+    )

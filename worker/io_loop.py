@@ -1,0 +1,389 @@
+"""The I/O thread: claim, leases, deadlines, stop and cancel, and finish. It alone talks to Redis for jobs."""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+from uuid import uuid4
+
+from redis import Redis
+from redis.exceptions import RedisError
+from rq.queue import Queue
+
+from jobs.keys import worker_key
+from worker._rq import ClaimedJob, JobStore, Mode
+from worker.engine_loop import EngineDied, Halt, Order, Stepped
+from worker.job_runner import JobRunner
+from worker.packing import Packer
+
+POLL_S = 0.05
+STATS_PERIOD_S = 2.0
+STATS_TTL_S = 3600
+PROGRESS_PERIOD_S = 0.5
+DEADLINE_PERIOD_S = 0.25
+LOG_PERIOD_S = 10.0
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 5.0
+LEAVING_S = 5.0
+"""How long a cold shutdown waits for ends that are being written."""
+
+
+class Phase(enum.Enum):
+    """What the worker does with new jobs."""
+
+    SERVING = "serving"
+    DRAINING = "draining"  # warm shutdown: finish what runs, take nothing new
+    LEAVING = "leaving"  # give back what runs
+    GONE = "gone"
+
+
+class Shutdown(enum.Enum):
+    """How a person asked the worker to stop."""
+
+    WARM = "warm"
+    COLD = "cold"
+
+
+@dataclass(frozen=True)
+class StopJob:
+    """A person asked for one job to be stopped."""
+
+    job_id: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When the worker leaves by itself, and the periods of its duties, in seconds."""
+
+    burst: bool
+    max_jobs: int | None
+    max_idle_s: float | None
+    lease_s: int
+    max_worker_deaths: int
+    maintenance_interval_s: float
+
+    @property
+    def renew_period_s(self) -> float:
+        """Often enough that a lease survives two failed tries, and that a cancelled job is noticed soon."""
+        return min(self.lease_s / 4, 2.0)
+
+    @property
+    def sweep_period_s(self) -> float:
+        """How often abandoned jobs are looked for: adds to the lease in the time to recovery."""
+        return min(self.lease_s / 4, 10.0)
+
+
+class Presence:
+    """How the worker shows itself in Redis: RQ's worker hash, and our statistics."""
+
+    def __init__(
+        self,
+        client: Redis,
+        worker_name: str,
+        beat: Callable[[Redis, str, str | None], None],
+        facts: Mapping[str, Any],
+    ) -> None:
+        self._client, self._key, self._beat, self._facts = client, worker_key(worker_name), beat, facts
+
+    def show(self, state: str, job_id: str | None, counters: Mapping[str, Any]) -> None:
+        """Write heartbeat, state, one running job and the statistics (kept for an hour)."""
+        self._beat(self._client, state, job_id)
+        stats = {**self._facts, **counters, "updated_at": time.time()}
+        self._client.set(self._key, json.dumps(stats), ex=STATS_TTL_S)
+
+
+class Timer:
+    """Says when a period has passed; the first time at once."""
+
+    def __init__(self, period_s: float) -> None:
+        self._period_s, self._next = period_s, float("-inf")
+
+    def due(self, moment: float) -> bool:
+        """Whether the period is over at `moment` (monotonic seconds); starts the next one."""
+        if moment < self._next:
+            return False
+        self._next = moment + self._period_s
+        return True
+
+
+class IoLoop:
+    """One thread that moves jobs between Redis and the engine's orders.
+
+    Everything reaches it through `post`, safe from any thread and from signal handlers.
+    """
+
+    def __init__(
+        self,
+        *,
+        queues: Sequence[Queue],
+        store: JobStore,
+        runner: JobRunner,
+        packer: Packer,
+        presence: Presence,
+        orders: SimpleQueue[Order],
+        limits: Limits,
+        log: logging.Logger,
+        events: SimpleQueue[Any],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._queues, self._store, self._runner, self._packer = queues, store, runner, packer
+        self._presence, self._orders, self._limits, self._log = presence, orders, limits, log
+        self._events, self._clock = events, clock
+        self._phase = Phase.SERVING
+        self._thread = threading.Thread(target=self._guarded_run, name="tokenmill-io", daemon=True)
+        self._stats: Mapping[str, int] = {}
+        self._tokens: dict[int, str] = {}
+        self._claimed = 0
+        self._suspended = self._shown_busy = False
+        self._idle_since = clock()
+        self._backoff_s = FIRST_BACKOFF_S
+        self._retry_at = float("-inf")
+        self._leave_by: float | None = None
+        self._to_release: list[ClaimedJob] = []
+        self._poll = Timer(POLL_S)
+        self._renew = Timer(limits.renew_period_s)
+        self._show = Timer(STATS_PERIOD_S)
+        self._progress = Timer(PROGRESS_PERIOD_S)
+        self._deadlines = Timer(DEADLINE_PERIOD_S)
+        self._sweep = Timer(limits.sweep_period_s)
+        self._maintain = Timer(limits.maintenance_interval_s)
+        self._report = Timer(LOG_PERIOD_S)
+        self.error: BaseException | None = None
+        self.engine_error: BaseException | None = None
+
+    def post(self, event: Any) -> None:
+        """Tell the thread something: Stepped, EngineDied, StopJob, Shutdown, or a call to make."""
+        self._events.put(event)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the thread to end."""
+        self._thread.join()
+
+    @property
+    def jobs_ended(self) -> int:
+        """Jobs this worker brought to an end."""
+        return self._runner.tally.ended
+
+    # The loop
+
+    def _guarded_run(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:  # noqa: BLE001  # surfaces in the main thread, which exits with it
+            self.error = error
+        finally:
+            self._orders.put(Halt())
+
+    def _run(self) -> None:
+        while self._phase is not Phase.GONE:
+            self._take_events()
+            self._runner.feed()
+            moment = self._clock()
+            if self._deadlines.due(moment):
+                self._runner.check_deadlines()
+            if moment >= self._retry_at:
+                self._talk_to_redis(moment)
+        self._say_goodbye()
+
+    def _take_events(self) -> None:
+        """Handle everything that has happened; wait one poll period where nothing has."""
+        try:
+            event = self._events.get(timeout=POLL_S)
+            while True:
+                self._handle(event)
+                event = self._events.get_nowait()
+        except Empty:
+            return
+
+    def _handle(self, event: Any) -> None:
+        if isinstance(event, Stepped):
+            self._stats = event.stats
+            self._runner.deliver(event.completions)
+        elif isinstance(event, StopJob):
+            if not self._runner.stop(event.job_id):
+                self._log.info("not working on job %s, stop command ignored", event.job_id)
+        elif isinstance(event, EngineDied):
+            self._log.error("the engine failed: %s", event.error)
+            self.engine_error = event.error
+            self._phase = Phase.LEAVING
+        elif event is Shutdown.WARM:
+            if self._phase is Phase.SERVING:
+                self._phase = Phase.DRAINING
+        elif event is Shutdown.COLD:
+            self._phase = Phase.LEAVING
+        else:
+            event()
+
+    def _talk_to_redis(self, moment: float) -> None:
+        """All duties that need the server. An outage delays them; the engine goes on meanwhile."""
+        try:
+            self._runner.flush(self._store)
+            if self._phase is Phase.LEAVING:
+                self._give_back_everything(moment)
+            elif self._phase is Phase.DRAINING:
+                self._release(self._runner.withdraw_unstarted(), "given_back")
+            else:
+                self._claim(moment)
+            self._keep_up(moment)
+            self._leave_if_done(moment)
+            self._backoff_s = FIRST_BACKOFF_S
+        except RedisError as error:
+            self._log.error(
+                "Redis did not answer (%s: %s); trying again in %.1f s",
+                type(error).__name__,
+                error,
+                self._backoff_s,
+            )
+            self._retry_at = moment + self._backoff_s
+            self._backoff_s = min(self._backoff_s * 2, LAST_BACKOFF_S)
+
+    # Claim
+
+    def _claim(self, moment: float) -> None:
+        """Claim for every lane that has room; again at the next turn while jobs come."""
+        if not self._poll.due(moment) or self._is_suspended():
+            return
+        lanes = [lane for lane in range(len(self._queues)) if self._packer.claim_room(lane) > 0]
+        # In one round trip, but where --max-jobs counts: what one lane leaves over is the next one's.
+        turns = [lanes] if self._limits.max_jobs is None else [[lane] for lane in lanes]
+        if sum([self._claim_for(turn) for turn in turns if turn]):
+            self._idle_since = moment
+            self._poll = Timer(POLL_S)
+            self._runner.feed()
+
+    def _claim_for(self, lanes: Sequence[int]) -> int:
+        wanted = []
+        for lane in lanes:
+            room = min(self._packer.claim_room(lane), self._jobs_left())
+            # Kept until the call has come through: sent again, it claims nothing twice.
+            token = self._tokens.setdefault(lane, uuid4().hex[:24])
+            wanted.append((self._queues[lane].name, room, token))
+        claims = self._store.claim(wanted)
+        for lane, claimed in zip(lanes, claims, strict=True):
+            del self._tokens[lane]
+            self._claimed += len(claimed)
+            for job in claimed:
+                self._runner.begin(job, lane)
+        return sum(map(len, claims))
+
+    def _jobs_left(self) -> int:
+        most = self._limits.max_jobs
+        return 1_000_000 if most is None else max(0, most - self._claimed)
+
+    def _is_suspended(self) -> bool:
+        suspended = self._store.is_suspended()
+        if suspended != self._suspended:
+            self._log.info(
+                "suspended, run `rq resume` to resume" if suspended else "resumed, claiming jobs again"
+            )
+            self._suspended = suspended
+        return suspended
+
+    # Duties
+
+    def _keep_up(self, moment: float) -> None:
+        if self._renew.due(moment):
+            self._runner.drop(self._store.renew(self._runner.held))
+        if self._progress.due(moment):
+            self._store.show_progress(self._runner.changed_progress())
+        busy = self._runner.num_held > 0
+        if self._show.due(moment) or busy != self._shown_busy:
+            self._shown_busy = busy
+            self._show_presence()
+        if self._phase is Phase.SERVING and self._sweep.due(moment):
+            self._take_up_abandoned()
+        if self._maintain.due(moment):
+            self._store.clean_registries(self._queues)
+        if self._runner.num_held and self._report.due(moment):
+            self._log_throughput()
+
+    def _show_presence(self) -> None:
+        held = self._runner.held
+        state = "busy" if held else ("suspended" if self._suspended else "idle")
+        self._presence.show(state, held[0].job.id if held else None, self._counters())
+
+    def _counters(self) -> dict[str, Any]:
+        tally = self._runner.tally
+        return {
+            **self._stats,
+            "jobs_held": self._runner.num_held,
+            "jobs_finished": tally.finished,
+            "jobs_failed": tally.failed,
+            "completion_tokens": tally.completion_tokens,
+        }
+
+    def _log_throughput(self) -> None:
+        tally = self._runner.tally
+        self._log.info(
+            "%d jobs held, %d finished, %d failed; %d sequences running, %d waiting; %d tokens answered",
+            self._runner.num_held,
+            tally.finished,
+            tally.failed,
+            self._stats.get("num_running", 0),
+            self._stats.get("num_waiting", 0),
+            tally.completion_tokens,
+        )
+
+    def _take_up_abandoned(self) -> None:
+        deaths = self._limits.max_worker_deaths
+        names = [queue.name for queue in self._queues]
+        for claimed in self._store.reclaim_abandoned(names, self._limits.sweep_period_s, deaths):
+            self._runner.fail_exhausted(claimed, deaths)
+
+    # Leave
+
+    def _leave_if_done(self, moment: float) -> None:
+        if self._phase is Phase.LEAVING:
+            if self._leave_by is not None and (not self._runner.num_held or moment >= self._leave_by):
+                self._leave("left without finishing what ran")
+        elif self._runner.num_held:
+            self._idle_since = moment
+        elif self._phase is Phase.DRAINING:
+            self._leave("stopping on request")
+        elif self._limits.max_jobs is not None and self._claimed >= self._limits.max_jobs:
+            self._leave(f"finished {self._limits.max_jobs} jobs, quitting")
+        elif self._limits.burst and self._suspended:
+            self._leave("suspended in burst mode, quitting; there may be unfinished jobs on the queue")
+        elif self._limits.burst and not self._store.count_queued([queue.name for queue in self._queues]):
+            self._leave("done, quitting")
+        elif self._limits.max_idle_s is not None and moment - self._idle_since >= self._limits.max_idle_s:
+            self._leave(f"idle for {self._limits.max_idle_s:g} seconds, quitting")
+
+    def _leave(self, why: str) -> None:
+        self._log.info(why)
+        self._phase = Phase.GONE
+
+    def _give_back_everything(self, moment: float) -> None:
+        """Put the jobs back; ends that are being written may still come through."""
+        if self._leave_by is None:
+            self._leave_by = moment + LEAVING_S
+            died = self.engine_error is not None
+            self._release(self._runner.withdraw_everything(), "engine_died" if died else "given_back")
+
+    def _release(self, held: list[ClaimedJob], mode: Mode) -> None:
+        """Put jobs back into their queues; kept for the next try where Redis does not answer."""
+        self._to_release.extend(held)
+        if not self._to_release:
+            return
+        deaths = self._limits.max_worker_deaths
+        for claimed in self._store.release(self._to_release, mode, deaths):
+            self._runner.fail_exhausted(claimed, deaths)
+        self._log.info("gave back %d jobs", len(self._to_release))
+        self._to_release.clear()
+
+    def _say_goodbye(self) -> None:
+        """Leave the final statistics behind."""
+        try:
+            self._presence.show("idle", None, self._counters())
+        except RedisError as error:
+            self._log.error("could not write the last statistics: %s", error)

@@ -1,0 +1,462 @@
+"""The life of claimed jobs: admit, open, stream, deliver, and end each one as RQ would."""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from queue import SimpleQueue
+from typing import Any
+
+from redis import Redis
+from rq.defaults import DEFAULT_RESULT_TTL
+from rq.job import Retry as JobRetry
+from rq.queue import Queue
+from rq.timeouts import JobTimeoutException
+from rq.utils import now
+
+from engine import Completion
+from jobs.context import JobContext
+from jobs.table import open_task, own_function
+from worker._rq import ClaimedJob, EndsLikeRq, JobStore, Outcome, strip_hooks, takes_rq_path
+from worker.admission import Admission, FunctionCall
+from worker.engine_loop import Abort, Add, Order
+from worker.errors import JobRefused, WorkerError
+from worker.functions import FunctionPool, JobStopped, timeout_error
+from worker.packing import Packer, RunningJob
+
+_FUNCTION_GRACE_S = 60
+"""How long a function may take to notice its timeout, as in RQ, before its job is failed without it."""
+
+
+class EndNotWritten(WorkerError):
+    """RQ's own path returned, but Redis still shows the job as running; the end is tried again."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What jobs on this worker get and are limited by."""
+
+    data_roots: tuple[str, ...]
+    model: str
+    check_sampling: Callable[[Any], Any]
+    default_result_ttl_s: int = DEFAULT_RESULT_TTL
+
+
+@dataclass
+class Tally:
+    """Jobs this worker has brought to an end, and completion tokens it has handed out."""
+
+    finished: int = 0
+    failed: int = 0
+    completion_tokens: int = 0
+
+    @property
+    def ended(self) -> int:
+        """All jobs that need no more work here."""
+        return self.finished + self.failed
+
+
+class JobRunner:
+    """Owns every job that this worker holds. All methods belong to the I/O thread.
+
+    files: pool for the files of tasks. functions: pool for user code and callbacks. Both report back
+    through `post`, which queues a call for the I/O thread. function_client: what pool threads use.
+    """
+
+    def __init__(
+        self,
+        *,
+        packer: Packer,
+        admission: Admission,
+        surroundings: Surroundings,
+        orders: SimpleQueue[Order],
+        files: FunctionPool,
+        functions: FunctionPool,
+        function_client: Redis,
+        ends: EndsLikeRq,
+        ends_store: JobStore,
+        post: Callable[[Callable[[], None]], None],
+        log: logging.Logger,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._packer, self._admission, self._surroundings = packer, admission, surroundings
+        self._orders, self._files, self._functions = orders, files, functions
+        self._function_client, self._ends, self._ends_store = function_client, ends, ends_store
+        self._post, self._log, self._clock = post, log, clock
+        self._numbers = count()
+        self._jobs: dict[int, RunningJob] = {}
+        self._outcomes: dict[int, Outcome] = {}
+        self.tally = Tally()
+
+    @property
+    def num_held(self) -> int:
+        """Jobs claimed and not yet ended."""
+        return len(self._jobs)
+
+    @property
+    def held(self) -> list[ClaimedJob]:
+        """What must be renewed, oldest first."""
+        return [job.claimed for job in self._jobs.values()]
+
+    # Begin
+
+    def begin(self, claimed: ClaimedJob, lane: int) -> None:
+        """Take up a job that was just claimed."""
+        job = RunningJob(next(self._numbers), claimed, lane)
+        self._jobs[job.number] = job
+        try:
+            call = self._admission.admit(claimed.job)
+            job.task = open_task(call.name, call.args, call.kwargs)
+        except JobRefused as error:
+            strip_hooks(claimed.job)
+            self._fail(job, error)
+        except Exception as error:  # noqa: BLE001  # a payload may be anything; it fails its own job
+            self._fail(job, error)
+        else:
+            if job.task is not None:
+                self._open(job)
+            else:
+                self._run_function(job, call)
+
+    def _context(self, job: RunningJob) -> JobContext:
+        return JobContext(
+            connection=self._function_client,
+            queue_name=job.claimed.queue_name,
+            job_id=job.claimed.job.id,
+            execution_id=job.claimed.execution.id,
+            data_roots=self._surroundings.data_roots,
+            model=self._surroundings.model,
+            check_sampling=self._surroundings.check_sampling,
+        )
+
+    def _open(self, job: RunningJob) -> None:
+        task, context = job.task, self._context(job)
+        assert task is not None
+        self._packer.opening(job)
+        if task.blocking:
+            job.started_at = self._clock()
+            self._submit(self._files, lambda: task.open(context), job, self._opened, self._packer.opened)
+        else:
+            self._packer.opened(job)
+            self._call_now(lambda: task.open(context), job, self._opened)
+
+    def _opened(self, job: RunningJob, _: Any, error: BaseException | None) -> None:
+        if error is not None:
+            self._fail(job, error)
+        else:
+            assert job.task is not None
+            job.requests = job.task.requests()
+            self._packer.stream(job)
+
+    def _run_function(self, job: RunningJob, call: FunctionCall) -> None:
+        own, context, rq_job = own_function(call.name), self._context(job), job.claimed.job
+        rq_job.connection = self._function_client
+
+        def function() -> Any:
+            return own(context, *call.args, **call.kwargs) if own is not None else rq_job.perform()
+
+        job.started_at = self._clock()
+        self._packer.function_started(job)
+        self._submit(self._functions, function, job, self._valued, self._packer.function_ended)
+
+    def _valued(self, job: RunningJob, value: Any, error: BaseException | None) -> None:
+        """A job's value is known, or what it raised."""
+        if error is not None:
+            self._fail(job, error)
+        else:
+            self._succeed(job, value)
+
+    def _submit(
+        self,
+        pool: FunctionPool,
+        function: Callable[[], Any],
+        job: RunningJob,
+        then: Callable[[RunningJob, Any, BaseException | None], None],
+        always: Callable[[RunningJob], None] | None = None,
+    ) -> None:
+        """Run a function in a pool; then `always` and, if the job was not withdrawn, `then` run here."""
+        ticket = job.ticket = object()
+
+        def report(value: Any, error: BaseException | None) -> None:
+            if always is not None:
+                always(job)
+            if job.ticket is ticket:
+                job.call = None
+                then(job, value, error)
+            else:
+                self._close(job)
+
+        job.call = pool.submit(function, lambda value, error: self._post(lambda: report(value, error)))
+
+    def _call_now(
+        self,
+        function: Callable[[], Any],
+        job: RunningJob,
+        then: Callable[[RunningJob, Any, BaseException | None], None],
+    ) -> None:
+        try:
+            value = function()
+        except Exception as error:  # noqa: BLE001  # whatever a job raises is that job's failure
+            then(job, None, error)
+        else:
+            then(job, value, None)
+
+    # Stream and deliver
+
+    def feed(self) -> None:
+        """Send the engine what it has room for."""
+        for job, index, request in self._packer.pull():
+            if job.started_at is None:
+                job.started_at = self._clock()
+            add = Add(job.request_id(index), request.prompt, request.messages, request.sampling, job.lane)
+            self._orders.put(add)
+        for job in list(self._jobs.values()):
+            if job.closing:
+                continue
+            if job.broken is not None:
+                self._withdraw(job, JobStopped)
+                self._fail(job, job.broken)
+            elif job.is_complete:
+                self._collect(job)
+
+    def deliver(self, completions: Iterable[Completion]) -> None:
+        """Route what the engine finished to the jobs that asked for it."""
+        for completion in completions:
+            number, index = map(int, completion.request_id.split("."))
+            job = self._jobs.get(number)
+            if job is None or index not in job.open_requests:
+                continue  # stopped or lost while the engine was at it
+            self.tally.completion_tokens += len(completion.token_ids)
+            samples = job.open_requests[index]
+            samples.append(completion)
+            if completion.finish_reason == "error" or len(samples) == job.samples[index]:
+                self._packer.delivered(job, job.samples.pop(index))
+                del job.open_requests[index]
+                assert job.task is not None
+                try:
+                    job.task.deliver(index, sorted(samples, key=lambda sample: sample.index))
+                except Exception as error:  # noqa: BLE001  # fails this job, not the worker
+                    job.broken = error
+
+    def _collect(self, job: RunningJob) -> None:
+        """Every completion is in: ask the task for the job's value."""
+        task = job.task
+        assert task is not None
+        job.closing = True
+        if task.blocking:
+            self._submit(self._files, task.result, job, self._valued)
+        else:
+            self._call_now(task.result, job, self._valued)
+
+    # End
+
+    def _succeed(self, job: RunningJob, value: Any) -> None:
+        claimed = job.claimed
+        if isinstance(value, JobRetry) or takes_rq_path(claimed.job, failed=False):
+            self._end_like_rq(job, lambda ours: self._ends.succeed(claimed, value, ours), value, None)
+        else:
+            self._await_finish(job, "finished", value)
+
+    def _fail(self, job: RunningJob, error: BaseException) -> None:
+        self._log.warning(
+            "%s: job %s failed: %s", job.claimed.queue_name, job.claimed.job.id, type(error).__name__
+        )
+        text = "".join(traceback.format_exception(error))
+        claimed, exc_info = job.claimed, (type(error), error, error.__traceback__)
+        if takes_rq_path(claimed.job, failed=True):
+            self._end_like_rq(job, lambda ours: self._ends.fail(claimed, exc_info, text, ours), None, error)
+        else:
+            self._await_finish(job, "failed", text)
+
+    def _await_finish(self, job: RunningJob, status: Any, value: Any) -> None:
+        job.closing = True
+        rq_job = job.claimed.job
+        if rq_job.result_ttl is None:
+            rq_job.result_ttl = self._surroundings.default_result_ttl_s
+        working_s = self._clock() - job.started_at if job.started_at is not None else 0.0
+        self._outcomes[job.number] = Outcome(job.claimed, status, value, now(), working_s)
+
+    def flush(self, store: JobStore) -> None:
+        """Write the ends that wait, in one round trip. After a RedisError call it again."""
+        if not self._outcomes:
+            return
+        numbers, outcomes = list(self._outcomes), list(self._outcomes.values())
+        replies = store.finish(outcomes)
+        for number, outcome, reply in zip(numbers, outcomes, replies, strict=True):
+            del self._outcomes[number]
+            job = self._jobs[number]
+            if reply == "dependents":
+                self._end_with_dependents(job, outcome)
+            else:
+                self._ended(job, outcome.status == "failed", written=reply != "lost")
+
+    def _end_with_dependents(self, job: RunningJob, outcome: Outcome) -> None:
+        claimed, value = outcome.claimed, outcome.value
+        if outcome.status == "finished":
+            self._end_like_rq(job, lambda ours: self._ends.succeed(claimed, value, ours), value, None)
+        else:
+            error = WorkerError(value)
+            exc_info = (WorkerError, error, None)
+            self._end_like_rq(job, lambda ours: self._ends.fail(claimed, exc_info, value, ours), None, error)
+
+    def _end_like_rq(
+        self,
+        job: RunningJob,
+        end: Callable[[Callable[[], bool]], bool],
+        value: Any,
+        error: BaseException | None,
+    ) -> None:
+        """Run one of RQ's own endings in a function thread, until Redis shows that it was written."""
+        job.closing = True
+        claimed, store = job.claimed, self._ends_store
+
+        def still_ours() -> bool:
+            return not store.renew([claimed])
+
+        def run() -> bool:
+            written = end(still_ours)
+            if written and still_ours():
+                raise EndNotWritten(claimed.job.id)
+            return written
+
+        def then(job: RunningJob, written: Any, failure: BaseException | None) -> None:
+            if failure is not None:
+                self._log.error(
+                    "job %s: its end could not be written (%s); trying again", claimed.job.id, failure
+                )
+                self._submit(self._functions, run, job, then)
+            else:
+                self._ended(job, failed=error is not None, written=bool(written))
+
+        self._submit(self._functions, run, job, then)
+
+    def _ended(self, job: RunningJob, failed: bool, written: bool) -> None:
+        if self._jobs.pop(job.number, None) is None:
+            return
+        if not written:
+            self._log.warning(
+                "job %s was cancelled or taken over: its end here was dropped", job.claimed.job.id
+            )
+        elif failed:
+            self.tally.failed += 1
+        else:
+            self.tally.finished += 1
+            self._log.debug("%s: job %s finished", job.claimed.queue_name, job.claimed.job.id)
+        self._close(job)
+
+    def _close(self, job: RunningJob) -> None:
+        task = job.task
+        if task is None:
+            return
+        if task.blocking:
+            self._files.submit(task.close, lambda _, error: self._closed(job, error))
+        else:
+            task.close()
+
+    def _closed(self, job: RunningJob, error: BaseException | None) -> None:
+        if error is not None:
+            self._log.error("job %s: could not remove its temporary files: %s", job.claimed.job.id, error)
+
+    # Interrupt
+
+    def _withdraw(self, job: RunningJob, error: type[BaseException]) -> None:
+        """Take a job's work back from the engine and the pools."""
+        if job.request_ids:
+            self._orders.put(Abort(job.request_ids))
+        self._packer.forget(job)
+        job.open_requests.clear()
+        job.exhausted = False
+        if job.call is not None:
+            job.call.interrupt(error)
+        job.ticket = None
+
+    def stop(self, job_id: str) -> bool:
+        """Stop one running job on a person's word. False: it is not running here, or already ending."""
+        job = self._find(job_id)
+        if job is None or job.closing:
+            return False
+        self._withdraw(job, JobStopped)
+        claimed = job.claimed
+        self._end_like_rq(
+            job, lambda ours: self._ends.stop(claimed, ours), None, JobStopped("stopped by user")
+        )
+        return True
+
+    def _find(self, job_id: str) -> RunningJob | None:
+        return next((job for job in self._jobs.values() if job.claimed.job.id == job_id), None)
+
+    def check_deadlines(self) -> None:
+        """Fail the jobs that have run longer than their timeout."""
+        moment = self._clock()
+        for job in list(self._jobs.values()):
+            limit = job.claimed.job.timeout or Queue.DEFAULT_TIMEOUT
+            if job.started_at is None or job.closing or limit <= 0 or moment - job.started_at <= limit:
+                continue
+            is_function = job.call is not None and job.task is None
+            if is_function and moment - job.started_at <= limit + _FUNCTION_GRACE_S:
+                if not job.interrupted:
+                    job.interrupted = True
+                    job.call.interrupt(timeout_error(limit))  # type: ignore[union-attr]
+                continue
+            self._withdraw(job, timeout_error(limit))
+            self._fail(job, JobTimeoutException(f"Task exceeded maximum timeout value ({limit:g} seconds)"))
+
+    def drop(self, lost: Sequence[ClaimedJob]) -> None:
+        """Forget jobs that Redis no longer gives to this worker, unless their end is being written."""
+        gone = {claimed.execution.id for claimed in lost}
+        for job in [job for job in self._jobs.values() if job.claimed.execution.id in gone]:
+            if job.closing:
+                continue  # finish.lua or RQ's path finds out for itself
+            self._log.warning("job %s was cancelled, deleted or taken over: stopped here", job.claimed.job.id)
+            self._withdraw(job, JobStopped)
+            del self._jobs[job.number]
+            if job.call is None:
+                self._close(job)
+
+    def fail_exhausted(self, claimed: ClaimedJob, deaths: int) -> None:
+        """Fail a job, now held here, that has taken too many workers with it."""
+        job = RunningJob(next(self._numbers), claimed, 0)
+        self._jobs[job.number] = job
+        claimed.job.retries_left = None
+        self._fail(
+            job,
+            WorkerError(
+                f"{deaths} workers died while they ran this job (TOKENMILL_MAX_WORKER_DEATHS={deaths}): "
+                "it is set aside; look at the workers' logs before you enqueue it again"
+            ),
+        )
+
+    def withdraw_unstarted(self) -> list[ClaimedJob]:
+        """Let go of the jobs of which nothing has run yet; the caller gives them back."""
+        return self._withdraw_all([job for job in self._jobs.values() if job.started_at is None])
+
+    def withdraw_everything(self) -> list[ClaimedJob]:
+        """Let go of every job whose end is not already on its way; the caller gives them back."""
+        return self._withdraw_all(
+            [job for job in self._jobs.values() if not job.closing or job.number in self._outcomes]
+        )
+
+    def _withdraw_all(self, jobs: Sequence[RunningJob]) -> list[ClaimedJob]:
+        for job in jobs:
+            self._withdraw(job, JobStopped)
+            self._outcomes.pop(job.number, None)
+            del self._jobs[job.number]
+            if job.call is None:
+                self._close(job)
+        return [job.claimed for job in jobs]
+
+    # Progress
+
+    def changed_progress(self) -> list[tuple[ClaimedJob, dict[str, Any]]]:
+        """`job.meta` of the running tasks that have moved since the last call."""
+        changed = []
+        for job in self._jobs.values():
+            progress = job.task.progress() if job.task is not None and job.requests is not None else None
+            if progress is not None and progress != job.shown_progress:
+                job.shown_progress = progress
+                changed.append((job.claimed, {**job.claimed.job.meta, **progress}))
+        return changed

@@ -1,0 +1,33 @@
+-- Take up to `limit` jobs of one queue whose status is still 'queued', and open their executions.
+-- ARGV: queue, limit, token, worker, now_iso, now_ts, lease_s, far_score
+-- Returns {{job id, execution id, job hash}, ...}. Sent again with the same token it returns the same
+-- jobs, less those that were taken from this worker since, and claims no others.
+local queue, limit, token, worker = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
+local record = 'tokenmill:claim:' .. token
+local claimed = {}
+
+local earlier = redis.call('LRANGE', record, 0, -1)
+if #earlier > 0 then
+  for i, id in ipairs(earlier) do
+    local eid = token .. string.format('%08x', i)
+    if redis.call('ZSCORE', 'rq:wip:' .. queue, id .. ':' .. eid) then
+      claimed[#claimed + 1] = {id, eid, redis.call('HGETALL', 'rq:job:' .. id)}
+    end
+  end
+  return claimed
+end
+
+-- Bounded, so that a queue of a million deleted jobs does not stop the server for the others.
+for _ = 1, limit + 1000 do
+  if #claimed >= limit then break end
+  local id = redis.call('LPOP', 'rq:queue:' .. queue)
+  if not id then break end
+  if redis.call('HGET', 'rq:job:' .. id, 'status') == 'queued' then
+    local eid = token .. string.format('%08x', #claimed + 1)
+    claimed[#claimed + 1] =
+      open_execution(queue, id, eid, worker, ARGV[5], ARGV[6], ARGV[7], ARGV[8])
+    redis.call('RPUSH', record, id)
+  end
+end
+if #claimed > 0 then redis.call('EXPIRE', record, 600) end
+return claimed

@@ -1,0 +1,25 @@
+-- Take a job from its holder and put it at the head of its queue.
+-- ARGV: queue, job id, execution id, mode ('given_back', 'engine_died' or 'abandoned'), max_deaths,
+--       then for a job that has died too often: new execution id, worker, now_iso, now_ts, lease_s, far_score
+-- Returns {'queued'}; {'alive'} when the lease of an 'abandoned' one still runs; {'gone'} when it is
+-- held no longer; {'dropped'} when its job was cancelled or deleted; {'exhausted', claimed} when it has
+-- taken max_deaths workers with it: then the caller holds it, to fail it.
+local queue, id, eid, mode = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local job, execution = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid
+local wip, member = 'rq:wip:' .. queue, id .. ':' .. eid
+
+if not redis.call('ZSCORE', wip, member) then return {'gone'} end
+if mode == 'abandoned' and redis.call('EXISTS', execution) == 1 then return {'alive'} end
+redis.call('ZREM', wip, member)
+redis.call('DEL', execution, 'rq:executions:' .. id)
+if redis.call('HGET', job, 'status') ~= 'started' then return {'dropped'} end
+
+if mode ~= 'given_back' and redis.call('HINCRBY', job, 'worker_deaths', 1) >= tonumber(ARGV[5]) then
+  return {'exhausted', open_execution(queue, id, ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10], ARGV[11])}
+end
+redis.call('HSET', job, 'status', 'queued', 'worker_name', '')
+local ttl = redis.call('HGET', job, 'ttl')
+if ttl and tonumber(ttl) > 0 then redis.call('EXPIRE', job, ttl) end
+redis.call('SADD', 'rq:queues', 'rq:queue:' .. queue)
+redis.call('LPUSH', 'rq:queue:' .. queue, id)
+return {'queued'}

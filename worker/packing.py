@@ -1,0 +1,163 @@
+"""Which job's prompt goes to the engine next, and when a lane should claim more jobs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine import Completion
+from jobs.tasks import Request, Task
+from worker._rq import ClaimedJob
+from worker.functions import Call
+
+
+@dataclass(eq=False)
+class RunningJob:
+    """One claimed job while this worker has it.
+
+    number: names it in request ids, `<number>.<index>`.
+    lane: place of its queue on the command line; 0 is the most urgent.
+    requests: what is left to send to the engine; None until the task is open, or for a plain function.
+    started_at: monotonic seconds when its first request or its function began; None before.
+    ticket: names the pool call whose report is awaited; a report with another one comes too late.
+    closing: its end is being worked out or written; nothing may interrupt that.
+    broken: what its stream of requests raised.
+    """
+
+    number: int
+    claimed: ClaimedJob
+    lane: int
+    task: Task | None = None
+    call: Call | None = None
+    requests: Iterator[Request] | None = None
+    exhausted: bool = False
+    started_at: float | None = None
+    closing: bool = False
+    interrupted: bool = False
+    ticket: object = None
+    broken: Exception | None = None
+    next_index: int = 0
+    in_engine: int = 0
+    open_requests: dict[int, list[Completion]] = field(default_factory=dict)
+    samples: dict[int, int] = field(default_factory=dict)
+    shown_progress: dict[str, Any] | None = None
+
+    def request_id(self, index: int) -> str:
+        """The engine's name of one of this job's requests."""
+        return f"{self.number}.{index}"
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The engine's names of all requests that are on their way."""
+        return [self.request_id(index) for index in self.open_requests]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every request was sent and delivered."""
+        return self.exhausted and not self.open_requests
+
+
+def samples_of(request: Request) -> int:
+    """Sequences that a request takes in the batch; a value the engine will refuse counts as one."""
+    n = request.sampling.get("n", 1)
+    return n if type(n) is int and n > 0 else 1
+
+
+def _next_request(job: RunningJob) -> Request | None:
+    """Advance a job's stream; None when it has ended, well or not."""
+    assert job.requests is not None
+    try:
+        return next(job.requests)
+    except StopIteration:
+        job.exhausted = True
+    except Exception as error:  # noqa: BLE001  # one job's stream must not stop the others
+        job.broken = error
+    return None
+
+
+class Packer:
+    """Streams the prompts of claimed jobs into the engine, across jobs and lanes.
+
+    The engine gets a little more than it can run (`slots + prefetch` sequences), so that a freed slot is
+    filled in the next step; the rest stays in the jobs' lazy streams, where it costs nothing. Within a
+    lane jobs are served in the order claimed. A lane counts only itself and more urgent lanes: a full
+    bulk batch never holds back a high prompt. Every lane may keep `prefetch` sequences in the engine
+    whatever the others do; the engine's scheduler then gives a waiting lower lane its share.
+    """
+
+    def __init__(self, num_lanes: int, slots: int, prefetch: int, max_functions: int) -> None:
+        self._limit = slots + prefetch
+        self._floor = max(1, prefetch)
+        self._max_functions = max_functions
+        self._streams: list[deque[RunningJob]] = [deque() for _ in range(num_lanes)]
+        self._in_engine = [0] * num_lanes
+        self._opening = [0] * num_lanes
+        self._functions = [0] * num_lanes
+
+    def opening(self, job: RunningJob) -> None:
+        """A task is being opened in the pool: how many prompts it holds is not known yet."""
+        self._opening[job.lane] += 1
+
+    def opened(self, job: RunningJob) -> None:
+        """The task is open, or could not be opened."""
+        self._opening[job.lane] -= 1
+
+    def stream(self, job: RunningJob) -> None:
+        """Serve a job's requests after those of the jobs before it on its lane."""
+        self._streams[job.lane].append(job)
+
+    def function_started(self, job: RunningJob) -> None:
+        """A plain function takes a thread, not a slot of the engine."""
+        self._functions[job.lane] += 1
+
+    def function_ended(self, job: RunningJob) -> None:
+        """The thread is free again."""
+        self._functions[job.lane] -= 1
+
+    def forget(self, job: RunningJob) -> None:
+        """Drop a job's stream and what it has in the engine, because it was stopped or lost."""
+        if job in self._streams[job.lane]:
+            self._streams[job.lane].remove(job)
+        self._in_engine[job.lane] -= job.in_engine
+        job.in_engine = 0
+
+    def delivered(self, job: RunningJob, sequences: int) -> None:
+        """Sequences of a job have left the engine."""
+        self._in_engine[job.lane] -= sequences
+        job.in_engine -= sequences
+
+    def claim_room(self, lane: int) -> int:
+        """How many more jobs the lane should claim now."""
+        if self._opening[lane] or self._streams[lane] or self._functions[lane] >= self._max_functions:
+            return 0
+        return self._room(lane)
+
+    def _room(self, lane: int) -> int:
+        ahead = sum(self._in_engine[: lane + 1])
+        return max(self._limit - ahead, self._floor - self._in_engine[lane], 0)
+
+    def pull(self) -> Iterator[tuple[RunningJob, int, Request]]:
+        """Yield (job, index, request) to send to the engine now, the most urgent lane first.
+
+        A job whose stream ends here is marked exhausted; it may then be complete already.
+        """
+        for lane, streams in enumerate(self._streams):
+            while streams and self._room(lane) > 0:
+                job = streams[0]
+                request = _next_request(job)
+                if request is None:
+                    streams.popleft()
+                    continue
+                index, wanted = job.next_index, samples_of(request)
+                job.next_index += 1
+                job.open_requests[index], job.samples[index] = [], wanted
+                job.in_engine += wanted
+                self._in_engine[lane] += wanted
+                yield job, index, request
+
+    @property
+    def in_engine(self) -> Sequence[int]:
+        """Sequences in the engine, by lane."""
+        return tuple(self._in_engine)
