@@ -23,6 +23,7 @@ JobsError
     │   ├── PlanDamaged        the plan is missing, unreadable or of another run
     │   └── PartDamaged        a part is not what its shard promised
     ├── RunCancelled           `tokenmill cancel` was called
+    ├── UnknownRun             Redis has no such run
     └── RunBusy                another process holds the run's lock for too long
 
 Every message says what was found, what was expected and what to do. All values are positional `args`,
@@ -179,6 +180,15 @@ class RunCancelled(RunError):
     """Raised when a job belongs to a cancelled run: (run)."""
 
     message = "run {0} was cancelled: submit it again with the same arguments to resume it"
+
+
+class UnknownRun(RunError):
+    """Raised when Redis has no such run: (run)."""
+
+    message = (
+        "this Redis knows no run {0!r}: if its output holds _SUCCESS it is finished, "
+        "otherwise submit it again, which resumes it"
+    )
 
 
 class RunBusy(RunError):

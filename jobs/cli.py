@@ -1,0 +1,239 @@
+"""The `tokenmill` command line: submit a Parquet run, look at it, cancel it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+import redis
+from tqdm import tqdm
+
+from .errors import JobsError
+from .follow import End, Followed, follow
+from .run_control import cancel_run, submit_run
+from .run_snapshot import RunSnapshot, failure_text, planned_run, read_snapshot
+
+#: Failed shards shown by name; the rest are counted.
+MAX_SHOWN = 5
+
+
+def json_value(kind: type) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """Return the callback of an option that holds JSON of one type."""
+
+    def parse(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
+        if text is None:
+            return None
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            raise click.BadParameter(f"{text!r} is not JSON: {error}", context, parameter) from None
+        if not isinstance(value, kind):
+            raise click.BadParameter(f"{text!r} is JSON, but no {kind.__name__}", context, parameter)
+        return value
+
+    return parse
+
+
+class Bar:
+    """A progress bar of rows on standard error, with tokens per second and the time left."""
+
+    def __init__(self) -> None:
+        self._bar = tqdm(unit="row", total=0, dynamic_ncols=True, desc="planning")
+
+    def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
+        if snapshot.rows is not None and self._bar.total != snapshot.rows:
+            # What an earlier submit finished is not this one's speed.
+            self._bar.reset(snapshot.rows)
+            self._bar.initial = self._bar.n = snapshot.rows_done
+        self._bar.set_description(snapshot.state, refresh=False)
+        self._bar.set_postfix_str(_speed(snapshot, tokens_per_s), refresh=False)
+        self._bar.update(max(0, snapshot.rows_done - self._bar.n))
+        self._bar.refresh()
+
+    def warn(self, text: str) -> None:
+        tqdm.write(text, file=sys.stderr)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+@click.group()
+@click.option(
+    "--url",
+    envvar="RQ_REDIS_URL",
+    default="redis://localhost:6379",
+    show_default=True,
+    help="Redis to use; RQ_REDIS_URL sets it too.",
+)
+@click.pass_context
+def main(context: click.Context, url: str) -> None:
+    """Score Parquet files with the workers of a Redis queue."""
+    context.obj = redis.Redis.from_url(url)
+    context.call_on_close(context.obj.close)
+
+
+@main.command()
+@click.argument("file")
+@click.argument("output", metavar="OUT")
+@click.option("--wait", is_flag=True, help="Show progress until the run ends; exit with 1 if it fails.")
+@click.option("--queue", default="bulk", show_default=True)
+@click.option("--prompt-column", default="prompt", show_default=True, help="Text to complete as it stands.")
+@click.option("--messages-column", help="Chats instead: lists of role and content, or their JSON.")
+@click.option("--template", help="A prompt text instead, with {column} where a row's value goes.")
+@click.option(
+    "--messages-template",
+    callback=json_value(list),
+    help='A chat instead, as JSON: [{"role": "user", "content": "... {column} ..."}].',
+)
+@click.option(
+    "--sampling", callback=json_value(dict), default="{}", help="Any sampling values, as a JSON object."
+)
+@click.option("--max-tokens", type=int)
+@click.option("--temperature", type=float)
+@click.option("--top-p", type=float)
+@click.option("--top-k", type=int)
+@click.option("--min-p", type=float)
+@click.option("--seed", type=int)
+@click.option("--stop", multiple=True, help="Text that ends a completion; may be given more than once.")
+@click.option("--rows-per-shard", type=int, default=1000, show_default=True)
+@click.pass_obj
+def submit(connection: redis.Redis, /, wait: bool, queue: str, **options: Any) -> None:
+    """Score every row of FILE (a file, a folder or a glob) into the folder OUT.
+
+    Prints the run's id. Submitting the same again resumes the run.
+    """
+    with _errors_told():
+        run = submit_run(connection, queue, **_run_arguments(options))
+        click.echo(run)
+        if wait:
+            _wait(connection, run)
+
+
+@main.command()
+@click.argument("run")
+@click.pass_obj
+def status(connection: redis.Redis, /, run: str) -> None:
+    """Print what is known of RUN."""
+    with _errors_told():
+        snapshot = _look(connection, run)
+        click.echo(_status_text(snapshot))
+        _tell_failures(connection, snapshot)
+
+
+@main.command()
+@click.argument("run")
+@click.pass_obj
+def cancel(connection: redis.Redis, /, run: str) -> None:
+    """Take RUN's waiting jobs from the queue and stop its running ones; finished parts stay."""
+    with _errors_told():
+        cancelled = cancel_run(connection, _look(connection, run).run)
+        click.echo(f"cancelled: {cancelled.removed} jobs removed, {cancelled.stopped} told to stop")
+
+
+def _run_arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """Turn the options of `submit` into the arguments of jobs.score_parquet."""
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
+    given = {name: options[name] for name in names if options[name] is not None}
+    sampling = {**options["sampling"], **given}
+    if options["stop"]:
+        sampling["stop"] = list(options["stop"])
+    templates = [options["template"], options["messages_template"]]
+    if None not in templates:
+        raise click.UsageError("--template and --messages-template both say what to ask: give one of them")
+    return {
+        "input": options["file"],
+        "output": options["output"],
+        "prompt_column": options["prompt_column"],
+        "messages_column": options["messages_column"],
+        "template": next((template for template in templates if template is not None), None),
+        "sampling": sampling,
+        "rows_per_shard": options["rows_per_shard"],
+    }
+
+
+def _wait(connection: redis.Redis, run: str) -> None:
+    """Show progress until the run ends. Exits with 1 when it failed, with 130 on Ctrl-C."""
+    bar = Bar()
+    try:
+        followed = follow(lambda: _look(connection, run), bar, time.monotonic, time.sleep)
+    except KeyboardInterrupt:
+        bar.close()
+        click.echo(
+            f"the run goes on: `tokenmill status {run}` shows it, the same submit with --wait follows it, "
+            f"`tokenmill cancel {run}` ends it",
+            err=True,
+        )
+        sys.exit(130)
+    finally:
+        bar.close()
+    _tell_end(connection, followed)
+
+
+def _look(connection: redis.Redis, run: str) -> RunSnapshot:
+    """Read a run's progress, or that of the run planned for it where the worker's real paths differ."""
+    snapshot = read_snapshot(connection, run)
+    if snapshot.shards is None and snapshot.plan_job is not None and not snapshot.is_planning:
+        planned = planned_run(connection, snapshot.plan_job)
+        if planned is not None and planned != run:
+            return read_snapshot(connection, planned)
+    return snapshot
+
+
+def _tell_end(connection: redis.Redis, followed: Followed) -> None:
+    snapshot = followed.snapshot
+    click.echo(_status_text(snapshot))
+    if followed.end is End.FINISHED:
+        return
+    _tell_failures(connection, snapshot)
+    if followed.end is End.CANCELLED:
+        raise click.ClickException(f"run {snapshot.run} was cancelled: submit it again to resume it")
+    if followed.end is End.STRANDED:
+        raise click.ClickException(f"{followed.end.value}: submit it again, which also repairs its end")
+    raise click.ClickException(f"{followed.end.value}: repair what is named above, then submit again")
+
+
+def _tell_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
+    """Print the errors of a failed planning job and of the first failed shards."""
+    if snapshot.plan_job is not None and snapshot.plan_status == "failed":
+        click.echo(f"planning: {failure_text(connection, snapshot.plan_job)}", err=True)
+    for job_id in snapshot.failed_jobs[:MAX_SHOWN]:
+        click.echo(f"{job_id}: {failure_text(connection, job_id)}", err=True)
+    if snapshot.failed > MAX_SHOWN:
+        click.echo(f"and {snapshot.failed - MAX_SHOWN} more failed shards", err=True)
+
+
+def _status_text(snapshot: RunSnapshot) -> str:
+    if snapshot.rows is None:
+        return f"run {snapshot.run}: {snapshot.state}\noutput   {snapshot.output}"
+    return "\n".join(
+        [
+            f"run {snapshot.run}: {snapshot.state}",
+            f"output   {snapshot.output}",
+            f"rows     {snapshot.rows_done} of {snapshot.rows}, {snapshot.errors} with an error",
+            f"shards   {snapshot.done} of {snapshot.shards} done, {snapshot.started} started, "
+            f"{snapshot.queued} queued, {snapshot.failed} failed",
+            f"tokens   {snapshot.tokens} generated",
+        ]
+    )
+
+
+def _speed(snapshot: RunSnapshot, tokens_per_s: float) -> str:
+    speed = f"{tokens_per_s:.0f} tok/s"
+    return f"{speed}, {snapshot.failed} shards failed" if snapshot.failed else speed
+
+
+@contextmanager
+def _errors_told() -> Iterator[None]:
+    """Turn errors that a user can act on into one line and exit status 1."""
+    try:
+        yield
+    except JobsError as error:
+        raise click.ClickException(f"{type(error).__name__}: {error}") from error
+    except redis.exceptions.ConnectionError as error:
+        text = f"no Redis ({error}): start it, or name it with --url or RQ_REDIS_URL"
+        raise click.ClickException(text) from error

@@ -1,0 +1,144 @@
+"""Submits and cancels runs: what the command line does, without the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rq import Queue
+from rq.command import send_stop_job_command
+from rq.exceptions import InvalidJobOperation, NoSuchJobError
+from rq.job import Job, JobStatus
+from rq.serializers import JSONSerializer
+
+from .errors import UnknownRun
+from .parquet.names import shard_job_id
+from .parquet.paths import local_path
+from .parquet.spec import RunSpec
+from .run_state import RunState
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+#: Reading the footers of many thousand files takes minutes; RQ's default is 3 minutes.
+PLAN_TIMEOUT_S = 3600
+PLAN_RESULT_TTL_S = 7 * 24 * 3600
+
+#: Jobs handled in one transaction.
+CHUNK = 500
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """How many jobs of a run were taken from the queue, and how many running ones were told to stop."""
+
+    removed: int
+    stopped: int
+
+
+def submit_run(connection: Redis, queue_name: str, **arguments: Any) -> str:
+    """Enqueue the planning of a run unless it is already under way; return the run's id.
+
+    arguments: those of jobs.score_parquet; relative paths start at the working directory.
+    Raises InvalidJob or UnsupportedScheme before anything is enqueued.
+    """
+    spec = RunSpec.from_arguments(**arguments)
+    plan_job = f"{spec.run}-plan"
+    state = RunState(connection, spec.run)
+    with state.lock():
+        state.reopen()
+        state.describe({"output": spec.output, "queue": queue_name, "plan_job": plan_job})
+        if not _is_under_way(connection, plan_job):
+            queue = Queue(queue_name, connection=connection, serializer=JSONSerializer)
+            queue.enqueue_call(
+                "jobs.score_parquet",
+                # The output as it was named: which real path it has is for the worker to say.
+                kwargs={
+                    **_planning_arguments(spec),
+                    "output": local_path(arguments["output"]),
+                    "queue": queue_name,
+                },
+                timeout=PLAN_TIMEOUT_S,
+                result_ttl=PLAN_RESULT_TTL_S,
+                failure_ttl=PLAN_RESULT_TTL_S,
+                description=f"plan run {spec.run}",
+                job_id=plan_job,
+            )
+    return spec.run
+
+
+def cancel_run(connection: Redis, run: str) -> Cancelled:
+    """Mark a run cancelled, take its jobs from the queue and stop those that run. Raises UnknownRun or
+    RunBusy.
+
+    Finished parts stay; submitting the run again resumes it.
+    """
+    state = RunState(connection, run)
+    facts = state.facts()
+    if not facts:
+        raise UnknownRun(run)
+    with state.lock() as lock:  # a planner is either done enqueueing, or will see the mark
+        state.mark_cancelled()
+        done = state.parts()
+        ids = [shard_job_id(run, shard) for shard in range(int(facts.get("shards", 0))) if shard not in done]
+        if "plan_job" in facts:
+            ids.append(facts["plan_job"])
+        queue = Queue(facts["queue"], connection=connection, serializer=JSONSerializer)
+        removed = stopped = 0
+        for start in range(0, len(ids), CHUNK):
+            lock.reacquire()
+            chunk = ids[start : start + CHUNK]
+            removed += _remove_queued(queue, chunk)
+            stopped += _stop_started(connection, chunk)
+    return Cancelled(removed, stopped)
+
+
+def _planning_arguments(spec: RunSpec) -> dict[str, Any]:
+    """Return the keyword arguments of jobs.score_parquet that give this spec."""
+    return {name: value for name, value in spec.to_json().items() if value is not None}
+
+
+def _is_under_way(connection: Redis, plan_job: str) -> bool:
+    """Say whether the planning job waits or runs; remove one that is over."""
+    try:
+        job = Job.fetch(plan_job, connection, JSONSerializer)
+    except NoSuchJobError:
+        return False
+    if job.get_status() in (JobStatus.QUEUED, JobStatus.STARTED):
+        return True
+    job.delete()
+    return False
+
+
+def _remove_queued(queue: Queue, job_ids: Sequence[str]) -> int:
+    """Delete those of the jobs that are still on the queue: what LREM took, no worker can claim."""
+    with queue.connection.pipeline() as pipe:
+        for job_id in job_ids:
+            pipe.lrem(queue.key, 1, job_id)
+        taken = [job_id for job_id, count in zip(job_ids, pipe.execute(), strict=True) if count]
+        for job_id in taken:
+            pipe.delete(Job.key_for(job_id))
+        pipe.execute()
+    return len(taken)
+
+
+def _stop_started(connection: Redis, job_ids: Sequence[str]) -> int:
+    """Tell the workers of those of the jobs that run to stop them."""
+    with connection.pipeline() as pipe:
+        for job_id in job_ids:
+            pipe.hget(Job.key_for(job_id), "status")
+        started = [
+            job_id
+            for job_id, status in zip(job_ids, pipe.execute(), strict=True)
+            if status == JobStatus.STARTED.encode()
+        ]
+    return sum(_stop(connection, job_id) for job_id in started)
+
+
+def _stop(connection: Redis, job_id: str) -> bool:
+    try:
+        send_stop_job_command(connection, job_id, serializer=JSONSerializer)
+    except (NoSuchJobError, InvalidJobOperation):  # it ended in between
+        return False
+    return True

@@ -1,0 +1,167 @@
+"""What Redis knows of a run at one moment, in three round trips however many shards it has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rq import Queue
+from rq.job import Job, JobStatus
+from rq.results import Result
+from rq.serializers import JSONSerializer
+from rq.worker_registration import WORKERS_BY_QUEUE_KEY
+
+from .errors import UnknownRun
+from .parquet.names import job_shard, shard_job_id
+from .run_state import RunState
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+
+@dataclass(frozen=True)
+class RunSnapshot:
+    """A run's progress.
+
+    rows, shards: None until the run is planned. plan_status: of the planning job; None when it is not known.
+    done, started, failed: shards by state; `queued` is the rest. rows_done, tokens: running shards included;
+    tokens are those generated. errors: rows with an error in finished shards. workers: those that listen on
+    the queue. failed_jobs: ids of the failed shards' jobs.
+    """
+
+    run: str
+    output: str
+    queue: str
+    cancelled: bool
+    finished: bool
+    plan_job: str | None
+    plan_status: JobStatus | None
+    rows: int | None
+    shards: int | None
+    done: int
+    started: int
+    failed_jobs: tuple[str, ...]
+    rows_done: int
+    errors: int
+    tokens: int
+    workers: int
+
+    @property
+    def failed(self) -> int:
+        return len(self.failed_jobs)
+
+    @property
+    def queued(self) -> int:
+        return max(0, (self.shards or 0) - self.done - self.started - self.failed)
+
+    @property
+    def is_planning(self) -> bool:
+        return self.plan_status in (
+            JobStatus.QUEUED,
+            JobStatus.STARTED,
+            JobStatus.SCHEDULED,
+            JobStatus.DEFERRED,
+        )
+
+    @property
+    def state(self) -> str:
+        """One word for an operator."""
+        if self.finished:
+            return "finished"
+        if self.cancelled:
+            return "cancelled"
+        if self.is_planning:
+            return "planning"
+        if self.shards is None:
+            return "not planned"
+        if self.started or self.queued:
+            return "running"
+        return "failed" if self.failed else "ending"
+
+
+def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
+    """Read a run's progress. Raises UnknownRun when this Redis has no such run."""
+    state = RunState(connection, run)
+    facts = state.facts()
+    if not facts:
+        raise UnknownRun(run)
+    parts = state.parts()
+    queue = Queue(facts["queue"], connection=connection, serializer=JSONSerializer)
+    plan_job = facts.get("plan_job")
+    plan_status, started, failed, workers = _read_queue(queue, run, plan_job)
+    running = {shard for shard in started if shard not in parts}
+    rows_running, tokens_running = _read_progress(connection, run, running)
+    return RunSnapshot(
+        run=run,
+        output=facts["output"],
+        queue=facts["queue"],
+        cancelled="cancelled" in facts,
+        finished="finished" in facts,
+        plan_job=plan_job,
+        plan_status=plan_status,
+        rows=int(facts["rows"]) if "rows" in facts else None,
+        shards=int(facts["shards"]) if "shards" in facts else None,
+        done=len(parts),
+        started=len(running),
+        failed_jobs=tuple(shard_job_id(run, shard) for shard in sorted(failed - parts.keys() - running)),
+        rows_done=rows_running + sum(part.rows for part in parts.values()),
+        errors=sum(part.errors for part in parts.values()),
+        tokens=tokens_running + sum(part.generated_tokens for part in parts.values()),
+        workers=workers,
+    )
+
+
+def failure_text(connection: Redis, job_id: str) -> str:
+    """Return the last line of a failed job's error, or that it left none."""
+    result = _latest_result(connection, job_id)
+    lines = (result.exc_string or "").strip().splitlines() if result else []
+    return lines[-1] if lines else "it left no error"
+
+
+def planned_run(connection: Redis, plan_job: str) -> str | None:
+    """Return the run that a finished planning job returned, or None when Redis no longer has its result."""
+    result = _latest_result(connection, plan_job)
+    value = result.return_value if result else None
+    return value.get("run") if isinstance(value, dict) else None
+
+
+def _latest_result(connection: Redis, job_id: str) -> Result | None:
+    job = Job(job_id, connection=connection, serializer=JSONSerializer)
+    return Result.fetch_latest(job, serializer=JSONSerializer)
+
+
+def _read_queue(
+    queue: Queue, run: str, plan_job: str | None
+) -> tuple[JobStatus | None, set[int], set[int], int]:
+    """Return the planning job's status, the started and failed shards, and how many workers listen.
+
+    Reads RQ's sets as they are: its own accessors clean up on the way, which only workers should do.
+    """
+    connection = queue.connection
+    with connection.pipeline() as pipe:
+        pipe.hget(Job.key_for(plan_job or ""), "status")
+        pipe.zrange(queue.started_job_registry.key, 0, -1)
+        pipe.zrange(queue.failed_job_registry.key, 0, -1)
+        pipe.smembers(WORKERS_BY_QUEUE_KEY % queue.name)
+        status, started, failed, workers = pipe.execute()
+    # A killed worker's own key expires, its entry in the set stays.
+    alive = int(connection.exists(*workers)) if workers else 0
+    plan_status = JobStatus(status.decode()) if status else None
+    return plan_status, _shards(run, started), _shards(run, failed), alive
+
+
+def _shards(run: str, entries: Iterable[bytes]) -> set[int]:
+    """Return this run's shards among a registry's entries, `<job>` or `<job>:<execution>`."""
+    shards = (job_shard(run, entry.decode().partition(":")[0]) for entry in entries)
+    return {shard for shard in shards if shard is not None}
+
+
+def _read_progress(connection: Redis, run: str, shards: Iterable[int]) -> tuple[int, int]:
+    """Return rows done and tokens of running shards, from their jobs' `meta`."""
+    with connection.pipeline() as pipe:
+        for shard in shards:
+            pipe.hget(Job.key_for(shard_job_id(run, shard)), "meta")
+        metas: list[dict[str, Any]] = [json.loads(meta) for meta in pipe.execute() if meta]
+    return sum(meta.get("rows_done", 0) for meta in metas), sum(meta.get("tokens", 0) for meta in metas)

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs.errors import InvalidJob, UnsupportedScheme
+from jobs.parquet.plan import Plan, PlannedFile, cut_shards
+from jobs.parquet.spec import RunSpec
+
+layouts = st.lists(st.lists(st.integers(0, 30), max_size=8), min_size=1, max_size=5)
+
+
+@given(layouts, st.integers(1, 70))
+def test_every_row_is_in_exactly_one_shard_in_order(layout: list[list[int]], rows_per_shard: int) -> None:
+    rows = [
+        (shard.file, row)
+        for shard in cut_shards(layout, rows_per_shard)
+        for row in range(shard.start, shard.start + shard.rows)
+    ]
+    assert rows == [(file, row) for file, groups in enumerate(layout) for row in range(sum(groups))]
+
+
+@given(layouts, st.integers(1, 70))
+def test_a_shard_names_just_the_row_groups_that_hold_its_rows(
+    layout: list[list[int]], rows_per_shard: int
+) -> None:
+    for shard in cut_shards(layout, rows_per_shard):
+        assert shard.rows <= rows_per_shard
+        groups = layout[shard.file]
+        held = groups[shard.first_group : shard.first_group + shard.num_groups]
+        assert sum(groups[: shard.first_group]) + shard.skip == shard.start
+        if shard.rows:
+            assert shard.skip < held[0]
+            assert sum(held[:-1]) < shard.skip + shard.rows <= sum(held)
+
+
+def test_no_rows_at_all_give_one_empty_shard() -> None:
+    assert [shard.rows for shard in cut_shards([[], [0, 0]], 10)] == [0]
+
+
+def make_spec(**changed: object) -> RunSpec:
+    return RunSpec.from_arguments(**{"input": "/a.parquet", "output": "/out", **changed})
+
+
+def test_a_plan_survives_its_file() -> None:
+    files = (PlannedFile("/a", 10, 20, 5), PlannedFile("/b", 1, 2, 3))
+    plan = Plan(make_spec(), 7, "m", "1", files, cut_shards([[2, 3], [3]], 2))
+    assert Plan.from_text(plan.to_text()) == plan
+    assert [plan.first_row(shard) for shard in range(len(plan.shards))] == [0, 2, 4, 5, 7]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": 2}', '{"format": 1}', '{"format": 1, "arguments": 3}']
+)
+def test_what_is_no_plan_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        Plan.from_text(text)
+
+
+def test_a_plan_whose_arguments_were_edited_is_refused() -> None:
+    plan = Plan(make_spec(), 7, "m", "1", (), ())
+    with pytest.raises(ValueError, match="run id"):
+        Plan.from_text(plan.to_text().replace("/a.parquet", "/b.parquet"))
+
+
+def test_equal_arguments_give_the_same_run_and_other_arguments_another() -> None:
+    spec = make_spec(sampling={"temperature": 0, "max_tokens": 3})
+    assert spec.run == make_spec(sampling={"max_tokens": 3, "temperature": 0}, input=["/x/../a.parquet"]).run
+    for other in (
+        {"input": "/b.parquet"},
+        {"output": "/out2"},
+        {"prompt_column": "p"},
+        {"rows_per_shard": 9},
+        {"sampling": {}},
+    ):
+        assert make_spec(**{"sampling": spec.sampling, **other}).run != spec.run
+    assert spec.differences(replace(spec, rows_per_shard=2, output="/o")) == ["output", "rows_per_shard"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"input": []}, "empty list"),
+        ({"input": ""}, "no path"),
+        ({"input": 5}, "no path"),
+        ({"input": "a\0b"}, "no path"),
+        ({"output": None}, "no path"),
+        ({"prompt_column": 3}, "prompt_column"),
+        ({"messages_column": ""}, "messages_column"),
+        ({"messages_column": "m", "template": "{a}"}, "give one"),
+        ({"sampling": "{}"}, "sampling:="),
+        ({"sampling": {"max_tokens": "64"}}, "max_tokens:=64"),
+        ({"sampling": {"n": 2}}, "n is 2"),
+        ({"rows_per_shard": "10"}, "rows_per_shard:=10"),
+        ({"rows_per_shard": 0}, "from 1"),
+        ({"rows_per_shard": True}, "from 1"),
+        ({"rows_per_shard": 10**7}, "1000000"),
+        ({"template": "{a.b}"}, "plain column name"),
+        ({"template": "{a[0]}"}, "plain column name"),
+        ({"template": "{a!r}"}, "plain column name"),
+        ({"template": "{a:>10}"}, "plain column name"),
+        ({"template": "{}"}, "plain column name"),
+        ({"template": "{a"}, "{{"),
+        ({"template": []}, "non-empty list"),
+        ({"template": [{"role": "user"}]}, "exactly"),
+        ({"template": [{"role": "user", "content": 5}]}, "strings"),
+    ],
+)
+def test_wrong_arguments_of_a_run_are_refused_before_anything_is_read(
+    changed: dict[str, object], says: str
+) -> None:
+    with pytest.raises(InvalidJob) as caught:
+        make_spec(**changed)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/a", "http://host/a", "gs://a", "file://elsewhere/a"])
+def test_storages_that_are_not_built_are_refused_by_name(path: str) -> None:
+    with pytest.raises(UnsupportedScheme, match=path):
+        make_spec(input=path)
+
+
+def test_a_file_uri_is_a_local_path() -> None:
+    assert make_spec(input="file:///a%20b.parquet").input == ["/a b.parquet"]

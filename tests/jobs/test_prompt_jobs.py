@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+import jobs
+from jobs import errors
+from jobs.context import JobContext
+from jobs.prompt_task import PromptTask
+from jobs.prompts import MAX_PROMPT_BYTES
+from jobs.responses import text_completion
+from jobs.table import ALLOWED_FUNCTIONS, open_task, own_function
+from jobs.tasks import Request
+from tests.jobs.answering import FakeCompletion, refuse, run_task, shout
+
+
+def test_completion_has_openais_shape(context: JobContext) -> None:
+    response = run_task(context, "jobs.complete", "hello", max_tokens=5)
+    created = response.pop("created")
+    assert isinstance(created, int)
+    assert response == {
+        "id": "cmpl-job-0",
+        "object": "text_completion",
+        "model": "m",
+        "choices": [{"index": 0, "text": "HELLO", "finish_reason": "stop", "logprobs": None}],
+        "usage": {
+            "prompt_tokens": 5,
+            "completion_tokens": 5,
+            "total_tokens": 10,
+            "prompt_tokens_details": {"cached_tokens": 2},
+        },
+    }
+
+
+def test_chat_has_openais_shape(context: JobContext) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    response = run_task(
+        context, "jobs.chat", messages=messages, answer=lambda _: FakeCompletion("yo", token_ids=[1])
+    )
+    assert response["id"] == "chatcmpl-job-0"
+    assert response["object"] == "chat.completion"
+    assert response["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "yo"},
+            "finish_reason": "stop",
+            "logprobs": None,
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", ["a"]),
+        ("", [""]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+        (["a", [3]], ["a", [3]]),
+    ],
+)
+def test_prompt_may_be_text_or_token_ids_or_a_list_of_either(prompt: object, expected: list[object]) -> None:
+    task = open_task("jobs.complete", [prompt])
+    assert task is not None
+    assert [request.prompt for request in task.requests()] == expected
+
+
+def test_choices_keep_the_order_of_prompts_and_samples_and_count_each_prompt_once() -> None:
+    requests = [Request(text, None, {"n": 2}) for text in "ab"]
+    task = PromptTask(requests, text_completion, clock=lambda: 12.9)
+    task.open(JobContext(None, "q", "j", "e", (), "m"))  # type: ignore[arg-type]
+    task.deliver(
+        1,
+        [
+            FakeCompletion("b1", 1, [1], num_prompt_tokens=3),
+            FakeCompletion("b0", 0, [1, 2], num_prompt_tokens=3),
+        ],
+    )
+    task.deliver(
+        0,
+        [
+            FakeCompletion("a0", 0, [1], num_prompt_tokens=4),
+            FakeCompletion("a1", 1, [1], num_prompt_tokens=4),
+        ],
+    )
+    response = task.result()
+    assert [(choice["index"], choice["text"]) for choice in response["choices"]] == [
+        (0, "a0"),
+        (1, "a1"),
+        (2, "b0"),
+        (3, "b1"),
+    ]
+    assert response["created"] == 12
+    assert response["usage"]["prompt_tokens"] == 7
+    assert response["usage"]["completion_tokens"] == 5
+
+
+def test_a_refused_prompt_fails_the_job_and_names_it(context: JobContext) -> None:
+    with pytest.raises(errors.RequestFailed, match=r"request 1 .*too long"):
+        run_task(
+            context,
+            "jobs.complete",
+            ["a", "b"],
+            answer=lambda request: refuse("too long") if request.prompt == "b" else shout(request),
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs", "says"),
+    [
+        ("jobs.complete", [], {}, "missing a required argument: 'prompt'"),
+        ("jobs.complete", ["a", "b"], {}, "too many positional arguments"),
+        ("jobs.complete", ["a"], {"prompt": "b"}, "multiple values"),
+        ("jobs.complete", ["a"], {"max_tokens": "64"}, "max_tokens:=64"),
+        ("jobs.complete", ["a"], {"temperature": "0"}, "temperature:=0"),
+        ("jobs.complete", [7], {}, "prompt is int"),
+        ("jobs.complete", [None], {}, "prompt is NoneType"),
+        ("jobs.complete", [True], {}, "prompt is bool"),
+        ("jobs.complete", [[]], {}, "empty list"),
+        ("jobs.complete", [["a", 1]], {}, "prompt 1 is int"),
+        ("jobs.complete", [[[]]], {}, "prompt 0 is list"),
+        ("jobs.complete", [[[True]]], {}, "prompt 0 is list"),
+        ("jobs.complete", ["\ud800"], {}, "not valid Unicode"),
+        (
+            "jobs.complete",
+            ["x" * (MAX_PROMPT_BYTES + 1)],
+            {},
+            "1048577 bytes, more than the limit of 1048576",
+        ),
+        ("jobs.complete", ["ä" * (MAX_PROMPT_BYTES // 2 + 1)], {}, "1048578 bytes"),
+        ("jobs.complete", {"prompt": "a"}, {}, "no list of arguments"),
+        ("jobs.complete", ["a"], ["b"], "no list of arguments"),
+        ("jobs.chat", [[]], {}, "non-empty list"),
+        ("jobs.chat", ["hi"], {}, "messages:="),
+        ("jobs.chat", [[{"role": "user"}]], {}, "exactly 'role' and 'content'"),
+        ("jobs.chat", [[{"role": "user", "content": "a", "name": "b"}]], {}, "exactly 'role' and 'content'"),
+        ("jobs.chat", [[{"role": "user", "content": None}]], {}, "content of message 0 is NoneType"),
+        ("jobs.chat", [[{"role": "user", "content": "x" * MAX_PROMPT_BYTES}]], {}, "limit"),
+        ("jobs.score_shard", ["../x", "p", 0], {}, "run is '../x'"),
+        ("jobs.score_shard", ["0" * 16, 5, 0], {}, "plan is int"),
+        ("jobs.score_shard", ["0" * 16, "p", -1], {}, "shard is -1"),
+        ("jobs.score_shard", ["0" * 16, "p", "0"], {}, "shard is '0'"),
+    ],
+)
+def test_wrong_arguments_fail_with_a_message_that_names_them(
+    name: str, args: list[object], kwargs: dict[str, object], says: str
+) -> None:
+    with pytest.raises(errors.InvalidJob) as caught:
+        open_task(name, args, kwargs)
+    assert says in str(caught.value)
+
+
+def test_a_prompt_of_the_size_limit_is_left_to_the_engine() -> None:
+    assert open_task("jobs.complete", ["x" * MAX_PROMPT_BYTES]) is not None
+
+
+def test_arguments_are_not_changed_and_not_shared() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    before = copy.deepcopy(messages)
+    task = open_task("jobs.chat", [messages], {"stop": ["x"]})
+    assert task is not None
+    (request,) = task.requests()
+    assert request.messages is not None
+    request.messages[0]["content"] = "changed"
+    assert messages == before
+
+
+@pytest.mark.parametrize(
+    "name", ["jobs.os.system", "os.system", "jobs", "jobs.complet", "jobs.table.open_task", ""]
+)
+def test_other_names_are_no_jobs_of_ours(name: str) -> None:
+    assert open_task(name, ["true"]) is None
+    assert own_function(name) is None
+    assert name not in ALLOWED_FUNCTIONS
+
+
+def test_every_allowed_name_is_an_attribute_that_a_stock_worker_can_resolve() -> None:
+    for name in ALLOWED_FUNCTIONS:
+        package, _, attribute = name.partition(".")
+        assert package == "jobs"
+        assert callable(getattr(jobs, attribute))
+    assert jobs.__tokenmill__
+
+
+def test_errors_survive_pickling_with_their_text() -> None:
+    for error in (
+        errors.MissingColumn("a", "f.parquet", "'b'"),
+        errors.RequestFailed(3, "too {long}"),
+        errors.DiskFull("p", "r"),
+    ):
+        copied = pickle.loads(pickle.dumps(error))
+        assert (type(copied), str(copied)) == (type(error), str(error))
+
+
+def test_importing_jobs_and_opening_tasks_loads_no_heavy_package() -> None:
+    code = """
+import sys, jobs, jobs.table
+jobs.table.open_task("jobs.complete", ["a"])
+jobs.table.open_task("jobs.score_shard", ["0" * 16, "/plan", 0])
+heavy = {"torch", "transformers", "pyarrow", "pydantic", "numpy", "engine", "worker"} & sys.modules.keys()
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+def test_the_command_line_needs_no_heavy_package() -> None:
+    code = """
+import sys, jobs.cli
+heavy = {"torch", "transformers", "pyarrow", "pydantic", "numpy", "engine", "worker"} & sys.modules.keys()
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
