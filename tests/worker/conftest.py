@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from redis import Redis
 from rq import Queue
-from rq.job import Job
+from rq.job import Job, JobStatus
 from rq.registry import StartedJobRegistry
 from rq.results import Result
 from rq.serializers import JSONSerializer
@@ -21,6 +23,7 @@ from rq.serializers import JSONSerializer
 from tests.redis_server import running_redis_server
 
 ROOT = Path(__file__).parents[2]
+RQ = (sys.executable, "-m", "rq.cli")
 
 
 class Workers:
@@ -58,8 +61,7 @@ class Workers:
         """Start `rq worker`; its log is in `log(process)`."""
         log = (self.folder / f"worker-{len(self.processes)}.log").open("w")
         process = subprocess.Popen(
-            [sys.executable, "-m", "rq.cli", "worker", "--worker-class", worker_class]
-            + [*serializer, *args, *queues],
+            [*RQ, "worker", "--worker-class", worker_class, *serializer, *args, *queues],
             env=self.environment(**env),
             cwd=cwd or self.folder,
             stdout=log,
@@ -85,7 +87,7 @@ class Workers:
     def rq(self, *args: str) -> str:
         """Run another `rq` command; return its output."""
         return subprocess.run(
-            [sys.executable, "-m", "rq.cli", *args],
+            [*RQ, *args],
             env=self.environment(),
             cwd=self.folder,
             capture_output=True,
@@ -148,3 +150,25 @@ def leftovers(redis: Redis, *queues: str) -> list[str]:
         registry = StartedJobRegistry(name, connection=redis, serializer=JSONSerializer)
         found += registry.get_job_ids(cleanup=False)
     return found
+
+
+def text_of(result: Result) -> str:
+    return str(result.return_value["choices"][0]["text"])
+
+
+def stats_of(workers: Workers, name: str) -> dict[str, Any]:
+    """What a worker last said of itself."""
+    return dict(json.loads(workers.redis.get(f"tokenmill:worker:{name}") or b"{}"))
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 20) -> None:
+    """Return once a condition on Redis holds; nothing announces such a change."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+def wait_until_started(*jobs: Job) -> None:
+    """Return once a worker holds all these jobs."""
+    wait_until(lambda: all(job.get_status() == JobStatus.STARTED for job in jobs))

@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rq import Callback, Retry
 from rq.command import send_shutdown_command, send_stop_job_command
-from rq.job import Job, JobStatus
+from rq.job import JobStatus
 from rq.registry import FailedJobRegistry, FinishedJobRegistry, ScheduledJobRegistry
-from rq.results import Result
 from rq.serializers import JSONSerializer
 
-from tests.worker.conftest import Workers, leftovers
+from tests.worker.conftest import (
+    Workers,
+    leftovers,
+    stats_of,
+    text_of,
+    wait_until,
+    wait_until_started,
+)
 
 F = "tests.worker.functions."
-
-
-def text_of(result: Result) -> str:
-    return str(result.return_value["choices"][0]["text"])
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 20) -> None:
-    """Return once a condition on Redis holds; nothing announces such a change."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
-
-
-def wait_until_started(*jobs: Job) -> None:
-    """Return once a worker holds all these jobs."""
-    wait_until(lambda: all(job.get_status() == JobStatus.STARTED for job in jobs))
 
 
 def test_jobs_of_one_batch_each_get_their_own_answer_and_leave_nothing_behind(workers: Workers) -> None:
@@ -52,7 +39,7 @@ def test_jobs_of_one_batch_each_get_their_own_answer_and_leave_nothing_behind(wo
     assert leftovers(workers.redis, "bulk") == []
     finished = FinishedJobRegistry("bulk", connection=workers.redis, serializer=JSONSerializer)
     assert sorted(finished.get_job_ids()) == sorted(job.id for job in jobs)
-    stats = json.loads(workers.redis.get("tokenmill:worker:w"))
+    stats = stats_of(workers, "w")
     assert stats["max_running"] >= 32
     assert stats["jobs_finished"] == 200
 
@@ -199,7 +186,7 @@ def test_a_running_job_that_is_cancelled_or_deleted_is_dropped(workers: Workers,
     workers.start("--name", "w")
     wait_until_started(gone, stays)
     getattr(workers.job(gone.id), how)()
-    wait_until(lambda: json.loads(workers.redis.get("tokenmill:worker:w"))["jobs_held"] == 1)
+    wait_until(lambda: stats_of(workers, "w").get("jobs_held") == 1)
     assert [key for key in leftovers(workers.redis, "bulk") if gone.id in key] == []
     assert stays.get_status() == JobStatus.STARTED
     assert workers.redis.exists(gone.key) == (how == "cancel")

@@ -1,0 +1,136 @@
+"""Workers that die, freeze or lose their engine: no job is lost, none ends twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from rq import Retry
+from rq.job import Job, JobStatus
+from rq.registry import FailedJobRegistry, FinishedJobRegistry
+from rq.serializers import JSONSerializer
+
+from tests.worker.conftest import Workers, leftovers, stats_of, text_of, wait_until, wait_until_started
+
+
+def ends(workers: Workers, queue: str) -> list[str]:
+    """Ids in the finished and failed registries, doubles included."""
+    registries = [
+        kind(queue, connection=workers.redis, serializer=JSONSerializer)
+        for kind in (FinishedJobRegistry, FailedJobRegistry)
+    ]
+    return [job_id for registry in registries for job_id in registry.get_job_ids()]
+
+
+def enqueue(workers: Workers, prompt: str, **options: object) -> Job:
+    return workers.queue("bulk").enqueue("jobs.complete", prompt, max_tokens=2, **options)
+
+
+def test_jobs_of_a_killed_worker_are_run_by_another_with_and_without_retry(
+    workers: Workers, tmp_path: Path
+) -> None:
+    gate = f"file:{tmp_path}/go"
+    jobs = [enqueue(workers, gate, retry=Retry(max=1) if i % 2 else None) for i in range(8)]
+    first = workers.start()
+    wait_until_started(*jobs)
+    first.kill()
+    first.wait()
+    (tmp_path / "go").touch()
+    for _ in range(3):
+        workers.rq("info", "--worker-class", "worker.BatchWorker")
+    workers.start()
+    for i, job in enumerate(jobs):
+        assert text_of(workers.result(job)) == f"echo:{gate}"
+        job.refresh()
+        assert len(job.results()) == 1
+        assert job.retries_left == (1 if i % 2 else None), "a worker's death used up a retry"
+    assert sorted(ends(workers, "bulk")) == sorted(job.id for job in jobs)
+    assert leftovers(workers.redis, "bulk") == []
+
+
+def test_many_kills_lose_and_double_nothing(workers: Workers) -> None:
+    jobs = [
+        enqueue(workers, f"p{i}", retry=Retry(max=1) if i % 3 == 0 else None, job_timeout=-1)
+        for i in range(600)
+    ]
+    finished = FinishedJobRegistry("bulk", connection=workers.redis, serializer=JSONSerializer)
+    done = 0
+    for round_ in range(10):
+        worker = workers.start(FAKE_STEP_S="0.05", TOKENMILL_MAX_WORKER_DEATHS="1000")
+        wait_until(lambda: finished.get_job_count(cleanup=False) > done)  # noqa: B023  # called at once
+        worker.kill()
+        worker.wait()
+        done = finished.get_job_count(cleanup=False)
+        assert done < 600, f"nothing was left to interrupt in round {round_}"
+        workers.rq("info")
+    workers.start(TOKENMILL_MAX_WORKER_DEATHS="1000")
+    for i, job in enumerate(jobs):
+        assert text_of(workers.result(job)) == f"echo:p{i}"
+        assert len(job.results()) == 1
+    assert sorted(ends(workers, "bulk")) == sorted(job.id for job in jobs)
+    wait_until(lambda: not leftovers(workers.redis, "bulk"))
+
+
+def test_a_job_that_kills_its_workers_is_set_aside_with_the_reason(workers: Workers) -> None:
+    poison = enqueue(workers, "die", retry=Retry(max=9))
+    for _ in range(3):
+        worker = workers.start(TOKENMILL_MAX_WORKER_DEATHS="3")
+        assert worker.wait(timeout=20) == -signal.SIGKILL
+    bystander = enqueue(workers, "fine")
+    workers.start(TOKENMILL_MAX_WORKER_DEATHS="3")
+    assert "3 workers died while they ran this job" in (workers.result(poison).exc_string or "")
+    assert poison.get_status() == JobStatus.FAILED
+    assert text_of(workers.result(bystander)) == "echo:fine"
+    assert leftovers(workers.redis, "bulk") == []
+
+
+def test_a_frozen_worker_that_thaws_after_its_jobs_were_redone_ends_none_of_them(
+    workers: Workers, tmp_path: Path
+) -> None:
+    jobs = [enqueue(workers, f"file:{tmp_path}/go") for _ in range(4)]
+    frozen = workers.start("--name", "frozen")
+    wait_until_started(*jobs)
+    os.kill(frozen.pid, signal.SIGSTOP)
+    (tmp_path / "go").touch()
+    workers.start("--name", "other")
+    for job in jobs:
+        assert workers.result(job).worker_name == "other"
+    os.kill(frozen.pid, signal.SIGCONT)
+    wait_until(lambda: stats_of(workers, "frozen").get("jobs_held") == 0)
+    workers.rq("info")
+    for job in jobs:
+        assert len(job.results()) == 1
+        assert job.get_status() == JobStatus.FINISHED
+    assert sorted(ends(workers, "bulk")) == sorted(job.id for job in jobs)
+    assert leftovers(workers.redis, "bulk") == []
+
+
+def test_an_engine_that_raises_stops_the_worker_with_an_error_and_gives_its_jobs_back(
+    workers: Workers,
+) -> None:
+    fine, crash = enqueue(workers, "hang"), enqueue(workers, "crash")
+    worker = workers.start(TOKENMILL_MAX_WORKER_DEATHS="2")
+    assert worker.wait(timeout=20) == 1
+    assert "told to crash" in workers.log(worker)
+    assert {fine.get_status(), crash.get_status()} == {JobStatus.QUEUED}
+    assert leftovers(workers.redis, "bulk") == []
+
+
+def test_a_worker_without_redis_keeps_its_work_and_delivers_it_later(
+    workers: Workers, tmp_path: Path
+) -> None:
+    """The server is frozen for longer than a lease and longer than the client's patience."""
+    job = enqueue(workers, f"file:{tmp_path}/go")
+    worker = workers.start("--name", "w")
+    wait_until_started(job)
+    server = int(workers.redis.info("server")["process_id"])
+    os.kill(server, signal.SIGSTOP)
+    try:
+        (tmp_path / "go").touch()
+        wait_until(lambda: "Redis did not answer" in workers.log(worker), timeout_s=40)
+    finally:
+        os.kill(server, signal.SIGCONT)
+    assert text_of(workers.result(job)) == f"echo:file:{tmp_path}/go"
+    assert len(job.results()) == 1
+    assert worker.poll() is None
