@@ -21,28 +21,26 @@ from engine.errors import (
     EngineClosed,
     InvalidPrompt,
     InvalidRequest,
-    InvalidSampling,
-    PromptTooLong,
     StepFailed,
 )
 from engine.model_config import read_model_config
 from engine.model_runner import ModelRunner
 from engine.outputs import Completion, EngineStats
 from engine.progress import Progress
+from engine.prompts import Prompt, PromptReader
 from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledBatch, Scheduler
 from engine.sequence import Sequence
 from engine.stop_strings import StopStrings
 from engine.tokenizer import Tokenizer
 
-Prompt = str | list[int]
-
 
 class Engine:
     """A model with its KV pool, stepping one continuous batch. All calls must come from one thread.
 
     Raises ConfigError or a subclass (ModelNotFound, UnsupportedModel, MissingWeights, WeightMismatch) if it
-    cannot start. Use it in a `with` block or call `close()`; every other call then raises EngineClosed.
+    cannot start. Use it in a `with` block or call `close()`; `add`, `step` and `generate` then raise
+    EngineClosed.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -50,7 +48,6 @@ class Engine:
         model = read_model_config(folder)
         self.config = config
         self._tokenizer = Tokenizer(folder)
-        self._vocab_size = model.vocab_size
         self._eos_token_ids = model.eos_token_ids or self._tokenizer.eos_token_ids
         self._live_runner: ModelRunner | None = ModelRunner(config, model, folder)
         pool = self._live_runner.pool_size
@@ -62,6 +59,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=pool.max_model_len,
         )
+        self._prompts = PromptReader(self._tokenizer, model.vocab_size, pool.max_model_len)
         self._unfinished: dict[str, list[Sequence]] = {}
         self._seeds = random.Random(config.seed)
         self._num_steps = 0
@@ -102,15 +100,15 @@ class Engine:
         Raises InvalidRequest or a subclass, having changed nothing: InvalidPrompt, PromptTooLong,
         InvalidSampling, DuplicateRequest.
         """
-        self._runner  # noqa: B018 - raises EngineClosed
+        self._open_runner()
         if not isinstance(request_id, str):
             raise InvalidRequest(f"a request id must be a string, got {request_id!r}")
         if request_id in self._unfinished:
             raise DuplicateRequest(f"request {request_id!r} is unfinished; use another id, or abort it first")
         if isinstance(lane, bool) or not isinstance(lane, int) or lane < 0:
             raise InvalidRequest(f"lane must be an integer of 0 or more, got {lane!r}")
-        self._check_params(params)
-        token_ids = self._to_token_ids(prompt)
+        self._prompts.check_params(params)
+        token_ids = self._prompts.token_ids(prompt)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         end_token_ids = frozenset(params.stop_token_ids).union(
             () if params.ignore_eos else self._eos_token_ids
@@ -145,7 +143,7 @@ class Engine:
 
         Raises StepFailed if the forward pass raised: nothing is lost, and the next step computes it again.
         """
-        runner = self._runner
+        runner = self._open_runner()
         if not self._unfinished:
             return []
         batch = self._scheduler.schedule()
@@ -196,20 +194,21 @@ class Engine:
         if other requests are unfinished, InvalidRequest if prompts and params differ in number; whatever is
         raised, no request of this call is left behind.
         """
-        self._runner  # noqa: B018 - raises EngineClosed
+        self._open_runner()
         if self._unfinished:
             raise EngineBusy(
                 f"{len(self._unfinished)} requests are unfinished; step() until they are, or abort them"
             )
         done: dict[str, list[Completion]] = {}
-        pairs = _pair(prompts, params)
+        requests = _pair(prompts, params)
         total = len(prompts) if isinstance(prompts, (list, tuple)) else None
         try:
             with Progress(total, enabled=use_tqdm) as progress:
                 exhausted = False
                 while not exhausted or self._unfinished:
-                    exhausted = exhausted or self._fill(pairs, done)
-                    for completion in self.step():
+                    refused: list[Completion] = []
+                    exhausted = exhausted or self._fill(requests, refused)
+                    for completion in refused + self.step():
                         done.setdefault(completion.request_id, []).append(completion)
                         progress.update(completion, finished=completion.request_id not in self._unfinished)
         finally:
@@ -218,69 +217,24 @@ class Engine:
         in_order = (done[str(i)] for i in range(len(done)))
         return [completion for group in in_order for completion in sorted(group, key=lambda c: c.index)]
 
-    @property
-    def _runner(self) -> ModelRunner:
+    def _open_runner(self) -> ModelRunner:
         if self._live_runner is None:
             raise EngineClosed("this engine is closed; make a new one")
         return self._live_runner
 
     def _fill(
-        self, pairs: Iterator[tuple[str, Prompt, SamplingParams]], done: dict[str, list[Completion]]
+        self, requests: Iterator[tuple[str, Prompt, SamplingParams]], refused: list[Completion]
     ) -> bool:
         """Add requests until a full batch waits; return whether there are no more."""
         while self._scheduler.num_waiting < self.config.max_num_seqs:
-            following = next(pairs, None)
-            if following is None:
+            request = next(requests, None)
+            if request is None:
                 return True
-            request_id, prompt, params = following
             try:
-                self.add(request_id, prompt, params)
+                self.add(*request)
             except InvalidRequest as error:
-                done[request_id] = [_error_completion(request_id, error)]
+                refused.append(_error_completion(request[0], error))
         return False
-
-    def _check_params(self, params: SamplingParams) -> None:
-        if not isinstance(params, SamplingParams):
-            raise InvalidSampling(f"params must be SamplingParams, got {type(params).__name__}")
-        for token_id in params.stop_token_ids:
-            if token_id >= self._vocab_size:
-                raise InvalidSampling(
-                    f"stop token id {token_id} is outside the vocabulary of {self._vocab_size}"
-                )
-
-    def _to_token_ids(self, prompt: object) -> list[int]:
-        """Check a prompt, and tokenize it if it is text."""
-        if isinstance(prompt, str):
-            token_ids = self._encode(prompt)
-        elif isinstance(prompt, (list, tuple)):
-            token_ids = list(prompt)
-        else:
-            raise InvalidPrompt(
-                f"a prompt must be a string or a list of token ids, got {type(prompt).__name__}"
-            )
-        if not token_ids:
-            raise InvalidPrompt("the prompt is empty; it needs at least one token")
-        for token_id in token_ids:
-            if type(token_id) is not int:  # a bool is an int to isinstance
-                raise InvalidPrompt(f"token ids must be integers, got {token_id!r}")
-        outside = [
-            token_id for token_id in (min(token_ids), max(token_ids)) if not 0 <= token_id < self._vocab_size
-        ]
-        if outside:
-            raise InvalidPrompt(f"token id {outside[0]} is outside the vocabulary of {self._vocab_size}")
-        return token_ids
-
-    def _encode(self, prompt: str) -> list[int]:
-        at_least = self._tokenizer.min_tokens(prompt)
-        if at_least >= self.max_model_len:
-            raise PromptTooLong(
-                f"the prompt has {len(prompt)} characters, so at least {at_least} tokens; "
-                f"this engine takes at most {self.max_model_len - 1}"
-            )
-        try:
-            return self._tokenizer.encode(prompt)
-        except UnicodeEncodeError as error:
-            raise InvalidPrompt(f"the prompt is no valid Unicode text: {error}") from error
 
     def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
         if not params.stop:
@@ -299,13 +253,13 @@ class Engine:
         if not siblings:
             del self._unfinished[seq.request_id]
         token_ids = seq.generated_token_ids
-        cut = seq.stop_strings is not None and seq.stop_strings.end is not None
+        text = seq.stop_strings.text if seq.stop_strings is not None else None
         assert seq.finish_reason is not None
         return Completion(
             request_id=seq.request_id,
             index=seq.index,
             token_ids=token_ids,
-            text=seq.stop_strings.text if cut and seq.stop_strings else self._tokenizer.decode(token_ids),
+            text=self._tokenizer.decode(token_ids) if text is None else text,
             finish_reason=seq.finish_reason,
             num_prompt_tokens=seq.num_prompt_tokens,
             num_cached_tokens=seq.num_cached_tokens or 0,

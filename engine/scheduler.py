@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.block_manager import BlockManager
-from engine.errors import ConfigError, PromptTooLong
+from engine.errors import ConfigError
 from engine.sequence import Sequence, SequenceStatus
 from engine.slots import SlotTable
 
@@ -109,12 +109,8 @@ class Scheduler:
         return bool(self.running) or any(self.waiting.values())
 
     def add(self, seq: Sequence) -> None:
-        """Queue a new sequence in its lane. Raises PromptTooLong if it could never sample one token."""
-        if len(seq) >= self.max_model_len:
-            raise PromptTooLong(
-                f"the prompt has {len(seq)} tokens; this engine takes at most {self.max_model_len - 1} "
-                f"(max_model_len={self.max_model_len}, which model and KV pool bound, less one new token)"
-            )
+        """Queue a new sequence, shorter than max_model_len, in its lane."""
+        assert len(seq) < self.max_model_len, "a prompt must leave room for one new token"
         self.blocks.extend_keys(seq)
         seq.arrival = self._num_arrivals
         self._num_arrivals += 1
@@ -147,6 +143,10 @@ class Scheduler:
         token_ids: one for each of `batch`'s sequences that sample, in the batch's order.
         """
         self.blocks.commit_step()
+        # a prompt's last chunk may be one token and so be scheduled like a decode
+        num_decodes = sum(len(seq) > seq.num_prompt_tokens for seq in batch.decodes)
+        self.decode_tokens += num_decodes
+        self.prefill_tokens += batch.num_tokens - num_decodes
         seqs, slots, num_new = batch.seqs, batch.slots, batch.num_new_tokens
         self.slots.add_computed(slots, num_new)
         self.slots.add_tokens(
@@ -163,8 +163,6 @@ class Scheduler:
             self._release(seq)
         if finished:
             self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
-        self.decode_tokens += len(batch.decodes)
-        self.prefill_tokens += sum(batch.prefill_lens)
         return finished
 
     def withdraw(self) -> None:

@@ -27,8 +27,11 @@ class Tokenizer:
         return frozenset() if token_id is None else frozenset((token_id,))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens the model's tokenizer adds to every text."""
-        return list(self._tokenizer.encode(text))
+        """Token ids of a prompt, with the special tokens the model's tokenizer adds to every text.
+
+        Raises InvalidPrompt for a text that is no valid Unicode.
+        """
+        return self._encode(text, add_special_tokens=True)
 
     def min_tokens(self, text: str) -> int:
         """A lower bound of the tokens of `text`, known without tokenizing it.
@@ -58,7 +61,14 @@ class Tokenizer:
             text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise InvalidPrompt(f"the chat template refused these messages: {error}") from error
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # a lone surrogate
+            raise InvalidPrompt(f"the prompt is no valid Unicode text: {error}") from error
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
 def _check_messages(messages: object) -> None:

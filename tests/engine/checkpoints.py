@@ -61,6 +61,11 @@ SHAPES = [
 ]
 
 
+def pool_bytes(shape: Shape, num_blocks: int, block_size: int = 16) -> int:
+    """kv_cache_bytes of a float32 pool of num_blocks blocks."""
+    return num_blocks * shape.num_layers * 2 * block_size * shape.num_kv_heads * shape.head_dim * 4
+
+
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE over a few sentences, with chat tokens and a chat template."""
     tokenizer = Tokenizer(models.BPE())

@@ -1,0 +1,61 @@
+"""Checking what comes from outside before any of it reaches the scheduler."""
+
+from __future__ import annotations
+
+from engine.errors import InvalidPrompt, InvalidSampling, PromptTooLong
+from engine.sampling_params import SamplingParams
+from engine.tokenizer import Tokenizer
+
+Prompt = str | list[int]
+
+
+class PromptReader:
+    """Turns prompts into token ids that the model can take, or says why it cannot."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+
+    def check_params(self, params: object) -> None:
+        """Raise InvalidSampling unless params are SamplingParams that fit the model's vocabulary."""
+        if not isinstance(params, SamplingParams):
+            raise InvalidSampling(f"params must be SamplingParams, got {type(params).__name__}")
+        for token_id in params.stop_token_ids:
+            if token_id >= self._vocab_size:
+                raise InvalidSampling(
+                    f"stop token id {token_id} is outside the vocabulary of {self._vocab_size}"
+                )
+
+    def token_ids(self, prompt: object) -> list[int]:
+        """Token ids of a text, or a checked copy of token ids. Raises InvalidPrompt or PromptTooLong."""
+        if isinstance(prompt, str):
+            token_ids = self._encode(prompt)
+        elif isinstance(prompt, (list, tuple)):
+            token_ids = list(prompt)
+        else:
+            raise InvalidPrompt(
+                f"a prompt must be a string or a list of token ids, got {type(prompt).__name__}"
+            )
+        if not token_ids:
+            raise InvalidPrompt("the prompt is empty; it needs at least one token")
+        if len(token_ids) >= self._max_model_len:
+            raise PromptTooLong(
+                f"the prompt has {len(token_ids)} tokens; this engine takes {self._max_model_len - 1} "
+                f"(max_model_len={self._max_model_len}, which model and KV pool bound, less one new token)"
+            )
+        for token_id in token_ids:
+            if type(token_id) is not int:  # a bool is an int to isinstance
+                raise InvalidPrompt(f"token ids must be integers, got {token_id!r}")
+            if not 0 <= token_id < self._vocab_size:
+                raise InvalidPrompt(f"token id {token_id} is outside the vocabulary of {self._vocab_size}")
+        return token_ids
+
+    def _encode(self, prompt: str) -> list[int]:
+        at_least = self._tokenizer.min_tokens(prompt)
+        if at_least >= self._max_model_len:
+            raise PromptTooLong(
+                f"the prompt has {len(prompt)} characters, so at least {at_least} tokens; "
+                f"this engine takes at most {self._max_model_len - 1}"
+            )
+        return self._tokenizer.encode(prompt)

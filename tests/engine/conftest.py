@@ -1,0 +1,45 @@
+"""Fixtures of the engine's tests: random checkpoints, made once, and engines over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.utils import logging as transformers_logging
+
+from tests.engine.checkpoints import SHAPES, make_checkpoint, shard, write_as_the_hub_does
+from tests.engine.reference import Reference
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet_single_thread() -> Iterator[None]:
+    """Tiny matrices run faster on one thread, and transformers' progress bars say nothing here."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    transformers_logging.disable_progress_bar()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory, _quiet_single_thread: None) -> dict[str, Path]:
+    """One checkpoint folder for each shape, by name; one as the hub writes it, one in shards."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    made = {shape.name: make_checkpoint(root / shape.name, shape) for shape in SHAPES}
+    write_as_the_hub_does(made["gqa2_tied_hub"])
+    shard(made["gqa2_sharded"])
+    return made
+
+
+@pytest.fixture(scope="session")
+def references(folders: dict[str, Path]) -> dict[str, Reference]:
+    """transformers' answers for each checkpoint, computed when first asked for."""
+    return {name: Reference(folder) for name, folder in folders.items()}
+
+
+@pytest.fixture
+def folder(folders: dict[str, Path]) -> Path:
+    """A checkpoint for tests that need just any model."""
+    return folders["gqa2_tied_hub"]

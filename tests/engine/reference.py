@@ -1,0 +1,75 @@
+"""What transformers generates greedily, and the check of an engine's completions against it."""
+
+from __future__ import annotations
+
+import random
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from transformers import Qwen3ForCausalLM
+
+from engine import Completion
+
+NUM_PROMPTS = 44
+NUM_NEW_TOKENS = 24
+TIE = 1e-4
+
+
+def mixed_prompts(seed: int) -> list[list[int]]:
+    """Prompts of 1 to 170 tokens, some behind common prefixes that end inside and at the end of a block."""
+    rng = random.Random(seed)
+    prefixes = [[rng.randrange(3, 500) for _ in range(length)] for length in (0, 0, 21, 48)]
+    lengths = [1, 2, 15, 16, 17, 32, 33, 120] + [rng.randrange(1, 70) for _ in range(NUM_PROMPTS - 8)]
+    return [
+        prefixes[i % len(prefixes)] + [rng.randrange(3, 500) for _ in range(length)]
+        for i, length in enumerate(lengths)
+    ]
+
+
+class Reference:
+    """transformers' model of one checkpoint in float32, its prompts and its greedy answers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.prompts = mixed_prompts(seed=len(folder.name))
+
+    @cached_property
+    def model(self) -> Qwen3ForCausalLM:
+        return Qwen3ForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+
+    @cached_property
+    def answers(self) -> list[list[int]]:
+        """NUM_NEW_TOKENS greedy tokens for each prompt, end tokens ignored."""
+        return [self._generate(prompt) for prompt in self.prompts]
+
+    def _generate(self, prompt: list[int]) -> list[int]:
+        self.model.generation_config.eos_token_id = None
+        output = self.model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=NUM_NEW_TOKENS,
+            do_sample=False,
+        )
+        return output[0, len(prompt) :].tolist()
+
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        """Logits [vocabulary] of the token that follows."""
+        with torch.inference_mode():
+            return self.model(torch.tensor([token_ids])).logits[0, -1]
+
+    def unexplained(self, completions: list[Completion]) -> list[str]:
+        """Differences from the answers, save where the reference's two best logits tie within TIE."""
+        assert len(completions) == len(self.prompts)
+        found = []
+        for i, (prompt, answer, completion) in enumerate(
+            zip(self.prompts, self.answers, completions, strict=True)
+        ):
+            got = completion.token_ids
+            if got == answer:
+                continue
+            at = next((j for j, (a, b) in enumerate(zip(answer, got, strict=False)) if a != b), len(got))
+            best, second = self.logits(prompt + answer[:at]).topk(2).values.tolist()
+            if len(got) != len(answer) or best - second > TIE:
+                found.append(f"prompt {i}, token {at}: {got[at : at + 3]} for {answer[at : at + 3]}")
+        return found
