@@ -105,10 +105,18 @@ def _is_under_way(connection: Redis, plan_job: str) -> bool:
         job = Job.fetch(plan_job, connection, JSONSerializer)
     except NoSuchJobError:
         return False
-    if job.get_status() in (JobStatus.QUEUED, JobStatus.STARTED):
+    status = job.get_status()
+    if status == JobStatus.STARTED or (status == JobStatus.QUEUED and _is_on_its_queue(job)):
         return True
     job.delete()
     return False
+
+
+def _is_on_its_queue(job: Job) -> bool:
+    """A worker that was killed between taking a job and starting it may leave it "queued" on no queue."""
+    queue = Queue(job.origin, connection=job.connection, serializer=JSONSerializer)
+    keys = (queue.key, queue.intermediate_queue_key)
+    return any(job.connection.lpos(key, job.id) is not None for key in keys)
 
 
 def _remove_queued(queue: Queue, job_ids: Sequence[str]) -> int:

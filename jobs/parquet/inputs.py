@@ -19,6 +19,9 @@ from .storage import FileStat, Storage, glob_chars, reading
 #: Rows decoded at once: enough to amortise a call, few enough that long texts stay small in memory.
 BATCH_ROWS = 1024
 
+#: Bytes read at once of each column: without a limit pyarrow holds a whole row group's compressed columns.
+READ_BYTES = 1 << 16
+
 
 @dataclass(frozen=True)
 class Footer:
@@ -37,7 +40,8 @@ def find_files(storage: Storage, inputs: Sequence[str], output: str) -> list[str
     """
     paths: list[str] = []
     for item in inputs:
-        found = [path for path in _expand(storage, item) if not path.startswith(output + "/")]
+        with reading(item):
+            found = [path for path in _expand(storage, item) if not path.startswith(output + "/")]
         if not found:
             raise InputNotFound(item)
         paths += found
@@ -73,7 +77,11 @@ def check_unchanged(storage: Storage, file: PlannedFile) -> None:
 @contextmanager
 def open_parquet(storage: Storage, path: str) -> Iterator[Any]:
     """Open a file as pyarrow's ParquetFile; what the body reads from it raises CorruptParquet as well."""
-    with reading(path), storage.open_input(path) as source, pq.ParquetFile(source) as file:
+    with (
+        reading(path),
+        storage.open_input(path) as source,
+        pq.ParquetFile(source, buffer_size=READ_BYTES, pre_buffer=False) as file,
+    ):
         yield file
 
 

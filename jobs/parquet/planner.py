@@ -20,7 +20,7 @@ from .plan import Plan, cut_shards
 from .prompt_source import prompt_source
 from .run_folder import RunFolder, create_plan, load_plan
 from .spec import RunSpec
-from .storage import Storage
+from .storage import Storage, writing
 
 
 def score_parquet(
@@ -94,7 +94,9 @@ def _check_columns(spec: RunSpec, first: Footer) -> None:
 def _agreed_plan(context: JobContext, storage: Storage, spec: RunSpec, footers: list[Footer]) -> Plan:
     """Return the plan on disk, or write a new one; of two planners at once both return the first one's."""
     path = os.path.join(spec.output, PLAN)
-    if storage.stat(path) is None:
+    with writing(path):
+        is_new = storage.stat(path) is None
+    if is_new:
         plan = _new_plan(context, spec, footers)
         if create_plan(storage, plan, context.execution_id):
             return plan

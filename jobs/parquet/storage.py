@@ -20,6 +20,7 @@ from ..errors import CorruptParquet, DiskFull, InputNotFound, OutputNotWritable,
 from .paths import local_path
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_SUCH_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 _NOT_WRITABLE = {
     errno.EACCES,
     errno.EPERM,
@@ -129,11 +130,11 @@ def reading(path: str) -> Iterator[None]:
     """Name the file in what goes wrong while it is read. Raises InputNotFound or CorruptParquet."""
     try:
         yield
-    except FileNotFoundError:
-        raise InputNotFound(path) from None
     except (pa.ArrowException, UnicodeDecodeError) as error:
         raise CorruptParquet(path, _first_line(error)) from error
     except OSError as error:
+        if error.errno in _NO_SUCH_FILE:
+            raise InputNotFound(path) from None
         if error.errno is not None:
             raise
         raise CorruptParquet(path, _first_line(error)) from error  # how pyarrow reports broken pages

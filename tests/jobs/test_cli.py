@@ -1,0 +1,374 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click.testing
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from redis import Redis
+from rq.job import Job, JobStatus
+from rq.results import Result
+
+from jobs import cli
+from jobs.context import JobContext
+from jobs.errors import RunCancelled
+from jobs.follow import End, follow
+from jobs.keys import run_key
+from jobs.parquet.names import shard_job_id
+from jobs.run_snapshot import RunSnapshot, read_snapshot
+from jobs.run_state import RunState
+from tests.jobs.answering import queued_jobs, run_task, score_parquet, work_off
+
+MakeContext = Callable[[], JobContext]
+Invoke = Callable[..., click.testing.Result]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"prompt": [*"abcd", None]}), path)
+    return path
+
+
+@pytest.fixture
+def invoke(redis: Redis, redis_url: str) -> Invoke:
+    def run(*arguments: object) -> click.testing.Result:
+        return click.testing.CliRunner().invoke(cli.main, ["--url", redis_url, *map(str, arguments)])
+
+    return run
+
+
+def fail(redis: Redis, job: Job, text: str) -> None:
+    """Leave a job as a worker leaves one that raised."""
+    redis.lrem("rq:queue:bulk", 1, job.id)
+    job.ended_at = job.enqueued_at
+    job.save()
+    job.set_status(JobStatus.FAILED)
+    with redis.pipeline() as pipe:
+        job._handle_failure(f"Traceback:\n  somewhere\n{text}", pipe)
+        pipe.execute()
+
+
+def test_submit_prints_the_run_and_enqueues_only_its_planning(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    result = invoke("submit", source, tmp_path / "out", "--max-tokens", 5, "--temperature", 0, "--stop", "x")
+    assert result.exit_code == 0, result.output
+    run = result.stdout.strip()
+    (job,) = queued_jobs(redis)
+    assert (job.id, job.func_name) == (f"{run}-plan", "jobs.score_parquet")
+    assert job.kwargs["sampling"] == {"max_tokens": 5, "temperature": 0.0, "stop": ["x"]}
+    assert job.kwargs["queue"] == "bulk"
+    assert work_off(redis, make_context)[0]["run"] == run
+    assert len(queued_jobs(redis)) == 1
+
+
+def test_relative_paths_start_at_the_callers_folder(
+    invoke: Invoke, redis: Redis, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert invoke("submit", "in.parquet", "out").exit_code == 0
+    (job,) = queued_jobs(redis)
+    assert job.kwargs["input"] == [str(source)]
+    assert job.kwargs["output"] == str(tmp_path / "out")
+
+
+def test_submitting_twice_plans_once_and_again_after_the_end(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        assert invoke("submit", source, tmp_path / "out").exit_code == 0
+    (job,) = queued_jobs(redis)
+    fail(redis, job, "x")
+    assert invoke("submit", source, tmp_path / "out").exit_code == 0
+    assert len(queued_jobs(redis)) == 1
+    assert redis.zcard("rq:failed:bulk") == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--sampling", "{"], "not JSON"),
+        (["--sampling", "[]"], "no dict"),
+        (["--sampling", '{"n": 3}'], "expected 1"),
+        (["--messages-template", "{}"], "no list"),
+        (["--template", "{a.b}"], "plain column name"),
+        (["--template", "a", "--messages-template", "[]"], "give one"),
+        (["--template", "a", "--messages-column", "b"], "give one"),
+        (["--rows-per-shard", "0"], "from 1"),
+    ],
+)
+def test_wrong_options_fail_before_anything_is_enqueued(
+    invoke: Invoke, redis: Redis, source: Path, tmp_path: Path, options: list[str], says: str
+) -> None:
+    result = invoke("submit", source, tmp_path / "out", *options)
+    assert result.exit_code != 0
+    assert says in result.output
+    assert queued_jobs(redis) == []
+    assert "Traceback" not in result.output
+
+
+def test_status_counts_what_is_done_started_queued_and_failed(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    run = score_parquet(make_context(), str(source), str(tmp_path / "out"), rows_per_shard=1)["run"]
+    done, started, failed, *_ = queued_jobs(redis)
+    run_task(make_context(), done.func_name, *done.args)
+    redis.lrem("rq:queue:bulk", 1, started.id)
+    redis.hset(started.key, mapping={"status": "started", "meta": '{"rows_done": 1, "tokens": 9}'})
+    redis.zadd("rq:wip:bulk", {f"{started.id}:abc": 9e12, "other:x": 9e12})
+    fail(redis, failed, "jobs.errors.InputChanged: it changed")
+    result = invoke("status", run)
+    assert result.exit_code == 0
+    assert f"run {run}: running" in result.stdout
+    assert "rows     2 of 5, 0 with an error" in result.stdout
+    assert "shards   1 of 5 done, 1 started, 2 queued, 1 failed" in result.stdout
+    assert "tokens   10 generated" in result.stdout
+    assert f"{failed.id}: jobs.errors.InputChanged: it changed" in result.stderr
+
+
+def test_status_before_planning_and_after_the_end(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    run = invoke("submit", source, tmp_path / "out").stdout.strip()
+    assert "planning" in invoke("status", run).stdout
+    work_off(redis, make_context)
+    work_off(redis, make_context)
+    text = invoke("status", run).stdout
+    assert "finished" in text
+    assert "rows     5 of 5, 1 with an error" in text
+
+
+def test_an_unknown_run_is_said_clearly(invoke: Invoke) -> None:
+    for command in ("status", "cancel"):
+        result = invoke(command, "0" * 16)
+        assert result.exit_code == 1
+        assert "knows no run" in result.output
+
+
+def test_a_redis_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    result = click.testing.CliRunner().invoke(cli.main, ["--url", f"unix://{tmp_path}/none", "status", "x"])
+    assert result.exit_code == 1
+    assert "RQ_REDIS_URL" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_cancel_takes_waiting_jobs_stops_running_ones_and_submit_resumes(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    run = score_parquet(make_context(), str(source), str(tmp_path / "out"), rows_per_shard=1)["run"]
+    done, started, *_ = queued_jobs(redis)
+    run_task(make_context(), done.func_name, *done.args)
+    done.delete()
+    redis.lrem("rq:queue:bulk", 1, started.id)
+    redis.hset(started.key, mapping={"status": "started", "worker_name": "w1"})
+    with redis.pubsub() as listener:
+        listener.subscribe("rq:pubsub:w1")
+        assert listener.get_message(timeout=5)["type"] == "subscribe"
+        result = invoke("cancel", run)
+        message = listener.get_message(timeout=5)
+    assert "3 jobs removed, 1 told to stop" in result.stdout
+    assert json.loads(message["data"]) == {"command": "stop-job", "job_id": started.id}
+    assert queued_jobs(redis) == []
+    assert "cancelled" in invoke("status", run).stdout
+    with pytest.raises(RunCancelled):  # a shard that was claimed just before
+        run_task(make_context(), started.func_name, *started.args)
+    redis.hset(started.key, "status", "stopped")
+    assert score_parquet(make_context(), str(source), str(tmp_path / "out"), rows_per_shard=1)["run"] == run
+    assert len(queued_jobs(redis)) == 4
+    work_off(redis, make_context)
+    assert (tmp_path / "out" / "_SUCCESS").exists()
+
+
+def test_a_planning_job_lost_between_a_queue_and_its_killed_worker_is_enqueued_again(
+    invoke: Invoke, redis: Redis, source: Path, tmp_path: Path
+) -> None:
+    invoke("submit", source, tmp_path / "out")
+    redis.delete("rq:queue:bulk")
+    invoke("submit", source, tmp_path / "out")
+    assert len(queued_jobs(redis)) == 1
+
+
+def test_cancel_before_planning_removes_the_planning_job(
+    invoke: Invoke, redis: Redis, source: Path, tmp_path: Path
+) -> None:
+    run = invoke("submit", source, tmp_path / "out").stdout.strip()
+    assert "1 jobs removed" in invoke("cancel", run).stdout
+    assert queued_jobs(redis) == []
+
+
+class WorkersClock:
+    """A clock whose sleep lets one thing happen at a time, as workers would meanwhile."""
+
+    def __init__(self, *events: Callable[[], object]) -> None:
+        self.now = 0.0
+        self._events: Iterator[Callable[[], object]] = iter(events)
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        next(self._events)()
+
+
+class Shown:
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.warnings: list[str] = []
+        self.speeds: list[float] = []
+
+    def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
+        self.rows.append(snapshot.rows_done)
+        self.speeds.append(tokens_per_s)
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+def add_worker(redis: Redis, name: str) -> None:
+    redis.sadd("rq:workers:bulk", f"rq:worker:{name}")
+    redis.hset(f"rq:worker:{name}", "state", "idle")
+
+
+def test_following_shows_rows_and_speed_until_the_run_ends(
+    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    add_worker(redis, "w")
+    run = score_parquet(make_context(), str(source), str(tmp_path / "out"), rows_per_shard=2)["run"]
+    shards = [
+        lambda job=job: run_task(make_context(), job.func_name, *job.args) for job in queued_jobs(redis)
+    ]
+    clock, shown = WorkersClock(*shards), Shown()
+    followed = follow(lambda: read_snapshot(redis, run), shown, clock, clock.sleep)
+    assert followed.end is End.FINISHED
+    assert followed.seconds == 1.5
+    assert shown.rows == [0, 2, 4, 5]
+    assert shown.speeds == [0.0, 4.0, 4.0, pytest.approx(4 / 1.5)]
+    assert shown.warnings == []
+
+
+def test_following_keeps_waiting_and_says_that_no_worker_listens(
+    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    run = score_parquet(make_context(), str(source), str(tmp_path / "out"))["run"]
+    redis.sadd("rq:workers:bulk", "rq:worker:dead")  # killed: its key has expired
+    events = [
+        lambda: None,
+        lambda: add_worker(redis, "w"),
+        lambda: redis.delete("rq:worker:w"),
+        lambda: work_off(redis, make_context),
+    ]
+    clock, shown = WorkersClock(*events), Shown()
+    assert follow(lambda: read_snapshot(redis, run), shown, clock, clock.sleep).end is End.FINISHED
+    assert ["no worker" in text for text in shown.warnings] == [True, False, True]
+    assert "rq worker" in shown.warnings[0]
+
+
+def test_following_ends_when_only_failed_shards_are_left(
+    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    run = score_parquet(make_context(), str(source), str(tmp_path / "out"), rows_per_shard=3)["run"]
+    first, second = queued_jobs(redis)
+    events = [
+        lambda: fail(redis, first, "DiskFull"),
+        lambda: run_task(make_context(), second.func_name, *second.args),
+    ]
+    clock = WorkersClock(*events)
+    followed = follow(lambda: read_snapshot(redis, run), Shown(), clock, clock.sleep)
+    assert followed.end is End.SHARDS_FAILED
+    assert followed.snapshot.failed_jobs == (shard_job_id(run, 0),)
+
+
+def test_following_ends_when_the_last_shard_died_before_the_end(
+    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    run = score_parquet(make_context(), str(source), str(tmp_path / "out"))["run"]
+    work_off(redis, make_context)
+    redis.hdel(run_key(run), "finished")
+    clock = WorkersClock(lambda: None, lambda: None)
+    followed = follow(lambda: read_snapshot(redis, run), Shown(), clock, clock.sleep)
+    assert followed.end is End.STRANDED
+
+
+def test_waiting_on_a_finished_run_prints_its_counts(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    score_parquet(make_context(), str(source), str(tmp_path / "out"))
+    work_off(redis, make_context)
+    run = invoke("submit", source, tmp_path / "out").stdout.strip()
+    work_off(redis, make_context)  # the planner finds everything there
+    RunState(redis, run).mark_finished()
+    snapshot = read_snapshot(redis, run)
+    assert (snapshot.state, snapshot.rows_done) == ("finished", 5)
+
+
+def test_a_failed_planning_is_told_with_exit_status_1(
+    invoke: Invoke, redis: Redis, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planning_fails(seconds: float) -> None:
+        fail(redis, queued_jobs(redis)[0], "jobs.errors.MissingColumn: no column 'prompt'")
+
+    monkeypatch.setattr(cli.time, "sleep", planning_fails)
+    result = invoke("submit", source, tmp_path / "out", "--wait")
+    assert result.exit_code == 1
+    assert "planning: jobs.errors.MissingColumn: no column 'prompt'" in result.stderr
+    assert "planning failed" in result.stderr
+
+
+def test_wait_runs_to_success_with_a_bar(
+    invoke: Invoke,
+    redis: Redis,
+    make_context: MakeContext,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cli.time, "sleep", lambda seconds: work_off(redis, make_context))
+    result = invoke("submit", source, tmp_path / "out", "--wait", "--rows-per-shard", 2)
+    assert result.exit_code == 0, result.output
+    assert "finished" in result.stdout
+    assert "5/5" in result.stderr
+    assert "tok/s" in result.stderr
+    assert "no worker listens on queue 'bulk'" in result.stderr
+
+
+def test_ctrl_c_leaves_the_run_going_and_says_how_to_follow_it(
+    invoke: Invoke, redis: Redis, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.time, "sleep", interrupt)
+    result = invoke("submit", source, tmp_path / "out", "--wait")
+    assert result.exit_code == 130
+    assert "tokenmill status" in result.stderr
+    assert len(queued_jobs(redis)) == 1
+
+
+def test_a_worker_with_other_real_paths_is_followed(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    run = invoke("submit", source, tmp_path / "out").stdout.strip()
+    (job,) = queued_jobs(redis)
+    other = score_parquet(make_context(), str(source), str(tmp_path / "elsewhere"))["run"]
+    redis.lrem("rq:queue:bulk", 1, job.id)
+    job.set_status(JobStatus.FINISHED)
+    Result.create(job, Result.Type.SUCCESSFUL, ttl=600, return_value={"run": other})
+    assert f"run {other}" in invoke("status", run).stdout
+
+
+def test_snapshots_need_few_round_trips(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["a"] * 300}), tmp_path / "in.parquet")
+    run = score_parquet(
+        make_context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"), rows_per_shard=1
+    )["run"]
+    before = redis.info("commandstats")
+    snapshot = read_snapshot(redis, run)
+    after = redis.info("commandstats")
+    assert snapshot.queued == 300
+    calls = {name: after[name]["calls"] - before.get(name, {"calls": 0})["calls"] for name in after}
+    assert sum(calls.values()) < 15

@@ -1,0 +1,161 @@
+"""What other tools write is read, and what we write they read: with the types they gave."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import duckdb
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from redis import Redis
+
+from jobs.context import JobContext
+from jobs.parquet.part import OUTPUT_FIELDS
+from tests.jobs.answering import score_parquet, work_off
+
+MakeContext = Callable[[], JobContext]
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def write_with_pandas(path: Path) -> None:
+    frame = pd.DataFrame(
+        {
+            "prompt": pd.Categorical(["a", "b", "a", None]),
+            "when": pd.date_range("2024-01-01", periods=4, tz="Europe/Berlin"),
+            "count": pd.array([1, None, 3, 4], dtype="Int64"),
+        },
+        index=pd.Index([10, 20, 30, 40], name="key"),
+    )
+    frame.to_parquet(path, row_group_size=3)
+
+
+def write_with_polars(path: Path) -> None:
+    frame = pl.DataFrame(
+        {
+            "prompt": ["a", "b", "a", None],
+            "kind": pl.Series(["x", "y", "x", None], dtype=pl.Categorical),
+            "nested": [[1, 2], None, [], [3]],
+            "took": [datetime.timedelta(seconds=n) for n in range(4)],
+            "empty": [None] * 4,
+        }
+    )
+    frame.write_parquet(path, row_group_size=3)
+
+
+def write_with_duckdb(path: Path) -> None:
+    duckdb.sql(
+        f"""
+        copy (select * from (values ('a', 1.25::decimal(9, 2), {{'x': 1, 'y': ['q']}}, date '2024-02-29'),
+                                    ('b', null, null, null), ('a', 0.5, {{'x': 2, 'y': []}}, null),
+                                    (null, null, null, null)) as t(prompt, price, record, day))
+        to '{path}' (format parquet)
+        """
+    )
+
+
+def write_with_pyarrow(path: Path) -> None:
+    table = pa.table(
+        {
+            "prompt": pa.array(["a", "b", "a", None], pa.large_string()),
+            "code": pa.array(["x", None, "y", "x"])
+            .dictionary_encode()
+            .cast(pa.dictionary(pa.int8(), pa.string())),
+            "time": pa.array([1, 2, None, 4], pa.timestamp("ns", tz="UTC")),
+            "half": pa.array([1.5, 2, None, 4], pa.float16()),
+            "map": pa.array([[("k", 1)], [], None, []], pa.map_(pa.string(), pa.int32())),
+            "price": pa.array([decimal.Decimal("1.10"), None, None, None], pa.decimal128(20, 2)),
+            "nothing": pa.nulls(4),
+            "raw": pa.array([b"\x00", None, b"", b"z"], pa.binary()),
+        },
+    )
+    pq.write_table(table, path, row_group_size=3, compression="zstd")
+
+
+@pytest.mark.parametrize(
+    "write", [write_with_pandas, write_with_polars, write_with_duckdb, write_with_pyarrow]
+)
+def test_input_columns_come_back_with_their_types_and_values(
+    redis: Redis, make_context: MakeContext, tmp_path: Path, write: Callable[[Path], None]
+) -> None:
+    write(tmp_path / "in.parquet")
+    sampling = {"temperature": 0}
+    score_parquet(
+        make_context(),
+        str(tmp_path / "in.parquet"),
+        str(tmp_path / "out"),
+        sampling=sampling,
+        rows_per_shard=3,
+    )
+    work_off(redis, make_context)
+    before = pq.read_table(tmp_path / "in.parquet")
+    for path in sorted((tmp_path / "out").glob("*.parquet")):
+        schema = pq.read_schema(path)
+        assert schema.equals(pa.schema([*before.schema, *OUTPUT_FIELDS]))
+    after = pq.read_table(tmp_path / "out")
+    assert after.select(before.column_names).to_pylist() == before.to_pylist()
+    assert after["completion"].to_pylist() == ["A", "B", "A", None]
+    assert after["error"].to_pylist() == [None, None, None, "prompt is null"]
+
+
+def test_pandas_polars_and_duckdb_read_the_output(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    write_with_pandas(tmp_path / "in.parquet")
+    score_parquet(make_context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"), rows_per_shard=3)
+    work_off(redis, make_context)
+    expected = ["A", "B", "A", None]
+    frame = pd.read_parquet(tmp_path / "out")
+    assert frame["completion"].astype(object).where(frame["completion"].notna(), None).tolist() == expected
+    assert str(frame["when"].dt.tz) == "Europe/Berlin"
+    assert frame.index.tolist() == [10, 20, 30, 40]
+    parts = f"{tmp_path}/out/part-*.parquet"
+    assert pl.read_parquet(parts)["completion"].to_list() == expected
+    rows = duckdb.sql(f"select completion from '{parts}'").fetchall()
+    assert [row[0] for row in rows] == expected
+
+
+def test_chats_written_by_other_tools_are_chats(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    pl.DataFrame({"messages": [CHAT, CHAT]}).write_parquet(tmp_path / "polars.parquet")
+    duckdb.sql(
+        f"copy (select [{{'role': 'user', 'content': 'hi', 'name': null::varchar}}] as messages) "
+        f"to '{tmp_path}/duckdb.parquet' (format parquet)"
+    )
+    pd.DataFrame({"messages": [CHAT]}).to_parquet(tmp_path / "pandas.parquet")
+    for tool in ("polars", "duckdb", "pandas"):
+        source, output = tmp_path / f"{tool}.parquet", tmp_path / f"out-{tool}"
+        score_parquet(make_context(), str(source), str(output), messages_column="messages")
+        work_off(redis, make_context)
+        assert set(pq.read_table(output)["completion"].to_pylist()) == {str(CHAT).upper()}
+
+
+def test_memory_does_not_grow_with_the_row_group(tmp_path: Path) -> None:
+    rows = 100_000
+    prompts = [f"{number:0200}" for number in range(rows)]
+    pq.write_table(
+        pa.table({"prompt": prompts}), tmp_path / "in.parquet", row_group_size=rows, compression="none"
+    )
+    code = """
+import sys, pyarrow
+from jobs.parquet.inputs import read_batches
+from jobs.parquet.plan import Shard
+from jobs.parquet.storage import Storage
+folder, rows = sys.argv[1], int(sys.argv[2])
+shard = Shard(file=0, start=rows - 1500, rows=1500, first_group=0, num_groups=1, skip=rows - 1500)
+batches = read_batches(Storage([folder]), folder + "/in.parquet", shard)
+assert [int(text.as_py()) for batch in batches for text in batch["prompt"]] == list(range(rows - 1500, rows))
+print(pyarrow.default_memory_pool().max_memory())
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path.resolve()), str(rows)], check=True, capture_output=True
+    )
+    assert int(run.stdout) < 6 << 20 < (tmp_path / "in.parquet").stat().st_size

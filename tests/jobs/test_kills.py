@@ -1,0 +1,199 @@
+"""Wherever an execution is killed, running what is left, or planning again, ends the run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from redis import Redis
+from rq.job import Job
+
+from jobs.context import JobContext
+from jobs.keys import run_lock_key, run_parts_key
+from jobs.parquet.names import PLAN, part_name
+from jobs.parquet.planner import plan_run
+from jobs.parquet.run_folder import RunFolder
+from jobs.parquet.shard_work import ShardWork, trusted_plan
+from jobs.parquet.spec import RunSpec
+from jobs.parquet.storage import Storage
+from jobs.run_state import RunState
+from tests.jobs.answering import queued_jobs, run_task, score_parquet, shout, work_off
+from tests.jobs.killing import Fuse, FusedRedis, FusedStorage, Killed
+
+MakeContext = Callable[[], JobContext]
+ROWS = 5
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> RunSpec:
+    table = pa.table({"prompt": [f"p{number}" for number in range(ROWS)], "id": range(ROWS)})
+    pq.write_table(table, tmp_path / "in.parquet", row_group_size=2)
+    return RunSpec.from_arguments(
+        str(tmp_path / "in.parquet"), str(tmp_path / "out"), sampling={"temperature": 0}, rows_per_shard=2
+    )
+
+
+def open_work(context: JobContext, spec: RunSpec, shard: int, storage: Storage) -> ShardWork:
+    plan = trusted_plan(storage, f"{spec.output}/{PLAN}", spec.run)
+    state = RunState(context.connection, spec.run)
+    return ShardWork(context, RunFolder(storage, plan, state, context.execution_id), shard)
+
+
+def finish(work: ShardWork) -> None:
+    for index, request in enumerate(work.requests()):
+        work.deliver(index, [shout(request)])
+    work.finish()
+    work.close()
+
+
+def run_until_killed(context: JobContext, spec: RunSpec, fuse: Fuse) -> int | None:
+    """Plan, then score all shards, as one process; return how many were finished if it was killed."""
+    finished = 0
+    fused = replace(context, connection=FusedRedis(context.connection, fuse))
+    storage = FusedStorage(context.data_roots, fuse)
+    try:
+        plan_run(fused, storage, spec, "bulk")
+        for shard in range(3):
+            finish(open_work(fused, spec, shard, storage))
+            finished += 1
+    except Killed:
+        return finished
+    return None
+
+
+def release_lock(redis: Redis, spec: RunSpec) -> None:
+    """Let the dead process's lock expire."""
+    if redis.exists(run_lock_key(spec.run)):
+        assert 0 < redis.ttl(run_lock_key(spec.run)) <= 60
+        redis.delete(run_lock_key(spec.run))
+
+
+def assert_finished(spec: RunSpec) -> None:
+    output = Path(spec.output)
+    names = {path.name for path in output.iterdir()}
+    assert names == {part_name(n) for n in range(3)} | {"_plan.json", "_manifest.json", "_SUCCESS"}
+    rows = pq.read_table(output).to_pylist()
+    assert [(row["id"], row["completion"]) for row in rows] == [(n, f"P{n}") for n in range(ROWS)]
+    manifest = json.loads((output / "_manifest.json").read_text())
+    assert (manifest["rows"], len(manifest["parts"])) == (ROWS, 3)
+
+
+@pytest.mark.parametrize(
+    "recovery", ["unfinished jobs run again", "planned again", "planned again without redis"]
+)
+def test_no_kill_point_strands_a_run(
+    redis: Redis, make_context: MakeContext, spec: RunSpec, recovery: str
+) -> None:
+    step = 0
+    while (finished := run_until_killed(make_context(), spec, Fuse(step))) is not None:
+        release_lock(redis, spec)
+        recover(redis, make_context, spec, recovery, finished)
+        assert_finished(spec)
+        assert "finished" in RunState(redis, spec.run).facts()
+        redis.flushall()
+        shutil.rmtree(spec.output)
+        step += 1
+    assert step > 60
+
+
+def recover(redis: Redis, make_context: MakeContext, spec: RunSpec, recovery: str, finished: int) -> None:
+    for job in queued_jobs(redis)[:finished]:
+        job.delete()
+    if recovery == "planned again without redis":
+        redis.flushall()
+    planned_whole = finished > 0 or len(queued_jobs(redis)) == 3
+    if recovery == "unfinished jobs run again" and planned_whole:
+        work_off(redis, make_context)
+        return
+    plan_run(make_context(), Storage((str(Path(spec.output).parent),)), spec, "bulk")
+    work_off(redis, make_context)
+
+
+def test_of_two_executions_the_first_one_wins(redis: Redis, make_context: MakeContext, spec: RunSpec) -> None:
+    storage = Storage(make_context().data_roots)
+    plan_run(make_context(), storage, spec, "bulk")
+    slow, fast = (open_work(make_context(), spec, 0, storage) for _ in range(2))
+    finish(fast)
+    before = (Path(spec.output) / part_name(0)).stat()
+    for index, _ in enumerate(slow.requests()):
+        slow.deliver(index, [replace(shout(_), text="late")])
+    slow.finish()
+    slow.close()
+    assert (Path(spec.output) / part_name(0)).stat() == before
+    work_off(redis, make_context)
+    assert_finished(spec)
+
+
+def test_a_loser_whose_file_the_finisher_removed_gives_way(
+    redis: Redis, make_context: MakeContext, spec: RunSpec
+) -> None:
+    storage = Storage(make_context().data_roots)
+    plan_run(make_context(), storage, spec, "bulk")
+
+    class RunEndsBeforePublishing(Storage):
+        def publish(self, temporary: str, target: str) -> bool:
+            work_off(redis, make_context)
+            return super().publish(temporary, target)
+
+    finish(open_work(make_context(), spec, 0, RunEndsBeforePublishing(make_context().data_roots)))
+    assert_finished(spec)
+
+
+def test_a_part_that_is_there_is_not_computed_again(
+    redis: Redis, make_context: MakeContext, spec: RunSpec
+) -> None:
+    storage = Storage(make_context().data_roots)
+    plan_run(make_context(), storage, spec, "bulk")
+    finish(open_work(make_context(), spec, 1, storage))
+    again = open_work(make_context(), spec, 1, storage)
+    assert list(again.requests()) == []
+    assert again.progress() == {"rows": 2, "rows_done": 2, "tokens": 0}
+    finish(again)
+
+
+def test_the_count_survives_redis_losing_it_in_between(
+    redis: Redis, make_context: MakeContext, spec: RunSpec
+) -> None:
+    plan_run(make_context(), Storage(make_context().data_roots), spec, "bulk")
+    first, *rest = queued_jobs(redis)
+    run_task(make_context(), first.func_name, *first.args)
+    redis.delete(run_parts_key(spec.run))
+    results = [run_task(make_context(), job.func_name, *job.args) for job in rest]
+    assert [result["run_finished"] for result in results] == [False, True]
+    assert_finished(spec)
+
+
+def test_a_part_deleted_by_hand_is_scored_again(
+    redis: Redis, make_context: MakeContext, spec: RunSpec
+) -> None:
+    storage = Storage(make_context().data_roots)
+    plan_run(make_context(), storage, spec, "bulk")
+    work_off(redis, make_context)
+    (Path(spec.output) / part_name(1)).unlink()
+    assert plan_run(make_context(), storage, spec, "bulk")["shards_enqueued"] == 1
+    assert not (Path(spec.output) / "_SUCCESS").exists()
+    work_off(redis, make_context)
+    assert_finished(spec)
+
+
+def test_a_failed_run_is_resumed_through_the_public_function(
+    redis: Redis, make_context: MakeContext, spec: RunSpec
+) -> None:
+    arguments = {key: value for key, value in spec.to_json().items() if value is not None}
+    score_parquet(make_context(), **arguments)
+    first, second, _ = queued_jobs(redis)
+    run_task(make_context(), first.func_name, *first.args)
+    redis.delete("rq:queue:bulk")
+    redis.hset(Job.key_for(first.id), "status", "finished")
+    redis.hset(Job.key_for(second.id), "status", "failed")
+    redis.zadd("rq:failed:bulk", {second.id: 1})
+    assert score_parquet(make_context(), **arguments)["shards_enqueued"] == 2
+    assert redis.zcard("rq:failed:bulk") == 0
+    work_off(redis, make_context)
+    assert_finished(spec)
