@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
@@ -13,7 +14,7 @@ import click
 import redis
 from tqdm import tqdm
 
-from .errors import JobsError
+from .errors import ForeignJobsPackage, JobsError
 from .follow import End, Followed, follow
 from .run_control import cancel_run, submit_run
 from .run_snapshot import RunSnapshot, failure_text, planned_run, read_snapshot
@@ -73,6 +74,8 @@ class Bar:
 @click.pass_context
 def main(context: click.Context, url: str) -> None:
     """Score Parquet files with the workers of a Redis queue."""
+    with _errors_told():
+        check_jobs_package()
     context.obj = redis.Redis.from_url(url)
     context.call_on_close(context.obj.close)
 
@@ -133,6 +136,13 @@ def cancel(connection: redis.Redis, /, run: str) -> None:
     with _errors_told():
         cancelled = cancel_run(connection, _look(connection, run).run)
         click.echo(f"cancelled: {cancelled.removed} jobs removed, {cancelled.stopped} told to stop")
+
+
+def check_jobs_package() -> None:
+    """Raise ForeignJobsPackage when `jobs`, which workers import by name, is another package here."""
+    found = importlib.import_module("jobs")
+    if not getattr(found, "__tokenmill__", False):
+        raise ForeignJobsPackage(getattr(found, "__file__", None) or "a folder without __init__.py")
 
 
 def _run_arguments(options: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
@@ -67,7 +68,7 @@ class RunSpec:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    @property
+    @cached_property
     def run(self) -> str:
         """The run's id: 16 hexadecimal digits that depend on the arguments alone."""
         text = json.dumps(self.to_json(), sort_keys=True)

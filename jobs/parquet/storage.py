@@ -101,11 +101,15 @@ class Storage:
         self._sync(os.path.dirname(target))
         return True
 
-    def replace(self, temporary: str, target: str) -> None:
-        """Put a written file in its place, over what was there."""
-        self._sync(temporary)
-        os.replace(temporary, target)
+    def replace(self, temporary: str, target: str) -> bool:
+        """Put a written file in its place, over what was there; return False if someone removed it first."""
+        try:
+            self._sync(temporary)
+            os.replace(temporary, target)
+        except FileNotFoundError:
+            return False
         self._sync(os.path.dirname(target))
+        return True
 
     def delete(self, path: str) -> None:
         """Remove a file that may already be gone."""

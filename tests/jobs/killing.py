@@ -56,9 +56,9 @@ class FusedStorage(Storage):
         with self._fuse.step():
             return super().publish(temporary, target)
 
-    def replace(self, temporary: str, target: str) -> None:
+    def replace(self, temporary: str, target: str) -> bool:
         with self._fuse.step():
-            super().replace(temporary, target)
+            return super().replace(temporary, target)
 
     def delete(self, path: str) -> None:
         if not self._fuse.burnt:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -372,3 +374,12 @@ def test_snapshots_need_few_round_trips(redis: Redis, make_context: MakeContext,
     assert snapshot.queued == 300
     calls = {name: after[name]["calls"] - before.get(name, {"calls": 0})["calls"] for name in after}
     assert sum(calls.values()) < 15
+
+
+def test_another_package_named_jobs_is_refused(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    foreign = types.ModuleType("jobs")
+    foreign.__file__ = "/elsewhere/jobs.py"
+    monkeypatch.setitem(sys.modules, "jobs", foreign)
+    result = invoke("status", "0" * 16)
+    assert result.exit_code == 1
+    assert "/elsewhere/jobs.py" in result.output

@@ -145,6 +145,27 @@ def test_a_loser_whose_file_the_finisher_removed_gives_way(
     assert_finished(spec)
 
 
+def test_of_two_that_end_a_run_at_once_neither_trips_over_the_others_cleaning(
+    redis: Redis, make_context: MakeContext, spec: RunSpec
+) -> None:
+    plan_run(make_context(), Storage(make_context().data_roots), spec, "bulk")
+
+    class CleanedByAnother(Storage):
+        cleaned = 0
+
+        def replace(self, temporary: str, target: str) -> bool:
+            if self.cleaned < 2:
+                self.cleaned += 1
+                self.delete(temporary)
+            return super().replace(temporary, target)
+
+    storage = CleanedByAnother(make_context().data_roots)
+    for shard in range(3):
+        finish(open_work(make_context(), spec, shard, storage))
+    assert storage.cleaned == 2
+    assert_finished(spec)
+
+
 def test_a_part_that_is_there_is_not_computed_again(
     redis: Redis, make_context: MakeContext, spec: RunSpec
 ) -> None:

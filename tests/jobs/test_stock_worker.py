@@ -1,0 +1,138 @@
+"""A stock RQ worker runs our jobs with the same results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from redis import Redis
+from rq import Queue, SimpleWorker
+from rq.job import Job, JobStatus
+from rq.serializers import JSONSerializer
+
+import jobs
+from engine import Completion, InvalidPrompt, SamplingParams
+from jobs import _inline
+from jobs.errors import InvalidJob
+from jobs.table import open_task
+
+
+@dataclass
+class EchoEngine:
+    """Answers the last request first, all samples of a request in one step."""
+
+    waiting: list[tuple[str, Any, SamplingParams]] = field(default_factory=list)
+    max_waiting: int = 0
+
+    def add(self, request_id: str, prompt: Any, params: SamplingParams, *, lane: int = 0) -> None:
+        if not prompt:
+            raise InvalidPrompt("prompt is empty")
+        self.waiting.append((request_id, prompt, params))
+        self.max_waiting = max(self.max_waiting, len(self.waiting))
+
+    def step(self) -> list[Completion]:
+        request_id, prompt, params = self.waiting.pop()
+        if prompt == "breaks":
+            return [Completion(request_id, 0, [], "", "error", 6, 0, error="it broke")]
+        return [
+            Completion(request_id, index, [1, 2], f"{prompt}!{index}", "stop", len(prompt), 0)
+            for index in reversed(range(params.n))
+        ]
+
+    def chat_token_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+        return [len(message["content"]) for message in messages]
+
+
+@pytest.fixture
+def engine() -> EchoEngine:
+    return EchoEngine()
+
+
+@pytest.fixture
+def queue(redis: Redis, tmp_path: Path, engine: EchoEngine, monkeypatch: pytest.MonkeyPatch) -> Queue:
+    settings = SimpleNamespace(model="m", data_roots=(str(tmp_path.resolve()),))
+    monkeypatch.setattr(_inline, "_settings", lambda: settings)
+    monkeypatch.setattr(_inline, "_engine", lambda: engine)
+    return Queue("stock", connection=redis, serializer=JSONSerializer)
+
+
+def work(queue: Queue) -> None:
+    worker = SimpleWorker([queue], connection=queue.connection, serializer=JSONSerializer)
+    worker.work(burst=True, logging_level="ERROR")
+
+
+def last_line(job: Job) -> str:
+    result = job.latest_result()
+    assert result is not None
+    return (result.exc_string or "").strip().splitlines()[-1]
+
+
+def test_prompts_and_chats_are_answered(queue: Queue) -> None:
+    complete = queue.enqueue("jobs.complete", ["a", "b"], n=2, max_tokens=4)
+    chat = queue.enqueue("jobs.chat", messages=[{"role": "user", "content": "abc"}])
+    work(queue)
+    assert [choice["text"] for choice in complete.return_value()["choices"]] == ["a!0", "a!1", "b!0", "b!1"]
+    assert complete.return_value()["id"] == f"cmpl-{complete.id}"
+    assert chat.return_value()["choices"][0]["message"]["content"] == "[3]!0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"prompt": "a", "max_tokens": "3"}, "max_tokens:=3"),
+        (
+            {"prompt": "a", "temprature": 1},
+            "request 0 of this job failed: 'temprature' is no sampling parameter",
+        ),
+        ({"prompt": ["a", ""]}, "request 1 of this job failed: prompt is empty"),
+        ({"prompt": ["a", "b", "breaks"]}, "request 2 of this job failed: it broke"),
+    ],
+)
+def test_a_bad_request_fails_its_job_by_name(queue: Queue, arguments: dict[str, Any], says: str) -> None:
+    bad, good = queue.enqueue("jobs.complete", **arguments), queue.enqueue("jobs.complete", "fine")
+    work(queue)
+    assert bad.get_status() == JobStatus.FAILED
+    assert says in last_line(bad)
+    assert good.get_status() == JobStatus.FINISHED
+
+
+def test_a_parquet_run_is_planned_scored_and_ended(queue: Queue, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["a", "", "b"] * 10, "id": range(30)}), tmp_path / "in.parquet")
+    plan = queue.enqueue(
+        "jobs.score_parquet", str(tmp_path / "in.parquet"), str(tmp_path / "out"), rows_per_shard=7
+    )
+    work(queue)
+    assert plan.return_value()["shards_enqueued"] == 5
+    rows = pq.read_table(tmp_path / "out").to_pylist()
+    assert [row["completion"] for row in rows] == ["a!0", None, "b!0"] * 10
+    assert (tmp_path / "out" / "_SUCCESS").exists()
+
+
+def test_sampling_that_no_request_could_use_fails_the_planning(queue: Queue, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "in.parquet")
+    plan = queue.enqueue(
+        "jobs.score_parquet",
+        str(tmp_path / "in.parquet"),
+        str(tmp_path / "out"),
+        sampling={"temperature": -1},
+    )
+    work(queue)
+    assert "temperature" in last_line(plan)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_engine_never_holds_more_than_the_window(engine: EchoEngine) -> None:
+    task = open_task("jobs.complete", [["x"] * (_inline.MAX_PENDING + 50)])
+    assert task is not None
+    _inline.drive(task, engine)  # type: ignore[arg-type]
+    assert engine.max_waiting == _inline.MAX_PENDING
+
+
+def test_outside_of_a_job_the_error_says_what_to_do() -> None:
+    with pytest.raises(InvalidJob, match="enqueue"):
+        jobs.complete("a")
