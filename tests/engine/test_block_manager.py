@@ -1,0 +1,144 @@
+"""The block manager's rules one by one; test_histories.py checks them in random histories."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine import BlockAccountingError, ConfigError, OutOfBlocks, SamplingParams
+from engine.block_manager import BlockManager
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+
+
+def sequence(token_ids: list[int]) -> Sequence:
+    return Sequence("r", token_ids, SamplingParams())
+
+
+def compute(blocks: BlockManager, token_ids: list[int]) -> Sequence:
+    """A sequence whose tokens have all been computed in one step."""
+    seq = sequence(token_ids)
+    blocks.extend_keys(seq)
+    blocks.allocate(seq, blocks.find_cached(seq))
+    blocks.publish(seq, len(seq))
+    blocks.commit_step()
+    seq.num_computed_tokens = len(seq)
+    return seq
+
+
+def num_cached(blocks: BlockManager, token_ids: list[int]) -> int:
+    seq = sequence(token_ids)
+    blocks.extend_keys(seq)
+    return len(blocks.find_cached(seq))
+
+
+def test_the_last_token_is_always_computed() -> None:
+    """At most (length - 1) // block_size blocks are reused, so there is a query to sample from."""
+    blocks = BlockManager(8, 4)
+    compute(blocks, list(range(8)))
+    assert [num_cached(blocks, list(range(n))) for n in (4, 5, 8, 9)] == [0, 1, 1, 2]
+
+
+def test_a_block_can_be_hit_in_the_step_that_computes_it() -> None:
+    """Sequences of one step share a prefix."""
+    blocks = BlockManager(8, 4)
+    first = sequence(list(range(9)))
+    blocks.extend_keys(first)
+    blocks.allocate(first, [])
+    blocks.publish(first, 9)
+    assert num_cached(blocks, list(range(9))) == 2
+
+
+def test_a_withdrawn_block_cannot_be_hit() -> None:
+    """The step failed: its blocks hold garbage."""
+    blocks = BlockManager(8, 4)
+    kept = compute(blocks, [9] * 5)
+    first = sequence(list(range(9)))
+    blocks.extend_keys(first)
+    blocks.allocate(first, [])
+    blocks.publish(first, 9)
+    blocks.withdraw_step()
+    blocks.release(first)
+    assert num_cached(blocks, list(range(9))) == 0
+    assert num_cached(blocks, [9] * 5) == 1
+    blocks.check_accounting([kept])
+
+
+def test_the_chain_behind_a_block_computed_twice_can_be_hit() -> None:
+    """Two sequences of eight tokens compute the second block each; what follows either one is found."""
+    blocks = BlockManager(12, 4)
+    compute(blocks, list(range(8)))
+    twin = compute(blocks, list(range(8)))
+    twin.token_ids += [8, 9, 10, 11]
+    blocks.grow(twin)
+    blocks.publish(twin, 12)
+    assert num_cached(blocks, list(range(13))) == 3
+
+
+def test_least_recently_used_blocks_are_taken_first() -> None:
+    """Released prefixes stay until blocks are needed; the oldest goes first, its end before its start."""
+    blocks = BlockManager(6, 2)
+    old = compute(blocks, [1, 2, 3, 4])
+    new = compute(blocks, [5, 6, 7, 8])
+    blocks.release(old)
+    blocks.release(new)
+    compute(blocks, [9, 9, 8, 8, 7, 7])
+    assert num_cached(blocks, [1, 2, 3, 4, 0]) == 1
+    assert num_cached(blocks, [5, 6, 7, 8, 0]) == 2
+
+
+def test_a_recycled_block_is_not_hit_by_its_old_content() -> None:
+    """Eviction drops the hash the block owns."""
+    blocks = BlockManager(2, 2)
+    blocks.release(compute(blocks, [1, 2, 3]))
+    blocks.release(compute(blocks, [4, 5, 6]))
+    assert num_cached(blocks, [1, 2, 3]) == 0
+    assert num_cached(blocks, [4, 5, 6]) == 1
+
+
+def test_a_collision_is_no_hit() -> None:
+    """With one hash for everything only the true content is found, and the newest owns the hash."""
+    blocks = BlockManager(8, 2, hash_block=lambda parent, tokens: 1)
+    held = [compute(blocks, [1, 2, 3]), compute(blocks, [4, 5, 6])]
+    assert num_cached(blocks, [1, 2, 3]) == 0
+    assert num_cached(blocks, [4, 5, 6]) == 1
+    blocks.check_accounting(held)
+
+
+def test_keys_are_made_once() -> None:
+    """A waiting prompt is hashed when it arrives, not at each attempt to admit it."""
+    calls = []
+
+    def counting(parent: int, tokens: bytes) -> int:
+        calls.append(tokens)
+        return len(calls)
+
+    blocks = BlockManager(8, 2, hash_block=counting)
+    seq = sequence([1, 2, 3, 4, 5])
+    for _ in range(3):
+        blocks.extend_keys(seq)
+        blocks.find_cached(seq)
+    assert len(calls) == 2
+
+
+def test_taking_from_an_empty_pool_is_a_named_error() -> None:
+    blocks = BlockManager(2, 2)
+    seq = compute(blocks, [1, 2, 3, 4])
+    with pytest.raises(OutOfBlocks, match="all 2 blocks are held"):
+        blocks.grow(seq)
+    with pytest.raises(OutOfBlocks, match="needs 1 more"):
+        blocks.allocate(sequence([1]), [])
+
+
+def test_accounting_reports_the_counts_that_disagree() -> None:
+    blocks = BlockManager(4, 2)
+    seq = compute(blocks, [1, 2, 3])
+    with pytest.raises(BlockAccountingError, match="1 references and is in 0"):
+        blocks.check_accounting([])
+    blocks._free.popitem()
+    with pytest.raises(BlockAccountingError, match=r"1 free \+ 2 held != 4"):
+        blocks.check_accounting([seq])
+
+
+def test_a_pool_must_hold_one_longest_sequence() -> None:
+    with pytest.raises(ConfigError, match="lower max_model_len or raise kv_cache_bytes"):
+        Scheduler(BlockManager(4, 4), max_num_seqs=1, max_num_batched_tokens=8, max_model_len=17)

@@ -1,0 +1,129 @@
+"""Random histories of add, step, failed step and abort keep every invariant of scheduler and blocks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.block_manager import hash_block
+from tests.engine.shadow import NUM_TOKENS, ShadowEngine
+
+Operation = tuple[Any, ...]
+
+
+def random_history(seed: int) -> list[Operation]:
+    """A history whose mix of operations is drawn too; hypothesis alone draws too few long ones."""
+    rng = random.Random(seed)
+    kinds = ["add", "step", "fail", "abort"]
+    weights = [rng.uniform(0.5, 3), rng.uniform(0.5, 3), rng.choice([0, 0.1, 0.5]), rng.choice([0, 0.1, 0.5])]
+    prefix = random_tokens(rng, rng.randrange(20))
+    history: list[Operation] = []
+    for kind in rng.choices(kinds, weights, k=rng.randrange(5, 40)):
+        if kind == "add":
+            prompt = prefix[: rng.choice([0, 0, 99, rng.randrange(20)])] + random_tokens(
+                rng, rng.randrange(1, 12)
+            )
+            history.append((kind, prompt, rng.choice([0, 0, 1, 2]), rng.randrange(1, 24)))
+        elif kind == "step":
+            history.append((kind, rng.randrange(1, 6)))
+        else:
+            history.append((kind, rng.randrange(99)))
+    return history
+
+
+def random_tokens(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(1, NUM_TOKENS) for _ in range(length)]
+
+
+HISTORIES = st.integers(0, 2**32).map(random_history)
+SIZES = st.fixed_dictionaries(
+    {
+        "num_blocks": st.sampled_from([10, 11, 16, 30]),
+        "max_num_seqs": st.integers(1, 6),
+        "max_num_batched_tokens": st.sampled_from([7, 12, 40]),
+        "max_model_len": st.sampled_from([33, 40]),
+    }
+)
+THOROUGH = settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def play(history: list[Operation], sizes: dict[str, int], **options: Any) -> ShadowEngine:
+    """Run a history on a shadow engine, which checks itself after each step, and drain it."""
+    shadow = ShadowEngine(**sizes, **options)
+    answers = []
+    for operation, *values in history:
+        if operation == "add":
+            prompt, lane, max_tokens = values
+            answers.append((shadow.add(prompt, lane=lane, max_tokens=max_tokens), prompt, max_tokens))
+        elif operation == "step":
+            for _ in range(values[0]):
+                shadow.step()
+        elif operation == "fail":
+            shadow.step(fails=True)
+        elif shadow.unfinished:
+            shadow.abort(shadow.unfinished[values[0] % len(shadow.unfinished)])
+    shadow.drain()
+    for seq, prompt, max_tokens in answers:
+        if seq.finish_reason != "abort":
+            assert seq.token_ids == expected(shadow, prompt, max_tokens)
+    return shadow
+
+
+def expected(shadow: ShadowEngine, prompt: list[int], max_tokens: int) -> list[int]:
+    """The tokens a sequence must end with, whatever happened to it on the way."""
+    token_ids = list(prompt)
+    for _ in range(max_tokens):
+        token_ids.append(shadow.next_token(token_ids))
+        if token_ids[-1] == 0 or len(token_ids) >= shadow.scheduler.max_model_len:
+            break
+    return token_ids
+
+
+@THOROUGH
+@given(HISTORIES, SIZES)
+def test_histories_with_prefix_caching(history: list[Operation], sizes: dict[str, int]) -> None:
+    """free + held = pool, references = tables, contents = prefixes, all finish with their own tokens."""
+    play(history, sizes)
+
+
+@settings(THOROUGH, max_examples=300)
+@given(HISTORIES, SIZES)
+def test_histories_without_prefix_caching(history: list[Operation], sizes: dict[str, int]) -> None:
+    """The same without sharing: then no block ever has two references."""
+    shadow = play(history, sizes, enable_prefix_caching=False)
+    assert shadow.scheduler.cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "hash_function", [lambda parent, tokens: 7, lambda parent, tokens: hash_block(parent, tokens) % 3]
+)
+def test_histories_with_colliding_hashes(hash_function: Callable[[int, bytes], int]) -> None:
+    """Every hash equal, or one of three: a hit still never returns another prefix's KV."""
+
+    @settings(THOROUGH, max_examples=500)
+    @given(HISTORIES, SIZES)
+    def histories(history: list[Operation], sizes: dict[str, int]) -> None:
+        play(history, sizes, hash_block=hash_function)
+
+    histories()
+
+
+def test_the_histories_reach_what_they_should() -> None:
+    """Hits, preemptions and chunks all occur among random histories, or the above would prove little."""
+    seen = {"hits": 0, "preemptions": 0, "unpublished": 0}
+
+    @settings(THOROUGH, max_examples=100, derandomize=True)
+    @given(HISTORIES, SIZES)
+    def histories(history: list[Operation], sizes: dict[str, int]) -> None:
+        scheduler = play(history, sizes).scheduler
+        seen["hits"] += scheduler.cached_tokens > 0
+        seen["preemptions"] += scheduler.num_preemptions > 0
+        seen["unpublished"] += any(operation[0] == "fail" for operation in history)
+
+    histories()
+    assert min(seen.values()) > 20, seen

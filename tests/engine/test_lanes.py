@@ -1,0 +1,112 @@
+"""Lanes: the urgent one is in the next step, and no lane starves."""
+
+from __future__ import annotations
+
+from engine.scheduler import MAX_OVERTAKES
+from tests.engine.shadow import ShadowEngine
+
+
+def unending(shadow: ShadowEngine) -> None:
+    """Make no sequence end before its max_tokens."""
+    shadow.next_token = lambda token_ids: 1 + sum(token_ids) % 2  # type: ignore[method-assign]
+
+
+def test_an_urgent_sequence_takes_a_slot_from_the_latest_bulk_one() -> None:
+    """All slots are held by lane 1: the next step holds lane 0, and the latest of lane 1 waits."""
+    shadow = ShadowEngine(max_num_seqs=3, num_blocks=40)
+    unending(shadow)
+    bulk = [shadow.add([1, 2, i % 2 + 1], lane=1, max_tokens=20) for i in range(3)]
+    for _ in range(3):
+        shadow.step()
+    urgent = shadow.add([2, 2, 1], lane=0)
+    assert urgent in shadow.step().seqs
+    assert shadow.scheduler.running == [urgent, bulk[0], bulk[1]]
+    shadow.drain()
+
+
+def test_an_urgent_sequence_takes_blocks_from_the_least_urgent_lane() -> None:
+    """The pool is full: blocks come from lane 2 before lane 1, and no more than needed are taken."""
+    shadow = ShadowEngine(num_blocks=12, max_num_seqs=5, max_num_batched_tokens=100)
+    unending(shadow)
+    middle = shadow.add([1] * 15, lane=1, max_tokens=20)
+    low = [shadow.add([2] * n, lane=2, max_tokens=20) for n in (15, 14)]
+    shadow.step()
+    urgent = shadow.add([1, 2] * 7, lane=0, max_tokens=5)
+    assert urgent in shadow.step().seqs
+    assert middle in shadow.scheduler.running
+    assert low[1] not in shadow.scheduler.running
+    assert shadow.scheduler.num_preemptions <= 2
+    shadow.drain()
+
+
+def test_an_urgent_sequence_preempts_nobody_in_vain() -> None:
+    """If even all later lanes' blocks would not suffice, the later lanes keep running."""
+    shadow = ShadowEngine(num_blocks=10, max_num_seqs=5, max_num_batched_tokens=100, max_model_len=36)
+    unending(shadow)
+    first = shadow.add([1] * 27, lane=0, max_tokens=4)
+    shadow.step()
+    bulk = shadow.add([2] * 5, lane=1, max_tokens=10)
+    shadow.step()
+    urgent = shadow.add([1, 2] * 12, lane=0, max_tokens=5)
+    shadow.step()
+    assert bulk in shadow.scheduler.running
+    while first in shadow.unfinished:
+        shadow.step()
+    assert urgent in shadow.step().seqs
+    shadow.drain()
+
+
+def test_sequences_of_one_lane_are_admitted_in_order() -> None:
+    """First in, first out within a lane, also when a later one would fit and the first does not yet."""
+    shadow = ShadowEngine(num_blocks=10, max_num_seqs=4, max_num_batched_tokens=100)
+    seqs = [shadow.add([1 + i % 2] * n, max_tokens=3) for i, n in enumerate((20, 25, 3, 30, 2, 9))]
+    shadow.drain()
+    first_admissions = sorted(set(shadow.admitted), key=shadow.admitted.index)
+    assert first_admissions == seqs
+
+
+def test_a_waiting_lane_gets_one_admission_in_twenty() -> None:
+    """Urgent sequences wait in any number: each run of twenty admissions holds one of the bulk lane."""
+    shadow = ShadowEngine(num_blocks=100, max_num_seqs=4, max_num_batched_tokens=200)
+    bulk = {shadow.add([2, 2, 1, 2], lane=1, max_tokens=2) for _ in range(10)}
+    for _ in range(300):
+        shadow.add([1, 2], lane=0, max_tokens=2)
+    while any(seq in shadow.unfinished for seq in bulk):
+        shadow.step()
+    places = [i for i, seq in enumerate(shadow.admitted) if seq in bulk]
+    gaps = [after - before for before, after in zip([-1, *places], places, strict=False)]
+    assert max(gaps) <= MAX_OVERTAKES + 1
+    shadow.drain()
+
+
+def test_bulk_sequences_finish_under_an_endless_urgent_flood() -> None:
+    """Urgent arrivals in bursts take slots and blocks again and again; the bulk ones end all the same."""
+    shadow = ShadowEngine(num_blocks=14, max_num_seqs=3, max_num_batched_tokens=20)
+    unending(shadow)
+    bulk = [shadow.add([2] * 18, lane=1, max_tokens=20) for _ in range(3)]
+    bulk += [shadow.add([1, 2] * 12, lane=2, max_tokens=12)]
+    steps = 0
+    while any(seq in shadow.unfinished for seq in bulk):
+        if steps % 3 == 0:
+            for _ in range(3):
+                shadow.add([1] * 9, lane=0, max_tokens=4)
+        shadow.step()
+        steps += 1
+        assert steps < 3000
+    assert shadow.scheduler.num_preemptions > 0
+    shadow.drain()
+
+
+def test_a_bulk_prefill_under_way_is_not_starved_of_budget() -> None:
+    """Urgent prompts eat the whole token budget of every step; a half-done bulk prefill still ends."""
+    shadow = ShadowEngine(num_blocks=60, max_num_seqs=8, max_num_batched_tokens=12, max_model_len=40)
+    bulk = shadow.add([2] * 30, lane=1, max_tokens=1)
+    shadow.step()
+    steps = 0
+    while bulk in shadow.unfinished:
+        urgent = [1 + int(bit) for bit in f"{steps:012b}"]  # no two begin with the same block
+        shadow.add(urgent, lane=0, max_tokens=1)
+        shadow.step()
+        steps += 1
+        assert steps < 200
+    shadow.drain()

@@ -1,0 +1,369 @@
+"""What a request may be, how it ends, and that a bad one harms no other."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import engine.engine
+from engine import (
+    Completion,
+    DuplicateRequest,
+    Engine,
+    EngineBusy,
+    EngineClosed,
+    EngineConfig,
+    EngineError,
+    InvalidPrompt,
+    InvalidRequest,
+    InvalidSampling,
+    PromptTooLong,
+    SamplingParams,
+    StepFailed,
+)
+from engine.block_manager import BlockManager
+from engine.stop_strings import IncrementalText, StopStrings
+from tests.engine.checkpoints import make_tokenizer
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module")
+def shared(folders: dict[str, Path]) -> Iterator[Engine]:
+    config = EngineConfig(
+        str(folders["gqa2_tied_hub"]), dtype="float32", kv_cache_bytes=1 << 22, max_num_seqs=8
+    )
+    with Engine(config) as built:
+        yield built
+        assert not built.has_unfinished
+        built._scheduler.check_accounting()
+        assert built.stats().free_blocks == built.stats().num_blocks
+
+
+def complete(
+    engine: Engine, prompt: Any = PROMPT, params: SamplingParams = GREEDY, **changes: Any
+) -> Completion:
+    (completion,) = engine.generate([prompt], replace(params, **changes))
+    return completion
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        ("", InvalidPrompt, "empty"),
+        ([], InvalidPrompt, "empty"),
+        (None, InvalidPrompt, "string or a list of token ids, got NoneType"),
+        (7, InvalidPrompt, "got int"),
+        ({"prompt": "x"}, InvalidPrompt, "got dict"),
+        ([1, True], InvalidPrompt, "integers, got True"),
+        ([1, 2.0], InvalidPrompt, "integers, got 2.0"),
+        ([1, "2"], InvalidPrompt, "integers, got '2'"),
+        ([1, 512], InvalidPrompt, "512 is outside the vocabulary of 512"),
+        ([-1], InvalidPrompt, "-1 is outside"),
+        ("half \ud800 of a pair", InvalidPrompt, "Unicode"),
+        ([1] * 512, PromptTooLong, "512 tokens; this engine takes 511"),
+        ("word " * 400, PromptTooLong, "this engine takes 511"),
+        ("x" * 1_000_000, PromptTooLong, "1000000 characters"),
+    ],
+)
+def test_a_bad_prompt_fails_alone(shared: Engine, prompt: Any, error: type[Exception], message: str) -> None:
+    """`add` raises and changes nothing; `generate` answers with an error and completes the neighbours."""
+    with pytest.raises(error, match=message):
+        shared.add("bad", prompt, GREEDY)
+    assert not shared.has_unfinished
+    before, bad, after = shared.generate([PROMPT, prompt, PROMPT], GREEDY)
+    assert bad.finish_reason == "error"
+    assert message.split("|")[0] in (bad.error or "")
+    assert before.token_ids == after.token_ids == complete(shared).token_ids
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -1}, "temperature must be finite and at least 0.0, got -1"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": "0"}, "without quotes"),
+        ({"temperature": True}, "must be a number, got True"),
+        ({"top_p": 0}, "top_p must be above 0"),
+        ({"top_p": 1.01}, "top_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 1.5}, "top_k must be an integer"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"max_tokens": "64"}, "without quotes"),
+        ({"max_tokens": True}, "must be an integer"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 is above max_tokens=8"),
+        ({"n": 0}, "n must be between 1 and"),
+        ({"n": 10_000}, "n must be between 1 and"),
+        ({"seed": 2**64}, "seed"),
+        ({"seed": 1.0}, "seed"),
+        ({"stop": [1]}, "stop must be"),
+        ({"stop": ["a", ""]}, "1 to 1024 characters, got 0"),
+        ({"stop": ["a"] * 65}, "at most 64"),
+        ({"stop_token_ids": "12"}, "list of token ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"logprobs": 5}, "'logprobs' is not built yet; accepted are ignore_eos"),
+        ({"presence_penalty": 0.5}, "not built yet"),
+        ({"max_token": 5}, "'max_token' is no sampling parameter; accepted are"),
+    ],
+)
+def test_bad_sampling_values_are_refused_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidSampling, match=message):
+        SamplingParams.from_mapping(values)
+
+
+def test_sampling_values_are_taken_as_they_come_from_json() -> None:
+    params = SamplingParams.from_mapping({"stop": "x", "stop_token_ids": [3], "temperature": 0, "top_k": 0})
+    assert params == SamplingParams(stop=("x",), stop_token_ids=(3,), temperature=0, top_k=0)
+    assert hash(params) == hash(pickle.loads(pickle.dumps(params)))
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+
+
+def test_errors_keep_their_type_across_processes() -> None:
+    error = pickle.loads(pickle.dumps(PromptTooLong("too long")))
+    assert isinstance(error, InvalidRequest)
+    assert isinstance(error, EngineError)
+    assert error.args == ("too long",)
+
+
+@pytest.mark.parametrize(
+    ("request_id", "params", "lane", "error"),
+    [
+        (5, GREEDY, 0, InvalidRequest),
+        ("a", {"max_tokens": 5}, 0, InvalidSampling),
+        ("a", replace(GREEDY, stop_token_ids=(512,)), 0, InvalidSampling),
+        ("a", GREEDY, -1, InvalidRequest),
+        ("a", GREEDY, "0", InvalidRequest),
+    ],
+)
+def test_other_bad_arguments_are_refused(
+    shared: Engine, request_id: Any, params: Any, lane: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        shared.add(request_id, PROMPT, params, lane=lane)
+    assert not shared.has_unfinished
+
+
+def test_a_request_id_is_used_once_at_a_time(shared: Engine) -> None:
+    shared.add("same", PROMPT, GREEDY)
+    with pytest.raises(DuplicateRequest, match="'same' is unfinished"):
+        shared.add("same", PROMPT, GREEDY)
+    shared.abort("same")
+    shared.add("same", PROMPT, GREEDY)
+    shared.abort("same")
+
+
+def test_abort_frees_all_samples_and_returns_nothing_more(shared: Engine) -> None:
+    """Waiting and running samples alike; an unknown id is left alone."""
+    expected = complete(shared).token_ids
+    shared.add("gone", PROMPT * 5, replace(GREEDY, n=12))
+    shared.add("stays", PROMPT, GREEDY)
+    done = shared.step()
+    shared.abort("gone")
+    shared.abort("gone")
+    shared.abort("never added")
+    while shared.has_unfinished:
+        done += shared.step()
+    assert [(completion.request_id, completion.token_ids) for completion in done] == [("stays", expected)]
+    assert shared.step() == []
+
+
+def test_generate_keeps_the_input_order_for_any_iterable(shared: Engine) -> None:
+    """A generator of prompts and one of params, n samples together, lengths mixed."""
+    rng = random.Random(3)
+    lengths = [rng.randrange(1, 20) for _ in range(50)]
+    params = [replace(GREEDY, max_tokens=n, n=1 + n % 2) for n in lengths]
+    completions = shared.generate(([9] * n for n in lengths), iter(params))
+    expected = [(n, index) for n in lengths for index in range(1 + n % 2)]
+    assert [(len(c.token_ids), c.index) for c in completions] == expected
+    assert [c.num_prompt_tokens for c in completions] == [n for n, _ in expected]
+    assert shared.generate([]) == []
+
+
+def test_generate_reads_prompts_as_it_has_room(shared: Engine) -> None:
+    """Prompts are not all pulled at once."""
+    pulled = []
+
+    def prompts() -> Iterator[list[int]]:
+        for i in range(200):
+            pulled.append((i, shared.stats().num_waiting))
+            yield [7, 8]
+
+    shared.generate(prompts(), replace(GREEDY, max_tokens=2))
+    assert max(num_waiting for _, num_waiting in pulled) <= shared.config.max_num_seqs
+
+
+def test_generate_refuses_what_it_cannot_pair(shared: Engine) -> None:
+    with pytest.raises(InvalidPrompt, match="put a single one into a list"):
+        shared.generate("one prompt", GREEDY)
+    with pytest.raises(InvalidRequest, match="as many prompts as params"):
+        shared.generate([PROMPT, PROMPT], [GREEDY])
+    assert not shared.has_unfinished
+    shared.add("other", PROMPT, GREEDY)
+    with pytest.raises(EngineBusy, match="1 requests are unfinished"):
+        shared.generate([PROMPT], GREEDY)
+    shared.abort("other")
+
+
+def test_generate_shows_progress_when_asked(shared: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    shared.generate([PROMPT, ""], GREEDY, use_tqdm=True)
+    assert "2/2" in capsys.readouterr().err
+
+
+def test_max_tokens_and_the_model_length_end_with_length(shared: Engine) -> None:
+    assert complete(shared, max_tokens=5).finish_reason == "length"
+    long = complete(shared, [9] * 505, max_tokens=50)
+    assert (len(long.token_ids), long.finish_reason) == (7, "length")
+
+
+def test_stop_tokens_end_a_completion_and_stay_in_its_ids(shared: Engine) -> None:
+    """stop_token_ids at once; the model's end tokens unless ignored; neither before min_tokens."""
+    free = complete(shared).token_ids
+    at = max(free.index(token_id) for token_id in free[:8])
+    stopped = complete(shared, stop_token_ids=[free[at]])
+    assert (stopped.token_ids, stopped.finish_reason) == (free[: at + 1], "stop")
+    late = complete(shared, stop_token_ids=[free[at]], min_tokens=8)
+    assert late.token_ids[:at] == free[:at]
+    assert free[at] not in late.token_ids[:8]
+    assert len(late.token_ids) > 8
+
+
+def test_end_tokens_come_from_the_generation_config(folders: dict[str, Path], tmp_path: Path) -> None:
+    """A list there wins over config.json; its sampling defaults are not used."""
+    source = folders["gqa2_bias"]
+    with Engine(EngineConfig(str(source), kv_cache_bytes=1 << 22)) as built:
+        free = complete(built).token_ids
+    for file in source.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "generation_config.json").write_text(
+        f'{{"eos_token_id": [1, {free[3]}], "temperature": 5.0, "do_sample": true, "max_new_tokens": 1}}'
+    )
+    with Engine(EngineConfig(str(tmp_path), kv_cache_bytes=1 << 22)) as built:
+        stopped = complete(built, ignore_eos=False)
+        assert (stopped.token_ids, stopped.finish_reason) == (free[: free.index(free[3]) + 1], "stop")
+        assert complete(built).token_ids == free
+
+
+def test_a_stop_string_is_cut_from_the_text_and_kept_in_the_ids(shared: Engine) -> None:
+    """The text ends before it; the ids end with the token that completed it; one or many strings."""
+    free = complete(shared, "The quick", max_tokens=40)
+    middle = len(free.text) // 2
+    stop = free.text[middle : middle + 3]
+    stopped = complete(shared, "The quick", max_tokens=40, stop=[stop, "never there"])
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == free.text[: free.text.index(stop)]
+    assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+    assert len(stopped.token_ids) < 40
+    late = complete(shared, "The quick", max_tokens=40, stop=stop, min_tokens=38)
+    assert len(late.token_ids) > 38
+
+
+def test_incremental_text_is_a_prefix_of_the_whole_text() -> None:
+    """At each token, for every script, broken bytes and special tokens included; never half a character."""
+    tokenizer = make_tokenizer()
+    rng = random.Random(4)
+
+    def decode(token_ids: list[int]) -> str:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    texts = ["naïve café Ñandú 日本語 🎉🎉 עברית", "🇫🇷" * 20, "plain " * 30]
+    cases = [tokenizer.encode(text) for text in texts]
+    cases += [[rng.randrange(500) for _ in range(120)] for _ in range(60)]
+    for i, case in enumerate(cases):
+        text, given = IncrementalText(decode), ""
+        for j, token_id in enumerate(case):
+            given += text.add(token_id)
+            whole = decode(case[: j + 1])
+            assert whole.startswith(given)
+            assert len(whole) - len(given) <= 1
+            if i < len(texts):
+                assert "\ufffd" not in given
+        assert given == decode(case).removesuffix("\ufffd")
+
+
+def test_stop_strings_across_tokens_and_window() -> None:
+    """A stop string spread over many tokens, the earliest of several, and one that is complete too early."""
+
+    def first_end(text: str, stop: tuple[str, ...], min_tokens: int = 0) -> tuple[int, str | None]:
+        watch = StopStrings(stop, lambda ids: "".join(map(chr, ids)), min_tokens=min_tokens)
+        for i, char in enumerate(text):
+            if watch.add(ord(char)):
+                return i + 1, watch.text
+        return len(text), watch.text
+
+    long = "x" * 50 + "abcdefghijklmnopqrstuvwxyz" * 2
+    assert first_end(long, ("abcdefghijklmnopqrstuvwxyz",)) == (76, "x" * 50)
+    assert first_end("say stop now", ("now", "stop")) == (8, "say ")
+    assert first_end("aXbXc", ("X",), min_tokens=2) == (4, "aXb")
+    assert first_end("abcabc", ("bc",), min_tokens=3) == (6, "abca")
+    assert first_end("none", ("X",)) == (4, None)
+
+
+def test_the_chat_template_ends_with_the_generation_prompt(shared: Engine) -> None:
+    token_ids = shared.chat_token_ids([{"role": "user", "content": "hi"}])
+    assert shared._tokenizer.decode(token_ids) == "user\nhi\nassistant\n"
+    for messages in ("hi", [], ["hi"], [{"content": "hi"}]):
+        with pytest.raises(InvalidPrompt):
+            shared.chat_token_ids(messages)  # type: ignore[arg-type]
+
+
+def test_a_failed_step_leaks_nothing_and_can_be_repeated(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """StepFailed carries the cause; what it published is withdrawn; the next step gives the same tokens."""
+    with Engine(EngineConfig(str(folder), dtype="float32", kv_cache_bytes=1 << 22, max_num_seqs=8)) as built:
+        expected = built.generate([PROMPT * 9] * 3, GREEDY)
+    with Engine(EngineConfig(str(folder), dtype="float32", kv_cache_bytes=1 << 22, max_num_seqs=8)) as built:
+        done: list[Completion] = []
+        for i in range(3):
+            built.add(str(i), PROMPT * 9, GREEDY)
+        build = engine.engine.build_forward_batch
+        for fails in (True, False, False, True, False):
+            with monkeypatch.context() as patch:
+                if fails:
+                    patch.setattr(engine.engine, "build_forward_batch", lambda *args: 1 / 0)
+                    with pytest.raises(StepFailed, match="ZeroDivisionError") as failure:
+                        built.step()
+                    assert isinstance(failure.value.__cause__, ZeroDivisionError)
+                    assert built.stats().free_blocks == built.stats().num_blocks
+                    assert built._scheduler.blocks._by_hash == {} or built.stats().num_steps > 0
+                else:
+                    done += built.step()
+            built._scheduler.check_accounting()
+        assert engine.engine.build_forward_batch is build
+        while built.has_unfinished:
+            done += built.step()
+        assert [c.token_ids for c in done] == [c.token_ids for c in expected]
+
+
+def test_a_closed_engine_says_so(folder: Path) -> None:
+    built = Engine(EngineConfig(str(folder), kv_cache_bytes=1 << 22))
+    assert built.model_name == str(folder)
+    built.add("a", PROMPT, GREEDY)
+    built.close()
+    built.close()
+    assert not built.has_unfinished
+    for call in (
+        lambda: built.add("b", PROMPT, GREEDY),
+        built.step,
+        lambda: built.generate([PROMPT], GREEDY),
+    ):
+        with pytest.raises(EngineClosed):
+            call()
+
+
+def test_the_sizes_of_a_block_pool_follow_the_config(shared: Engine) -> None:
+    """kv_cache_bytes counts K and V of all layers."""
+    assert isinstance(shared._scheduler.blocks, BlockManager)
+    assert shared.stats().num_blocks == (1 << 22) // (3 * 2 * 16 * 2 * 16 * 4)
+    assert shared.max_model_len == 512

@@ -1,0 +1,173 @@
+"""The sampler against a plain float64 reference, and Philox against its published vectors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import engine.sampler
+from engine.batch import SamplingBatch
+from engine.philox import philox4x32, uniform
+from engine.sampler import sample
+
+
+def sampling_batch(n: int, **values: Any) -> SamplingBatch:
+    defaults: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0}
+    defaults |= {"top_k": 0, "seed": 0, "sample_index": 0, "position": 0}
+    kinds = {"top_k": np.int64, "seed": np.uint64, "sample_index": np.uint64, "position": np.uint64}
+    arrays = {
+        name: np.broadcast_to(np.asarray(values.get(name, default), kinds.get(name, np.float32)), (n,)).copy()
+        for name, default in defaults.items()
+    }
+    return SamplingBatch(**arrays, banned=values.get("banned", {}))
+
+
+def reference_choice(
+    logits: list[float], u: float, *, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[int, float]:
+    """Straight from the definitions. Returns the token and how near u was to another choice."""
+    if temperature == 0:
+        return logits.index(max(logits)), 1.0
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    top = max(logits)
+    weight = [math.exp((x - top) / temperature) for x in logits]
+    order = [i for i in order if weight[i] >= min_p]
+    if top_k > 0:
+        order = order[:top_k]
+    total, mass, kept = sum(weight[i] for i in order), 0.0, []
+    for i in order:
+        kept.append(i)
+        mass += weight[i]
+        if mass >= top_p * total and top_p < 1:
+            break
+    edge, cdf = 0.0, []
+    for i in sorted(kept):
+        edge += weight[i]
+        cdf.append((edge, i))
+    token = next(i for edge, i in cdf if edge > u * cdf[-1][0])
+    return token, min(abs(edge / cdf[-1][0] - u) for edge, _ in cdf)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_matches_random123(counter: Any, key: Any, expected: Any) -> None:
+    """The known-answer vectors that Random123 publishes for Philox4x32-10."""
+    words = philox4x32(*(tuple(np.array([word], np.uint64) for word in words) for words in (counter, key)))
+    assert tuple(int(word[0]) for word in words) == expected
+
+
+def test_uniforms_differ_by_seed_position_and_sample() -> None:
+    """Each of the three changes the number, high halves included; none is 0 or 1."""
+    triples = [(0, 0, 0), (1, 0, 0), (2**32, 0, 0), (0, 1, 0), (0, 2**32, 0), (0, 0, 1)]
+    seed, position, index = (np.array(column, np.uint64) for column in zip(*triples, strict=True))
+    u = uniform(seed, position, index)
+    assert len(set(u.tolist())) == len(triples)
+    assert ((u > 0) & (u < 1)).all()
+    many = uniform(
+        np.full(10_000, 3, np.uint64), np.arange(10_000, dtype=np.uint64), np.zeros(10_000, np.uint64)
+    )
+    assert abs(many.mean() - 0.5) < 0.01
+    assert abs(many.var() - 1 / 12) < 0.005
+
+
+@pytest.mark.parametrize("vocab_size", [5, 61, 3000])
+@pytest.mark.parametrize("ties", [False, True])
+def test_choices_equal_a_float64_reference(vocab_size: int, ties: bool) -> None:
+    """Every mix of temperature, top_k, top_p and min_p in one batch; with ties everywhere too."""
+    rng = np.random.default_rng(vocab_size)
+    mixes = [
+        (temperature, top_k, top_p, min_p)
+        for temperature in (0.0, 0.3, 1.0, 5.0)
+        for top_k in (0, 1, 7, 4000)
+        for top_p in (1.0, 0.9, 0.5, 0.01)
+        for min_p in (0.0, 0.02, 0.4)
+    ]
+    logits = rng.normal(0, 2, (len(mixes), vocab_size)).astype(np.float32)
+    if ties:
+        logits = np.round(logits)
+    temperature, top_k, top_p, min_p = (np.array(column) for column in zip(*mixes, strict=True))
+    batch = sampling_batch(
+        len(mixes), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=np.arange(len(mixes))
+    )
+    u = uniform(batch.seed, batch.position, batch.sample_index)
+    chosen = sample(torch.from_numpy(logits.copy()), batch)
+    wrong = 0
+    for i in range(len(mixes)):
+        token, margin = reference_choice(
+            logits[i].tolist(),
+            float(u[i]),
+            temperature=float(np.float32(temperature[i])),
+            top_k=int(top_k[i]),
+            top_p=float(np.float32(top_p[i])),
+            min_p=float(np.float32(min_p[i])),
+        )
+        wrong += chosen[i] != token and margin > 1e-6
+    assert wrong == 0
+
+
+def test_a_row_does_not_depend_on_the_other_rows() -> None:
+    """The same row alone and in a batch of mixed parameters, also when others need the whole vocabulary."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(70, 5000, generator=generator)
+    batch = sampling_batch(
+        70,
+        temperature=np.linspace(0, 3, 70),
+        top_p=np.where(np.arange(70) % 3 == 0, 1.0, 0.97),
+        top_k=np.where(np.arange(70) % 4 == 0, 3000, 0),
+        seed=np.arange(70),
+    )
+    together = sample(logits.clone(), batch)
+    for i in range(70):
+        rows = {name: getattr(batch, name)[i : i + 1] for name in vars(batch) if name != "banned"}
+        assert sample(logits[i : i + 1].clone(), SamplingBatch(**rows, banned={}))[0] == together[i]
+
+
+def test_samples_follow_the_distribution() -> None:
+    """20,000 draws of one row: each token's share is within four standard deviations."""
+    n = 20_000
+    logits = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1]))
+    chosen = sample(logits.repeat(n, 1), sampling_batch(n, seed=7, position=np.arange(n)))
+    for token, share in enumerate((0.5, 0.25, 0.15, 0.1)):
+        assert abs((chosen == token).mean() - share) < 4 * math.sqrt(share * (1 - share) / n)
+
+
+def test_greedy_takes_the_lowest_id_of_equals() -> None:
+    chosen = sample(torch.tensor([[1.0, 3.0, 3.0, 3.0]]), sampling_batch(1, temperature=0.0))
+    assert chosen.tolist() == [1]
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.45}])
+def test_a_cut_among_equals_keeps_the_lowest_ids(cut: dict[str, float]) -> None:
+    """Four equal logits, two kept: ids 0 and 1, never 2 or 3."""
+    chosen = sample(torch.zeros(500, 4), sampling_batch(500, position=np.arange(500), **cut))
+    assert set(chosen.tolist()) == {0, 1}
+
+
+def test_banned_tokens_are_never_chosen() -> None:
+    """For their row only, greedy or drawn."""
+    logits = torch.tensor([[5.0, 4.0, 0.0]]).repeat(3, 1)
+    batch = sampling_batch(3, temperature=[0.0, 0.0, 0.01], banned={0: [0], 2: [0]})
+    assert sample(logits, batch).tolist() == [1, 0, 1]
+
+
+def test_a_flat_distribution_falls_back_to_the_whole_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A nucleus wider than the first candidates gives the same choices as sorting everything."""
+    logits = torch.randn(20, 4000, generator=torch.Generator().manual_seed(2)) / 10
+    batch = sampling_batch(20, top_p=0.95, seed=np.arange(20))
+    quick = sample(logits.clone(), batch)
+    monkeypatch.setattr(engine.sampler, "NUCLEUS_GUESS", 4000)
+    assert quick.tolist() == sample(logits.clone(), batch).tolist()

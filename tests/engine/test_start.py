@@ -1,0 +1,246 @@
+"""What stops an engine from starting, and what it loads: each error says what to change."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import engine
+from engine import (
+    ConfigError,
+    Engine,
+    EngineConfig,
+    MissingWeights,
+    ModelNotFound,
+    SamplingParams,
+    UnsupportedModel,
+    WeightMismatch,
+)
+from engine.checkpoint import resolve_model
+from engine.memory import allowed_bytes
+
+PACKAGE = Path(engine.__file__).parent
+SMALL = {"kv_cache_bytes": 1 << 22}
+
+
+@pytest.fixture
+def copy(folders: dict[str, Path], tmp_path: Path) -> Path:
+    """A float32 checkpoint that a test may spoil."""
+    return Path(shutil.copytree(folders["gqa1_untied"], tmp_path / "model"))
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_weights(folder: Path, **changes: torch.Tensor | None) -> None:
+    path = folder / "model.safetensors"
+    tensors = {**load_file(path), **changes}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "./nothing", "~/nothing-here", "a/b/c"])
+def test_a_path_without_a_folder_is_reported_at_once(model: str) -> None:
+    """What looks like a path is never looked for on the hub."""
+    started = time.monotonic()
+    with pytest.raises(ModelNotFound, match="there is no folder"):
+        Engine(EngineConfig(model))
+    assert time.monotonic() - started < 1
+
+
+def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"holds no config\.json"):
+        Engine(EngineConfig(str(tmp_path)))
+
+
+def test_a_hub_id_goes_to_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And comes back as a folder, or as ModelNotFound with the reason."""
+    asked: list[tuple[str, Any]] = []
+
+    def fetch(model: str, *, allow_patterns: list[str]) -> str:
+        asked.append((model, allow_patterns))
+        if model == "no/net":
+            raise OSError("no route")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert resolve_model("Qwen/Qwen3-0.6B") == tmp_path
+    assert not any(pattern.endswith((".py", ".bin", ".pt")) for pattern in asked[0][1])
+    with pytest.raises(ModelNotFound, match="OSError: no route"):
+        resolve_model("no/net")
+
+
+def test_a_missing_shard_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders["gqa2_sharded"], tmp_path / "model"))
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(MissingWeights, match=r"1 of 3 .* missing: model-00002-of-00003\.safetensors"):
+        Engine(EngineConfig(str(folder), **SMALL))
+
+
+def test_a_missing_tensor_is_named(copy: Path) -> None:
+    change_weights(copy, **{"model.layers.1.self_attn.k_proj.weight": None, "lm_head.weight": None})
+    with pytest.raises(
+        MissingWeights, match=r"2 tensors .*lm_head.weight, model.layers.1.self_attn.qkv_proj.weight"
+    ):
+        Engine(EngineConfig(str(copy), **SMALL))
+
+
+def test_a_tensor_of_another_shape_is_named(copy: Path) -> None:
+    """Also one that would broadcast."""
+    change_weights(copy, **{"model.norm.weight": torch.ones(1)})
+    with pytest.raises(WeightMismatch, match=r"'model.norm.weight' .* shape \[1\] found, \[48\] expected"):
+        Engine(EngineConfig(str(copy), **SMALL))
+
+
+def test_a_tensor_without_a_place_is_named(copy: Path) -> None:
+    change_weights(copy, **{"model.layers.0.self_attn.sinks": torch.ones(4)})
+    with pytest.raises(WeightMismatch, match=r"'model.layers.0.self_attn.sinks', for which"):
+        Engine(EngineConfig(str(copy), **SMALL))
+
+
+def test_other_weight_formats_and_broken_files_are_not_read(copy: Path) -> None:
+    path = copy / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(MissingWeights, match="no complete safetensors file"):
+        Engine(EngineConfig(str(copy), **SMALL))
+    path.rename(copy / "pytorch_model.bin")
+    with pytest.raises(MissingWeights, match=r"holds no \.safetensors file"):
+        Engine(EngineConfig(str(copy), **SMALL))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported; supported: Qwen3"),
+        ({"architectures": None}, "none named"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"use_sliding_window": True}, "sliding-window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope type 'yarn'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
+    ],
+)
+def test_a_model_that_is_not_supported_is_named(copy: Path, changes: dict[str, Any], message: str) -> None:
+    change_config(copy, **changes)
+    with pytest.raises(UnsupportedModel, match=message):
+        Engine(EngineConfig(str(copy), **SMALL))
+
+
+def test_a_config_without_a_needed_key_names_it(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    del config["vocab_size"]
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="has no 'vocab_size'"):
+        Engine(EngineConfig(str(copy), **SMALL))
+    (copy / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read as JSON"):
+        Engine(EngineConfig(str(copy), **SMALL))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_model_len": 513}, "max_model_len=513 is more than the model's 512"),
+        ({"max_model_len": 400, "kv_cache_bytes": 1 << 17}, "raise kv_cache_bytes .* or lower max_model_len"),
+        ({"kv_cache_bytes": 100}, "holds 0 blocks"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be a positive integer"),
+        ({"block_size": True}, "block_size must be a positive integer"),
+        ({"max_num_batched_tokens": 256}, "must exceed max_num_seqs=256"),
+        ({"max_model_len": 1}, "at least 2"),
+        ({"memory_utilization": 0.0}, "memory_utilization"),
+        ({"tensor_parallel_size": 2}, "not built yet"),
+        ({"dtype": "int8"}, "supported are 'auto', 'float32', 'bfloat16', 'float16'"),
+        ({"device": "tpu9"}, "device='tpu9'"),
+        ({"device": "meta"}, "not supported"),
+        ({"attention_backend": "triton"}, "'triton' is not built yet"),
+        ({"attention_backend": "fast"}, "'fast' is no attention backend"),
+        ({"seed": "a"}, "seed"),
+        ({"model": ""}, "model must be"),
+    ],
+)
+def test_a_bad_value_stops_the_start_and_is_named(
+    folder: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Engine(EngineConfig(**{"model": str(folder), **SMALL, **changes}))
+
+
+def test_max_model_len_is_what_the_model_has_and_the_pool_holds(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And it is logged."""
+    with (
+        caplog.at_level("INFO", logger="engine"),
+        Engine(EngineConfig(str(folder), kv_cache_bytes=1 << 17)) as built,
+    ):
+        num_blocks = (1 << 17) // (3 * 2 * 16 * 2 * 16 * 2)
+        assert built.max_model_len == num_blocks * 16 < 512
+        (completion,) = built.generate(
+            [[5] * 20], SamplingParams(max_tokens=2000, temperature=0, ignore_eos=True)
+        )
+        assert completion.finish_reason == "length"
+        assert completion.num_prompt_tokens + len(completion.token_ids) == built.max_model_len
+    assert f"sequences of up to {num_blocks * 16} tokens" in caplog.text
+
+
+def test_dtype_auto_is_the_checkpoints(folders: dict[str, Path]) -> None:
+    for name, dtype in (("gqa2_tied_hub", torch.bfloat16), ("gqa1_untied", torch.float32)):
+        with Engine(EngineConfig(str(folders[name]), **SMALL)) as built:
+            assert built._open_runner().dtype == dtype
+            assert len(built.generate([[5, 6]], SamplingParams(max_tokens=3))) == 1
+
+
+def test_memory_allowed_is_the_least_of_machine_and_cgroups(tmp_path: Path) -> None:
+    """Version 2 with a limit on a parent; page cache that can be dropped counts as free."""
+    proc, root = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
+    assert allowed_bytes(proc, root) == 8000 * 1024
+    (proc / "self/cgroup").write_text("0::/pod/container\n")
+    (root / "pod/container").mkdir(parents=True)
+    (root / "pod/container/memory.max").write_text("max\n")
+    (root / "pod/container/memory.current").write_text("10\n")
+    (root / "pod/memory.max").write_text("5000\n")
+    (root / "pod/memory.current").write_text("4000\n")
+    (root / "pod/memory.stat").write_text("anon 3300\ninactive_file 700\n")
+    assert allowed_bytes(proc, root) == 1700
+    assert allowed_bytes(tmp_path / "nowhere", root) > 1 << 30
+
+
+def test_importing_the_package_loads_no_torch() -> None:
+    """Configuration, parameters and errors are for callers without it; the first use of Engine loads it."""
+    code = (
+        "import sys, engine; engine.SamplingParams(); engine.EngineConfig('m'); engine.InvalidPrompt;"
+        "heavy = {'torch', 'transformers', 'numpy', 'xxhash'} & set(sys.modules); assert not heavy, heavy;"
+        "engine.Engine; assert 'torch' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent, timeout=120)
+
+
+def test_the_engine_imports_nothing_of_the_other_packages() -> None:
+    """jobs <- worker -> engine: the engine knows neither Redis nor Parquet."""
+    foreign = {"jobs", "worker", "ops", "redis", "rq", "pyarrow"}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not foreign & {name.partition(".")[0] for name in names}, path
+
+
+def test_all_that_is_public_can_be_imported() -> None:
+    assert sorted(engine.__all__) == engine.__all__
+    assert all(hasattr(engine, name) for name in engine.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Motor'"):
+        engine.Motor  # noqa: B018
