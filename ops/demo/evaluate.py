@@ -22,7 +22,8 @@ def generate_answers(folder: Path, prompts: Sequence[str], dtype: torch.dtype) -
     by_length = sorted(range(len(prompts)), key=lambda row: len(token_ids[row]))
     for length, group in itertools.groupby(by_length, key=lambda row: len(token_ids[row])):
         rows = list(group)
-        output = model.generate(torch.tensor([token_ids[r] for r in rows]), max_new_tokens=LONGEST_ANSWER)
+        batch = torch.tensor([token_ids[r] for r in rows])
+        output = model.generate(batch, attention_mask=torch.ones_like(batch), max_new_tokens=LONGEST_ANSWER)
         texts = tokenizer.batch_decode(output[:, length:], skip_special_tokens=True)
         for row, text in zip(rows, texts, strict=True):
             answers[row] = text
