@@ -105,7 +105,7 @@ class Options:
 def parse_options() -> Options:
     """Read the command line; the defaults are what the committed model was made with."""
     parser = argparse.ArgumentParser(description="Train the demo model and write its held-out rows.")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads (default 1, as the committed model)")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads; the committed model had 1")
     parser.add_argument("--steps", type=int, default=Recipe.steps, help="updates, for a shorter trial run")
     parser.add_argument("--out", type=Path, default=HERE, help="folder for model/ and dates.parquet")
     values = parser.parse_args()
