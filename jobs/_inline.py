@@ -57,6 +57,8 @@ def drive(task: Task, engine: Engine) -> None:
             return
         for completion in engine.step():
             index = int(completion.request_id)
+            if index not in samples:
+                continue  # another sample of a request that has failed already
             samples[index].append(completion)
             missing[index] -= 1
             if missing[index] == 0 or completion.finish_reason == "error":
