@@ -39,6 +39,9 @@ class BatchWorker(BaseWorker):
 
     def load_engine(self, settings: WorkerSettings) -> EngineLike:
         """Load the model; override to serve with another engine."""
+        # Read by OpenMP when torch is loaded. Spinning threads stall each other where the cores are shared,
+        # and here an I/O thread, user functions and other processes always share them (RESULTS.md).
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         import torch
 
         from engine import Engine

@@ -274,7 +274,10 @@ class IoLoop:
             self._claimed += len(claimed)
             for job in claimed:
                 self._runner.begin(job, lane)
-        return sum(map(len, claims))
+        surplus = self._runner.take_surplus()
+        self._claimed -= len(surplus)
+        self._release(surplus, "given_back")
+        return sum(map(len, claims)) - len(surplus)
 
     def _jobs_left(self) -> int:
         most = self._limits.max_jobs
@@ -378,7 +381,8 @@ class IoLoop:
         deaths = self._limits.max_worker_deaths
         for claimed in self._store.release(self._to_release, mode, deaths):
             self._runner.fail_exhausted(claimed, deaths)
-        self._log.info("gave back %d jobs", len(self._to_release))
+        level = logging.DEBUG if self._phase is Phase.SERVING else logging.INFO
+        self._log.log(level, "gave back %d jobs", len(self._to_release))
         self._to_release.clear()
 
     def _say_goodbye(self) -> None:

@@ -90,6 +90,7 @@ class JobRunner:
         self._numbers = count()
         self._jobs: dict[int, RunningJob] = {}
         self._outcomes: dict[int, Outcome] = {}
+        self._surplus: list[ClaimedJob] = []
         self.tally = Tally()
 
     @property
@@ -119,8 +120,16 @@ class JobRunner:
         else:
             if job.task is not None:
                 self._open(job)
+            elif self._packer.functions_are_full(lane):
+                del self._jobs[job.number]
+                self._surplus.append(claimed)
             else:
                 self._run_function(job, call)
+
+    def take_surplus(self) -> list[ClaimedJob]:
+        """Functions that were claimed beyond what the threads can take; the caller gives them back."""
+        surplus, self._surplus = self._surplus, []
+        return surplus
 
     def _context(self, job: RunningJob) -> JobContext:
         return JobContext(

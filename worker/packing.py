@@ -108,6 +108,10 @@ class Packer:
         """Serve a job's requests after those of the jobs before it on its lane."""
         self._streams[job.lane].append(job)
 
+    def functions_are_full(self, lane: int) -> bool:
+        """Whether the lane has as many functions as it may, running or waiting for a thread."""
+        return self._functions[lane] >= self._max_functions
+
     def function_started(self, job: RunningJob) -> None:
         """A plain function takes a thread, not a slot of the engine."""
         self._functions[job.lane] += 1
@@ -129,10 +133,15 @@ class Packer:
         job.in_engine -= sequences
 
     def claim_room(self, lane: int) -> int:
-        """How many more jobs the lane should claim now."""
-        if self._opening[lane] or self._streams[lane] or self._functions[lane] >= self._max_functions:
+        """How many more sequences' worth of jobs the lane should claim now.
+
+        What a job is shows only when it is claimed: while functions run, no more are claimed than threads
+        could take, in case they are functions too.
+        """
+        if self._opening[lane] or self._streams[lane] or self.functions_are_full(lane):
             return 0
-        return self._room(lane)
+        room = self._room(lane)
+        return min(room, self._max_functions - self._functions[lane]) if self._functions[lane] else room
 
     def _room(self, lane: int) -> int:
         ahead = sum(self._in_engine[: lane + 1])

@@ -10,6 +10,7 @@ from rq.job import Job, JobStatus
 from rq.results import Result
 from rq.serializers import JSONSerializer
 
+from ..keys import SEQUENCES_FIELD
 from .names import PLAN, shard_job_id
 from .run_folder import RunFolder
 
@@ -51,6 +52,8 @@ def _enqueue_chunk(queue: Queue, folder: RunFolder, shards: Sequence[int]) -> in
                 job.delete(pipeline=pipe, remove_from_queue=False)
                 pipe.delete(Result.get_key(job.id))  # type: ignore[no-untyped-call]
         queue.enqueue_many([_job_data(folder, shard, ids[shard]) for shard in waiting], pipeline=pipe)
+        for shard in waiting:
+            pipe.hset(Job.key_for(ids[shard]), SEQUENCES_FIELD, folder.plan.shards[shard].rows)
         pipe.execute()
     return len(waiting)
 

@@ -11,7 +11,7 @@ import pytest
 from rq import Callback, Queue
 from rq.job import Job, JobStatus
 
-from tests.worker.conftest import Workers, leftovers
+from tests.rq_workers import Workers, leftovers
 
 
 class Bomb:

@@ -14,7 +14,7 @@ from rq.job import JobStatus
 from rq.registry import FailedJobRegistry, FinishedJobRegistry, ScheduledJobRegistry
 from rq.serializers import JSONSerializer
 
-from tests.worker.conftest import (
+from tests.rq_workers import (
     Workers,
     leftovers,
     stats_of,
@@ -59,6 +59,16 @@ def test_a_plain_function_on_the_allow_list_runs_beside_the_engine(workers: Work
     workers.start()
     assert workers.result(job).return_value == 5
     assert hang.get_status() == JobStatus.STARTED
+
+
+def test_functions_beyond_the_threads_stay_queued_in_order_for_other_workers(workers: Workers) -> None:
+    jobs = [workers.queue("bulk").enqueue(F + "meet", "gate") for _ in range(20)]
+    workers.start(TOKENMILL_FUNCTION_THREADS="1")
+    workers.wait_for("gate:waiting")
+    wait_until(lambda: workers.queue("bulk").job_ids == [job.id for job in jobs[2:]])
+    workers.redis.rpush("gate", *(f"go{i}" for i in range(20)))
+    assert [workers.result(job).return_value for job in jobs] == [f"go{i}" for i in range(20)]
+    assert leftovers(workers.redis, "bulk") == []
 
 
 def test_result_ttl_zero_keeps_nothing_and_minus_one_keeps_for_ever(workers: Workers) -> None:

@@ -1,4 +1,5 @@
--- Take up to `limit` jobs of one queue whose status is still 'queued', and open their executions.
+-- Take jobs of one queue whose status is still 'queued', and open their executions, until they bring
+-- `limit` sequences: one each, or what the job's own field `sequences` says.
 -- ARGV: queue, limit, token, worker, now_iso, now_ts, lease_s, far_score
 -- Returns {{job id, execution id, job hash}, ...}. Sent again with the same token it returns the same
 -- jobs, less those that were taken from this worker since, and claims no others.
@@ -18,8 +19,9 @@ if #earlier > 0 then
 end
 
 -- Bounded, so that a queue of a million deleted jobs does not stop the server for the others.
+local sequences = 0
 for _ = 1, limit + 1000 do
-  if #claimed >= limit then break end
+  if sequences >= limit then break end
   local id = redis.call('LPOP', 'rq:queue:' .. queue)
   if not id then break end
   if redis.call('HGET', 'rq:job:' .. id, 'status') == 'queued' then
@@ -27,6 +29,7 @@ for _ = 1, limit + 1000 do
     claimed[#claimed + 1] =
       open_execution(queue, id, eid, worker, ARGV[5], ARGV[6], ARGV[7], ARGV[8])
     redis.call('RPUSH', record, id)
+    sequences = sequences + (tonumber(redis.call('HGET', 'rq:job:' .. id, 'sequences')) or 1)
   end
 end
 if #claimed > 0 then redis.call('EXPIRE', record, 600) end

@@ -1,0 +1,52 @@
+"""The real product: Redis, `rq worker --worker-class worker.BatchWorker` and the demo model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.redis_server import running_redis_server
+from tests.rq_workers import ROOT, Workers
+
+MODEL = ROOT / "ops" / "demo" / "model"
+DATES = ROOT / "ops" / "demo" / "dates.parquet"
+
+
+class RealWorkers(Workers):
+    """Workers that load the demo model; one thread each, as the tests share two cores."""
+
+    worker_class = "worker.BatchWorker"
+
+    def environment(self, **extra: str) -> dict[str, str]:
+        return super().environment(
+            **{
+                "TOKENMILL_MODEL": str(MODEL),
+                "TOKENMILL_TORCH_THREADS": "1",
+                "TOKENMILL_KV_CACHE_BYTES": str(64 * 2**20),
+                "TOKENMILL_DATA_ROOTS": str(self.folder),
+                "TOKENMILL_MAX_NUM_SEQS": "64",
+                **extra,
+            }
+        )
+
+    def tokenmill(self, *args: str) -> list[str]:
+        """The command line of `tokenmill`, for subprocess calls."""
+        return [sys.executable, "-c", "from jobs.cli import main; main()", *args]
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    with running_redis_server() as url:
+        yield url
+
+
+@pytest.fixture
+def workers(redis_url: str, tmp_path: Path) -> Iterator[RealWorkers]:
+    running = RealWorkers(redis_url, tmp_path)
+    running.redis.flushall()
+    yield running
+    running.close()
+    running.redis.close()

@@ -1,0 +1,198 @@
+"""Prompts and Parquet files through Redis into one batch, and the same rows whatever is killed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from rq import Retry
+from rq.job import Job, JobStatus
+from rq.registry import FinishedJobRegistry
+from rq.serializers import JSONSerializer
+
+from engine import Completion, Engine, EngineConfig, SamplingParams
+from ops.demo.prompts import BARE_PROMPT, CHAT_PROMPT
+from tests.e2e.conftest import DATES, MODEL, RealWorkers
+from tests.rq_workers import RQ, leftovers, stats_of, wait_until
+
+GREEDY: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
+GENERATED = ["completion", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "error"]
+
+
+@pytest.fixture(scope="session")
+def texts() -> list[str]:
+    return list(pq.read_table(DATES, columns=["text"])["text"].to_pylist())
+
+
+@pytest.fixture(scope="session")
+def reference(texts: list[str]) -> dict[str, Completion]:
+    """The engine's own answers, one prompt at a time, with nothing of a queue about."""
+    prompts = [BARE_PROMPT.format(text=text) for text in texts[:1000]]
+    prompts += [CHAT_PROMPT.format(text=text) for text in texts]
+    torch.set_num_threads(1)  # the model is too small to share out, and the tests share two cores
+    with Engine(EngineConfig(str(MODEL), dtype="float32", kv_cache_bytes=64 * 2**20)) as engine:
+        answers = engine.generate(prompts, SamplingParams(**GREEDY))
+    return dict(zip(prompts, answers, strict=True))
+
+
+def check_rows(output: Path, texts: list[str], reference: dict[str, Completion]) -> None:
+    """Every row is there once, in order, with the reference's answer; the input columns are unchanged."""
+    table = pq.read_table(output)
+    assert table["text"].to_pylist() == texts
+    assert table["id"].to_pylist() == list(range(len(texts)))
+    assert table.column_names[-6:] == GENERATED
+    for text, row in zip(texts, table.select(GENERATED).to_pylist(), strict=True):
+        expected = reference[CHAT_PROMPT.format(text=text)]
+        assert row["completion"] == expected.text
+        assert row["prompt_tokens"] == expected.num_prompt_tokens
+        assert row["completion_tokens"] == len(expected.token_ids)
+        assert row["error"] is None
+    assert (output / "_SUCCESS").exists()
+    assert not list(output.glob("_tmp.*"))
+
+
+def write_input(folder: Path, rows: int, texts: list[str]) -> Path:
+    path = folder / "in.parquet"
+    messages = [[{"role": "user", "content": text}] for text in texts[:rows]]
+    table = pa.table({"id": list(range(rows)), "text": texts[:rows], "messages": messages})
+    pq.write_table(table, path, row_group_size=170)
+    return path
+
+
+def score(workers: RealWorkers, source: Path, output: Path, rows_per_shard: int) -> Job:
+    return workers.queue("bulk").enqueue(
+        "jobs.score_parquet",
+        str(source),
+        str(output),
+        messages_column="messages",
+        sampling=GREEDY,
+        rows_per_shard=rows_per_shard,
+    )
+
+
+def cli_enqueue(workers: RealWorkers, *args: str) -> None:
+    subprocess.run([*RQ, "enqueue", "-S", "json", *args], env=workers.environment(), check=True)
+
+
+def usage_of(completion: Completion) -> tuple[int, int]:
+    return completion.num_prompt_tokens, len(completion.token_ids)
+
+
+def wait_for_one_more(count: Callable[[], int]) -> None:
+    """Return once a count has grown."""
+    before = count()
+    wait_until(lambda: count() > before, timeout_s=60)
+
+
+def test_a_thousand_prompts_and_a_file_share_one_batch(
+    workers: RealWorkers, texts: list[str], reference: dict[str, Completion]
+) -> None:
+    prompts = [BARE_PROMPT.format(text=text) for text in texts[:1000]]
+    source, output = write_input(workers.folder, 400, texts), workers.folder / "out"
+    sampling = json.dumps(GREEDY)
+    with ThreadPoolExecutor(2) as shells:
+        by_hand = [("high", i) for i in range(5)] + [("bulk", i) for i in range(500, 505)]
+        for queue, i in by_hand:
+            call = ["jobs.complete", f"prompt={prompts[i]}", "max_tokens:=12", "temperature:=0"]
+            shells.submit(cli_enqueue, workers, "-q", queue, "--job-id", f"p{i}", *call)
+        run = ["-q", "bulk", "jobs.score_parquet", str(source), str(output), "messages_column=messages"]
+        shells.submit(cli_enqueue, workers, *run, f"sampling:={sampling}", "rows_per_shard:=100")
+    done_by_hand = {i for _, i in by_hand}
+    for i, prompt in enumerate(prompts):
+        if i not in done_by_hand:
+            queue = workers.queue("high" if i < 500 else "bulk")
+            queue.enqueue("jobs.complete", prompt, job_id=f"p{i}", **GREEDY)
+
+    workers.burst("--name", "w", TOKENMILL_DTYPE="float32")
+
+    for i, prompt in enumerate(prompts):
+        job = workers.job(f"p{i}")
+        assert job.get_status() == JobStatus.FINISHED
+        answer, expected = job.return_value(), reference[prompt]
+        assert answer["choices"][0]["text"] == expected.text
+        usage = answer["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == usage_of(expected)
+    check_rows(output, texts[:400], reference)
+    assert leftovers(workers.redis, "high", "bulk") == []
+    assert stats_of(workers, "w")["max_running"] >= 32
+    ended = [workers.job(f"p{i}").ended_at for i in range(1000)]
+    assert max(ended[:500]) < max(ended[500:])
+    info = workers.rq("info", "--raw", "-Q")
+    assert "queue high 0, 0 executing, 500 finished, 0 failed" in info
+    assert "queue bulk 0, 0 executing, 505 finished, 0 failed" in info  # 500 prompts, the plan, 4 shards
+
+
+def test_two_workers_share_one_run(
+    workers: RealWorkers, texts: list[str], reference: dict[str, Completion]
+) -> None:
+    source, output = write_input(workers.folder, 2000, texts), workers.folder / "out"
+    for name in ("a", "b"):
+        workers.start("--name", name, TOKENMILL_DTYPE="float32")
+    wait_until(lambda: stats_of(workers, "a") and stats_of(workers, "b"), timeout_s=60)
+    score(workers, source, output, rows_per_shard=100)
+    wait_until(lambda: (output / "_SUCCESS").exists(), timeout_s=120)
+    check_rows(output, texts, reference)
+    registry = FinishedJobRegistry("bulk", connection=workers.redis, serializer=JSONSerializer)
+    wait_until(lambda: registry.get_job_count(cleanup=False) == 21)
+    who = [workers.job(job_id).latest_result().worker_name for job_id in registry.get_job_ids()]  # type: ignore[union-attr]
+    assert min(who.count("a"), who.count("b")) >= 3, "one worker hoarded the run"
+
+
+def test_ten_kills_in_the_middle_of_prompts_and_a_file_lose_and_double_nothing(
+    workers: RealWorkers, texts: list[str], reference: dict[str, Completion]
+) -> None:
+    source, output = write_input(workers.folder, 2000, texts), workers.folder / "out"
+    prompts = [BARE_PROMPT.format(text=text) for text in texts[:1000]]
+    settings = {
+        "TOKENMILL_DTYPE": "float32",
+        "TOKENMILL_MAX_WORKER_DEATHS": "100",
+        "TOKENMILL_MAX_NUM_SEQS": "16",
+    }
+    score(workers, source, output, rows_per_shard=20)
+    jobs = [
+        workers.queue("bulk").enqueue("jobs.complete", p, retry=Retry(max=1) if i % 2 else None, **GREEDY)
+        for i, p in enumerate(prompts)
+    ]
+    finished = FinishedJobRegistry("bulk", connection=workers.redis, serializer=JSONSerializer)
+    parts: dict[str, tuple[int, int]] = {}
+
+    def ended() -> int:
+        return finished.get_job_count(cleanup=False)
+
+    def parts_written() -> int:
+        return len(list(output.glob("part-*")))
+
+    for kill in range(10):
+        worker = workers.start("--name", f"w{kill}", queues=("bulk",), **settings)
+        # By turns something of either kind is finished first, so that both are cut off in the middle.
+        wait_for_one_more(ended if kill % 2 else parts_written)
+        family = [psutil.Process(worker.pid), *psutil.Process(worker.pid).children(recursive=True)]
+        worker.kill()
+        worker.wait()
+        running = [job_id for job_id in leftovers(workers.redis, "bulk") if ":" not in job_id]
+        assert running, "nothing was running when the worker was killed"
+        assert psutil.wait_procs(family, timeout=10)[1] == []
+        workers.rq("info")
+        for part in output.glob("part-*"):
+            stamp = (part.stat().st_ino, part.stat().st_mtime_ns)
+            assert parts.setdefault(part.name, stamp) == stamp, "a finished shard was computed again"
+    workers.start("--name", "last", queues=("bulk",), **settings)
+    wait_until(lambda: ended() == 1101, timeout_s=120)  # 1,000 prompts, the plan, 100 shards
+
+    for prompt, job in zip(prompts, jobs, strict=True):
+        assert workers.result(job).return_value["choices"][0]["text"] == reference[prompt].text
+        assert len(job.results()) == 1
+    check_rows(output, texts, reference)
+    for part in output.glob("part-*"):
+        assert parts.get(part.name, (part.stat().st_ino, part.stat().st_mtime_ns))[0] == part.stat().st_ino
+    assert leftovers(workers.redis, "bulk") == []
+    assert "0 executing, 1101 finished, 0 failed" in workers.rq("info", "--raw", "-Q")

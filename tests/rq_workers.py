@@ -1,0 +1,157 @@
+"""`rq worker` in real subprocesses against a real Redis, for the tests of workers and of the whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from redis import Redis
+from rq import Queue
+from rq.job import Job, JobStatus
+from rq.registry import StartedJobRegistry
+from rq.results import Result
+from rq.serializers import JSONSerializer
+
+ROOT = Path(__file__).parents[1]
+RQ = (sys.executable, "-m", "rq.cli")
+
+
+class Workers:
+    """Starts `rq` commands against one server, and ends what it started."""
+
+    worker_class = "tests.worker.fake_engine.FakeEngineWorker"
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self.url, self.folder = url, folder
+        self.redis = Redis.from_url(url)
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def environment(self, **extra: str) -> dict[str, str]:
+        """A worker's environment: the server, a model name, and the tests' functions on the allow list."""
+        return {
+            **{k: v for k, v in os.environ.items() if not k.startswith(("TOKENMILL_", "RQ_"))},
+            "RQ_REDIS_URL": self.url,
+            "TOKENMILL_MODEL": "fake",
+            "TOKENMILL_LEASE_S": "2",
+            "TOKENMILL_MAX_NUM_SEQS": "64",
+            "TOKENMILL_ALLOWED_FUNCTIONS": ",".join(
+                f"tests.worker.functions.{name}" for name in _test_functions()
+            ),
+            "PYTHONPATH": str(ROOT),
+            **extra,
+        }
+
+    def start(
+        self,
+        *args: str,
+        queues: tuple[str, ...] = ("high", "bulk"),
+        serializer: tuple[str, ...] = ("-S", "json"),
+        cwd: Path | None = None,
+        **env: str,
+    ) -> subprocess.Popen[str]:
+        """Start `rq worker`; its log is in `log(process)`."""
+        log = (self.folder / f"worker-{len(self.processes)}.log").open("w")
+        process = subprocess.Popen(
+            [*RQ, "worker", "--worker-class", self.worker_class, *serializer, *args, *queues],
+            env=self.environment(**env),
+            cwd=cwd or self.folder,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        log.close()
+        self.processes.append(process)
+        return process
+
+    def burst(self, *args: str, **kwargs: Any) -> str:
+        """Run a burst worker to its end; return its log. Fails where it exits with an error."""
+        process = self.start("--burst", *args, **kwargs)
+        code = process.wait(timeout=60)
+        log = self.log(process)
+        assert code == 0, log
+        return log
+
+    def log(self, process: subprocess.Popen[str]) -> str:
+        """What a worker has printed so far."""
+        return (self.folder / f"worker-{self.processes.index(process)}.log").read_text()
+
+    def rq(self, *args: str) -> str:
+        """Run another `rq` command; return its output."""
+        return subprocess.run(
+            [*RQ, *args],
+            env=self.environment(),
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
+
+    def queue(self, name: str) -> Queue:
+        return Queue(name, connection=self.redis, serializer=JSONSerializer)
+
+    def job(self, job_id: str) -> Job:
+        return Job.fetch(job_id, connection=self.redis, serializer=JSONSerializer)
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+            process.wait()
+
+    def wait_for(self, key: str, timeout_s: int = 20) -> str:
+        """Block until somebody pushes to a Redis list; return what it was."""
+        found = self.redis.blpop([key], timeout=timeout_s)
+        assert found is not None, f"nothing came to {key} in {timeout_s} s"
+        return found[1].decode()
+
+    def result(self, job: Job, timeout_s: int = 20) -> Result:
+        """Block until a job has a result."""
+        result = job.latest_result(timeout=timeout_s)
+        assert result is not None, f"job {job.id} has no result after {timeout_s} s"
+        return result
+
+
+def _test_functions() -> list[str]:
+    source = (ROOT / "tests" / "worker" / "functions.py").read_text()
+    return [line[4 : line.index("(")] for line in source.splitlines() if line.startswith("def ")]
+
+
+def leftovers(redis: Redis, *queues: str) -> list[str]:
+    """Whatever of started jobs, executions and intermediate queues is still in Redis."""
+    found = [key.decode() for key in redis.scan_iter("rq:execution*")]
+    found += [key.decode() for key in redis.scan_iter("rq:queue:*:intermediate")]
+    for name in queues:
+        registry = StartedJobRegistry(name, connection=redis, serializer=JSONSerializer)
+        found += registry.get_job_ids(cleanup=False)
+    return found
+
+
+def text_of(result: Result) -> str:
+    return str(result.return_value["choices"][0]["text"])
+
+
+def stats_of(workers: Workers, name: str) -> dict[str, Any]:
+    """What a worker last said of itself."""
+    return dict(json.loads(workers.redis.get(f"tokenmill:worker:{name}") or b"{}"))
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 20) -> None:
+    """Return once a condition on Redis holds; nothing announces such a change."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+def wait_until_started(*jobs: Job) -> None:
+    """Return once a worker holds all these jobs."""
+    wait_until(lambda: all(job.get_status() == JobStatus.STARTED for job in jobs))
