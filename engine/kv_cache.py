@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,9 +42,19 @@ class KVCache:
         device: torch.device,
     ) -> None:
         shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
-        # zeros: what a block held before it was written must not be able to turn a masked score into NaN
-        self.pool = torch.zeros(shape, dtype=dtype, device=device)
+        self.pool = _zeros(shape, dtype, device)
         self.layers = [LayerKVCache(layer[0], layer[1]) for layer in self.pool]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, so that nothing stale can turn a masked score into NaN.
+
+    On a CPU they come from numpy, whose large zeros take memory only as they are written.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
 
 
 def block_bytes(

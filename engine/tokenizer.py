@@ -7,6 +7,8 @@ from typing import Any
 
 from engine.errors import ConfigError, InvalidPrompt
 
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
 
 class Tokenizer:
     """The tokenizer of a model folder. Raises ConfigError if there is none that can be read."""
@@ -14,6 +16,9 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
+        if not any((folder / name).is_file() for name in VOCABULARIES):
+            # transformers 5 would make an empty tokenizer of the model's class
+            raise ConfigError(f"{folder} holds none of {', '.join(VOCABULARIES)}; add the model's tokenizer")
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         except (OSError, ValueError, ImportError) as error:

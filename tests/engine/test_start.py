@@ -20,6 +20,7 @@ from engine import (
     ConfigError,
     Engine,
     EngineConfig,
+    InvalidPrompt,
     MissingWeights,
     ModelNotFound,
     SamplingParams,
@@ -244,3 +245,30 @@ def test_all_that_is_public_can_be_imported() -> None:
     assert all(hasattr(engine, name) for name in engine.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Motor'"):
         engine.Motor  # noqa: B018
+
+
+@pytest.mark.parametrize("content", [None, "{"])
+def test_a_folder_without_a_tokenizer_says_so(copy: Path, content: str | None) -> None:
+    """Missing, when transformers would make up an empty one, or broken."""
+    (copy / "tokenizer.json").unlink()
+    if content is not None:
+        (copy / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"holds none of tokenizer\.json|tokenizer in .* cannot be loaded"):
+        Engine(EngineConfig(str(copy), **SMALL))
+
+
+def test_a_tokenizer_without_a_chat_template_refuses_messages(copy: Path) -> None:
+    (copy / "chat_template.jinja").unlink()
+    messages = [{"role": "user", "content": "hi"}]
+    with (
+        Engine(EngineConfig(str(copy), **SMALL)) as built,
+        pytest.raises(InvalidPrompt, match="no chat template"),
+    ):
+        built.chat_token_ids(messages)
+
+
+def test_a_chat_template_that_refuses_says_why(copy: Path) -> None:
+    (copy / "chat_template.jinja").write_text("{{ raise_exception('no system messages') }}")
+    messages = [{"role": "system", "content": "hi"}]
+    with Engine(EngineConfig(str(copy), **SMALL)) as built, pytest.raises(InvalidPrompt, match="no system"):
+        built.chat_token_ids(messages)
