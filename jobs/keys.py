@@ -6,7 +6,7 @@ tokenmill:run:<run>:parts      hash: shard number -> JSON statistics of its part
 tokenmill:run:<run>:lock       string: token of whoever plans or cancels the run
 """
 
-#: A field of our own in RQ's job hash: how many sequences a job brings, where that is not one. A worker claims
+#: A field of our own in RQ's job hash: how many sequences a job brings, where not one. A worker claims
 #: by it, so that one worker does not take every shard of a run at once.
 SEQUENCES_FIELD = "sequences"
 
