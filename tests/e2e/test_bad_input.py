@@ -1,0 +1,151 @@
+"""Whatever a stranger sends or sets wrong: a clear error for it, and the rest unharmed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from rq.job import Job, JobStatus
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.conftest import MODEL, RealWorkers
+from tests.rq_workers import leftovers
+
+GREEDY: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
+
+
+def bad_prompts(workers: RealWorkers) -> dict[str, Job]:
+    """Jobs that cannot be answered, by words that their error must hold."""
+    queue = workers.queue("bulk")
+
+    def complete(prompt: Any, **sampling: Any) -> Job:
+        return queue.enqueue("jobs.complete", prompt, **{**GREEDY, **sampling})
+
+    return {
+        "prompt is empty": complete(""),
+        "600 tokens": complete([5] * 600),
+        "bytes": complete("x" * 2**20 + "y"),
+        "no_such_name": complete("a", no_such_name=1),
+        "logprobs": complete("a", logprobs=3),
+        "temperature": complete("a", temperature=-1),
+        "max_tokens:=64": complete("a", max_tokens="64"),
+        "vocabulary": complete([1, 2, 100_000]),
+        "prompt": complete(17),
+        "messages": queue.enqueue("jobs.chat", [], **GREEDY),
+    }
+
+
+def bad_runs(workers: RealWorkers, good: Path) -> dict[str, Job]:
+    folder = workers.folder
+    pq.write_table(pa.table({"other": ["a"]}), folder / "no_column.parquet")
+    (folder / "corrupt.parquet").write_bytes(good.read_bytes()[:-20])
+    (folder / "busy").mkdir()
+    (folder / "busy" / "letter.txt").write_text("mine")
+    (folder / "file").write_text("not a folder")
+
+    def score(source: Path | str, output: str, **options: Any) -> Job:
+        call = {"messages_column": "messages", "sampling": GREEDY, **options}
+        return workers.queue("bulk").enqueue("jobs.score_parquet", str(source), str(folder / output), **call)
+
+    return {
+        "other": score(folder / "no_column.parquet", "o1"),
+        "corrupt.parquet": score(folder / "corrupt.parquet", "o2"),
+        "missing.parquet": score(folder / "missing.parquet", "o3"),
+        "letter.txt": score(good, "busy"),
+        "TOKENMILL_DATA_ROOTS": score("/etc/hostname", "o4"),
+        "outside": score(good, "../elsewhere"),
+        "temperature": score(good, "o5", sampling={"temperature": -1}),
+        "o6": score(good, "file/o6"),
+    }
+
+
+def test_bad_jobs_fail_by_name_and_a_file_with_bad_rows_is_scored(workers: RealWorkers) -> None:
+    good = workers.folder / "good.parquet"
+    messages = [
+        [{"role": "user", "content": "4 May 2001"}],
+        None,
+        [],
+        [{"role": "user", "content": "é" * 900}],
+    ]
+    pq.write_table(pa.table({"id": [0, 1, 2, 3], "messages": messages}), good)
+    jobs = {**bad_prompts(workers), **bad_runs(workers, good)}
+    fine = workers.queue("bulk").enqueue("jobs.chat", messages[0], **GREEDY)
+    workers.queue("bulk").enqueue(
+        "jobs.score_parquet",
+        str(good),
+        str(workers.folder / "out"),
+        messages_column="messages",
+        sampling=GREEDY,
+    )
+    log = workers.burst()
+
+    for words, job in jobs.items():
+        assert job.get_status() == JobStatus.FAILED
+        assert words in str(workers.result(job).exc_string), f"{words!r} not in the error: {log}"
+    assert fine.return_value()["choices"][0]["message"]["content"] == "2001-05-04"
+    rows = pq.read_table(workers.folder / "out").to_pylist()
+    assert [row["completion"] for row in rows] == ["2001-05-04", None, None, None]
+    assert rows[0]["error"] is None
+    assert all(row["error"] for row in rows[1:])
+    assert (workers.folder / "out" / "_SUCCESS").exists()
+    assert leftovers(workers.redis, "bulk") == []
+
+
+def broken_model(folder: Path, how: str) -> Path:
+    """A copy of the demo model with something wrong."""
+    model = folder / "model"
+    shutil.copytree(MODEL, model)
+    weights = model / "model.safetensors"
+    if how == "missing shard":
+        index = {
+            "metadata": {},
+            "weight_map": dict.fromkeys(load_file(weights), "model-00001-of-00002.safetensors"),
+        }
+        weights.unlink()
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif how == "missing tensor":
+        tensors = load_file(weights)
+        del tensors["model.norm.weight"]
+        save_file(tensors, weights)
+    elif how == "other architecture":
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("missing shard", "model-00001-of-00002.safetensors"),
+        ("missing tensor", "model.norm.weight"),
+        ("other architecture", "GPT2LMHeadModel"),
+    ],
+)
+def test_a_broken_model_stops_the_start_by_name(workers: RealWorkers, how: str, words: str) -> None:
+    process = workers.start(TOKENMILL_MODEL=str(broken_model(workers.folder, how)))
+    assert process.wait(timeout=60) == 1
+    assert words in workers.log(process)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("TOKENMILL_MODEL", "/no/such/folder", "/no/such/folder"),
+        ("TOKENMILL_KV_CACHE_BYTES", "1000", "kv_cache_bytes"),
+        ("TOKENMILL_MAX_MODEL_LEN", "100000", "max_model_len"),
+        ("TOKENMILL_ATTENTION_BACKEND", "magic", "magic"),
+        ("TOKENMILL_DEVICE", "abacus", "abacus"),
+        ("RQ_REDIS_URL", "redis://127.0.0.1:1", "127.0.0.1:1"),
+    ],
+)
+def test_a_start_that_cannot_work_says_why(
+    workers: RealWorkers, setting: str, value: str, words: str
+) -> None:
+    process = workers.start(**{setting: value})
+    assert process.wait(timeout=60) == 1
+    assert words in workers.log(process)
