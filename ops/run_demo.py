@@ -127,7 +127,7 @@ def ask_prompts(redis: Redis, env: dict[str, str]) -> None:
     function = "jobs.chat" if IS_DEMO_MODEL else "jobs.complete"
     print(f"\n20 prompts with `rq enqueue -S json -q prompts {function} ...`:\n")
     with ThreadPoolExecutor(4) as shells:
-        job_ids = list(shells.map(lambda item: enqueue(*item, env), enumerate(PROMPTS)))
+        job_ids = list(shells.map(lambda number: enqueue(number, PROMPTS[number], env), range(len(PROMPTS))))
     for text, job_id in zip(PROMPTS, job_ids, strict=True):
         print(f"  {text:<34} {answer(redis, job_id)!r}")
 
