@@ -47,8 +47,22 @@ _OURS_S = FAR_S // 2
 _MAINTENANCE_LOCK = "tokenmill:maintenance"
 _CLAIM_BATCH = 200
 
+_SCRIPTS = {
+    "claim": ["open_execution"],
+    "renew": [],
+    "finish": ["end_execution"],
+    "retry": ["end_execution"],
+    "release": ["open_execution"],
+    "progress": [],
+}
+"""Each script, and the shared heads it begins with."""
+
 Mode = Literal["given_back", "engine_died", "abandoned"]
+EndStatus = Literal["finished", "failed", "stopped"]
 FinishReply = Literal["done", "again", "lost", "dependents"]
+
+_MAX_TTL_S = 10 * 365 * 86_400
+"""Redis refuses larger ones, in the middle of a script."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +72,8 @@ class ClaimedJob:
     job: Job
     execution: Execution
     queue_name: str
+    damage: Exception | None = None
+    """What RQ's client raised when it read the job's hash; the job can only be failed."""
 
     @property
     def address(self) -> tuple[str, str, str]:
@@ -70,11 +86,13 @@ class Outcome:
     """How a job ended, for `JobStore.finish`."""
 
     claimed: ClaimedJob
-    status: Literal["finished", "failed"]
+    status: EndStatus
     value: Any
-    """The return value of a finished job, the traceback text of a failed one."""
+    """The return value of a finished job, the traceback text of another one."""
     ended_at: datetime
     working_s: float
+    retries: bool = False
+    """Whether a failed job that has retries left takes one."""
 
 
 def own_client(connection: Redis, socket_timeout_s: float) -> Redis:
@@ -106,10 +124,9 @@ class JobStore:
         self._lease_s = lease_s
         self._clock = clock
         folder = resources.files("worker") / "lua"
-        opening = (folder / "open_execution.lua").read_text()
         self._sources = {
-            name: (opening if name in ("claim", "release") else "") + (folder / f"{name}.lua").read_text()
-            for name in ("claim", "renew", "finish", "release", "progress")
+            name: "".join((folder / f"{part}.lua").read_text() for part in (*heads, name))
+            for name, heads in _SCRIPTS.items()
         }
         self._shas: dict[str, str] = {}
 
@@ -140,10 +157,16 @@ class JobStore:
     def _restore(self, queue_name: str, reply: Sequence[Any]) -> ClaimedJob:
         job_id, execution_id = reply[0].decode(), reply[1].decode()
         fields = reply[2]
-        job = Job(job_id, connection=self._client, serializer=JSONSerializer)
-        job.restore(dict(zip(fields[::2], fields[1::2], strict=True)))
+        job = Job(connection=self._client, serializer=JSONSerializer)
+        job._id = job_id  # unchecked: an id that RQ's client would refuse is still a job to end
+        damage = None
+        try:
+            job.restore(dict(zip(fields[::2], fields[1::2], strict=True)))
+            _check(job)
+        except Exception as error:  # noqa: BLE001  # a hash may hold anything; it must not stop the others
+            damage = error
         execution = Execution(execution_id, job_id, self._client, worker_name=self._worker_name)
-        return ClaimedJob(job, execution, queue_name)
+        return ClaimedJob(job, execution, queue_name, damage)
 
     def claim(self, wanted: Sequence[tuple[str, int, str]]) -> list[list[ClaimedJob]]:
         """Claim jobs from several queues in one round trip.
@@ -177,19 +200,29 @@ class JobStore:
 
     def finish(self, outcomes: Sequence[Outcome]) -> list[FinishReply]:
         """Write the ends of jobs, each at once or not at all; see finish.lua for the replies."""
-        replies = self._call_many([("finish", self._finish_args(outcome)) for outcome in outcomes])
+        replies = self._call_many([self._finish_call(outcome) for outcome in outcomes])
         return [reply.decode() for reply in replies]
 
-    def _finish_args(self, outcome: Outcome) -> list[Any]:
-        claimed, finished = outcome.claimed, outcome.status == "finished"
-        job = claimed.job
-        ttl = job.result_ttl if finished else job.failure_ttl
+    def _finish_call(self, outcome: Outcome) -> tuple[str, list[Any]]:
+        job = outcome.claimed.job
+        head = [*outcome.claimed.address, utcformat(outcome.ended_at), self._worker_key, outcome.working_s]
+        if outcome.retries and job.should_retry:
+            interval_s = job.get_retry_interval()
+            when = "front" if job.enqueue_at_front_on_retry else "back"
+            return "retry", [*head, int(self._clock() + interval_s) if interval_s else when]
+        finished = outcome.status == "finished"
+        ttl = _bounded_ttl(job.result_ttl if finished else job.failure_ttl)
         kept_s = ttl if ttl is not None else DEFAULT_FAILURE_TTL
         # As RQ scores them: finished jobs without end sort last, failed ones carry the negative ttl.
         endless = "+inf" if finished else str(kept_s)
         score = endless if kept_s < 0 else repr(self._clock() + kept_s)
-        result = Result(
-            job.id,
+        entry = [item for pair in self._result(outcome).serialize().items() for item in pair]
+        return "finish", [*head, outcome.status, "" if ttl is None else ttl, score, *entry]
+
+    def _result(self, outcome: Outcome) -> Result:
+        claimed, finished = outcome.claimed, outcome.status == "finished"
+        return Result(
+            claimed.job.id,
             Result.Type.SUCCESSFUL if finished else Result.Type.FAILED,
             connection=self._client,
             return_value=outcome.value if finished else None,
@@ -200,11 +233,6 @@ class JobStore:
             execution_started_at=claimed.execution.created_at,
             execution_ended_at=outcome.ended_at,
         )
-        args: list[Any] = [*claimed.address, outcome.status, utcformat(outcome.ended_at)]
-        args += ["" if ttl is None else ttl, score, self._worker_key, outcome.working_s]
-        for field, value in result.serialize().items():
-            args += [field, value]
-        return args
 
     def release(self, held: Sequence[ClaimedJob], mode: Mode, max_deaths: int) -> list[ClaimedJob]:
         """Put jobs back at the head of their queues; return those that died too often, now held by us."""
@@ -280,20 +308,80 @@ class JobStore:
 
 
 class EndsLikeRq:
-    """RQ's own path for the jobs that the finish script leaves to it: callbacks, retries, dependents,
-    repeats and webhooks.
+    """RQ's own path for what the scripts leave to it: callbacks, and the ends of jobs with dependents,
+    repeats, webhooks or a group.
 
     RQ's handlers read the one job and execution of a worker, so each call gets a copy of the worker that
-    holds just these. It runs in a function thread with that thread's client.
+    holds just these. It runs in a pool thread with that thread's client.
     """
 
     def __init__(self, worker: BaseWorker, client: Redis, death_penalty: type) -> None:
         self._worker, self._client, self._death_penalty = worker, client, death_penalty
 
-    def _scope(self, claimed: ClaimedJob) -> tuple[BaseWorker, Job, Queue]:
-        job = claimed.job
+    def has_callback(self, outcome: Outcome) -> bool:
+        """Whether user code is to be called when the job ends like this."""
+        job = outcome.claimed.job
+        if isinstance(outcome.value, JobRetry):
+            return False
+        if outcome.status == "finished":
+            return bool(job._success_callback_name)
+        if outcome.status == "stopped":
+            return bool(job._stopped_callback_name)
+        return bool(job._failure_callback_name or self._worker._exc_handlers)
+
+    def call_back(self, outcome: Outcome, exc_info: Any) -> None:
+        """Call the user's code for this end; raises what it raises. exc_info: as of sys.exc_info()."""
+        job = outcome.claimed.job
         job.connection = self._client
-        claimed.execution.connection = self._client
+        job.ended_at = outcome.ended_at
+        if outcome.status == "finished":
+            job._status, job._result = JobStatus.FINISHED, outcome.value
+            job.execute_success_callback(self._death_penalty, outcome.value)
+        elif outcome.status == "stopped":
+            job.execute_stopped_callback(self._death_penalty)
+        else:
+            job._status = JobStatus.FAILED
+            job.execute_failure_callback(self._death_penalty, *exc_info)
+            for handler in self._worker._exc_handlers:
+                if handler(job, *exc_info) is False:
+                    break
+
+    def is_needed(self, outcome: Outcome) -> bool:
+        """Whether this end is more than the scripts write; dependents are seen by the script itself."""
+        job = outcome.claimed.job
+        if outcome.retries and job.should_retry:
+            return False
+        if isinstance(outcome.value, JobRetry) or job.webhooks or job.group_id or job.repeats_left:
+            return True
+        return outcome.status == "failed" and self._worker.disable_default_exception_handler
+
+    def write(self, outcome: Outcome) -> None:
+        """Write an end as RQ does. Ask before whether the job is still ours: RQ does not."""
+        scope, job, queue = self._scope(outcome)
+        registry = queue.started_job_registry
+        if isinstance(outcome.value, JobRetry):
+            scope.handle_job_retry(
+                job=job,
+                queue=queue,
+                retry=outcome.value,
+                started_job_registry=registry,
+                execution=outcome.claimed.execution,
+            )
+        elif outcome.status == "finished":
+            job._result = outcome.value
+            scope.handle_job_success(job=job, queue=queue, started_job_registry=registry)
+            job.send_webhooks(JobStatus.FINISHED)
+        else:
+            scope._stopped_job_id = job.id if outcome.status == "stopped" else None
+            scope.handle_job_failure(
+                job=job, queue=queue, started_job_registry=registry, exc_string=outcome.value
+            )
+
+    def _scope(self, outcome: Outcome) -> tuple[BaseWorker, Job, Queue]:
+        claimed = outcome.claimed
+        job = claimed.job
+        job.connection = claimed.execution.connection = self._client
+        job.ended_at = outcome.ended_at
         scope = copy.copy(self._worker)
         scope.connection = self._client
         scope.execution = claimed.execution
@@ -303,97 +391,21 @@ class EndsLikeRq:
         queue = Queue(claimed.queue_name, connection=self._client, serializer=JSONSerializer)
         return scope, job, queue
 
-    def succeed(self, claimed: ClaimedJob, value: Any, still_ours: Callable[[], bool]) -> bool:
-        """End a job well: success callback, dependents, repeats, webhooks. False: it is no longer ours.
 
-        A callback that raises fails the job, as in RQ. still_ours: asked right before RQ writes.
-        """
-        scope, job, queue = self._scope(claimed)
-        job.ended_at = now()
-        job._result = value
-        try:
-            if isinstance(value, JobRetry):
-                return self._retry(scope, claimed, queue, value, still_ours)
-            job._status = JobStatus.FINISHED
-            job.execute_success_callback(self._death_penalty, value)
-        except Exception:  # noqa: BLE001  # a user's callback raises what it likes
-            return self.fail(claimed, sys.exc_info(), None, still_ours)
-        if not still_ours():
-            return False
-        scope.handle_job_success(job=job, queue=queue, started_job_registry=queue.started_job_registry)
-        job.send_webhooks(JobStatus.FINISHED)
-        return True
-
-    def _retry(
-        self,
-        scope: BaseWorker,
-        claimed: ClaimedJob,
-        queue: Queue,
-        retry: JobRetry,
-        still_ours: Callable[[], bool],
-    ) -> bool:
-        if not still_ours():
-            return False
-        scope.handle_job_retry(
-            job=claimed.job,
-            queue=queue,
-            retry=retry,
-            started_job_registry=queue.started_job_registry,
-            execution=claimed.execution,
-        )
-        return True
-
-    def fail(
-        self, claimed: ClaimedJob, exc_info: Any, text: str | None, still_ours: Callable[[], bool]
-    ) -> bool:
-        """End a job badly: failure callback, exception handlers, retry or failure, dependents, webhooks.
-
-        exc_info: as of sys.exc_info(), for the callback. text: what the result shows; None for the traceback.
-        """
-        scope, job, queue = self._scope(claimed)
-        job._status = JobStatus.FAILED
-        job.ended_at = now()
-        try:
-            job.execute_failure_callback(self._death_penalty, *exc_info)
-        except Exception:  # noqa: BLE001  # a user's callback raises what it likes
-            exc_info = sys.exc_info()
-            text = None
-        shown = text if text is not None else "".join(traceback.format_exception(*exc_info))
-        for handler in reversed(scope._exc_handlers):
-            if handler(job, *exc_info) is False:
-                break
-        if not still_ours():
-            return False
-        scope.handle_job_failure(
-            job=job, queue=queue, started_job_registry=queue.started_job_registry, exc_string=shown
-        )
-        return True
-
-    def stop(self, claimed: ClaimedJob, still_ours: Callable[[], bool]) -> bool:
-        """End a job that a person stopped: stopped callback, status 'stopped', no retry."""
-        scope, job, queue = self._scope(claimed)
-        scope._stopped_job_id = job.id
-        job.ended_at = now()
-        text = "Job stopped by user, its sequences were aborted."
-        try:
-            job.execute_stopped_callback(self._death_penalty)
-        except Exception:  # noqa: BLE001  # a user's callback raises what it likes
-            text = traceback.format_exc()
-        if not still_ours():
-            return False
-        scope.handle_job_failure(
-            job=job, queue=queue, started_job_registry=queue.started_job_registry, exc_string=text
-        )
-        return True
+def printable(error: BaseException) -> str:
+    """An error's traceback, in characters that Redis can take."""
+    text = "".join(traceback.format_exception(error))
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
-def takes_rq_path(job: Job, failed: bool) -> bool:
-    """Whether a job's end is more than finish.lua writes; dependents are seen by the script itself."""
-    if job.webhooks or job.group_id or job.repeats_left:
-        return True
-    if failed:
-        return bool(job._failure_callback_name or job.should_retry)
-    return bool(job._success_callback_name)
+def _check(job: Job) -> None:
+    """Raise for what RQ would only stumble over when the job ends."""
+    if job.should_retry:
+        int(job.get_retry_interval())
+
+
+def _bounded_ttl(ttl_s: int | None) -> int | None:
+    return None if ttl_s is None else max(-1, min(ttl_s, _MAX_TTL_S))
 
 
 def callback_names(job: Job) -> list[tuple[str, str]]:

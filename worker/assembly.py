@@ -56,6 +56,7 @@ def assemble(
         orders=orders,
         files=FunctionPool(FILE_THREADS, "tokenmill-files"),
         functions=FunctionPool(settings.function_threads, "tokenmill-functions"),
+        enders=FunctionPool(settings.function_threads, "tokenmill-ends"),
         function_client=function_client,
         ends=EndsLikeRq(worker, function_client, ThreadDeathPenalty),
         ends_store=JobStore(function_client, worker.name, lease_s),

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from redis import Redis
+from rq import worker_registration
 from rq.defaults import DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from worker.engine_loop import EngineLike
     from worker.io_loop import IoLoop
     from worker.settings import WorkerSettings
+
+
+_LISTEN_AGAIN_S = 2.0
+"""Pause of the subscriber's thread after an error."""
 
 
 class BatchWorker(BaseWorker):
@@ -158,8 +163,12 @@ class BatchWorker(BaseWorker):
         """Carry out a command from `rq.command`; called in the subscriber's thread."""
         from worker.io_loop import StopJob
 
-        payload = json.loads(message["data"])
-        command = payload.get("command")
+        try:
+            payload = json.loads(message["data"])
+            command = payload.get("command")
+        except (ValueError, AttributeError):
+            self.log.warning("Worker %s: a message that is no command was ignored", self.name)
+            return
         if command == "stop-job" and self._io is not None:
             self._io.post(StopJob(str(payload.get("job_id"))))
         elif command == "shutdown":
@@ -167,6 +176,11 @@ class BatchWorker(BaseWorker):
             os.kill(os.getpid(), signal.SIGINT)
         else:
             self.log.info("Worker %s: command %r ignored", self.name, command)
+
+    def _pubsub_exception_handler(self, exc: Exception, pubsub: Any, pubsub_thread: Any) -> None:
+        """Go on listening whatever went wrong: RQ gives up on all but a lost connection."""
+        self.log.error("Worker %s: cannot listen for commands (%s); trying again", self.name, exc)
+        time.sleep(_LISTEN_AGAIN_S)
 
     # What RQ shows of the worker
 
@@ -184,6 +198,8 @@ class BatchWorker(BaseWorker):
             else:
                 pipe.hset(self.key, "current_job", job_id)
             pipe.expire(self.key, self.worker_ttl + 60)
+            # Again each time: after an outage longer than that, others have struck the worker off.
+            worker_registration.register(self, pipe)
             pipe.execute()
 
     def _start_scheduler(

@@ -104,6 +104,10 @@ class Timer:
     def __init__(self, period_s: float) -> None:
         self._period_s, self._next = period_s, float("-inf")
 
+    def postpone(self, moment: float) -> None:
+        """Be due at `moment`, not before."""
+        self._next = moment
+
     def due(self, moment: float) -> bool:
         """Whether the period is over at `moment` (monotonic seconds); starts the next one."""
         if moment < self._next:
@@ -144,8 +148,9 @@ class IoLoop:
         self._idle_since = clock()
         self._backoff_s = FIRST_BACKOFF_S
         self._retry_at = float("-inf")
-        self._leave_by: float | None = None
+        self._leave_by = float("inf")
         self._to_release: list[ClaimedJob] = []
+        self._release_mode: Mode = "given_back"
         self._poll = Timer(POLL_S)
         self._renew = Timer(limits.renew_period_s)
         self._show = Timer(STATS_PERIOD_S)
@@ -215,21 +220,26 @@ class IoLoop:
         elif isinstance(event, EngineDied):
             self._log.error("the engine failed: %s", event.error)
             self.engine_error = event.error
-            self._phase = Phase.LEAVING
+            self._start_leaving()
         elif event is Shutdown.WARM:
             if self._phase is Phase.SERVING:
                 self._phase = Phase.DRAINING
         elif event is Shutdown.COLD:
-            self._phase = Phase.LEAVING
+            self._start_leaving()
         else:
             event()
+
+    def _start_leaving(self) -> None:
+        if self._phase is not Phase.LEAVING:
+            self._phase = Phase.LEAVING
+            self._leave_by = self._clock() + LEAVING_S
 
     def _talk_to_redis(self, moment: float) -> None:
         """All duties that need the server. An outage delays them; the engine goes on meanwhile."""
         try:
-            self._runner.flush(self._store)
+            self._settle()
             if self._phase is Phase.LEAVING:
-                self._give_back_everything(moment)
+                self._give_back_everything()
             elif self._phase is Phase.DRAINING:
                 self._release(self._runner.withdraw_unstarted(), "given_back")
             else:
@@ -238,14 +248,28 @@ class IoLoop:
             self._leave_if_done(moment)
             self._backoff_s = FIRST_BACKOFF_S
         except RedisError as error:
-            self._log.error(
-                "Redis did not answer (%s: %s); trying again in %.1f s",
-                type(error).__name__,
-                error,
-                self._backoff_s,
-            )
-            self._retry_at = moment + self._backoff_s
-            self._backoff_s = min(self._backoff_s * 2, LAST_BACKOFF_S)
+            self._ride_out(moment, error)
+
+    def _settle(self) -> None:
+        """Complete what earlier turns began: ends to write, claims without a reply, jobs to release."""
+        self._runner.flush(self._store)
+        if self._tokens:  # whatever has changed since: jobs that nobody renews would count as abandoned
+            self._take_up(list(self._tokens), [0] * len(self._tokens))
+        self._release([], self._release_mode)
+
+    def _ride_out(self, moment: float, error: RedisError) -> None:
+        self._log.error(
+            "Redis did not answer (%s: %s); trying again in %.1f s",
+            type(error).__name__,
+            error,
+            self._backoff_s,
+        )
+        self._retry_at = moment + self._backoff_s
+        self._backoff_s = min(self._backoff_s * 2, LAST_BACKOFF_S)
+        # Leases ran out meanwhile also of workers that live: they get the time to renew them.
+        self._sweep.postpone(moment + self._limits.lease_s)
+        if moment >= self._leave_by:
+            self._leave("left without giving back what ran: other workers take it up when its leases end")
 
     # Claim
 
@@ -262,9 +286,13 @@ class IoLoop:
             self._runner.feed()
 
     def _claim_for(self, lanes: Sequence[int]) -> int:
+        rooms = [min(self._packer.claim_room(lane), self._jobs_left()) for lane in lanes]
+        return self._take_up(lanes, rooms)
+
+    def _take_up(self, lanes: Sequence[int], rooms: Sequence[int]) -> int:
+        """Claim for lanes, at most `rooms` each; return how many jobs were kept."""
         wanted = []
-        for lane in lanes:
-            room = min(self._packer.claim_room(lane), self._jobs_left())
+        for lane, room in zip(lanes, rooms, strict=True):
             # Kept until the call has come through: sent again, it claims nothing twice.
             token = self._tokens.setdefault(lane, uuid4().hex[:24])
             wanted.append((self._queues[lane].name, room, token))
@@ -347,7 +375,7 @@ class IoLoop:
 
     def _leave_if_done(self, moment: float) -> None:
         if self._phase is Phase.LEAVING:
-            if self._leave_by is not None and (not self._runner.num_held or moment >= self._leave_by):
+            if not self._runner.num_held or moment >= self._leave_by:
                 self._leave("left without finishing what ran")
         elif self._runner.num_held:
             self._idle_since = moment
@@ -366,15 +394,14 @@ class IoLoop:
         self._log.info(why)
         self._phase = Phase.GONE
 
-    def _give_back_everything(self, moment: float) -> None:
+    def _give_back_everything(self) -> None:
         """Put the jobs back; ends that are being written may still come through."""
-        if self._leave_by is None:
-            self._leave_by = moment + LEAVING_S
-            died = self.engine_error is not None
-            self._release(self._runner.withdraw_everything(), "engine_died" if died else "given_back")
+        if self.engine_error is not None:
+            self._release_mode = "engine_died"
+        self._release(self._runner.withdraw_everything(), self._release_mode)
 
     def _release(self, held: list[ClaimedJob], mode: Mode) -> None:
-        """Put jobs back into their queues; kept for the next try where Redis does not answer."""
+        """Put jobs back into their queues; kept for the next turn where Redis does not answer."""
         self._to_release.extend(held)
         if not self._to_release:
             return

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
 from redis import Redis
+from redis.exceptions import RedisError
 from rq.defaults import DEFAULT_RESULT_TTL
-from rq.job import Retry as JobRetry
 from rq.queue import Queue
 from rq.timeouts import JobTimeoutException
 from rq.utils import now
@@ -21,10 +20,10 @@ from rq.utils import now
 from engine import Completion
 from jobs.context import JobContext
 from jobs.table import open_task, own_function
-from worker._rq import ClaimedJob, EndsLikeRq, JobStore, Outcome, strip_hooks, takes_rq_path
+from worker._rq import ClaimedJob, EndsLikeRq, EndStatus, JobStore, Outcome, printable, strip_hooks
 from worker.admission import Admission, FunctionCall
 from worker.engine_loop import Abort, Add, Order
-from worker.errors import JobRefused, WorkerError
+from worker.errors import BadPayload, JobRefused, WorkerError
 from worker.functions import FunctionPool, JobStopped, timeout_error
 from worker.packing import Packer, RunningJob
 
@@ -32,8 +31,16 @@ _FUNCTION_GRACE_S = 60
 """How long a function may take to notice its timeout, as in RQ, before its job is failed without it."""
 
 
+_TRY_AGAIN_S = 0.5
+"""Pause before an end that could not be written is tried again."""
+
+
 class EndNotWritten(WorkerError):
     """RQ's own path returned, but Redis still shows the job as running; the end is tried again."""
+
+
+class CallbackFailed(WorkerError):
+    """A callback raised an error of Redis."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +70,9 @@ class Tally:
 class JobRunner:
     """Owns every job that this worker holds. All methods belong to the I/O thread.
 
-    files: pool for the files of tasks. functions: pool for user code and callbacks. Both report back
-    through `post`, which queues a call for the I/O thread. function_client: what pool threads use.
+    files: pool for the files of tasks. functions: pool for user code. enders: pool for callbacks and RQ's
+    own endings, which must not wait for user code. All report back through `post`, which queues a call
+    for the I/O thread. function_client: what pool threads use.
     """
 
     def __init__(
@@ -76,6 +84,7 @@ class JobRunner:
         orders: SimpleQueue[Order],
         files: FunctionPool,
         functions: FunctionPool,
+        enders: FunctionPool,
         function_client: Redis,
         ends: EndsLikeRq,
         ends_store: JobStore,
@@ -84,13 +93,15 @@ class JobRunner:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._packer, self._admission, self._surroundings = packer, admission, surroundings
-        self._orders, self._files, self._functions = orders, files, functions
+        self._orders, self._files, self._functions, self._enders = orders, files, functions, enders
         self._function_client, self._ends, self._ends_store = function_client, ends, ends_store
         self._post, self._log, self._clock = post, log, clock
         self._numbers = count()
         self._jobs: dict[int, RunningJob] = {}
         self._outcomes: dict[int, Outcome] = {}
         self._surplus: list[ClaimedJob] = []
+        self._unwritten: list[Callable[[], None]] = []
+        self._try_again_at = clock()
         self.tally = Tally()
 
     @property
@@ -110,6 +121,8 @@ class JobRunner:
         job = RunningJob(next(self._numbers), claimed, lane)
         self._jobs[job.number] = job
         try:
+            if claimed.damage is not None:
+                raise BadPayload(f"its hash in Redis is damaged: {claimed.damage}")
             call = self._admission.admit(claimed.job)
             job.task = open_task(call.name, call.args, call.kwargs)
         except JobRefused as error:
@@ -264,33 +277,72 @@ class JobRunner:
     # End
 
     def _succeed(self, job: RunningJob, value: Any) -> None:
-        claimed = job.claimed
-        if isinstance(value, JobRetry) or takes_rq_path(claimed.job, failed=False):
-            self._end_like_rq(job, lambda ours: self._ends.succeed(claimed, value, ours), value, None)
-        else:
-            self._await_finish(job, "finished", value)
+        self._end(job, "finished", value)
 
     def _fail(self, job: RunningJob, error: BaseException) -> None:
         self._log.warning(
             "%s: job %s failed: %s", job.claimed.queue_name, job.claimed.job.id, type(error).__name__
         )
-        text = "".join(traceback.format_exception(error))
-        claimed, exc_info = job.claimed, (type(error), error, error.__traceback__)
-        if takes_rq_path(claimed.job, failed=True):
-            self._end_like_rq(job, lambda ours: self._ends.fail(claimed, exc_info, text, ours), None, error)
-        else:
-            self._await_finish(job, "failed", text)
+        self._end(job, "failed", printable(error), error)
 
-    def _await_finish(self, job: RunningJob, status: Any, value: Any) -> None:
+    def _end(
+        self, job: RunningJob, status: EndStatus, value: Any, error: BaseException | None = None
+    ) -> None:
+        """Bring a job to its end: first what user code it calls, then the writing."""
         job.closing = True
         rq_job = job.claimed.job
         if rq_job.result_ttl is None:
             rq_job.result_ttl = self._surroundings.default_result_ttl_s
         working_s = self._clock() - job.started_at if job.started_at is not None else 0.0
-        self._outcomes[job.number] = Outcome(job.claimed, status, value, now(), working_s)
+        outcome = Outcome(job.claimed, status, value, now(), working_s, retries=status == "failed")
+        if self._ends.has_callback(outcome):
+            self._call_back(job, outcome, error)
+        else:
+            self._write(job, outcome)
+
+    def _call_back(self, job: RunningJob, outcome: Outcome, error: BaseException | None) -> None:
+        exc_info = (type(error), error, error.__traceback__) if error is not None else (None, None, None)
+
+        def call_back() -> bool:
+            if self._ends_store.renew([outcome.claimed]):
+                return False
+            try:
+                self._ends.call_back(outcome, exc_info)
+            except RedisError as failure:  # the user's, not ours: it is no reason to call again
+                raise CallbackFailed(str(failure)) from failure
+            return True
+
+        def then(job: RunningJob, ours: Any, failure: BaseException | None) -> None:
+            if isinstance(failure, RedisError):
+                self._later(lambda: self._submit(self._enders, call_back, job, then))
+            elif failure is not None:
+                self._callback_raised(job, outcome, failure)
+            elif ours:
+                self._write(job, outcome)
+            else:
+                self._ended(job, failed=False, written=False)
+
+        self._submit(self._enders, call_back, job, then)
+
+    def _callback_raised(self, job: RunningJob, outcome: Outcome, failure: BaseException) -> None:
+        """As in RQ, a success callback that raises fails the job, and any other gives its text to it."""
+        if outcome.status == "finished":
+            self._fail(job, failure)
+        else:
+            self._write(job, replace(outcome, value=printable(failure)))
+
+    def _write(self, job: RunningJob, outcome: Outcome) -> None:
+        if self._ends.is_needed(outcome):
+            self._write_like_rq(job, outcome)
+        else:
+            self._outcomes[job.number] = outcome
 
     def flush(self, store: JobStore) -> None:
         """Write the ends that wait, in one round trip. After a RedisError call it again."""
+        if self._unwritten and self._clock() >= self._try_again_at:
+            again, self._unwritten = self._unwritten, []
+            for submit in again:
+                submit()
         if not self._outcomes:
             return
         numbers, outcomes = list(self._outcomes), list(self._outcomes.values())
@@ -299,49 +351,38 @@ class JobRunner:
             del self._outcomes[number]
             job = self._jobs[number]
             if reply == "dependents":
-                self._end_with_dependents(job, outcome)
+                self._write_like_rq(job, outcome)
             else:
-                self._ended(job, outcome.status == "failed", written=reply != "lost")
+                self._ended(job, outcome.status != "finished", written=reply != "lost")
 
-    def _end_with_dependents(self, job: RunningJob, outcome: Outcome) -> None:
-        claimed, value = outcome.claimed, outcome.value
-        if outcome.status == "finished":
-            self._end_like_rq(job, lambda ours: self._ends.succeed(claimed, value, ours), value, None)
-        else:
-            error = WorkerError(value)
-            exc_info = (WorkerError, error, None)
-            self._end_like_rq(job, lambda ours: self._ends.fail(claimed, exc_info, value, ours), None, error)
-
-    def _end_like_rq(
-        self,
-        job: RunningJob,
-        end: Callable[[Callable[[], bool]], bool],
-        value: Any,
-        error: BaseException | None,
-    ) -> None:
-        """Run one of RQ's own endings in a function thread, until Redis shows that it was written."""
-        job.closing = True
+    def _write_like_rq(self, job: RunningJob, outcome: Outcome) -> None:
+        """Run one of RQ's own endings in a thread, until Redis shows that it was written."""
         claimed, store = job.claimed, self._ends_store
 
-        def still_ours() -> bool:
-            return not store.renew([claimed])
-
-        def run() -> bool:
-            written = end(still_ours)
-            if written and still_ours():
+        def write() -> bool:
+            if store.renew([claimed]):
+                return False
+            self._ends.write(outcome)
+            if not store.renew([claimed]):
                 raise EndNotWritten(claimed.job.id)
-            return written
+            return True
 
         def then(job: RunningJob, written: Any, failure: BaseException | None) -> None:
             if failure is not None:
                 self._log.error(
                     "job %s: its end could not be written (%s); trying again", claimed.job.id, failure
                 )
-                self._submit(self._functions, run, job, then)
+                self._later(lambda: self._submit(self._enders, write, job, then))
             else:
-                self._ended(job, failed=error is not None, written=bool(written))
+                self._ended(job, outcome.status != "finished", written=bool(written))
 
-        self._submit(self._functions, run, job, then)
+        self._submit(self._enders, write, job, then)
+
+    def _later(self, submit: Callable[[], None]) -> None:
+        """Try something again when Redis is there, and not at once."""
+        if not self._unwritten:
+            self._try_again_at = self._clock() + _TRY_AGAIN_S
+        self._unwritten.append(submit)
 
     def _ended(self, job: RunningJob, failed: bool, written: bool) -> None:
         if self._jobs.pop(job.number, None) is None:
@@ -389,10 +430,7 @@ class JobRunner:
         if job is None or job.closing:
             return False
         self._withdraw(job, JobStopped)
-        claimed = job.claimed
-        self._end_like_rq(
-            job, lambda ours: self._ends.stop(claimed, ours), None, JobStopped("stopped by user")
-        )
+        self._end(job, "stopped", "Job stopped by user, its sequences were aborted.")
         return True
 
     def _find(self, job_id: str) -> RunningJob | None:
@@ -441,7 +479,9 @@ class JobRunner:
 
     def withdraw_unstarted(self) -> list[ClaimedJob]:
         """Let go of the jobs of which nothing has run yet; the caller gives them back."""
-        return self._withdraw_all([job for job in self._jobs.values() if job.started_at is None])
+        return self._withdraw_all(
+            [job for job in self._jobs.values() if job.started_at is None and not job.closing]
+        )
 
     def withdraw_everything(self) -> list[ClaimedJob]:
         """Let go of every job whose end is not already on its way; the caller gives them back."""
@@ -467,5 +507,6 @@ class JobRunner:
             progress = job.task.progress() if job.task is not None and job.requests is not None else None
             if progress is not None and progress != job.shown_progress:
                 job.shown_progress = progress
-                changed.append((job.claimed, {**job.claimed.job.meta, **progress}))
+                meta = job.claimed.job.meta
+                changed.append((job.claimed, {**meta, **progress} if isinstance(meta, dict) else progress))
         return changed

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from rq import Callback, Queue
+from rq.command import send_stop_job_command
 from rq.job import Job, JobStatus
+from rq.serializers import JSONSerializer
 
-from tests.rq_workers import Workers, leftovers
+from tests.rq_workers import Workers, leftovers, wait_until_started
 
 
 class Bomb:
@@ -131,3 +133,61 @@ def test_text_where_a_number_belongs_shows_how_to_write_it(workers: Workers) -> 
     job = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens="64")
     workers.burst()
     assert "max_tokens:=64" in failure_of(workers, job)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("timeout", "soon"),
+        ("result_ttl", "long"),
+        ("retries_left", "many"),
+        ("created_at", "yesterday"),
+        ("retry_intervals", "[]"),
+        ("dependency_ids", "{"),
+    ],
+)
+def test_a_damaged_hash_fails_its_own_job_and_no_other(workers: Workers, field: str, value: str) -> None:
+    bad = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
+    workers.redis.hset(bad.key, mapping={"retries_left": 2, field: value})
+    good = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
+    workers.burst()
+    assert workers.redis.hget(bad.key, "status") == b"failed"
+    assert "damaged" in str(bad.latest_result().exc_string)  # type: ignore[union-attr]
+    assert good.get_status() == JobStatus.FINISHED
+    assert leftovers(workers.redis, "bulk") == []
+
+
+def test_a_job_id_that_rq_would_refuse_is_run(workers: Workers) -> None:
+    job = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
+    odd = "läuft: 1/2"
+    workers.redis.rename(job.key, f"rq:job:{odd}")
+    workers.redis.rpush("rq:queue:bulk", odd)
+    workers.burst()
+    assert workers.redis.hget(f"rq:job:{odd}", "status") == b"finished"
+    assert leftovers(workers.redis, "bulk") == []
+
+
+def test_an_error_that_is_no_text_is_shown_in_escapes(workers: Workers) -> None:
+    job = workers.queue("bulk").enqueue("tests.worker.functions.boom", "half \ud83d of a pair")
+    workers.burst()
+    assert "half \\ud83d of a pair" in failure_of(workers, job)
+
+
+@pytest.mark.parametrize("ttl", [10**30, -7])
+def test_times_to_live_that_redis_refuses_are_bounded(workers: Workers, ttl: int) -> None:
+    good = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1, result_ttl=ttl)
+    bad = workers.queue("bulk").enqueue("jobs.complete", "refuse", failure_ttl=ttl)
+    workers.burst()
+    assert workers.result(good).return_value["choices"][0]["text"] == "echo:a"
+    assert "refused" in failure_of(workers, bad)
+    assert leftovers(workers.redis, "bulk") == []
+
+
+def test_a_message_that_is_no_command_leaves_the_worker_listening(workers: Workers) -> None:
+    job = workers.queue("bulk").enqueue("jobs.complete", "hang")
+    workers.start("--name", "w")
+    wait_until_started(job)
+    for message in ("no json", "[1]", '{"command": ["stop-job"]}'):
+        workers.redis.publish("rq:pubsub:w", message)
+    send_stop_job_command(workers.redis, job.id, serializer=JSONSerializer)
+    assert "stopped by user" in str(workers.result(job).exc_string)

@@ -137,6 +137,32 @@ def test_callbacks_run_for_success_failure_and_stop(workers: Workers) -> None:
     assert workers.wait_for("callbacks") == f"stopped:{hang.id}"
 
 
+def test_ends_with_callbacks_do_not_wait_for_busy_functions(workers: Workers) -> None:
+    queue = workers.queue("bulk")
+    for _ in range(2):
+        queue.enqueue(F + "meet", "gate")
+    good = workers.queue("high").enqueue(
+        "jobs.complete", "a", max_tokens=1, on_success=Callback(F + "on_success")
+    )
+    workers.start(TOKENMILL_FUNCTION_THREADS="1")
+    assert text_of(workers.result(good)) == "echo:a"
+
+
+def test_a_retried_job_keeps_its_place_and_counts_as_rq_counts(workers: Workers) -> None:
+    first = workers.queue("bulk").enqueue(
+        F + "boom", "x", retry=Retry(max=1, enqueue_at_front=True), on_failure=Callback(F + "on_failure")
+    )
+    workers.burst("--max-jobs", "1", "--name", "w")
+    later = workers.queue("bulk").enqueue(F + "add", 1, 1)
+    assert workers.queue("bulk").job_ids == [first.id, later.id]
+    assert workers.job(first.id).retries_left == 0
+    assert workers.redis.lrange("callbacks", 0, -1) == [f"failure:{first.id}:ValueError".encode()]
+    workers.burst("--name", "v")
+    assert first.get_status() == JobStatus.FAILED
+    assert workers.redis.llen("callbacks") == 2
+    assert len(first.results()) == 1
+
+
 def test_a_success_callback_that_raises_fails_the_job(workers: Workers) -> None:
     job = workers.queue("bulk").enqueue(
         "jobs.complete", "a", max_tokens=1, on_success=Callback(F + "on_success_raises")

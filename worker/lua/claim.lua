@@ -2,7 +2,8 @@
 -- `limit` sequences: one each, or what the job's own field `sequences` says.
 -- ARGV: queue, limit, token, worker, now_iso, now_ts, lease_s, far_score
 -- Returns {{job id, execution id, job hash}, ...}. Sent again with the same token it returns the same
--- jobs, less those that were taken from this worker since, and claims no others.
+-- jobs, less those that were taken from this worker since, and claims no others. With a limit of 0 it
+-- asks what an earlier call has claimed, and makes sure that one still on its way claims nothing.
 local queue, limit, token, worker = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 local record = 'tokenmill:claim:' .. token
 local claimed = {}
@@ -17,6 +18,11 @@ if #earlier > 0 then
   end
   return claimed
 end
+if limit == 0 then
+  redis.call('RPUSH', record, '')
+  redis.call('EXPIRE', record, 600)
+  return claimed
+end
 
 -- Bounded, so that a queue of a million deleted jobs does not stop the server for the others.
 local sequences = 0
@@ -29,7 +35,7 @@ for _ = 1, limit + 1000 do
     claimed[#claimed + 1] =
       open_execution(queue, id, eid, worker, ARGV[5], ARGV[6], ARGV[7], ARGV[8])
     redis.call('RPUSH', record, id)
-    sequences = sequences + (tonumber(redis.call('HGET', 'rq:job:' .. id, 'sequences')) or 1)
+    sequences = sequences + math.max(1, tonumber(redis.call('HGET', 'rq:job:' .. id, 'sequences')) or 1)
   end
 end
 if #claimed > 0 then redis.call('EXPIRE', record, 600) end

@@ -12,14 +12,17 @@ if not redis.call('ZSCORE', wip, member) then return {'gone'} end
 if mode == 'abandoned' and redis.call('EXISTS', execution) == 1 then return {'alive'} end
 redis.call('ZREM', wip, member)
 redis.call('DEL', execution, 'rq:executions:' .. id)
-if redis.call('HGET', job, 'status') ~= 'started' then return {'dropped'} end
+local status = redis.call('HGET', job, 'status')
+-- RQ writes this status a moment before the schedule: a worker killed in between had the job still.
+local half_scheduled = status == 'scheduled' and not redis.call('ZSCORE', 'rq:scheduled:' .. queue, id)
+if status ~= 'started' and not half_scheduled then return {'dropped'} end
 
 if mode ~= 'given_back' and redis.call('HINCRBY', job, 'worker_deaths', 1) >= tonumber(ARGV[5]) then
   return {'exhausted', open_execution(queue, id, ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10], ARGV[11])}
 end
 redis.call('HSET', job, 'status', 'queued', 'worker_name', '')
-local ttl = redis.call('HGET', job, 'ttl')
-if ttl and tonumber(ttl) > 0 then redis.call('EXPIRE', job, ttl) end
+local ttl = tonumber(redis.call('HGET', job, 'ttl') or '')
+if ttl and ttl >= 1 then redis.call('EXPIRE', job, math.floor(math.min(ttl, 315360000))) end
 redis.call('SADD', 'rq:queues', 'rq:queue:' .. queue)
 redis.call('LPUSH', 'rq:queue:' .. queue, id)
 return {'queued'}
