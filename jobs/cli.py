@@ -18,6 +18,7 @@ from .errors import ForeignJobsPackage, JobsError
 from .follow import End, Followed, follow
 from .run_control import cancel_run, submit_run
 from .run_snapshot import RunSnapshot, failure_text, planned_run, read_snapshot
+from .shown import shown
 
 #: Failed shards shown by name; the rest are counted.
 MAX_SHOWN = 5
@@ -32,9 +33,9 @@ def json_value(kind: type) -> Callable[[click.Context, click.Parameter, str | No
         try:
             value = json.loads(text)
         except ValueError as error:
-            raise click.BadParameter(f"{text!r} is not JSON: {error}", context, parameter) from None
+            raise click.BadParameter(f"{shown(text)} is not JSON: {error}", context, parameter) from None
         if not isinstance(value, kind):
-            raise click.BadParameter(f"{text!r} is JSON, but no {kind.__name__}", context, parameter)
+            raise click.BadParameter(f"{shown(text)} is JSON, but no {kind.__name__}", context, parameter)
         return value
 
     return parse

@@ -8,6 +8,10 @@ from .errors import InvalidJob
 #: A prompt beyond any context length only costs tokenizer time and Redis memory.
 MAX_PROMPT_BYTES = 1 << 20
 
+#: A job holds all its answers until the last one is there; what is larger is a Parquet run.
+MAX_PROMPTS = 10_000
+MAX_MESSAGES = 10_000
+
 #: Sampling values that are never text: text here means that `=` was written where `:=` was meant.
 NOT_TEXT = frozenset(
     {"max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n"}
@@ -34,6 +38,8 @@ def messages_problem(messages: object) -> str | None:
     """Say why `messages` cannot be a chat, or None when it can."""
     if not isinstance(messages, list) or not messages:
         return "messages must be a non-empty list of {'role': ..., 'content': ...}"
+    if len(messages) > MAX_MESSAGES:
+        return f"a chat of {len(messages)} messages is longer than the limit of {MAX_MESSAGES}: shorten it"
     total = 0
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or message.keys() != {"role", "content"}:
@@ -50,7 +56,7 @@ def messages_problem(messages: object) -> str | None:
 def parse_prompts(prompt: object) -> list[Prompt]:
     """Return one entry for each prompt: a string, token ids, a list of strings or a list of token ids.
 
-    Raises InvalidJob for anything else, for an empty list and for a text beyond MAX_PROMPT_BYTES.
+    Raises InvalidJob for anything else, for an empty list, and beyond MAX_PROMPT_BYTES or MAX_PROMPTS.
     """
     if isinstance(prompt, str):
         return [_text(prompt, "prompt")]
@@ -60,6 +66,11 @@ def parse_prompts(prompt: object) -> list[Prompt]:
         raise InvalidJob("prompt is an empty list, expected at least one prompt")
     if all(_is_token_id(item) for item in prompt):
         return [_token_ids(prompt, "prompt")]
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidJob(
+            f"the job holds {len(prompt)} prompts, more than the limit of {MAX_PROMPTS}: "
+            "split it, or score a Parquet file"
+        )
     return [_prompt(item, f"prompt {number}") for number, item in enumerate(prompt)]
 
 

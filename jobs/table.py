@@ -56,7 +56,7 @@ def _bound(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> i
     try:
         return inspect.signature(function).bind(*args, **(kwargs or {}))
     except TypeError as error:
-        raise InvalidJob(f"{name}: {error}") from None
+        raise InvalidJob(f"{name}: {str(error)[:200]}") from None
 
 
 _OWN_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"jobs.score_parquet": _score_parquet}

@@ -2,11 +2,12 @@
 
 import os
 import re
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from ..errors import InvalidJob, UnsupportedScheme
+from ..shown import shown
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)([^?#]*)", re.DOTALL)
 
 
 def local_path(path: object) -> str:
@@ -14,14 +15,24 @@ def local_path(path: object) -> str:
 
     Raises UnsupportedScheme for other URIs, InvalidJob for what is no path at all.
     """
-    if not isinstance(path, str) or not path or "\0" in path:
-        raise InvalidJob(f"{path!r} is no path: expected a non-empty string")
-    match = _SCHEME.match(path)
-    if match is None:
-        return os.path.abspath(path)
-    if match[1].lower() != "file":
-        raise UnsupportedScheme(path, match[1].lower())
-    parts = urlsplit(path)
-    if parts.netloc not in ("", "localhost"):
-        raise UnsupportedScheme(path, f"file on host {parts.netloc}")
-    return os.path.abspath(unquote(parts.path))
+    if not isinstance(path, str) or not path:
+        raise InvalidJob(f"{shown(path)} is no path: expected a non-empty string")
+    if uri := _URI.match(path):
+        scheme, host, path = uri[1].lower(), uri[2].rpartition("@")[2], uri[3]
+        # Without user, password and query, which may hold the keys of an object store.
+        if scheme != "file":
+            raise UnsupportedScheme(f"{scheme}://{host}{path}", scheme)
+        if host not in ("", "localhost"):
+            raise UnsupportedScheme(f"file://{host}{path}", f"file on host {host}")
+        path = unquote(path)
+    if "\0" in path or not _is_utf8(path):
+        raise InvalidJob(f"{shown(path)} is no path: it holds a zero byte, or is not UTF-8")
+    return os.path.abspath(path)
+
+
+def _is_utf8(path: str) -> bool:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -11,6 +11,7 @@ from ..context import JobContext
 from ..errors import InputChanged, InvalidJob, MissingColumn, OutputHoldsAnotherRun
 from ..part_stats import PartStats
 from ..run_state import RunState
+from ..shown import shown
 from ..version import code_version
 from .enqueue import enqueue_shards
 from .inputs import Footer, find_files, read_footers
@@ -49,7 +50,7 @@ def score_parquet(
         input, output, prompt_column, messages_column, template, sampling, rows_per_shard
     )
     if queue is not None and (not isinstance(queue, str) or not queue):
-        raise InvalidJob(f"queue is {queue!r}, expected the name of a queue")
+        raise InvalidJob(f"queue is {shown(queue)}, expected the name of a queue")
     context.check_sampling(spec.sampling)
     return plan_run(context, Storage(context.data_roots), spec, queue or context.queue_name)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..context import JobContext
 from ..errors import InvalidJob
+from ..shown import shown
 from ..tasks import Completion, Request, Task
 from .names import is_run_id
 
@@ -55,10 +56,10 @@ def shard_task(run: str, plan: str, shard: int) -> ShardTask:
     """Return the task of jobs.score_shard. Raises InvalidJob when an argument is wrong."""
     if not is_run_id(run):
         raise InvalidJob(
-            f"run is {run!r}, expected the id of a planned run: enqueue jobs.score_parquet instead"
+            f"run is {shown(run)}, expected the id of a planned run: enqueue jobs.score_parquet instead"
         )
     if not isinstance(plan, str):
         raise InvalidJob(f"plan is {type(plan).__name__}, expected the path of a run's _plan.json")
     if not isinstance(shard, int) or isinstance(shard, bool) or shard < 0:
-        raise InvalidJob(f"shard is {shard!r}, expected the number of a shard")
+        raise InvalidJob(f"shard is {shown(shard)}, expected the number of a shard")
     return ShardTask(run, plan, shard)

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import InvalidJob
 from ..prompts import parse_sampling
+from ..shown import shown
 from .paths import local_path
 from .template import Template
 
@@ -90,7 +91,7 @@ def _inputs(value: Any) -> list[str]:
 
 def _name(argument: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise InvalidJob(f"{argument} is {value!r}, expected the name of a column")
+        raise InvalidJob(f"{argument} is {shown(value)}, expected the name of a column")
     return value
 
 
@@ -104,13 +105,15 @@ def _sampling(value: Any) -> dict[str, Any]:
         )
     sampling = parse_sampling(value)
     if sampling.get("n", 1) != 1:
-        raise InvalidJob(f"n is {sampling['n']!r}, expected 1: a row of the output holds one completion")
+        raise InvalidJob(f"n is {shown(sampling['n'])}, expected 1: a row of the output holds one completion")
     return sampling
 
 
 def _rows_per_shard(value: Any) -> int:
     if isinstance(value, str):
-        raise InvalidJob(f"rows_per_shard arrived as the text {value!r}: write rows_per_shard:={value}")
+        raise InvalidJob(f"rows_per_shard arrived as the text {shown(value)}: write rows_per_shard:=1000")
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_ROWS_PER_SHARD:
-        raise InvalidJob(f"rows_per_shard is {value!r}, expected an integer from 1 to {MAX_ROWS_PER_SHARD}")
+        raise InvalidJob(
+            f"rows_per_shard is {shown(value)}, expected an integer from 1 to {MAX_ROWS_PER_SHARD}"
+        )
     return value

@@ -8,6 +8,7 @@ from string import Formatter
 from typing import Any
 
 from ..errors import InvalidJob
+from ..shown import shown
 
 #: A text cut into (literal, column that follows it or None).
 Pieces = tuple[tuple[str, str | None], ...]
@@ -32,13 +33,11 @@ class Template:
             return cls((_parse_text(template),), None)
         if not isinstance(template, list) or not template:
             raise InvalidJob("template must be a text or a non-empty list of {'role': ..., 'content': ...}")
-        for message in template:
+        for number, message in enumerate(template):
             if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-                raise InvalidJob(
-                    f"each message of a template holds exactly 'role' and 'content', got {message!r}"
-                )
+                raise InvalidJob(f"message {number} of the template must hold exactly 'role' and 'content'")
             if not all(isinstance(value, str) for value in message.values()):
-                raise InvalidJob(f"role and content of a template are strings, got {message!r}")
+                raise InvalidJob(f"message {number} of the template: role and content must be strings")
         texts = tuple(_parse_text(message["content"]) for message in template)
         return cls(texts, tuple(message["role"] for message in template))
 
@@ -60,10 +59,12 @@ def _parse_text(text: str) -> Pieces:
     try:
         for literal, column, form, conversion in Formatter().parse(text):
             if form or conversion or (column is not None and (not column or set(column) & set(".[]"))):
-                raise InvalidJob(f"template field {{{column}}}: only a plain column name may stand in braces")
+                raise InvalidJob(
+                    f"template field {shown(column)}: only a plain column name may stand in braces"
+                )
             pieces.append((literal, column))
     except ValueError as error:
-        raise InvalidJob(f"template {text[:80]!r}: {error}; write {{{{ and }}}} for braces") from None
+        raise InvalidJob(f"template {shown(text)}: {error}; write {{{{ and }}}} for braces") from None
     return tuple(pieces)
 
 

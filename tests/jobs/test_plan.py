@@ -88,13 +88,16 @@ def test_equal_arguments_give_the_same_run_and_other_arguments_another() -> None
         ({"input": 5}, "no path"),
         ({"input": "a\0b"}, "no path"),
         ({"output": None}, "no path"),
+        ({"input": "file:///a%00b"}, "zero byte"),
+        ({"input": "/a\ud800"}, "UTF-8"),
+        ({"output": "/a\udc80"}, "UTF-8"),
         ({"prompt_column": 3}, "prompt_column"),
         ({"messages_column": ""}, "messages_column"),
         ({"messages_column": "m", "template": "{a}"}, "give one"),
         ({"sampling": "{}"}, "sampling:="),
         ({"sampling": {"max_tokens": "64"}}, "max_tokens:=64"),
         ({"sampling": {"n": 2}}, "n is 2"),
-        ({"rows_per_shard": "10"}, "rows_per_shard:=10"),
+        ({"rows_per_shard": "10"}, "rows_per_shard:="),
         ({"rows_per_shard": 0}, "from 1"),
         ({"rows_per_shard": True}, "from 1"),
         ({"rows_per_shard": 10**7}, "1000000"),
@@ -121,6 +124,41 @@ def test_wrong_arguments_of_a_run_are_refused_before_anything_is_read(
 def test_storages_that_are_not_built_are_refused_by_name(path: str) -> None:
     with pytest.raises(UnsupportedScheme, match=path):
         make_spec(input=path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["s3://id:s3cret@bucket/a?key=s3cret", "file://id:s3cret@elsewhere/a", "file://[s3cret@x/a#s3cret"],
+)
+def test_the_keys_in_a_uri_are_not_repeated(path: str) -> None:
+    with pytest.raises(UnsupportedScheme) as caught:
+        make_spec(input=path)
+    assert "s3cret" not in str(caught.value)
+
+
+LONG = "a secret prompt " * 100
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"input": [[LONG]]},
+        {"prompt_column": [LONG]},
+        {"messages_column": {"x": LONG}},
+        {"sampling": {"n": LONG}},
+        {"sampling": {"max_tokens": LONG}},
+        {"rows_per_shard": LONG},
+        {"rows_per_shard": [LONG]},
+        {"template": f"{{{LONG}"},
+        {"template": f"{{{LONG}.x}}"},
+        {"template": [{"role": "user", "content": LONG, "name": "x"}]},
+        {"template": [{"role": "user", "content": [LONG]}]},
+    ],
+)
+def test_a_message_repeats_little_of_what_a_job_brought(changed: dict[str, object]) -> None:
+    with pytest.raises(InvalidJob) as caught:
+        make_spec(**changed)
+    assert len(str(caught.value)) < 400
 
 
 def test_a_file_uri_is_a_local_path() -> None:

@@ -11,7 +11,7 @@ import jobs
 from jobs import errors
 from jobs.context import JobContext
 from jobs.prompt_task import PromptTask
-from jobs.prompts import MAX_PROMPT_BYTES
+from jobs.prompts import MAX_MESSAGES, MAX_PROMPT_BYTES, MAX_PROMPTS
 from jobs.responses import text_completion
 from jobs.table import ALLOWED_FUNCTIONS, open_task, own_function
 from jobs.tasks import Request
@@ -141,7 +141,10 @@ def test_a_refused_prompt_fails_the_job_and_names_it(context: JobContext) -> Non
         ("jobs.chat", [[{"role": "user", "content": "a", "name": "b"}]], {}, "exactly 'role' and 'content'"),
         ("jobs.chat", [[{"role": "user", "content": None}]], {}, "content of message 0 is NoneType"),
         ("jobs.chat", [[{"role": "user", "content": "x" * MAX_PROMPT_BYTES}]], {}, "limit"),
+        ("jobs.complete", [["a"] * (MAX_PROMPTS + 1)], {}, "10001 prompts, more than the limit of 10000"),
+        ("jobs.chat", [[{"role": "", "content": ""}] * (MAX_MESSAGES + 1)], {}, "10001 messages"),
         ("jobs.score_shard", ["../x", "p", 0], {}, "run is '../x'"),
+        ("jobs.score_shard", ["x" * 10_000, "p", 0], {}, "xxx...,"),
         ("jobs.score_shard", ["0" * 16, 5, 0], {}, "plan is int"),
         ("jobs.score_shard", ["0" * 16, "p", -1], {}, "shard is -1"),
         ("jobs.score_shard", ["0" * 16, "p", "0"], {}, "shard is '0'"),
