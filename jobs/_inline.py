@@ -47,9 +47,21 @@ def run_own_function(function_name: str, args: Sequence[Any], kwargs: Mapping[st
 
 
 def drive(task: Task, engine: Engine) -> None:
-    """Feed a task's requests to the engine until every one is delivered."""
-    requests = enumerate(task.requests())
+    """Feed a task's requests to the engine until every one is delivered.
+
+    Whatever ends it, a timeout for example, leaves none of them behind: a `SimpleWorker` gives the next job
+    the same engine, and ids start at 0 in each job.
+    """
     samples: dict[int, list[Completion]] = {}  # of the requests inside the engine
+    try:
+        _drive(task, engine, samples)
+    finally:
+        for index in samples:
+            engine.abort(str(index))
+
+
+def _drive(task: Task, engine: Engine, samples: dict[int, list[Completion]]) -> None:
+    requests = enumerate(task.requests())
     missing: dict[int, int] = {}
     while True:
         _refill(task, engine, requests, samples, missing)
@@ -62,6 +74,7 @@ def drive(task: Task, engine: Engine) -> None:
             samples[index].append(completion)
             missing[index] -= 1
             if missing[index] == 0 or completion.finish_reason == "error":
+                engine.abort(str(index))  # what is left of a request that failed
                 del missing[index]
                 task.deliver(index, samples.pop(index))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,12 +38,19 @@ class EchoEngine:
 
     def step(self) -> list[Completion]:
         request_id, prompt, params = self.waiting.pop()
+        if prompt == "hangs":
+            self.waiting.append((request_id, prompt, params))
+            time.sleep(0.01)
+            return []
         if prompt == "breaks":
             return [Completion(request_id, 0, [], "", "error", 6, 0, error="it broke")]
         return [
             Completion(request_id, index, [1, 2], f"{prompt}!{index}", "stop", len(prompt), 0)
             for index in reversed(range(params.n))
         ]
+
+    def abort(self, request_id: str) -> None:
+        self.waiting = [entry for entry in self.waiting if entry[0] != request_id]
 
     def chat_token_ids(self, messages: list[dict[str, Any]]) -> list[int]:
         return [len(message["content"]) for message in messages]
@@ -99,6 +107,15 @@ def test_a_bad_request_fails_its_job_by_name(queue: Queue, arguments: dict[str, 
     assert bad.get_status() == JobStatus.FAILED
     assert says in last_line(bad)
     assert good.get_status() == JobStatus.FINISHED
+
+
+def test_a_job_that_timed_out_leaves_nothing_to_the_next_one(queue: Queue, engine: EchoEngine) -> None:
+    slow = queue.enqueue("jobs.complete", ["of the slow job", "hangs"], job_timeout=1)
+    good = queue.enqueue("jobs.complete", "fine")
+    work(queue)
+    assert slow.get_status() == JobStatus.FAILED
+    assert [choice["text"] for choice in good.return_value()["choices"]] == ["fine!0"]
+    assert engine.waiting == []
 
 
 def test_a_parquet_run_is_planned_scored_and_ended(queue: Queue, tmp_path: Path) -> None:
