@@ -20,7 +20,7 @@ from .inputs import check_unchanged, open_parquet, read_batches
 from .names import PLAN, part_name
 from .part import Answer, output_schema, with_answers, write_part
 from .plan import Plan, PlannedFile
-from .prompt_source import PromptSource, RowProblem, prompt_source
+from .prompt_source import RowProblem, prompt_source, render_rows
 from .run_folder import RunFolder, load_plan
 from .shard_requests import ShardRequests
 from .storage import Storage
@@ -152,39 +152,7 @@ def trusted_plan(storage: Storage, plan_path: str, run: str) -> Plan:
     return plan
 
 
-def render_rows(source: PromptSource, batch: pa.RecordBatch) -> list[str | RowProblem]:
-    """Render each row of a batch to its text, or to the reason why it has none."""
-    columns = [_values(batch.column(name)) for name in source.columns]
-    rows = zip(*columns, strict=True) if columns else (() for _ in range(batch.num_rows))
-    return [_render(source, dict(zip(source.columns, row, strict=True))) for row in rows]
-
-
 def row_seed(run_seed: int, row: int) -> int:
     """Return a row's seed: the same on every worker and in every attempt; 0 to 2**63 - 1."""
     digest = blake2b(f"{run_seed}:{row}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def _render(source: PromptSource, values: dict[str, Any]) -> str | RowProblem:
-    for value in values.values():
-        if isinstance(value, RowProblem):
-            return value
-    try:
-        return source.render(values)
-    except RowProblem as problem:
-        return problem
-
-
-def _values(column: pa.Array) -> list[Any]:
-    """Return a column's Python values; text that is not UTF-8, which Parquet never checks, is a problem."""
-    try:
-        return list(column.to_pylist())
-    except UnicodeDecodeError:
-        return [_value(scalar) for scalar in column]
-
-
-def _value(scalar: pa.Scalar) -> Any:
-    try:
-        return scalar.as_py()
-    except UnicodeDecodeError as error:
-        return RowProblem(f"text is not UTF-8: {error.reason} at byte {error.start}")

@@ -174,6 +174,23 @@ def test_a_text_that_is_not_utf8_is_its_rows_error(
     assert table["prompt"].cast(pa.binary()).to_pylist() == [b"fine", b"\xff\xfe"]
 
 
+def test_a_value_that_python_cannot_hold_is_its_rows_error(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    days = pa.array([0, 10**8, None], pa.date32())
+    zoned = pa.array([1, 1, 1], pa.timestamp("us", tz="Mars/Olympus"))
+    pq.write_table(pa.table({"day": days, "zoned": zoned, "id": [0, 1, 2]}), tmp_path / "in.parquet")
+    for output, template in (("days", "on {day}"), ("zoned", "at {zoned}")):
+        score_parquet(make_context(), str(tmp_path / "in.parquet"), str(tmp_path / output), template=template)
+        work_off(redis, make_context)
+    table = pq.read_table(tmp_path / "days")
+    assert table["completion"].to_pylist() == ["ON 1970-01-01", None, None]
+    assert "date32" in table["error"].to_pylist()[1]
+    assert table["error"].to_pylist()[2] == "column 'day' is null"
+    assert table["day"].equals(pq.read_table(tmp_path / "in.parquet")["day"])
+    assert all("timestamp" in error for error in pq.read_table(tmp_path / "zoned")["error"].to_pylist())
+
+
 @given(
     rows=st.lists(st.one_of(st.text("ab", max_size=3), st.none()), max_size=30),
     temperature=st.sampled_from([0, 0.0, 0.7, None]),
