@@ -6,8 +6,8 @@ import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, starmap
+from typing import Any, NamedTuple
 
 from .spec import RunSpec
 
@@ -25,9 +25,8 @@ class PlannedFile:
     rows: int
 
 
-@dataclass(frozen=True)
-class Shard:
-    """A range of rows of one file.
+class Shard(NamedTuple):
+    """A range of rows of one file. A plan has ten thousand of them: a tuple is built in half a microsecond.
 
     file: index into the plan's files. start: first row within the file.
     first_group, num_groups: the row groups that hold the range. skip: rows of the first group before it.
@@ -66,7 +65,6 @@ class Plan:
         return before[self.shards[shard].file] + self.shards[shard].start
 
     def to_text(self) -> str:
-        shards = [list(asdict(shard).values()) for shard in self.shards]
         content = {
             "format": FORMAT,
             "run": self.run,
@@ -75,23 +73,30 @@ class Plan:
             "model": self.model,
             "version": self.version,
             "files": [asdict(file) for file in self.files],
-            "shard_fields": list(Shard.__dataclass_fields__),
-            "shards": shards,
+            "shard_fields": Shard._fields,
+            "shards": self.shards,
         }
         return json.dumps(content)
 
     @classmethod
     def from_text(cls, text: str) -> Plan:
         """Read what `to_text` wrote. Raises ValueError, which covers bad JSON, for anything else."""
-        content = json.loads(text)
+        try:
+            content = json.loads(text)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"not a plan of format {FORMAT}")
         try:
-            plan = cls._from_content(content)
-        except (KeyError, TypeError) as error:
+            plan, run = cls._from_content(content), content["run"]
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"a field is missing or wrong: {error}") from None
-        if plan.run != content["run"]:
+        if plan.run != run:
             raise ValueError("its arguments do not give its run id")
+        if not all(type(value) is int and value >= 0 for shard in plan.shards for value in shard):
+            raise ValueError("a shard has a field that is no count")
+        if any(shard.file >= len(plan.files) for shard in plan.shards):
+            raise ValueError("a shard names a file that the plan does not list")
         return plan
 
     @classmethod
@@ -102,7 +107,7 @@ class Plan:
             model=content["model"],
             version=content["version"],
             files=tuple(PlannedFile(**file) for file in content["files"]),
-            shards=tuple(Shard(*values) for values in content["shards"]),
+            shards=tuple(starmap(Shard, content["shards"])),
         )
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -53,7 +54,17 @@ def test_a_plan_survives_its_file() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"format": 2}', '{"format": 1}', '{"format": 1, "arguments": 3}']
+    "text",
+    [
+        "",
+        "[]",
+        "[" * 100_000,
+        "{}",
+        '{"format": 2}',
+        '{"format": 1}',
+        '{"format": 1, "arguments": 3}',
+        '{"format": 1, "arguments": []}',
+    ],
 )
 def test_what_is_no_plan_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
@@ -64,6 +75,30 @@ def test_a_plan_whose_arguments_were_edited_is_refused() -> None:
     plan = Plan(make_spec(), 7, "m", "1", (), ())
     with pytest.raises(ValueError, match="run id"):
         Plan.from_text(plan.to_text().replace("/a.parquet", "/b.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"run": None}, "run id"),
+        ({"files": None}, "missing or wrong"),
+        ({"files": [1]}, "missing or wrong"),
+        ({"shards": [1]}, "missing or wrong"),
+        ({"shards": [[0, 0]]}, "missing or wrong"),
+        ({"shards": [[0, 0, 1, 0, 1, "0"]]}, "no count"),
+        ({"shards": [[0, -1, 1, 0, 1, 0]]}, "no count"),
+        ({"shards": [[1, 0, 1, 0, 1, 0]]}, "does not list"),
+    ],
+)
+def test_a_plan_with_an_edited_field_is_refused(changed: dict[str, object], says: str) -> None:
+    plan = Plan(make_spec(), 7, "m", "1", (PlannedFile("/a", 10, 20, 5),), cut_shards([[5]], 2))
+    content = json.loads(plan.to_text())
+    with pytest.raises(ValueError, match=says):
+        Plan.from_text(json.dumps({**content, **changed}))
+    for name in changed:
+        del content[name]
+    with pytest.raises(ValueError, match="missing or wrong"):
+        Plan.from_text(json.dumps(content))
 
 
 def test_equal_arguments_give_the_same_run_and_other_arguments_another() -> None:
