@@ -12,7 +12,6 @@ from rq.exceptions import InvalidJobOperation, NoSuchJobError
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
-from .errors import UnknownRun
 from .parquet.names import shard_job_id
 from .parquet.paths import local_path
 from .parquet.spec import RunSpec
@@ -47,8 +46,7 @@ def submit_run(connection: Redis, queue_name: str, **arguments: Any) -> str:
     plan_job = f"{spec.run}-plan"
     state = RunState(connection, spec.run)
     with state.lock():
-        state.reopen()
-        state.describe({"output": spec.output, "queue": queue_name, "plan_job": plan_job})
+        state.submit(plan_job, spec.output, queue_name)
         if not _is_under_way(connection, plan_job):
             queue = Queue(queue_name, connection=connection, serializer=JSONSerializer)
             queue.enqueue_call(
@@ -69,15 +67,12 @@ def submit_run(connection: Redis, queue_name: str, **arguments: Any) -> str:
 
 
 def cancel_run(connection: Redis, run: str) -> Cancelled:
-    """Mark a run cancelled, take its jobs from the queue and stop those that run. Raises UnknownRun or
-    RunBusy.
+    """Mark a run cancelled, take its jobs from the queue and stop those that run.
 
-    Finished parts stay; submitting the run again resumes it.
+    Finished parts stay; submitting the run again resumes it. Raises UnknownRun or RunBusy.
     """
     state = RunState(connection, run)
     facts = state.facts()
-    if not facts:
-        raise UnknownRun(run)
     with state.lock() as lock:  # a planner is either done enqueueing, or will see the mark
         state.mark_cancelled()
         done = state.parts()

@@ -13,7 +13,6 @@ from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.worker_registration import WORKERS_BY_QUEUE_KEY
 
-from .errors import UnknownRun
 from .parquet.names import job_shard, shard_job_id
 from .run_state import RunState
 
@@ -85,8 +84,6 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     """Read a run's progress. Raises UnknownRun when this Redis has no such run."""
     state = RunState(connection, run)
     facts = state.facts()
-    if not facts:
-        raise UnknownRun(run)
     parts = state.parts()
     queue = Queue(facts["queue"], connection=connection, serializer=JSONSerializer)
     plan_job = facts.get("plan_job")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from .errors import RunBusy, RunCancelled
+from .errors import RunBusy, RunCancelled, UnknownRun
 from .keys import RUN_TTL_S, run_key, run_lock_key, run_parts_key
 from .part_stats import PartStats
 
@@ -42,7 +42,7 @@ class RunState:
         self._key, self._parts_key = run_key(run), run_parts_key(run)
 
     def describe(self, facts: Mapping[str, str | int]) -> None:
-        """Store facts for the CLI: output, queue, rows, shards, plan_job."""
+        """Store facts for the CLI: output, queue, plan_job, rows, shards."""
         with self._redis.pipeline() as pipe:
             fields: dict[Any, Any] = dict(facts)
             pipe.hset(self._key, mapping=fields)
@@ -50,13 +50,32 @@ class RunState:
             pipe.execute()
 
     def facts(self) -> dict[str, str]:
-        """Return what `describe` stored, and the marks `cancelled` and `finished`; empty if unknown."""
-        stored = cast("dict[bytes, bytes]", self._redis.hgetall(self._key))
-        return {key.decode(): value.decode() for key, value in stored.items()}
+        """Return what `describe` stored, and the marks `cancelled` and `finished`.
 
-    def reopen(self) -> None:
-        """Take back a cancellation and an end: the run was submitted again."""
+        Raises UnknownRun when Redis has no such run, or lost all but a mark of it.
+        """
+        stored = cast("dict[bytes, bytes]", self._redis.hgetall(self._key))
+        facts = {key.decode(): value.decode() for key, value in stored.items()}
+        if not facts.keys() >= {"output", "queue"}:
+            raise UnknownRun(self.run)
+        return facts
+
+    def submit(self, plan_job: str, output: str, queue: str) -> None:
+        """Take back a cancellation and an end: a new planning job submits the run."""
         self._redis.hdel(self._key, "cancelled", "finished")
+        self.describe({"output": output, "queue": queue, "plan_job": plan_job})
+
+    def was_submitted_by(self, plan_job: str) -> bool:
+        """Say whether this job is the last one that submitted the run."""
+        return bool(self._redis.hget(self._key, "plan_job") == plan_job.encode())
+
+    def forget_submission(self) -> None:
+        """Take a planning job of this id, should there be one again, for a new submission."""
+        self._redis.hdel(self._key, "plan_job")
+
+    def withdraw_finished(self) -> None:
+        """Take back an end that is no longer true."""
+        self._redis.hdel(self._key, "finished")
 
     def mark_cancelled(self) -> None:
         self.describe({"cancelled": 1})
@@ -74,6 +93,7 @@ class RunState:
         with self._redis.pipeline() as pipe:
             pipe.hset(self._parts_key, str(stats.shard), stats.to_text())
             pipe.expire(self._parts_key, RUN_TTL_S)
+            pipe.expire(self._key, RUN_TTL_S)
             pipe.hlen(self._parts_key)
             pipe.hget(self._parts_key, _TOTAL)
             *_, length, total = pipe.execute()

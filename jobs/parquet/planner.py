@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from ..context import JobContext
-from ..errors import InputChanged, InvalidJob, MissingColumn, OutputHoldsAnotherRun
+from ..errors import InputChanged, InvalidJob, MissingColumn, OutputHoldsAnotherRun, RunCancelled
 from ..part_stats import PartStats
 from ..run_state import RunState
 from ..shown import shown
@@ -59,18 +59,17 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, queue: str) -
     """Plan or resume the run of a checked spec. Raises RunError."""
     storage.resolve(spec.output)
     state = RunState(context.connection, spec.run)
-    state.reopen()
+    _open_submission(state, context.job_id, spec.output, queue)
     footers = read_footers(storage, find_files(storage, spec.input, spec.output))
     _check_columns(spec, footers[0])
     plan = _agreed_plan(context, storage, spec, footers)
-    state.describe({"output": spec.output, "queue": queue, "rows": plan.rows, "shards": len(plan.shards)})
     folder = RunFolder(storage, plan, state, context.execution_id)
     if plan.rows == 0:
         _publish_empty_part(folder, footers[0], context.model)
     missing = sorted(set(range(len(plan.shards))) - folder.shards_with_parts())
     if missing:
         folder.withdraw_success()
-    finished = folder.recount()  # before any shard runs: from here on the last one knows that it is the last
+    finished = folder.recount(queue)  # before any shard runs: from here on the last one knows that it is
     enqueued = 0 if finished else enqueue_shards(context.connection, queue, folder, missing)
     return {
         "run": plan.run,
@@ -81,6 +80,19 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, queue: str) -
         "shards_enqueued": enqueued,
         "run_finished": finished,
     }
+
+
+def _open_submission(state: RunState, job_id: str, output: str, queue: str) -> None:
+    """Tell Redis of the run. Raises RunCancelled when this job was cancelled, and runs again because its
+    worker died: that is no new submission."""
+    if not state.was_submitted_by(job_id):
+        state.submit(job_id, output, queue)
+        return
+    try:
+        state.check_not_cancelled()
+    except RunCancelled:
+        state.forget_submission()
+        raise
 
 
 def _check_columns(spec: RunSpec, first: Footer) -> None:

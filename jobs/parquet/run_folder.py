@@ -21,7 +21,7 @@ from .storage import Storage, reading, writing
 #: A plan of ten million rows in shards of one thousand has about 0.4 MB.
 MAX_PLAN_BYTES = 256 << 20
 
-#: Every shard of a run reads the same plan: one of 10,000 shards takes 10 ms to parse, and 0.3 ms to find here.
+#: Every shard of a run reads the same plan: 10,000 shards take 10 ms to parse, and 0.3 ms to find here.
 _parsed = functools.lru_cache(maxsize=8)(Plan.from_text)
 
 
@@ -63,15 +63,20 @@ class RunFolder:
         with writing(self.path(name)):
             return self.storage.publish(temporary, self.path(name))
 
-    def record_part(self, stats: PartStats) -> bool:
+    def record_part(self, stats: PartStats, queue: str) -> bool:
         """Count a published part and end the run if it was the last; return whether the run has ended."""
         count = self.state.record_part(stats)
         if count.total is None:  # Redis lost our keys: in doubt, the parts themselves are counted
-            return self.recount()
+            return self.recount(queue)
         return count.done >= count.total and self._finish()
 
-    def recount(self) -> bool:
-        """Rebuild the count from the parts that are there; end the run if none is missing."""
+    def recount(self, queue: str) -> bool:
+        """Rebuild the run's state from the parts that are there; end the run if none is missing.
+
+        queue: where the run's shards are enqueued.
+        """
+        size: dict[str, str | int] = {"rows": self.plan.rows, "shards": len(self.plan.shards)}
+        self.state.describe({"output": self._path, "queue": queue, **size})
         recorded = set(self.state.parts())  # before the listing: what is in both is certain
         present = self.shards_with_parts()
         found = {shard: self.part_stats(shard) for shard in present - recorded}
@@ -79,8 +84,9 @@ class RunFolder:
         return count.done >= len(self.plan.shards) and self._finish()
 
     def withdraw_success(self) -> None:
-        """Remove the mark of an end that is no longer true."""
+        """Take back an end that is no longer true."""
         self.storage.delete(self.path(SUCCESS))
+        self.state.withdraw_finished()
 
     def _finish(self) -> bool:
         """Check every part, then write the manifest and the mark; return False when a part is missing.

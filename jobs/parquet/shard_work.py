@@ -34,7 +34,7 @@ class ShardWork:
     ) -> None:
         """Read the shard's rows. Raises RunError. clock: Unix time in seconds."""
         self._folder, self._number, self._clock = folder, shard, clock
-        self._model = context.model
+        self._model, self._queue = context.model, context.queue_name
         self._started_at = clock()
         self._temporary = folder.temporary_path(part_name(shard))
         self._requests: ShardRequests | None = None
@@ -75,7 +75,7 @@ class ShardWork:
         stats = self._publish(self._requests) if self._requests else None
         if stats is None:  # another execution was first: its part counts, not ours
             stats = self._folder.part_stats(self._number)
-        ended = self._folder.record_part(stats)
+        ended = self._folder.record_part(stats, self._queue)
         return {
             "run": stats.run,
             "shard": stats.shard,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from redis import Redis
@@ -79,7 +79,7 @@ def work_off(
     """Run every queued job in order; delete each, as the expiry of a finished job would."""
     results = []
     for job in queued_jobs(redis, queue):
-        context = make_context()
+        context = replace(make_context(), job_id=job.id)
         if own_function(job.func_name) is not None:
             results.append(score_parquet(context, *job.args, **job.kwargs))
         else:

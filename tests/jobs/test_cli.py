@@ -18,7 +18,7 @@ from jobs import cli
 from jobs.context import JobContext
 from jobs.errors import RunCancelled
 from jobs.follow import End, follow
-from jobs.keys import run_key
+from jobs.keys import run_key, run_parts_key
 from jobs.parquet.names import shard_job_id
 from jobs.run_snapshot import RunSnapshot, read_snapshot
 from jobs.run_state import RunState
@@ -200,6 +200,56 @@ def test_cancel_before_planning_removes_the_planning_job(
     run = invoke("submit", source, tmp_path / "out").stdout.strip()
     assert "1 jobs removed" in invoke("cancel", run).stdout
     assert queued_jobs(redis) == []
+
+
+def test_a_cancelled_planning_that_its_workers_death_runs_again_does_not_revive_the_run(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    arguments = (str(source), str(tmp_path / "out"))
+    planning = make_context()
+    run = score_parquet(planning, *arguments, rows_per_shard=1)["run"]
+    assert "5 jobs removed" in invoke("cancel", run).stdout
+    with pytest.raises(RunCancelled):
+        score_parquet(planning, *arguments, rows_per_shard=1)
+    assert queued_jobs(redis) == []
+    assert "cancelled" in invoke("status", run).stdout
+    score_parquet(make_context(), *arguments, rows_per_shard=1)
+    assert len(queued_jobs(redis)) == 5
+
+
+def test_of_a_submitted_run_too_a_second_planning_respects_the_cancellation(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    run = invoke("submit", source, tmp_path / "out").stdout.strip()
+    (job,) = queued_jobs(redis)
+    redis.lrem("rq:queue:bulk", 1, job.id)
+    redis.hset(job.key, "status", "started")  # by a worker that dies without hearing of the cancellation
+    invoke("cancel", run)
+    redis.rpush("rq:queue:bulk", job.id)
+    with pytest.raises(RunCancelled):
+        work_off(redis, make_context)
+    redis.delete("rq:queue:bulk")
+    redis.hset(job.key, "status", "failed")
+    invoke("submit", source, tmp_path / "out")
+    for _ in range(2):
+        work_off(redis, make_context)
+    assert (tmp_path / "out" / "_SUCCESS").exists()
+
+
+def test_status_survives_redis_losing_the_runs_keys(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    run = score_parquet(make_context(), str(source), str(tmp_path / "out"), rows_per_shard=2)["run"]
+    redis.delete(run_key(run))
+    first, *rest = queued_jobs(redis)
+    run_task(make_context(), first.func_name, *first.args)
+    RunState(redis, run).mark_finished()  # all that Redis would know if the last shard had ended now
+    assert "knows no run" in invoke("status", run).output
+    redis.delete(run_key(run), run_parts_key(run))
+    for job in rest:
+        run_task(make_context(), job.func_name, *job.args)
+    assert "rows     5 of 5" in invoke("status", run).stdout
+    assert "finished" in invoke("status", run).stdout
 
 
 class WorkersClock:
