@@ -38,14 +38,15 @@ def running_redis_server() -> Iterator[str]:
         )
         try:
             url = f"unix://{socket}"
-            _wait_until_ready(url, process)
+            wait_until_ready(url, process)
             yield url
         finally:
             process.terminate()
             process.wait(timeout=10)
 
 
-def _wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Return once the server at `url` answers. Raises RuntimeError where it ends or stays silent."""
     deadline = time.monotonic() + START_TIMEOUT_S
     with redis.Redis.from_url(url) as client:
         while time.monotonic() < deadline:

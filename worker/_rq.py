@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib import resources
 from typing import Any, Literal
@@ -52,6 +52,7 @@ _SCRIPTS = {
     "renew": [],
     "finish": ["end_execution"],
     "retry": ["end_execution"],
+    "close": ["end_execution"],
     "release": ["open_execution"],
     "progress": [],
 }
@@ -74,6 +75,8 @@ class ClaimedJob:
     queue_name: str
     damage: Exception | None = None
     """What RQ's client raised when it read the job's hash; the job can only be failed."""
+    has_ended: bool = False
+    """Whether its end is written, and only its dependents may wait still."""
 
     @property
     def address(self) -> tuple[str, str, str]:
@@ -234,8 +237,15 @@ class JobStore:
             execution_ended_at=outcome.ended_at,
         )
 
+    def close(self, claimed: ClaimedJob) -> None:
+        """Let go of a job that has ended, once its dependents are queued."""
+        self._call_many([("close", claimed.address)])
+
     def release(self, held: Sequence[ClaimedJob], mode: Mode, max_deaths: int) -> list[ClaimedJob]:
-        """Put jobs back at the head of their queues; return those that died too often, now held by us."""
+        """Put jobs back at the head of their queues.
+
+        Returns those that this worker holds now instead: they died too often, or have ended already.
+        """
         # Pushed to the head one by one, the last goes first.
         return self._release([claimed.address for claimed in reversed(held)], mode, max_deaths)
 
@@ -248,9 +258,9 @@ class JobStore:
         calls = [("release", (*address, mode, max_deaths, uuid4().hex, *tail)) for address in addresses]
         replies = self._call_many(calls) if calls else []
         return [
-            self._restore(address[0], reply[1])
+            replace(self._restore(address[0], reply[1]), has_ended=reply[0] == b"ended")
             for address, reply in zip(addresses, replies, strict=True)
-            if reply[0] == b"exhausted"
+            if reply[0] in (b"exhausted", b"ended")
         ]
 
     def reclaim_abandoned(
@@ -258,7 +268,7 @@ class JobStore:
     ) -> list[ClaimedJob]:
         """Queue jobs again whose worker died; at most one worker looks in each period.
 
-        Returns the jobs that died too often, held by this worker so that it can fail them.
+        Returns those that this worker holds now instead, as `release` does.
         """
         if not self._client.set(_MAINTENANCE_LOCK, self._worker_name, nx=True, px=int(period_s * 1000)):
             return []
@@ -308,7 +318,7 @@ class JobStore:
 
 
 class EndsLikeRq:
-    """RQ's own path for what the scripts leave to it: callbacks, and the ends of jobs with dependents,
+    """RQ's own path for what the scripts leave to it: callbacks, dependents, and the ends of jobs with
     repeats, webhooks or a group.
 
     RQ's handlers read the one job and execution of a worker, so each call gets a copy of the worker that
@@ -347,7 +357,7 @@ class EndsLikeRq:
                     break
 
     def is_needed(self, outcome: Outcome) -> bool:
-        """Whether this end is more than the scripts write; dependents are seen by the script itself."""
+        """Whether this end is more than the scripts write."""
         job = outcome.claimed.job
         if outcome.retries and job.should_retry:
             return False
@@ -376,6 +386,12 @@ class EndsLikeRq:
             scope.handle_job_failure(
                 job=job, queue=queue, started_job_registry=registry, exc_string=outcome.value
             )
+
+    def queue_dependents(self, claimed: ClaimedJob) -> None:
+        """Queue the jobs that wait for an ended one; called again, it queues none twice."""
+        claimed.job.connection = self._client
+        queue = Queue(claimed.queue_name, connection=self._client, serializer=JSONSerializer)
+        queue.enqueue_dependents(claimed.job)
 
     def _scope(self, outcome: Outcome) -> tuple[BaseWorker, Job, Queue]:
         claimed = outcome.claimed

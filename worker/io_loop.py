@@ -369,7 +369,7 @@ class IoLoop:
         deaths = self._limits.max_worker_deaths
         names = [queue.name for queue in self._queues]
         for claimed in self._store.reclaim_abandoned(names, self._limits.sweep_period_s, deaths):
-            self._runner.fail_exhausted(claimed, deaths)
+            self._runner.take_over(claimed, deaths)
 
     # Leave
 
@@ -407,7 +407,7 @@ class IoLoop:
             return
         deaths = self._limits.max_worker_deaths
         for claimed in self._store.release(self._to_release, mode, deaths):
-            self._runner.fail_exhausted(claimed, deaths)
+            self._runner.take_over(claimed, deaths)
         level = logging.DEBUG if self._phase is Phase.SERVING else logging.INFO
         self._log.log(level, "gave back %d jobs", len(self._to_release))
         self._to_release.clear()

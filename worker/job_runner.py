@@ -320,7 +320,7 @@ class JobRunner:
             elif ours:
                 self._write(job, outcome)
             else:
-                self._ended(job, failed=False, written=False)
+                self._ended(job, outcome, written=False)
 
         self._submit(self._enders, call_back, job, then)
 
@@ -351,9 +351,18 @@ class JobRunner:
             del self._outcomes[number]
             job = self._jobs[number]
             if reply == "dependents":
-                self._write_like_rq(job, outcome)
+                self._queue_dependents(job, outcome)
             else:
-                self._ended(job, outcome.status != "finished", written=reply != "lost")
+                self._ended(job, outcome, written=reply != "lost")
+
+    def _queue_dependents(self, job: RunningJob, outcome: Outcome | None) -> None:
+        claimed = job.claimed
+
+        def queue_and_close() -> None:
+            self._ends.queue_dependents(claimed)
+            self._ends_store.close(claimed)
+
+        self._persist(job, queue_and_close, lambda _: self._ended(job, outcome))
 
     def _write_like_rq(self, job: RunningJob, outcome: Outcome) -> None:
         """Run one of RQ's own endings in a thread, until Redis shows that it was written."""
@@ -367,16 +376,20 @@ class JobRunner:
                 raise EndNotWritten(claimed.job.id)
             return True
 
-        def then(job: RunningJob, written: Any, failure: BaseException | None) -> None:
-            if failure is not None:
-                self._log.error(
-                    "job %s: its end could not be written (%s); trying again", claimed.job.id, failure
-                )
-                self._later(lambda: self._submit(self._enders, write, job, then))
-            else:
-                self._ended(job, outcome.status != "finished", written=bool(written))
+        self._persist(job, write, lambda written: self._ended(job, outcome, written))
 
-        self._submit(self._enders, write, job, then)
+    def _persist(self, job: RunningJob, write: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        """Make a call in a thread until it comes through, then `then` its value."""
+
+        def report(job: RunningJob, value: Any, failure: BaseException | None) -> None:
+            if failure is None:
+                then(value)
+                return
+            job_id = job.claimed.job.id
+            self._log.error("job %s: its end could not be written (%s); trying again", job_id, failure)
+            self._later(lambda: self._submit(self._enders, write, job, report))
+
+        self._submit(self._enders, write, job, report)
 
     def _later(self, submit: Callable[[], None]) -> None:
         """Try something again when Redis is there, and not at once."""
@@ -384,16 +397,17 @@ class JobRunner:
             self._try_again_at = self._clock() + _TRY_AGAIN_S
         self._unwritten.append(submit)
 
-    def _ended(self, job: RunningJob, failed: bool, written: bool) -> None:
+    def _ended(self, job: RunningJob, outcome: Outcome | None, written: bool = True) -> None:
+        """Forget a job. outcome: how it ended; None where another worker has counted that."""
         if self._jobs.pop(job.number, None) is None:
             return
         if not written:
             self._log.warning(
                 "job %s was cancelled or taken over: its end here was dropped", job.claimed.job.id
             )
-        elif failed:
+        elif outcome is not None and outcome.status != "finished":
             self.tally.failed += 1
-        else:
+        elif outcome is not None:
             self.tally.finished += 1
             self._log.debug("%s: job %s finished", job.claimed.queue_name, job.claimed.job.id)
         self._close(job)
@@ -464,10 +478,16 @@ class JobRunner:
             if job.call is None:
                 self._close(job)
 
-    def fail_exhausted(self, claimed: ClaimedJob, deaths: int) -> None:
-        """Fail a job, now held here, that has taken too many workers with it."""
-        job = RunningJob(next(self._numbers), claimed, 0)
+    def take_over(self, claimed: ClaimedJob, deaths: int) -> None:
+        """Bring a job to its end that is held here because its worker is gone.
+
+        It has taken too many workers with it, or only its dependents are to be queued.
+        """
+        job = RunningJob(next(self._numbers), claimed, 0, closing=True)
         self._jobs[job.number] = job
+        if claimed.has_ended:
+            self._queue_dependents(job, None)
+            return
         claimed.job.retries_left = None
         self._fail(
             job,

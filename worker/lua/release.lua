@@ -3,13 +3,19 @@
 --       then for a job that has died too often: new execution id, worker, now_iso, now_ts, lease_s, far_score
 -- Returns {'queued'}; {'alive'} when the lease of an 'abandoned' one still runs; {'gone'} when it is
 -- held no longer; {'dropped'} when its job was cancelled or deleted; {'exhausted', claimed} when it has
--- taken max_deaths workers with it: then the caller holds it, to fail it.
+-- taken max_deaths workers with it: then the caller holds it, to fail it. {'ended', claimed} when its end
+-- is written but its dependents may wait still: then the caller holds it, to see to them.
 local queue, id, eid, mode = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local job, execution = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid
 local wip, member = 'rq:wip:' .. queue, id .. ':' .. eid
 
 if not redis.call('ZSCORE', wip, member) then return {'gone'} end
 if mode == 'abandoned' and redis.call('EXISTS', execution) == 1 then return {'alive'} end
+if redis.call('HGET', job, 'ended_by') == eid then
+  redis.call('HSET', execution, 'id', eid, 'created_at', ARGV[9], 'last_heartbeat', ARGV[9], 'worker_name', ARGV[7])
+  redis.call('EXPIRE', execution, ARGV[10])
+  return {'ended', {id, eid, redis.call('HGETALL', job)}}
+end
 redis.call('ZREM', wip, member)
 redis.call('DEL', execution, 'rq:executions:' .. id)
 local status = redis.call('HGET', job, 'status')

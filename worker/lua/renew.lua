@@ -9,7 +9,8 @@ for i = 5, #ARGV, 3 do
   local job, execution = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid
   local member = id .. ':' .. eid
   local held = redis.call('ZSCORE', 'rq:wip:' .. queue, member)
-  if held and redis.call('HGET', job, 'status') == 'started' then
+  local running = redis.call('HGET', job, 'status') == 'started' or redis.call('HGET', job, 'ended_by') == eid
+  if held and running then
     redis.call('HSET', execution, 'id', eid, 'last_heartbeat', now_ts, 'worker_name', worker)
     redis.call('HSETNX', execution, 'created_at', now_ts)
     redis.call('EXPIRE', execution, lease_s)

@@ -1,7 +1,7 @@
 -- Queue or schedule a failed job again, as RQ does for one with retries left, if this execution still
 -- holds it. RQ's own way writes the status before the rest: a kill in between loses the job.
 -- ARGV: those of end_execution.lua, when: 'front' or 'back' of the queue, or a Unix time in seconds
--- Returns as finish.lua does, never 'dependents'.
+-- Returns as finish.lua does; such a job has not ended, so its dependents wait on.
 local when = ARGV[7]
 local reply = not_held()
 if reply then return reply end
@@ -18,5 +18,6 @@ else
 end
 local ttl = tonumber(redis.call('HGET', job, 'ttl') or '')
 if ttl and ttl >= 1 then redis.call('EXPIRE', job, math.floor(math.min(ttl, 315360000))) end
-close_execution('failed_job_count')
+count('failed_job_count')
+close_execution()
 return 'done'

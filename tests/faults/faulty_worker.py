@@ -1,0 +1,154 @@
+"""A worker process that a fault hits at a named step. Production code knows nothing of this."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from redis import Redis
+from redis.connection import AbstractConnection
+from rq.serializers import JSONSerializer
+
+from jobs.parquet import enqueue, planner, run_folder, shard_work
+from jobs.parquet.run_folder import RunFolder
+from jobs.parquet.shard_task import ShardTask
+from jobs.parquet.storage import Storage
+from jobs.run_state import RunState
+from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
+from worker._rq import EndsLikeRq, JobStore
+from worker.job_runner import JobRunner
+
+STEPS: dict[str, tuple[Any, str]] = {
+    "claim": (JobStore, "claim"),
+    "begin": (JobRunner, "begin"),
+    "renew": (JobStore, "renew"),
+    "progress": (JobStore, "show_progress"),
+    "finish": (JobStore, "finish"),
+    "dependents queued": (EndsLikeRq, "queue_dependents"),
+    "close": (JobStore, "close"),
+    "release": (JobStore, "release"),
+    "reclaim": (JobStore, "reclaim_abandoned"),
+    "callback": (EndsLikeRq, "call_back"),
+    "RQ's ending": (EndsLikeRq, "write"),
+    "plan written": (planner, "create_plan"),
+    "shards enqueued": (enqueue, "_enqueue_chunk"),
+    "run counted": (RunState, "amend_parts"),
+    "shard open": (ShardTask, "open"),
+    "shard result": (ShardTask, "result"),
+    "file opened": (Storage, "open_output"),
+    "part written": (shard_work, "write_part"),
+    "part published": (Storage, "publish"),
+    "part counted": (RunState, "record_part"),
+    "run committed": (RunFolder, "_finish"),
+    "manifest text": (run_folder, "write_text"),
+    "manifest renamed": (Storage, "replace"),
+    "leftover deleted": (Storage, "delete"),
+    "command sent": (AbstractConnection, "send_packed_command"),
+    "engine step": (FakeEngine, "step"),
+}
+"""The steps of a worker at which a fault can strike, before or after the call."""
+
+Action = Literal["kill", "freeze", "disk full", "engine error"]
+
+
+@dataclass(frozen=True)
+class Strike:
+    """What happens at the n-th passage of a step."""
+
+    step: str
+    after: bool
+    nth: int
+    action: Action
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """One worker process: where it works, and what hits it."""
+
+    name: str
+    url: str
+    folder: Path
+    strike: Strike | None = None
+    lease_s: int = 2
+
+    @property
+    def mark(self) -> Path:
+        """This file appears when the strike happens."""
+        return self.folder / "marks" / self.name
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "logs" / self.name
+
+
+def serve(plan: WorkerPlan) -> None:
+    """Work until ended from outside or by the strike; the target of a process of its own."""
+    log = os.open(plan.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(plan.folder)
+    functions = ("add", "boom", "ask_for_retry", "on_success", "on_failure")
+    os.environ.update(
+        TOKENMILL_MODEL="fake",
+        TOKENMILL_LEASE_S=str(plan.lease_s),
+        TOKENMILL_MAX_NUM_SEQS="16",
+        TOKENMILL_MAX_WORKER_DEATHS="1000000",
+        TOKENMILL_DATA_ROOTS=str(plan.folder),
+        TOKENMILL_ALLOWED_FUNCTIONS=",".join(f"tests.worker.functions.{name}" for name in functions),
+        FAKE_STEP_S="0.002",
+    )
+    if plan.strike is not None:
+        _arm(plan.strike, plan.mark)
+    worker = FakeEngineWorker(
+        ["high", "bulk"], name=plan.name, connection=Redis.from_url(plan.url), serializer=JSONSerializer
+    )
+    worker.work(logging_level="WARNING")
+
+
+def _arm(strike: Strike, mark: Path) -> None:
+    owner, name = STEPS[strike.step]
+    original = getattr(owner, name)
+    left, lock = [strike.nth], threading.Lock()
+
+    def count_down() -> None:
+        with lock:
+            left[0] -= 1
+            lasts = strike.action == "disk full"
+            if left[0] > 0 or (left[0] < 0 and not lasts):
+                return
+        mark.touch()
+        _ACTIONS[strike.action]()
+
+    @functools.wraps(original)
+    def struck(*args: Any, **kwargs: Any) -> Any:
+        if not strike.after:
+            count_down()
+        value = original(*args, **kwargs)
+        if strike.after:
+            count_down()
+        return value
+
+    setattr(owner, name, struck)
+
+
+def _disk_full() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _engine_error() -> None:
+    raise RuntimeError("the engine was told to fail")
+
+
+_ACTIONS: dict[Action, Callable[[], None]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "freeze": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "disk full": _disk_full,
+    "engine error": _engine_error,
+}
