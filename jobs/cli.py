@@ -12,11 +12,12 @@ from typing import Any
 
 import click
 import redis
-from tqdm import tqdm
 
-from .errors import ForeignJobsPackage, JobsError
+from .errors import ForeignJobsPackage, JobsError, UnknownRun
 from .follow import End, Followed, follow
+from .progress import progress
 from .run_control import cancel_run, submit_run
+from .run_output import RunOutput, named_run
 from .run_snapshot import RunSnapshot, failure_text, planned_run, read_snapshot
 from .shown import shown
 
@@ -32,36 +33,13 @@ def json_value(kind: type) -> Callable[[click.Context, click.Parameter, str | No
             return None
         try:
             value = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise click.BadParameter(f"{shown(text)} is not JSON: {error}", context, parameter) from None
         if not isinstance(value, kind):
             raise click.BadParameter(f"{shown(text)} is JSON, but no {kind.__name__}", context, parameter)
         return value
 
     return parse
-
-
-class Bar:
-    """A progress bar of rows on standard error, with tokens per second and the time left."""
-
-    def __init__(self) -> None:
-        self._bar = tqdm(unit="row", total=0, dynamic_ncols=True, desc="planning")
-
-    def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
-        if snapshot.rows is not None and self._bar.total != snapshot.rows:
-            # What an earlier submit finished is not this one's speed.
-            self._bar.reset(snapshot.rows)
-            self._bar.initial = self._bar.n = snapshot.rows_done
-        self._bar.set_description(snapshot.state, refresh=False)
-        self._bar.set_postfix_str(_speed(snapshot, tokens_per_s), refresh=False)
-        self._bar.update(max(0, snapshot.rows_done - self._bar.n))
-        self._bar.refresh()
-
-    def warn(self, text: str) -> None:
-        tqdm.write(text, file=sys.stderr)
-
-    def close(self) -> None:
-        self._bar.close()
 
 
 @click.group()
@@ -77,7 +55,13 @@ def main(context: click.Context, url: str) -> None:
     """Score Parquet files with the workers of a Redis queue."""
     with _errors_told():
         check_jobs_package()
-    context.obj = redis.Redis.from_url(url)
+    try:
+        context.obj = redis.Redis.from_url(url)
+    except ValueError:  # its text may hold the password
+        raise click.UsageError(
+            "--url or RQ_REDIS_URL is no Redis URL: expected redis://, rediss:// or unix://, "
+            "with %-codes for /, @, : and # in a password"
+        ) from None
     context.call_on_close(context.obj.close)
 
 
@@ -122,9 +106,16 @@ def submit(connection: redis.Redis, /, wait: bool, queue: str, **options: Any) -
 @click.argument("run")
 @click.pass_obj
 def status(connection: redis.Redis, /, run: str) -> None:
-    """Print what is known of RUN."""
+    """Print what is known of RUN: a run's id or its output folder, which is enough where Redis lost it."""
     with _errors_told():
-        snapshot = _look(connection, run)
+        run, output = named_run(run)
+        try:
+            snapshot = _look(connection, run)
+        except UnknownRun:
+            if output is None:
+                raise
+            click.echo(_output_text(output))
+            return
         click.echo(_status_text(snapshot))
         _tell_failures(connection, snapshot)
 
@@ -133,9 +124,12 @@ def status(connection: redis.Redis, /, run: str) -> None:
 @click.argument("run")
 @click.pass_obj
 def cancel(connection: redis.Redis, /, run: str) -> None:
-    """Take RUN's waiting jobs from the queue and stop its running ones; finished parts stay."""
+    """Take the waiting jobs of RUN (its id or output folder) from the queue and stop its running ones.
+
+    Finished parts stay; submitting the run again resumes it.
+    """
     with _errors_told():
-        cancelled = cancel_run(connection, _look(connection, run).run)
+        cancelled = cancel_run(connection, _look(connection, named_run(run)[0]).run)
         click.echo(f"cancelled: {cancelled.removed} jobs removed, {cancelled.stopped} told to stop")
 
 
@@ -169,11 +163,11 @@ def _run_arguments(options: dict[str, Any]) -> dict[str, Any]:
 
 def _wait(connection: redis.Redis, run: str) -> None:
     """Show progress until the run ends. Exits with 1 when it failed, with 130 on Ctrl-C."""
-    bar = Bar()
+    display = progress(time.monotonic)
     try:
-        followed = follow(lambda: _look(connection, run), bar, time.monotonic, time.sleep)
+        followed = follow(lambda: _look(connection, run), display, time.monotonic, time.sleep)
     except KeyboardInterrupt:
-        bar.close()
+        display.close()
         click.echo(
             f"the run goes on: `tokenmill status {run}` shows it, the same submit with --wait follows it, "
             f"`tokenmill cancel {run}` ends it",
@@ -181,7 +175,7 @@ def _wait(connection: redis.Redis, run: str) -> None:
         )
         sys.exit(130)
     finally:
-        bar.close()
+        display.close()
     _tell_end(connection, followed)
 
 
@@ -233,9 +227,17 @@ def _status_text(snapshot: RunSnapshot) -> str:
     )
 
 
-def _speed(snapshot: RunSnapshot, tokens_per_s: float) -> str:
-    speed = f"{tokens_per_s:.0f} tok/s"
-    return f"{speed}, {snapshot.failed} shards failed" if snapshot.failed else speed
+def _output_text(output: RunOutput) -> str:
+    errors = "" if output.errors is None else f", {output.errors} with an error"
+    return "\n".join(
+        [
+            f"run {output.run}: {'finished' if output.finished else 'this Redis does not know it any more'}",
+            f"output   {output.folder}",
+            f"rows     {output.rows}{errors}",
+            f"shards   {output.parts} of {output.shards} done",
+            *([] if output.finished else ["submit it again with the same arguments: that resumes it"]),
+        ]
+    )
 
 
 @contextmanager
@@ -245,6 +247,8 @@ def _errors_told() -> Iterator[None]:
         yield
     except JobsError as error:
         raise click.ClickException(f"{type(error).__name__}: {error}") from error
-    except redis.exceptions.ConnectionError as error:
+    except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
         text = f"no Redis ({error}): start it, or name it with --url or RQ_REDIS_URL"
         raise click.ClickException(text) from error
+    except redis.exceptions.RedisError as error:
+        raise click.ClickException(f"Redis refused ({type(error).__name__}): {error}") from error

@@ -23,7 +23,7 @@ JobsError
     │   ├── PlanDamaged        the plan is missing, unreadable or of another run
     │   └── PartDamaged        a part is not what its shard promised
     ├── RunCancelled           `tokenmill cancel` was called
-    ├── UnknownRun             Redis has no such run
+    ├── UnknownRun             neither Redis nor a folder has such a run
     └── RunBusy                another process holds the run's lock for too long
 
 Every message says what was found, what was expected and what to do. All values are positional `args`,
@@ -183,11 +183,11 @@ class RunCancelled(RunError):
 
 
 class UnknownRun(RunError):
-    """Raised when Redis has no such run: (run)."""
+    """Raised when Redis has no such run, and no folder holds it: (run, or path of a folder)."""
 
     message = (
-        "this Redis knows no run {0!r}: if its output holds _SUCCESS it is finished, "
-        "otherwise submit it again, which resumes it"
+        "this Redis knows no run {0!r}, and it is no run's output folder: name the folder, "
+        "or submit again, which resumes a run"
     )
 
 

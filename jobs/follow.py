@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from redis.exceptions import ConnectionError, TimeoutError
 from rq.job import JobStatus
 
 from .run_snapshot import RunSnapshot
 
-#: Between two looks at Redis.
-POLL_S = 0.5
+#: Between two looks at Redis; longer, up to MAX_POLL_S, where a run of many shards makes a look long.
+POLL_S, MAX_POLL_S = 0.5, 5.0
+LOOK_SHARE = 0.1
 
 
 class End(enum.Enum):
@@ -47,11 +49,14 @@ def follow(
     clock: Callable[[], float],
     sleep: Callable[[float], None],
 ) -> Followed:
-    """Look at a run until it ends, however long no worker takes it up. clock: seconds, any zero."""
+    """Look at a run until it ends, however long no worker takes it up or Redis is away.
+
+    clock: seconds, any zero. Raises what the first look raises.
+    """
     started_at = clock()
     first = previous = look()
     snapshot = first
-    has_worker = True
+    has_worker, took_s = True, clock() - started_at
     while True:
         seconds = clock() - started_at
         display.show(snapshot, (snapshot.tokens - first.tokens) / seconds if seconds > 0 else 0.0)
@@ -60,8 +65,25 @@ def follow(
         if has_worker != (snapshot.workers > 0):
             has_worker = not has_worker
             display.warn(_about_workers(snapshot))
+        sleep(min(MAX_POLL_S, max(POLL_S, took_s / LOOK_SHARE)))
+        looked_at = clock()
+        previous, snapshot = snapshot, _look_again(look, display, sleep)
+        took_s = clock() - looked_at
+
+
+def _look_again(
+    look: Callable[[], RunSnapshot], display: Display, sleep: Callable[[float], None]
+) -> RunSnapshot:
+    """Look as often as it takes until Redis answers."""
+    is_away = False
+    while True:
+        try:
+            return look()
+        except (ConnectionError, TimeoutError) as error:
+            if not is_away:
+                display.warn(f"no answer from Redis ({error}): the run goes on; still waiting")
+            is_away = True
         sleep(POLL_S)
-        previous, snapshot = snapshot, look()
 
 
 def _end(snapshot: RunSnapshot, previous: RunSnapshot) -> End | None:
@@ -80,8 +102,13 @@ def _end(snapshot: RunSnapshot, previous: RunSnapshot) -> End | None:
 
 
 def _is_idle(snapshot: RunSnapshot) -> bool:
-    is_planned = snapshot.shards is not None and not snapshot.is_planning
-    return is_planned and not snapshot.started and not snapshot.queued
+    """Say whether no job of the run waits or runs."""
+    if snapshot.is_planning or snapshot.started:
+        return False
+    if snapshot.shards is None:
+        return snapshot.plan_status is None  # someone deleted its planning
+    # On an empty queue no shard waits: someone emptied it.
+    return not (snapshot.queued and snapshot.queue_length)
 
 
 def _about_workers(snapshot: RunSnapshot) -> str:

@@ -27,7 +27,7 @@ class RunSnapshot:
     rows, shards: None until the run is planned. plan_status: of the planning job; None when it is not known.
     done, started, failed: shards by state; `queued` is the rest. rows_done, tokens: running shards included;
     tokens are those generated. errors: rows with an error in finished shards. workers: those that listen on
-    the queue. failed_jobs: ids of the failed shards' jobs.
+    the queue. queue_length: jobs of any run on the queue. failed_jobs: ids of the failed shards' jobs.
     """
 
     run: str
@@ -46,6 +46,7 @@ class RunSnapshot:
     errors: int
     tokens: int
     workers: int
+    queue_length: int
 
     @property
     def failed(self) -> int:
@@ -87,8 +88,8 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     parts = state.parts()
     queue = Queue(facts["queue"], connection=connection, serializer=JSONSerializer)
     plan_job = facts.get("plan_job")
-    plan_status, started, failed, workers = _read_queue(queue, run, plan_job)
-    running = {shard for shard in started if shard not in parts}
+    seen = _read_queue(queue, run, plan_job)
+    running = {shard for shard in seen.started if shard not in parts}
     rows_running, tokens_running = _read_progress(connection, run, running)
     return RunSnapshot(
         run=run,
@@ -97,16 +98,17 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         cancelled="cancelled" in facts,
         finished="finished" in facts,
         plan_job=plan_job,
-        plan_status=plan_status,
+        plan_status=seen.plan_status,
         rows=int(facts["rows"]) if "rows" in facts else None,
         shards=int(facts["shards"]) if "shards" in facts else None,
         done=len(parts),
         started=len(running),
-        failed_jobs=tuple(shard_job_id(run, shard) for shard in sorted(failed - parts.keys() - running)),
+        failed_jobs=tuple(shard_job_id(run, shard) for shard in sorted(seen.failed - parts.keys() - running)),
         rows_done=rows_running + sum(part.rows for part in parts.values()),
         errors=sum(part.errors for part in parts.values()),
         tokens=tokens_running + sum(part.generated_tokens for part in parts.values()),
-        workers=workers,
+        workers=seen.workers,
+        queue_length=seen.length,
     )
 
 
@@ -129,10 +131,19 @@ def _latest_result(connection: Redis, job_id: str) -> Result | None:
     return Result.fetch_latest(job, serializer=JSONSerializer)
 
 
-def _read_queue(
-    queue: Queue, run: str, plan_job: str | None
-) -> tuple[JobStatus | None, set[int], set[int], int]:
-    """Return the planning job's status, the started and failed shards, and how many workers listen.
+@dataclass(frozen=True)
+class _QueueSeen:
+    """What RQ's keys say: started and failed are shards of the run, length and workers the queue's own."""
+
+    plan_status: JobStatus | None
+    started: set[int]
+    failed: set[int]
+    workers: int
+    length: int
+
+
+def _read_queue(queue: Queue, run: str, plan_job: str | None) -> _QueueSeen:
+    """Look at the queue once.
 
     Reads RQ's sets as they are: its own accessors clean up on the way, which only workers should do.
     """
@@ -142,11 +153,13 @@ def _read_queue(
         pipe.zrange(queue.started_job_registry.key, 0, -1)
         pipe.zrange(queue.failed_job_registry.key, 0, -1)
         pipe.smembers(WORKERS_BY_QUEUE_KEY % queue.name)
-        status, started, failed, workers = pipe.execute()
+        pipe.llen(queue.key)
+        pipe.llen(queue.intermediate_queue_key)
+        status, started, failed, workers, waiting, popped = pipe.execute()
     # A killed worker's own key expires, its entry in the set stays.
     alive = int(connection.exists(*workers)) if workers else 0
     plan_status = JobStatus(status.decode()) if status else None
-    return plan_status, _shards(run, started), _shards(run, failed), alive
+    return _QueueSeen(plan_status, _shards(run, started), _shards(run, failed), alive, waiting + popped)
 
 
 def _shards(run: str, entries: Iterable[bytes]) -> set[int]:

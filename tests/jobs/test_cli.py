@@ -11,8 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from redis import Redis
+from redis import exceptions as redis_errors
+from rq import Queue
 from rq.job import Job, JobStatus
 from rq.results import Result
+from rq.serializers import JSONSerializer
 
 from jobs import cli
 from jobs.context import JobContext
@@ -152,7 +155,9 @@ def test_an_unknown_run_is_said_clearly(invoke: Invoke) -> None:
 
 
 def test_a_redis_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    result = click.testing.CliRunner().invoke(cli.main, ["--url", f"unix://{tmp_path}/none", "status", "x"])
+    result = click.testing.CliRunner().invoke(
+        cli.main, ["--url", f"unix://{tmp_path}/none", "status", "0" * 16]
+    )
     assert result.exit_code == 1
     assert "RQ_REDIS_URL" in result.output
     assert "Traceback" not in result.output
@@ -346,14 +351,96 @@ def test_following_ends_when_the_last_shard_died_before_the_end(
     assert followed.end is End.STRANDED
 
 
-def test_waiting_on_a_finished_run_prints_its_counts(
+def test_following_ends_when_someone_emptied_the_queue(
+    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path, invoke: Invoke
+) -> None:
+    run = score_parquet(make_context(), str(source), str(tmp_path / "out"))["run"]
+    planned = invoke("submit", source, tmp_path / "other").stdout.strip()
+    clock = WorkersClock(Queue("bulk", redis, serializer=JSONSerializer).empty, lambda: None, lambda: None)
+    for name in (run, planned):
+        followed = follow(lambda name=name: read_snapshot(redis, name), Shown(), clock, clock.sleep)
+        assert followed.end is End.STRANDED
+
+
+def test_following_outlives_an_outage_of_redis(
+    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    add_worker(redis, "w")
+    run = score_parquet(make_context(), str(source), str(tmp_path / "out"))["run"]
+    away = False
+
+    def look() -> RunSnapshot:
+        if away:
+            raise redis_errors.ConnectionError("refused")
+        return read_snapshot(redis, run)
+
+    def goes() -> None:
+        nonlocal away
+        away = True
+
+    def comes_back() -> None:
+        nonlocal away
+        away = False
+        work_off(redis, make_context)
+
+    clock, shown = WorkersClock(goes, lambda: None, comes_back), Shown()
+    assert follow(look, shown, clock, clock.sleep).end is End.FINISHED
+    assert ["no answer" in text for text in shown.warnings] == [True]
+
+
+def test_status_of_a_folder_needs_no_key_in_redis(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    run = score_parquet(make_context(), str(source), str(tmp_path / "out"), rows_per_shard=2)["run"]
+    assert f"run {run}: running" in invoke("status", tmp_path / "out").stdout
+    first, *rest = queued_jobs(redis)
+    run_task(make_context(), first.func_name, *first.args)
+    redis.delete(run_key(run), run_parts_key(run))
+    text = invoke("status", tmp_path / "out").stdout
+    assert "shards   1 of 3 done" in text
+    assert "submit it again" in text
+    for job in rest:
+        run_task(make_context(), job.func_name, *job.args)
+    redis.flushall()
+    text = invoke("status", tmp_path / "out").stdout
+    assert f"run {run}: finished" in text
+    assert "rows     5, 1 with an error" in text
+    (tmp_path / "out" / "_plan.json").write_text("{")
+    assert "PlanDamaged" in invoke("status", tmp_path / "out").output
+
+
+def test_a_folder_can_be_cancelled(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    score_parquet(make_context(), str(source), str(tmp_path / "out"))
+    assert "1 jobs removed" in invoke("cancel", tmp_path / "out").stdout
+    assert queued_jobs(redis) == []
+
+
+@pytest.mark.parametrize("url", ["redis://:s3cret/x@localhost:6379", "http://:s3cret@localhost"])
+def test_a_bad_url_is_refused_without_its_password(url: str) -> None:
+    result = click.testing.CliRunner().invoke(cli.main, ["--url", url, "status", "0" * 16])
+    assert result.exit_code == 2
+    assert "redis://" in result.output
+    assert "s3cret" not in result.output
+
+
+def test_what_redis_refuses_is_one_line(invoke: Invoke, redis: Redis) -> None:
+    redis.set(run_key("0" * 16), "no hash")
+    result = invoke("status", "0" * 16)
+    assert result.exit_code == 1
+    assert "Redis refused (ResponseError)" in result.output
+
+
+def test_submitting_a_finished_run_again_finds_it_finished(
     invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
 ) -> None:
     score_parquet(make_context(), str(source), str(tmp_path / "out"))
     work_off(redis, make_context)
     run = invoke("submit", source, tmp_path / "out").stdout.strip()
-    work_off(redis, make_context)  # the planner finds everything there
-    RunState(redis, run).mark_finished()
+    assert read_snapshot(redis, run).state == "planning"
+    assert work_off(redis, make_context)[0]["shards_enqueued"] == 0
+    assert queued_jobs(redis) == []
     snapshot = read_snapshot(redis, run)
     assert (snapshot.state, snapshot.rows_done) == ("finished", 5)
 
@@ -371,7 +458,7 @@ def test_a_failed_planning_is_told_with_exit_status_1(
     assert "planning failed" in result.stderr
 
 
-def test_wait_runs_to_success_with_a_bar(
+def test_wait_runs_to_success_and_logs_a_line_for_each_state(
     invoke: Invoke,
     redis: Redis,
     make_context: MakeContext,
@@ -383,9 +470,11 @@ def test_wait_runs_to_success_with_a_bar(
     result = invoke("submit", source, tmp_path / "out", "--wait", "--rows-per-shard", 2)
     assert result.exit_code == 0, result.output
     assert "finished" in result.stdout
-    assert "5/5" in result.stderr
-    assert "tok/s" in result.stderr
-    assert "no worker listens on queue 'bulk'" in result.stderr
+    planning, no_worker, running, finished = result.stderr.splitlines()
+    assert planning == "planning"
+    assert "no worker listens on queue 'bulk'" in no_worker
+    assert running == "running: 0 of 5 rows, 0 tok/s"
+    assert finished.startswith("finished: 5 of 5 rows, ")
 
 
 def test_ctrl_c_leaves_the_run_going_and_says_how_to_follow_it(

@@ -1,0 +1,88 @@
+"""Shows a run's progress on standard error: a bar on a terminal, now and then a line in a log."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Protocol, TextIO
+
+from tqdm import tqdm
+
+from .follow import Display
+from .run_snapshot import RunSnapshot
+
+#: Between two lines of a log.
+LINE_EVERY_S = 10.0
+
+
+class Progress(Display, Protocol):
+    """A display that ends."""
+
+    def close(self) -> None: ...
+
+
+class Bar:
+    """A progress bar of rows, with tokens per second and the time left."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._bar = tqdm(unit="row", total=0, dynamic_ncols=True, desc="planning", file=file)
+
+    def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
+        if snapshot.rows is not None and self._bar.total != snapshot.rows:
+            # What an earlier submit finished is not this one's speed.
+            self._bar.reset(snapshot.rows)
+            self._bar.initial = self._bar.n = snapshot.rows_done
+        self._bar.set_description_str(snapshot.state, refresh=False)
+        self._bar.set_postfix_str(_speed(snapshot, tokens_per_s), refresh=False)
+        self._bar.update(max(0, snapshot.rows_done - self._bar.n))
+        self._bar.refresh()
+
+    def warn(self, text: str) -> None:
+        tqdm.write(text, file=self._file)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class Lines:
+    """A line when the run's state changes, and one every LINE_EVERY_S in between. clock: seconds."""
+
+    def __init__(self, file: TextIO, clock: Callable[[], float]) -> None:
+        self._file, self._clock = file, clock
+        self._state, self._shown_at = "", 0.0
+        self._began: tuple[float, int] | None = None  # seconds and rows done when the rows were first known
+
+    def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
+        now = self._clock()
+        if snapshot.state == self._state and now - self._shown_at < LINE_EVERY_S:
+            return
+        self._state, self._shown_at = snapshot.state, now
+        if snapshot.rows is None:
+            self.warn(snapshot.state)
+        else:
+            self.warn(", ".join([*self._rows(snapshot, snapshot.rows, now), _speed(snapshot, tokens_per_s)]))
+
+    def _rows(self, snapshot: RunSnapshot, rows: int, now: float) -> list[str]:
+        began_at, first = self._began = self._began or (now, snapshot.rows_done)
+        text = f"{snapshot.state}: {snapshot.rows_done} of {rows} rows"
+        if not first < snapshot.rows_done < rows:
+            return [text]
+        left_s = (rows - snapshot.rows_done) * (now - began_at) / (snapshot.rows_done - first)
+        return [text, f"{left_s:.0f} s left"]
+
+    def warn(self, text: str) -> None:
+        print(text, file=self._file, flush=True)
+
+    def close(self) -> None:
+        """A line needs no end."""
+
+
+def progress(clock: Callable[[], float]) -> Progress:
+    """Return the display that suits standard error as it is now. clock: seconds, any zero."""
+    return Bar(sys.stderr) if sys.stderr.isatty() else Lines(sys.stderr, clock)
+
+
+def _speed(snapshot: RunSnapshot, tokens_per_s: float) -> str:
+    speed = f"{tokens_per_s:.0f} tok/s"
+    return f"{speed}, {snapshot.failed} shards failed" if snapshot.failed else speed
