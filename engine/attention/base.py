@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kv_cache import LayerKVCache
+from engine.layers.kernels import LayerKernels
 
 
 class AttentionMetadata:
@@ -17,7 +18,14 @@ class AttentionMetadata:
 
 
 class AttentionBackend(ABC):
-    """Attention over block tables. One object serves all layers and keeps no state between steps."""
+    """Attention over block tables. One object serves all layers and keeps no state between steps.
+
+    max_head_dim: the largest head it serves, None if any.
+    layer_kernels: fused kernels for the other layers, None if those stay in plain torch.
+    """
+
+    max_head_dim: int | None = None
+    layer_kernels: LayerKernels | None = None
 
     @abstractmethod
     def __init__(self, device: torch.device) -> None:
@@ -35,6 +43,10 @@ class AttentionBackend(ABC):
         block_tables: [seqs, max_blocks], valid up to each context.  context_lens: [seqs], tokens each
         sequence has once this step is computed.  query_lens: [seqs], how many of them are in this step.
         """
+
+    def store(self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
+        """Write the step's keys and values to their slots: see LayerKVCache.write."""
+        cache.write(keys, values, slot_mapping)
 
     @abstractmethod
     def forward(

@@ -5,11 +5,19 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.layers.kernels import LayerKernels
+
 
 class SiluAndMul(nn.Module):
     """silu(gate) * up, over the output of a merged gate and up projection."""
 
+    def __init__(self, kernels: LayerKernels | None = None) -> None:
+        super().__init__()
+        self.kernels = kernels
+
     def forward(self, gate_up: Tensor) -> Tensor:
         """gate_up: [tokens, 2 * dim] -> [tokens, dim]."""
+        if self.kernels is not None:
+            return self.kernels.silu_and_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up

@@ -6,20 +6,27 @@ from torch import Tensor, nn
 
 from engine.attention.base import AttentionBackend
 from engine.batch import ForwardBatch
+from engine.errors import ConfigError
 from engine.kv_cache import LayerKVCache
 
 
 class Attention(nn.Module):
     """Stores the step's keys and values, then attends: in that order, so that a step shares its prefixes."""
 
-    def __init__(self, backend: AttentionBackend, *, scale: float) -> None:
+    def __init__(self, backend: AttentionBackend, head_dim: int) -> None:
+        """Raises ConfigError if the backend cannot take heads of that size."""
         super().__init__()
+        if backend.max_head_dim is not None and head_dim > backend.max_head_dim:
+            raise ConfigError(
+                f"{type(backend).__name__} takes heads of up to {backend.max_head_dim} numbers, this model "
+                f"has {head_dim}; use attention_backend='torch'"
+            )
         self.backend = backend
-        self.scale = scale
+        self.scale = head_dim**-0.5
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch, cache: LayerKVCache
     ) -> Tensor:
         """query: [tokens, heads, dim]; key, value: [tokens, kv_heads, dim] -> [tokens, heads * dim]."""
-        cache.write(key, value, batch.slot_mapping)
+        self.backend.store(key, value, cache, batch.slot_mapping)
         return self.backend.forward(query, cache, batch.attention, scale=self.scale).flatten(1)

@@ -6,13 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from engine.layers.base import WeightedModule
+from engine.layers.kernels import LayerKernels
 
 
 class RMSNorm(WeightedModule):
     """x / rms(x) * weight, the mean square in float32. weight: [dim]. Source: arXiv:1910.07467."""
 
-    def __init__(self, dim: int, eps: float, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, dim: int, eps: float, *, dtype: torch.dtype, kernels: LayerKernels | None = None
+    ) -> None:
         super().__init__()
+        self.kernels = kernels
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(dim, dtype=dtype), requires_grad=False)
 
@@ -24,5 +28,7 @@ class RMSNorm(WeightedModule):
 
     def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return (norm of x + residual, x + residual)."""
+        if self.kernels is not None:
+            return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
         residual = x + residual
         return self.forward(residual), residual

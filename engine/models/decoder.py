@@ -42,6 +42,14 @@ class DecoderParts:
     dtype: torch.dtype
 
 
+def hidden_norm(parts: DecoderParts) -> RMSNorm:
+    """A norm of the residual stream."""
+    config = parts.config
+    return RMSNorm(
+        config.hidden_size, config.rms_norm_eps, dtype=parts.dtype, kernels=parts.backend.layer_kernels
+    )
+
+
 class DecoderAttention(nn.Module):
     """Self-attention with grouped KV heads, rotary positions and, by flag, per-head norms."""
 
@@ -70,18 +78,29 @@ class DecoderAttention(nn.Module):
         self.k_norm = (
             RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype) if parts.flags.qk_norm else None
         )
-        self.attention = Attention(parts.backend, scale=config.head_dim**-0.5)
+        self.rms_norm_eps = config.rms_norm_eps
+        self.kernels = parts.backend.layer_kernels
+        self.attention = Attention(parts.backend, config.head_dim)
 
     def forward(
         self, hidden: Tensor, rotation: tuple[Tensor, Tensor], batch: ForwardBatch, cache: LayerKVCache
     ) -> Tensor:
         """hidden: [tokens, hidden] -> [tokens, hidden]."""
         query, key, value = self.qkv_proj.split(self.qkv_proj(hidden))
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = apply_rotary(query, *rotation), apply_rotary(key, *rotation)
+        query, key = self._norm_and_rotate(query, key, rotation)
         output: Tensor = self.o_proj(self.attention(query, key, value, batch, cache))
         return output
+
+    def _norm_and_rotate(
+        self, query: Tensor, key: Tensor, rotation: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+        if self.kernels is not None:
+            weights = None if norms is None else (norms[0].weight, norms[1].weight)
+            return self.kernels.norm_and_rotate(query, key, rotation, weights, self.rms_norm_eps)
+        if norms is not None:
+            query, key = norms[0](query), norms[1](key)
+        return apply_rotary(query, *rotation), apply_rotary(key, *rotation)
 
 
 class DecoderMLP(nn.Module):
@@ -95,7 +114,7 @@ class DecoderMLP(nn.Module):
         self.down_proj = RowParallelLinear(
             config.intermediate_size, config.hidden_size, tp, bias=False, dtype=dtype
         )
-        self.activation = SiluAndMul()
+        self.activation = SiluAndMul(parts.backend.layer_kernels)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [tokens, hidden] -> [tokens, hidden]."""
@@ -108,10 +127,9 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, parts: DecoderParts) -> None:
         super().__init__()
-        config, dtype = parts.config, parts.dtype
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.input_layernorm = hidden_norm(parts)
         self.self_attn = DecoderAttention(parts)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.post_attention_layernorm = hidden_norm(parts)
         self.mlp = DecoderMLP(parts)
 
     def forward(
@@ -139,7 +157,7 @@ class DecoderModel(nn.Module):
             config.vocab_size, config.hidden_size, parts.tp, dtype=parts.dtype
         )
         self.layers = nn.ModuleList(DecoderLayer(parts) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=parts.dtype)
+        self.norm = hidden_norm(parts)
 
     def forward(self, batch: ForwardBatch, cache: KVCache, rotation: tuple[Tensor, Tensor]) -> Tensor:
         """Return the final hidden states [tokens, hidden]."""

@@ -1,0 +1,121 @@
+"""Triton backend: split-KV decode and varlen prefill over block tables, and fused kernels for the layers.
+
+Runs on GPUs; on a CPU only under Triton's interpreter, which is for tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.attention.base import AttentionBackend, AttentionMetadata
+from engine.errors import ConfigError
+from engine.kernels.decode_attention import DecodeRows, choose_num_splits, decode_attention
+from engine.kernels.kv_store import store_kv
+from engine.kernels.kv_tile import INTERPRETED, MAX_HEAD_DIM
+from engine.kernels.prefill_attention import QUERY_TILE, PrefillTiles, prefill_attention
+from engine.kernels.rms_norm import add_rms_norm
+from engine.kernels.rotary import norm_and_rotate
+from engine.kernels.silu_and_mul import silu_and_mul
+from engine.kv_cache import LayerKVCache
+from engine.layers.kernels import LayerKernels
+
+MIN_CAPABILITY = (8, 0)  # the first with bfloat16 and asynchronous copies
+ALIGNMENT = 4  # int32: Triton compiles a kernel anew for pointers that are not multiples of 16 bytes
+INTERPRETER_PROCESSORS = 8  # stands in for a GPU's multiprocessors, so that tests see few splits and many
+
+
+@dataclass(frozen=True)
+class TritonMetadata(AttentionMetadata):
+    """The step's sequences by kind: those with one new token, and those with more."""
+
+    decode: DecodeRows
+    prefill: PrefillTiles
+
+
+class TritonAttention(AttentionBackend):
+    """One launch for all prefill chunks of a step and one or two for all its decodes."""
+
+    max_head_dim = MAX_HEAD_DIM
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._num_processors = INTERPRETER_PROCESSORS
+        self.layer_kernels = LayerKernels(add_rms_norm, norm_and_rotate, silu_and_mul)
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            self._num_processors = properties.multi_processor_count
+            capability = (properties.major, properties.minor)
+            if capability < MIN_CAPABILITY and not INTERPRETED:
+                raise ConfigError(
+                    f"attention_backend='triton' needs compute capability 8.0, {properties.name} has "
+                    f"{properties.major}.{properties.minor}; use 'torch'"
+                )
+        elif not INTERPRETED:
+            raise ConfigError(
+                f"attention_backend='triton' does not run on device={device.type!r}; use 'torch' there. "
+                "(For tests, TRITON_INTERPRET=1 set before Python starts runs it in Triton's interpreter.)"
+            )
+
+    def store(self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
+        store_kv(keys, values, cache.keys, cache.values, slot_mapping)
+
+    def build_metadata(
+        self,
+        block_tables: NDArray[np.int32],
+        context_lens: NDArray[np.int64],
+        query_lens: NDArray[np.int64],
+    ) -> TritonMetadata:
+        decodes = np.flatnonzero(query_lens == 1)
+        prefills = np.flatnonzero(query_lens > 1)
+        starts = np.cumsum(query_lens) - query_lens
+        num_tiles = -(-query_lens[prefills] // QUERY_TILE)
+        first_tiles = np.cumsum(num_tiles) - num_tiles
+        tile_seqs = np.repeat(np.arange(len(prefills)), num_tiles)
+        tile_starts = (np.arange(len(tile_seqs)) - np.repeat(first_tiles, num_tiles)) * QUERY_TILE
+        query_ranges = np.stack((starts[prefills], starts[prefills] + query_lens[prefills]), axis=1)
+        decode_rows, decode_lens, decode_tables, *prefill_parts = self._upload(
+            starts[decodes],
+            context_lens[decodes],
+            block_tables[decodes],
+            tile_seqs,
+            tile_starts,
+            query_ranges,
+            context_lens[prefills],
+            block_tables[prefills],
+        )
+        max_decode_len = int(context_lens[decodes].max(initial=0))
+        return TritonMetadata(
+            DecodeRows(decode_rows, decode_lens, decode_tables, max_decode_len), PrefillTiles(*prefill_parts)
+        )
+
+    def forward(
+        self, query: Tensor, cache: LayerKVCache, metadata: AttentionMetadata, *, scale: float
+    ) -> Tensor:
+        assert isinstance(metadata, TritonMetadata)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        decode, prefill = metadata.decode, metadata.prefill
+        if len(prefill.seqs):
+            prefill_attention(query, cache.keys, cache.values, prefill, out, scale=scale)
+        if len(decode.rows):
+            num_programs = len(decode.rows) * cache.keys.shape[2]
+            num_splits = choose_num_splits(num_programs, decode.max_context_len, self._num_processors)
+            decode_attention(query, cache.keys, cache.values, decode, out, scale=scale, num_splits=num_splits)
+        return out
+
+    def _upload(self, *arrays: NDArray[np.integer]) -> list[Tensor]:
+        """Copy the arrays to the device as int32, in one transfer, each at a multiple of 16 bytes."""
+        starts = np.cumsum([0] + [-(-array.size // ALIGNMENT) * ALIGNMENT for array in arrays])
+        packed = torch.empty(int(starts[-1]), dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        host = packed.numpy()
+        for start, array in zip(starts.tolist(), arrays, strict=False):
+            host[start : start + array.size] = array.ravel()
+        there = packed.to(self._device, non_blocking=True)
+        return [
+            there[start : start + array.size].view(array.shape)
+            for start, array in zip(starts.tolist(), arrays, strict=False)
+        ]

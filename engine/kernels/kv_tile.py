@@ -1,0 +1,84 @@
+"""One tile of paged keys and values, folded into a running softmax: what both attention kernels loop over."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+MAX_HEAD_DIM = 256
+KEY_TILE_BYTES = 16 * 1024
+DOT_MIN = 16  # the smallest side of a tl.dot operand
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+# The interpreter's tl.dot multiplies the raw bits of bfloat16. A product of two bfloat16 numbers is exact in
+# float32, so widening them there gives what a GPU gives.
+WIDEN = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def fold_tile(
+    queries, acc, row_max, row_sum,
+    keys_ptr, values_ptr, table_ptr, tokens, end, last_seen, log2_scale,
+    block_stride, token_stride,
+    HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Attend to `tokens` of one sequence and KV head; return the new (acc, row_max, row_sum).
+
+    queries: [rows, DIM_PAD].  acc: [rows, DIM_PAD] float32, the weighted sum of values so far, times
+    row_sum.  row_max, row_sum: [rows] float32, of scores in base 2.  tokens: [tile] int32.
+    end: tokens from here on are not read.  last_seen: [rows], the last token each row may see.
+    Without MASKED every token is below `end` and seen by every row.  A row must see some token in its first
+    tile: that keeps its maximum finite.  Source: FlashAttention-2, arXiv:2307.08691, section 3.1.
+    """
+    dims = tl.arange(0, DIM_PAD)
+    inside = dims < HEAD_DIM
+    # block ids are looked up per token, so that the tile's size and the block's do not depend on each other
+    if MASKED:
+        blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
+    else:
+        blocks = tl.load(table_ptr + tokens // BLOCK_SIZE)
+    # int64: a pool of 2^31 elements is only 4 GiB
+    offsets = blocks.to(tl.int64) * block_stride + (tokens % BLOCK_SIZE) * token_stride
+    key_places = keys_ptr + offsets[None, :] + dims[:, None]
+    value_places = values_ptr + offsets[:, None] + dims[None, :]
+    if MASKED:
+        # a slot that was never written may hold NaN, and 0 * NaN is NaN: load zeros instead
+        keys = tl.load(key_places, mask=inside[:, None] & (tokens < end)[None, :], other=0.0)
+        values = tl.load(value_places, mask=(tokens < end)[:, None] & inside[None, :], other=0.0)
+    elif DIM_PAD != HEAD_DIM:
+        keys = tl.load(key_places, mask=inside[:, None], other=0.0)
+        values = tl.load(value_places, mask=inside[None, :], other=0.0)
+    else:
+        keys = tl.load(key_places)
+        values = tl.load(value_places)
+    if WIDEN:
+        queries, keys = queries.to(tl.float32), keys.to(tl.float32)
+    # "ieee" keeps float32 products in float32; tf32 has 10 bits of mantissa
+    scores = tl.dot(queries, keys, input_precision="ieee") * log2_scale
+    if MASKED:
+        seen = (tokens[None, :] <= last_seen[:, None]) & (tokens < end)[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_max[:, None])
+    shrink = tl.exp2(row_max - new_max)
+    row_sum = row_sum * shrink + tl.sum(weights, 1)
+    weights = weights.to(values.dtype)
+    if WIDEN:
+        weights, values = weights.to(tl.float32), values.to(tl.float32)
+    acc = acc * shrink[:, None] + tl.dot(weights, values, input_precision="ieee")
+    return acc, new_max, row_sum
+
+
+def tile_tokens(dim_pad: int, itemsize: int) -> int:
+    """Tokens of one tile, 16 to 128: K and V of 16 KiB each, so that five decode programs share the 228 KiB
+    of a Hopper multiprocessor. float32 takes 16: its exact products are made in registers, outside the
+    tensor cores, and those of larger tiles spill (seen in code compiled for sm_90)."""
+    if INTERPRETED:
+        return 128  # it pays by the operation, not by the byte
+    if itemsize == 4:
+        return DOT_MIN
+    return min(max(KEY_TILE_BYTES // (dim_pad * itemsize), DOT_MIN), 128)
+
+
+def pad_head_dim(head_dim: int) -> int:
+    """The power of two that a head is padded to; masked columns are neither read nor written."""
+    return max(int(triton.next_power_of_2(head_dim)), DOT_MIN)

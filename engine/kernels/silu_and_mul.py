@@ -1,0 +1,42 @@
+"""silu(gate) * up over the output of a merged gate and up projection."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_COLUMNS = 1024
+ELEMENTS = 2048  # of one program: 16 for each thread, and enough programs for a small decode batch
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def silu_and_mul_kernel(
+    out_ptr, gate_up_ptr, num_rows, row_stride,
+    DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Program (rows, columns)."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < num_rows)[:, None] & (column < DIM)[None, :]
+    places = gate_up_ptr + row[:, None] * row_stride + column[None, :]
+    gate = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(places + DIM, mask=inside, other=0.0).to(tl.float32)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    out_places = out_ptr + row[:, None] * DIM + column[None, :]
+    tl.store(out_places, result.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """gate_up: [tokens, 2 * dim], contiguous in the last dimension -> [tokens, dim]; float32 inside."""
+    num_rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.stride(1) == 1
+    columns = min(triton.next_power_of_2(dim), MAX_COLUMNS)
+    rows = ELEMENTS // columns
+    out = torch.empty((num_rows, dim), dtype=gate_up.dtype, device=gate_up.device)
+    silu_and_mul_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(dim, columns))](
+        out, gate_up, num_rows, gate_up.stride(0),
+        DIM=dim, COLUMNS=columns, ROWS=rows, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,25 @@
+"""The seam for fused kernels: what layers may use in place of plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LayerKernels:
+    """One fused kernel for each place where plain torch takes several passes over the same numbers.
+
+    add_rms_norm(x, residual, weight, eps) -> (norm of x + residual, x + residual).
+    norm_and_rotate(query, key, (cos, sin), norm weights of both or None, eps) -> (query, key).
+    silu_and_mul(gate_up) -> silu(gate) * up.
+    Shapes are those of the layers: RMSNorm, RotaryEmbedding and SiluAndMul.
+    """
+
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    norm_and_rotate: Callable[
+        [Tensor, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None, float], tuple[Tensor, Tensor]
+    ]
+    silu_and_mul: Callable[[Tensor], Tensor]
