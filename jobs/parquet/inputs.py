@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -53,25 +53,33 @@ def find_files(storage: Storage, inputs: Sequence[str], output: str) -> list[str
 
 def read_footers(storage: Storage, paths: Sequence[str]) -> list[Footer]:
     """Read the footer of each file. Raises CorruptParquet, or SchemaMismatch when the files differ."""
-    footers = [_read_footer(storage, path) for path in paths]
-    first = footers[0].schema
-    for footer in footers[1:]:
-        if not footer.schema.equals(first):
-            raise SchemaMismatch(footer.file.path, f"its columns are {_columns(footer.schema, first)}")
+    first = _read_footer(storage, paths[0])
+    footers = [first]
+    for path in paths[1:]:
+        footer = _read_footer(storage, path)
+        if not footer.schema.equals(first.schema):
+            raise SchemaMismatch(path, f"its columns are {_columns(footer.schema, first.schema)}")
+        footers.append(replace(footer, schema=first.schema))  # one schema in memory, not one for each file
     return footers
 
 
-def check_unchanged(storage: Storage, file: PlannedFile) -> None:
-    """Raise InputChanged when a file is not the one that was planned."""
+@contextmanager
+def unchanged(storage: Storage, file: PlannedFile) -> Iterator[None]:
+    """Raise InputChanged when a file is not the one that was planned, or no longer when the body ends."""
+    _check_unchanged(storage, file)
+    try:
+        yield
+    finally:  # a file that was replaced meanwhile explains whatever else went wrong
+        _check_unchanged(storage, file)
+
+
+def _check_unchanged(storage: Storage, file: PlannedFile) -> None:
     stat = storage.stat(file.path)
     if stat is None:
         raise InputChanged(file.path, "it is gone")
     if stat != FileStat(file.size, file.mtime_ns):
-        planned, found = (
-            f"{file.size} bytes at {file.mtime_ns} ns",
-            f"{stat.size} bytes at {stat.mtime_ns} ns",
-        )
-        raise InputChanged(file.path, f"planned {planned}, found {found}")
+        planned = f"planned {file.size} bytes at {file.mtime_ns} ns"
+        raise InputChanged(file.path, f"{planned}, found {stat.size} bytes at {stat.mtime_ns} ns")
 
 
 @contextmanager

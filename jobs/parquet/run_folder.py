@@ -158,8 +158,11 @@ def create_plan(storage: Storage, plan: Plan, execution_id: str) -> bool:
     temporary = os.path.join(folder, temporary_name(execution_id, PLAN))
     with writing(folder):
         storage.make_folder(folder)
-        for name in storage.names(folder):
-            if name != PLAN and not name.startswith(TEMPORARY_PREFIX):
+        names = storage.names(folder)
+        if PLAN in names:  # and perhaps parts already, of shards that the other planner enqueued
+            return False
+        for name in names:
+            if not name.startswith(TEMPORARY_PREFIX):
                 raise OutputHoldsForeignFiles(folder, name)
         try:
             write_text(storage, temporary, plan.to_text())

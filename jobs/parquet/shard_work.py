@@ -12,11 +12,11 @@ from typing import Any
 import pyarrow as pa
 
 from ..context import JobContext
-from ..errors import PlanDamaged
+from ..errors import PlanDamaged, RunError
 from ..part_stats import PartStats
 from ..run_state import RunState
 from ..tasks import Completion, Request
-from .inputs import check_unchanged, open_parquet, read_batches
+from .inputs import open_parquet, read_batches, unchanged
 from .names import PLAN, part_name
 from .part import Answer, output_schema, with_answers, write_part
 from .plan import Plan, PlannedFile
@@ -90,15 +90,26 @@ class ShardWork:
 
     def _publish(self, requests: ShardRequests) -> PartStats | None:
         """Write and publish the part; return None when the place was taken."""
+        try:
+            stats = self._write(requests)
+            published = self._folder.publish(self._temporary, part_name(self._number))
+        except (OSError, RunError):
+            # Of two executions the slower one may find the run ended and its own file, or the input, removed.
+            if not self._folder.has_part(self._number):
+                raise
+            return None
+        return stats if published else None
+
+    def _write(self, requests: ShardRequests) -> PartStats:
+        """Write the part beside its place."""
         storage, file = self._folder.storage, self._file()
-        check_unchanged(storage, file)
         answers = requests.answers()
         stats = self._stats(answers, requests.generated_tokens)
-        with open_parquet(storage, file.path) as source:
-            schema = output_schema(source.schema_arrow)
-        write_part(storage, self._temporary, schema, self._batches(answers, schema), stats)
-        published = self._folder.publish(self._temporary, part_name(self._number))
-        return stats if published else None
+        with unchanged(storage, file):  # the answers belong to the rows that were read first
+            with open_parquet(storage, file.path) as source:
+                schema = output_schema(source.schema_arrow)
+            write_part(storage, self._temporary, schema, self._batches(answers, schema), stats)
+        return stats
 
     def _batches(self, answers: list[Answer], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         start = 0
@@ -109,12 +120,12 @@ class ShardWork:
 
     def _read_requests(self) -> ShardRequests:
         plan, file = self._folder.plan, self._file()
-        check_unchanged(self._folder.storage, file)
         source = prompt_source(plan.spec)
         shard = plan.shards[self._number]
         rows: list[str | RowProblem] = []
-        for batch in read_batches(self._folder.storage, file.path, shard, source.columns):
-            rows += render_rows(source, batch)
+        with unchanged(self._folder.storage, file):
+            for batch in read_batches(self._folder.storage, file.path, shard, source.columns):
+                rows += render_rows(source, batch)
         first_row = plan.first_row(self._number)
         return ShardRequests(
             rows, plan.spec.sampling, lambda row: row_seed(plan.seed, first_row + row), source.is_chat

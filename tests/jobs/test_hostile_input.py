@@ -292,6 +292,30 @@ def test_an_input_that_changes_while_its_shard_runs_is_noticed(
         task.close()
 
 
+@pytest.mark.parametrize("row_group_size", [1, 3])  # like the planned file's, so that reading works, or not
+def test_an_input_that_is_replaced_while_its_part_is_written_is_not_published(
+    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path, row_group_size: int
+) -> None:
+    score_parquet(make_context(), str(source), str(tmp_path / "out"))
+    (job,) = queued_jobs(redis)
+
+    class ReplacedMeanwhile(Storage):
+        def open_output(self, path: str) -> Any:
+            table = pa.table({"prompt": ["a", "b", "d"], "id": [1, 2, 3]})
+            pq.write_table(table, source, row_group_size=row_group_size)
+            return super().open_output(path)
+
+    storage = ReplacedMeanwhile((str(tmp_path),))
+    plan = trusted_plan(storage, job.args[1], job.args[0])
+    work = ShardWork(make_context(), RunFolder(storage, plan, RunState(redis, plan.run), "e"), 0)
+    for index, request in enumerate(work.requests()):
+        work.deliver(index, [shout(request)])
+    with pytest.raises(errors.InputChanged):
+        work.finish()
+    work.close()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [PLAN]
+
+
 def test_a_file_added_to_the_folder_is_a_changed_input(
     redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
 ) -> None:

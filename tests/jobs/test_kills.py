@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -142,6 +145,37 @@ def test_a_loser_whose_file_the_finisher_removed_gives_way(
             return super().publish(temporary, target)
 
     finish(open_work(make_context(), spec, 0, RunEndsBeforePublishing(make_context().data_roots)))
+    assert_finished(spec)
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOSPC])
+def test_a_loser_that_cannot_write_any_more_gives_way(
+    redis: Redis, make_context: MakeContext, spec: RunSpec, number: int
+) -> None:
+    plan_run(make_context(), Storage(make_context().data_roots), spec, "bulk")
+
+    class RunEndsWhileWriting(Storage):
+        def open_output(self, path: str) -> Any:
+            work_off(redis, make_context)
+            raise OSError(number, os.strerror(number))
+
+    finish(open_work(make_context(), spec, 0, RunEndsWhileWriting(make_context().data_roots)))
+    assert_finished(spec)
+
+
+def test_a_planner_that_slept_while_another_planned_and_parts_came_takes_its_plan(
+    redis: Redis, make_context: MakeContext, spec: RunSpec
+) -> None:
+    class SleepsBeforeTheFolder(Storage):
+        def make_folder(self, path: str) -> None:
+            super().make_folder(path)
+            plan_run(make_context(), Storage(make_context().data_roots), spec, "bulk")
+            first, *_ = queued_jobs(redis)
+            run_task(make_context(), first.func_name, *first.args)
+
+    slow = plan_run(make_context(), SleepsBeforeTheFolder(make_context().data_roots), spec, "bulk")
+    assert slow["shards_missing"] == 2
+    work_off(redis, make_context)
     assert_finished(spec)
 
 
