@@ -20,8 +20,16 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from redis import ConnectionPool, Redis
-from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError
+from redis.backoff import ExponentialBackoff, NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import (
+    ExecAbortError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+)
+from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 from rq import Queue
 from rq.connections import get_connection_kwargs
@@ -98,16 +106,21 @@ class Outcome:
     """Whether a failed job that has retries left takes one."""
 
 
-def own_client(connection: Redis, socket_timeout_s: float) -> Redis:
-    """A client with a pool of its own to the same server, which sends no command twice by itself.
+OUTAGES = (RedisConnectionError, RedisTimeoutError, OutOfMemoryError, ReadOnlyError, ExecAbortError)
+"""Errors that say something of the server and nothing of the command: it may be tried again later."""
 
-    redis-py sends a command again whose reply was lost; our callers do that themselves, because only
-    they know which commands bear it.
+
+def own_client(connection: Redis, socket_timeout_s: float, resend: bool = False) -> Redis:
+    """A client with a pool of its own to the same server.
+
+    resend: send a command again whose reply was lost, as redis-py does for user code with a stock worker.
+    Our own callers do that themselves, because only they know which commands bear it.
     """
     pool = connection.connection_pool
     kwargs = get_connection_kwargs(connection)
     kwargs.pop("retry", None)
-    kwargs.update(socket_timeout=socket_timeout_s, retry=Retry(NoBackoff(), 0), retry_on_error=[])
+    retry = Retry(ExponentialBackoff(cap=2.0, base=0.1), 10) if resend else Retry(NoBackoff(), 0)
+    kwargs.update(socket_timeout=socket_timeout_s, retry=retry, retry_on_error=[])
     return Redis(connection_pool=ConnectionPool(connection_class=pool.connection_class, **kwargs))
 
 
@@ -207,35 +220,59 @@ class JobStore:
         return [reply.decode() for reply in replies]
 
     def _finish_call(self, outcome: Outcome) -> tuple[str, list[Any]]:
-        job = outcome.claimed.job
-        head = [*outcome.claimed.address, utcformat(outcome.ended_at), self._worker_key, outcome.working_s]
+        job, value = outcome.claimed.job, outcome.value
+        if isinstance(value, JobRetry):
+            tries = job.number_of_retries or 0
+            if tries < value.max:
+                when = self._when(JobRetry.get_interval(tries, value.intervals), front=False)
+                entry = self._entry(outcome, Result.Type.RETRIED)
+                return self._retry_call(outcome, [when, "number_of_retries", 1], entry)
+            return self._end_call(replace(outcome, status="failed"), Result.Type.MAX_RETRIES_EXCEEDED)
         if outcome.retries and job.should_retry:
-            interval_s = job.get_retry_interval()
-            when = "front" if job.enqueue_at_front_on_retry else "back"
-            return "retry", [*head, int(self._clock() + interval_s) if interval_s else when]
+            when = self._when(int(job.get_retry_interval()), front=job.enqueue_at_front_on_retry)
+            return self._retry_call(outcome, [when, "retries_left", -1], [])
         finished = outcome.status == "finished"
+        return self._end_call(outcome, Result.Type.SUCCESSFUL if finished else Result.Type.FAILED)
+
+    def _when(self, interval_s: int, front: bool | None) -> str | int:
+        if interval_s:
+            return int(self._clock() + interval_s)
+        return "front" if front else "back"
+
+    def _head(self, outcome: Outcome) -> list[Any]:
+        ended_iso = utcformat(outcome.ended_at)
+        return [*outcome.claimed.address, ended_iso, self._worker_key, outcome.working_s]
+
+    def _retry_call(self, outcome: Outcome, retry: list[Any], entry: list[Any]) -> tuple[str, list[Any]]:
+        ttl = _bounded_ttl(outcome.claimed.job.failure_ttl)
+        return "retry", [*self._head(outcome), *retry, "" if ttl is None else ttl, *entry]
+
+    def _end_call(self, outcome: Outcome, kind: Result.Type) -> tuple[str, list[Any]]:
+        job, finished = outcome.claimed.job, outcome.status == "finished"
         ttl = _bounded_ttl(job.result_ttl if finished else job.failure_ttl)
         kept_s = ttl if ttl is not None else DEFAULT_FAILURE_TTL
         # As RQ scores them: finished jobs without end sort last, failed ones carry the negative ttl.
         endless = "+inf" if finished else str(kept_s)
         score = endless if kept_s < 0 else repr(self._clock() + kept_s)
-        entry = [item for pair in self._result(outcome).serialize().items() for item in pair]
-        return "finish", [*head, outcome.status, "" if ttl is None else ttl, score, *entry]
+        tail = [outcome.status, "" if ttl is None else ttl, score, *self._entry(outcome, kind)]
+        return "finish", [*self._head(outcome), *tail]
 
-    def _result(self, outcome: Outcome) -> Result:
-        claimed, finished = outcome.claimed, outcome.status == "finished"
-        return Result(
+    def _entry(self, outcome: Outcome, kind: Result.Type) -> list[Any]:
+        """Fields and values of the entry in rq:results."""
+        claimed, failed = outcome.claimed, kind is Result.Type.FAILED
+        result = Result(
             claimed.job.id,
-            Result.Type.SUCCESSFUL if finished else Result.Type.FAILED,
+            kind,
             connection=self._client,
-            return_value=outcome.value if finished else None,
-            exc_string=None if finished else outcome.value,
+            return_value=None if failed else outcome.value,
+            exc_string=outcome.value if failed else None,
             worker_name=self._worker_name,
             serializer=JSONSerializer,
             execution_id=claimed.execution.id,
             execution_started_at=claimed.execution.created_at,
             execution_ended_at=outcome.ended_at,
         )
+        return [item for pair in result.serialize().items() for item in pair]
 
     def close(self, claimed: ClaimedJob) -> None:
         """Let go of a job that has ended, once its dependents are queued."""
@@ -318,15 +355,16 @@ class JobStore:
 
 
 class EndsLikeRq:
-    """RQ's own path for what the scripts leave to it: callbacks, dependents, and the ends of jobs with
-    repeats, webhooks or a group.
+    """RQ's own path for what the scripts leave to it: callbacks, dependents, webhooks, and the ends of jobs
+    with repeats.
 
     RQ's handlers read the one job and execution of a worker, so each call gets a copy of the worker that
     holds just these. It runs in a pool thread with that thread's client.
     """
 
-    def __init__(self, worker: BaseWorker, client: Redis, death_penalty: type) -> None:
-        self._worker, self._client, self._death_penalty = worker, client, death_penalty
+    def __init__(self, worker: BaseWorker, client: Redis, user_client: Redis, death_penalty: type) -> None:
+        self._worker, self._client, self._user_client = worker, client, user_client
+        self._death_penalty = death_penalty
 
     def has_callback(self, outcome: Outcome) -> bool:
         """Whether user code is to be called when the job ends like this."""
@@ -342,7 +380,7 @@ class EndsLikeRq:
     def call_back(self, outcome: Outcome, exc_info: Any) -> None:
         """Call the user's code for this end; raises what it raises. exc_info: as of sys.exc_info()."""
         job = outcome.claimed.job
-        job.connection = self._client
+        job.connection = self._user_client
         job.ended_at = outcome.ended_at
         if outcome.status == "finished":
             job._status, job._result = JobStatus.FINISHED, outcome.value
@@ -359,33 +397,32 @@ class EndsLikeRq:
     def is_needed(self, outcome: Outcome) -> bool:
         """Whether this end is more than the scripts write."""
         job = outcome.claimed.job
-        if outcome.retries and job.should_retry:
-            return False
-        if isinstance(outcome.value, JobRetry) or job.webhooks or job.group_id or job.repeats_left:
-            return True
-        return outcome.status == "failed" and self._worker.disable_default_exception_handler
+        if outcome.status == "finished":
+            return bool(job.repeats_left or (job.group_id and job.result_ttl == 0))
+        will_retry = outcome.retries and job.should_retry
+        return self._worker.disable_default_exception_handler and not will_retry
 
     def write(self, outcome: Outcome) -> None:
         """Write an end as RQ does. Ask before whether the job is still ours: RQ does not."""
         scope, job, queue = self._scope(outcome)
         registry = queue.started_job_registry
-        if isinstance(outcome.value, JobRetry):
-            scope.handle_job_retry(
-                job=job,
-                queue=queue,
-                retry=outcome.value,
-                started_job_registry=registry,
-                execution=outcome.claimed.execution,
-            )
-        elif outcome.status == "finished":
+        if outcome.status == "finished":
             job._result = outcome.value
             scope.handle_job_success(job=job, queue=queue, started_job_registry=registry)
-            job.send_webhooks(JobStatus.FINISHED)
         else:
             scope._stopped_job_id = job.id if outcome.status == "stopped" else None
             scope.handle_job_failure(
                 job=job, queue=queue, started_job_registry=registry, exc_string=outcome.value
             )
+
+    def send_webhooks(self, outcome: Outcome) -> None:
+        """Tell the hosts that the job has ended; RQ logs what goes wrong there."""
+        job = outcome.claimed.job
+        job.connection = self._client
+        if outcome.status == "finished":
+            job.send_webhooks(JobStatus.FINISHED)
+        elif outcome.status == "failed" and not (outcome.retries and job.should_retry):
+            job.send_webhooks(JobStatus.FAILED, exc_string=outcome.value)
 
     def queue_dependents(self, claimed: ClaimedJob) -> None:
         """Queue the jobs that wait for an ended one; called again, it queues none twice."""

@@ -38,7 +38,8 @@ def assemble(
     orders: SimpleQueue[Order] = SimpleQueue()
     events: SimpleQueue[Any] = SimpleQueue()
     io_client = own_client(worker.connection, REDIS_TIMEOUT_S)
-    function_client = own_client(worker.connection, REDIS_TIMEOUT_S)
+    pool_client = own_client(worker.connection, REDIS_TIMEOUT_S)
+    user_client = own_client(worker.connection, REDIS_TIMEOUT_S, resend=True)
     packer = Packer(
         len(worker.queues), settings.max_num_seqs, settings.prefetch, 2 * settings.function_threads
     )
@@ -57,9 +58,10 @@ def assemble(
         files=FunctionPool(FILE_THREADS, "tokenmill-files"),
         functions=FunctionPool(settings.function_threads, "tokenmill-functions"),
         enders=FunctionPool(settings.function_threads, "tokenmill-ends"),
-        function_client=function_client,
-        ends=EndsLikeRq(worker, function_client, ThreadDeathPenalty),
-        ends_store=JobStore(function_client, worker.name, lease_s),
+        pool_client=pool_client,
+        user_client=user_client,
+        ends=EndsLikeRq(worker, pool_client, user_client, ThreadDeathPenalty),
+        ends_store=JobStore(pool_client, worker.name, lease_s),
         post=events.put,
         log=worker.log,
     )

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from typing import Any
@@ -20,7 +21,7 @@ from rq.utils import now
 from engine import Completion
 from jobs.context import JobContext
 from jobs.table import open_task, own_function
-from worker._rq import ClaimedJob, EndsLikeRq, EndStatus, JobStore, Outcome, printable, strip_hooks
+from worker._rq import OUTAGES, ClaimedJob, EndsLikeRq, EndStatus, JobStore, Outcome, printable, strip_hooks
 from worker.admission import Admission, FunctionCall
 from worker.engine_loop import Abort, Add, Order
 from worker.errors import BadPayload, JobRefused, WorkerError
@@ -72,7 +73,8 @@ class JobRunner:
 
     files: pool for the files of tasks. functions: pool for user code. enders: pool for callbacks and RQ's
     own endings, which must not wait for user code. All report back through `post`, which queues a call
-    for the I/O thread. function_client: what pool threads use.
+    for the I/O thread. pool_client: what our own code uses in their threads. user_client: what user code
+    gets.
     """
 
     def __init__(
@@ -85,7 +87,8 @@ class JobRunner:
         files: FunctionPool,
         functions: FunctionPool,
         enders: FunctionPool,
-        function_client: Redis,
+        pool_client: Redis,
+        user_client: Redis,
         ends: EndsLikeRq,
         ends_store: JobStore,
         post: Callable[[Callable[[], None]], None],
@@ -94,7 +97,8 @@ class JobRunner:
     ) -> None:
         self._packer, self._admission, self._surroundings = packer, admission, surroundings
         self._orders, self._files, self._functions, self._enders = orders, files, functions, enders
-        self._function_client, self._ends, self._ends_store = function_client, ends, ends_store
+        self._pool_client, self._user_client = pool_client, user_client
+        self._ends, self._ends_store = ends, ends_store
         self._post, self._log, self._clock = post, log, clock
         self._numbers = count()
         self._jobs: dict[int, RunningJob] = {}
@@ -146,7 +150,7 @@ class JobRunner:
 
     def _context(self, job: RunningJob) -> JobContext:
         return JobContext(
-            connection=self._function_client,
+            connection=self._pool_client,
             queue_name=job.claimed.queue_name,
             job_id=job.claimed.job.id,
             execution_id=job.claimed.execution.id,
@@ -161,7 +165,8 @@ class JobRunner:
         self._packer.opening(job)
         if task.blocking:
             job.started_at = self._clock()
-            self._submit(self._files, lambda: task.open(context), job, self._opened, self._packer.opened)
+            opened = self._packer.opened
+            self._submit(self._files, lambda: task.open(context), job, self._opened, opened, ours=True)
         else:
             self._packer.opened(job)
             self._call_now(lambda: task.open(context), job, self._opened)
@@ -176,14 +181,15 @@ class JobRunner:
 
     def _run_function(self, job: RunningJob, call: FunctionCall) -> None:
         own, context, rq_job = own_function(call.name), self._context(job), job.claimed.job
-        rq_job.connection = self._function_client
-
-        def function() -> Any:
-            return own(context, *call.args, **call.kwargs) if own is not None else rq_job.perform()
-
+        rq_job.connection = self._user_client
         job.started_at = self._clock()
         self._packer.function_started(job)
-        self._submit(self._functions, function, job, self._valued, self._packer.function_ended)
+        ended = self._packer.function_ended
+        if own is None:
+            self._submit(self._functions, rq_job.perform, job, self._valued, ended)
+        else:
+            ours = partial(own, context, *call.args, **call.kwargs)
+            self._submit(self._functions, ours, job, self._valued, ended, ours=True)
 
     def _valued(self, job: RunningJob, value: Any, error: BaseException | None) -> None:
         """A job's value is known, or what it raised."""
@@ -198,21 +204,38 @@ class JobRunner:
         function: Callable[[], Any],
         job: RunningJob,
         then: Callable[[RunningJob, Any, BaseException | None], None],
-        always: Callable[[RunningJob], None] | None = None,
+        always: Callable[[RunningJob], None] = lambda job: None,
+        ours: bool = False,
     ) -> None:
-        """Run a function in a pool; then `always` and, if the job was not withdrawn, `then` run here."""
+        """Run a function in a pool; then `always` and, if the job was not withdrawn, `then` run here.
+
+        ours: the function is our own and may be run again after any step of it: an outage delays it only.
+        """
         ticket = job.ticket = object()
 
-        def report(value: Any, error: BaseException | None) -> None:
-            if always is not None:
-                always(job)
-            if job.ticket is ticket:
-                job.call = None
-                then(job, value, error)
-            else:
-                self._close(job)
+        def start() -> None:
+            job.call = pool.submit(function, lambda value, error: self._post(lambda: report(value, error)))
 
-        job.call = pool.submit(function, lambda value, error: self._post(lambda: report(value, error)))
+        def start_again() -> None:
+            if job.ticket is ticket:
+                start()
+            else:
+                report(None, None)
+
+        def report(value: Any, error: BaseException | None) -> None:
+            if job.ticket is not ticket:
+                always(job)
+                self._close(job)
+                return
+            job.call = None
+            if ours and isinstance(error, OUTAGES):
+                self._log.error("job %s: Redis did not answer (%s); trying again", job.claimed.job.id, error)
+                self._later(start_again)
+            else:
+                always(job)
+                then(job, value, error)
+
+        start()
 
     def _call_now(
         self,
@@ -270,7 +293,7 @@ class JobRunner:
         assert task is not None
         job.closing = True
         if task.blocking:
-            self._submit(self._files, task.result, job, self._valued)
+            self._submit(self._files, task.result, job, self._valued, ours=True)
         else:
             self._call_now(task.result, job, self._valued)
 
@@ -352,8 +375,10 @@ class JobRunner:
             job = self._jobs[number]
             if reply == "dependents":
                 self._queue_dependents(job, outcome)
+            elif reply == "lost":
+                self._ended(job, outcome, written=False)
             else:
-                self._ended(job, outcome, written=reply != "lost")
+                self._announce(job, outcome)
 
     def _queue_dependents(self, job: RunningJob, outcome: Outcome | None) -> None:
         claimed = job.claimed
@@ -362,7 +387,15 @@ class JobRunner:
             self._ends.queue_dependents(claimed)
             self._ends_store.close(claimed)
 
-        self._persist(job, queue_and_close, lambda _: self._ended(job, outcome))
+        self._persist(job, queue_and_close, lambda _: self._announce(job, outcome))
+
+    def _announce(self, job: RunningJob, outcome: Outcome | None) -> None:
+        """Send a job's webhooks, once its end is written."""
+        if outcome is None or not job.claimed.job.webhooks:
+            self._ended(job, outcome)
+            return
+        send = partial(self._ends.send_webhooks, outcome)
+        self._submit(self._enders, send, job, lambda job, _, error: self._ended(job, outcome))
 
     def _write_like_rq(self, job: RunningJob, outcome: Outcome) -> None:
         """Run one of RQ's own endings in a thread, until Redis shows that it was written."""
@@ -376,7 +409,11 @@ class JobRunner:
                 raise EndNotWritten(claimed.job.id)
             return True
 
-        self._persist(job, write, lambda written: self._ended(job, outcome, written))
+        self._persist(
+            job,
+            write,
+            lambda written: self._announce(job, outcome) if written else self._ended(job, outcome, written),
+        )
 
     def _persist(self, job: RunningJob, write: Callable[[], Any], then: Callable[[Any], None]) -> None:
         """Make a call in a thread until it comes through, then `then` its value."""

@@ -96,13 +96,13 @@ class Harness:
         if self._rng.random() < 0.04:
             self._ledger.ask_run()
 
-    def settle(self, scenario: str) -> None:
-        """Let clean workers finish everything, and audit."""
+    def settle(self, scenario: str, resume: bool = False) -> None:
+        """Let clean workers finish everything, and audit. resume: submit failed runs again."""
         clean = [self.start() for _ in range(2)]
         deadline = time.monotonic() + DRAIN_S
         while not self._ledger.all_ended() and time.monotonic() < deadline:
             time.sleep(0.1)
-            if not self._ledger.backlog():
+            if resume and not self._ledger.backlog():
                 self._ledger.resume_failed_runs()
         for name in clean:
             code = self.end(name, signal.SIGTERM)
@@ -265,7 +265,7 @@ class Harness:
             time.sleep(self._rng.uniform(0.3, 0.8))
             self.end(name, signal.SIGTERM)
             self.faults["disk full"] += 1
-        self.settle("disk full")
+        self.settle("disk full", resume=True)
 
     def engine_errors(self, count: int) -> None:
         """The engine raises in the middle of a step: the worker ends with an error, its jobs go on."""
