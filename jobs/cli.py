@@ -203,7 +203,12 @@ def _tell_end(connection: redis.Redis, followed: Followed) -> None:
 
 
 def _tell_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
-    """Print the errors of a failed planning job and of the first failed shards."""
+    """Print the errors of a failed planning job and of the first failed shards.
+
+    None of a cancelled run: its stopped shards are among RQ's failed ones.
+    """
+    if snapshot.cancelled:
+        return
     if snapshot.plan_job is not None and snapshot.plan_status == "failed":
         click.echo(f"planning: {failure_text(connection, snapshot.plan_job)}", err=True)
     for job_id in snapshot.failed_jobs[:MAX_SHOWN]:
@@ -220,11 +225,16 @@ def _status_text(snapshot: RunSnapshot) -> str:
             f"run {snapshot.run}: {snapshot.state}",
             f"output   {snapshot.output}",
             f"rows     {snapshot.rows_done} of {snapshot.rows}, {snapshot.errors} with an error",
-            f"shards   {snapshot.done} of {snapshot.shards} done, {snapshot.started} started, "
-            f"{snapshot.queued} queued, {snapshot.failed} failed",
+            f"shards   {snapshot.done} of {snapshot.shards} done, {snapshot.started} started, {_rest(snapshot)}",
             f"tokens   {snapshot.tokens} generated",
         ]
     )
+
+
+def _rest(snapshot: RunSnapshot) -> str:
+    if snapshot.cancelled:
+        return f"{snapshot.queued + snapshot.failed} left for another submit"
+    return f"{snapshot.queued} queued, {snapshot.failed} failed"
 
 
 def _output_text(output: RunOutput) -> str:

@@ -44,7 +44,8 @@ def score_parquet(
     stands, or a list of {'role', 'content'} with such texts, which makes a chat.
     sampling: keyword arguments of engine.SamplingParams; `seed` fixes the run's seed.
     queue: for the shards; by default the queue this job came from.
-    Returns the run's id and counts. Raises RunError or InvalidJob; nothing is enqueued then.
+    Returns the run's id and counts. Raises RunError or InvalidJob, before any shard is enqueued unless it is
+    RunBusy: another process took the run over.
     """
     spec = RunSpec.from_arguments(
         input, output, prompt_column, messages_column, template, sampling, rows_per_shard
