@@ -225,7 +225,8 @@ def _status_text(snapshot: RunSnapshot) -> str:
             f"run {snapshot.run}: {snapshot.state}",
             f"output   {snapshot.output}",
             f"rows     {snapshot.rows_done} of {snapshot.rows}, {snapshot.errors} with an error",
-            f"shards   {snapshot.done} of {snapshot.shards} done, {snapshot.started} started, {_rest(snapshot)}",
+            f"shards   {snapshot.done} of {snapshot.shards} done, {snapshot.started} started, "
+            f"{_rest(snapshot)}",
             f"tokens   {snapshot.tokens} generated",
         ]
     )
