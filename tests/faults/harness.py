@@ -118,12 +118,12 @@ class Harness:
     # Scenarios
 
     def kills(self, count: int) -> None:
-        """SIGKILL at named steps and at random times, two workers at once."""
+        """SIGKILL at named steps and at random times, four workers at once."""
         waiting: list[str] = []
         for _ in range(count):
             self.top_up()
             waiting.append(self.start(self._random_strike("kill") if self._rng.random() < 0.7 else None))
-            if len(waiting) == 2:
+            if len(waiting) == 4:
                 self._kill(waiting.pop(0))
         for name in waiting:
             self._kill(name)
@@ -275,9 +275,25 @@ class Harness:
             self.a_moment(0.6)
             struck = self.has_struck(name)
             code = self.end(name, signal.SIGTERM)
-            assert code == (1 if struck or code else 0)
+            assert code == 1 or not struck, f"a worker whose engine failed ended with {code}"
             self.faults["engine error"] += 1
         self.settle("engine error")
+
+    def one_of_each(self, kills: int) -> None:
+        """A round of every scenario, most of it kills."""
+        self.kills(kills)
+        self.freezes(max(3, kills // 20))
+        self.shutdowns(max(3, kills // 40))
+        self.cut_connections(max(5, kills // 8))
+        self.lost_replies(max(3, kills // 20))
+        self.server_faults(max(3, kills // 40))
+        self.disk_full(max(2, kills // 60))
+        self.engine_errors(max(2, kills // 40))
+
+    @property
+    def num_kills(self) -> int:
+        """SIGKILLs of workers so far."""
+        return sum(count for kind, count in self.faults.items() if "SIGKILL" in kind)
 
     def table(self) -> str:
         """Faults by kind, then what the audits found."""

@@ -1,0 +1,35 @@
+"""A seeded sample of faults; `python -m ops.faults` runs thousands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from tests.faults.harness import Harness, harness
+
+
+@pytest.fixture
+def faults() -> Iterator[Harness]:
+    with TemporaryDirectory(prefix="f") as folder, harness(Path(folder), seed=20) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("scenario", "count"),
+    [
+        ("kills", 40),
+        ("freezes", 6),
+        ("shutdowns", 4),
+        ("cut_connections", 15),
+        ("lost_replies", 4),
+        ("server_faults", 3),
+        ("disk_full", 2),
+        ("engine_errors", 3),
+    ],
+)
+def test_no_fault_loses_or_doubles_a_job_or_a_row(faults: Harness, scenario: str, count: int) -> None:
+    getattr(faults, scenario)(count)
+    assert faults.is_clean(), faults.table()
