@@ -1,4 +1,8 @@
-"""ForwardBatch: everything one forward pass reads besides weights and KV cache, passed as an argument."""
+"""What one forward pass reads besides weights and KV cache, passed as an argument.
+
+A StepBatch is made where the scheduler is, out of numpy arrays alone, and becomes a ForwardBatch where the
+model is: in the same process, or in each rank of a tensor-parallel engine.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,29 @@ from engine.slots import SlotTable
 
 
 @dataclass(frozen=True)
-class ForwardBatch:
-    """The tokens of one step, sequence after sequence, on the model's device.
+class StepBatch:
+    """The tokens of one step, sequence after sequence, as numpy arrays.
 
     token_ids: [tokens] int64.  positions: [tokens] int64, each token's place in its sequence.
     slot_mapping: [tokens] int64, block_id * block_size + offset, where its keys and values go.
     sample_rows: [samples] int64, the rows whose logits are wanted.
+    block_tables: [seqs, max_blocks] int32.  context_lens, query_lens: [seqs] int64, the tokens each sequence
+    has once this step is computed, and how many of them are in it.
+    """
+
+    token_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    slot_mapping: NDArray[np.int64]
+    sample_rows: NDArray[np.int64]
+    block_tables: NDArray[np.int32]
+    context_lens: NDArray[np.int64]
+    query_lens: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """A StepBatch on the model's device: the same token_ids, positions, slot_mapping and sample_rows.
+
     attention: what the attention backend needs besides, made by that backend.
     """
 
@@ -50,9 +71,7 @@ class SamplingBatch:
     banned: dict[int, list[int]]
 
 
-def build_forward_batch(
-    batch: ScheduledBatch, slots: SlotTable, backend: AttentionBackend, device: torch.device
-) -> ForwardBatch:
+def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
     """Cut the scheduled tokens out of the slot table."""
     rows, num_new = batch.slots, batch.num_new_tokens
     ends = np.cumsum(num_new)
@@ -60,16 +79,27 @@ def build_forward_batch(
     positions = np.arange(ends[-1]) + np.repeat(computed - ends + num_new, num_new)
     token_rows = np.repeat(rows, num_new)
     blocks = slots.block_tables[token_rows, positions // slots.block_size]
-    slot_mapping = blocks.astype(np.int64) * slots.block_size + positions % slots.block_size
     context_lens = computed + num_new
-    sample_rows = ends[context_lens == slots.num_tokens[rows]] - 1
     max_blocks = -(-int(context_lens.max()) // slots.block_size)
+    return StepBatch(
+        token_ids=slots.token_ids[token_rows, positions].astype(np.int64),
+        positions=positions,
+        slot_mapping=blocks.astype(np.int64) * slots.block_size + positions % slots.block_size,
+        sample_rows=ends[context_lens == slots.num_tokens[rows]] - 1,
+        block_tables=slots.block_tables[rows, :max_blocks],
+        context_lens=context_lens,
+        query_lens=num_new,
+    )
+
+
+def to_device(step: StepBatch, backend: AttentionBackend, device: torch.device) -> ForwardBatch:
+    """Copy a step's arrays to the model's device and let the backend prepare its own."""
     return ForwardBatch(
-        token_ids=torch.from_numpy(slots.token_ids[token_rows, positions].astype(np.int64)).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        slot_mapping=torch.from_numpy(slot_mapping).to(device),
-        sample_rows=torch.from_numpy(sample_rows).to(device),
-        attention=backend.build_metadata(slots.block_tables[rows, :max_blocks], context_lens, num_new),
+        token_ids=torch.from_numpy(step.token_ids).to(device),
+        positions=torch.from_numpy(step.positions).to(device),
+        slot_mapping=torch.from_numpy(step.slot_mapping).to(device),
+        sample_rows=torch.from_numpy(step.sample_rows).to(device),
+        attention=backend.build_metadata(step.block_tables, step.context_lens, step.query_lens),
     )
 
 

@@ -22,6 +22,9 @@ class EngineConfig:
     kv_cache_bytes: K and V of all layers, per rank; None takes the smaller of 4 GiB and a quarter of the
         memory still allowed on CPU, and what a warm-up leaves free on GPU.
     memory_utilization: share of the GPU's memory the engine may take in all; CPU does not read it.
+    tensor_parallel_size: processes ("ranks") that share each layer, one GPU each; with 1 there is none but
+        the caller's. On a CPU they divide torch's threads. It must divide the attention heads and the MLP
+        features, and divide the KV heads or be a multiple of them.
     enforce_eager: run without captured graphs. There are none yet on any device.
     seed: starts the generator that draws a seed for each request without one.
     """
@@ -62,10 +65,6 @@ class EngineConfig:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must exceed "
                 f"max_num_seqs={self.max_num_seqs}: each running sequence needs one token a step, "
                 "and a new one at least one more"
-            )
-        if self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size}: tensor parallel is not built yet; use 1"
             )
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batch import build_forward_batch, build_sampling_batch
+from engine.batch import build_sampling_batch, build_step_batch
 from engine.block_manager import BlockManager
 from engine.checkpoint import resolve_model
 from engine.config import EngineConfig
@@ -21,9 +23,11 @@ from engine.errors import (
     EngineClosed,
     InvalidPrompt,
     InvalidRequest,
+    RankFailed,
     StepFailed,
 )
-from engine.model_config import read_model_config
+from engine.layers.parallel import TensorParallel
+from engine.model_config import ModelConfig, read_model_config
 from engine.model_runner import ModelRunner
 from engine.outputs import Completion, EngineStats
 from engine.progress import Progress
@@ -32,7 +36,10 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler import ScheduledBatch, Scheduler
 from engine.sequence import Sequence
 from engine.stop_strings import StopStrings
+from engine.tensor_parallel.rank_group import RankGroup
 from engine.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -49,7 +56,7 @@ class Engine:
         self.config = config
         self._tokenizer = Tokenizer(folder)
         self._eos_token_ids = model.eos_token_ids or self._tokenizer.eos_token_ids
-        self._live_runner: ModelRunner | None = ModelRunner(config, model, folder)
+        self._live_runner: ModelRunner | RankGroup | None = _start_runner(config, model, folder)
         pool = self._live_runner.pool_size
         self._scheduler = Scheduler(
             BlockManager(
@@ -73,7 +80,9 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Free the model and the KV pool and forget all requests. A second call does nothing."""
+        """Free the model and the KV pool, end the ranks, forget all requests. A second call does nothing."""
+        if self._live_runner is not None:
+            self._live_runner.close()
         self._live_runner = None
         self._unfinished.clear()
 
@@ -142,6 +151,7 @@ class Engine:
         """Compute one batch; return the samples that finished in it, [] if there is nothing to do.
 
         Raises StepFailed if the forward pass raised: nothing is lost, and the next step computes it again.
+        With tensor parallelism whatever a rank raises ends all of them: RankFailed, then and on later calls.
         """
         runner = self._open_runner()
         if not self._unfinished:
@@ -151,7 +161,7 @@ class Engine:
             token_ids = self._run(runner, batch)
         except BaseException as error:
             self._scheduler.withdraw()
-            if isinstance(error, Exception):
+            if isinstance(error, Exception) and not isinstance(error, RankFailed):
                 raise StepFailed(f"a step of {batch.num_tokens} tokens failed: {error!r}") from error
             raise
         self._num_steps += 1
@@ -217,7 +227,7 @@ class Engine:
         in_order = (done[str(i)] for i in range(len(done)))
         return [completion for group in in_order for completion in sorted(group, key=lambda c: c.index)]
 
-    def _open_runner(self) -> ModelRunner:
+    def _open_runner(self) -> ModelRunner | RankGroup:
         if self._live_runner is None:
             raise EngineClosed("this engine is closed; make a new one")
         return self._live_runner
@@ -241,10 +251,9 @@ class Engine:
             return None
         return StopStrings(params.stop, self._tokenizer.decode, min_tokens=params.min_tokens)
 
-    def _run(self, runner: ModelRunner, batch: ScheduledBatch) -> NDArray[np.int64]:
+    def _run(self, runner: ModelRunner | RankGroup, batch: ScheduledBatch) -> NDArray[np.int64]:
         slots = self._scheduler.slots
-        forward_batch = build_forward_batch(batch, slots, runner.backend, runner.device)
-        return runner.run(forward_batch, build_sampling_batch(batch, slots))
+        return runner.run(build_step_batch(batch, slots), build_sampling_batch(batch, slots))
 
     def _finish(self, seq: Sequence) -> Completion:
         """Turn a finished sequence into its completion and forget it."""
@@ -264,6 +273,20 @@ class Engine:
             num_prompt_tokens=seq.num_prompt_tokens,
             num_cached_tokens=seq.num_cached_tokens or 0,
         )
+
+
+def _start_runner(config: EngineConfig, model: ModelConfig, folder: Path) -> ModelRunner | RankGroup:
+    """Load the model here, or start ranks that share it."""
+    alone = config.tensor_parallel_size == 1
+    runner = (
+        ModelRunner(config, model, folder, TensorParallel()) if alone else RankGroup(config, model, folder)
+    )
+    size = runner.pool_size
+    logger.info(
+        "KV pool: %d blocks of %d tokens, %.2f GiB on each rank; sequences of up to %d tokens",
+        size.num_blocks, config.block_size, size.num_bytes / 2**30, size.max_model_len,
+    )  # fmt: skip
+    return runner
 
 
 def _pair(

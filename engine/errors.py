@@ -14,6 +14,8 @@ EngineError
 ├── EngineClosed             a call after close()
 ├── EngineBusy               generate() while other requests are unfinished
 ├── StepFailed               the forward pass raised; its sequences wait again
+├── RankFailed               a tensor-parallel rank died or raised; the engine is down
+├── CollectiveFailed         inside a rank: another one has left a sum or a gather
 ├── OutOfBlocks              a block was asked for and none is free: a bug in the scheduler
 └── BlockAccountingError     free and held blocks disagree: a bug in the block manager
 
@@ -79,6 +81,24 @@ class StepFailed(EngineError):
     No block leaks and no half-computed block can be hit: every running sequence is waiting again and
     recomputes. The caller may call `step()` again, abort some requests, or stop.
     """
+
+
+class RankFailed(EngineError):
+    """Raised when a rank of a tensor-parallel engine died, raised, or no longer answers.
+
+    All its ranks have ended by then. Every later step raises it again: close the engine, make a new one.
+    """
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(rank, reason)
+        self.rank, self.reason = rank, reason
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} failed: {self.reason}; its engine is down, close it and make a new one"
+
+
+class CollectiveFailed(EngineError):
+    """Raised in a rank whose sum or gather broke off, most often because another rank died in it."""
 
 
 class OutOfBlocks(EngineError):

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from engine.checkpoint import list_weight_files
 from engine.errors import MissingWeights, WeightMismatch
 from engine.layers.base import WeightedModule
 from engine.models.decoder import DecoderForCausalLM
+from engine.weights import CheckpointTensor
 
 Place = tuple[str, str | None]  # parameter name here, shard of it
 
@@ -19,6 +19,7 @@ Place = tuple[str, str | None]  # parameter name here, shard of it
 def load_weights(model: DecoderForCausalLM, folder: Path, device: torch.device) -> None:
     """Move `model` from the meta device to `device` and fill it from the folder's safetensors files.
 
+    Of a tensor that is split over ranks, only this rank's share is read.
     Raises MissingWeights if a parameter is not in the checkpoint, WeightMismatch if a tensor has another
     shape than its place or no place at all.
     """
@@ -51,7 +52,8 @@ def _load_file(model: DecoderForCausalLM, modules: dict[str, WeightedModule], pa
             for name in file.keys():  # noqa: SIM118 - the file object is no mapping
                 if name == "lm_head.weight" and model.tied:
                     continue  # the hub writes it although it repeats the embedding
-                filled.append(_load_tensor(model.packed, modules, name, file.get_tensor(name), path))
+                tensor = CheckpointTensor(file, name)
+                filled.append(_load_tensor(model.packed, modules, name, tensor, path))
     except SafetensorError as error:
         raise MissingWeights(f"{path} is no complete safetensors file ({error}); fetch it again") from error
     return filled
@@ -61,7 +63,7 @@ def _load_tensor(
     packed: dict[str, tuple[str, str]],
     modules: dict[str, WeightedModule],
     name: str,
-    tensor: Tensor,
+    tensor: CheckpointTensor,
     path: Path,
 ) -> Place:
     prefix, _, parameter = name.rpartition(".")

@@ -9,9 +9,9 @@ CPU_KV_CACHE_LIMIT = 4 * GIB
 CPU_KV_CACHE_SHARE = 4  # a quarter, so that two workers fit on a laptop
 
 
-def default_cpu_kv_cache_bytes() -> int:
-    """The smaller of 4 GiB and a quarter of the memory still allowed."""
-    return min(CPU_KV_CACHE_LIMIT, allowed_bytes() // CPU_KV_CACHE_SHARE)
+def default_cpu_kv_cache_bytes(num_ranks: int) -> int:
+    """For each rank the smaller of 4 GiB and its part of a quarter of the memory still allowed."""
+    return min(CPU_KV_CACHE_LIMIT, allowed_bytes() // CPU_KV_CACHE_SHARE // num_ranks)
 
 
 def allowed_bytes(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention import AttentionBackend, load_backend
-from engine.batch import ForwardBatch, SamplingBatch
+from engine.batch import ForwardBatch, SamplingBatch, StepBatch, to_device
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv_cache import KVCache, block_bytes
@@ -25,43 +24,53 @@ from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.registry import decoder_flags
 from engine.sampler import sample
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class PoolSize:
-    """Blocks of the KV pool, and the longest sequence that the model and the pool allow."""
+    """Blocks of the KV pool, their bytes on each rank, and the longest sequence model and pool allow."""
 
     num_blocks: int
+    num_bytes: int
     max_model_len: int
 
 
 class ModelRunner:
-    """Loads the model, sizes the pool, and runs one batch at a time.
+    """Loads the model, or one rank's share of it, sizes the pool, and runs one batch at a time.
 
     Raises ConfigError and its subclasses for whatever cannot be loaded or does not fit.
     """
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path) -> None:
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, folder: Path, tp: TensorParallel
+    ) -> None:
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype)
         self.backend: AttentionBackend = load_backend(config.attention_backend, self.device)
         self._config = config
         self._model_config = model_config
-        self._tp = TensorParallel(size=config.tensor_parallel_size)
+        self._tp = tp
         self.model = self._load_model(folder)
         self.pool_size = self._size_pool()
         self.cache = self._make_cache(self.pool_size.num_blocks)
 
     @torch.inference_mode()
-    def run(self, batch: ForwardBatch, sampling: SamplingBatch) -> NDArray[np.int64]:
-        """Compute the batch and choose a token for each row that samples: [samples] int64."""
-        logits = self.forward(batch)
-        return sample(logits, sampling)
+    def run(self, step: StepBatch, sampling: SamplingBatch) -> NDArray[np.int64]:
+        """Compute the step and choose a token for each row that samples: [samples] int64. Rank 0 only."""
+        return sample(self.forward(to_device(step, self.backend, self.device)), sampling)
+
+    def follow(self, step: StepBatch) -> None:
+        """Compute this rank's share of the step whose tokens rank 0 chooses."""
+        self.forward(to_device(step, self.backend, self.device))
+
+    def close(self) -> None:
+        """Nothing to end: model and pool are freed with this object."""
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Compute the batch and store its keys and values; returns logits [samples, vocabulary] float32."""
+        """Compute the batch and store its keys and values; returns logits [samples, vocabulary] float32.
+
+        On ranks other than 0 they are a part of the vocabulary's.
+        """
         logits: Tensor = self.model(batch, self.cache)
         return logits
 
@@ -83,11 +92,14 @@ class ModelRunner:
         load_weights(model, folder, self.device)
         return model.eval()
 
+    @property
+    def _num_kv_heads(self) -> int:
+        return self._tp.share_or_copy(self._model_config.num_kv_heads, "KV heads").length
+
     def _block_bytes(self) -> int:
         model = self._model_config
-        num_kv_heads = self._tp.share(model.num_kv_heads, "KV heads")
         return block_bytes(
-            model.num_layers, self._config.block_size, num_kv_heads, model.head_dim, self.dtype
+            model.num_layers, self._config.block_size, self._num_kv_heads, model.head_dim, self.dtype
         )
 
     def _make_cache(self, num_blocks: int) -> KVCache:
@@ -96,7 +108,7 @@ class ModelRunner:
             num_layers=model.num_layers,
             num_blocks=num_blocks,
             block_size=self._config.block_size,
-            num_kv_heads=self._tp.share(model.num_kv_heads, "KV heads"),
+            num_kv_heads=self._num_kv_heads,
             head_dim=model.head_dim,
             dtype=self.dtype,
             device=self.device,
@@ -107,14 +119,10 @@ class ModelRunner:
         cache_bytes = self._config.kv_cache_bytes
         if cache_bytes is None:
             on_gpu = self.device.type == "cuda"
-            cache_bytes = self._free_gpu_bytes() if on_gpu else default_cpu_kv_cache_bytes()
-        num_blocks = cache_bytes // self._block_bytes()
-        size = fit_pool(num_blocks, self._config, self._model_config.max_position_embeddings)
-        logger.info(
-            "KV pool: %d blocks of %d tokens, %.2f GiB; sequences of up to %d tokens",
-            num_blocks, self._config.block_size, num_blocks * self._block_bytes() / 2**30, size.max_model_len,
-        )  # fmt: skip
-        return size
+            cache_bytes = self._free_gpu_bytes() if on_gpu else default_cpu_kv_cache_bytes(self._tp.size)
+        num_blocks = self._tp.minimum(cache_bytes // self._block_bytes())
+        max_model_len = fit_pool(num_blocks, self._config, self._model_config.max_position_embeddings)
+        return PoolSize(num_blocks, num_blocks * self._block_bytes(), max_model_len)
 
     def _free_gpu_bytes(self) -> int:
         """What the largest batch, run once, leaves of the GPU memory this engine may take."""
@@ -139,30 +147,39 @@ class ModelRunner:
         lens = np.full(num_seqs, query_len, np.int64)
         num_blocks = len(self.cache.layers[0].keys)
         tables = np.arange(num_seqs * -(-query_len // block_size)).reshape(num_seqs, -1) % num_blocks
-        tokens = torch.arange(num_seqs * query_len, device=self.device)
-        batch = ForwardBatch(
-            token_ids=torch.zeros_like(tokens),
+        tokens = np.arange(num_seqs * query_len)
+        step = StepBatch(
+            token_ids=np.zeros_like(tokens),
             positions=tokens % query_len,
             slot_mapping=tokens % (num_blocks * block_size),
-            sample_rows=torch.arange(num_seqs, device=self.device) * query_len,
-            attention=self.backend.build_metadata(tables.astype(np.int32), lens, lens),
+            sample_rows=np.arange(num_seqs) * query_len,
+            block_tables=tables.astype(np.int32),
+            context_lens=lens,
+            query_lens=lens,
         )
-        half = np.full(num_seqs, 0.5, np.float32)
-        counter = np.zeros(num_seqs, np.uint64)
-        sampling = SamplingBatch(
-            temperature=half,
-            top_p=half,
-            top_k=np.zeros(num_seqs, np.int64),
-            min_p=half,
-            seed=counter,
-            sample_index=counter,
-            position=counter,
-            banned={},
-        )
-        self.run(batch, sampling)
+        if self._tp.rank == 0:
+            self.run(step, _nucleus_sampling(num_seqs))
+        else:
+            self.follow(step)
 
 
-def fit_pool(num_blocks: int, config: EngineConfig, model_len: int) -> PoolSize:
+def _nucleus_sampling(num_rows: int) -> SamplingBatch:
+    """Sampling values that take the sampler's longest way, for a warm-up."""
+    half = np.full(num_rows, 0.5, np.float32)
+    counter = np.zeros(num_rows, np.uint64)
+    return SamplingBatch(
+        temperature=half,
+        top_p=half,
+        top_k=np.zeros(num_rows, np.int64),
+        min_p=half,
+        seed=counter,
+        sample_index=counter,
+        position=counter,
+        banned={},
+    )
+
+
+def fit_pool(num_blocks: int, config: EngineConfig, model_len: int) -> int:
     """Settle max_model_len against the model and the pool. Raises ConfigError."""
     pool_tokens = num_blocks * config.block_size
     wanted = config.max_model_len
@@ -173,7 +190,7 @@ def fit_pool(num_blocks: int, config: EngineConfig, model_len: int) -> PoolSize:
             f"the KV pool holds {num_blocks} blocks, {pool_tokens} tokens, too few for one sequence of "
             f"{wanted or 'any'} tokens; raise kv_cache_bytes (or free memory) or lower max_model_len"
         )
-    return PoolSize(num_blocks, wanted or min(model_len, pool_tokens))
+    return wanted or min(model_len, pool_tokens)
 
 
 def resolve_device(name: str) -> torch.device:

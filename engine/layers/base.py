@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from engine.errors import WeightMismatch
+from engine.weights import CheckpointTensor
 
 
 class WeightedModule(nn.Module):
@@ -15,9 +16,9 @@ class WeightedModule(nn.Module):
 
     shards: tuple[str | None, ...] = (None,)
 
-    def load(self, name: str, tensor: Tensor, shard: str | None) -> None:
-        """Copy the checkpoint's full `tensor`, or this rank's share of it, into parameter `name`."""
-        fill(self.get_parameter(name), tensor)
+    def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
+        """Copy the checkpoint's `tensor`, or this rank's share of it, into parameter `name`."""
+        fill(self.get_parameter(name), tensor.whole())
 
 
 def fill(place: Tensor, tensor: Tensor) -> None:

@@ -8,29 +8,38 @@ from torch import Tensor, nn
 
 from engine.layers.base import WeightedModule, fill
 from engine.layers.parallel import TensorParallel
+from engine.weights import CheckpointTensor
 
 
 class VocabParallelEmbedding(WeightedModule):
-    """weight: [this rank's vocabulary, hidden]."""
+    """weight: [this rank's vocabulary, hidden]; where the ranks cannot share it evenly, zeros pad its end."""
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.tp = tp
-        rows = tp.share(vocab_size, "vocabulary entries")
-        self.weight = nn.Parameter(torch.empty(rows, hidden_size, dtype=dtype), requires_grad=False)
+        self.rows = tp.share_padded(vocab_size)
+        num_rows = tp.padded_length(vocab_size)
+        self.weight = nn.Parameter(torch.empty(num_rows, hidden_size, dtype=dtype), requires_grad=False)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """token_ids: [tokens] int64 -> [tokens, hidden]."""
-        return self.tp.all_reduce(F.embedding(token_ids, self.weight))
+        """token_ids: [tokens] int64 -> [tokens, hidden]; each row comes from the rank that holds its id."""
+        if self.tp.size == 1:
+            return F.embedding(token_ids, self.weight)
+        own = token_ids - self.rows.start
+        foreign = (own < 0) | (own >= self.rows.length)
+        hidden = F.embedding(own.masked_fill(foreign, 0), self.weight)
+        return self.tp.all_reduce(hidden.masked_fill(foreign.unsqueeze(1), 0.0))
 
-    def load(self, name: str, tensor: Tensor, shard: str | None) -> None:
+    def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
         """Copy this rank's rows of `tensor` into parameter `name`."""
-        fill(self.get_parameter(name), self.tp.own(tensor, 0))
+        weight = self.get_parameter(name)
+        fill(weight[: self.rows.length], self.rows.read(tensor, 0))
+        weight[self.rows.length :].zero_()
 
 
 class ParallelLMHead(VocabParallelEmbedding):
     """Hidden states to logits. Tied to the embedding by sharing its weight parameter."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden: [samples, hidden] -> logits [samples, vocabulary]."""
-        return self.tp.all_gather(F.linear(hidden, self.weight))
+        """hidden: [samples, hidden] -> logits [samples, vocabulary] on rank 0, a part of them elsewhere."""
+        return self.tp.gather(F.linear(hidden, self.weight))[:, : self.rows.total]

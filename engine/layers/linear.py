@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.layers.base import WeightedModule, fill
-from engine.layers.parallel import TensorParallel
+from engine.layers.parallel import Share, TensorParallel
+from engine.weights import CheckpointTensor
 
 
 class ReplicatedLinear(WeightedModule):
@@ -26,17 +27,23 @@ class ReplicatedLinear(WeightedModule):
 
 
 class ColumnParallelLinear(ReplicatedLinear):
-    """Output features split over the ranks: x whole -> this rank's part of y."""
+    """Output features split over the ranks: x whole -> this rank's part of y.
 
-    def __init__(
-        self, in_features: int, out_features: int, tp: TensorParallel, *, bias: bool, dtype: torch.dtype
-    ) -> None:
-        super().__init__(in_features, tp.share(out_features, "output features"), bias=bias, dtype=dtype)
-        self.tp = tp
+    rows: this rank's share of each matrix of the checkpoint that is stacked here, by shard name.
+    """
 
-    def load(self, name: str, tensor: Tensor, shard: str | None) -> None:
-        """Copy this rank's rows of `tensor` into parameter `name`."""
-        fill(self.get_parameter(name), self.tp.own(tensor, 0))
+    def __init__(self, in_features: int, rows: dict[str, Share], *, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__(in_features, sum(share.length for share in rows.values()), bias=bias, dtype=dtype)
+        self.rows = rows
+        self.shards = tuple(rows)
+
+    def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
+        """Copy this rank's rows of `tensor` into the rows of `shard`."""
+        start = 0
+        for other, share in self.rows.items():
+            if other == shard:
+                fill(self.get_parameter(name)[start : start + share.length], share.read(tensor, 0))
+            start += share.length
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
@@ -51,21 +58,15 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         bias: bool,
         dtype: torch.dtype,
     ) -> None:
-        super().__init__(in_features, sum(out_features.values()), tp, bias=bias, dtype=dtype)
-        self.shards = tuple(out_features)
-        self.out_features = {shard: tp.share(n, f"features of {shard}") for shard, n in out_features.items()}
-
-    def load(self, name: str, tensor: Tensor, shard: str | None) -> None:
-        """Copy this rank's rows of `tensor` into the rows of `shard`."""
-        start = 0
-        for other, length in self.out_features.items():
-            if other == shard:
-                fill(self.get_parameter(name)[start : start + length], self.tp.own(tensor, 0))
-            start += length
+        rows = {shard: tp.share(n, f"features of {shard}") for shard, n in out_features.items()}
+        super().__init__(in_features, rows, bias=bias, dtype=dtype)
 
 
-class QKVParallelLinear(MergedColumnParallelLinear):
-    """Queries, keys and values as one matrix, whole heads on each rank."""
+class QKVParallelLinear(ColumnParallelLinear):
+    """Queries, keys and values as one matrix, whole heads on each rank.
+
+    Where there are fewer KV heads than ranks, each rank holds the one its query heads attend to.
+    """
 
     def __init__(
         self,
@@ -78,11 +79,12 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         bias: bool,
         dtype: torch.dtype,
     ) -> None:
-        sizes = {"q": num_heads * head_dim, "k": num_kv_heads * head_dim, "v": num_kv_heads * head_dim}
-        super().__init__(hidden_size, sizes, tp, bias=bias, dtype=dtype)
+        heads = tp.share(num_heads, "attention heads")
+        kv_heads = tp.share_or_copy(num_kv_heads, "KV heads")
+        rows = {"q": heads.times(head_dim), "k": kv_heads.times(head_dim), "v": kv_heads.times(head_dim)}
+        super().__init__(hidden_size, rows, bias=bias, dtype=dtype)
         self.head_dim = head_dim
-        self.num_heads = tp.share(num_heads, "attention heads")
-        self.num_kv_heads = tp.share(num_kv_heads, "KV heads")
+        self.num_heads, self.num_kv_heads = heads.length, kv_heads.length
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[tokens, out] -> queries [tokens, heads, dim], keys and values [tokens, kv_heads, dim]; views."""
@@ -97,13 +99,15 @@ class RowParallelLinear(ReplicatedLinear):
     def __init__(
         self, in_features: int, out_features: int, tp: TensorParallel, *, bias: bool, dtype: torch.dtype
     ) -> None:
-        super().__init__(tp.share(in_features, "input features"), out_features, bias=bias, dtype=dtype)
+        columns = tp.share(in_features, "input features")
+        super().__init__(columns.length, out_features, bias=bias, dtype=dtype)
         self.tp = tp
+        self.columns = columns
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, this rank's in] -> [tokens, out]; only the first rank adds the bias."""
         return self.tp.all_reduce(F.linear(x, self.weight, self.bias if self.tp.rank == 0 else None))
 
-    def load(self, name: str, tensor: Tensor, shard: str | None) -> None:
+    def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
         """Copy this rank's columns of `tensor`, or the whole bias, into parameter `name`."""
-        fill(self.get_parameter(name), self.tp.own(tensor, 1) if name == "weight" else tensor)
+        fill(self.get_parameter(name), self.columns.read(tensor, 1) if name == "weight" else tensor.whole())

@@ -6,39 +6,79 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, WeightMismatch
+from engine.weights import CheckpointTensor
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of a dimension of `total` entries: `length` of them from `start`."""
+
+    start: int
+    length: int
+    total: int
+
+    def times(self, factor: int) -> Share:
+        """The same part where each entry stands for `factor` rows, as a head does for its head_dim."""
+        return Share(self.start * factor, self.length * factor, self.total * factor)
+
+    def read(self, tensor: CheckpointTensor, dim: int) -> Tensor:
+        """Read this part of a checkpoint's tensor, and no more. Raises WeightMismatch for another size."""
+        if dim >= len(tensor.shape) or tensor.shape[dim] != self.total:
+            raise WeightMismatch(
+                f"shape {list(tensor.shape)} found, {self.total} entries in dimension {dim} expected"
+            )
+        return tensor.read(dim, self.start, self.length)
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """This rank and the number of ranks. Only one rank is built so far, so sums and gathers are no work."""
+    """This rank and the number of ranks. Here it is alone, so sums and gathers are no work.
+
+    The split is Megatron-LM's, arXiv:1909.08053, section 3: columns, then rows, one sum for each pair.
+    """
 
     rank: int = 0
     size: int = 1
 
-    def __post_init__(self) -> None:
-        if self.size != 1 or self.rank != 0:
-            raise ConfigError(
-                f"rank {self.rank} of {self.size}: tensor parallel is not built yet; use one rank"
-            )
-
-    def share(self, total: int, what: str) -> int:
+    def share(self, total: int, what: str) -> Share:
         """This rank's part of `total`. Raises ConfigError if the ranks cannot share it evenly."""
         if total % self.size:
             raise ConfigError(
-                f"{total} {what} cannot be shared by {self.size} ranks; change tensor_parallel_size"
+                f"tensor_parallel_size={self.size}: {total} {what} cannot be shared by {self.size} ranks; "
+                "choose a divisor"
             )
-        return total // self.size
+        length = total // self.size
+        return Share(self.rank * length, length, total)
 
-    def own(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's slice of a full tensor along `dim`."""
-        length = self.share(tensor.shape[dim], f"entries of dimension {dim}")
-        return tensor.narrow(dim, self.rank * length, length)
+    def share_or_copy(self, total: int, what: str) -> Share:
+        """The same, but fewer entries than ranks are held by several ranks each, one on each rank."""
+        if total >= self.size:
+            return self.share(total, what)
+        if self.size % total:
+            raise ConfigError(
+                f"tensor_parallel_size={self.size}: {total} {what} cannot be held by {self.size} ranks, each "
+                "by equally many; choose a multiple"
+            )
+        return Share(self.rank * total // self.size, 1, total)
+
+    def share_padded(self, total: int) -> Share:
+        """The same, but the last ranks may have less than `padded_length`."""
+        start = min(total, self.rank * self.padded_length(total))
+        return Share(start, min(self.padded_length(total), total - start), total)
+
+    def padded_length(self, total: int) -> int:
+        """Entries each rank makes room for when `total` are shared with padding."""
+        return -(-total // self.size)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """Sum of all ranks' partial results, on every rank."""
+        """Sum of all ranks' partial results, on every rank. `partial` may be overwritten."""
         return partial
 
-    def all_gather(self, part: Tensor) -> Tensor:
-        """All ranks' parts side by side in the last dimension, on every rank."""
+    def gather(self, part: Tensor) -> Tensor:
+        """All ranks' parts side by side in the last dimension on rank 0; the others keep their part."""
         return part
+
+    def minimum(self, value: int) -> int:
+        """The smallest of all ranks' values, on every rank."""
+        return value

@@ -41,6 +41,8 @@ class Shape:
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
+    vocab_size: int = VOCAB_SIZE
+    max_positions: int = 512
     seed: int = 0
 
 
@@ -95,8 +97,8 @@ def make_checkpoint(folder: Path, shape: Shape) -> Path:
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        vocab_size=VOCAB_SIZE,
-        max_position_embeddings=512,
+        vocab_size=shape.vocab_size,
+        max_position_embeddings=shape.max_positions,
         tie_word_embeddings=shape.tied,
         rms_norm_eps=shape.rms_norm_eps,
         attention_bias=shape.attention_bias,

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import engine.engine
 import engine.model_config
+import engine.model_runner
 from engine import Engine, EngineConfig, EngineStats, SamplingParams
-from engine.batch import ForwardBatch, build_forward_batch
+from engine.batch import ForwardBatch, StepBatch, to_device
 from engine.layers.norm import RMSNorm
 from tests.engine.checkpoints import SHAPES, Shape, pool_bytes
 from tests.engine.reference import NUM_NEW_TOKENS, NUM_PROMPTS, Reference
@@ -139,10 +139,10 @@ def test_parity_catches_a_faulty_batch(
 ) -> None:
     """Position off by one; one wrong slot."""
 
-    def build(batch: Any, *args: Any) -> ForwardBatch:
-        return mutate(build_forward_batch(batch, *args), batch.num_new_tokens.tolist())
+    def build(step: StepBatch, *args: Any) -> ForwardBatch:
+        return mutate(to_device(step, *args), step.query_lens.tolist())
 
-    monkeypatch.setattr(engine.engine, "build_forward_batch", build)
+    monkeypatch.setattr(engine.model_runner, "to_device", build)
     differences, _ = generate(references[name], BY_NAME[name], MODES["uncached"])
     assert len(differences) > NUM_PROMPTS // 4 if mutate is shifted_decode_positions else differences
 

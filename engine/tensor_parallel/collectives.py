@@ -1,0 +1,99 @@
+"""Sums and gathers over torch.distributed: what a TensorParallel of more than one rank adds."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it without saying so
+
+from engine.errors import CollectiveFailed
+from engine.layers.parallel import TensorParallel
+
+__all__ = ["ProcessGroupParallel", "TCPStore", "join_ranks", "leave_ranks", "open_store"]
+
+LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+TIMEOUT = timedelta(minutes=30)  # the driver notices a rank that ends long before, and ends the others
+
+
+@dataclass(frozen=True)
+class ProcessGroupParallel(TensorParallel):
+    """One of several ranks, in the default process group of its process."""
+
+    device: torch.device = field(kw_only=True)
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """Sum of all ranks' partial results, in place. Raises CollectiveFailed."""
+        with _collective():
+            dist.all_reduce(partial)
+        return partial
+
+    def gather(self, part: Tensor) -> Tensor:
+        """All ranks' parts side by side in the last dimension on rank 0; the others keep their part."""
+        if not part.numel():  # a step in which nothing samples: no rank has anything to send
+            return part.new_empty(*part.shape[:-1], part.shape[-1] * self.size)
+        parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else None
+        with _collective():
+            dist.gather(part, parts)
+        return part if parts is None else torch.cat(parts, dim=-1)
+
+    def minimum(self, value: int) -> int:
+        """The smallest of all ranks' values, on every rank. Raises CollectiveFailed."""
+        smallest = torch.tensor([value], device=self.device)
+        with _collective():
+            dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        return int(smallest.item())
+
+
+def open_store() -> TCPStore:
+    """Where the ranks of one engine meet: a port of its own, listening on loopback only.
+
+    torch's own listener would be open to every interface, so it is given a socket that is bound already.
+    """
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def join_ranks(rank: int, size: int, port: int, device: torch.device) -> ProcessGroupParallel:
+    """Meet the other ranks at the driver's store on this port, over loopback. Raises CollectiveFailed."""
+    # torch and NCCL take the interface from the environment only; this process is the rank's own
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    with _collective():
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=TCPStore(LOOPBACK, port, is_master=False),
+            rank=rank,
+            world_size=size,
+            timeout=TIMEOUT,
+            device_id=device if on_gpu else None,
+        )
+    return ProcessGroupParallel(rank, size, device=device)
+
+
+def leave_ranks() -> None:
+    """Take the process group down, in all ranks at about the same time."""
+    dist.destroy_process_group()
+
+
+@contextmanager
+def _collective() -> Iterator[None]:
+    """torch reports a lost peer and a timeout as RuntimeError; nothing but collectives runs inside."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveFailed(f"a collective with the other ranks broke off: {error}") from error

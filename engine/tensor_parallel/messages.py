@@ -1,0 +1,111 @@
+"""What driver and ranks say to each other: a kind and some numpy arrays, as bytes. Nothing is pickled.
+
+A message is a prefix of three int64 (kind, number of arrays, bytes that follow), then for each array four
+int64 (dtype, dimensions, and its shape, 1 where it has no second one), then the arrays, each padded to
+eight bytes. No length is fixed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from enum import IntEnum, auto
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batch import SamplingBatch, StepBatch
+
+Array = NDArray[Any]
+
+DTYPES = tuple(map(np.dtype, (np.uint8, np.int32, np.int64, np.uint64, np.float32)))
+ALIGNMENT = 8
+PREFIX_BYTES = 3 * 8
+NUM_STEP_ARRAYS = len(fields(StepBatch))
+
+
+class Kind(IntEnum):
+    """START, STEP and STOP come from the driver; READY, TOKENS and ERROR from a rank."""
+
+    START = auto()
+    READY = auto()
+    STEP = auto()
+    TOKENS = auto()
+    ERROR = auto()
+    STOP = auto()
+
+
+@dataclass(frozen=True)
+class Message:
+    """A kind and its arrays."""
+
+    kind: Kind
+    arrays: list[Array]
+
+
+def encode(kind: Kind, arrays: Sequence[Array] = ()) -> bytes:
+    """Bytes of a message. Arrays have one dimension or two and a dtype of DTYPES."""
+    table = [(DTYPES.index(array.dtype), array.ndim, *array.shape, 1)[:4] for array in arrays]
+    parts = [np.array(table, np.int64).tobytes()]
+    for array in arrays:
+        parts += array.tobytes(), bytes(-array.nbytes % ALIGNMENT)
+    body = b"".join(parts)
+    return np.array([kind, len(arrays), len(body)], np.int64).tobytes() + body
+
+
+def body_bytes(prefix: bytes | bytearray) -> int:
+    """How many bytes follow this prefix."""
+    return int(np.frombuffer(prefix, np.int64)[2])
+
+
+def decode(prefix: bytes | bytearray, body: bytearray) -> Message:
+    """The message; its arrays are views of `body`."""
+    kind, num_arrays, _ = np.frombuffer(prefix, np.int64).tolist()
+    table = np.frombuffer(body, np.int64, 4 * num_arrays).reshape(num_arrays, 4).tolist()
+    arrays: list[Array] = []
+    offset = 4 * 8 * num_arrays
+    for dtype, num_dims, *shape in table:
+        count = shape[0] * shape[1]
+        array = np.frombuffer(body, DTYPES[dtype], count, offset).reshape(shape[:num_dims])
+        offset += array.nbytes + -array.nbytes % ALIGNMENT
+        arrays.append(array)
+    return Message(Kind(kind), arrays)
+
+
+def pack_step(step: StepBatch, sampling: SamplingBatch | None) -> list[Array]:
+    """Arrays of a STEP; only rank 0 gets a sampling batch, the others compute and choose nothing."""
+    arrays: list[Array] = [getattr(step, field.name) for field in fields(StepBatch)]
+    if sampling is not None:
+        arrays += [getattr(sampling, name) for name in _sampling_arrays()]
+        banned = [(row, token_id) for row, token_ids in sampling.banned.items() for token_id in token_ids]
+        arrays.append(np.array(banned, np.int64).reshape(-1, 2))
+    return arrays
+
+
+def unpack_step(arrays: list[Array]) -> tuple[StepBatch, SamplingBatch | None]:
+    """What `pack_step` packed."""
+    step = StepBatch(*arrays[:NUM_STEP_ARRAYS])
+    if len(arrays) == NUM_STEP_ARRAYS:
+        return step, None
+    *values, pairs = arrays[NUM_STEP_ARRAYS:]
+    banned: dict[int, list[int]] = {}
+    for row, token_id in pairs.tolist():
+        banned.setdefault(row, []).append(token_id)
+    return step, SamplingBatch(**dict(zip(_sampling_arrays(), values, strict=True)), banned=banned)
+
+
+def pack_json(value: dict[str, Any]) -> list[Array]:
+    """Arrays of a START or an ERROR: one of UTF-8 JSON."""
+    return [np.frombuffer(json.dumps(value).encode(), np.uint8)]
+
+
+def unpack_json(arrays: list[Array]) -> dict[str, Any]:
+    """What `pack_json` packed."""
+    value: dict[str, Any] = json.loads(arrays[0].tobytes())
+    return value
+
+
+def _sampling_arrays() -> list[str]:
+    return [field.name for field in fields(SamplingBatch) if field.name != "banned"]

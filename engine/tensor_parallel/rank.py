@@ -1,0 +1,72 @@
+"""A rank's process: load a share of the model, then compute the steps that the driver sends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import CollectiveFailed, ConfigError
+from engine.model_config import read_model_config
+from engine.model_runner import ModelRunner
+from engine.tensor_parallel.channel import Channel
+from engine.tensor_parallel.collectives import join_ranks, leave_ranks
+from engine.tensor_parallel.messages import Kind, encode, pack_json, unpack_json, unpack_step
+
+
+def main(descriptor: int) -> None:
+    """Serve the driver at the other end of this socket until it says stop.
+
+    Whatever is raised on the way is reported to it, and the process ends with status 1.
+    """
+    channel = Channel(socket.socket(fileno=descriptor))
+    try:
+        runner = _start(unpack_json(channel.receive().arrays))
+        size = runner.pool_size
+        ready = pack_json(
+            {"num_blocks": size.num_blocks, "num_bytes": size.num_bytes, "max_model_len": size.max_model_len}
+        )
+        channel.send(encode(Kind.READY, ready))
+        _serve(channel, runner)
+    except EOFError:
+        os._exit(1)  # the driver has ended
+    except Exception as error:  # noqa: BLE001  # the driver turns whatever it was into one error
+        _give_up(channel, error)
+    leave_ranks()
+
+
+def _start(order: dict[str, Any]) -> ModelRunner:
+    """Join the other ranks and load this one's share. order: what RankGroup puts into START."""
+    rank, config = order["rank"], EngineConfig(**order["config"])
+    if rank:
+        logging.disable(logging.WARNING)  # rank 0 says it for all
+    torch.set_num_threads(order["num_threads"])
+    folder = Path(order["folder"])
+    model = read_model_config(folder)
+    tp = join_ranks(rank, config.tensor_parallel_size, order["port"], torch.device(config.device))
+    return ModelRunner(config, model, folder, tp)
+
+
+def _serve(channel: Channel, runner: ModelRunner) -> None:
+    while (message := channel.receive()).kind is Kind.STEP:
+        step, sampling = unpack_step(message.arrays)
+        if sampling is None:
+            runner.follow(step)
+        else:
+            channel.send(encode(Kind.TOKENS, [runner.run(step, sampling)]))
+
+
+def _give_up(channel: Channel, error: Exception) -> NoReturn:
+    """Report the error and leave without the clean-up, which would wait for ranks that no longer answer."""
+    if not isinstance(error, (ConfigError, CollectiveFailed)):
+        traceback.print_exception(error)
+    with suppress(OSError):
+        channel.send(encode(Kind.ERROR, pack_json({"type": type(error).__name__, "text": str(error)})))
+    os._exit(1)

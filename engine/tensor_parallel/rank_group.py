@@ -1,0 +1,243 @@
+"""RankGroup: the driver's side of a tensor-parallel engine, in the place of a ModelRunner."""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine import errors
+from engine.batch import SamplingBatch, StepBatch
+from engine.config import EngineConfig
+from engine.errors import CollectiveFailed, ConfigError, EngineError, RankFailed
+from engine.layers.parallel import TensorParallel
+from engine.model_config import ModelConfig
+from engine.model_runner import PoolSize, resolve_device
+from engine.tensor_parallel.collectives import TCPStore, open_store
+from engine.tensor_parallel.messages import (
+    Array,
+    Kind,
+    Message,
+    encode,
+    pack_json,
+    pack_step,
+    unpack_json,
+)
+from engine.tensor_parallel.rank_process import RankProcess
+
+START_TIMEOUT_S = 1800.0  # a large checkpoint from a slow disk
+STEP_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 10.0
+BLAME_TIMEOUT_S = 2.0  # how long a broken collective waits for the rank that broke it to be known
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What is known of a rank that cannot go on; error_type is a class name, or None for one that died."""
+
+    rank: int
+    error_type: str | None
+    text: str
+
+    @property
+    def may_be_anothers(self) -> bool:
+        """Whether this rank only noticed that another one is gone."""
+        return self.error_type == CollectiveFailed.__name__
+
+    def as_error(self) -> EngineError:
+        """The error to raise: the same ConfigError that one process would raise, else RankFailed."""
+        kind = getattr(errors, self.error_type or "", None)
+        if isinstance(kind, type) and issubclass(kind, ConfigError):
+            return kind(f"rank {self.rank}: {self.text}")
+        return RankFailed(self.rank, f"{self.error_type}: {self.text}" if self.error_type else self.text)
+
+
+class RankGroup:
+    """Starts the ranks, sends them each step, and ends them all when one of them fails.
+
+    Raises ConfigError or a subclass for what no rank can load, RankFailed if one ends while it starts.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        folder: Path,
+        *,
+        start_timeout_s: float = START_TIMEOUT_S,
+        step_timeout_s: float = STEP_TIMEOUT_S,
+    ) -> None:
+        check_split(model, config.tensor_parallel_size)
+        devices = rank_devices(config)
+        self._step_timeout_s = step_timeout_s
+        self._failure: EngineError | None = None
+        self._ranks: list[RankProcess] = []
+        self._selector = selectors.DefaultSelector()
+        self._store: TCPStore | None = None
+        try:
+            self._store = open_store()
+            for rank in range(len(devices)):
+                self._ranks.append(RankProcess(rank, step_timeout_s))
+                self._selector.register(self._ranks[rank].channel, selectors.EVENT_READ, self._ranks[rank])
+            self.pool_size = self._start(config, folder, devices, start_timeout_s)
+        except BaseException:
+            self._kill()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return [rank.pid for rank in self._ranks]
+
+    def run(self, step: StepBatch, sampling: SamplingBatch) -> NDArray[np.int64]:
+        """Let the ranks compute the step; return the token rank 0 chose for each row: [samples] int64.
+
+        Raises RankFailed, and raises it again on every later call.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._send_step(step, sampling)
+            (tokens,) = self._await({0}, Kind.TOKENS, self._step_timeout_s)[0]
+        except BaseException as error:
+            # also for a KeyboardInterrupt: half a message, or an answer nobody waits for, cannot be mended
+            self._failure = (
+                error
+                if isinstance(error, EngineError)
+                else RankFailed(0, f"its step was interrupted by {error!r}")
+            )
+            self._kill()
+            raise
+        return tokens
+
+    def close(self) -> None:
+        """End the ranks, by asking if they still work. A second call does nothing."""
+        message = encode(Kind.STOP)
+        for rank in self._ranks:
+            rank.stop(message)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for rank in self._ranks:
+            rank.wait(deadline)
+        self._kill()
+
+    def _start(self, config: EngineConfig, folder: Path, devices: list[str], timeout_s: float) -> PoolSize:
+        """Tell each rank what it is, and wait until all have loaded their share."""
+        assert self._store is not None
+        order = {
+            "folder": str(folder.resolve()),
+            "port": self._store.port,
+            "num_threads": max(1, torch.get_num_threads() // len(devices)),
+        }
+        for rank, device in zip(self._ranks, devices, strict=True):
+            own = {**order, "rank": rank.rank, "config": asdict(replace(config, device=device))}
+            self._send(rank, encode(Kind.START, pack_json(own)))
+        ready = self._await(set(range(len(devices))), Kind.READY, timeout_s)
+        return PoolSize(**unpack_json(ready[0]))
+
+    def _send_step(self, step: StepBatch, sampling: SamplingBatch) -> None:
+        others = encode(Kind.STEP, pack_step(step, None))
+        for rank in self._ranks[1:]:
+            self._send(rank, others)
+        self._send(self._ranks[0], encode(Kind.STEP, pack_step(step, sampling)))
+
+    def _send(self, rank: RankProcess, message: bytes) -> None:
+        try:
+            rank.channel.send(message)
+        except TimeoutError:
+            raise RankFailed(rank.rank, "it does not read what it is sent") from None
+        except OSError:
+            raise self._blame(self._read_failure(rank)) from None
+
+    def _await(self, waited_for: set[int], kind: Kind, timeout_s: float) -> dict[int, list[Array]]:
+        """Wait for a message of this kind from each of these ranks; return their arrays by rank.
+
+        Raises the error of a rank that fails meanwhile, whichever it is, or RankFailed after timeout_s.
+        """
+        deadline = time.monotonic() + timeout_s
+        received: dict[int, list[Array]] = {}
+        while missing := waited_for - received.keys():
+            if time.monotonic() > deadline:
+                raise RankFailed(
+                    min(missing), f"no answer in {timeout_s:.0f} s, or a rank it waits for hangs"
+                )
+            for rank in self._readable(deadline):
+                found = self._read(rank)
+                if isinstance(found, Failure):
+                    raise self._blame(found)
+                assert found.kind is kind, f"rank {rank.rank} sent {found.kind.name} for {kind.name}"
+                received[rank.rank] = found.arrays
+        return received
+
+    def _readable(self, deadline: float) -> Iterator[RankProcess]:
+        """Ranks that have sent something, or ended; none if that does not happen before the deadline."""
+        for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
+            yield key.data
+
+    def _read(self, rank: RankProcess) -> Message | Failure:
+        """Take the rank's next message, or what became of the rank; nothing more is then read of it."""
+        try:
+            message = rank.channel.receive()
+        except (EOFError, OSError):
+            failure = Failure(rank.rank, None, rank.describe_end())
+        else:
+            if message.kind is not Kind.ERROR:
+                return message
+            report = unpack_json(message.arrays)
+            failure = Failure(rank.rank, report["type"], report["text"])
+        self._selector.unregister(rank.channel)
+        return failure
+
+    def _read_failure(self, rank: RankProcess) -> Failure:
+        """What became of a rank that takes no more messages."""
+        while isinstance(found := self._read(rank), Message):
+            pass
+        return found
+
+    def _blame(self, found: Failure) -> EngineError:
+        """The error of the rank that failed first: one with a broken collective may only be its victim."""
+        deadline = time.monotonic() + BLAME_TIMEOUT_S
+        while found.may_be_anothers and self._selector.get_map() and time.monotonic() < deadline:
+            for rank in self._readable(deadline):
+                other = self._read(rank)
+                if isinstance(other, Failure) and not other.may_be_anothers:
+                    found = other
+        return found.as_error()
+
+    def _kill(self) -> None:
+        """End what still runs and give the port back."""
+        for rank in self._ranks:
+            rank.kill()
+        self._ranks.clear()
+        self._selector.close()
+        self._store = None
+
+
+def check_split(model: ModelConfig, size: int) -> None:
+    """Raise ConfigError, naming tensor_parallel_size, unless `size` ranks can share the model."""
+    tp = TensorParallel(size=size)
+    tp.share(model.num_heads, "attention heads")
+    tp.share_or_copy(model.num_kv_heads, "KV heads")
+    tp.share(model.intermediate_size, "MLP features")
+
+
+def rank_devices(config: EngineConfig) -> list[str]:
+    """The device of each rank. Raises ConfigError if there are too few GPUs."""
+    device, size = resolve_device(config.device), config.tensor_parallel_size
+    if device.type == "cpu":
+        return ["cpu"] * size
+    if ":" in config.device:
+        raise ConfigError(
+            f"device={config.device!r} is one GPU and tensor_parallel_size={size} needs {size}; use 'cuda' "
+            "and choose them with CUDA_VISIBLE_DEVICES"
+        )
+    if torch.cuda.device_count() < size:
+        raise ConfigError(
+            f"tensor_parallel_size={size} needs {size} GPUs, torch finds {torch.cuda.device_count()}"
+        )
+    return [f"cuda:{rank}" for rank in range(size)]
