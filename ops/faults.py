@@ -15,7 +15,7 @@ from tests.faults.harness import harness
 
 
 def main() -> int:
-    """Run rounds of every scenario until the kills or the minutes are reached; print the table."""
+    """Run rounds of every scenario until the kills or the minutes are reached; print the table after each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=2000, help="SIGKILLs of workers")
     parser.add_argument("--minutes", type=float, default=60.0, help="start no new round after this time")
@@ -24,14 +24,13 @@ def main() -> int:
     started, longest_s = time.monotonic(), 0.0
     with TemporaryDirectory(prefix="f") as folder, harness(Path(folder), options.seed) as faults:
         print(f"seed {options.seed}", flush=True)
-        while (left := options.kills - faults.num_kills) > 0:
+        while faults.is_clean() and (left := options.kills - faults.num_kills) > 0:
             round_started = time.monotonic()
             faults.one_of_each(min(left, 200))
             longest_s = max(longest_s, time.monotonic() - round_started)
-            print(f"{faults.num_kills} kills, clean: {faults.is_clean()}", flush=True)
+            print(f"{faults.table()}\n", flush=True)
             if time.monotonic() - started + longest_s > options.minutes * 60:
                 break
-        print(faults.table())
         return 0 if faults.is_clean() else 1
 
 

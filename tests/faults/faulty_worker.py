@@ -16,6 +16,7 @@ from redis import Redis
 from redis.connection import AbstractConnection
 from rq.serializers import JSONSerializer
 
+from jobs import run_state
 from jobs.parquet import enqueue, planner, run_folder, shard_work
 from jobs.parquet.run_folder import RunFolder
 from jobs.parquet.shard_task import ShardTask
@@ -77,6 +78,8 @@ class WorkerPlan:
     folder: Path
     strike: Strike | None = None
     lease_s: int = 2
+    answers: Path | None = None
+    """A file that grows by one byte for each sequence that the engine completes."""
 
     @property
     def mark(self) -> Path:
@@ -104,8 +107,11 @@ def serve(plan: WorkerPlan) -> None:
         TOKENMILL_ALLOWED_FUNCTIONS=",".join(f"tests.worker.functions.{name}" for name in functions),
         FAKE_STEP_S="0.002",
     )
+    run_state.LOCK_TTL_S = plan.lease_s  # a planner's lease, as short as a job's
     if plan.strike is not None:
         _arm(plan.strike, plan.mark)
+    if plan.answers is not None:
+        _count_answers(plan.answers)
     worker = FakeEngineWorker(
         ["high", "bulk"], name=plan.name, connection=Redis.from_url(plan.url), serializer=JSONSerializer
     )
@@ -136,6 +142,17 @@ def _arm(strike: Strike, mark: Path) -> None:
         return value
 
     setattr(owner, name, struck)
+
+
+def _count_answers(path: Path) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    answer = FakeEngine._answer
+
+    def counted(self: FakeEngine, *args: Any) -> Any:
+        os.write(descriptor, b".")  # at once: a kill loses nothing of it
+        return answer(self, *args)
+
+    FakeEngine._answer = counted  # type: ignore[method-assign]
 
 
 def _disk_full() -> None:

@@ -18,7 +18,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from tests.faults.faulty_worker import STEPS, Action, Strike, WorkerPlan, serve
-from tests.faults.ledger import Findings, Ledger
+from tests.faults.ledger import ROWS, Findings, Ledger
 from tests.faults.proxy import lose_replies
 from tests.faults.servers import DurableRedis
 
@@ -58,10 +58,11 @@ class Harness:
 
     # Workers
 
-    def start(self, strike: Strike | None = None, url: str | None = None) -> str:
+    def start(self, strike: Strike | None = None, url: str | None = None, answers: Path | None = None) -> str:
         """Start a worker; return its name."""
         self._numbers += 1
-        plan = WorkerPlan(f"w{self._numbers}", url or self._server.url, self._folder, strike, LEASE_S)
+        name = f"w{self._numbers}"
+        plan = WorkerPlan(name, url or self._server.url, self._folder, strike, LEASE_S, answers)
         process = _fork.Process(target=serve, args=(plan,), daemon=True)
         process.start()
         self._live[plan.name] = plan, process
@@ -70,10 +71,12 @@ class Harness:
     def end(self, name: str, number: signal.Signals = signal.SIGKILL) -> int | None:
         """Signal a worker that still lives, wait for it and return its exit code."""
         plan, process = self._live.pop(name)
-        if process.is_alive() and process.pid is not None:
-            with suppress(ProcessLookupError):
-                _signal(process, number)
-        process.join(30)
+        if process.is_alive():
+            _signal(process, number)
+        deadline = time.monotonic() + 30
+        while process.is_alive() and time.monotonic() < deadline:
+            _signal(process, signal.SIGCONT)  # its strike may freeze it at any time
+            process.join(0.1)
         if process.is_alive():
             process.kill()
             process.join()
@@ -98,7 +101,7 @@ class Harness:
 
     def settle(self, scenario: str, resume: bool = False) -> None:
         """Let clean workers finish everything, and audit. resume: submit failed runs again."""
-        clean = [self.start() for _ in range(2)]
+        clean = [*self._live, *(self.start() for _ in range(2 - len(self._live)))]
         deadline = time.monotonic() + DRAIN_S
         while not self._ledger.all_ended() and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -106,7 +109,8 @@ class Harness:
                 self._ledger.resume_failed_runs()
         for name in clean:
             code = self.end(name, signal.SIGTERM)
-            assert code == 0, f"a clean worker ended with {code}"
+            # A worker may be told to stop before it has set up its handlers.
+            assert code in (0, -signal.SIGTERM), f"a clean worker ended with {code}"
         found = self._ledger.audit()
         self.findings[scenario].add(found)
         self._redis.flushall()
@@ -128,6 +132,30 @@ class Harness:
         for name in waiting:
             self._kill(name)
         self.settle("SIGKILL")
+
+    def kills_at_every_step(self) -> None:
+        """SIGKILL before and after the first passage of each step, one worker at a time."""
+        for step in STEPS:
+            for after in (False, True):
+                self.top_up()
+                if step.startswith(("part", "shard", "run", "manifest", "plan", "file", "leftover")):
+                    self._ledger.ask_run()
+                self._kill(self.start(Strike(step, after, 1, "kill")))
+        self.settle("SIGKILL")
+
+    def kill_half_way_through_a_run(self) -> tuple[int, int]:
+        """One Parquet run, its worker killed at half; return sequences completed in all, and rows."""
+        answers = self._folder / "answers"
+        self._ledger.ask_run(rows_per_shard=2)
+        first = self.start(answers=answers)
+        while self._ledger.parts_written() < ROWS / 2 / 2:
+            time.sleep(0.005)
+        self.end(first)
+        self.faults["SIGKILL half-way through a run"] += 1
+        for _ in range(2):
+            self.start(answers=answers)
+        self.settle("half-way")
+        return answers.stat().st_size, ROWS
 
     def _kill(self, name: str) -> None:
         plan = self._live[name][0]
@@ -232,7 +260,7 @@ class Harness:
             fault()
             self.faults[what] += 1
         for name in names:
-            assert self.end(name, signal.SIGTERM) == 0
+            assert self.end(name, signal.SIGTERM) == 0, "a worker did not survive an outage"
         self.settle("Redis")
 
     def _restart_server(self) -> None:

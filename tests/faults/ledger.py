@@ -20,7 +20,7 @@ from tests.rq_workers import leftovers
 
 F = "tests.worker.functions."
 QUEUES = ("high", "bulk")
-ROWS, ROWS_PER_SHARD = 300, 5
+ROWS, ROWS_PER_SHARD = 300, 12
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Ledger:
         self._redis, self._folder, self._rng = redis, folder, rng
         self._expected: dict[str, str] = {}
         self._runs: list[Path] = []
-        self._count = 0
+        self._count = self._num_runs = 0
         self._source = folder / "in.parquet"
         rows = {"id": list(range(ROWS)), "prompt": [f"row {i}" for i in range(ROWS)]}
         pq.write_table(pa.table(rows), self._source, row_group_size=70)
@@ -93,19 +93,24 @@ class Ledger:
         child = queue.enqueue("jobs.complete", prompt, depends_on=after, result_ttl=-1, job_timeout=-1)
         self._expected[child.id] = f"echo:{prompt}"
 
-    def ask_run(self) -> None:
+    def ask_run(self, rows_per_shard: int = ROWS_PER_SHARD) -> None:
         """Enqueue the planning of a Parquet run into a new folder."""
-        self._runs.append(self._folder / f"out-{len(self._runs)}")
-        self._plan(self._runs[-1])
+        self._num_runs += 1
+        self._runs.append(self._folder / f"out-{self._num_runs}")
+        self._plan(self._runs[-1], rows_per_shard)
 
-    def _plan(self, output: Path) -> None:
+    def parts_written(self) -> int:
+        """Finished parts of the runs on this page."""
+        return sum(len(list(run.glob("part-*"))) for run in self._runs)
+
+    def _plan(self, output: Path, rows_per_shard: int = ROWS_PER_SHARD) -> None:
         queue = Queue("bulk", connection=self._redis, serializer=JSONSerializer)
         queue.enqueue(
             "jobs.score_parquet",
             str(self._source),
             str(output),
             sampling={"max_tokens": 2},
-            rows_per_shard=ROWS_PER_SHARD,
+            rows_per_shard=rows_per_shard,
             job_timeout=-1,
         )
 

@@ -17,10 +17,22 @@ def faults() -> Iterator[Harness]:
         yield running
 
 
+def test_a_kill_at_any_step_loses_and_doubles_nothing(faults: Harness) -> None:
+    faults.kills_at_every_step()
+    assert faults.is_clean(), faults.table()
+
+
+def test_a_run_killed_half_way_repeats_no_more_than_the_shards_in_flight(faults: Harness) -> None:
+    completed, rows = faults.kill_half_way_through_a_run()
+    assert faults.is_clean(), faults.table()
+    in_flight = 16 + 32 + 2  # slots, prefetch, and the shard that reaches over both
+    assert rows <= completed <= rows + in_flight
+
+
 @pytest.mark.parametrize(
     ("scenario", "count"),
     [
-        ("kills", 40),
+        ("kills", 30),
         ("freezes", 6),
         ("shutdowns", 4),
         ("cut_connections", 15),

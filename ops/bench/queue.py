@@ -1,0 +1,172 @@
+"""The queue side alone: prompts that cost no computing, through BatchWorker and RQ's own workers.
+
+    python -m ops.bench.queue --jobs 10000 --rounds 3
+
+Each round runs the three workers one after the other, so that a busy machine slows all of them. CPU time is
+that of the worker and its children between the call of `work()` and its end. A round trip is one send on a
+socket: a pipeline counts once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from redis import Redis
+from redis.connection import AbstractConnection
+from rq import Queue, SimpleWorker, Worker
+from rq.serializers import JSONSerializer
+
+from engine import Completion, EngineStats, SamplingParams
+from tests.redis_server import running_redis_server
+from worker import BatchWorker
+from worker.settings import WorkerSettings
+
+BATCH = 128
+CHOICE = {"index": 0, "text": "yes", "logprobs": None, "finish_reason": "stop"}
+
+
+def answer(prompt: str, max_tokens: int) -> dict[str, Any]:
+    """What a stock worker runs instead of the engine: nothing."""
+    return {"choices": [CHOICE], "model": "none"}
+
+
+class InstantEngine:
+    """Answers everything in the next step."""
+
+    has_unfinished = False
+
+    def __init__(self) -> None:
+        self._waiting: list[str] = []
+        self._steps = 0
+
+    def add(self, request_id: str, prompt: str | list[int], params: SamplingParams, *, lane: int = 0) -> None:
+        self._waiting.append(request_id)
+        self.has_unfinished = True
+
+    def step(self) -> list[Completion]:
+        done = [Completion(each, 0, [1], "yes", "stop", 1, 0) for each in self._waiting]
+        self._waiting.clear()
+        self.has_unfinished = False
+        self._steps += 1
+        return done
+
+    def stats(self) -> EngineStats:
+        return EngineStats(self._steps, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+
+    def abort(self, request_id: str) -> None:
+        raise NotImplementedError
+
+    def chat_token_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+class NoModelWorker(BatchWorker):
+    """BatchWorker in all but the model."""
+
+    def load_engine(self, settings: WorkerSettings) -> InstantEngine:
+        return InstantEngine()
+
+
+KINDS: dict[str, tuple[type[Any], str]] = {
+    "BatchWorker": (NoModelWorker, "jobs.complete"),
+    "SimpleWorker": (SimpleWorker, "ops.bench.queue.answer"),
+    "Worker": (Worker, "ops.bench.queue.answer"),
+}
+
+
+def serve(kind: str, url: str) -> None:
+    """Work off the queue in this process; print what it took as JSON."""
+    sends = _count_sends()
+    worker = KINDS[kind][0](
+        ["bench"], connection=Redis.from_url(url), serializer=JSONSerializer, prepare_for_work=True
+    )
+    started, cpu = time.perf_counter(), _cpu_s()
+    worker.work(burst=True, logging_level="WARNING")
+    seconds = time.perf_counter() - started
+    print(json.dumps({"seconds": seconds, "cpu_s": _cpu_s() - cpu, "sends": sends()}))
+
+
+def _count_sends() -> Callable[[], int]:
+    sends = [0]
+    send = AbstractConnection.send_packed_command
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sends[0] += 1
+        return send(self, *args, **kwargs)
+
+    AbstractConnection.send_packed_command = counted  # type: ignore[method-assign]
+    return lambda: sends[0]
+
+
+def _cpu_s() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def measure(kind: str, url: str, jobs: int) -> dict[str, float]:
+    """Enqueue, let one worker process work it off, and return its figures per job."""
+    with Redis.from_url(url) as redis:
+        redis.flushall()
+        queue = Queue("bench", connection=redis, serializer=JSONSerializer)
+        name = KINDS[kind][1]
+        for start in range(0, jobs, 1000):
+            queue.enqueue_many(
+                [
+                    Queue.prepare_data(name, (f"prompt {i}",), {"max_tokens": 1}, timeout=-1)
+                    for i in range(start, min(start + 1000, jobs))
+                ]
+            )
+        command = [sys.executable, "-m", "ops.bench.queue", "--serve", kind, "--url", url]
+        environment = {**os.environ, "TOKENMILL_MODEL": "none", "TOKENMILL_MAX_NUM_SEQS": str(BATCH)}
+        before = redis.info("stats")["total_commands_processed"]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        commands = redis.info("stats")["total_commands_processed"] - before
+        assert redis.zcard("rq:finished:bench") == jobs, f"{kind} did not finish its jobs"
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {
+        "jobs/s": jobs / found["seconds"],
+        "CPU ms/job": 1000 * found["cpu_s"] / jobs,
+        "round trips/job": found["sends"] / jobs,
+        "server commands/job": commands / jobs,
+    }
+
+
+def main() -> None:
+    """Run the rounds; print each worker's median figures and the ratios within rounds."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--jobs", type=int, default=10_000, help="for BatchWorker; the others get fewer")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--serve", choices=KINDS, help=argparse.SUPPRESS)
+    parser.add_argument("--url", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.serve, options.url)
+        return
+    shares = {"BatchWorker": 1, "SimpleWorker": 10, "Worker": 40}
+    with running_redis_server() as url:
+        rounds = [
+            {kind: measure(kind, url, options.jobs // share) for kind, share in shares.items()}
+            for _ in range(options.rounds)
+        ]
+    for kind in KINDS:
+        medians = {name: statistics.median(each[kind][name] for each in rounds) for name in rounds[0][kind]}
+        print(f"{kind:<13}" + "".join(f"{value:10.2f} {name}" for name, value in medians.items()))
+    for kind in ("SimpleWorker", "Worker"):
+        ratios = [each["BatchWorker"]["jobs/s"] / each[kind]["jobs/s"] for each in rounds]
+        print(f"BatchWorker / {kind}: {', '.join(f'{ratio:.1f}' for ratio in ratios)} times the jobs/s")
+
+
+if __name__ == "__main__":
+    main()
