@@ -6,6 +6,8 @@ import os
 import signal
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from rq import Retry
 from rq.job import Job, JobStatus
 from rq.registry import FailedJobRegistry, FinishedJobRegistry
@@ -103,6 +105,33 @@ def test_a_frozen_worker_that_thaws_after_its_jobs_were_redone_ends_none_of_them
         assert len(job.results()) == 1
         assert job.get_status() == JobStatus.FINISHED
     assert sorted(ends(workers, "bulk")) == sorted(job.id for job in jobs)
+    assert leftovers(workers.redis, "bulk") == []
+
+
+def test_a_frozen_worker_that_thaws_leaves_one_part_of_each_shard(workers: Workers, tmp_path: Path) -> None:
+    prompts = [f"file:{tmp_path}/go"] * 8
+    pq.write_table(pa.table({"prompt": prompts}), tmp_path / "in.parquet")
+    output = tmp_path / "out"
+    workers.queue("bulk").enqueue(
+        "jobs.score_parquet", str(tmp_path / "in.parquet"), str(output), rows_per_shard=2
+    )
+    frozen = workers.start("--name", "frozen")
+    wait_until(lambda: stats_of(workers, "frozen").get("jobs_held") == 4)
+    os.kill(frozen.pid, signal.SIGSTOP)
+    (tmp_path / "go").touch()
+    workers.start("--name", "other")
+    wait_until(lambda: (output / "_SUCCESS").exists())
+    parts = {part.name: part.stat().st_ino for part in output.glob("part-*")}
+    os.kill(frozen.pid, signal.SIGCONT)
+    wait_until(lambda: stats_of(workers, "frozen").get("jobs_held") == 0)
+    workers.rq("info")
+    assert {part.name: part.stat().st_ino for part in output.glob("part-*")} == parts
+    assert len(parts) == 4
+    assert pq.read_table(output)["completion"].to_pylist() == [f"echo:{prompt}" for prompt in prompts]
+    wait_until(lambda: not list(output.glob("_tmp.*")))
+    ended = ends(workers, "bulk")
+    assert len(ended) == len(set(ended)) == 5
+    assert all(len(workers.job(job_id).results()) == 1 for job_id in ended)
     assert leftovers(workers.redis, "bulk") == []
 
 
