@@ -43,7 +43,11 @@ class FileStat:
 
 
 class Storage:
-    """Local files. Every method takes the real paths that `resolve` returned."""
+    """Local files. Every method takes the real paths that `resolve` returned.
+
+    Whoever may write below the roots could still swap a folder for a symlink between `resolve` and the
+    use of its path: that is not defended against.
+    """
 
     def __init__(self, roots: Sequence[str]) -> None:
         self._roots = tuple(os.path.realpath(root) for root in roots)

@@ -128,7 +128,8 @@ def test_of_two_executions_the_first_one_wins(redis: Redis, make_context: MakeCo
         slow.deliver(index, [replace(shout(_), text="late")])
     slow.finish()
     slow.close()
-    assert (Path(spec.output) / part_name(0)).stat() == before
+    after = (Path(spec.output) / part_name(0)).stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     work_off(redis, make_context)
     assert_finished(spec)
 
@@ -232,9 +233,36 @@ def test_a_part_deleted_by_hand_is_scored_again(
     work_off(redis, make_context)
     (Path(spec.output) / part_name(1)).unlink()
     assert plan_run(make_context(), storage, spec, "bulk")["shards_enqueued"] == 1
+    assert RunState(redis, spec.run).parts().keys() == {0, 2}
     assert not (Path(spec.output) / "_SUCCESS").exists()
     work_off(redis, make_context)
     assert_finished(spec)
+
+
+def test_contents_reach_the_disk_before_their_name_and_the_name_before_the_count(
+    redis: Redis, make_context: MakeContext, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, str]] = []
+    sync, link, put = os.fsync, os.link, os.replace
+
+    def note_sync(descriptor: int) -> None:
+        calls.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")).split(".", 2)[-1]))
+        sync(descriptor)
+
+    def note(kind: str, move: Callable[[str, str], None]) -> Callable[[str, str], None]:
+        def noted(temporary: str, target: str) -> None:
+            calls.append((kind, os.path.basename(target)))
+            move(temporary, target)
+
+        return noted
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "link", note("name", link))
+    monkeypatch.setattr(os, "replace", note("name", put))
+    plan_run(make_context(), Storage(make_context().data_roots), spec, "bulk")
+    work_off(redis, make_context)
+    names = [PLAN, *map(part_name, range(3)), "_manifest.json", "_SUCCESS"]
+    assert calls == [step for name in names for step in (("sync", name), ("name", name), ("sync", "out"))]
 
 
 def test_a_failed_run_is_resumed_through_the_public_function(

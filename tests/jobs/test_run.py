@@ -62,6 +62,18 @@ def test_every_row_comes_back_once_in_order(redis: Redis, make_context: MakeCont
     assert names == {part_name(n) for n in range(8)} | {"_plan.json", "_manifest.json", "_SUCCESS"}
 
 
+def test_a_shard_of_several_batches_keeps_each_answer_at_its_row(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    prompts = [f"prompt {number * 7919 % 3000}" for number in range(3000)]
+    source = write(tmp_path / "in.parquet", prompts, row_group_size=1300)
+    score_parquet(make_context(), source, str(tmp_path / "out"), rows_per_shard=2900)
+    work_off(redis, make_context)
+    rows = read_rows(tmp_path / "out")
+    assert [row["id"] for row in rows] == list(range(3000))
+    assert [row["completion"] for row in rows] == [prompt.upper() for prompt in prompts]
+
+
 def test_shard_jobs_carry_ids_and_paths_and_no_prompt(
     redis: Redis, context: JobContext, tmp_path: Path
 ) -> None:
