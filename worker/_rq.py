@@ -85,6 +85,8 @@ class ClaimedJob:
     """What RQ's client raised when it read the job's hash; the job can only be failed."""
     has_ended: bool = False
     """Whether its end is written, and only its dependents may wait still."""
+    deaths: int = 0
+    """How many workers have died with it."""
 
     @property
     def address(self) -> tuple[str, str, str]:
@@ -108,6 +110,17 @@ class Outcome:
 
 OUTAGES = (RedisConnectionError, RedisTimeoutError, OutOfMemoryError, ReadOnlyError, ExecAbortError)
 """Errors that say something of the server and nothing of the command: it may be tried again later."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A claim on one queue: at most how many sequences' worth of jobs, a token of 24 hex digits, and whether
+    the worker has nothing else."""
+
+    queue: str
+    most: int
+    token: str
+    alone: bool
 
 
 def own_client(connection: Redis, socket_timeout_s: float, resend: bool = False) -> Redis:
@@ -175,34 +188,34 @@ class JobStore:
         fields = reply[2]
         job = Job(connection=self._client, serializer=JSONSerializer)
         job._id = job_id  # unchecked: an id that RQ's client would refuse is still a job to end
-        damage = None
+        damage, deaths = None, 0
         try:
-            job.restore(dict(zip(fields[::2], fields[1::2], strict=True)))
+            values = dict(zip(fields[::2], fields[1::2], strict=True))
+            deaths = int(values.get(b"worker_deaths", 0))
+            job.restore(values)
             _check(job)
         except Exception as error:  # noqa: BLE001  # a hash may hold anything; it must not stop the others
             damage = error
         execution = Execution(execution_id, job_id, self._client, worker_name=self._worker_name)
-        return ClaimedJob(job, execution, queue_name, damage)
+        return ClaimedJob(job, execution, queue_name, damage, deaths=deaths)
 
-    def claim(self, wanted: Sequence[tuple[str, int, str]]) -> list[list[ClaimedJob]]:
-        """Claim jobs from several queues in one round trip.
+    def claim(self, wanted: Sequence[Wanted], last_life: float) -> list[list[ClaimedJob]]:
+        """Claim jobs from several queues in one round trip. last_life: see claim.lua.
 
-        wanted: (queue name, most jobs to take, claim token of 24 hex digits) for each queue. A call that
-        failed may have claimed: make it again with the same tokens.
+        A call that failed may have claimed: make it again with the same tokens.
         """
-        now_iso, now_ts = self._stamp()
-        far = repr(self._clock() + FAR_S)
+        tail = (self._worker_name, *self._stamp(), self._lease_s, repr(self._clock() + FAR_S))
         calls = [
             (
                 "claim",
-                (name, min(n, _CLAIM_BATCH), token, self._worker_name, now_iso, now_ts, self._lease_s, far),
+                (each.queue, min(each.most, _CLAIM_BATCH), each.token, *tail, last_life, int(each.alone)),
             )
-            for name, n, token in wanted
+            for each in wanted
         ]
         replies = self._call_many(calls)
         return [
-            [self._restore(name, entry) for entry in reply]
-            for (name, _, _), reply in zip(wanted, replies, strict=True)
+            [self._restore(each.queue, entry) for entry in reply]
+            for each, reply in zip(wanted, replies, strict=True)
         ]
 
     def renew(self, held: Sequence[ClaimedJob]) -> list[ClaimedJob]:

@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from rq.queue import Queue
 
 from jobs.keys import worker_key
-from worker._rq import ClaimedJob, JobStore, Mode
+from worker._rq import ClaimedJob, JobStore, Mode, Wanted
 from worker.engine_loop import EngineDied, Halt, Order, Stepped
 from worker.job_runner import JobRunner
 from worker.packing import Packer
@@ -67,6 +67,11 @@ class Limits:
     lease_s: int
     max_worker_deaths: int
     maintenance_interval_s: float
+
+    @property
+    def last_life(self) -> float:
+        """Deaths after which a job runs by itself; never, where the first death is the last."""
+        return self.max_worker_deaths - 1 if self.max_worker_deaths > 1 else float("inf")
 
     @property
     def renew_period_s(self) -> float:
@@ -143,7 +148,7 @@ class IoLoop:
         self._thread = threading.Thread(target=self._guarded_run, name="tokenmill-io", daemon=True)
         self._stats: Mapping[str, int] = {}
         self._tokens: dict[int, str] = {}
-        self._claimed = 0
+        self._claimed = self._turn = 0
         self._suspended = self._shown_busy = False
         self._idle_since = clock()
         self._backoff_s = FIRST_BACKOFF_S
@@ -275,7 +280,7 @@ class IoLoop:
 
     def _claim(self, moment: float) -> None:
         """Claim for every lane that has room; again at the next turn while jobs come."""
-        if not self._poll.due(moment) or self._is_suspended():
+        if not self._poll.due(moment) or self._is_suspended() or self._has_suspect():
             return
         lanes = [lane for lane in range(len(self._queues)) if self._packer.claim_room(lane) > 0]
         # In one round trip, but where --max-jobs counts: what one lane leaves over is the next one's.
@@ -289,20 +294,30 @@ class IoLoop:
         rooms = [min(self._packer.claim_room(lane), self._jobs_left()) for lane in lanes]
         return self._take_up(lanes, rooms)
 
+    def _has_suspect(self) -> bool:
+        """Whether a job runs by itself, to show whether it is what kills its workers."""
+        held = self._runner.held
+        return len(held) == 1 and held[0].deaths >= self._limits.last_life
+
     def _take_up(self, lanes: Sequence[int], rooms: Sequence[int]) -> int:
         """Claim for lanes, at most `rooms` each; return how many jobs were kept."""
         wanted = []
-        for lane, room in zip(lanes, rooms, strict=True):
+        is_idle = self._runner.num_held == 0
+        self._turn += 1
+        for place, (lane, room) in enumerate(zip(lanes, rooms, strict=True)):
             # Kept until the call has come through: sent again, it claims nothing twice.
             token = self._tokens.setdefault(lane, uuid4().hex[:24])
-            wanted.append((self._queues[lane].name, room, token))
-        claims = self._store.claim(wanted)
+            alone = is_idle and place == self._turn % len(lanes)
+            wanted.append(Wanted(self._queues[lane].name, room, token, alone))
+        claims = self._store.claim(wanted, self._limits.last_life)
         for lane, claimed in zip(lanes, claims, strict=True):
             del self._tokens[lane]
             self._claimed += len(claimed)
             for job in claimed:
                 self._runner.begin(job, lane)
         surplus = self._runner.take_surplus()
+        if self._runner.num_held > 1:  # a job of another lane came with one that should run by itself
+            surplus += self._runner.withdraw_suspects(self._limits.last_life)
         self._claimed -= len(surplus)
         self._release(surplus, "given_back")
         return sum(map(len, claims)) - len(surplus)

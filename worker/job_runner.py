@@ -540,6 +540,11 @@ class JobRunner:
             [job for job in self._jobs.values() if job.started_at is None and not job.closing]
         )
 
+    def withdraw_suspects(self, last_life: float) -> list[ClaimedJob]:
+        """Let go of jobs that should run by themselves and have not begun; the caller gives them back."""
+        jobs = [job for job in self._jobs.values() if job.claimed.deaths >= last_life]
+        return self._withdraw_all([job for job in jobs if job.started_at is None and not job.closing])
+
     def withdraw_everything(self) -> list[ClaimedJob]:
         """Let go of every job whose end is not already on its way; the caller gives them back."""
         return self._withdraw_all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
 import functools
 import os
 import signal
@@ -96,6 +97,7 @@ def serve(plan: WorkerPlan) -> None:
     log = os.open(plan.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR1)
     os.chdir(plan.folder)
     functions = ("add", "boom", "ask_for_retry", "on_success", "on_failure")
     os.environ.update(

@@ -78,9 +78,11 @@ class Harness:
             _signal(process, signal.SIGCONT)  # its strike may freeze it at any time
             process.join(0.1)
         if process.is_alive():
+            _signal(process, signal.SIGUSR1)  # it prints its stacks
+            process.join(0.5)
             process.kill()
             process.join()
-            raise AssertionError(f"{name} did not end: {plan.log.read_text()[-2000:]}")
+            raise AssertionError(f"{name} ({plan.strike}) did not end: {plan.log.read_text()[-6000:]}")
         return process.exitcode
 
     def has_struck(self, name: str) -> bool:

@@ -87,6 +87,25 @@ def test_a_job_that_kills_its_workers_is_set_aside_with_the_reason(workers: Work
     assert leftovers(workers.redis, "bulk") == []
 
 
+def test_jobs_beside_one_that_kills_its_workers_are_not_blamed(workers: Workers, tmp_path: Path) -> None:
+    gate = f"file:{tmp_path}/go"
+    beside = [workers.queue(name).enqueue("jobs.complete", gate) for name in ("bulk", "high", "bulk")]
+    poison = enqueue(workers, "die")
+    last = enqueue(workers, gate)
+    for _ in range(2):
+        assert workers.start(TOKENMILL_MAX_WORKER_DEATHS="3").wait(timeout=20) == -signal.SIGKILL
+    (tmp_path / "go").touch()
+    while poison.get_status() != JobStatus.FAILED:
+        workers.start(TOKENMILL_MAX_WORKER_DEATHS="3")
+        wait_until(
+            lambda: workers.processes[-1].poll() is not None or poison.get_status() == JobStatus.FAILED
+        )
+    assert len(workers.processes) == 4, "it took more than its last life and one worker to set it aside"
+    for job in (*beside, last):
+        assert text_of(workers.result(job)) == f"echo:{gate}"
+    assert leftovers(workers.redis, "bulk", "high") == []
+
+
 def test_a_frozen_worker_that_thaws_after_its_jobs_were_redone_ends_none_of_them(
     workers: Workers, tmp_path: Path
 ) -> None:
