@@ -47,6 +47,8 @@ class TritonAttention(AttentionBackend):
         self._num_processors = INTERPRETER_PROCESSORS
         self.layer_kernels = LayerKernels(add_rms_norm, norm_and_rotate, silu_and_mul)
         if device.type == "cuda":
+            if device.index is not None:
+                torch.cuda.set_device(device)  # Triton launches on the thread's current device
             properties = torch.cuda.get_device_properties(device)
             self._num_processors = properties.multi_processor_count
             capability = (properties.major, properties.minor)

@@ -151,6 +151,8 @@ def decode_attention(
     Sums are float32; the splits' results take decodes * num_splits * heads * head_dim * 4 bytes meanwhile.
     """
     heads, head_dim = query.shape[1:]
+    assert query.stride()[1:] == (head_dim, 1)
+    assert out.is_contiguous()
     block_size, kv_heads = key_cache.shape[1:3]
     group, dim_pad = heads // kv_heads, pad_head_dim(head_dim)
     num_decodes = len(batch.rows)

@@ -97,6 +97,8 @@ def prefill_attention(
     key_cache, value_cache: [blocks, block_size, kv_heads, head_dim], the step's own tokens included.
     """
     heads, head_dim = query.shape[1:]
+    assert query.stride()[1:] == (head_dim, 1)
+    assert out.is_contiguous()
     block_size, kv_heads = key_cache.shape[1:3]
     dim_pad, itemsize = pad_head_dim(head_dim), key_cache.element_size()
     # The accumulator, 64 * head_dim float32, takes 64 registers of each thread at 128. float32 products are

@@ -78,8 +78,7 @@ def norm_and_rotate(
     """
     heads, head_dim = query.shape[1:]
     kv_heads = key.shape[1]
-    assert query[0].is_contiguous()
-    assert key[0].is_contiguous()
+    assert query.stride()[1:] == key.stride()[1:] == (head_dim, 1)
     cos, sin = rotation
     assert cos.stride() == sin.stride()
     query_weight, key_weight = norms or (query, key)  # not read without norms

@@ -1,0 +1,134 @@
+"""Compile every kernel for a Hopper GPU, which needs none, and print what came out as one JSON line each.
+
+Run as a module in a process of its own, without TRITON_INTERPRET: the test beside it reads the lines.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engine.kernels.decode_attention import DecodeRows, decode_attention
+from engine.kernels.kv_store import store_kv
+from engine.kernels.prefill_attention import PrefillTiles, prefill_attention
+from engine.kernels.rms_norm import add_rms_norm
+from engine.kernels.rotary import norm_and_rotate
+from engine.kernels.silu_and_mul import silu_and_mul
+
+HOPPER = GPUTarget("cuda", 90, 32)
+DTYPES = {
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32",
+    torch.int64: "*i64",
+}  # fmt: skip
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+def compile_launch(kernel: Any, arguments: dict[str, Any], options: dict[str, int]) -> Any:
+    """What a launch with these arguments would compile: the same types, constants and divisibility."""
+    constexprs = {
+        name for name, kind in inspect.get_annotations(kernel.fn).items() if "constexpr" in str(kind)
+    }
+    signature, attrs = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        value = arguments[name]
+        if name in constexprs:
+            signature[name] = "constexpr"
+        elif isinstance(value, Tensor):
+            signature[name], attrs[(i,)] = DTYPES[value.dtype], [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, int) and value % 16 == 0 and name not in kernel.do_not_specialize:
+                attrs[(i,)] = [["tt.divisibility", 16]]
+    constants = {(kernel.arg_names.index(name),): arguments[name] for name in constexprs}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    return triton.compile(source, target=HOPPER, options=options)
+
+
+def report(compiled: Any) -> dict[str, int]:
+    """Shared memory, stack (where registers spill) and matrix instructions of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    return {
+        "registers": int(found[1]),
+        "stack_bytes": int(found[2]),
+        "shared_bytes": compiled.metadata.shared,
+        "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
+        "mma": compiled.asm["ptx"].count("mma.sync"),
+        "async_copies": compiled.asm["ttgir"].count("async_copy_global_to_local"),
+    }
+
+
+class Launches:
+    """Stands in for launching: compiles instead, and prints a line."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+
+    def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        arguments = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        line = {"kernel": kernel.fn.__name__, "case": self.label}
+        print(json.dumps(line | report(compile_launch(kernel, arguments, options))), flush=True)
+
+
+def compile_all(label: str, call: Callable[[], object]) -> None:
+    """Compile what `call` launches."""
+    launches = Launches(label)
+    triton.JITFunction.run = lambda kernel, *args, **kwargs: launches.run(kernel, *args, **kwargs)
+    call()
+
+
+def attention(dtype: torch.dtype, head_dim: int, group: int, num_splits: int) -> None:
+    heads, kv_heads = 8 * group, 8
+    query = torch.empty((96, heads, head_dim), dtype=dtype)
+    cache = torch.empty((4, 16, kv_heads, head_dim), dtype=dtype)
+    ints, tables = torch.zeros(16, dtype=torch.int32), torch.zeros((16, 16), dtype=torch.int32)
+    rows = DecodeRows(ints, ints, tables, 999)
+    tiles = PrefillTiles(ints, ints, tables, ints, tables)
+    decode_attention(query, cache, cache, rows, query, scale=0.1, num_splits=num_splits)
+    prefill_attention(query, cache, cache, tiles, query, scale=0.1)
+
+
+def layers(dtype: torch.dtype) -> None:
+    """The sizes of Qwen3-0.6B."""
+    merged = torch.empty((256, 32, 128), dtype=dtype)
+    query, key, value = merged[:, :16], merged[:, 16:24], merged[:, 24:]
+    weight, hidden = torch.empty(1024, dtype=dtype), torch.empty((256, 1024), dtype=dtype)
+    cache, cos = torch.empty((4, 16, 8, 128), dtype=dtype), torch.empty((256, 1, 128), dtype=dtype)
+    store_kv(key, value, cache, cache, torch.zeros(256, dtype=torch.int64))
+    add_rms_norm(hidden, hidden, weight, 1e-6)
+    norm_and_rotate(query, key, (cos, cos), (weight[:128], weight[:128]), 1e-6)
+    silu_and_mul(torch.empty((256, 6144), dtype=dtype))
+
+
+def main() -> None:
+    compile_all("bfloat16 128 x2", lambda: attention(torch.bfloat16, 128, 2, 5))
+    compile_all("bfloat16 128 x4 one split", lambda: attention(torch.bfloat16, 128, 4, 1))
+    compile_all("bfloat16 64 x8", lambda: attention(torch.bfloat16, 64, 8, 32))
+    compile_all("bfloat16 256 x16", lambda: attention(torch.bfloat16, 256, 16, 5))
+    compile_all("float16 96 x1", lambda: attention(torch.float16, 96, 1, 5))
+    compile_all("float32 128 x2", lambda: attention(torch.float32, 128, 2, 5))
+    compile_all("float32 256 x1", lambda: attention(torch.float32, 256, 1, 5))
+    compile_all("bfloat16 layers", lambda: layers(torch.bfloat16))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Paged batches for kernel tests: poisoned pools, and what attention over them is in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Results are rounded once to their dtype; bfloat16 weights of the softmax are rounded before they are summed.
+TOLERANCE = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """Sequences in a pool that holds NaN wherever none of their tokens is.
+
+    query: [tokens, heads, head_dim], with NaN between its rows.  key_cache, value_cache: the pools.
+    block_tables: [seqs, blocks] int32; entries past a context point to a block of NaN.
+    context_lens, query_lens: [seqs].  A context of 0 is a padding row, with one query.
+    """
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    block_tables: np.ndarray[tuple[int, int], np.dtype[np.int32]]
+    context_lens: np.ndarray[tuple[int], np.dtype[np.int64]]
+    query_lens: np.ndarray[tuple[int], np.dtype[np.int64]]
+
+    @property
+    def scale(self) -> float:
+        return float(self.query.shape[2] ** -0.5)
+
+    def tensor(self, values: object) -> Tensor:
+        """int32 on the device."""
+        return torch.as_tensor(np.asarray(values), dtype=torch.int32, device=DEVICE)
+
+    def poisoned_output(self, num_more_rows: int = 0) -> Tensor:
+        tokens, heads, head_dim = self.query.shape
+        shape = (tokens + num_more_rows, heads, head_dim)
+        return torch.full(shape, float("nan"), dtype=self.query.dtype, device=DEVICE)
+
+    def expected(self) -> Tensor:
+        """[tokens, heads, head_dim] float64; zeros for padding."""
+        out, start = torch.zeros(self.query.shape, dtype=torch.float64), 0
+        for i, (context_len, query_len) in enumerate(zip(self.context_lens, self.query_lens, strict=True)):
+            rows = self.query[start : start + query_len].cpu().double()
+            if context_len:
+                keys, values = (self._context(pool, i) for pool in (self.key_cache, self.value_cache))
+                out[start : start + query_len] = attend(rows, keys, values, self.scale)
+            start += query_len
+        return out
+
+    def error(self, output: Tensor) -> float:
+        """Largest difference from the expected rows; NaN anywhere gives infinity."""
+        difference = (output[: len(self.query)].cpu().double() - self.expected()).abs()
+        return float(difference.nan_to_num(float("inf")).max())
+
+    def _context(self, pool: Tensor, seq: int) -> Tensor:
+        blocks = pool.cpu()[torch.from_numpy(self.block_tables[seq]).long()]
+        return blocks.flatten(0, 1)[: self.context_lens[seq]].double()
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Causal attention in float64, the queries at the end of the context; heads grouped over KV heads."""
+    group = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    num_queries, context_len = len(query), len(keys)
+    hidden = ~torch.ones(num_queries, context_len, dtype=torch.bool).tril(context_len - num_queries)
+    scores = torch.einsum("qhd,chd->hqc", query, keys) * scale
+    return torch.einsum("hqc,chd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+
+
+def make_batch(
+    context_lens: list[int],
+    query_lens: list[int] | None = None,
+    *,
+    head_dim: int = 64,
+    group: int = 2,
+    kv_heads: int = 2,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> PagedBatch:
+    """A batch with random numbers in random blocks; every query_len is 1 unless given."""
+    generator = torch.Generator().manual_seed(seed)
+    query_lens = query_lens or [1] * len(context_lens)
+    num_blocks = [-(-n // block_size) for n in context_lens]
+    free = torch.randperm(sum(num_blocks), generator=generator) + 1  # block 0 holds NaN alone
+    tables = np.zeros((len(context_lens), max(num_blocks) + 1), np.int32)
+    shape = (sum(num_blocks) + 1, block_size, kv_heads, head_dim)
+    pools = [torch.full(shape, float("nan"), dtype=dtype) for _ in range(2)]
+    for i, (context_len, n) in enumerate(zip(context_lens, num_blocks, strict=True)):
+        own, free = free[:n], free[n:]
+        tables[i, :n] = own.numpy()
+        for pool in pools:
+            content = torch.randn((context_len, kv_heads, head_dim), generator=generator)
+            for j, block in enumerate(own.tolist()):
+                part = content[j * block_size : (j + 1) * block_size]
+                pool[block, : len(part)] = part.to(dtype)
+    heads, num_tokens = kv_heads * group, sum(query_lens)
+    # queries as a view with gaps, as they are cut out of a merged projection
+    wide = torch.full((num_tokens, heads + 3, head_dim), float("nan"), dtype=dtype)
+    wide[:, :heads] = torch.randn((num_tokens, heads, head_dim), generator=generator).to(dtype)
+    return PagedBatch(
+        wide.to(DEVICE)[:, :heads],
+        pools[0].to(DEVICE),
+        pools[1].to(DEVICE),
+        tables,
+        np.array(context_lens, np.int64),
+        np.array(query_lens, np.int64),
+    )

@@ -1,0 +1,214 @@
+"""Paged attention kernels equal float64 attention, read and write nothing else, and the check can fail."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
+
+import engine.kernels
+from engine.kernels import decode_attention, kv_store, prefill_attention
+from tests.engine.paged import DEVICE, TOLERANCE, PagedBatch, make_batch
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# (head_dim, queries per KV head, block size, tokens of a tile): odd ones too
+SHAPES = [
+    (16, 4, 4, 16), (32, 1, 16, 16), (64, 8, 16, 128), (64, 2, 32, 16), (80, 6, 16, 64), (96, 3, 48, 16),
+    (128, 2, 16, 64), (128, 16, 64, 128), (128, 4, 256, 32), (256, 2, 128, 32), (256, 20, 16, 128),
+]  # fmt: skip
+KERNELS = SimpleNamespace(decode_attention=decode_attention, prefill_attention=prefill_attention)
+
+
+def set_tile(monkeypatch: pytest.MonkeyPatch, kernels: Any, tile: int) -> None:
+    for module in (kernels.decode_attention, kernels.prefill_attention):
+        monkeypatch.setattr(module, "tile_tokens", lambda dim_pad, itemsize: tile)
+
+
+def decode(
+    batch: PagedBatch, *, num_splits: int, min_split: int = 16, kernels: Any = KERNELS
+) -> torch.Tensor:
+    """Run the decode kernel on a batch of one query for each sequence; two more rows stay poisoned."""
+    rows = kernels.decode_attention.DecodeRows(
+        batch.tensor(np.arange(len(batch.query))), batch.tensor(batch.context_lens),
+        batch.tensor(batch.block_tables), int(batch.context_lens.max()),
+    )  # fmt: skip
+    out = batch.poisoned_output(num_more_rows=2)
+    kernels.decode_attention.decode_attention(
+        batch.query, batch.key_cache, batch.value_cache, rows, out,
+        scale=batch.scale, num_splits=num_splits, min_split_tokens=min_split,
+    )  # fmt: skip
+    assert out[len(batch.query) :].isnan().all()
+    return out
+
+
+def prefill(batch: PagedBatch, kernels: Any = KERNELS) -> torch.Tensor:
+    """Run the prefill kernel on all sequences of a batch; two more rows stay poisoned."""
+    size = kernels.prefill_attention.QUERY_TILE
+    tiles = [(i, start) for i, n in enumerate(batch.query_lens) for start in range(0, n, size)]
+    ends = np.cumsum(batch.query_lens)
+    prefills = kernels.prefill_attention.PrefillTiles(
+        batch.tensor([i for i, _ in tiles]), batch.tensor([start for _, start in tiles]),
+        batch.tensor(np.stack((ends - batch.query_lens, ends), axis=1)),
+        batch.tensor(batch.context_lens), batch.tensor(batch.block_tables),
+    )  # fmt: skip
+    out = batch.poisoned_output(num_more_rows=2)
+    kernels.prefill_attention.prefill_attention(
+        batch.query, batch.key_cache, batch.value_cache, prefills, out, scale=batch.scale
+    )
+    assert out[len(batch.query) :].isnan().all()
+    return out
+
+
+@pytest.mark.parametrize(("head_dim", "group", "block_size", "tile"), SHAPES)
+def test_decode_equals_float64(
+    head_dim: int, group: int, block_size: int, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contexts of 1, a block less 1, a block, a block and 1, three blocks and 1; one split and several."""
+    set_tile(monkeypatch, KERNELS, tile)
+    lens = [1, block_size - 1, block_size, block_size + 1, 3 * block_size + 1]
+    batch = make_batch(lens, head_dim=head_dim, group=group, block_size=block_size)
+    for num_splits in (1, 3):
+        assert batch.error(decode(batch, num_splits=num_splits)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_splits", [1, 2, 7, 32])
+def test_decode_splits_do_not_show(num_splits: int, dtype: torch.dtype) -> None:
+    """Fewer splits than blocks, and more splits than blocks or tokens."""
+    batch = make_batch([1, 17, 100, 333], head_dim=64, kv_heads=1, dtype=dtype)
+    assert batch.error(decode(batch, num_splits=num_splits)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_padding_rows_get_zeros_and_read_nothing(num_splits: int) -> None:
+    """Their block tables point to NaN; the rows between them are right."""
+    batch = make_batch([0, 40, 0, 7, 0])
+    out = decode(batch, num_splits=num_splits)
+    assert batch.error(out) < TOLERANCE[torch.float32]
+    assert (out[[0, 2, 4]] == 0).all()
+
+
+def test_a_batch_of_padding_alone() -> None:
+    batch = make_batch([0, 0])
+    for num_splits in (1, 2):
+        assert (decode(batch, num_splits=num_splits)[:2] == 0).all()
+
+
+@pytest.mark.parametrize(("head_dim", "group", "block_size", "tile"), SHAPES)
+def test_prefill_equals_float64(
+    head_dim: int, group: int, block_size: int, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole prompts and chunks behind a cached context, around a tile's and a block's size."""
+    set_tile(monkeypatch, KERNELS, tile)
+    query_lens = [2, 64, 65, 17, 1]
+    context_lens = [2, 64, 65, 17 + 3 * block_size, block_size + 1]
+    batch = make_batch(
+        context_lens, query_lens, head_dim=head_dim, group=group, kv_heads=1, block_size=block_size
+    )
+    assert batch.error(prefill(batch)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tile", [16, 128])
+def test_prefill_in_each_dtype(dtype: torch.dtype, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles of queries behind several tiles of cached context."""
+    set_tile(monkeypatch, KERNELS, tile)
+    batch = make_batch([140 + 150, 130], [140, 130], kv_heads=1, dtype=dtype)
+    assert batch.error(prefill(batch)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(3, 16), (8, 128)])
+def test_store_writes_the_slots_and_nothing_else(dtype: torch.dtype, kv_heads: int, head_dim: int) -> None:
+    """Strided keys and values; slots of -1 are skipped."""
+    generator = torch.Generator().manual_seed(0)
+    merged = torch.randn((33, 2 * kv_heads + 1, head_dim), generator=generator).to(dtype).to(DEVICE)
+    keys, values = merged[:, 1 : 1 + kv_heads], merged[:, 1 + kv_heads :]
+    caches = [torch.full((5, 16, kv_heads, head_dim), float("nan"), dtype=dtype, device=DEVICE) for _ in "kv"]
+    slots = torch.randperm(80, generator=generator)[:33]
+    slots[[0, 7, 31, 32]] = -1
+    kv_store.store_kv(keys, values, *caches, slots.to(DEVICE))
+    used = (slots >= 0).nonzero()[:, 0].to(DEVICE)
+    for new, cache in zip((keys, values), caches, strict=True):
+        flat = cache.flatten(0, 1)
+        assert torch.equal(flat[slots[slots >= 0].to(DEVICE)], new[used])
+        assert flat.isnan().flatten(1).all(1).sum() == 80 - len(used)
+
+
+# Mutations: each is one slip of the pen in a kernel; the checks above must see it.
+MUTATIONS = {
+    "decode forgets its own token": (
+        "decode_attention.py", "+ (context_len - 1)", "+ (context_len - 2)",
+    ),
+    "decode reads one token too far": (
+        "decode_attention.py", "end = tl.minimum(start + length, context_len)",
+        "end = tl.minimum(start + length, context_len + 1)",
+    ),
+    "splits overlap": ("decode_attention.py", "start = split * length", "start = split * (length - 1)"),
+    "merge drops the last split": ("decode_attention.py", "split < num_used", "split < num_used - 1"),
+    "merge weighs splits by a wrong sum": (
+        "decode_attention.py", "row_max + tl.log2(row_sum)", "row_max",
+    ),
+    "the mask hides the query's own token": (
+        "kv_tile.py", "tokens[None, :] <= last_seen", "tokens[None, :] < last_seen",
+    ),
+    "the mask lets the next token through": (
+        "kv_tile.py", "<= last_seen[:, None]", "<= last_seen[:, None] + 1",
+    ),
+    "values past the end are read": (
+        "kv_tile.py", "mask=(tokens < end)[:, None] & inside[None, :]", "mask=inside[None, :]",
+    ),
+    "no mask one tile too long": (
+        "prefill_attention.py", "(first_token + 1) // TILE * TILE", "tl.cdiv(first_token + 1, TILE) * TILE",
+    ),
+    "chunks are placed at the start of the context": (
+        "prefill_attention.py", "first_token = context_len - num_queries + tile_start",
+        "first_token = tile_start",
+    ),
+    "the wrong KV head": ("prefill_attention.py", "head // GROUP", "head % GROUP"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def mutant(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SimpleNamespace]:
+    """The attention kernels with one line changed, imported from a copy under another name."""
+    file, right, wrong = MUTATIONS[request.param]
+    package = tmp_path / "mutant_kernels"
+    shutil.copytree(Path(engine.kernels.__file__).parent, package, ignore=shutil.ignore_patterns("*.pyc"))
+    for path in package.glob("*.py"):
+        text = path.read_text()
+        assert path.name != file or text.count(right) == 1
+        text = text.replace(right, wrong) if path.name == file else text
+        path.write_text(text.replace("engine.kernels", "mutant_kernels"))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield SimpleNamespace(
+        decode_attention=importlib.import_module("mutant_kernels.decode_attention"),
+        prefill_attention=importlib.import_module("mutant_kernels.prefill_attention"),
+    )
+    for name in [name for name in sys.modules if name.startswith("mutant_kernels")]:
+        del sys.modules[name]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy sees a mutant's NaN
+@pytest.mark.parametrize("mutant", MUTATIONS, indirect=True)
+def test_a_slip_in_a_kernel_is_caught(mutant: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same two checks on the true kernels pass."""
+    decodes = make_batch([1, 33, 100], head_dim=32)
+    chunks = make_batch([70, 90], [70, 20], head_dim=32)
+    for kernels, caught in ((KERNELS, False), (mutant, True)):
+        set_tile(monkeypatch, kernels, 16)
+        errors = [decodes.error(decode(decodes, num_splits=3, kernels=kernels))]
+        errors.append(chunks.error(prefill(chunks, kernels=kernels)))
+        assert (max(errors) > 1e-3) == caught

@@ -1,0 +1,140 @@
+"""The triton backend splits mixed steps rightly, is chosen rightly, and says what it needs."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
+
+import engine.attention
+from engine.attention import load_backend, triton_backend
+from engine.attention.torch_backend import TorchAttention
+from engine.attention.triton_backend import TritonAttention
+from engine.errors import ConfigError
+from engine.kernels.decode_attention import (
+    MAX_SPLITS,
+    MIN_SPLIT_TOKENS,
+    PROGRAMS_PER_PROCESSOR,
+    choose_num_splits,
+)
+from engine.kernels.kv_tile import INTERPRETED
+from engine.kv_cache import LayerKVCache
+from engine.layers.attention import Attention
+from tests.engine.paged import DEVICE, TOLERANCE, PagedBatch, make_batch
+
+ON_CPU = pytest.mark.skipif(not INTERPRETED, reason="about CPUs: here the kernels run on a GPU")
+
+
+@pytest.fixture(scope="module")
+def backend() -> TritonAttention:
+    return TritonAttention(DEVICE)
+
+
+def attend(backend: TritonAttention, batch: PagedBatch) -> torch.Tensor:
+    metadata = backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
+    cache = LayerKVCache(batch.key_cache, batch.value_cache)
+    return backend.forward(batch.query, cache, metadata, scale=batch.scale)
+
+
+# a decode, a padding row, a whole prompt, a chunk behind a cached context
+decodes = st.integers(1, 300).map(lambda context: (1, context))
+padding = st.just((1, 0))
+prompts = st.integers(2, 150).map(lambda query: (query, query))
+chunks = st.tuples(st.integers(2, 100), st.integers(1, 100)).map(lambda pair: (pair[0], sum(pair)))
+sequences = st.lists(st.one_of(decodes, padding, prompts, chunks), min_size=1, max_size=5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(sequences, st.sampled_from([16, 32, 256]), st.sampled_from([(32, 1), (16, 3)]), st.integers(0, 99))
+def test_random_steps_equal_float64(
+    backend: TritonAttention,
+    lens: list[tuple[int, int]],
+    block_size: int,
+    shape: tuple[int, int],
+    seed: int,
+) -> None:
+    """Any mix of decodes, padding, prompts and chunks in any order."""
+    head_dim, group = shape
+    batch = make_batch(
+        [context for _, context in lens],
+        [query for query, _ in lens],
+        head_dim=head_dim,
+        group=group,
+        kv_heads=1,
+        block_size=block_size,
+        seed=seed,
+    )
+    assert batch.error(attend(backend, batch)) < TOLERANCE[torch.float32]
+
+
+def test_metadata_splits_a_step_by_kind(backend: TritonAttention) -> None:
+    """Sequences of 1, 70, 1 and 3 queries: two decode rows, and tiles of 64 queries for the others."""
+    tables = np.arange(12, dtype=np.int32).reshape(4, 3)
+    metadata = backend.build_metadata(tables, np.array([5, 80, 9, 3]), np.array([1, 70, 1, 3]))
+    decode, prefill = metadata.decode, metadata.prefill
+    assert decode.rows.tolist() == [0, 71]
+    assert decode.context_lens.tolist() == [5, 9]
+    assert decode.block_tables.tolist() == tables[[0, 2]].tolist()
+    assert decode.max_context_len == 9
+    assert prefill.seqs.tolist() == [0, 0, 1]
+    assert prefill.starts.tolist() == [0, 64, 0]
+    assert prefill.query_ranges.tolist() == [[1, 71], [72, 75]]
+    assert prefill.block_tables.tolist() == tables[[1, 3]].tolist()
+    parts = (decode.context_lens, decode.block_tables, prefill.starts, prefill.block_tables)
+    assert all(part.data_ptr() % 16 == 0 for part in parts)  # or Triton compiles anew in mid-run
+
+
+def test_number_of_splits_fills_the_device_and_is_bounded() -> None:
+    """It depends on the longest context only where that is short, so the scratch has a bound."""
+    assert choose_num_splits(8, 100_000, 132) == MAX_SPLITS
+    assert choose_num_splits(8, 3 * MIN_SPLIT_TOKENS, 132) == 3
+    assert choose_num_splits(8, 1, 132) == choose_num_splits(8, 0, 132) == 1
+    for num_programs in (1, 100, 2048, 100_000):
+        num_splits = choose_num_splits(num_programs, 10**6, 132)
+        assert num_programs * num_splits < PROGRAMS_PER_PROCESSOR * 132 + num_programs
+
+
+def test_auto_takes_triton_on_cuda_and_warns(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert engine.attention._choose(torch.device("cuda")) == "triton"
+    assert "'triton'" in caplog.text
+    assert "not been run on a GPU" in caplog.text
+
+
+def test_auto_takes_torch_where_triton_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine.attention, "find_spec", lambda name: None)
+    with caplog.at_level(logging.WARNING):
+        assert engine.attention._choose(torch.device("cuda")) == "torch"
+    assert "'torch'" in caplog.text
+
+
+def test_auto_takes_torch_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    """Also where the interpreter could run the kernels: it is for tests."""
+    assert isinstance(load_backend("auto", torch.device("cpu")), TorchAttention)
+    assert caplog.text == ""
+
+
+def test_without_triton_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.attention, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install triton"):
+        load_backend("triton", torch.device("cpu"))
+
+
+@ON_CPU
+def test_on_a_cpu_without_the_interpreter_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "INTERPRETED", False)
+    with pytest.raises(ConfigError, match=r"does not run on device='cpu'; use 'torch'.*TRITON_INTERPRET"):
+        load_backend("triton", torch.device("cpu"))
+
+
+def test_heads_that_are_too_large_stop_the_start(backend: TritonAttention) -> None:
+    with pytest.raises(ConfigError, match="up to 256 numbers, this model has 320"):
+        Attention(backend, 320)

@@ -1,0 +1,185 @@
+"""The triton backend's engine: transformers' tokens, padding that leaves no trace, and faults that show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
+
+from engine import Engine, EngineConfig, SamplingParams
+from engine.attention.triton_backend import TritonAttention
+from engine.batch import ForwardBatch
+from engine.layers.activation import SiluAndMul
+from engine.layers.norm import RMSNorm
+from tests.engine import test_determinism as determinism
+from tests.engine.checkpoints import SHAPES, Shape, pool_bytes
+from tests.engine.reference import Reference
+
+# The interpreter takes milliseconds for each program: few prompts, those around a block and with a prefix.
+PROMPTS = (0, 2, 3, 7, 11)
+NUM_NEW_TOKENS = 5
+GREEDY = SamplingParams(max_tokens=NUM_NEW_TOKENS, temperature=0.0, ignore_eos=True)
+BY_NAME = {shape.name: shape for shape in SHAPES}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in BY_NAME),
+    ("gqa4_tied", {"enable_prefix_caching": False}),
+    ("gqa4_tied", {"max_num_seqs": 5, "max_num_batched_tokens": 23}),
+]
+
+
+@pytest.fixture(scope="module")
+def few(folders: dict[str, Path]) -> dict[str, Reference]:
+    """References with few prompts and short answers."""
+    made = {name: Reference(folders[name]) for name in BY_NAME}
+    for reference in made.values():
+        reference.prompts = [reference.prompts[i] for i in PROMPTS]
+        reference.answers = [answer[:NUM_NEW_TOKENS] for answer in reference.answers]
+    return made
+
+
+def config(folder: Path, shape: Shape, *, pool_blocks: int = 100, **changes: Any) -> EngineConfig:
+    values: dict[str, Any] = {
+        "dtype": "float32", "max_model_len": 200, "max_num_seqs": 8, "max_num_batched_tokens": 1024,
+        "kv_cache_bytes": pool_bytes(shape, pool_blocks, changes.get("block_size", 16)),
+        "attention_backend": "triton",
+    }  # fmt: skip
+    return EngineConfig(str(folder), **{**values, **changes})
+
+
+def differences(
+    reference: Reference,
+    shape: Shape,
+    settings: dict[str, Any],
+    change: Callable[[Engine], None] = lambda engine: None,
+) -> list[str]:
+    """Run the prompts; return the differences that no tie explains."""
+    with Engine(config(reference.folder, shape, **settings)) as built:
+        change(built)
+        completions = built.generate(reference.prompts, GREEDY)
+        assert (built.stats().num_preemptions > 0) == ("pool_blocks" in settings)
+        return reference.unexplained(completions)
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_greedy_tokens_equal_transformers(name: str, settings: dict[str, Any], few: Any) -> None:
+    """Every checkpoint; then one uncached, and one in chunks."""
+    assert differences(few[name], BY_NAME[name], settings) == []
+
+
+def test_greedy_tokens_equal_transformers_after_preemption(few: Any) -> None:
+    """A pool that the prompts fill, in blocks of 4: the next token preempts."""
+    short = copy(few["gqa4_tied"])
+    kept = [i for i, prompt in enumerate(short.prompts) if len(prompt) < 65]
+    short.answers = [short.answers[i] for i in kept]
+    short.prompts = [short.prompts[i] for i in kept]
+    settings = {"pool_blocks": 26, "block_size": 4, "max_model_len": 104}
+    assert differences(short, BY_NAME["gqa4_tied"], settings) == []
+
+
+def test_the_layers_use_the_fused_kernels(few: Any) -> None:
+    """Or the parity above would say nothing of them. With the torch backend they use none."""
+    for name, expected in (("triton", True), ("torch", False)):
+        with Engine(config(few["gqa4_tied"].folder, BY_NAME["gqa4_tied"], attention_backend=name)) as built:
+            model = built._open_runner().model
+            layers = [module for module in model.modules() if isinstance(module, RMSNorm | SiluAndMul)]
+            used = [layer for layer in layers if layer.kernels is not None]
+            per_head = [
+                module.q_norm for module in model.modules() if getattr(module, "q_norm", None) is not None
+            ]
+            assert (len(used) == len(layers) - 2 * len(per_head)) if expected else used == []
+
+
+def pad_every_step(built: Engine) -> None:
+    """Give each step three more rows, as a captured graph of a larger batch has them."""
+    runner = built._open_runner()
+    build, forward = runner.backend.build_metadata, runner.forward
+
+    def build_padded(tables: Any, context_lens: Any, query_lens: Any) -> Any:
+        tables = np.concatenate((tables, np.zeros((3, tables.shape[1]), np.int32)))
+        padded = (np.append(context_lens, [0] * 3), np.append(query_lens, [1] * 3))
+        return build(tables, *padded)
+
+    def forward_padded(batch: ForwardBatch) -> torch.Tensor:
+        more = torch.zeros(3, dtype=torch.int64, device=batch.token_ids.device)
+        logits = forward(
+            replace(
+                batch,
+                token_ids=torch.cat((batch.token_ids, more)),
+                positions=torch.cat((batch.positions, more)),
+                slot_mapping=torch.cat((batch.slot_mapping, more - 1)),
+                sample_rows=torch.cat((batch.sample_rows, len(batch.token_ids) + torch.arange(3).to(more))),
+            )
+        )
+        assert logits.isfinite().all()
+        return logits[:-3]
+
+    runner.backend.build_metadata = build_padded  # type: ignore[method-assign]
+    runner.forward = forward_padded  # type: ignore[method-assign]
+
+
+def test_padding_rows_write_nowhere_and_change_nothing(few: Any) -> None:
+    """The tokens stay the same; the pool's last slot, which an index of -1 would hit, stays zero."""
+    reference, shape, pools = few["gqa4_tied"], BY_NAME["gqa4_tied"], []
+
+    def change(built: Engine) -> None:
+        pad_every_step(built)
+        pools.append(built._open_runner().cache.pool)
+
+    assert differences(reference, shape, {}, change) == []
+    assert (pools[0] != 0).any()
+    assert (pools[0][:, :, -1] == 0).all()
+
+
+def test_one_wrong_slot_is_caught(few: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token of each step goes to the slot after its own."""
+    store = TritonAttention.store
+
+    def store_wrongly(self: Any, keys: Any, values: Any, cache: Any, slot_mapping: torch.Tensor) -> None:
+        wrong = slot_mapping.clone()
+        wrong[0] += 1 if wrong[0] % 16 < 15 else -1
+        store(self, keys, values, cache, wrong)
+
+    monkeypatch.setattr(TritonAttention, "store", store_wrongly)
+    assert differences(few["gqa4_tied"], BY_NAME["gqa4_tied"], {"enable_prefix_caching": False})
+
+
+def test_a_context_one_too_short_is_caught(few: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes that do not see their own token."""
+    build = TritonAttention.build_metadata
+
+    def build_short(self: Any, tables: Any, context_lens: Any, query_lens: Any) -> Any:
+        return build(self, tables, context_lens - (query_lens == 1), query_lens)
+
+    monkeypatch.setattr(TritonAttention, "build_metadata", build_short)
+    assert differences(few["gqa4_tied"], BY_NAME["gqa4_tied"], {})
+
+
+def test_a_seeded_completion_does_not_depend_on_its_batch(folders: dict[str, Path]) -> None:
+    """Alone, together, and together in a pool so small that sequences are preempted."""
+    requests = [
+        (prompt, replace(params, max_tokens=min(params.max_tokens, 5)))
+        for prompt, params in determinism.requests()[:6]
+    ]
+    settings: dict[str, Any] = {"attention_backend": "triton", "max_num_seqs": 8}
+    alone = determinism.config(folders, enable_prefix_caching=False, pool_blocks=50, **settings)
+    with Engine(alone) as built:
+        expected = [
+            (completion.index, completion.token_ids)
+            for prompt, params in requests
+            for completion in built.generate([prompt], params)
+        ]
+    for pool_blocks, budget in ((50, 1024), (6, 23)):
+        together = determinism.config(
+            folders, pool_blocks=pool_blocks, max_num_batched_tokens=budget, **settings
+        )
+        completions, stats = determinism.run(together, requests)
+        assert completions == expected
+        assert (stats.num_preemptions > 0) == (pool_blocks == 6)
