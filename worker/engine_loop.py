@@ -11,9 +11,12 @@ from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from engine import Completion, InvalidRequest, SamplingParams
+from engine import Completion, EngineError, InvalidRequest, SamplingParams
 
 STATS_PERIOD_S = 1.0
+WAKE_PERIOD_S = 0.5
+"""An idle main thread wakes up this often to see signals: one sent while the process was stopped may have
+gone to another thread, and then nothing interrupts the wait here."""
 
 
 class EngineLike(Protocol):
@@ -117,7 +120,7 @@ class EngineLoop:
         wait = not self._engine.has_unfinished and not self._refused
         while True:
             try:
-                order = self._orders.get(block=wait)
+                order = self._orders.get(wait, WAKE_PERIOD_S)
             except Empty:
                 return True
             if isinstance(order, Halt):
@@ -138,8 +141,12 @@ class EngineLoop:
             if prompt is None:
                 raise InvalidRequest("the request has neither a prompt nor messages")
             self._engine.add(order.request_id, prompt, params, lane=order.lane)
-        except InvalidRequest as error:
-            self._refused.append(refusal(order.request_id, str(error)))
+        except EngineError as error:
+            if not isinstance(error, InvalidRequest):
+                raise
+            self._refused.append(Completion.refused(order.request_id, error))
+        except Exception as error:  # noqa: BLE001  # what a request may hold is open; it fails itself alone
+            self._refused.append(Completion.refused(order.request_id, error))
 
     def _hand_out(self, finished: list[Completion]) -> None:
         now = self._clock()
@@ -147,18 +154,3 @@ class EngineLoop:
             completions, self._refused = self._refused + finished, []
             self._reported_at = now
             self._report(Stepped(completions, asdict(self._engine.stats())))
-
-
-def refusal(request_id: str, message: str) -> Completion:
-    """The completion of a request that never ran."""
-    return Completion(
-        request_id=request_id,
-        index=0,
-        token_ids=[],
-        text="",
-        finish_reason="error",
-        num_prompt_tokens=0,
-        num_cached_tokens=0,
-        logprobs=None,
-        error=message,
-    )

@@ -154,6 +154,17 @@ def test_a_frozen_worker_that_thaws_leaves_one_part_of_each_shard(workers: Worke
     assert leftovers(workers.redis, "bulk") == []
 
 
+def test_a_signal_sent_to_a_frozen_worker_is_obeyed_when_it_thaws(workers: Workers) -> None:
+    """The kernel may hand such a signal to any thread, and Python's handlers run in the main one."""
+    names = [f"w{i}" for i in range(4)]
+    processes = [workers.start("--name", name) for name in names]
+    wait_until(lambda: all(stats_of(workers, name) for name in names))
+    for process in processes:
+        for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGCONT):
+            process.send_signal(number)
+    assert [process.wait(timeout=20) for process in processes] == [0] * 4
+
+
 def test_an_engine_that_raises_stops_the_worker_with_an_error_and_gives_its_jobs_back(
     workers: Workers,
 ) -> None:
