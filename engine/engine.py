@@ -243,7 +243,7 @@ class Engine:
             try:
                 self.add(*request)
             except InvalidRequest as error:
-                refused.append(_error_completion(request[0], error))
+                refused.append(Completion.refused(request[0], error))
         return False
 
     def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
@@ -304,16 +304,3 @@ def _pair(
         if prompt is missing or own is missing:
             raise InvalidRequest(f"there are not as many prompts as params: one of them ended after {i}")
         yield str(i), prompt, own
-
-
-def _error_completion(request_id: str, error: InvalidRequest) -> Completion:
-    return Completion(
-        request_id=request_id,
-        index=0,
-        token_ids=[],
-        text="",
-        finish_reason="error",
-        num_prompt_tokens=0,
-        num_cached_tokens=0,
-        error=str(error),
-    )

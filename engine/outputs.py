@@ -31,6 +31,20 @@ class Completion:
     logprobs: None = None
     error: str | None = None
 
+    @classmethod
+    def refused(cls, request_id: str, error: Exception) -> Completion:
+        """Stand in for the completions of a request that could not run."""
+        return cls(
+            request_id=request_id,
+            index=0,
+            token_ids=[],
+            text="",
+            finish_reason="error",
+            num_prompt_tokens=0,
+            num_cached_tokens=0,
+            error=str(error),
+        )
+
 
 @dataclass(frozen=True)
 class EngineStats:

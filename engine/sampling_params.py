@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from reprlib import repr as shown  # short: a value may be as long as a prompt
 from typing import Any
 
 from engine.errors import InvalidSampling
@@ -86,7 +87,7 @@ class SamplingParams:
         if self.top_p == 0.0:
             raise InvalidSampling("top_p must be above 0; for the likeliest token alone set temperature=0")
         if not isinstance(self.ignore_eos, bool):
-            raise InvalidSampling(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
+            raise InvalidSampling(f"ignore_eos must be true or false, got {shown(self.ignore_eos)}")
         if self.min_tokens > self.max_tokens:
             raise InvalidSampling(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
@@ -102,33 +103,40 @@ class SamplingParams:
         for name in mapping:
             if name not in accepted:
                 problem = "is not built yet" if name in NOT_BUILT else "is no sampling parameter"
-                raise InvalidSampling(f"{name!r} {problem}; accepted are {', '.join(sorted(accepted))}")
+                raise InvalidSampling(f"{shown(name)} {problem}; accepted are {', '.join(sorted(accepted))}")
         return cls(**mapping)
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         hint = " (a text; write it without quotes)" if isinstance(value, str) else ""
-        raise InvalidSampling(f"{name} must be an integer, got {value!r}{hint}")
+        raise InvalidSampling(f"{name} must be an integer, got {shown(value)}{hint}")
     if value < low or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise InvalidSampling(f"{name} must be {bounds}, got {value}")
+        raise InvalidSampling(f"{name} must be {bounds}, got {shown(value)}")
 
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         hint = " (a text; write it without quotes)" if isinstance(value, str) else ""
-        raise InvalidSampling(f"{name} must be a number, got {value!r}{hint}")
-    if not math.isfinite(value) or not low <= value <= high:
+        raise InvalidSampling(f"{name} must be a number, got {shown(value)}{hint}")
+    if not _is_finite(value) or not low <= value <= high:
         bounds = f"finite and at least {low}" if high == math.inf else f"between {low} and {high}"
-        raise InvalidSampling(f"{name} must be {bounds}, got {value}")
+        raise InvalidSampling(f"{name} must be {bounds}, got {shown(value)}")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 def _stop_strings(stop: object) -> tuple[str, ...]:
     if isinstance(stop, str):
         stop = (stop,)
     if not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) for text in stop):
-        raise InvalidSampling(f"stop must be a string or a list of strings, got {stop!r}")
+        raise InvalidSampling(f"stop must be a string or a list of strings, got {shown(stop)}")
     if len(stop) > MAX_STOPS:
         raise InvalidSampling(f"stop holds {len(stop)} strings; at most {MAX_STOPS} are allowed")
     for text in stop:
@@ -141,7 +149,7 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
 
 def _stop_token_ids(token_ids: object) -> tuple[int, ...]:
     if not isinstance(token_ids, (list, tuple)):
-        raise InvalidSampling(f"stop_token_ids must be a list of token ids, got {token_ids!r}")
+        raise InvalidSampling(f"stop_token_ids must be a list of token ids, got {shown(token_ids)}")
     if len(token_ids) > MAX_STOPS:
         raise InvalidSampling(f"stop_token_ids holds {len(token_ids)} ids; at most {MAX_STOPS} are allowed")
     for token_id in token_ids:

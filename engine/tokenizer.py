@@ -73,7 +73,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:  # a lone surrogate
             raise InvalidPrompt(f"the prompt is no valid Unicode text: {error}") from error
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        # verbose=False: a text beyond the model's length is our error to name, not a warning to print
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
 
 def _check_messages(messages: object) -> None:

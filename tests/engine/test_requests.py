@@ -113,6 +113,8 @@ def test_a_bad_prompt_fails_alone(shared: Engine, prompt: Any, error: type[Excep
         ({"ignore_eos": 1}, "ignore_eos"),
         ({"logprobs": 5}, "'logprobs' is not built yet; accepted are ignore_eos"),
         ({"presence_penalty": 0.5}, "not built yet"),
+        ({"temperature": 10**400}, "temperature must be finite and at least 0.0, got 1000"),
+        ({"stop": {"secret": "x" * 1000}}, "stop must be a string or a list of strings, got .{0,60}$"),
         ({"max_token": 5}, "'max_token' is no sampling parameter; accepted are"),
     ],
 )

@@ -102,6 +102,7 @@ def test_a_pickle_payload_is_never_loaded(workers: Workers, tmp_path: Path) -> N
         ["jobs.complete", None, ["a"], {"max_tokens": "64"}],
         ["jobs.complete", None, ["a"], {"no_such_name": 1}],
         ["jobs.complete", None, ["a"], {"temperature": -1}],
+        ["jobs.complete", None, ["a"], {"temperature": 10**400}],
         ["jobs.complete", None, ["a"], {"n": {}}],
         ["jobs.complete", None, [""], {}],
         ["jobs.chat", None, [[{"role": "user"}]], {}],
