@@ -25,6 +25,7 @@ class EngineConfig:
     tensor_parallel_size: processes ("ranks") that share each layer, one GPU each; with 1 there is none but
         the caller's. On a CPU they divide torch's threads. It must divide the attention heads and the MLP
         features, and divide the KV heads or be a multiple of them.
+    attention_backend: "auto" (triton on a GPU where it is installed, else torch), "torch" or "triton".
     enforce_eager: run without captured graphs. There are none yet on any device.
     seed: starts the generator that draws a seed for each request without one.
     """

@@ -23,8 +23,8 @@ def fold_tile(
 ):  # fmt: skip
     """Attend to `tokens` of one sequence and KV head; return the new (acc, row_max, row_sum).
 
-    queries: [rows, DIM_PAD].  acc: [rows, DIM_PAD] float32, the weighted sum of values so far, times
-    row_sum.  row_max, row_sum: [rows] float32, of scores in base 2.  tokens: [tile] int32.
+    queries: [rows, DIM_PAD].  acc: [rows, DIM_PAD] float32, the weighted sum of values so far, not
+    yet divided by row_sum.  row_max, row_sum: [rows] float32, of scores in base 2.  tokens: [tile] int32.
     end: tokens from here on are not read.  last_seen: [rows], the last token each row may see.
     Without MASKED every token is below `end` and seen by every row.  A row must see some token in its first
     tile: that keeps its maximum finite.  Source: FlashAttention-2, arXiv:2307.08691, section 3.1.
