@@ -6,6 +6,7 @@ Needs the test suite's dependencies and a Redis server's executable, and runs fr
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from pathlib import Path
@@ -21,12 +22,13 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="start no new round after this time")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no process is left behind
     started, longest_s = time.monotonic(), 0.0
     with TemporaryDirectory(prefix="f") as folder, harness(Path(folder), options.seed) as faults:
         print(f"seed {options.seed}", flush=True)
         while faults.is_clean() and (left := options.kills - faults.num_kills) > 0:
             round_started = time.monotonic()
-            faults.one_of_each(min(left, 200))
+            faults.one_of_each(min(left, 400))
             longest_s = max(longest_s, time.monotonic() - round_started)
             print(f"{faults.table()}\n", flush=True)
             if time.monotonic() - started + longest_s > options.minutes * 60:

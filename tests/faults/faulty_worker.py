@@ -107,7 +107,7 @@ def serve(plan: WorkerPlan) -> None:
         TOKENMILL_MAX_WORKER_DEATHS="1000000",
         TOKENMILL_DATA_ROOTS=str(plan.folder),
         TOKENMILL_ALLOWED_FUNCTIONS=",".join(f"tests.worker.functions.{name}" for name in functions),
-        FAKE_STEP_S="0.002",
+        FAKE_STEP_S="0.01",
     )
     run_state.LOCK_TTL_S = plan.lease_s  # a planner's lease, as short as a job's
     if plan.strike is not None:

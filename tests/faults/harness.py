@@ -312,13 +312,13 @@ class Harness:
     def one_of_each(self, kills: int) -> None:
         """A round of every scenario, most of it kills."""
         self.kills(kills)
-        self.freezes(max(3, kills // 20))
-        self.shutdowns(max(3, kills // 40))
-        self.cut_connections(max(5, kills // 8))
-        self.lost_replies(max(3, kills // 20))
-        self.server_faults(max(3, kills // 40))
-        self.disk_full(max(2, kills // 60))
-        self.engine_errors(max(2, kills // 40))
+        self.freezes(max(3, kills // 60))
+        self.shutdowns(max(3, kills // 60))
+        self.cut_connections(max(5, kills // 10))
+        self.lost_replies(max(3, kills // 60))
+        self.server_faults(max(3, kills // 60))
+        self.disk_full(max(2, kills // 100))
+        self.engine_errors(max(2, kills // 100))
 
     @property
     def num_kills(self) -> int:
