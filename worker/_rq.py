@@ -35,7 +35,7 @@ from rq import Queue
 from rq.connections import get_connection_kwargs
 from rq.defaults import DEFAULT_FAILURE_TTL
 from rq.executions import Execution
-from rq.job import Job, JobStatus
+from rq.job import Job, JobStatus, _job_stack
 from rq.job import Retry as JobRetry
 from rq.registry import FailedJobRegistry, FinishedJobRegistry
 from rq.results import Result
@@ -456,6 +456,16 @@ class EndsLikeRq:
         scope.log_result_lifespan = False
         queue = Queue(claimed.queue_name, connection=self._client, serializer=JSONSerializer)
         return scope, job, queue
+
+
+def perform(job: Job) -> Any:
+    """Call a job's function as RQ's `Job.perform` does, but for its own first command to Redis: a connection
+    that is cut just then would fail the job, and the claim has made its hash persistent already."""
+    _job_stack.push(job)
+    try:
+        return job._execute()
+    finally:
+        _job_stack.pop()
 
 
 def printable(error: BaseException) -> str:

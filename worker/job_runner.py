@@ -21,7 +21,17 @@ from rq.utils import now
 from engine import Completion
 from jobs.context import JobContext
 from jobs.table import open_task, own_function
-from worker._rq import OUTAGES, ClaimedJob, EndsLikeRq, EndStatus, JobStore, Outcome, printable, strip_hooks
+from worker._rq import (
+    OUTAGES,
+    ClaimedJob,
+    EndsLikeRq,
+    EndStatus,
+    JobStore,
+    Outcome,
+    perform,
+    printable,
+    strip_hooks,
+)
 from worker.admission import Admission, FunctionCall
 from worker.engine_loop import Abort, Add, Order
 from worker.errors import BadPayload, JobRefused, WorkerError
@@ -186,7 +196,7 @@ class JobRunner:
         self._packer.function_started(job)
         ended = self._packer.function_ended
         if own is None:
-            self._submit(self._functions, rq_job.perform, job, self._valued, ended)
+            self._submit(self._functions, partial(perform, rq_job), job, self._valued, ended)
         else:
             ours = partial(own, context, *call.args, **call.kwargs)
             self._submit(self._functions, ours, job, self._valued, ended, ours=True)

@@ -99,7 +99,7 @@ def serve(plan: WorkerPlan) -> None:
     os.dup2(log, 2)
     faulthandler.register(signal.SIGUSR1)
     os.chdir(plan.folder)
-    functions = ("add", "boom", "ask_for_retry", "on_success", "on_failure")
+    functions = ("add", "ask_for_retry", "ignore")
     os.environ.update(
         TOKENMILL_MODEL="fake",
         TOKENMILL_LEASE_S=str(plan.lease_s),

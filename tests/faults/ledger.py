@@ -80,7 +80,7 @@ class Ledger:
         if kind in (1, 5):
             options["retry"] = Retry(max=2)
         if kind in (2, 6):
-            options |= {"on_failure": Callback(F + "on_failure"), "on_success": Callback(F + "on_success")}
+            options |= {"on_failure": Callback(F + "ignore"), "on_success": Callback(F + "ignore")}
         job = queue.create_job(*arguments[:1], arguments[1:], tokens, **options)
         self._expected[job.id] = expected
         if kind in (2, 7, 8):  # before its parent: RQ forgets a child that comes after it has failed
@@ -168,7 +168,8 @@ class Ledger:
                 found.details.append(f"doubled {job_id} ({expected}): {len(ends)} ends, {job.get_status()}")
             elif len(ends) < 1 or ended[job_id] < 1 or _answer(ends[0]) != expected:
                 found.lost += 1
-                found.details.append(f"lost {job_id} ({expected}): {job.get_status()}, {len(ends)} ends")
+                why = [(result.exc_string or "").strip()[-200:] for result in ends]
+                found.details.append(f"lost {job_id} ({expected}): {job.get_status()}, {why}")
 
     def _audit_run(self, run: Path, found: Findings) -> None:
         found.rows += ROWS

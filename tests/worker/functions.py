@@ -48,3 +48,7 @@ def on_stopped(job: Job, connection: Redis) -> None:
 
 def on_success_raises(job: Job, connection: Redis, result: Any) -> None:
     raise RuntimeError("the success callback raised")
+
+
+def ignore(*anything: Any) -> None:
+    """A callback that cannot fail."""
