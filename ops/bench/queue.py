@@ -100,7 +100,7 @@ def serve(kind: str, url: str) -> None:
 
 def _count_sends() -> Callable[[], int]:
     sends = [0]
-    send = AbstractConnection.send_packed_command
+    send: Callable[..., Any] = AbstractConnection.send_packed_command
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         sends[0] += 1
