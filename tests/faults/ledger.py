@@ -49,6 +49,7 @@ class Ledger:
         self._redis, self._folder, self._rng = redis, folder, rng
         self._expected: dict[str, str] = {}
         self._runs: list[Path] = []
+        self._planning: dict[Path, str] = {}
         self._count = self._num_runs = 0
         self._source = folder / "in.parquet"
         rows = {"id": list(range(ROWS)), "prompt": [f"row {i}" for i in range(ROWS)]}
@@ -105,7 +106,7 @@ class Ledger:
 
     def _plan(self, output: Path, rows_per_shard: int = ROWS_PER_SHARD) -> None:
         queue = Queue("bulk", connection=self._redis, serializer=JSONSerializer)
-        queue.enqueue(
+        job = queue.enqueue(
             "jobs.score_parquet",
             str(self._source),
             str(output),
@@ -113,19 +114,14 @@ class Ledger:
             rows_per_shard=rows_per_shard,
             job_timeout=-1,
         )
+        self._planning[output] = job.id
 
     def resume_failed_runs(self) -> int:
         """Submit again what a full disk has failed, as its owner would; return how many runs those were."""
-        failed = {
-            job_id.decode().rpartition("-")[0] for job_id in self._redis.zrange("rq:failed:bulk", 0, -1)
-        }
+        ids = {job_id.decode() for job_id in self._redis.zrange("rq:failed:bulk", 0, -1)}
+        failed = {job_id.rpartition("-")[0] for job_id in ids}
         unfinished = [run for run in self._runs if not (run / "_SUCCESS").exists()]
-        plans = {run: run / "_plan.json" for run in unfinished}
-        again = [
-            run
-            for run, plan in plans.items()
-            if not plan.exists() or json.loads(plan.read_text())["run"] in failed
-        ]
+        again = [run for run in unfinished if self._planning[run] in ids or _run_id(run) in failed]
         for run in again:
             self._plan(run)
         return len(again)
@@ -187,6 +183,11 @@ class Ledger:
         if json.loads((run / "_manifest.json").read_text())["rows"] != ROWS:
             found.details.append(f"the manifest of {run.name} counts other rows")
             found.lost += 1
+
+
+def _run_id(run: Path) -> str | None:
+    plan = run / "_plan.json"
+    return str(json.loads(plan.read_text())["run"]) if plan.exists() else None
 
 
 def _answer(result: object) -> str:
