@@ -1,57 +1,42 @@
-"""The life of claimed jobs: admit, open, stream, deliver, and end each one as RQ would."""
+"""The life of claimed jobs: admit, open, stream and deliver each one, stop it where that is asked."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
 from redis import Redis
-from redis.exceptions import RedisError
 from rq.defaults import DEFAULT_RESULT_TTL
 from rq.queue import Queue
 from rq.timeouts import JobTimeoutException
-from rq.utils import now
 
 from engine import Completion
 from jobs.context import JobContext
 from jobs.table import open_task, own_function
 from worker._rq import (
-    OUTAGES,
     ClaimedJob,
     EndsLikeRq,
-    EndStatus,
     JobStore,
     Outcome,
     perform,
-    printable,
     strip_hooks,
 )
 from worker.admission import Admission, FunctionCall
 from worker.engine_loop import Abort, Add, Order
 from worker.errors import BadPayload, JobRefused, WorkerError
 from worker.functions import FunctionPool, JobStopped, timeout_error
+from worker.job_ends import JobEnds
 from worker.packing import Packer, RunningJob
+from worker.pool_calls import PoolCalls
 
 _FUNCTION_GRACE_S = 60
 """How long a function may take to notice its timeout, as in RQ, before its job is failed without it."""
-
-
-_TRY_AGAIN_S = 0.5
-"""Pause before an end that could not be written is tried again."""
-
-
-class EndNotWritten(WorkerError):
-    """RQ's own path returned, but Redis still shows the job as running; the end is tried again."""
-
-
-class CallbackFailed(WorkerError):
-    """A callback raised an error of Redis."""
 
 
 @dataclass(frozen=True)
@@ -106,16 +91,23 @@ class JobRunner:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._packer, self._admission, self._surroundings = packer, admission, surroundings
-        self._orders, self._files, self._functions, self._enders = orders, files, functions, enders
+        self._orders, self._files, self._functions = orders, files, functions
         self._pool_client, self._user_client = pool_client, user_client
-        self._ends, self._ends_store = ends, ends_store
-        self._post, self._log, self._clock = post, log, clock
+        self._log, self._clock = log, clock
+        self._calls = PoolCalls(post, self._close, log, clock)
+        self._ends = JobEnds(
+            rq=ends,
+            store=ends_store,
+            pool=enders,
+            calls=self._calls,
+            ended=self._ended,
+            default_result_ttl_s=surroundings.default_result_ttl_s,
+            log=log,
+            clock=clock,
+        )
         self._numbers = count()
         self._jobs: dict[int, RunningJob] = {}
-        self._outcomes: dict[int, Outcome] = {}
         self._surplus: list[ClaimedJob] = []
-        self._unwritten: list[Callable[[], None]] = []
-        self._try_again_at = clock()
         self.tally = Tally()
 
     @property
@@ -141,9 +133,9 @@ class JobRunner:
             job.task = open_task(call.name, call.args, call.kwargs)
         except JobRefused as error:
             strip_hooks(claimed.job)
-            self._fail(job, error)
+            self._ends.fail(job, error)
         except Exception as error:  # noqa: BLE001  # a payload may be anything; it fails its own job
-            self._fail(job, error)
+            self._ends.fail(job, error)
         else:
             if job.task is not None:
                 self._open(job)
@@ -176,14 +168,14 @@ class JobRunner:
         if task.blocking:
             job.started_at = self._clock()
             opened = self._packer.opened
-            self._submit(self._files, lambda: task.open(context), job, self._opened, opened, ours=True)
+            self._calls.submit(self._files, lambda: task.open(context), job, self._opened, opened, ours=True)
         else:
             self._packer.opened(job)
             self._call_now(lambda: task.open(context), job, self._opened)
 
     def _opened(self, job: RunningJob, _: Any, error: BaseException | None) -> None:
         if error is not None:
-            self._fail(job, error)
+            self._ends.fail(job, error)
         else:
             assert job.task is not None
             job.requests = job.task.requests()
@@ -196,56 +188,17 @@ class JobRunner:
         self._packer.function_started(job)
         ended = self._packer.function_ended
         if own is None:
-            self._submit(self._functions, partial(perform, rq_job), job, self._valued, ended)
+            self._calls.submit(self._functions, partial(perform, rq_job), job, self._valued, ended)
         else:
             ours = partial(own, context, *call.args, **call.kwargs)
-            self._submit(self._functions, ours, job, self._valued, ended, ours=True)
+            self._calls.submit(self._functions, ours, job, self._valued, ended, ours=True)
 
     def _valued(self, job: RunningJob, value: Any, error: BaseException | None) -> None:
         """A job's value is known, or what it raised."""
         if error is not None:
-            self._fail(job, error)
+            self._ends.fail(job, error)
         else:
-            self._succeed(job, value)
-
-    def _submit(
-        self,
-        pool: FunctionPool,
-        function: Callable[[], Any],
-        job: RunningJob,
-        then: Callable[[RunningJob, Any, BaseException | None], None],
-        always: Callable[[RunningJob], None] = lambda job: None,
-        ours: bool = False,
-    ) -> None:
-        """Run a function in a pool; then `always` and, if the job was not withdrawn, `then` run here.
-
-        ours: the function is our own and may be run again after any step of it: an outage delays it only.
-        """
-        ticket = job.ticket = object()
-
-        def start() -> None:
-            job.call = pool.submit(function, lambda value, error: self._post(lambda: report(value, error)))
-
-        def start_again() -> None:
-            if job.ticket is ticket:
-                start()
-            else:
-                report(None, None)
-
-        def report(value: Any, error: BaseException | None) -> None:
-            if job.ticket is not ticket:
-                always(job)
-                self._close(job)
-                return
-            job.call = None
-            if ours and isinstance(error, OUTAGES):
-                self._log.error("job %s: Redis did not answer (%s); trying again", job.claimed.job.id, error)
-                self._later(start_again)
-            else:
-                always(job)
-                then(job, value, error)
-
-        start()
+            self._ends.succeed(job, value)
 
     def _call_now(
         self,
@@ -274,7 +227,7 @@ class JobRunner:
                 continue
             if job.broken is not None:
                 self._withdraw(job, JobStopped)
-                self._fail(job, job.broken)
+                self._ends.fail(job, job.broken)
             elif job.is_complete:
                 self._collect(job)
 
@@ -303,146 +256,16 @@ class JobRunner:
         assert task is not None
         job.closing = True
         if task.blocking:
-            self._submit(self._files, task.result, job, self._valued, ours=True)
+            self._calls.submit(self._files, task.result, job, self._valued, ours=True)
         else:
             self._call_now(task.result, job, self._valued)
 
     # End
 
-    def _succeed(self, job: RunningJob, value: Any) -> None:
-        self._end(job, "finished", value)
-
-    def _fail(self, job: RunningJob, error: BaseException) -> None:
-        self._log.warning(
-            "%s: job %s failed: %s", job.claimed.queue_name, job.claimed.job.id, type(error).__name__
-        )
-        self._end(job, "failed", printable(error), error)
-
-    def _end(
-        self, job: RunningJob, status: EndStatus, value: Any, error: BaseException | None = None
-    ) -> None:
-        """Bring a job to its end: first what user code it calls, then the writing."""
-        job.closing = True
-        rq_job = job.claimed.job
-        if rq_job.result_ttl is None:
-            rq_job.result_ttl = self._surroundings.default_result_ttl_s
-        working_s = self._clock() - job.started_at if job.started_at is not None else 0.0
-        outcome = Outcome(job.claimed, status, value, now(), working_s, retries=status == "failed")
-        if self._ends.has_callback(outcome):
-            self._call_back(job, outcome, error)
-        else:
-            self._write(job, outcome)
-
-    def _call_back(self, job: RunningJob, outcome: Outcome, error: BaseException | None) -> None:
-        exc_info = (type(error), error, error.__traceback__) if error is not None else (None, None, None)
-
-        def call_back() -> bool:
-            if self._ends_store.renew([outcome.claimed]):
-                return False
-            try:
-                self._ends.call_back(outcome, exc_info)
-            except RedisError as failure:  # the user's, not ours: it is no reason to call again
-                raise CallbackFailed(str(failure)) from failure
-            return True
-
-        def then(job: RunningJob, ours: Any, failure: BaseException | None) -> None:
-            if isinstance(failure, RedisError):
-                self._later(lambda: self._submit(self._enders, call_back, job, then))
-            elif failure is not None:
-                self._callback_raised(job, outcome, failure)
-            elif ours:
-                self._write(job, outcome)
-            else:
-                self._ended(job, outcome, written=False)
-
-        self._submit(self._enders, call_back, job, then)
-
-    def _callback_raised(self, job: RunningJob, outcome: Outcome, failure: BaseException) -> None:
-        """As in RQ, a success callback that raises fails the job, and any other gives its text to it."""
-        if outcome.status == "finished":
-            self._fail(job, failure)
-        else:
-            self._write(job, replace(outcome, value=printable(failure)))
-
-    def _write(self, job: RunningJob, outcome: Outcome) -> None:
-        if self._ends.is_needed(outcome):
-            self._write_like_rq(job, outcome)
-        else:
-            self._outcomes[job.number] = outcome
-
     def flush(self, store: JobStore) -> None:
         """Write the ends that wait, in one round trip. After a RedisError call it again."""
-        if self._unwritten and self._clock() >= self._try_again_at:
-            again, self._unwritten = self._unwritten, []
-            for submit in again:
-                submit()
-        if not self._outcomes:
-            return
-        numbers, outcomes = list(self._outcomes), list(self._outcomes.values())
-        replies = store.finish(outcomes)
-        for number, outcome, reply in zip(numbers, outcomes, replies, strict=True):
-            del self._outcomes[number]
-            job = self._jobs[number]
-            if reply == "dependents":
-                self._queue_dependents(job, outcome)
-            elif reply == "lost":
-                self._ended(job, outcome, written=False)
-            else:
-                self._announce(job, outcome)
-
-    def _queue_dependents(self, job: RunningJob, outcome: Outcome | None) -> None:
-        claimed = job.claimed
-
-        def queue_and_close() -> None:
-            self._ends.queue_dependents(claimed)
-            self._ends_store.close(claimed)
-
-        self._persist(job, queue_and_close, lambda _: self._announce(job, outcome))
-
-    def _announce(self, job: RunningJob, outcome: Outcome | None) -> None:
-        """Send a job's webhooks, once its end is written."""
-        if outcome is None or not job.claimed.job.webhooks:
-            self._ended(job, outcome)
-            return
-        send = partial(self._ends.send_webhooks, outcome)
-        self._submit(self._enders, send, job, lambda job, _, error: self._ended(job, outcome))
-
-    def _write_like_rq(self, job: RunningJob, outcome: Outcome) -> None:
-        """Run one of RQ's own endings in a thread, until Redis shows that it was written."""
-        claimed, store = job.claimed, self._ends_store
-
-        def write() -> bool:
-            if store.renew([claimed]):
-                return False
-            self._ends.write(outcome)
-            if not store.renew([claimed]):
-                raise EndNotWritten(claimed.job.id)
-            return True
-
-        self._persist(
-            job,
-            write,
-            lambda written: self._announce(job, outcome) if written else self._ended(job, outcome, written),
-        )
-
-    def _persist(self, job: RunningJob, write: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Make a call in a thread until it comes through, then `then` its value."""
-
-        def report(job: RunningJob, value: Any, failure: BaseException | None) -> None:
-            if failure is None:
-                then(value)
-                return
-            job_id = job.claimed.job.id
-            self._log.error("job %s: its end could not be written (%s); trying again", job_id, failure)
-            self._later(lambda: self._submit(self._enders, write, job, report))
-
-        self._submit(self._enders, write, job, report)
-
-    def _later(self, submit: Callable[[], None]) -> None:
-        """Try something again when Redis is there, and not at once."""
-        if not self._unwritten:
-            self._try_again_at = self._clock() + _TRY_AGAIN_S
-        self._unwritten.append(submit)
+        self._calls.try_again()
+        self._ends.flush(store)
 
     def _ended(self, job: RunningJob, outcome: Outcome | None, written: bool = True) -> None:
         """Forget a job. outcome: how it ended; None where another worker has counted that."""
@@ -491,7 +314,7 @@ class JobRunner:
         if job is None or job.closing:
             return False
         self._withdraw(job, JobStopped)
-        self._end(job, "stopped", "Job stopped by user, its sequences were aborted.")
+        self._ends.stop(job)
         return True
 
     def _find(self, job_id: str) -> RunningJob | None:
@@ -511,7 +334,9 @@ class JobRunner:
                     job.call.interrupt(timeout_error(limit))  # type: ignore[union-attr]
                 continue
             self._withdraw(job, timeout_error(limit))
-            self._fail(job, JobTimeoutException(f"Task exceeded maximum timeout value ({limit:g} seconds)"))
+            self._ends.fail(
+                job, JobTimeoutException(f"Task exceeded maximum timeout value ({limit:g} seconds)")
+            )
 
     def drop(self, lost: Sequence[ClaimedJob]) -> None:
         """Forget jobs that Redis no longer gives to this worker, unless their end is being written."""
@@ -533,10 +358,10 @@ class JobRunner:
         job = RunningJob(next(self._numbers), claimed, 0, closing=True)
         self._jobs[job.number] = job
         if claimed.has_ended:
-            self._queue_dependents(job, None)
+            self._ends.queue_dependents(job, None)
             return
         claimed.job.retries_left = None
-        self._fail(
+        self._ends.fail(
             job,
             WorkerError(
                 f"{deaths} workers died while they ran this job (TOKENMILL_MAX_WORKER_DEATHS={deaths}): "
@@ -558,13 +383,13 @@ class JobRunner:
     def withdraw_everything(self) -> list[ClaimedJob]:
         """Let go of every job whose end is not already on its way; the caller gives them back."""
         return self._withdraw_all(
-            [job for job in self._jobs.values() if not job.closing or job.number in self._outcomes]
+            [job for job in self._jobs.values() if not job.closing or self._ends.is_waiting(job)]
         )
 
     def _withdraw_all(self, jobs: Sequence[RunningJob]) -> list[ClaimedJob]:
         for job in jobs:
             self._withdraw(job, JobStopped)
-            self._outcomes.pop(job.number, None)
+            self._ends.forget(job)
             del self._jobs[job.number]
             if job.call is None:
                 self._close(job)

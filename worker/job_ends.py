@@ -1,0 +1,205 @@
+"""How a job ends: its callback, then the writing, in a batch with others or along RQ's own path."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+from redis.exceptions import RedisError
+from rq.utils import now
+
+from worker._rq import EndsLikeRq, EndStatus, JobStore, Outcome, printable
+from worker.errors import WorkerError
+from worker.functions import FunctionPool
+from worker.packing import RunningJob
+from worker.pool_calls import PoolCalls
+
+
+class EndNotWritten(WorkerError):
+    """RQ's own path returned, but Redis still shows the job as running; the end is tried again."""
+
+
+class CallbackFailed(WorkerError):
+    """A callback raised an error of Redis."""
+
+
+class Ended(Protocol):
+    """Told when nothing is left to do for a job.
+
+    outcome: how it ended; None where another worker has counted that. written: False where the job had been
+    cancelled or taken over, so that its end here was dropped.
+    """
+
+    def __call__(self, job: RunningJob, outcome: Outcome | None, written: bool = True) -> None: ...
+
+
+class JobEnds:
+    """Ends jobs for the I/O thread, which calls every method.
+
+    rq: RQ's own endings. store: holds and closes jobs from the threads of `pool`, which runs callbacks and
+    RQ's endings, so that they do not wait for user functions.
+    """
+
+    def __init__(
+        self,
+        *,
+        rq: EndsLikeRq,
+        store: JobStore,
+        pool: FunctionPool,
+        calls: PoolCalls,
+        ended: Ended,
+        default_result_ttl_s: int,
+        log: logging.Logger,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._rq, self._store, self._pool, self._calls = rq, store, pool, calls
+        self._ended, self._default_result_ttl_s, self._log, self._clock = (
+            ended,
+            default_result_ttl_s,
+            log,
+            clock,
+        )
+        self._outcomes: dict[int, tuple[RunningJob, Outcome]] = {}
+
+    def succeed(self, job: RunningJob, value: Any) -> None:
+        """End a job with its value."""
+        self._end(job, "finished", value)
+
+    def fail(self, job: RunningJob, error: BaseException) -> None:
+        """End a job with what went wrong."""
+        self._log.warning(
+            "%s: job %s failed: %s", job.claimed.queue_name, job.claimed.job.id, type(error).__name__
+        )
+        self._end(job, "failed", printable(error), error)
+
+    def stop(self, job: RunningJob) -> None:
+        """End a job on a person's word."""
+        self._end(job, "stopped", "Job stopped by user, its sequences were aborted.")
+
+    def forget(self, job: RunningJob) -> None:
+        """Drop an end that is not written yet."""
+        self._outcomes.pop(job.number, None)
+
+    def is_waiting(self, job: RunningJob) -> bool:
+        """Whether a job's end waits for the next `flush`."""
+        return job.number in self._outcomes
+
+    def _end(
+        self, job: RunningJob, status: EndStatus, value: Any, error: BaseException | None = None
+    ) -> None:
+        """Bring a job to its end: first what user code it calls, then the writing."""
+        job.closing = True
+        rq_job = job.claimed.job
+        if rq_job.result_ttl is None:
+            rq_job.result_ttl = self._default_result_ttl_s
+        working_s = self._clock() - job.started_at if job.started_at is not None else 0.0
+        outcome = Outcome(job.claimed, status, value, now(), working_s, retries=status == "failed")
+        if self._rq.has_callback(outcome):
+            self._call_back(job, outcome, error)
+        else:
+            self._write(job, outcome)
+
+    def _call_back(self, job: RunningJob, outcome: Outcome, error: BaseException | None) -> None:
+        exc_info = (type(error), error, error.__traceback__) if error is not None else (None, None, None)
+
+        def call_back() -> bool:
+            if self._store.renew([outcome.claimed]):
+                return False
+            try:
+                self._rq.call_back(outcome, exc_info)
+            except RedisError as failure:  # the user's, not ours: it is no reason to call again
+                raise CallbackFailed(str(failure)) from failure
+            return True
+
+        def then(job: RunningJob, ours: Any, failure: BaseException | None) -> None:
+            if isinstance(failure, RedisError):
+                self._calls.later(lambda: self._calls.submit(self._pool, call_back, job, then))
+            elif failure is not None:
+                self._callback_raised(job, outcome, failure)
+            elif ours:
+                self._write(job, outcome)
+            else:
+                self._ended(job, outcome, written=False)
+
+        self._calls.submit(self._pool, call_back, job, then)
+
+    def _callback_raised(self, job: RunningJob, outcome: Outcome, failure: BaseException) -> None:
+        """As in RQ, a success callback that raises fails the job, and any other gives its text to it."""
+        if outcome.status == "finished":
+            self.fail(job, failure)
+        else:
+            self._write(job, replace(outcome, value=printable(failure)))
+
+    def _write(self, job: RunningJob, outcome: Outcome) -> None:
+        if self._rq.is_needed(outcome):
+            self._write_like_rq(job, outcome)
+        else:
+            self._outcomes[job.number] = (job, outcome)
+
+    def flush(self, store: JobStore) -> None:
+        """Write the ends that wait, in one round trip. After a RedisError call it again."""
+        if not self._outcomes:
+            return
+        waiting = list(self._outcomes.values())
+        replies = store.finish([outcome for _, outcome in waiting])
+        for (job, outcome), reply in zip(waiting, replies, strict=True):
+            del self._outcomes[job.number]
+            if reply == "dependents":
+                self.queue_dependents(job, outcome)
+            elif reply == "lost":
+                self._ended(job, outcome, written=False)
+            else:
+                self._announce(job, outcome)
+
+    def queue_dependents(self, job: RunningJob, outcome: Outcome | None) -> None:
+        """Queue the jobs that waited for one whose end is written, then close it."""
+        claimed = job.claimed
+
+        def queue_and_close() -> None:
+            self._rq.queue_dependents(claimed)
+            self._store.close(claimed)
+
+        self._persist(job, queue_and_close, lambda _: self._announce(job, outcome))
+
+    def _announce(self, job: RunningJob, outcome: Outcome | None) -> None:
+        """Send a job's webhooks, once its end is written."""
+        if outcome is None or not job.claimed.job.webhooks:
+            self._ended(job, outcome)
+            return
+        send = partial(self._rq.send_webhooks, outcome)
+        self._calls.submit(self._pool, send, job, lambda job, _, error: self._ended(job, outcome))
+
+    def _write_like_rq(self, job: RunningJob, outcome: Outcome) -> None:
+        """Run one of RQ's own endings in a thread, until Redis shows that it was written."""
+        claimed, store = job.claimed, self._store
+
+        def write() -> bool:
+            if store.renew([claimed]):
+                return False
+            self._rq.write(outcome)
+            if not store.renew([claimed]):
+                raise EndNotWritten(claimed.job.id)
+            return True
+
+        self._persist(
+            job,
+            write,
+            lambda written: self._announce(job, outcome) if written else self._ended(job, outcome, written),
+        )
+
+    def _persist(self, job: RunningJob, write: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        """Make a call in a thread until it comes through, then `then` its value."""
+
+        def report(job: RunningJob, value: Any, failure: BaseException | None) -> None:
+            if failure is None:
+                then(value)
+                return
+            job_id = job.claimed.job.id
+            self._log.error("job %s: its end could not be written (%s); trying again", job_id, failure)
+            self._calls.later(lambda: self._calls.submit(self._pool, write, job, report))
+
+        self._calls.submit(self._pool, write, job, report)

@@ -1,0 +1,86 @@
+"""Calls that this worker makes in threads for its jobs, and makes again when Redis comes back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from worker._rq import OUTAGES
+from worker.functions import FunctionPool
+from worker.packing import RunningJob
+
+_TRY_AGAIN_S = 0.5
+"""Pause before what an outage cut off is tried again."""
+
+
+class PoolCalls:
+    """Runs a job's blocking parts in pools and brings their reports to the I/O thread, which owns it.
+
+    post: queues a call for the I/O thread. late: takes a job whose call came back after the job was
+    withdrawn.
+    """
+
+    def __init__(
+        self,
+        post: Callable[[Callable[[], None]], None],
+        late: Callable[[RunningJob], None],
+        log: logging.Logger,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._post, self._late, self._log, self._clock = post, late, log, clock
+        self._waiting: list[Callable[[], None]] = []
+        self._try_again_at = clock()
+
+    def submit(
+        self,
+        pool: FunctionPool,
+        function: Callable[[], Any],
+        job: RunningJob,
+        then: Callable[[RunningJob, Any, BaseException | None], None],
+        always: Callable[[RunningJob], None] = lambda job: None,
+        ours: bool = False,
+    ) -> None:
+        """Run a function in a pool; then `always` and, if the job was not withdrawn, `then` run here.
+
+        ours: the function is our own and may be run again after any step of it: an outage delays it only.
+        """
+        ticket = job.ticket = object()
+
+        def start() -> None:
+            job.call = pool.submit(function, lambda value, error: self._post(lambda: report(value, error)))
+
+        def start_again() -> None:
+            if job.ticket is ticket:
+                start()
+            else:
+                report(None, None)
+
+        def report(value: Any, error: BaseException | None) -> None:
+            if job.ticket is not ticket:
+                always(job)
+                self._late(job)
+                return
+            job.call = None
+            if ours and isinstance(error, OUTAGES):
+                self._log.error("job %s: Redis did not answer (%s); trying again", job.claimed.job.id, error)
+                self.later(start_again)
+            else:
+                always(job)
+                then(job, value, error)
+
+        start()
+
+    def later(self, submit: Callable[[], None]) -> None:
+        """Try something again when Redis is there, and not at once."""
+        if not self._waiting:
+            self._try_again_at = self._clock() + _TRY_AGAIN_S
+        self._waiting.append(submit)
+
+    def try_again(self) -> None:
+        """Start what waits for Redis, once its pause is over."""
+        if self._waiting and self._clock() >= self._try_again_at:
+            again, self._waiting = self._waiting, []
+            for submit in again:
+                submit()
