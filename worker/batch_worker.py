@@ -11,6 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from redis import Redis
+from redis.exceptions import RedisError
 from rq import worker_registration
 from rq.defaults import DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT
 from rq.serializers import JSONSerializer
@@ -84,13 +85,20 @@ class BatchWorker(BaseWorker):
                 try:
                     return self._serve(engine, settings, burst, max_jobs, max_idle_time)
                 finally:
-                    self.register_death()
-                    self.unsubscribe()
+                    self._sign_off()
             finally:
                 engine.close()
         finally:
             if self.scheduler:
                 self.stop_scheduler()
+
+    def _sign_off(self) -> None:
+        """Take the worker off RQ's lists; a server that is gone forgets it when its hash expires."""
+        try:
+            self.register_death()
+            self.unsubscribe()
+        except RedisError as error:
+            self.log.error("Worker %s: could not sign off, Redis did not answer: %s", self.name, error)
 
     def _check_start(self, dequeue_strategy: DequeueStrategy) -> WorkerSettings:
         from worker.settings import WorkerSettings

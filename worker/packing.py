@@ -82,9 +82,9 @@ class Packer:
 
     The engine gets a little more than it can run (`slots + prefetch` sequences), so that a freed slot is
     filled in the next step; the rest stays in the jobs' lazy streams, where it costs nothing. Within a
-    lane jobs are served in the order claimed. A lane counts only itself and more urgent lanes: a full
-    bulk batch never holds back a high prompt. Every lane may keep `prefetch` sequences in the engine
-    whatever the others do; the engine's scheduler then gives a waiting lower lane its share.
+    lane jobs are served in the order in which their tasks were open. A lane counts only itself and more
+    urgent lanes: a full bulk batch never holds back a high prompt. Every lane may keep `prefetch` sequences
+    in the engine whatever the others do; its scheduler then gives a waiting lower lane its share.
     """
 
     def __init__(self, num_lanes: int, slots: int, prefetch: int, max_functions: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,6 +14,7 @@ from rq.job import Job, JobStatus
 from rq.registry import FailedJobRegistry, FinishedJobRegistry
 from rq.serializers import JSONSerializer
 
+from tests.redis_server import running_redis_server
 from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until, wait_until_started
 
 
@@ -199,3 +201,19 @@ def test_a_worker_without_redis_keeps_its_work_and_delivers_it_later(
     assert text_of(workers.result(job)) == f"echo:file:{tmp_path}/go"
     assert len(job.results()) == 1
     assert worker.poll() is None
+
+
+def test_a_worker_that_stops_after_its_redis_is_gone_says_so_without_a_traceback(tmp_path: Path) -> None:
+    with running_redis_server() as url:
+        workers = Workers(url, tmp_path)
+        worker = workers.start("--name", "w")
+        wait_until(lambda: stats_of(workers, "w"))
+        server = int(workers.redis.info("server")["process_id"])
+        workers.redis.close()
+        os.kill(server, signal.SIGKILL)
+        worker.send_signal(signal.SIGTERM)
+        time.sleep(1.1)  # a second signal within a second counts as the first one, sent twice
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(timeout=60) == 0
+    assert "could not sign off" in workers.log(worker)
+    assert "Traceback" not in workers.log(worker)
