@@ -98,11 +98,6 @@ class Sequence:
         return len(self.token_ids)
 
     @property
-    def num_generated_tokens(self) -> int:
-        """Tokens of the completion so far."""
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
     def generated_token_ids(self) -> list[int]:
         """The completion so far, as a new list."""
         return self.token_ids[self.num_prompt_tokens :]

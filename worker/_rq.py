@@ -68,7 +68,7 @@ _SCRIPTS = {
 
 Mode = Literal["given_back", "engine_died", "abandoned"]
 EndStatus = Literal["finished", "failed", "stopped"]
-FinishReply = Literal["done", "again", "lost", "dependents"]
+FinishReply = Literal["done", "again", "lost", "dependents", "refused"]
 
 _MAX_TTL_S = 10 * 365 * 86_400
 """Redis refuses larger ones, in the middle of a script."""
@@ -137,6 +137,10 @@ def own_client(connection: Redis, socket_timeout_s: float, resend: bool = False)
     return Redis(connection_pool=ConnectionPool(connection_class=pool.connection_class, **kwargs))
 
 
+def _is_wrong_type(error: RedisError) -> bool:
+    return "WRONGTYPE" in str(error)  # inside a script Redis gives this error no class of its own
+
+
 class JobStore:
     """The jobs of some queues as one worker claims, holds and ends them in Redis.
 
@@ -159,8 +163,14 @@ class JobStore:
         }
         self._shas: dict[str, str] = {}
 
-    def _call_many(self, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
-        """Run (script name, arguments) pairs in one round trip; load the scripts where they are missing."""
+    def _call_many(
+        self, calls: Sequence[tuple[str, Sequence[Any]]], keep_refusals: bool = False
+    ) -> list[Any]:
+        """Run (script name, arguments) pairs in one round trip; load the scripts where they are missing.
+
+        keep_refusals: return the error of a call that met a key of another type in the place of its reply.
+        Any other error may be the server's own state, such as a full disk, and is worth another try.
+        """
         if not self._shas:
             self._shas = {name: self._client.script_load(text) for name, text in self._sources.items()}
         replies: dict[int, Any] = {}
@@ -175,10 +185,11 @@ class JobStore:
             waiting = [i for i in waiting if isinstance(replies[i], NoScriptError)]
             if waiting:  # the server was restarted or its scripts were flushed
                 self._shas = {name: self._client.script_load(text) for name, text in self._sources.items()}
-        for reply in replies.values():
-            if isinstance(reply, RedisError):
+        answered = [replies[i] for i in range(len(calls))]
+        for reply in answered:
+            if isinstance(reply, RedisError) and not (keep_refusals and _is_wrong_type(reply)):
                 raise reply
-        return [replies[i] for i in range(len(calls))]
+        return answered
 
     def _stamp(self) -> tuple[str, str]:
         return utcformat(now()), repr(self._clock())
@@ -228,9 +239,12 @@ class JobStore:
         return [held[i - 1] for i in self._call_many([("renew", args)])[0]]
 
     def finish(self, outcomes: Sequence[Outcome]) -> list[FinishReply]:
-        """Write the ends of jobs, each at once or not at all; see finish.lua for the replies."""
-        replies = self._call_many([self._finish_call(outcome) for outcome in outcomes])
-        return [reply.decode() for reply in replies]
+        """Write the ends of jobs, each at once or not at all; see finish.lua for the replies.
+
+        "refused": the server can never write this one, because a key of the job is of another type.
+        """
+        replies = self._call_many([self._finish_call(outcome) for outcome in outcomes], keep_refusals=True)
+        return ["refused" if isinstance(reply, RedisError) else reply.decode() for reply in replies]
 
     def _finish_call(self, outcome: Outcome) -> tuple[str, list[Any]]:
         job, value = outcome.claimed.job, outcome.value

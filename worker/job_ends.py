@@ -150,7 +150,9 @@ class JobEnds:
             del self._outcomes[job.number]
             if reply == "dependents":
                 self.queue_dependents(job, outcome)
-            elif reply == "lost":
+            elif reply in ("lost", "refused"):
+                if reply == "refused":
+                    self._log.error("job %s: the server refuses to write its end", outcome.claimed.job.id)
                 self._ended(job, outcome, written=False)
             else:
                 self._announce(job, outcome)

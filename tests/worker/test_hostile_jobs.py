@@ -192,3 +192,12 @@ def test_a_message_that_is_no_command_leaves_the_worker_listening(workers: Worke
         workers.redis.publish("rq:pubsub:w", message)
     send_stop_job_command(workers.redis, job.id, serializer=JSONSerializer)
     assert "stopped by user" in str(workers.result(job).exc_string)
+
+
+def test_an_end_that_redis_refuses_holds_up_no_other(workers: Workers) -> None:
+    bad = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
+    workers.redis.set(f"rq:results:{bad.id}", "a text where RQ keeps a stream")
+    good = [workers.queue("bulk").enqueue("jobs.complete", "b", max_tokens=1) for _ in range(3)]
+    log = workers.burst()
+    assert [job.get_status() for job in good] == [JobStatus.FINISHED] * 3
+    assert f"job {bad.id}: the server refuses to write its end" in log
