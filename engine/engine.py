@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +28,7 @@ from engine.errors import (
 )
 from engine.layers.parallel import TensorParallel
 from engine.model_config import ModelConfig, read_model_config
-from engine.model_runner import ModelRunner
+from engine.model_runner import ModelRunner, Runner
 from engine.outputs import Completion, EngineStats
 from engine.progress import Progress
 from engine.prompts import Prompt, PromptReader
@@ -41,6 +41,8 @@ from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+StartRunner = Callable[[EngineConfig, ModelConfig, Path], Runner]
+
 
 class Engine:
     """A model with its KV pool, stepping one continuous batch. All calls must come from one thread.
@@ -48,15 +50,18 @@ class Engine:
     Raises ConfigError or a subclass (ModelNotFound, UnsupportedModel, MissingWeights, WeightMismatch) if it
     cannot start. Use it in a `with` block or call `close()`; `add`, `step` and `generate` then raise
     EngineClosed.
+
+    start_runner: makes the runner from the configuration, the model's and its folder; a benchmark of the
+    host's work puts one here that computes nothing.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, start_runner: StartRunner | None = None) -> None:
         folder = resolve_model(config.model)
         model = read_model_config(folder)
         self.config = config
         self._tokenizer = Tokenizer(folder)
         self._eos_token_ids = model.eos_token_ids or self._tokenizer.eos_token_ids
-        self._live_runner: ModelRunner | RankGroup | None = _start_runner(config, model, folder)
+        self._live_runner: Runner | None = (start_runner or _start_runner)(config, model, folder)
         pool = self._live_runner.pool_size
         self._scheduler = Scheduler(
             BlockManager(
@@ -227,7 +232,7 @@ class Engine:
         in_order = (done[str(i)] for i in range(len(done)))
         return [completion for group in in_order for completion in sorted(group, key=lambda c: c.index)]
 
-    def _open_runner(self) -> ModelRunner | RankGroup:
+    def _open_runner(self) -> Runner:
         if self._live_runner is None:
             raise EngineClosed("this engine is closed; make a new one")
         return self._live_runner
@@ -251,7 +256,7 @@ class Engine:
             return None
         return StopStrings(params.stop, self._tokenizer.decode, min_tokens=params.min_tokens)
 
-    def _run(self, runner: ModelRunner | RankGroup, batch: ScheduledBatch) -> NDArray[np.int64]:
+    def _run(self, runner: Runner, batch: ScheduledBatch) -> NDArray[np.int64]:
         slots = self._scheduler.slots
         return runner.run(build_step_batch(batch, slots), build_sampling_batch(batch, slots))
 
@@ -275,12 +280,13 @@ class Engine:
         )
 
 
-def _start_runner(config: EngineConfig, model: ModelConfig, folder: Path) -> ModelRunner | RankGroup:
+def _start_runner(config: EngineConfig, model: ModelConfig, folder: Path) -> Runner:
     """Load the model here, or start ranks that share it."""
-    alone = config.tensor_parallel_size == 1
-    runner = (
-        ModelRunner(config, model, folder, TensorParallel()) if alone else RankGroup(config, model, folder)
-    )
+    runner: Runner
+    if config.tensor_parallel_size == 1:
+        runner = ModelRunner(config, model, folder, TensorParallel())
+    else:
+        runner = RankGroup(config, model, folder)
     size = runner.pool_size
     logger.info(
         "KV pool: %d blocks of %d tokens, %.2f GiB on each rank; sequences of up to %d tokens",

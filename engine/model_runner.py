@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,6 +33,20 @@ class PoolSize:
     num_blocks: int
     num_bytes: int
     max_model_len: int
+
+
+class Runner(Protocol):
+    """What an engine steps: a ModelRunner, a RankGroup, or what a test or benchmark puts in their place."""
+
+    @property
+    def pool_size(self) -> PoolSize:
+        """What the runner has room for."""
+
+    def run(self, step: StepBatch, sampling: SamplingBatch) -> NDArray[np.int64]:
+        """Compute the step and choose a token for each row that samples: [samples] int64."""
+
+    def close(self) -> None:
+        """Free what the runner holds. A second call does nothing."""
 
 
 class ModelRunner:
