@@ -1,0 +1,136 @@
+"""Host milliseconds per decode step, with a model that computes nothing.
+
+    python -m ops.bench.host_time
+
+The engine itself runs: it schedules, builds the batch and keeps its books; only the runner is replaced, by
+one that answers every row with the same token. Beside it, in turns, runs the bookkeeping of nano-vLLM's decode
+step: Python lists of token ids, positions, slots and padded block tables, rebuilt in each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine import Engine, EngineConfig, SamplingParams
+from engine.batch import SamplingBatch, StepBatch
+from engine.model_config import ModelConfig
+from engine.model_runner import PoolSize
+from ops.bench.list_bookkeeping import TOKEN, ListEngine
+from ops.bench.report import print_machine, print_table, spread
+
+MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"  # for its tokenizer; no weight is read
+BLOCK_SIZE = 16
+TURNS = 5
+STEPS = 2 * BLOCK_SIZE  # in each turn: two blocks for each sequence, whenever it needs them
+BAR_MS = 0.5
+CASES = ((256, 100), (256, 500), (256, 1000), (256, 2000), (256, 3000), (1024, 100), (1024, 1000))
+
+
+class NullRunner:
+    """Stands in for a ModelRunner: room for all sequences, and the same token for each row."""
+
+    last_step: StepBatch
+
+    def __init__(self, num_seqs: int, max_model_len: int) -> None:
+        num_blocks = num_seqs * -(-max_model_len // BLOCK_SIZE)
+        self.pool_size = PoolSize(num_blocks, 0, max_model_len)
+
+    def run(self, step: StepBatch, sampling: SamplingBatch) -> NDArray[np.int64]:
+        """One token for each row that samples."""
+        self.last_step = step
+        return np.full(len(step.sample_rows), TOKEN, np.int64)
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def make_prompts(num_seqs: int, context: int) -> list[list[int]]:
+    """Prompts of about `context` tokens, so spread that each step finds some of them at a block's end."""
+    rng = random.Random(0)
+    return [rng.choices(range(10, 500), k=context - i % BLOCK_SIZE) for i in range(num_seqs)]
+
+
+def start_engine(prompts: list[list[int]]) -> tuple[Engine, NullRunner]:
+    """An engine, and its runner, in which all prompts are computed and run on."""
+    num_steps = (TURNS + 2) * STEPS
+    max_len = max(map(len, prompts)) + num_steps + BLOCK_SIZE
+    runner = NullRunner(len(prompts), max_len)
+
+    def start_runner(config: EngineConfig, model: ModelConfig, folder: Path) -> NullRunner:
+        return runner
+
+    config = EngineConfig(str(MODEL), max_num_seqs=len(prompts), block_size=BLOCK_SIZE)
+    engine = Engine(config, start_runner=start_runner)
+    params = SamplingParams(max_tokens=max_len, temperature=0.0, ignore_eos=True)
+    for i, prompt in enumerate(prompts):
+        engine.add(str(i), prompt, params)
+    while engine.stats().decode_tokens < len(prompts):
+        engine.step()
+    return engine, runner
+
+
+def median_ms(step: Callable[[], object], num_steps: int) -> float:
+    """Median milliseconds of a step over num_steps of them: other processes stretch single steps."""
+    times = []
+    for _ in range(num_steps):
+        started = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - started)
+    return 1000 * statistics.median(times)
+
+
+def measure(num_seqs: int, context: int, turns: int = TURNS) -> dict[str, list[float]]:
+    """Median milliseconds per step of each turn, for each kind of bookkeeping; the turns alternate."""
+    prompts = make_prompts(num_seqs, context)
+    engine, _ = start_engine(prompts)
+    with engine:
+        steps: dict[str, Callable[[], object]] = {
+            "engine": engine.step,
+            "lists, block 16": ListEngine(prompts, block_size=16).step,
+            "lists, block 256": ListEngine(prompts, block_size=256).step,
+        }
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        for turn in range(turns + 1):
+            for name, step in steps.items():
+                took = median_ms(step, STEPS)
+                if turn:  # the first warms up
+                    times[name].append(took)
+        assert engine.stats().num_running == num_seqs
+    return times
+
+
+def main() -> None:
+    """Measure all cases; print the table and how the figures stand to each other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--turns", type=int, default=TURNS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print_machine()
+    found = {case: measure(*case, turns=options.turns) for case in CASES}
+    names = list(next(iter(found.values())))
+    print_table(
+        ["ms per decode step: median (least..most)", *names],
+        [
+            [f"{num_seqs} sequences, context {context:,}", *(spread(times[name]) for name in names)]
+            for (num_seqs, context), times in found.items()
+        ],
+    )
+    medians = {case: statistics.median(times["engine"]) for case, times in found.items()}
+    within = [medians[case] for case in CASES if case[0] == 256 and case[1] <= 2000]
+    flat = medians[256, 2000] / medians[256, 100]
+    wide = medians[1024, 1000] / medians[256, 1000]
+    print(f"256 sequences, contexts 100 to 2,000: at most {max(within):.2f} ms (bar {BAR_MS})")
+    print(f"context 2,000 / 100: {flat:.2f} times; 1,024 / 256 sequences: {wide:.2f} times (bar 4)")
+
+
+if __name__ == "__main__":
+    main()
