@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend, AttentionMetadata
 from engine.scheduler import ScheduledBatch
 from engine.slots import SlotTable
+from engine.upload import upload
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,14 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
 
 def to_device(step: StepBatch, backend: AttentionBackend, device: torch.device) -> ForwardBatch:
     """Copy a step's arrays to the model's device and let the backend prepare its own."""
+    token_ids, positions, slot_mapping, sample_rows = upload(
+        [step.token_ids, step.positions, step.slot_mapping, step.sample_rows], device
+    )
     return ForwardBatch(
-        token_ids=torch.from_numpy(step.token_ids).to(device),
-        positions=torch.from_numpy(step.positions).to(device),
-        slot_mapping=torch.from_numpy(step.slot_mapping).to(device),
-        sample_rows=torch.from_numpy(step.sample_rows).to(device),
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=slot_mapping,
+        sample_rows=sample_rows,
         attention=backend.build_metadata(step.block_tables, step.context_lens, step.query_lens),
     )
 

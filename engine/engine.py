@@ -258,7 +258,7 @@ class Engine:
 
     def _run(self, runner: Runner, batch: ScheduledBatch) -> NDArray[np.int64]:
         slots = self._scheduler.slots
-        return runner.run(build_step_batch(batch, slots), build_sampling_batch(batch, slots))
+        return runner.launch(build_step_batch(batch, slots), build_sampling_batch(batch, slots)).wait()
 
     def _finish(self, seq: Sequence) -> Completion:
         """Turn a finished sequence into its completion and forget it."""

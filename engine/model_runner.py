@@ -8,7 +8,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention import AttentionBackend, load_backend
@@ -23,6 +22,7 @@ from engine.memory import default_cpu_kv_cache_bytes
 from engine.model_config import DTYPES, ModelConfig
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.registry import decoder_flags
+from engine.pending_tokens import DeviceTokens, PendingTokens
 from engine.sampler import sample
 
 
@@ -69,9 +69,14 @@ class ModelRunner:
         self.cache = self._make_cache(self.pool_size.num_blocks)
 
     @torch.inference_mode()
-    def run(self, step: StepBatch, sampling: SamplingBatch) -> NDArray[np.int64]:
-        """Compute the step and choose a token for each row that samples: [samples] int64. Rank 0 only."""
-        return sample(self.forward(to_device(step, self.backend, self.device)), sampling)
+    def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
+        """Start the step on the device, up to a token for each row that samples. Rank 0 only.
+
+        Everything is queued on the device's current stream; nothing here waits for it, and steps run in the
+        order of their launches. On a CPU the step has run when this returns.
+        """
+        logits = self.forward(to_device(step, self.backend, self.device))
+        return DeviceTokens(sample(logits, sampling))
 
     def follow(self, step: StepBatch) -> None:
         """Compute this rank's share of the step whose tokens rank 0 chooses."""
@@ -173,7 +178,7 @@ class ModelRunner:
             query_lens=lens,
         )
         if self._tp.rank == 0:
-            self.run(step, _nucleus_sampling(num_seqs))
+            self.launch(step, _nucleus_sampling(num_seqs)).wait()
         else:
             self.follow(step)
 

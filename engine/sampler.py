@@ -14,61 +14,77 @@ from torch import Tensor
 
 from engine.batch import SamplingBatch
 from engine.philox import uniform
+from engine.upload import upload
 
 # A nucleus rarely holds more tokens than this: looking at so many first saves sorting the vocabulary.
 NUCLEUS_GUESS = 1024
 ROWS_AT_ONCE = 64  # bounds the float64 scratch: 64 rows of 152k tokens are 78 MB
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> NDArray[np.int64]:
-    """Choose one token for each row. logits: [samples, vocabulary] float32, changed in place."""
-    for row, token_ids in batch.banned.items():
-        logits[row, token_ids] = -torch.inf
-    chosen = logits.argmax(dim=-1).cpu().numpy()
+def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Choose one token for each row: [samples] int64 on the logits' device.
+
+    logits: [samples, vocabulary] float32, changed in place. The host waits for the device in one case only:
+    rows with top_p and without top_k, whose nucleus may be wider than the candidates looked at first.
+    """
+    if batch.banned:
+        _ban(logits, batch.banned)
+    chosen = logits.argmax(dim=-1)
     drawn = np.flatnonzero(batch.temperature > 0)
-    if len(drawn):
-        u = uniform(batch.seed, batch.position, batch.sample_index)
-        for start in range(0, len(drawn), ROWS_AT_ONCE):
-            rows = drawn[start : start + ROWS_AT_ONCE]
-            chosen[rows] = _draw(logits, rows, u[rows], batch).cpu().numpy()
+    for start in range(0, len(drawn), ROWS_AT_ONCE):
+        rows = drawn[start : start + ROWS_AT_ONCE]
+        there, token_ids = _draw(logits, rows, batch)
+        chosen[there] = token_ids
     return chosen
 
 
-def _draw(logits: Tensor, rows: NDArray[np.int64], u: NDArray[np.float64], batch: SamplingBatch) -> Tensor:
-    """Inverse CDF of the given rows. Returns token ids [rows] int64."""
+def _ban(logits: Tensor, banned: dict[int, list[int]]) -> None:
+    rows = np.repeat(list(banned), [len(token_ids) for token_ids in banned.values()])
+    columns = np.array([token_id for token_ids in banned.values() for token_id in token_ids], np.int64)
+    logits[tuple(upload([rows, columns], logits.device))] = -torch.inf
 
-    def to_device(values: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(values).to(logits.device)
 
-    row_logits = logits if len(rows) == len(logits) else logits[to_device(rows)]
-    top = row_logits.amax(dim=-1, keepdim=True)
-    scaled = (row_logits - top).div_(to_device(batch.temperature[rows]).unsqueeze(1))
-    min_p, top_k, top_p = batch.min_p[rows], batch.top_k[rows], batch.top_p[rows]
-    if (min_p > 0).any():
+def _draw(logits: Tensor, rows: NDArray[np.int64], batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+    """Inverse CDF of the given rows. Returns the rows on the device and their token ids, [rows] int64."""
+    vocab_size = logits.shape[1]
+    top_k, top_p = batch.top_k[rows], batch.top_p[rows]
+    u = uniform(batch.seed[rows], batch.position[rows], batch.sample_index[rows])
+    cut = np.flatnonzero(((top_k > 0) & (top_k < vocab_size)) | (top_p < 1))
+    there, *values = upload(
+        [rows, batch.temperature[rows], batch.min_p[rows], u, cut, top_k[cut], top_p[cut]], logits.device
+    )
+    temperature, min_p, uniforms, cut_there, k, p = values
+    row_logits = logits if len(rows) == len(logits) else logits[there]
+    scaled = (row_logits - row_logits.amax(dim=-1, keepdim=True)).div_(temperature.unsqueeze(1))
+    if (batch.min_p[rows] > 0).any():
         # exp(scaled) is the probability relative to the likeliest token's
-        scaled.masked_fill_(scaled.exp() < to_device(min_p).unsqueeze(1), -torch.inf)
-    cut = np.flatnonzero(((top_k > 0) & (top_k < logits.shape[1])) | (top_p < 1))
+        scaled.masked_fill_(scaled.exp() < min_p.unsqueeze(1), -torch.inf)
     if len(cut):
-        scaled_cut, k, p = scaled[to_device(cut)], to_device(top_k[cut]), to_device(top_p[cut])
-        num_candidates = min(scaled.shape[1], max(NUCLEUS_GUESS, int(k.max())))
-        scaled[to_device(cut)] = _top_k_top_p(scaled_cut, k, p, num_candidates)
+        num_candidates = min(vocab_size, max(NUCLEUS_GUESS, int(top_k[cut].max())))
+        decided = bool((top_k[cut] > 0).all())  # the candidates hold top_k tokens, so what top_p leaves too
+        scaled[cut_there] = _top_k_top_p(scaled[cut_there], k, p, num_candidates, decided=decided)
     cdf = scaled.exp_().cumsum(dim=-1, dtype=torch.float64)
-    target = to_device(u).unsqueeze(1) * cdf[:, -1:]
-    return torch.searchsorted(cdf, target, right=True).squeeze(1)
+    target = uniforms.unsqueeze(1) * cdf[:, -1:]
+    return there, torch.searchsorted(cdf, target, right=True).squeeze(1)
 
 
-def _top_k_top_p(scaled: Tensor, top_k: Tensor, top_p: Tensor, num_candidates: int) -> Tensor:
+def _top_k_top_p(
+    scaled: Tensor, top_k: Tensor, top_p: Tensor, num_candidates: int, *, decided: bool
+) -> Tensor:
     """Set what top_k and top_p cut off to -inf. scaled: [rows, vocabulary], the highest of each row 0.
 
-    Looks at the num_candidates highest of each row; rows these do not decide are done again with all.
+    Looks at the num_candidates highest of each row. Unless these are known to decide every row, the host
+    waits to see which rows they do not, and those are done again with all.
     """
     ordered = scaled.topk(num_candidates, dim=-1).values
     num_kept = _count_kept(scaled, ordered, top_k, top_p)
-    undecided = torch.nonzero(num_kept > num_candidates).squeeze(1)
     kept = _keep_highest(scaled, ordered, num_kept.clamp(max=num_candidates))
+    if decided or num_candidates == scaled.shape[1]:
+        return kept
+    undecided = torch.nonzero(num_kept > num_candidates).squeeze(1)
     if len(undecided):
         rest = scaled[undecided], top_k[undecided], top_p[undecided]
-        kept[undecided] = _top_k_top_p(*rest, scaled.shape[1])
+        kept[undecided] = _top_k_top_p(*rest, scaled.shape[1], decided=True)
     return kept
 
 

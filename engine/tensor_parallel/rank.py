@@ -61,7 +61,7 @@ def _serve(channel: Channel, runner: ModelRunner) -> None:
         if sampling is None:
             runner.follow(step)
         else:
-            channel.send(encode(Kind.TOKENS, [runner.run(step, sampling)]))
+            channel.send(encode(Kind.TOKENS, [runner.launch(step, sampling).wait()]))
 
 
 def _give_up(channel: Channel, error: Exception) -> NoReturn:

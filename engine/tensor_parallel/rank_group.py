@@ -5,6 +5,7 @@ from __future__ import annotations
 import selectors
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from engine.errors import CollectiveFailed, ConfigError, EngineError, RankFailed
 from engine.layers.parallel import TensorParallel
 from engine.model_config import ModelConfig
 from engine.model_runner import PoolSize, resolve_device
+from engine.pending_tokens import PendingTokens
 from engine.tensor_parallel.collectives import TCPStore, open_store
 from engine.tensor_parallel.messages import (
     Array,
@@ -58,6 +60,16 @@ class Failure:
         return RankFailed(self.rank, f"{self.error_type}: {self.text}" if self.error_type else self.text)
 
 
+class RankTokens(PendingTokens):
+    """The tokens that rank 0 will send."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+
+    def wait(self) -> NDArray[np.int64]:
+        return self._group.receive_tokens()
+
+
 class RankGroup:
     """Starts the ranks, sends them each step, and ends them all when one of them fails.
 
@@ -77,6 +89,7 @@ class RankGroup:
         devices = rank_devices(config)
         self._step_timeout_s = step_timeout_s
         self._failure: EngineError | None = None
+        self._unanswered = False
         self._ranks: list[RankProcess] = []
         self._selector = selectors.DefaultSelector()
         self._store: TCPStore | None = None
@@ -95,25 +108,25 @@ class RankGroup:
         """Process ids by rank."""
         return [rank.pid for rank in self._ranks]
 
-    def run(self, step: StepBatch, sampling: SamplingBatch) -> NDArray[np.int64]:
-        """Let the ranks compute the step; return the token rank 0 chose for each row: [samples] int64.
+    def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
+        """Send the step to the ranks. Wait for its tokens before the next launch: ranks know no others.
 
-        Raises RankFailed, and raises it again on every later call.
+        Raises RankFailed, here or from `wait`, and raises it again on every later call.
         """
         if self._failure is not None:
             raise self._failure
-        try:
+        with self._ending_on_failure():
+            if self._unanswered:  # an interrupt fell between launch and wait
+                raise RankFailed(0, "its last step was never waited for")
+            self._unanswered = True
             self._send_step(step, sampling)
+        return RankTokens(self)
+
+    def receive_tokens(self) -> NDArray[np.int64]:
+        """Wait for the tokens of the step that was launched last: [samples] int64. Raises RankFailed."""
+        with self._ending_on_failure():
             (tokens,) = self._await({0}, Kind.TOKENS, self._step_timeout_s)[0]
-        except BaseException as error:
-            # also for a KeyboardInterrupt: half a message, or an answer nobody waits for, cannot be mended
-            self._failure = (
-                error
-                if isinstance(error, EngineError)
-                else RankFailed(0, f"its step was interrupted by {error!r}")
-            )
-            self._kill()
-            raise
+            self._unanswered = False
         return tokens
 
     def close(self) -> None:
@@ -139,6 +152,23 @@ class RankGroup:
             self._send(rank, encode(Kind.START, pack_json(own)))
         ready = self._await(set(range(len(devices))), Kind.READY, timeout_s)
         return PoolSize(**unpack_json(ready[0]))
+
+    @contextmanager
+    def _ending_on_failure(self) -> Iterator[None]:
+        """End all ranks on whatever is raised inside, and keep it for later calls.
+
+        Also on a KeyboardInterrupt: half a message, or an answer nobody waits for, cannot be mended.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self._failure = (
+                error
+                if isinstance(error, EngineError)
+                else RankFailed(0, f"its step was interrupted by {error!r}")
+            )
+            self._kill()
+            raise
 
     def _send_step(self, step: StepBatch, sampling: SamplingBatch) -> None:
         others = encode(Kind.STEP, pack_step(step, None))
