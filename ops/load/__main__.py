@@ -1,0 +1,50 @@
+"""Load on real workers and a real Redis: `python -m ops.load <scenario>`.
+
+Prints what it found and exits with 1 when a bound is broken. The engine is a stub that computes nothing.
+Needs the test suite's dependencies and a Redis server's executable, and runs from the repository's root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+
+from ops.load.queued import queued
+from ops.load.report import Report
+from ops.load.rows import SIZES, rows
+from ops.load.sharing import workers
+
+
+def main() -> int:
+    """Run one scenario; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m ops.load", description=(__doc__ or "").split("\n")[0])
+    commands = parser.add_subparsers(dest="scenario", required=True)
+    command = commands.add_parser("queued", help="a deep queue, drained by one worker and by several")
+    command.add_argument("--jobs", type=int, default=100_000)
+    command.add_argument("--workers", type=int, nargs="+", default=[1, 4])
+    command = commands.add_parser("workers", help="many workers on one Redis")
+    command.add_argument("--count", type=int, default=8)
+    command.add_argument("--jobs", type=int, default=8000)
+    command.add_argument("--shards", type=int, default=240)
+    command = commands.add_parser("rows", help="Parquet runs of growing size")
+    command.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    command.add_argument("--row-group-rows", type=int, default=10_000)
+    command.add_argument("--workers", type=int, default=1)
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no process is left behind
+    report = _run(options)
+    print(report.table(), flush=True)
+    return 1 if report.broken() else 0
+
+
+def _run(options: argparse.Namespace) -> Report:
+    if options.scenario == "queued":
+        return queued(options.jobs, options.workers)
+    if options.scenario == "workers":
+        return workers(options.count, options.jobs, options.shards)
+    return rows(options.sizes, options.row_group_rows, workers=options.workers)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
