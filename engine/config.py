@@ -27,6 +27,8 @@ class EngineConfig:
         features, and divide the KV heads or be a multiple of them.
     attention_backend: "auto" (triton on a GPU where it is installed, else torch), "torch" or "triton".
     enforce_eager: run without captured graphs. There are none yet on any device.
+    async_scheduling: schedule a step while the one before runs; None does so on a GPU without tensor
+        parallelism, with which True is refused. On a CPU the model runs in the caller's thread: no gain.
     seed: starts the generator that draws a seed for each request without one.
     """
 
@@ -43,6 +45,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     attention_backend: str = "auto"
     enforce_eager: bool = False
+    async_scheduling: bool | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -57,6 +60,13 @@ class EngineConfig:
             raise ConfigError("max_model_len=1 leaves no room for a new token; give at least 2")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ConfigError(f"seed must be an integer, got {self.seed!r}")
+        if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
+            raise ConfigError(f"async_scheduling must be true, false or None, got {self.async_scheduling!r}")
+        if self.async_scheduling and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"async_scheduling=True does not work with tensor_parallel_size={self.tensor_parallel_size}: "
+                "each rank would need tokens that only rank 0 has; leave one of them out"
+            )
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(
                 f"memory_utilization must be above 0 and at most 1, got {self.memory_utilization!r}"

@@ -42,8 +42,8 @@ class Runner(Protocol):
     def pool_size(self) -> PoolSize:
         """What the runner has room for."""
 
-    def run(self, step: StepBatch, sampling: SamplingBatch) -> NDArray[np.int64]:
-        """Compute the step and choose a token for each row that samples: [samples] int64."""
+    def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
+        """Start the step, up to a token for each row that samples; steps run in the order of launches."""
 
     def close(self) -> None:
         """Free what the runner holds. A second call does nothing."""

@@ -40,6 +40,7 @@ class WorkerSettings(BaseSettings):
     tensor_parallel_size: int = 1
     attention_backend: str = "auto"
     enforce_eager: bool = False
+    async_scheduling: bool | None = None
     seed: int = 0
 
     data_roots: Annotated[tuple[str, ...], NoDecode] = Field(default_factory=lambda: (os.getcwd(),))
@@ -120,6 +121,7 @@ class WorkerSettings(BaseSettings):
             tensor_parallel_size=self.tensor_parallel_size,
             attention_backend=self.attention_backend,
             enforce_eager=self.enforce_eager,
+            async_scheduling=self.async_scheduling,
             seed=self.seed,
         )
 

@@ -3,8 +3,8 @@
     python -m ops.bench.host_time
 
 The engine itself runs: it schedules, builds the batch and keeps its books; only the runner is replaced, by
-one that answers every row with the same token. Beside it, in turns, runs the bookkeeping of nano-vLLM's decode
-step: Python lists of token ids, positions, slots and padded block tables, rebuilt in each step.
+one that answers every row with the same token. Beside it, in turns, runs the bookkeeping of nano-vLLM's
+decode step: Python lists of token ids, positions, slots and padded block tables, rebuilt in each step.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.batch import SamplingBatch, StepBatch
 from engine.model_config import ModelConfig
 from engine.model_runner import PoolSize
+from engine.pending_tokens import DeviceTokens, PendingTokens
 from ops.bench.list_bookkeeping import TOKEN, ListEngine
 from ops.bench.report import print_machine, print_table, spread
 
@@ -44,10 +43,10 @@ class NullRunner:
         num_blocks = num_seqs * -(-max_model_len // BLOCK_SIZE)
         self.pool_size = PoolSize(num_blocks, 0, max_model_len)
 
-    def run(self, step: StepBatch, sampling: SamplingBatch) -> NDArray[np.int64]:
+    def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
         """One token for each row that samples."""
         self.last_step = step
-        return np.full(len(step.sample_rows), TOKEN, np.int64)
+        return DeviceTokens(torch.full((len(step.sample_rows),), TOKEN))
 
     def close(self) -> None:
         """Nothing to free."""
