@@ -8,4 +8,6 @@ make_environment dev
 ruff check .
 ruff format --check .
 mypy
-exec python -m pytest "$@"
+# One process for each core, one torch thread in each: more would wait for each other.
+export OMP_NUM_THREADS=1
+exec python -m pytest -n logical --dist loadfile "$@"

@@ -147,6 +147,7 @@ def test_two_workers_share_one_run(
     assert min(who.count("a"), who.count("b")) >= 3, "one worker hoarded the run"
 
 
+@pytest.mark.timeout(600)  # a minute alone, ten starts of a real engine when other tests take the cores
 def test_ten_kills_in_the_middle_of_prompts_and_a_file_lose_and_double_nothing(
     workers: RealWorkers, texts: list[str], reference: dict[str, Completion]
 ) -> None:
