@@ -38,6 +38,10 @@ class PromptTask(Task):
     def requests(self) -> Iterator[Request]:
         return iter(self._requests)
 
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
         self._answers[index] = sorted(completions, key=lambda sample: sample.index)
 

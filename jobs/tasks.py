@@ -60,6 +60,14 @@ class Task(abc.ABC):
     def requests(self) -> Iterator[Request]:
         """Yield the requests lazily; they are numbered 0.. in the order pulled."""
 
+    @property
+    def num_requests(self) -> int | None:
+        """How many requests an open task yields in all; None where it does not know.
+
+        A worker that knows claims the next job in time.
+        """
+        return None
+
     @abc.abstractmethod
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
         """Take all samples of request `index`, in any order of indices.

@@ -156,7 +156,7 @@ class IoLoop:
         self._leave_by = float("inf")
         self._to_release: list[ClaimedJob] = []
         self._release_mode: Mode = "given_back"
-        self._poll = Timer(POLL_S)
+        self._polls = [Timer(POLL_S) for _ in queues]
         self._renew = Timer(limits.renew_period_s)
         self._show = Timer(STATS_PERIOD_S)
         self._progress = Timer(PROGRESS_PERIOD_S)
@@ -280,14 +280,15 @@ class IoLoop:
 
     def _claim(self, moment: float) -> None:
         """Claim for every lane that has room; again at the next turn while jobs come."""
-        if not self._poll.due(moment) or self._is_suspended() or self._has_suspect():
-            return
         lanes = [lane for lane in range(len(self._queues)) if self._packer.claim_room(lane) > 0]
+        # A lane without room leaves its timer alone: it claims in the very turn in which it has some.
+        due = [lane for lane in lanes if self._polls[lane].due(moment)]
+        if not due or self._is_suspended() or self._has_suspect():
+            return
         # In one round trip, but where --max-jobs counts: what one lane leaves over is the next one's.
         turns = [lanes] if self._limits.max_jobs is None else [[lane] for lane in lanes]
-        if sum([self._claim_for(turn) for turn in turns if turn]):
+        if sum([self._claim_for(turn) for turn in turns]):
             self._idle_since = moment
-            self._poll = Timer(POLL_S)
             self._runner.feed()
 
     def _claim_for(self, lanes: Sequence[int]) -> int:
@@ -313,6 +314,8 @@ class IoLoop:
         for lane, claimed in zip(lanes, claims, strict=True):
             del self._tokens[lane]
             self._claimed += len(claimed)
+            if claimed:
+                self._polls[lane].postpone(float("-inf"))
             for job in claimed:
                 self._runner.begin(job, lane)
         surplus = self._runner.take_surplus()

@@ -54,6 +54,12 @@ class RunningJob:
         return [self.request_id(index) for index in self.open_requests]
 
     @property
+    def unread(self) -> float:
+        """Requests left in the stream; infinite where the task does not say."""
+        num_requests = self.task.num_requests if self.task is not None else None
+        return float("inf") if num_requests is None else num_requests - self.next_index
+
+    @property
     def is_complete(self) -> bool:
         """Whether every request was sent and delivered."""
         return self.exhausted and not self.open_requests
@@ -77,24 +83,32 @@ def _next_request(job: RunningJob) -> Request | None:
     return None
 
 
+_BURSTS_REMEMBERED = 16
+"""Refills over which the largest number of sequences that left together is kept in mind."""
+
+
 class Packer:
     """Streams the prompts of claimed jobs into the engine, across jobs and lanes.
 
-    The engine gets a little more than it can run (`slots + prefetch` sequences), so that a freed slot is
-    filled in the next step; the rest stays in the jobs' lazy streams, where it costs nothing. Within a
-    lane jobs are served in the order in which their tasks were open. A lane counts only itself and more
-    urgent lanes: a full bulk batch never holds back a high prompt. Every lane may keep `prefetch` sequences
-    in the engine whatever the others do; its scheduler then gives a waiting lower lane its share.
+    The engine gets a little more than it can run, so that a freed slot is filled in the next step; the rest
+    stays in the jobs' lazy streams, where it costs nothing. That reserve is `prefetch` sequences, or twice
+    what lately left the engine from one refill to the next, where that is more: completions of equal length
+    end together. It is refilled when half of it is gone. Within a lane jobs are served in the order in which
+    their tasks were open. A lane counts only itself and more urgent lanes: a full bulk batch never holds back
+    a high prompt. Every lane may keep `prefetch` sequences in the engine whatever the others do; its
+    scheduler then gives a waiting lower lane its share.
     """
 
     def __init__(self, num_lanes: int, slots: int, prefetch: int, max_functions: int) -> None:
-        self._limit = slots + prefetch
-        self._floor = max(1, prefetch)
+        self._slots = slots
+        self._floor = self._reserve = max(1, prefetch)
         self._max_functions = max_functions
         self._streams: list[deque[RunningJob]] = [deque() for _ in range(num_lanes)]
         self._in_engine = [0] * num_lanes
         self._opening = [0] * num_lanes
         self._functions = [0] * num_lanes
+        self._left = 0
+        self._bursts: deque[int] = deque(maxlen=_BURSTS_REMEMBERED)
 
     def opening(self, job: RunningJob) -> None:
         """A task is being opened in the pool: how many prompts it holds is not known yet."""
@@ -129,29 +143,44 @@ class Packer:
 
     def delivered(self, job: RunningJob, sequences: int) -> None:
         """Sequences of a job have left the engine."""
+        self._left += sequences
         self._in_engine[job.lane] -= sequences
         job.in_engine -= sequences
 
     def claim_room(self, lane: int) -> int:
         """How many more sequences' worth of jobs the lane should claim now.
 
-        What a job is shows only when it is claimed: while functions run, no more are claimed than threads
-        could take, in case they are functions too.
+        The next job is claimed before the last stream is dry, when it holds less than one batch: a file takes
+        many steps to open. What a job is shows only when it is claimed: while functions run, no more are
+        claimed than threads could take, in case they are functions too.
         """
-        if self._opening[lane] or self._streams[lane] or self.functions_are_full(lane):
+        if self._opening[lane] or self.functions_are_full(lane):
             return 0
-        room = self._room(lane)
+        if self._streams[lane]:
+            room = int(max(0, self._slots - sum(job.unread for job in self._streams[lane])))
+        else:
+            room = self._refill(lane)
         return min(room, self._max_functions - self._functions[lane]) if self._functions[lane] else room
 
     def _room(self, lane: int) -> int:
-        ahead = sum(self._in_engine[: lane + 1])
-        return max(self._limit - ahead, self._floor - self._in_engine[lane], 0)
+        return max(self._shared_room(lane), self._floor - self._in_engine[lane], 0)
+
+    def _shared_room(self, lane: int) -> int:
+        return self._slots + self._reserve - sum(self._in_engine[: lane + 1])
+
+    def _refill(self, lane: int) -> int:
+        """The lane's room, once half of the reserve, or of the lane's own places, is free."""
+        if 2 * self._shared_room(lane) >= self._reserve or 2 * self._in_engine[lane] <= self._floor:
+            return self._room(lane)
+        return 0
 
     def pull(self) -> Iterator[tuple[RunningJob, int, Request]]:
         """Yield (job, index, request) to send to the engine now, the most urgent lane first.
 
-        A job whose stream ends here is marked exhausted; it may then be complete already.
+        A job whose stream ends here is marked exhausted; it may then be complete already. Call it after
+        every delivery: what was delivered since the last call is what the reserve has to bridge.
         """
+        self._adapt_reserve()
         for lane, streams in enumerate(self._streams):
             while streams and self._room(lane) > 0:
                 job = streams[0]
@@ -165,6 +194,12 @@ class Packer:
                 job.in_engine += wanted
                 self._in_engine[lane] += wanted
                 yield job, index, request
+
+    def _adapt_reserve(self) -> None:
+        if self._left:
+            self._bursts.append(self._left)
+            self._left = 0
+            self._reserve = max(self._floor, min(self._slots, 2 * max(self._bursts)))
 
     @property
     def in_engine(self) -> Sequence[int]:

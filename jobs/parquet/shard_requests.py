@@ -45,6 +45,10 @@ class ShardRequests:
     def num_rows(self) -> int:
         return len(self._answers)
 
+    @property
+    def num_requests(self) -> int:
+        return len(self._texts)
+
     def requests(self) -> Iterator[Request]:
         for text, rows in zip(self._texts, self._rows_of, strict=True):
             sampling = (

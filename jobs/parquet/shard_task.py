@@ -33,6 +33,10 @@ class ShardTask(Task):
     def requests(self) -> Iterator[Request]:
         return self._opened().requests()
 
+    @property
+    def num_requests(self) -> int:
+        return self._opened().num_requests
+
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
         self._opened().deliver(index, completions)
 

@@ -55,6 +55,10 @@ class ShardWork:
     def requests(self) -> Iterator[Request]:
         return self._requests.requests() if self._requests else iter(())
 
+    @property
+    def num_requests(self) -> int:
+        return self._requests.num_requests if self._requests else 0
+
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
         assert self._requests is not None, "delivered without a request"
         self._requests.deliver(index, completions)

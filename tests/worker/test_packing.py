@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine import Completion, SamplingParams
 from jobs.tasks import Request
+from tests.worker.fake_engine import FakeEngine
 from worker.packing import Packer, RunningJob
 
 LANES, SLOTS, PREFETCH = 3, 8, 4
 
 
-def job(number: int, lane: int, sizes: list[int]) -> RunningJob:
+def job(number: int, lane: int, sizes: list[int], length: int | None = None) -> RunningJob:
+    """length: what the job's task says of the number of its requests."""
     requests = iter([Request("p", None, {"n": n}) for n in sizes])
-    return RunningJob(number, cast(Any, SimpleNamespace()), lane, requests=requests)
+    task = cast(Any, SimpleNamespace(num_requests=length))
+    return RunningJob(number, cast(Any, SimpleNamespace()), lane, task, requests=requests)
 
 
 @settings(max_examples=300, deadline=None)
@@ -59,7 +67,7 @@ def test_any_history_keeps_the_counts_the_order_and_the_room_of_urgent_lanes(his
             held = sum(sum(j.samples.values()) for j in jobs if j.lane == lane)
             assert in_engine[lane] == held
             ahead = sum(in_engine[:lane])
-            assert in_engine[lane] <= SLOTS + PREFETCH + 2  # one request of up to 3 samples may overshoot
+            assert in_engine[lane] <= 2 * SLOTS + 2  # one request of up to 3 samples may overshoot
             # What waits, waits for its own lane or for more urgent ones, never for those below.
             if packer._streams[lane]:
                 assert ahead + in_engine[lane] >= SLOTS + PREFETCH or in_engine[lane] >= PREFETCH
@@ -88,9 +96,100 @@ def test_the_next_job_of_a_lane_is_claimed_when_the_last_stream_is_dry() -> None
     packer.stream(long)
     list(packer.pull())
     assert packer.claim_room(0) == 0
-    packer.delivered(long, 2)
+    packer.delivered(long, 3)
     list(packer.pull())
     assert long.exhausted
-    assert packer.claim_room(0) == 1
+    assert packer.claim_room(0) == 4
     packer.stream(short)
     assert [pulled.number for pulled, *_ in packer.pull()] == [1]
+
+
+def test_the_next_job_is_claimed_before_a_stream_of_known_length_is_dry() -> None:
+    """With a batch or more left to read nothing is claimed; then as much as fills the batch up."""
+    packer = Packer(1, SLOTS, PREFETCH, 4)
+    shard = job(0, 0, [1] * 30, length=30)
+    packer.stream(shard)
+    list(packer.pull())
+    assert packer.claim_room(0) == 0
+    packer.delivered(shard, 12)
+    list(packer.pull())
+    assert shard.unread < SLOTS
+    assert packer.claim_room(0) == SLOTS - shard.unread
+    packer.opening(job(1, 0, [1]))
+    assert packer.claim_room(0) == 0
+
+
+def test_a_trickle_out_of_a_full_engine_is_no_reason_to_claim() -> None:
+    packer = Packer(1, SLOTS, PREFETCH, 4)
+    bulk = job(0, 0, [1] * (SLOTS + PREFETCH))
+    packer.stream(bulk)
+    list(packer.pull())
+    packer.delivered(bulk, 1)
+    list(packer.pull())
+    assert packer.claim_room(0) == 0
+    packer.delivered(bulk, 1)
+    list(packer.pull())
+    assert packer.claim_room(0) == PREFETCH // 2
+
+
+ROWS, TOKENS, ENGINE_SLOTS = 1600, 8, 32
+OPEN_STEPS = 3
+
+
+def steps_for(jobs: list[int], tokens: Callable[[int], int]) -> int:
+    """Steps an engine takes for jobs of so many rows each; `tokens` says how long a row's answer is.
+
+    What leaves in a step is seen and made up for while the next one runs. A job of more than one row is a
+    file, and streams only OPEN_STEPS steps after its claim.
+    """
+    packer, engine = Packer(1, ENGINE_SLOTS, 4, 4), FakeEngine(ENGINE_SLOTS, step_s=0.0)
+    queued = [job(number, 0, [1] * rows, length=rows) for number, rows in enumerate(jobs)]
+    by_number = dict(enumerate(queued))
+    opening: deque[tuple[int, RunningJob]] = deque()
+    leaving: list[Completion] = []
+    rows = count()
+
+    def feed() -> None:
+        for pulled, index, _ in packer.pull():
+            engine.add(f"{pulled.number}.{index}", "p", SamplingParams(max_tokens=tokens(next(rows))))
+
+    while queued or opening or engine.has_unfinished:
+        while opening and opening[0][0] <= engine.num_steps:
+            opened = opening.popleft()[1]
+            packer.opened(opened)
+            packer.stream(opened)
+        feed()
+        room = packer.claim_room(0)
+        while queued and room > 0:
+            claimed = queued.pop(0)
+            room -= jobs[claimed.number]
+            if jobs[claimed.number] == 1:
+                packer.stream(claimed)
+            else:
+                packer.opening(claimed)
+                opening.append((engine.num_steps + OPEN_STEPS, claimed))
+        feed()
+        left, leaving = leaving, engine.step()
+        for completion in left:
+            packer.delivered(by_number[int(completion.request_id.split(".")[0])], 1)
+    return engine.num_steps
+
+
+def uneven(row: int) -> int:
+    """Answers of 4 to 12 tokens: four rows end in each step."""
+    return 4 + row * 7 % 9
+
+
+@pytest.mark.parametrize("rows_per_job", [1, 20, 80, 400])
+def test_a_batch_stays_full_from_one_job_to_the_next(rows_per_job: int) -> None:
+    """Also while the next file is opened."""
+    one = steps_for([ROWS], uneven)
+    assert one <= ROWS * TOKENS / ENGINE_SLOTS * 1.03
+    assert steps_for([rows_per_job] * (ROWS // rows_per_job), uneven) <= one * 1.03
+
+
+@pytest.mark.parametrize("rows_per_job", [1, ROWS])
+def test_answers_that_end_together_are_replaced_together(rows_per_job: int) -> None:
+    """Once a whole batch has left at once, the reserve bridges that."""
+    steps = steps_for([rows_per_job] * (ROWS // rows_per_job), lambda row: TOKENS)
+    assert steps <= ROWS * TOKENS / ENGINE_SLOTS * 1.0125
