@@ -1,0 +1,87 @@
+"""A workload: prompts as token ids with the number of tokens each is answered with; its file and its timing.
+
+The file is JSON: {"name": ..., "model": ..., "seqs": [{"prompt": [token ids], "max_tokens": n}, ...]}. Every
+sequence is decoded to its full length, whatever end tokens it gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WARM_UP_SHIFT = 5000  # other token ids, so that no prefix of the counted run is cached
+Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts, and how many tokens to generate for each; `model` is the shape it is meant for."""
+
+    name: str
+    model: str
+    prompts: list[list[int]]
+    lengths: list[int]
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.prompts)} sequences, {sum(map(len, self.prompts)):,} prompt tokens, "
+            f"{sum(self.lengths):,} to generate, for {self.model}"
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> Workload:
+        """Read a workload's file."""
+        found = json.loads(path.read_text())
+        prompts = [seq["prompt"] for seq in found["seqs"]]
+        return cls(found["name"], found["model"], prompts, [seq["max_tokens"] for seq in found["seqs"]])
+
+    def write(self, path: Path) -> None:
+        """Write a workload's file."""
+        pairs = zip(self.prompts, self.lengths, strict=True)
+        seqs = [{"prompt": prompt, "max_tokens": length} for prompt, length in pairs]
+        path.write_text(json.dumps({"name": self.name, "model": self.model, "seqs": seqs}))
+
+
+def measure(generate: Generate, workload: Workload) -> dict[str, Any]:
+    """Run a small batch of other prompts, then all sequences at once: seconds, output tokens per second."""
+    vocab_size = 1 + max(map(max, workload.prompts))
+    others = [[(t + WARM_UP_SHIFT) % vocab_size for t in prompt] for prompt in workload.prompts[:4]]
+    generate(others, [8] * len(others))
+    started = time.perf_counter()
+    outputs = generate(workload.prompts, workload.lengths)
+    wall_s = time.perf_counter() - started
+    num_tokens = sum(map(len, outputs))
+    return {
+        "workload": workload.name,
+        "wall_s": round(wall_s, 3),
+        "out_tokens": num_tokens,
+        "tok_s": round(num_tokens / wall_s, 2),
+        "short_seqs": sum(len(out) != n for out, n in zip(outputs, workload.lengths, strict=True)),
+        "self_hwm_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+        "outputs": outputs,
+    }
+
+
+def parse_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """What every runner of a workload takes."""
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--workload", type=Path, required=True)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--out", type=Path, help="where to write the result with all output tokens")
+    return parser.parse_args()
+
+
+def report(result: dict[str, Any], out: Path | None) -> None:
+    """Print a RESULT line, and write it with the output tokens."""
+    if out is not None:
+        out.write_text(json.dumps(result))
+    print(
+        "RESULT " + json.dumps({key: value for key, value in result.items() if key != "outputs"}), flush=True
+    )
