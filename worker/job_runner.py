@@ -20,8 +20,8 @@ from engine import Completion
 from jobs.context import JobContext
 from jobs.table import open_task, own_function
 from worker._rq import (
+    Callbacks,
     ClaimedJob,
-    EndsLikeRq,
     JobStore,
     Outcome,
     perform,
@@ -66,8 +66,8 @@ class Tally:
 class JobRunner:
     """Owns every job that this worker holds. All methods belong to the I/O thread.
 
-    files: pool for the files of tasks. functions: pool for user code. enders: pool for callbacks and RQ's
-    own endings, which must not wait for user code. All report back through `post`, which queues a call
+    files: pool for the files of tasks. functions: pool for user code. enders: pool for callbacks and
+    dependents, which must not wait for user code. All report back through `post`, which queues a call
     for the I/O thread. pool_client: what our own code uses in their threads. user_client: what user code
     gets.
     """
@@ -84,7 +84,7 @@ class JobRunner:
         enders: FunctionPool,
         pool_client: Redis,
         user_client: Redis,
-        ends: EndsLikeRq,
+        callbacks: Callbacks,
         ends_store: JobStore,
         post: Callable[[Callable[[], None]], None],
         log: logging.Logger,
@@ -96,7 +96,7 @@ class JobRunner:
         self._log, self._clock = log, clock
         self._calls = PoolCalls(post, self._close, log, clock)
         self._ends = JobEnds(
-            rq=ends,
+            callbacks=callbacks,
             store=ends_store,
             pool=enders,
             calls=self._calls,
