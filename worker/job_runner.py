@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
@@ -18,6 +18,7 @@ from rq.timeouts import JobTimeoutException
 
 from engine import Completion
 from jobs.context import JobContext
+from jobs.shared_files import SharedFiles
 from jobs.table import open_task, own_function
 from worker._rq import (
     Callbacks,
@@ -47,6 +48,7 @@ class Surroundings:
     model: str
     check_sampling: Callable[[Any], Any]
     default_result_ttl_s: int = DEFAULT_RESULT_TTL
+    files: SharedFiles = field(default_factory=SharedFiles)
 
 
 @dataclass
@@ -159,6 +161,7 @@ class JobRunner:
             data_roots=self._surroundings.data_roots,
             model=self._surroundings.model,
             check_sampling=self._surroundings.check_sampling,
+            files=self._surroundings.files,
         )
 
     def _open(self, job: RunningJob) -> None:
