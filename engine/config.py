@@ -21,12 +21,14 @@ class EngineConfig:
     block_size: tokens per KV block.
     kv_cache_bytes: K and V of all layers, per rank; None takes the smaller of 4 GiB and a quarter of the
         memory still allowed on CPU, and what a warm-up leaves free on GPU.
-    memory_utilization: share of the GPU's memory the engine may take in all; CPU does not read it.
+    memory_utilization: share of the GPU's memory that may be taken once the engine runs, by whatever else is
+        on it too: weights, KV pool, graphs, and the largest step. CPU does not read it.
     tensor_parallel_size: processes ("ranks") that share each layer, one GPU each; with 1 there is none but
         the caller's. On a CPU they divide torch's threads. It must divide the attention heads and the MLP
         features, and divide the KV heads or be a multiple of them.
     attention_backend: "auto" (triton on a GPU where it is installed, else torch), "torch" or "triton".
-    enforce_eager: run without captured graphs. There are none yet on any device.
+    enforce_eager: run decode steps without CUDA graphs. Those are captured at start, on a GPU, for a backend
+        that can be recorded (triton); a CPU has none.
     async_scheduling: schedule a step while the one before runs; None does so on a GPU without tensor
         parallelism, with which True is refused. On a CPU the model runs in the caller's thread: no gain.
     seed: starts the generator that draws a seed for each request without one.

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBackend, load_backend
+from engine.attention import AttentionBackend, CapturableBackend, load_backend
 from engine.batch import ForwardBatch, SamplingBatch, StepBatch, to_device
 from engine.config import EngineConfig
+from engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.errors import ConfigError
+from engine.gpu_memory import GpuMemory, PoolRoom, fits, measure_room
 from engine.kv_cache import KVCache, block_bytes
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
 from engine.loader import load_weights
-from engine.memory import default_cpu_kv_cache_bytes
+from engine.memory import allowed_bytes, default_cpu_kv_cache_bytes
 from engine.model_config import DTYPES, ModelConfig
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.registry import decoder_flags
 from engine.pending_tokens import DeviceTokens, PendingTokens
 from engine.sampler import sample
+from engine.upload import upload
+from engine.warm_up import nucleus_sampling, warm_up_steps
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,17 @@ class ModelRunner:
         self._config = config
         self._model_config = model_config
         self._tp = tp
-        self.model = self._load_model(folder)
-        self.pool_size = self._size_pool()
-        self.cache = self._make_cache(self.pool_size.num_blocks)
+        self._capture = choose_capture(config, self.backend, self.device)
+        self._memory = gpu_memory(self.device)
+        self._graphs: DecodeGraphs | None = None
+        try:
+            self.model = self._load_model(folder)
+            self._allocate()
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"the GPU's memory ran out at start ({error}); free what else is on it, or lower "
+                "memory_utilization, max_num_batched_tokens or max_num_seqs"
+            ) from error
 
     @torch.inference_mode()
     def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
@@ -75,15 +86,24 @@ class ModelRunner:
         Everything is queued on the device's current stream; nothing here waits for it, and steps run in the
         order of their launches. On a CPU the step has run when this returns.
         """
-        logits = self.forward(to_device(step, self.backend, self.device))
-        return DeviceTokens(sample(logits, sampling))
+        return DeviceTokens(sample(self.logits(step), sampling))
 
     def follow(self, step: StepBatch) -> None:
         """Compute this rank's share of the step whose tokens rank 0 chooses."""
-        self.forward(to_device(step, self.backend, self.device))
+        self.logits(step)
 
     def close(self) -> None:
         """Nothing to end: model and pool are freed with this object."""
+
+    @torch.inference_mode()
+    def logits(self, step: StepBatch) -> Tensor:
+        """Logits of the rows that sample, as from `forward`; through a captured graph if one fits."""
+        if self._graphs is None or not self._graphs.fits(step):
+            return self.forward(to_device(step, self.backend, self.device))
+        hidden = self._graphs.run(step)
+        if len(step.sample_rows) < len(hidden):
+            hidden = hidden[upload([step.sample_rows], self.device)[0]]
+        return self.model.logits(hidden)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -96,10 +116,9 @@ class ModelRunner:
 
     def _load_model(self, folder: Path) -> DecoderForCausalLM:
         config = self._model_config
-        limit = self._config.max_model_len or config.max_position_embeddings
         rotary = RotaryEmbedding(
             config.head_dim,
-            min(limit, config.max_position_embeddings),
+            self._longest,
             config.rope_theta,
             dtype=self.dtype,
             device=self.device,
@@ -111,6 +130,12 @@ class ModelRunner:
             )
         load_weights(model, folder, self.device)
         return model.eval()
+
+    @property
+    def _longest(self) -> int:
+        """Tokens no sequence exceeds, however large the pool will be."""
+        model_len = self._model_config.max_position_embeddings
+        return min(self._config.max_model_len or model_len, model_len)
 
     @property
     def _num_kv_heads(self) -> int:
@@ -134,69 +159,94 @@ class ModelRunner:
             device=self.device,
         )
 
-    def _size_pool(self) -> PoolSize:
-        """How many blocks fit, and how long a sequence may be. Raises ConfigError naming what to change."""
-        cache_bytes = self._config.kv_cache_bytes
-        if cache_bytes is None:
-            on_gpu = self.device.type == "cuda"
-            cache_bytes = self._free_gpu_bytes() if on_gpu else default_cpu_kv_cache_bytes(self._tp.size)
-        num_blocks = self._tp.minimum(cache_bytes // self._block_bytes())
+    def _allocate(self) -> None:
+        """Size the pool, make it, and capture the graphs that read it. Raises ConfigError."""
+        room = self._measure_room() if self._memory is not None else None
+        self.pool_size = self._size_pool(room)
+        self.cache = self._make_cache(self.pool_size.num_blocks)
+        self._graphs = self._capture_graphs(self.pool_size.max_model_len)
+        share = self._config.memory_utilization
+        if self._memory is not None and room is not None and not fits(self._memory, share, room):
+            raise ConfigError(
+                f"with the KV pool in place, the largest step no longer fits into {share:.0%} of the GPU: "
+                "something else took memory meanwhile; start again, or lower memory_utilization or "
+                "kv_cache_bytes"
+            )
+
+    def _size_pool(self, room: PoolRoom | None) -> PoolSize:
+        """How many blocks there will be, and how long a sequence may be. Raises ConfigError.
+
+        room: what was measured on a GPU, None on a CPU.
+        """
+        wanted = self._config.kv_cache_bytes
+        if room is not None:
+            most = max(0, room.pool_bytes)
+            default, owner = most, f"memory_utilization={self._config.memory_utilization} of the GPU"
+        else:
+            most = allowed_bytes() // self._tp.size
+            default, owner = (
+                default_cpu_kv_cache_bytes(self._tp.size),
+                "the memory this process may still take",
+            )
+        if wanted is not None and wanted > most:
+            raise ConfigError(
+                f"kv_cache_bytes={wanted} on each rank is more than the {most} bytes left of {owner}; "
+                "lower it, or leave it out"
+            )
+        num_blocks = self._tp.minimum((wanted or default) // self._block_bytes())
         max_model_len = fit_pool(num_blocks, self._config, self._model_config.max_position_embeddings)
         return PoolSize(num_blocks, num_blocks * self._block_bytes(), max_model_len)
 
-    def _free_gpu_bytes(self) -> int:
-        """What the largest batch, run once, leaves of the GPU memory this engine may take."""
-        torch.cuda.reset_peak_memory_stats(self.device)
-        block_size, num_tokens = self._config.block_size, self._config.max_num_batched_tokens
-        num_blocks = -(-num_tokens // block_size)
+    def _measure_room(self) -> PoolRoom:
+        """Run the largest steps and capture the graphs once over a small pool; see what they leave."""
+        assert self._memory is not None
+        num_blocks = -(-self._config.max_num_batched_tokens // self._config.block_size)
         self.cache = self._make_cache(num_blocks)
-        self._warm_up(num_tokens)
         scratch_bytes = self.cache.pool.nbytes
+
+        def warm_up() -> None:
+            for step in warm_up_steps(self._config, self._longest, num_blocks):
+                if self._tp.rank == 0:
+                    self.launch(step, nucleus_sampling(len(step.sample_rows))).wait()
+                else:
+                    self.follow(step)
+
+        share = self._config.memory_utilization
+        room = measure_room(self._memory, share, warm_up, lambda: self._capture_graphs(self._longest))
         del self.cache
-        torch.cuda.empty_cache()
-        peak_bytes = torch.cuda.max_memory_allocated(self.device) - scratch_bytes
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
-        used_by_others = total_bytes - free_bytes - torch.cuda.memory_reserved(self.device)
-        return max(0, int(total_bytes * self._config.memory_utilization) - used_by_others - peak_bytes)
+        return replace(room, pool_bytes=room.pool_bytes + scratch_bytes)
 
-    def _warm_up(self, num_tokens: int) -> None:
-        """Run one step of num_tokens tokens as equal sequences, as many as may run at once, all sampling."""
-        num_seqs = min(self._config.max_num_seqs, num_tokens)
-        block_size = self._config.block_size
-        query_len = min(num_tokens // num_seqs, self._model_config.max_position_embeddings)
-        lens = np.full(num_seqs, query_len, np.int64)
-        num_blocks = len(self.cache.layers[0].keys)
-        tables = np.arange(num_seqs * -(-query_len // block_size)).reshape(num_seqs, -1) % num_blocks
-        tokens = np.arange(num_seqs * query_len)
-        step = StepBatch(
-            token_ids=np.zeros_like(tokens),
-            positions=tokens % query_len,
-            slot_mapping=tokens % (num_blocks * block_size),
-            sample_rows=np.arange(num_seqs) * query_len,
-            block_tables=tables.astype(np.int32),
-            context_lens=lens,
-            query_lens=lens,
+    @torch.inference_mode()
+    def _capture_graphs(self, max_model_len: int) -> DecodeGraphs | None:
+        """Capture decode steps over the pool as it is now; None if steps run without graphs."""
+        if self._capture is None:
+            return None
+        assert isinstance(self.backend, CapturableBackend)
+        model, cache = self.model, self.cache  # not self: with this object the graphs shall go
+        return DecodeGraphs(
+            lambda batch: model.hidden_states(batch, cache),
+            self.backend,
+            self._capture,
+            max_num_seqs=self._config.max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=self._config.block_size,
+            num_kv_heads=self._num_kv_heads,
+            hidden_size=self._model_config.hidden_size,
+            dtype=self.dtype,
+            device=self.device,
         )
-        if self._tp.rank == 0:
-            self.launch(step, _nucleus_sampling(num_seqs)).wait()
-        else:
-            self.follow(step)
 
 
-def _nucleus_sampling(num_rows: int) -> SamplingBatch:
-    """Sampling values that take the sampler's longest way, for a warm-up."""
-    half = np.full(num_rows, 0.5, np.float32)
-    counter = np.zeros(num_rows, np.uint64)
-    return SamplingBatch(
-        temperature=half,
-        top_p=half,
-        top_k=np.zeros(num_rows, np.int64),
-        min_p=half,
-        seed=counter,
-        sample_index=counter,
-        position=counter,
-        banned={},
-    )
+def choose_capture(config: EngineConfig, backend: AttentionBackend, device: torch.device) -> Capture | None:
+    """How decode steps are captured; None on a CPU, with enforce_eager, and for backends that cannot be."""
+    if config.enforce_eager or device.type != "cuda" or not isinstance(backend, CapturableBackend):
+        return None
+    return CudaCapture(device)
+
+
+def gpu_memory(device: torch.device) -> GpuMemory | None:
+    """The device's memory to measure; None on a CPU, where the pool has a stated size."""
+    return GpuMemory(device) if device.type == "cuda" else None
 
 
 def fit_pool(num_blocks: int, config: EngineConfig, model_len: int) -> int:
@@ -208,7 +258,8 @@ def fit_pool(num_blocks: int, config: EngineConfig, model_len: int) -> int:
     if pool_tokens < 2 or (wanted is not None and wanted > pool_tokens):
         raise ConfigError(
             f"the KV pool holds {num_blocks} blocks, {pool_tokens} tokens, too few for one sequence of "
-            f"{wanted or 'any'} tokens; raise kv_cache_bytes (or free memory) or lower max_model_len"
+            f"{wanted or 'any'} tokens; raise kv_cache_bytes or memory_utilization (or free memory) or "
+            "lower max_model_len"
         )
     return wanted or min(model_len, pool_tokens)
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from .shared_files import SharedFiles
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -26,7 +24,6 @@ class JobContext:
     model: the name that responses and manifests give.
     check_sampling: raises the engine's error for sampling values that no request could use, so that a run of
         a million rows fails once at planning and not in every row.
-    files: shared by the shards that this process runs.
     """
 
     connection: Redis
@@ -36,4 +33,3 @@ class JobContext:
     data_roots: tuple[str, ...]
     model: str
     check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling
-    files: SharedFiles = field(default_factory=SharedFiles)

@@ -108,6 +108,4 @@ def timeout_error(timeout_s: float) -> type[JobTimeoutException]:
     def __init__(self: JobTimeoutException) -> None:
         super(JobTimeoutException, self).__init__(message)
 
-    # The name under which tracebacks show RQ's own.
-    names = {"__init__": __init__, "__module__": JobTimeoutException.__module__}
-    return type("JobTimeoutException", (JobTimeoutException,), names)
+    return type("JobTimeoutException", (JobTimeoutException,), {"__init__": __init__})

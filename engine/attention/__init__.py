@@ -7,13 +7,13 @@ from importlib.util import find_spec
 
 import torch
 
-from engine.attention.base import AttentionBackend, AttentionMetadata
+from engine.attention.base import AttentionBackend, AttentionMetadata, CapturableBackend
 from engine.errors import ConfigError
 
 NOT_BUILT = ("cpu", "flash_attn")
 NEVER_RAN_ON_GPU = ("torch", "triton")
 
-__all__ = ["AttentionBackend", "AttentionMetadata", "load_backend"]
+__all__ = ["AttentionBackend", "AttentionMetadata", "CapturableBackend", "load_backend"]
 
 logger = logging.getLogger(__name__)
 

@@ -57,3 +57,28 @@ class AttentionBackend(ABC):
         query: [tokens, heads, head_dim], the step's sequences one after another; their own keys and values
         are in the cache already.  Returns [tokens, heads, head_dim].
         """
+
+
+class CapturableBackend(AttentionBackend):
+    """A backend whose decode step may be recorded as a CUDA graph.
+
+    While one is recorded, `store` and `forward` read no tensor's values on the host and start kernels on the
+    current stream only. Rows with slot -1 and context length 0 are padding: they store and read nothing.
+    """
+
+    @abstractmethod
+    def context_buckets(self, num_programs: int, max_model_len: int) -> list[int]:
+        """Longest contexts for which a graph of its own pays, ascending, the last one max_model_len.
+
+        num_programs: rows of the batch times this rank's KV heads.
+        """
+
+    @abstractmethod
+    def decode_metadata(
+        self, rows: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int
+    ) -> AttentionMetadata:
+        """Metadata of decode steps of len(rows) sequences, over tensors that are filled anew for each step.
+
+        rows: [seqs] int32, 0, 1, 2, ...  context_lens: [seqs] int32, at most max_context_len.
+        block_tables: [seqs, blocks] int32; rows may lie apart.
+        """

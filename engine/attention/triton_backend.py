@@ -12,9 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, AttentionMetadata
+from engine.attention.base import AttentionMetadata, CapturableBackend
 from engine.errors import ConfigError
-from engine.kernels.decode_attention import DecodeRows, choose_num_splits, decode_attention
+from engine.kernels.decode_attention import (
+    MIN_SPLIT_TOKENS,
+    DecodeRows,
+    choose_num_splits,
+    decode_attention,
+)
 from engine.kernels.kv_store import store_kv
 from engine.kernels.kv_tile import INTERPRETED, MAX_HEAD_DIM
 from engine.kernels.prefill_attention import QUERY_TILE, PrefillTiles, prefill_attention
@@ -26,6 +31,10 @@ from engine.layers.kernels import LayerKernels
 
 MIN_CAPABILITY = (8, 0)  # the first with bfloat16 and asynchronous copies
 ALIGNMENT = 4  # int32: Triton compiles a kernel anew for pointers that are not multiples of 16 bytes
+# A graph plans its splits for contexts it does not know. A split that a context does not reach ends at once,
+# but all of them are started, which takes as long as reading a short context does: so short contexts have
+# graphs of their own, the shortest with one split and without the launch that merges.
+CAPTURED_CONTEXTS = (MIN_SPLIT_TOKENS, 8 * MIN_SPLIT_TOKENS)
 INTERPRETER_PROCESSORS = 8  # stands in for a GPU's multiprocessors, so that tests see few splits and many
 
 
@@ -37,7 +46,7 @@ class TritonMetadata(AttentionMetadata):
     prefill: PrefillTiles
 
 
-class TritonAttention(AttentionBackend):
+class TritonAttention(CapturableBackend):
     """One launch for all prefill chunks of a step and one or two for all its decodes."""
 
     max_head_dim = MAX_HEAD_DIM
@@ -93,6 +102,21 @@ class TritonAttention(AttentionBackend):
         max_decode_len = int(context_lens[decodes].max(initial=0))
         return TritonMetadata(
             DecodeRows(decode_rows, decode_lens, decode_tables, max_decode_len), PrefillTiles(*prefill_parts)
+        )
+
+    def context_buckets(self, num_programs: int, max_model_len: int) -> list[int]:
+        """Where choose_num_splits plans other numbers of splits for the contexts of CAPTURED_CONTEXTS."""
+        ladder = [*(length for length in CAPTURED_CONTEXTS if length < max_model_len), max_model_len]
+        longest = {choose_num_splits(num_programs, n, self._num_processors): n for n in ladder}
+        return list(longest.values())
+
+    def decode_metadata(
+        self, rows: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int
+    ) -> TritonMetadata:
+        none = rows[:0]
+        return TritonMetadata(
+            DecodeRows(rows, context_lens, block_tables, max_context_len),
+            PrefillTiles(none, none, none, none, none),
         )
 
     def forward(

@@ -198,6 +198,14 @@ class DecoderForCausalLM(nn.Module):
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Return logits [samples, vocabulary] of the rows that sample, float32."""
-        hidden = self.model(batch, cache, self.rotary(batch.positions))
-        logits: Tensor = self.lm_head(hidden[batch.sample_rows])
+        return self.logits(self.hidden_states(batch, cache)[batch.sample_rows])
+
+    def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """Final hidden states [tokens, hidden] of all rows; their keys and values are in the cache then."""
+        hidden: Tensor = self.model(batch, cache, self.rotary(batch.positions))
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [samples, hidden] -> [samples, vocabulary] float32; a part of it on ranks other than 0."""
+        logits: Tensor = self.lm_head(hidden)
         return logits.float()

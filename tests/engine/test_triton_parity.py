@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,11 +15,11 @@ pytest.importorskip("triton", reason="triton is not installed, so its kernels ca
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.attention.triton_backend import TritonAttention
-from engine.batch import ForwardBatch
 from engine.layers.activation import SiluAndMul
 from engine.layers.norm import RMSNorm
 from tests.engine import test_determinism as determinism
 from tests.engine.checkpoints import SHAPES, Shape, pool_bytes
+from tests.engine.graphs import simulate_graphs
 from tests.engine.reference import Reference
 
 # The interpreter takes milliseconds for each program: few prompts, those around a block and with a prefix.
@@ -97,45 +96,31 @@ def test_the_layers_use_the_fused_kernels(few: Any) -> None:
             assert (len(used) == len(layers) - 2 * len(per_head)) if expected else used == []
 
 
-def pad_every_step(built: Engine) -> None:
-    """Give each step three more rows, as a captured graph of a larger batch has them."""
-    runner = built._open_runner()
-    build, forward = runner.backend.build_metadata, runner.forward
+@pytest.mark.parametrize(("name", "longest", "bucket"), [("gqa4_tied", 200, 1), ("gqa2_bias", 75, 0)])
+def test_through_graphs_padding_writes_nowhere_and_changes_nothing(
+    name: str, longest: int, bucket: int, few: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens stay the same; the pool's last slot, which an index of -1 would hit, stays zero.
 
-    def build_padded(tables: Any, context_lens: Any, query_lens: Any) -> Any:
-        tables = np.concatenate((tables, np.zeros((3, tables.shape[1]), np.int32)))
-        padded = (np.append(context_lens, [0] * 3), np.append(query_lens, [1] * 3))
-        return build(tables, *padded)
-
-    def forward_padded(batch: ForwardBatch) -> torch.Tensor:
-        more = torch.zeros(3, dtype=torch.int64, device=batch.token_ids.device)
-        logits = forward(
-            replace(
-                batch,
-                token_ids=torch.cat((batch.token_ids, more)),
-                positions=torch.cat((batch.positions, more)),
-                slot_mapping=torch.cat((batch.slot_mapping, more - 1)),
-                sample_rows=torch.cat((batch.sample_rows, len(batch.token_ids) + torch.arange(3).to(more))),
-            )
-        )
-        assert logits.isfinite().all()
-        return logits[:-3]
-
-    runner.backend.build_metadata = build_padded  # type: ignore[method-assign]
-    runner.forward = forward_padded  # type: ignore[method-assign]
-
-
-def test_padding_rows_write_nowhere_and_change_nothing(few: Any) -> None:
-    """The tokens stay the same; the pool's last slot, which an index of -1 would hit, stays zero."""
-    reference, shape, pools = few["gqa4_tied"], BY_NAME["gqa4_tied"], []
-
-    def change(built: Engine) -> None:
-        pad_every_step(built)
-        pools.append(built._open_runner().cache.pool)
-
-    assert differences(reference, shape, {}, change) == []
+    Three prompts of up to `longest` tokens in graphs of four rows: contexts beyond 128 tokens take those that
+    may split them.
+    """
+    reference, shape, pools = copy(few[name]), BY_NAME[name], []
+    by_length = sorted(range(len(reference.prompts)), key=lambda i: len(reference.prompts[i]))
+    kept = [i for i in by_length if len(reference.prompts[i]) <= longest][-3:]
+    reference.answers = [reference.answers[i] for i in kept]
+    reference.prompts = [reference.prompts[i] for i in kept]
+    capture = simulate_graphs(monkeypatch)
+    settings = {"max_num_seqs": 4}
+    assert differences(reference, shape, settings, lambda built: pools.append(pool_of(built))) == []
+    assert set(capture.replayed) == {bucket}
     assert (pools[0] != 0).any()
     assert (pools[0][:, :, -1] == 0).all()
+
+
+def pool_of(built: Engine) -> torch.Tensor:
+    pool: torch.Tensor = built._open_runner().cache.pool  # type: ignore[union-attr]
+    return pool
 
 
 def test_one_wrong_slot_is_caught(few: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,92 @@
+"""Graphs without a GPU: what is captured is called again on each replay, over the same static buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+import engine.model_runner
+from engine.attention import CapturableBackend
+from engine.attention.base import AttentionMetadata
+from engine.attention.torch_backend import TorchAttention
+from engine.decode_graphs import Replay
+from engine.kv_cache import LayerKVCache
+
+
+@dataclass
+class SimulatedCapture:
+    """Counts captures and replays."""
+
+    num_captured: int = 0
+    replayed: list[int] = field(default_factory=list)
+
+    def __call__(self, run: Callable[[], None]) -> Replay:
+        number = self.num_captured
+        self.num_captured += 1
+        run()
+
+        def replay() -> None:
+            self.replayed.append(number)
+            run()
+
+        return replay
+
+
+@dataclass(frozen=True)
+class StaticDecodes(AttentionMetadata):
+    """Tensors that hold another step's values at each replay."""
+
+    context_lens: Tensor
+    block_tables: Tensor
+
+
+class ReplayedTorch(TorchAttention, CapturableBackend):
+    """The torch backend over static buffers, which it reads on the host: no GPU could record that.
+
+    Padding stores nothing and gets NaN, so that a row of it which goes on anywhere shows.
+    """
+
+    def context_buckets(self, num_programs: int, max_model_len: int) -> list[int]:
+        return [length for length in (40, 100) if length < max_model_len] + [max_model_len]
+
+    def decode_metadata(
+        self, rows: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int
+    ) -> StaticDecodes:
+        assert rows.tolist() == list(range(len(context_lens)))
+        return StaticDecodes(context_lens, block_tables)
+
+    def store(self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
+        kept = slot_mapping >= 0
+        super().store(keys[kept], values[kept], cache, slot_mapping[kept])
+
+    def forward(
+        self, query: Tensor, cache: LayerKVCache, metadata: AttentionMetadata, *, scale: float
+    ) -> Tensor:
+        if not isinstance(metadata, StaticDecodes):
+            return super().forward(query, cache, metadata, scale=scale)
+        rows = metadata.context_lens > 0
+        out = torch.full_like(query, torch.nan)
+        if rows.any():
+            context_lens = metadata.context_lens[rows].long().numpy()
+            tables = metadata.block_tables[rows].numpy()
+            spans = self.build_metadata(tables, context_lens, context_lens**0)
+            out[rows] = super().forward(query[rows], cache, spans, scale=scale)
+        return out
+
+
+def simulate_graphs(monkeypatch: pytest.MonkeyPatch) -> SimulatedCapture:
+    """From now on engines on a CPU capture: those of the torch backend, or of one that can be captured."""
+    capture = SimulatedCapture()
+    load = engine.model_runner.load_backend
+
+    def load_capturable(name: str, device: torch.device) -> CapturableBackend:
+        backend = load(name, device)
+        return backend if isinstance(backend, CapturableBackend) else ReplayedTorch(device)
+
+    monkeypatch.setattr(engine.model_runner, "load_backend", load_capturable)
+    monkeypatch.setattr(engine.model_runner, "choose_capture", lambda *args: capture)
+    return capture
