@@ -42,6 +42,8 @@ def load_weights(model: DecoderForCausalLM, folder: Path, device: torch.device) 
         names = sorted(f"{name} ({shard})" if shard else name for name, shard in missing)
         shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         raise MissingWeights(f"{folder} lacks {len(names)} tensors the model needs: {shown}; fetch it again")
+    for module in modules.values():
+        module.finish_loading()
 
 
 def _load_file(model: DecoderForCausalLM, modules: dict[str, WeightedModule], path: Path) -> list[Place]:

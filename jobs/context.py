@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from .shared_files import SharedFiles
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -24,6 +26,7 @@ class JobContext:
     model: the name that responses and manifests give.
     check_sampling: raises the engine's error for sampling values that no request could use, so that a run of
         a million rows fails once at planning and not in every row.
+    files: shared by the shards that this process runs.
     """
 
     connection: Redis
@@ -33,3 +36,4 @@ class JobContext:
     data_roots: tuple[str, ...]
     model: str
     check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling
+    files: SharedFiles = field(default_factory=SharedFiles)

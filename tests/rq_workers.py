@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -54,12 +55,14 @@ class Workers:
         queues: tuple[str, ...] = ("high", "bulk"),
         serializer: tuple[str, ...] = ("-S", "json"),
         cwd: Path | None = None,
+        command: str = "worker",
+        worker_class: str | None = None,
         **env: str,
     ) -> subprocess.Popen[str]:
-        """Start `rq worker`; its log is in `log(process)`."""
+        """Start `rq worker` or another of RQ's commands; its log is in `log(process)`."""
         log = (self.folder / f"worker-{len(self.processes)}.log").open("w")
         process = subprocess.Popen(
-            [*RQ, "worker", "--worker-class", self.worker_class, *serializer, *args, *queues],
+            [*RQ, command, "--worker-class", worker_class or self.worker_class, *serializer, *args, *queues],
             env=self.environment(**env),
             cwd=cwd or self.folder,
             stdout=log,
@@ -122,7 +125,7 @@ class Workers:
 
 def _test_functions() -> list[str]:
     source = (ROOT / "tests" / "worker" / "functions.py").read_text()
-    return [line[4 : line.index("(")] for line in source.splitlines() if line.startswith("def ")]
+    return re.findall(r"^(?:async )?def (\w+)", source, re.MULTILINE)
 
 
 def leftovers(redis: Redis, *queues: str) -> list[str]:

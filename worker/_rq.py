@@ -6,7 +6,6 @@ name keys that follow from job ids, so they need a server that is not sharded. R
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import signal
 import sys
@@ -33,11 +32,12 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 from rq import Queue
 from rq.connections import get_connection_kwargs
-from rq.defaults import DEFAULT_FAILURE_TTL
+from rq.defaults import DEFAULT_FAILURE_TTL, DEFAULT_RESULT_TTL
 from rq.executions import Execution
 from rq.job import Job, JobStatus, _job_stack
 from rq.job import Retry as JobRetry
 from rq.registry import FailedJobRegistry, FinishedJobRegistry
+from rq.repeat import Repeat
 from rq.results import Result
 from rq.scheduler import RQScheduler
 from rq.serializers import JSONSerializer
@@ -61,10 +61,11 @@ _SCRIPTS = {
     "finish": ["end_execution"],
     "retry": ["end_execution"],
     "close": ["end_execution"],
+    "queue_dependent": [],
     "release": ["open_execution"],
     "progress": [],
 }
-"""Each script, and the shared heads it begins with."""
+"""Each script, and the shared heads it begins with after `holding`, which all begin with."""
 
 Mode = Literal["given_back", "engine_died", "abandoned"]
 EndStatus = Literal["finished", "failed", "stopped"]
@@ -144,21 +145,29 @@ def _is_wrong_type(error: RedisError) -> bool:
 class JobStore:
     """The jobs of some queues as one worker claims, holds and ends them in Redis.
 
+    records_failures: False keeps failed jobs out of the registry and without a result, as RQ's
+    --disable-default-exception-handler does.
     Not thread-safe: the I/O thread owns it. Every method raises redis.exceptions.RedisError when the
     server cannot be reached, and every call may then be made again: none doubles an effect.
     """
 
     def __init__(
-        self, client: Redis, worker_name: str, lease_s: int, clock: Callable[[], float] = time.time
+        self,
+        client: Redis,
+        worker_name: str,
+        lease_s: int,
+        records_failures: bool = True,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._client = client
         self._worker_name = worker_name
         self._worker_key = f"{BaseWorker.redis_worker_namespace_prefix}{worker_name}"
         self._lease_s = lease_s
+        self._records_failures = records_failures
         self._clock = clock
         folder = resources.files("worker") / "lua"
         self._sources = {
-            name: "".join((folder / f"{part}.lua").read_text() for part in (*heads, name))
+            name: "".join((folder / f"{part}.lua").read_text() for part in ("holding", *heads, name))
             for name, heads in _SCRIPTS.items()
         }
         self._shas: dict[str, str] = {}
@@ -251,7 +260,7 @@ class JobStore:
         if isinstance(value, JobRetry):
             tries = job.number_of_retries or 0
             if tries < value.max:
-                when = self._when(JobRetry.get_interval(tries, value.intervals), front=False)
+                when = self._when(JobRetry.get_interval(tries, value.intervals))
                 entry = self._entry(outcome, Result.Type.RETRIED)
                 return self._retry_call(outcome, [when, "number_of_retries", 1], entry)
             return self._end_call(replace(outcome, status="failed"), Result.Type.MAX_RETRIES_EXCEEDED)
@@ -261,7 +270,7 @@ class JobStore:
         finished = outcome.status == "finished"
         return self._end_call(outcome, Result.Type.SUCCESSFUL if finished else Result.Type.FAILED)
 
-    def _when(self, interval_s: int, front: bool | None) -> str | int:
+    def _when(self, interval_s: int, front: bool | None = False) -> str | int:
         if interval_s:
             return int(self._clock() + interval_s)
         return "front" if front else "back"
@@ -275,14 +284,29 @@ class JobStore:
         return "retry", [*self._head(outcome), *retry, "" if ttl is None else ttl, *entry]
 
     def _end_call(self, outcome: Outcome, kind: Result.Type) -> tuple[str, list[Any]]:
-        job, finished = outcome.claimed.job, outcome.status == "finished"
-        ttl = _bounded_ttl(job.result_ttl if finished else job.failure_ttl)
-        kept_s = ttl if ttl is not None else DEFAULT_FAILURE_TTL
-        # As RQ scores them: finished jobs without end sort last, failed ones carry the negative ttl.
-        endless = "+inf" if finished else str(kept_s)
+        job = outcome.claimed.job
+        if outcome.status == "finished":
+            ttl, endless, next_run = _bounded_ttl(job.result_ttl), "+inf", self._next_run(job)
+            is_recorded = ttl != 0
+        else:
+            ttl, next_run = _bounded_ttl(job.failure_ttl), ""
+            ttl = DEFAULT_FAILURE_TTL if ttl is None else ttl
+            endless = str(ttl)  # as RQ scores them: failed jobs without end carry the negative ttl
+            is_recorded = self._records_failures or kind is not Result.Type.FAILED
+        if not is_recorded:
+            left = "0" if outcome.status == "finished" else ""
+            return "finish", [*self._head(outcome), outcome.status, left, "", next_run]
+        kept_s = ttl if ttl is not None else DEFAULT_RESULT_TTL
         score = endless if kept_s < 0 else repr(self._clock() + kept_s)
-        tail = [outcome.status, "" if ttl is None else ttl, score, *self._entry(outcome, kind)]
+        tail = [outcome.status, kept_s, score, next_run, *self._entry(outcome, kind)]
         return "finish", [*self._head(outcome), *tail]
+
+    def _next_run(self, job: Job) -> str | int:
+        """When a finished job that repeats runs again; '' for one that does not."""
+        if not job.repeats_left or job.repeats_left < 0:
+            return ""
+        intervals = job.repeat_intervals
+        return self._when(Repeat.get_interval(job.repeats_left - 1, intervals) if intervals else 0)
 
     def _entry(self, outcome: Outcome, kind: Result.Type) -> list[Any]:
         """Fields and values of the entry in rq:results."""
@@ -303,7 +327,35 @@ class JobStore:
 
     def close(self, claimed: ClaimedJob) -> None:
         """Let go of a job that has ended, once its dependents are queued."""
-        self._call_many([("close", claimed.address)])
+        self._call_many([("close", (*claimed.address, self._stamp()[0]))])
+
+    def queue_dependents(self, claimed: ClaimedJob) -> None:
+        """Queue the jobs that wait for an ended one and for nothing else.
+
+        Each is queued once: also when this is called again, and when two jobs that it waited for end at the
+        same time, where RQ's own way queues it twice.
+        """
+        job = claimed.job
+        job.connection = self._client
+        calls = []
+        waiting: Any = self._client.smembers(job.dependents_key)
+        for member in waiting:
+            dependent = self._fetch(member.decode())
+            if dependent is not None and dependent.dependencies_are_met(parent_job=job):
+                front = int(bool(dependent.enqueue_at_front))
+                ids = (dependent.origin, dependent.id, job.id)
+                calls.append(("queue_dependent", (*ids, self._stamp()[0], front)))
+        if calls:
+            self._call_many(calls)
+
+    def _fetch(self, job_id: str) -> Job | None:
+        """A job that can be read, None for one that is gone or damaged."""
+        try:
+            return Job.fetch(job_id, connection=self._client, serializer=JSONSerializer)
+        except RedisError:
+            raise
+        except Exception:  # noqa: BLE001  # a hash may hold anything; it must not stop the others
+            return None
 
     def release(self, held: Sequence[ClaimedJob], mode: Mode, max_deaths: int) -> list[ClaimedJob]:
         """Put jobs back at the head of their queues.
@@ -381,12 +433,10 @@ class JobStore:
         return bool(self._client.exists(WORKERS_SUSPENDED))
 
 
-class EndsLikeRq:
-    """RQ's own path for what the scripts leave to it: callbacks, dependents, webhooks, and the ends of jobs
-    with repeats.
+class Callbacks:
+    """The user's code around the end of a job, called as RQ calls it, and its webhooks.
 
-    RQ's handlers read the one job and execution of a worker, so each call gets a copy of the worker that
-    holds just these. It runs in a pool thread with that thread's client.
+    It runs in a pool thread with that thread's client.
     """
 
     def __init__(self, worker: BaseWorker, client: Redis, user_client: Redis, death_penalty: type) -> None:
@@ -416,31 +466,21 @@ class EndsLikeRq:
             job.execute_stopped_callback(self._death_penalty)
         else:
             job._status = JobStatus.FAILED
+            self._handle_failure(job, exc_info)
+
+    def _handle_failure(self, job: Job, exc_info: Any) -> None:
+        """Call the failure callback, then the worker's exception handlers, also where the callback raises."""
+        failure: BaseException | None = None
+        try:
             job.execute_failure_callback(self._death_penalty, *exc_info)
-            for handler in self._worker._exc_handlers:
-                if handler(job, *exc_info) is False:
-                    break
-
-    def is_needed(self, outcome: Outcome) -> bool:
-        """Whether this end is more than the scripts write."""
-        job = outcome.claimed.job
-        if outcome.status == "finished":
-            return bool(job.repeats_left or (job.group_id and job.result_ttl == 0))
-        will_retry = outcome.retries and job.should_retry
-        return self._worker.disable_default_exception_handler and not will_retry
-
-    def write(self, outcome: Outcome) -> None:
-        """Write an end as RQ does. Ask before whether the job is still ours: RQ does not."""
-        scope, job, queue = self._scope(outcome)
-        registry = queue.started_job_registry
-        if outcome.status == "finished":
-            job._result = outcome.value
-            scope.handle_job_success(job=job, queue=queue, started_job_registry=registry)
-        else:
-            scope._stopped_job_id = job.id if outcome.status == "stopped" else None
-            scope.handle_job_failure(
-                job=job, queue=queue, started_job_registry=registry, exc_string=outcome.value
-            )
+        except BaseException as error:  # noqa: BLE001  # raised again below
+            failure, exc_info = error, (type(error), error, error.__traceback__)
+        for handler in self._worker._exc_handlers:
+            goes_on = handler(job, *exc_info)
+            if goes_on is not None and not goes_on:
+                break
+        if failure is not None:
+            raise failure
 
     def send_webhooks(self, outcome: Outcome) -> None:
         """Tell the hosts that the job has ended; RQ logs what goes wrong there."""
@@ -450,26 +490,6 @@ class EndsLikeRq:
             job.send_webhooks(JobStatus.FINISHED)
         elif outcome.status == "failed" and not (outcome.retries and job.should_retry):
             job.send_webhooks(JobStatus.FAILED, exc_string=outcome.value)
-
-    def queue_dependents(self, claimed: ClaimedJob) -> None:
-        """Queue the jobs that wait for an ended one; called again, it queues none twice."""
-        claimed.job.connection = self._client
-        queue = Queue(claimed.queue_name, connection=self._client, serializer=JSONSerializer)
-        queue.enqueue_dependents(claimed.job)
-
-    def _scope(self, outcome: Outcome) -> tuple[BaseWorker, Job, Queue]:
-        claimed = outcome.claimed
-        job = claimed.job
-        job.connection = claimed.execution.connection = self._client
-        job.ended_at = outcome.ended_at
-        scope = copy.copy(self._worker)
-        scope.connection = self._client
-        scope.execution = claimed.execution
-        # RQ logs a job's description, which repeats the whole prompt.
-        scope.log_job_description = False
-        scope.log_result_lifespan = False
-        queue = Queue(claimed.queue_name, connection=self._client, serializer=JSONSerializer)
-        return scope, job, queue
 
 
 def perform(job: Job) -> Any:

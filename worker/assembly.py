@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine import SamplingParams
 from jobs.table import ALLOWED_FUNCTIONS
-from worker._rq import EndsLikeRq, JobStore, own_client
+from worker._rq import Callbacks, JobStore, own_client
 from worker.admission import Admission
 from worker.engine_loop import EngineLike, EngineLoop, Order
 from worker.functions import FunctionPool, ThreadDeathPenalty
@@ -60,14 +60,14 @@ def assemble(
         enders=FunctionPool(settings.function_threads, "tokenmill-ends"),
         pool_client=pool_client,
         user_client=user_client,
-        ends=EndsLikeRq(worker, pool_client, user_client, ThreadDeathPenalty),
+        callbacks=Callbacks(worker, pool_client, user_client, ThreadDeathPenalty),
         ends_store=JobStore(pool_client, worker.name, lease_s),
         post=events.put,
         log=worker.log,
     )
     io = IoLoop(
         queues=worker.queues,
-        store=JobStore(io_client, worker.name, lease_s),
+        store=JobStore(io_client, worker.name, lease_s, not worker.disable_default_exception_handler),
         runner=runner,
         packer=packer,
         presence=Presence(

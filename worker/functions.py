@@ -108,4 +108,6 @@ def timeout_error(timeout_s: float) -> type[JobTimeoutException]:
     def __init__(self: JobTimeoutException) -> None:
         super(JobTimeoutException, self).__init__(message)
 
-    return type("JobTimeoutException", (JobTimeoutException,), {"__init__": __init__})
+    # The name under which tracebacks show RQ's own.
+    names = {"__init__": __init__, "__module__": JobTimeoutException.__module__}
+    return type("JobTimeoutException", (JobTimeoutException,), names)

@@ -1,4 +1,4 @@
-"""How a job ends: its callback, then the writing, in a batch with others or along RQ's own path."""
+"""How a job ends: its callback, then the writing in a batch with others, then its dependents and webhooks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ from typing import Any, Protocol
 from redis.exceptions import RedisError
 from rq.utils import now
 
-from worker._rq import EndsLikeRq, EndStatus, JobStore, Outcome, printable
+from worker._rq import Callbacks, EndStatus, JobStore, Outcome, printable
 from worker.errors import WorkerError
 from worker.functions import FunctionPool
 from worker.packing import RunningJob
 from worker.pool_calls import PoolCalls
-
-
-class EndNotWritten(WorkerError):
-    """RQ's own path returned, but Redis still shows the job as running; the end is tried again."""
 
 
 class CallbackFailed(WorkerError):
@@ -40,14 +36,14 @@ class Ended(Protocol):
 class JobEnds:
     """Ends jobs for the I/O thread, which calls every method.
 
-    rq: RQ's own endings. store: holds and closes jobs from the threads of `pool`, which runs callbacks and
-    RQ's endings, so that they do not wait for user functions.
+    store: holds and closes jobs from the threads of `pool`, which runs callbacks and queues dependents, so
+    that they do not wait for user functions.
     """
 
     def __init__(
         self,
         *,
-        rq: EndsLikeRq,
+        callbacks: Callbacks,
         store: JobStore,
         pool: FunctionPool,
         calls: PoolCalls,
@@ -56,7 +52,7 @@ class JobEnds:
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._rq, self._store, self._pool, self._calls = rq, store, pool, calls
+        self._callbacks, self._store, self._pool, self._calls = callbacks, store, pool, calls
         self._ended, self._default_result_ttl_s, self._log, self._clock = (
             ended,
             default_result_ttl_s,
@@ -98,7 +94,7 @@ class JobEnds:
             rq_job.result_ttl = self._default_result_ttl_s
         working_s = self._clock() - job.started_at if job.started_at is not None else 0.0
         outcome = Outcome(job.claimed, status, value, now(), working_s, retries=status == "failed")
-        if self._rq.has_callback(outcome):
+        if self._callbacks.has_callback(outcome):
             self._call_back(job, outcome, error)
         else:
             self._write(job, outcome)
@@ -110,7 +106,7 @@ class JobEnds:
             if self._store.renew([outcome.claimed]):
                 return False
             try:
-                self._rq.call_back(outcome, exc_info)
+                self._callbacks.call_back(outcome, exc_info)
             except RedisError as failure:  # the user's, not ours: it is no reason to call again
                 raise CallbackFailed(str(failure)) from failure
             return True
@@ -135,10 +131,7 @@ class JobEnds:
             self._write(job, replace(outcome, value=printable(failure)))
 
     def _write(self, job: RunningJob, outcome: Outcome) -> None:
-        if self._rq.is_needed(outcome):
-            self._write_like_rq(job, outcome)
-        else:
-            self._outcomes[job.number] = (job, outcome)
+        self._outcomes[job.number] = (job, outcome)
 
     def flush(self, store: JobStore) -> None:
         """Write the ends that wait, in one round trip. After a RedisError call it again."""
@@ -162,7 +155,7 @@ class JobEnds:
         claimed = job.claimed
 
         def queue_and_close() -> None:
-            self._rq.queue_dependents(claimed)
+            self._store.queue_dependents(claimed)
             self._store.close(claimed)
 
         self._persist(job, queue_and_close, lambda _: self._announce(job, outcome))
@@ -172,26 +165,8 @@ class JobEnds:
         if outcome is None or not job.claimed.job.webhooks:
             self._ended(job, outcome)
             return
-        send = partial(self._rq.send_webhooks, outcome)
+        send = partial(self._callbacks.send_webhooks, outcome)
         self._calls.submit(self._pool, send, job, lambda job, _, error: self._ended(job, outcome))
-
-    def _write_like_rq(self, job: RunningJob, outcome: Outcome) -> None:
-        """Run one of RQ's own endings in a thread, until Redis shows that it was written."""
-        claimed, store = job.claimed, self._store
-
-        def write() -> bool:
-            if store.renew([claimed]):
-                return False
-            self._rq.write(outcome)
-            if not store.renew([claimed]):
-                raise EndNotWritten(claimed.job.id)
-            return True
-
-        self._persist(
-            job,
-            write,
-            lambda written: self._announce(job, outcome) if written else self._ended(job, outcome, written),
-        )
 
     def _persist(self, job: RunningJob, write: Callable[[], Any], then: Callable[[Any], None]) -> None:
         """Make a call in a thread until it comes through, then `then` its value."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
@@ -18,10 +18,11 @@ from rq.timeouts import JobTimeoutException
 
 from engine import Completion
 from jobs.context import JobContext
+from jobs.shared_files import SharedFiles
 from jobs.table import open_task, own_function
 from worker._rq import (
+    Callbacks,
     ClaimedJob,
-    EndsLikeRq,
     JobStore,
     Outcome,
     perform,
@@ -47,6 +48,7 @@ class Surroundings:
     model: str
     check_sampling: Callable[[Any], Any]
     default_result_ttl_s: int = DEFAULT_RESULT_TTL
+    files: SharedFiles = field(default_factory=SharedFiles)
 
 
 @dataclass
@@ -66,8 +68,8 @@ class Tally:
 class JobRunner:
     """Owns every job that this worker holds. All methods belong to the I/O thread.
 
-    files: pool for the files of tasks. functions: pool for user code. enders: pool for callbacks and RQ's
-    own endings, which must not wait for user code. All report back through `post`, which queues a call
+    files: pool for the files of tasks. functions: pool for user code. enders: pool for callbacks and
+    dependents, which must not wait for user code. All report back through `post`, which queues a call
     for the I/O thread. pool_client: what our own code uses in their threads. user_client: what user code
     gets.
     """
@@ -84,7 +86,7 @@ class JobRunner:
         enders: FunctionPool,
         pool_client: Redis,
         user_client: Redis,
-        ends: EndsLikeRq,
+        callbacks: Callbacks,
         ends_store: JobStore,
         post: Callable[[Callable[[], None]], None],
         log: logging.Logger,
@@ -96,7 +98,7 @@ class JobRunner:
         self._log, self._clock = log, clock
         self._calls = PoolCalls(post, self._close, log, clock)
         self._ends = JobEnds(
-            rq=ends,
+            callbacks=callbacks,
             store=ends_store,
             pool=enders,
             calls=self._calls,
@@ -159,6 +161,7 @@ class JobRunner:
             data_roots=self._surroundings.data_roots,
             model=self._surroundings.model,
             check_sampling=self._surroundings.check_sampling,
+            files=self._surroundings.files,
         )
 
     def _open(self, job: RunningJob) -> None:

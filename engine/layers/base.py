@@ -20,6 +20,9 @@ class WeightedModule(nn.Module):
         """Copy the checkpoint's `tensor`, or this rank's share of it, into parameter `name`."""
         fill(self.get_parameter(name), tensor.whole())
 
+    def finish_loading(self) -> None:
+        """Called once when all parameters are filled; they may change their layout."""
+
 
 def fill(place: Tensor, tensor: Tensor) -> None:
     """Copy `tensor` into `place`, casting its dtype. Raises WeightMismatch unless the shapes are equal."""

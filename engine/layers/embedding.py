@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.layers.base import WeightedModule, fill
+from engine.layers.packed import linear, pack_weight
 from engine.layers.parallel import TensorParallel
 from engine.weights import CheckpointTensor
 
@@ -42,4 +43,8 @@ class ParallelLMHead(VocabParallelEmbedding):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [samples, hidden] -> logits [samples, vocabulary] on rank 0, a part of them elsewhere."""
-        return self.tp.gather(F.linear(hidden, self.weight))[:, : self.rows.total]
+        return self.tp.gather(linear(hidden, self.weight))[:, : self.rows.total]
+
+    def finish_loading(self) -> None:
+        """Pack the weight where that pays; a tied embedding keeps its own table."""
+        self.weight = pack_weight(self.weight)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.layers.base import WeightedModule, fill
+from engine.layers.packed import linear, pack_weight
 from engine.layers.parallel import Share, TensorParallel
 from engine.weights import CheckpointTensor
 
@@ -23,7 +23,11 @@ class ReplicatedLinear(WeightedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, in] -> [tokens, out]."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
+
+    def finish_loading(self) -> None:
+        """Pack the weight where that pays."""
+        self.weight = pack_weight(self.weight)
 
 
 class ColumnParallelLinear(ReplicatedLinear):
@@ -106,7 +110,7 @@ class RowParallelLinear(ReplicatedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, this rank's in] -> [tokens, out]; only the first rank adds the bias."""
-        return self.tp.all_reduce(F.linear(x, self.weight, self.bias if self.tp.rank == 0 else None))
+        return self.tp.all_reduce(linear(x, self.weight, self.bias if self.tp.rank == 0 else None))
 
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
         """Copy this rank's columns of `tensor`, or the whole bias, into parameter `name`."""

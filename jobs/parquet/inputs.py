@@ -1,4 +1,4 @@
-"""A run's input files: which they are, what their footers say, and their rows in batches."""
+"""A run's input files: which they are, and what their footers say."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..errors import CorruptParquet, InputChanged, InputNotFound, InvalidJob, SchemaMismatch
-from .plan import PlannedFile, Shard
+from ..errors import InputChanged, InputNotFound, InvalidJob, SchemaMismatch
+from .plan import PlannedFile
 from .storage import FileStat, Storage, glob_chars, reading
-
-#: Rows decoded at once: enough to amortise a call, few enough that long texts stay small in memory.
-BATCH_ROWS = 1024
 
 #: Bytes read at once of each column: without a limit pyarrow holds a whole row group's compressed columns.
 READ_BYTES = 1 << 16
@@ -91,28 +88,6 @@ def open_parquet(storage: Storage, path: str) -> Iterator[Any]:
         pq.ParquetFile(source, buffer_size=READ_BYTES, pre_buffer=False) as file,
     ):
         yield file
-
-
-def read_batches(
-    storage: Storage, path: str, shard: Shard, columns: Sequence[str] | None = None
-) -> Iterator[pa.RecordBatch]:
-    """Yield a shard's rows in order; only the row groups it touches are read. Raises CorruptParquet.
-
-    columns: None for all. One thread: the others belong to the engine.
-    """
-    skip, left = shard.skip, shard.rows
-    groups = range(shard.first_group, shard.first_group + shard.num_groups)
-    with open_parquet(storage, path) as file:
-        for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False):
-            piece = batch.slice(skip, left)  # empty while the batch lies before the range
-            skip = max(0, skip - batch.num_rows)
-            left -= piece.num_rows
-            if piece.num_rows:
-                yield piece
-            if not left:
-                return
-    if left:
-        raise CorruptParquet(path, f"{left} rows fewer than its footer says")
 
 
 def _expand(storage: Storage, item: str) -> list[str]:

@@ -24,7 +24,7 @@ from jobs.parquet.shard_task import ShardTask
 from jobs.parquet.storage import Storage
 from jobs.run_state import RunState
 from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
-from worker._rq import EndsLikeRq, JobStore
+from worker._rq import Callbacks, JobStore
 from worker.job_runner import JobRunner
 
 STEPS: dict[str, tuple[Any, str]] = {
@@ -33,12 +33,11 @@ STEPS: dict[str, tuple[Any, str]] = {
     "renew": (JobStore, "renew"),
     "progress": (JobStore, "show_progress"),
     "finish": (JobStore, "finish"),
-    "dependents queued": (EndsLikeRq, "queue_dependents"),
+    "dependents queued": (JobStore, "queue_dependents"),
     "close": (JobStore, "close"),
     "release": (JobStore, "release"),
     "reclaim": (JobStore, "reclaim_abandoned"),
-    "callback": (EndsLikeRq, "call_back"),
-    "RQ's ending": (EndsLikeRq, "write"),
+    "callback": (Callbacks, "call_back"),
     "plan written": (planner, "create_plan"),
     "shards enqueued": (enqueue, "_enqueue_chunk"),
     "run counted": (RunState, "amend_parts"),

@@ -146,12 +146,12 @@ def test_memory_does_not_grow_with_the_row_group(tmp_path: Path) -> None:
     )
     code = """
 import sys, pyarrow
-from jobs.parquet.inputs import read_batches
 from jobs.parquet.plan import Shard
+from jobs.parquet.row_reader import RowReader
 from jobs.parquet.storage import Storage
 folder, rows = sys.argv[1], int(sys.argv[2])
 shard = Shard(file=0, start=rows - 1500, rows=1500, first_group=0, num_groups=1, skip=rows - 1500)
-batches = read_batches(Storage([folder]), folder + "/in.parquet", shard)
+batches = RowReader(Storage([folder]), folder + "/in.parquet", shard).read(shard)
 assert [int(text.as_py()) for batch in batches for text in batch["prompt"]] == list(range(rows - 1500, rows))
 print(pyarrow.default_memory_pool().max_memory())
 """

@@ -24,6 +24,7 @@ from jobs.parquet.shard_work import ShardWork, trusted_plan
 from jobs.parquet.spec import RunSpec
 from jobs.parquet.storage import Storage
 from jobs.run_state import RunState
+from jobs.shared_files import SharedFiles
 from tests.jobs.answering import feed, queued_jobs, run_task, score_parquet, shout, work_off
 
 MakeContext = Callable[[], JobContext]
@@ -306,7 +307,7 @@ def test_an_input_that_is_replaced_while_its_part_is_written_is_not_published(
             return super().open_output(path)
 
     storage = ReplacedMeanwhile((str(tmp_path),))
-    plan = trusted_plan(storage, job.args[1], job.args[0])
+    plan = trusted_plan(storage, job.args[1], job.args[0], SharedFiles())
     work = ShardWork(make_context(), RunFolder(storage, plan, RunState(redis, plan.run), "e"), 0)
     for index, request in enumerate(work.requests()):
         work.deliver(index, [shout(request)])
@@ -370,7 +371,7 @@ def test_a_disk_that_refuses_fails_by_name_keeps_parts_and_leaves_no_leftovers(
     plan_run(context, Storage(context.data_roots), spec, "bulk")
     first, _ = queued_jobs(redis)
     run_task(make_context(), first.func_name, *first.args)
-    plan = trusted_plan(failing, f"{spec.output}/{PLAN}", spec.run)
+    plan = trusted_plan(failing, f"{spec.output}/{PLAN}", spec.run, SharedFiles())
     work = ShardWork(context, RunFolder(failing, plan, RunState(redis, spec.run), "e"), 1)
     for index, request in enumerate(work.requests()):
         work.deliver(index, [shout(request)])

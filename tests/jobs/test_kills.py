@@ -26,6 +26,7 @@ from jobs.parquet.shard_work import ShardWork, trusted_plan
 from jobs.parquet.spec import RunSpec
 from jobs.parquet.storage import Storage
 from jobs.run_state import RunState
+from jobs.shared_files import SharedFiles
 from tests.jobs.answering import queued_jobs, run_task, score_parquet, shout, work_off
 from tests.jobs.killing import Fuse, FusedRedis, FusedStorage, Killed
 
@@ -43,7 +44,7 @@ def spec(tmp_path: Path) -> RunSpec:
 
 
 def open_work(context: JobContext, spec: RunSpec, shard: int, storage: Storage) -> ShardWork:
-    plan = trusted_plan(storage, f"{spec.output}/{PLAN}", spec.run)
+    plan = trusted_plan(storage, f"{spec.output}/{PLAN}", spec.run, SharedFiles())
     state = RunState(context.connection, spec.run)
     return ShardWork(context, RunFolder(storage, plan, state, context.execution_id), shard)
 

@@ -21,6 +21,7 @@ from jobs.parquet.run_folder import RunFolder
 from jobs.parquet.shard_work import trusted_plan
 from jobs.parquet.storage import Storage
 from jobs.run_state import RunState
+from jobs.shared_files import SharedFiles
 from tests.jobs.answering import queued_jobs, run_task, score_parquet
 
 MakeContext = Callable[[], JobContext]
@@ -83,7 +84,7 @@ def test_a_planner_that_lost_its_lock_enqueues_nothing_more(
             redis.set(run_lock_key(run), "another planner's")
 
     storage = Storage(context.data_roots)
-    plan = trusted_plan(storage, f"{arguments[1]}/{PLAN}", run)
+    plan = trusted_plan(storage, f"{arguments[1]}/{PLAN}", run, SharedFiles())
     folder = RunFolder(storage, plan, LosesTheLock(redis, run), "e")
     with pytest.raises(RunBusy):
         enqueue_shards(redis, "bulk", folder, [0])

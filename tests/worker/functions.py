@@ -52,3 +52,41 @@ def on_success_raises(job: Job, connection: Redis, result: Any) -> None:
 
 def ignore(*anything: Any) -> None:
     """A callback that cannot fail."""
+
+
+def on_failure_raises(job: Job, connection: Redis, kind: Any, value: Any, trace: Any) -> None:
+    raise RuntimeError("the failure callback raised")
+
+
+def on_stopped_raises(job: Job, connection: Redis) -> None:
+    raise RuntimeError("the stopped callback raised")
+
+
+def always_ask_for_retry(times: int, interval: int = 0) -> Retry:
+    return Retry(max=times, interval=interval)
+
+
+def report(**progress: Any) -> str:
+    job = get_current_job()
+    assert job is not None
+    job.meta.update(progress)
+    job.save_meta()
+    return "reported"
+
+
+def linger() -> None:
+    """Run for ever, in steps that a timeout can interrupt."""
+    while True:
+        time.sleep(0.01)
+
+
+def no_json() -> object:
+    return object()
+
+
+def leave() -> None:
+    raise SystemExit(3)
+
+
+async def add_later(a: int, b: int) -> int:
+    return a + b

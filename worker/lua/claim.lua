@@ -34,7 +34,7 @@ for _ = 1, limit + 1000 do
   if sequences >= limit then break end
   local id = redis.call('LPOP', 'rq:queue:' .. queue)
   if not id then break end
-  local job = redis.call('HMGET', 'rq:job:' .. id, 'status', 'worker_deaths', 'sequences')
+  local job = guarded(redis.call, 'HMGET', 'rq:job:' .. id, 'status', 'worker_deaths', 'sequences') or {}
   local is_suspect = (tonumber(job[2]) or 0) >= last_life
   if job[1] == 'queued' and is_suspect and (not alone or #claimed > 0) then
     redis.call('RPUSH', 'rq:queue:' .. queue, id)

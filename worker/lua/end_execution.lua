@@ -3,6 +3,8 @@
 local queue, id, eid, ended_iso = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local job, execution = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid
 local wip, member, results = 'rq:wip:' .. queue, id .. ':' .. eid, 'rq:results:' .. id
+-- Kept for a while in the place of a job that was not to be kept, for a caller whose reply was lost.
+local removed_by, removed_by_ttl_s = 'tokenmill:removed:' .. eid, 120
 
 local function close_execution()
   redis.call('DEL', execution)
@@ -10,21 +12,23 @@ local function close_execution()
   redis.call('ZREM', 'rq:executions:' .. id, eid)
 end
 
+local function was_ended_before()
+  if redis.call('EXISTS', removed_by) == 1 or redis.call('HGET', job, 'closed_by') == eid then return true end
+  local latest = redis.call('XREVRANGE', results, '+', '-', 'COUNT', 1)[1]
+  for i = 1, latest and #latest[2] or 0, 2 do
+    if latest[2][i] == 'execution_id' and latest[2][i + 1] == eid then return true end
+  end
+  return false
+end
+
 -- The reply where this execution does not hold the job to end it; then nothing of ours is left behind.
 local function not_held()
-  if redis.call('ZSCORE', wip, member) then
+  if holds(queue, id, eid) then
     if redis.call('HGET', job, 'status') == 'started' then return nil end
     if redis.call('HGET', job, 'ended_by') == eid then return 'dependents' end
   end
   close_execution()
-  if redis.call('HGET', job, 'retried_by') == eid then return 'again' end
-  local latest = redis.call('XREVRANGE', results, '+', '-', 'COUNT', 1)[1]
-  if latest then
-    for i = 1, #latest[2], 2 do
-      if latest[2][i] == 'execution_id' and latest[2][i + 1] == eid then return 'again' end
-    end
-  end
-  return 'lost'
+  return was_ended_before() and 'again' or 'lost'
 end
 
 local function count(counter)
@@ -32,14 +36,55 @@ local function count(counter)
   redis.call('HINCRBYFLOAT', ARGV[5], 'total_working_time', ARGV[6])
 end
 
-local function expire(ttl)
-  local keys = {job, job .. ':dependents', 'rq:job::' .. id .. ':dependencies'}
-  if ttl == '-1' then
-    redis.call('PERSIST', results)
-  elseif ttl == '0' then
-    redis.call('DEL', results, unpack(keys))
-  elseif ttl ~= '' then
-    redis.call('EXPIRE', results, ttl)
-    for _, key in ipairs(keys) do redis.call('EXPIRE', key, ttl) end
+-- Add the entry that ARGV holds from a position on to rq:results; where it holds none, the job's own
+-- field tells that this execution has ended it.
+local function add_result(first)
+  if #ARGV >= first then
+    redis.call('XADD', results, 'MAXLEN', '~', 10, '*', unpack(ARGV, first))
+  else
+    redis.call('HSET', job, 'closed_by', eid)
   end
+end
+
+local function expire_results(ttl)
+  if ttl == '-1' then redis.call('PERSIST', results) elseif ttl ~= '' then redis.call('EXPIRE', results, ttl) end
+end
+
+-- Queue the job again, at the 'front' or 'back', or schedule it for a Unix time in seconds.
+local function put_back(when)
+  redis.call('SADD', 'rq:queues', 'rq:queue:' .. queue)
+  redis.call('HSET', job, 'closed_by', eid)
+  if when == 'front' or when == 'back' then
+    redis.call('HSET', job, 'status', 'queued', 'enqueued_at', ended_iso)
+    redis.call(when == 'front' and 'LPUSH' or 'RPUSH', 'rq:queue:' .. queue, id)
+  else
+    redis.call('HSET', job, 'status', 'scheduled')
+    redis.call('ZADD', 'rq:scheduled:' .. queue, when, id)
+  end
+  expire_in_queue(job, redis.call('HGET', job, 'ttl'))
+end
+
+local function remove(keys)
+  local group = redis.call('HGET', job, 'group_id')
+  if group then redis.call('SREM', 'rq:group:' .. group, id) end
+  redis.call('DEL', results, unpack(keys))
+  redis.call('SET', removed_by, id, 'EX', removed_by_ttl_s)
+end
+
+-- What becomes of an ended job: `next_run` says when it runs again ('' never), else ttl how long it is kept.
+local function settle(ttl, next_run)
+  local keys = {job, job .. ':dependents', 'rq:job::' .. id .. ':dependencies'}
+  if next_run ~= '' then
+    redis.call('HINCRBY', job, 'repeats_left', -1)
+    expire_results(ttl)
+    put_back(next_run)
+  elseif ttl == '0' then
+    remove(keys)
+  else
+    expire_results(ttl)
+    for _, key in ipairs(keys) do
+      if ttl ~= '' and ttl ~= '-1' then redis.call('EXPIRE', key, ttl) end
+    end
+  end
+  close_execution()
 end

@@ -1,27 +1,24 @@
 -- Write everything that RQ writes when a job ends, if this execution still holds the job.
 -- ARGV: those of end_execution.lua, status ('finished', 'failed' or 'stopped'), key_ttl_s ('' keeps),
---       registry_score, then field, value, ... of the entry in rq:results
+--       registry_score ('' leaves it out), next_run ('' or as put_back takes it), then field, value, ...
+--       of the entry in rq:results, if there is one
 -- Returns 'done'; 'dependents' when jobs wait for this one: it has ended, but stays held until they are
 -- queued and close.lua was called; 'again' when this very call was carried out before (its reply was
 -- lost); 'lost' when the job was given up, cancelled or deleted, and nothing was written.
-local status, ttl, score = ARGV[7], ARGV[8], ARGV[9]
+local status, ttl, score, next_run = ARGV[7], ARGV[8], ARGV[9], ARGV[10]
 
 local reply = not_held()
 if reply then return reply end
 
 redis.call('HSET', job, 'status', status, 'ended_at', ended_iso, 'last_heartbeat', ended_iso)
-if status == 'finished' then
-  if ttl ~= '0' then redis.call('ZADD', 'rq:finished:' .. queue, score, id) end
-  count('successful_job_count')
-else
-  redis.call('ZADD', 'rq:failed:' .. queue, score, id)
-  count('failed_job_count')
+if score ~= '' then
+  redis.call('ZADD', (status == 'finished' and 'rq:finished:' or 'rq:failed:') .. queue, score, id)
 end
-redis.call('XADD', results, 'MAXLEN', '~', 10, '*', unpack(ARGV, 10))
+count(status == 'finished' and 'successful_job_count' or 'failed_job_count')
+add_result(11)
 if redis.call('EXISTS', job .. ':dependents') == 1 then
-  redis.call('HSET', job, 'ended_by', eid, 'ended_ttl', ttl)
+  redis.call('HSET', job, 'ended_by', eid, 'ended_ttl', ttl, 'next_run', next_run)
   return 'dependents'
 end
-expire(ttl)
-close_execution()
+settle(ttl, next_run)
 return 'done'

@@ -2,10 +2,15 @@
 -- The member of rq:wip is the ownership; its score lies years ahead, where no stock cleanup reaches.
 -- The lease is the time to live of the execution hash; only release.lua acts on its end.
 local function open_execution(queue, id, eid, worker, now_iso, now_ts, lease_s, far_score)
-  local job, execution = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid
+  local job, execution, executions = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid, 'rq:executions:' .. id
+  for _, earlier in ipairs(redis.pcall('ZRANGE', executions, 0, -1)) do
+    redis.call('ZREM', 'rq:wip:' .. queue, id .. ':' .. earlier)
+    redis.call('DEL', 'rq:execution:' .. id .. ':' .. earlier)
+  end
+  redis.call('DEL', execution, executions)
   redis.call('HSET', execution, 'id', eid, 'created_at', now_ts, 'last_heartbeat', now_ts, 'worker_name', worker)
   redis.call('EXPIRE', execution, lease_s)
-  redis.call('ZADD', 'rq:executions:' .. id, far_score, eid)
+  redis.call('ZADD', executions, far_score, eid)
   redis.call('ZADD', 'rq:wip:' .. queue, far_score, id .. ':' .. eid)
   redis.call('HSET', job, 'status', 'started', 'started_at', now_iso, 'last_heartbeat', now_iso, 'worker_name', worker)
   -- A job's ttl bounds its time in the queue, not its run.

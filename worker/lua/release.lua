@@ -11,24 +11,28 @@ local wip, member = 'rq:wip:' .. queue, id .. ':' .. eid
 
 if not redis.call('ZSCORE', wip, member) then return {'gone'} end
 if mode == 'abandoned' and redis.call('EXISTS', execution) == 1 then return {'alive'} end
-if redis.call('HGET', job, 'ended_by') == eid then
+local held = guarded(holds, queue, id, eid)
+local fields = held and guarded(redis.call, 'HMGET', job, 'status', 'ended_by', 'ttl')
+if not fields then
+  redis.call('ZREM', wip, member)
+  redis.call('DEL', execution)
+  return {'dropped'}
+end
+local status, ended_by, ttl = fields[1], fields[2], fields[3]
+if ended_by == eid then
   redis.call('HSET', execution, 'id', eid, 'created_at', ARGV[9], 'last_heartbeat', ARGV[9], 'worker_name', ARGV[7])
   redis.call('EXPIRE', execution, ARGV[10])
   return {'ended', {id, eid, redis.call('HGETALL', job)}}
 end
 redis.call('ZREM', wip, member)
 redis.call('DEL', execution, 'rq:executions:' .. id)
-local status = redis.call('HGET', job, 'status')
--- RQ writes this status a moment before the schedule: a worker killed in between had the job still.
-local half_scheduled = status == 'scheduled' and not redis.call('ZSCORE', 'rq:scheduled:' .. queue, id)
-if status ~= 'started' and not half_scheduled then return {'dropped'} end
+if status ~= 'started' then return {'dropped'} end
 
 if mode ~= 'given_back' and redis.call('HINCRBY', job, 'worker_deaths', 1) >= tonumber(ARGV[5]) then
   return {'exhausted', open_execution(queue, id, ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10], ARGV[11])}
 end
 redis.call('HSET', job, 'status', 'queued', 'worker_name', '')
-local ttl = tonumber(redis.call('HGET', job, 'ttl') or '')
-if ttl and ttl >= 1 then redis.call('EXPIRE', job, math.floor(math.min(ttl, 315360000))) end
+expire_in_queue(job, ttl)
 redis.call('SADD', 'rq:queues', 'rq:queue:' .. queue)
 redis.call('LPUSH', 'rq:queue:' .. queue, id)
 return {'queued'}

@@ -1,0 +1,104 @@
+"""Packed linear weights: the same products, no second copy, and plain torch where they do not serve."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from engine import Engine, EngineConfig
+from engine.layers import packed
+from engine.layers.packed import linear, pack_weight
+
+needs_packing = pytest.mark.skipif(not packed._can_pack(), reason="this machine or torch cannot pack")
+
+
+@pytest.fixture
+def forgetful() -> Iterator[None]:
+    """The check at start is made anew, before and after."""
+    packed._can_pack.cache_clear()
+    yield
+    packed._can_pack.cache_clear()
+
+
+def random_weight(out_features: int, in_features: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    generator = torch.Generator().manual_seed(out_features)
+    weight = torch.randn(out_features, in_features, generator=generator)
+    return nn.Parameter(weight.to(dtype), requires_grad=False)
+
+
+@needs_packing
+@pytest.mark.parametrize("shape", [(1, 16), (17, 5), (130, 257), (1024, 512)])
+@pytest.mark.parametrize("rows", [0, 1, 9, 70])
+def test_a_packed_weight_gives_the_same_product(shape: tuple[int, int], rows: int) -> None:
+    """Odd sizes, no row at all, bias or none, and rows with gaps between them."""
+    weight, bias = random_weight(*shape), torch.randn(shape[0])
+    x = torch.randn(rows, shape[1] + 3)[:, 3:]
+    once = pack_weight(weight)
+    assert once.is_mkldnn
+    assert once.shape == weight.shape
+    for b in (None, bias):
+        expected = F.linear(x.double(), weight.double(), None if b is None else b.double())
+        torch.testing.assert_close(linear(x, once, b).double(), expected, rtol=1e-5, atol=2e-4)
+
+
+@needs_packing
+def test_a_row_has_the_same_bits_in_every_batch() -> None:
+    weight = pack_weight(random_weight(96, 48))
+    x = torch.randn(65, 48)
+    whole = linear(x, weight)
+    for rows in (1, 2, 15, 16, 33):
+        assert torch.equal(linear(x[:rows], weight), whole[:rows])
+
+
+@needs_packing
+def test_the_engine_packs_every_linear_layer_and_keeps_no_raw_copy(folder: Path) -> None:
+    """Tied here: the embedding keeps its table, the head packs its own."""
+    with Engine(EngineConfig(str(folder), dtype="float32", kv_cache_bytes=2**20)) as engine:
+        weights = dict(engine._open_runner().model.named_parameters())
+    is_packed = {name: weight.is_mkldnn for name, weight in weights.items() if weight.dim() == 2}
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in is_packed if is_packed[name]} == {
+        "qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head",
+    }  # fmt: skip
+    assert [name for name in is_packed if not is_packed[name]] == ["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_stay_as_they_are(dtype: torch.dtype) -> None:
+    weight = random_weight(8, 4, dtype)
+    assert pack_weight(weight) is weight
+    x = torch.ones(3, 4, dtype=dtype)
+    assert torch.equal(linear(x, weight), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("machine", ["aarch64", "arm64"])
+def test_other_processors_keep_plain_weights(
+    machine: str, forgetful: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed.platform, "machine", lambda: machine)
+    weight = random_weight(8, 4)
+    assert pack_weight(weight) is weight
+
+
+@needs_packing
+def test_ops_that_are_gone_or_wrong_are_not_used(
+    forgetful: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another torch may drop them or change their meaning: say so and go on without."""
+    weight, right = random_weight(8, 4), packed._pack
+
+    def gone(weight: torch.Tensor) -> torch.Tensor:
+        raise AttributeError("no such op")
+
+    for broken, word in ((gone, "no such op"), (lambda weight: right(weight * 1.01), "differ")):
+        packed._can_pack.cache_clear()
+        caplog.clear()
+        monkeypatch.setattr(packed, "_pack", broken)
+        with caplog.at_level(logging.WARNING):
+            assert pack_weight(weight) is weight
+        assert word in caplog.text

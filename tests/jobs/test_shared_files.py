@@ -1,0 +1,125 @@
+"""A shard costs the same however many shards and row groups its run has, and an idle worker holds no file."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from redis import Redis
+
+from jobs.context import JobContext
+from jobs.parquet.plan import cut_shards
+from jobs.parquet.row_reader import BATCH_ROWS, RowReader
+from jobs.parquet.storage import Storage
+from jobs.shared_files import MAX_IDLE_READERS, SharedFiles
+from jobs.table import open_task
+from jobs.tasks import Task
+from tests.jobs.answering import feed, queued_jobs, score_parquet
+
+MakeContext = Callable[[], JobContext]
+ROWS = 5000
+
+
+def opened(job: Any, context: JobContext) -> Task:
+    task = open_task(job.func_name, job.args)
+    assert task is not None
+    task.open(context)
+    return task
+
+
+def open_files(path: Path) -> int:
+    links = (os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd"))
+    return sum(os.path.lexists(link) and os.readlink(link) == str(path) for link in links)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux's /proc")
+@pytest.mark.parametrize("row_group_size", [10, ROWS])
+def test_shards_in_a_row_share_plan_footer_and_position(
+    redis: Redis,
+    make_context: MakeContext,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    row_group_size: int,
+) -> None:
+    source = tmp_path / "in.parquet"
+    table = pa.table({"prompt": [f"p{n}" for n in range(ROWS)], "id": range(ROWS)})
+    pq.write_table(table, source, row_group_size=row_group_size)
+    score_parquet(make_context(), str(source), str(tmp_path / "out"), rows_per_shard=100)
+    opens: Counter[str] = Counter()
+    open_input = Storage.open_input
+
+    def counted(self: Storage, path: str) -> Any:
+        opens[os.path.basename(path)] += 1
+        return open_input(self, path)
+
+    monkeypatch.setattr(Storage, "open_input", counted)
+    files = SharedFiles()
+    contexts = (replace(make_context(), files=files) for _ in range(ROWS))
+    last: Task | None = None
+    for job in queued_jobs(redis)[:-1]:
+        task = opened(job, next(contexts))
+        feed(task)
+        task.result()
+        if last is not None:
+            last.close()
+        last = task
+    assert opens == {"_plan.json": 1, "in.parquet": 2}  # once to ask, once to write
+    assert last is not None
+    assert open_files(source) == 2
+    last.close()
+    last.close()
+    assert open_files(source) == 0
+    parts = pq.read_table(tmp_path / "out")
+    assert parts["id"].to_pylist() == list(range(ROWS - 100))
+    assert parts["completion"].to_pylist() == [f"P{n}" for n in range(ROWS - 100)]
+
+
+def test_a_shard_that_cannot_be_read_holds_no_file(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    source = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"prompt": ["a"]}), source)
+    score_parquet(make_context(), str(source), str(tmp_path / "out"))
+    (job,) = queued_jobs(redis)
+    context = make_context()
+    with source.open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(Exception, match="changed"):
+        opened(job, context)
+    assert context.files.take((str(source), ()), cut_shards([[1]], 1)[0]) is None
+    assert not context.files._users
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_order_of_shards_reads_each_shards_own_rows(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    groups = data.draw(st.lists(st.integers(1, 2 * BATCH_ROWS), min_size=1, max_size=4))
+    total = sum(groups)
+    path = tmp_path_factory.mktemp("rows") / "in.parquet"
+    with pq.ParquetWriter(path, pa.schema([("n", pa.int64())])) as writer:
+        start = 0
+        for rows in groups:
+            writer.write_table(pa.table({"n": range(start, start + rows)}), row_group_size=rows)
+            start += rows
+    shards = cut_shards([groups], data.draw(st.integers(1 + total // 20, total)))
+    files, key = SharedFiles(), (str(path), ())
+    files.enter(str(path))
+    for shard in data.draw(st.permutations(shards)):
+        reader = files.take(key, shard) or RowReader(Storage(["/"]), str(path), shard)
+        found = [n for batch in reader.read(shard) for n in batch["n"].to_pylist()]
+        assert found == list(range(shard.start, shard.start + shard.rows))
+        files.give_back(key, reader)
+        assert len(files._idle[key]) <= MAX_IDLE_READERS
+    files.leave(str(path))
+    assert not files._idle
