@@ -54,6 +54,7 @@ FAR_S = 10 * 365 * 86_400
 _OURS_S = FAR_S // 2
 _MAINTENANCE_LOCK = "tokenmill:maintenance"
 _CLAIM_BATCH = 200
+_SCHEDULER_TIMEOUT_S, _SCHEDULER_PAUSE_S = 10.0, 2.0
 
 _SCRIPTS = {
     "claim": ["open_execution"],
@@ -543,8 +544,19 @@ class OrphanProofScheduler(RQScheduler):
     """
 
     def work(self) -> None:
-        """Run until stopped, or until the worker is gone."""
+        """Run until stopped, or until the worker is gone; RQ's own ends with the first error of Redis."""
         if sys.platform == "linux":
             pr_set_pdeathsig = 1
             ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-        super().work()
+        client: Any = own_client(self.connection, _SCHEDULER_TIMEOUT_S)
+        self._connection = client
+        while True:
+            try:
+                super().work()
+            except RedisError as error:
+                if self._stop_requested:
+                    return
+                self.log.error("the scheduler: Redis did not answer (%s); trying again", error)
+                time.sleep(_SCHEDULER_PAUSE_S)
+            else:
+                return

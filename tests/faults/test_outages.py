@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -70,3 +71,13 @@ def test_a_worker_that_was_struck_off_registers_again(workers: Workers) -> None:
     workers.redis.delete("rq:worker:w", "rq:workers", "rq:workers:bulk")
     wait_until(lambda: workers.redis.sismember("rq:workers:bulk", "rq:worker:w"))
     assert "worker w" in workers.rq("info", "--raw", "--worker-class", "worker.BatchWorker")
+
+
+def test_the_scheduler_outlives_a_restart_of_redis(workers: Workers, server: DurableRedis) -> None:
+    process = workers.start("--with-scheduler")
+    wait_until(lambda: workers.redis.keys("rq:scheduler:*"))
+    server.kill()
+    wait_until(lambda: "the scheduler: Redis did not answer" in workers.log(process))
+    server.restart()
+    job = workers.queue("bulk").enqueue_in(timedelta(seconds=1), "jobs.complete", "a", max_tokens=1)
+    assert text_of(workers.result(job)) == "echo:a"

