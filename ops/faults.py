@@ -1,6 +1,7 @@
 """Thousands of faults under real workers, with an audit after each scenario: `python -m ops.faults`.
 
 Needs the test suite's dependencies and a Redis server's executable, and runs from the repository's root.
+Full and read-only disks are small tmpfs mounts and need the right to mount; elsewhere they are left out.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ import signal
 import sys
 import time
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 
 from tests.faults.harness import harness
+from tests.faults.scenarios import SCENARIOS, one_of_each
+
+MEMORY = Path("/dev/shm")
+"""A killed server or worker loses nothing that it has written there either, and waits for no disk."""
 
 
 def main() -> int:
@@ -21,18 +26,32 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=2000, help="SIGKILLs of workers")
     parser.add_argument("--minutes", type=float, default=60.0, help="start no new round after this time")
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--only", choices=SCENARIOS, help="one scenario again and again")
+    parser.add_argument("--count", type=int, default=20, help="faults in each turn of --only")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no process is left behind
+    evidence = Path(gettempdir()) / f"tokenmill-faults-{options.seed}"
     started, longest_s = time.monotonic(), 0.0
-    with TemporaryDirectory(prefix="f") as folder, harness(Path(folder), options.seed) as faults:
+    place = MEMORY if MEMORY.is_dir() else None
+    with (
+        TemporaryDirectory(prefix="f", dir=place) as folder,
+        harness(Path(folder), options.seed, evidence) as faults,
+    ):
         print(f"seed {options.seed}", flush=True)
         while faults.is_clean() and (left := options.kills - faults.num_kills) > 0:
             round_started = time.monotonic()
-            faults.one_of_each(min(left, 400))
-            longest_s = max(longest_s, time.monotonic() - round_started)
-            print(f"{faults.table()}\n", flush=True)
-            if time.monotonic() - started + longest_s > options.minutes * 60:
+            refused: list[str] = []
+            if options.only:
+                SCENARIOS[options.only](faults, options.count)
+            else:
+                refused = one_of_each(faults, min(left, 400))
+            now = time.monotonic()
+            longest_s = max(longest_s, now - round_started)
+            print(faults.table(), *refused, f"{now - started:.0f} s so far\n", sep="\n", flush=True)
+            if now - started + longest_s > options.minutes * 60:
                 break
+        if not faults.is_clean():
+            print(f"logs and Redis' contents are in {evidence}", flush=True)
         return 0 if faults.is_clean() else 1
 
 

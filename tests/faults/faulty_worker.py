@@ -23,7 +23,9 @@ from jobs.parquet.run_folder import RunFolder
 from jobs.parquet.shard_task import ShardTask
 from jobs.parquet.storage import Storage
 from jobs.run_state import RunState
+from tests.faults import clock
 from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
+from worker import BatchWorker
 from worker._rq import Callbacks, JobStore
 from worker.job_runner import JobRunner
 
@@ -56,7 +58,10 @@ STEPS: dict[str, tuple[Any, str]] = {
 }
 """The steps of a worker at which a fault can strike, before or after the call."""
 
-Action = Literal["kill", "freeze", "disk full", "engine error"]
+Action = Literal["kill", "freeze", "disk full", "engine error", "clock jump"]
+
+SLOTS, PREFETCH = 8, 8
+"""Few, so that the work is spread over all workers and each kill meets some."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +85,24 @@ class WorkerPlan:
     lease_s: int = 2
     answers: Path | None = None
     """A file that grows by one byte for each sequence that the engine completes."""
+    cwd: Path | None = None
+    """Where it works, if not in `folder`; its data root is `folder` in any case."""
+    jump_s: float = 0.0
+    """How far the wall clock jumps where the strike is a clock jump."""
+    model: Path | None = None
+    """A checkpoint to run instead of the fake engine."""
+    kv_cache_bytes: int = 0
+    """The pool of the real engine."""
 
     @property
     def mark(self) -> Path:
         """This file appears when the strike happens."""
         return self.folder / "marks" / self.name
+
+    @property
+    def has_work(self) -> Path:
+        """This file appears when the worker begins its first job."""
+        return self.folder / "marks" / f"{self.name}.has-work"
 
     @property
     def log(self) -> Path:
@@ -97,29 +115,54 @@ def serve(plan: WorkerPlan) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.register(signal.SIGUSR1)
-    os.chdir(plan.folder)
+    os.chdir(plan.cwd or plan.folder)
     functions = ("add", "ask_for_retry", "ignore")
     os.environ.update(
-        TOKENMILL_MODEL="fake",
+        TOKENMILL_MODEL=str(plan.model or "fake"),
         TOKENMILL_LEASE_S=str(plan.lease_s),
-        TOKENMILL_MAX_NUM_SEQS="16",
+        TOKENMILL_MAX_NUM_SEQS=str(SLOTS),
+        TOKENMILL_PREFETCH=str(PREFETCH),
         TOKENMILL_MAX_WORKER_DEATHS="1000000",
         TOKENMILL_DATA_ROOTS=str(plan.folder),
         TOKENMILL_ALLOWED_FUNCTIONS=",".join(f"tests.worker.functions.{name}" for name in functions),
-        FAKE_STEP_S="0.01",
+        FAKE_STEP_S="0.02",
     )
+    if plan.model is not None:
+        os.environ.update(
+            TOKENMILL_KV_CACHE_BYTES=str(plan.kv_cache_bytes),
+            TOKENMILL_DTYPE="float32",
+            TOKENMILL_DEVICE="cpu",
+            TOKENMILL_TORCH_THREADS="1",
+        )
     run_state.LOCK_TTL_S = plan.lease_s  # a planner's lease, as short as a job's
+    _before(JobRunner, "begin", plan.has_work.touch)
     if plan.strike is not None:
-        _arm(plan.strike, plan.mark)
+        if plan.strike.action == "clock jump":
+            clock.install()
+        _arm(plan.strike, plan.mark, plan.jump_s)
     if plan.answers is not None:
         _count_answers(plan.answers)
-    worker = FakeEngineWorker(
+    worker_class = FakeEngineWorker if plan.model is None else BatchWorker
+    worker = worker_class(
         ["high", "bulk"], name=plan.name, connection=Redis.from_url(plan.url), serializer=JSONSerializer
     )
-    worker.work(logging_level="WARNING")
+    worker.work(logging_level="INFO")
 
 
-def _arm(strike: Strike, mark: Path) -> None:
+def _before(owner: Any, name: str, call: Callable[[], None]) -> None:
+    """Call something before the first passage of a step; then the step is as it was."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        setattr(owner, name, original)
+        call()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, told)
+
+
+def _arm(strike: Strike, mark: Path, jump_s: float) -> None:
     owner, name = STEPS[strike.step]
     original = getattr(owner, name)
     left, lock = [strike.nth], threading.Lock()
@@ -131,7 +174,10 @@ def _arm(strike: Strike, mark: Path) -> None:
             if left[0] > 0 or (left[0] < 0 and not lasts):
                 return
         mark.touch()
-        _ACTIONS[strike.action]()
+        if strike.action == "clock jump":
+            clock.jump(jump_s)
+        else:
+            _ACTIONS[strike.action]()
 
     @functools.wraps(original)
     def struck(*args: Any, **kwargs: Any) -> Any:

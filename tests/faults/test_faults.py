@@ -8,40 +8,58 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from tests.faults.faulty_worker import PREFETCH, SLOTS
+from tests.faults.file_faults import kill_half_way_through_a_run
 from tests.faults.harness import Harness, harness
+from tests.faults.mounts import MountRefused
+from tests.faults.scenarios import SCENARIOS
+from tests.faults.worker_faults import kills_at_every_step
 
 
 @pytest.fixture
-def faults() -> Iterator[Harness]:
-    with TemporaryDirectory(prefix="f") as folder, harness(Path(folder), seed=20) as running:
+def faults(tmp_path: Path) -> Iterator[Harness]:
+    with (
+        TemporaryDirectory(prefix="f") as folder,  # a socket's path must stay short
+        harness(Path(folder), seed=20, evidence=tmp_path) as running,
+    ):
         yield running
 
 
 def test_a_kill_at_any_step_loses_and_doubles_nothing(faults: Harness) -> None:
-    faults.kills_at_every_step()
+    kills_at_every_step(faults)
     assert faults.is_clean(), faults.table()
 
 
-def test_a_run_killed_half_way_repeats_no_more_than_the_shards_in_flight(faults: Harness) -> None:
-    completed, rows = faults.kill_half_way_through_a_run()
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "elsewhere"])
+def test_a_run_killed_half_way_repeats_no_more_than_the_shards_in_flight(
+    faults: Harness, elsewhere: bool
+) -> None:
+    completed, rows = kill_half_way_through_a_run(faults, elsewhere)
     assert faults.is_clean(), faults.table()
-    in_flight = 16 + 32 + 2  # slots, prefetch, and the shard that reaches over both
-    assert rows <= completed <= rows + in_flight
+    assert rows <= completed <= rows + SLOTS + PREFETCH + 2  # and the shard that reaches over both
 
 
 @pytest.mark.parametrize(
     ("scenario", "count"),
     [
-        ("kills", 30),
+        ("kills", 60),
         ("freezes", 6),
+        ("stragglers", 2),
         ("shutdowns", 4),
+        ("engine_errors", 3),
+        ("clock_jumps", 4),
         ("cut_connections", 15),
         ("lost_replies", 4),
         ("server_faults", 3),
-        ("disk_full", 2),
-        ("engine_errors", 3),
+        ("raised_disk_full", 2),
+        ("full_disks", 2),
+        ("read_only_disks", 2),
+        ("changed_inputs", 4),
     ],
 )
 def test_no_fault_loses_or_doubles_a_job_or_a_row(faults: Harness, scenario: str, count: int) -> None:
-    getattr(faults, scenario)(count)
+    try:
+        SCENARIOS[scenario](faults, count)
+    except MountRefused as error:
+        pytest.skip(f"needs the right to mount a tmpfs: {error}")
     assert faults.is_clean(), faults.table()

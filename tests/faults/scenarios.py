@@ -1,0 +1,40 @@
+"""All scenarios by name, and a round of every one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.faults import file_faults, server_faults, worker_faults
+from tests.faults.harness import Harness
+from tests.faults.mounts import MountRefused
+
+SCENARIOS: dict[str, Callable[[Harness, int], None]] = {
+    "kills": worker_faults.kills,
+    "freezes": worker_faults.freezes,
+    "stragglers": worker_faults.stragglers,
+    "shutdowns": worker_faults.shutdowns,
+    "engine_errors": worker_faults.engine_errors,
+    "clock_jumps": worker_faults.clock_jumps,
+    "cut_connections": server_faults.cut_connections,
+    "lost_replies": server_faults.lost_replies,
+    "server_faults": server_faults.server_faults,
+    "raised_disk_full": file_faults.raised_disk_full,
+    "full_disks": file_faults.full_disks,
+    "read_only_disks": file_faults.read_only_disks,
+    "changed_inputs": file_faults.changed_inputs,
+}
+
+_SHARE = {"kills": 1.0, "cut_connections": 0.1}
+"""Faults of a scenario for each kill of a round; 0.015 for those that are not named."""
+
+
+def one_of_each(faults: Harness, kills: int) -> list[str]:
+    """A round of every scenario, most of it kills; return what this machine does not permit."""
+    refused = []
+    for name, scenario in SCENARIOS.items():
+        try:
+            scenario(faults, max(3, int(kills * _SHARE.get(name, 0.015))))
+        except MountRefused as error:
+            faults.settle(name, resume=True)
+            refused.append(f"{name} left out: {error}")
+    return refused
