@@ -42,7 +42,7 @@ def test_a_run_killed_half_way_repeats_no_more_than_the_shards_in_flight(
 @pytest.mark.parametrize(
     ("scenario", "count"),
     [
-        ("kills", 60),
+        ("kills", 40),
         ("freezes", 6),
         ("stragglers", 2),
         ("shutdowns", 4),
