@@ -8,7 +8,9 @@ hidden: RQ's job description repeats the whole prompt, so the function's name is
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 from rq import Worker
@@ -56,6 +58,12 @@ def show_job(job: Job | None) -> str | dict[str, Any]:
     }
 
 
+def show_servers(urls: str | Sequence[str]) -> list[str]:
+    """Addresses of Redis servers for the pages: without user, password and options, which may be secret."""
+    addresses = [urlsplit(url) for url in ([urls] if isinstance(urls, str) else urls)]
+    return [f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}" for url in addresses]
+
+
 @click.command()
 @click.option("--redis-url", default=lambda: os.environ.get("RQ_REDIS_URL", "redis://127.0.0.1:6379"))
 @click.option("--port", default=9181, help="Port on 127.0.0.1.")
@@ -65,6 +73,7 @@ def main(redis_url: str, port: int, show_prompts: bool) -> None:
     # rq-dashboard has no seam for any of these; the names are pinned with its version.
     web.Worker = JsonWorker
     web.config.serializer = JSONSerializer
+    web.escape_format_instance_list = show_servers
     if not show_prompts:
         web.format_job_description = function_name
         web.serialize_current_job = show_job

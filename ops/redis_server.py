@@ -53,7 +53,7 @@ def wait_until_ready(url: str, timeout_s: float = WAIT_S) -> None:
                 client.ping()
             except RedisError as error:
                 if time.monotonic() > deadline:
-                    sys.exit(f"no Redis at {url} after {timeout_s:g} s: {error}")
+                    sys.exit(f"no Redis after {timeout_s:g} s: {error}")  # the URL may hold a password
                 time.sleep(0.02)
             else:
                 return

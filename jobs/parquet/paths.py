@@ -19,9 +19,10 @@ def local_path(path: object) -> str:
         raise InvalidJob(f"{shown(path)} is no path: expected a non-empty string")
     if uri := _URI.match(path):
         scheme, host, path = uri[1].lower(), uri[2].rpartition("@")[2], uri[3]
-        # Without user, password and query, which may hold the keys of an object store.
         if scheme != "file":
-            raise UnsupportedScheme(f"{scheme}://{host}{path}", scheme)
+            # Without user, password and query, which may hold the keys of an object store; a key that was
+            # not encoded may hold a slash.
+            raise UnsupportedScheme(f"{scheme}://{(uri[2] + uri[3]).rpartition('@')[2]}", scheme)
         if host not in ("", "localhost"):
             raise UnsupportedScheme(f"file://{host}{path}", f"file on host {host}")
         path = unquote(path)

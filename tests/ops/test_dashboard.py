@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,20 @@ def workers(tmp_path: Path) -> Iterator[Workers]:
 @pytest.fixture
 def dashboard(workers: Workers) -> Iterator[str]:
     """Its address on this machine."""
+    with running_dashboard(workers.url) as address:
+        yield address
+
+
+@contextmanager
+def running_dashboard(url: str) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "ops.dashboard", "--port", str(port), "--redis-url", workers.url]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "ops.dashboard", "--port", str(port)]
+    environment = {**os.environ, "RQ_REDIS_URL": url}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     address = f"http://127.0.0.1:{port}"
     try:
         wait_until(lambda: _answers(address))
@@ -93,3 +104,15 @@ def test_a_worker_whose_current_job_was_deleted_is_shown_as_idle(workers: Worker
     workers.redis.hset("rq:worker:w", mapping={"queues": "high", "state": "busy", "current_job": "gone"})
     worker = get_json(dashboard, "/0/data/workers.json")["workers"][0]
     assert worker["current_job"] == "idle"
+
+
+@pytest.mark.parametrize("where", ["unix://:pass@word@{path}", "unix://{path}?password=pass@word"])
+def test_pages_show_no_password(workers: Workers, where: str) -> None:
+    failed = workers.queue("bulk").enqueue("os.getcwd")
+    workers.burst()
+    workers.redis.config_set("requirepass", "pass@word")
+    with running_dashboard(where.format(path=workers.url.removeprefix("unix://"))) as address:
+        pages = ["/", "/0/view/workers", "/0/view/jobs", f"/0/view/job/{failed.id}", "/0/data/workers.json"]
+        pages += ["/0/data/queues.json", f"/0/data/job/{failed.id}.json"]
+        for page in pages:
+            assert "word" not in get(address, page).replace("password", "")

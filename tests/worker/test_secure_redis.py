@@ -189,3 +189,21 @@ def test_a_password_changed_while_a_worker_runs_is_named_in_its_log_and_nothing_
     server.admin.execute_command("ACL", "SETUSER", "worker", "resetpass", f">{WORKER_PASSWORD}")
     assert text_of(workers.result(job)) == f"echo:{gate}"
     assert WORKER_PASSWORD not in workers.log(process)
+
+
+@pytest.mark.parametrize(
+    "source", ["s3://AKIA7:sec/ret@bucket/in.parquet", "s3://bucket/in.parquet?AWSSecretKey=sec/ret"]
+)
+def test_keys_of_an_object_store_stay_out_of_logs_results_and_messages(
+    workers: Workers, server: SecureRedis, source: str
+) -> None:
+    url = server.url("producer", PRODUCER_PASSWORD)
+    printed = tokenmill(workers, url, "submit", source, "out")
+    assert "names the storage 's3'" in printed
+    assert server.admin.dbsize() == 0, "a run that cannot be planned was enqueued"
+    job = workers.queue("bulk").enqueue("jobs.score_parquet", source, "out")
+    log = workers.burst()
+    error = str(workers.result(job).exc_string)
+    assert "bucket/in.parquet names the storage 's3'" in error
+    for secret in ("AKIA7", "ret@", "sec/ret"):
+        assert secret not in printed + log + error
