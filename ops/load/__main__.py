@@ -10,10 +10,13 @@ import argparse
 import signal
 import sys
 
+from ops.load.flood import flood
+from ops.load.inflight import inflight
 from ops.load.queued import queued
 from ops.load.report import Report
 from ops.load.rows import SIZES, rows
 from ops.load.sharing import workers
+from ops.load.soak import soak
 
 
 def main() -> int:
@@ -31,6 +34,15 @@ def main() -> int:
     command.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     command.add_argument("--row-group-rows", type=int, default=10_000)
     command.add_argument("--workers", type=int, default=1)
+    command = commands.add_parser("inflight", help="jobs in flight for longer than every time to live")
+    command.add_argument("--jobs", type=int, default=500)
+    command.add_argument("--seconds", type=float, default=90.0)
+    command = commands.add_parser("flood", help="two lanes under pressure")
+    command.add_argument("--bulk", type=int, default=20_000)
+    command.add_argument("--intervals", type=int, default=20)
+    command = commands.add_parser("soak", help="everything at once")
+    command.add_argument("--minutes", type=float, default=60.0)
+    command.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no process is left behind
     report = _run(options)
@@ -43,6 +55,12 @@ def _run(options: argparse.Namespace) -> Report:
         return queued(options.jobs, options.workers)
     if options.scenario == "workers":
         return workers(options.count, options.jobs, options.shards)
+    if options.scenario == "inflight":
+        return inflight(options.jobs, options.seconds)
+    if options.scenario == "flood":
+        return flood(options.bulk, options.intervals)
+    if options.scenario == "soak":
+        return soak(options.minutes, options.seed)
     return rows(options.sizes, options.row_group_rows, workers=options.workers)
 
 
