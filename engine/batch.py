@@ -6,7 +6,7 @@ model is: in the same process, or in each rank of a tensor-parallel engine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ class StepBatch:
     sample_rows: [samples] int64, the rows whose logits are wanted.
     block_tables: [seqs, max_blocks] int32.  context_lens, query_lens: [seqs] int64, the tokens each sequence
     has once this step is computed, and how many of them are in it.
+    pending_rows, pending_samples: [pending] int64, the rows whose token was not known when the step was
+    built, and which sample of the step launched before is that token. token_ids holds anything there.
     """
 
     token_ids: NDArray[np.int64]
@@ -37,11 +39,13 @@ class StepBatch:
     block_tables: NDArray[np.int32]
     context_lens: NDArray[np.int64]
     query_lens: NDArray[np.int64]
+    pending_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    pending_samples: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """A StepBatch on the model's device: the same token_ids, positions, slot_mapping and sample_rows.
+    """A StepBatch on the model's device: token_ids with no gap, positions, slot_mapping and sample_rows.
 
     attention: what the attention backend needs besides, made by that backend.
     """
@@ -82,6 +86,7 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
     blocks = slots.block_tables[token_rows, positions // slots.block_size]
     context_lens = computed + num_new
     max_blocks = -(-int(context_lens.max()) // slots.block_size)
+    is_pending = context_lens > slots.num_known[rows]  # its last token, which is then the last of its rows
     return StepBatch(
         token_ids=slots.token_ids[token_rows, positions].astype(np.int64),
         positions=positions,
@@ -90,14 +95,22 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
         block_tables=slots.block_tables[rows, :max_blocks],
         context_lens=context_lens,
         query_lens=num_new,
+        pending_rows=ends[is_pending] - 1,
+        pending_samples=slots.sample[rows[is_pending]],
     )
 
 
-def to_device(step: StepBatch, backend: AttentionBackend, device: torch.device) -> ForwardBatch:
-    """Copy a step's arrays to the model's device and let the backend prepare its own."""
+def to_device(
+    step: StepBatch, backend: AttentionBackend, device: torch.device, sampled: Tensor | None = None
+) -> ForwardBatch:
+    """Copy a step's arrays to the model's device and let the backend prepare its own.
+
+    sampled: [samples] int64 on the device, what the step launched before has chosen, for the pending rows.
+    """
     token_ids, positions, slot_mapping, sample_rows = upload(
         [step.token_ids, step.positions, step.slot_mapping, step.sample_rows], device
     )
+    fill_pending(token_ids, step, sampled)
     return ForwardBatch(
         token_ids=token_ids,
         positions=positions,
@@ -105,6 +118,17 @@ def to_device(step: StepBatch, backend: AttentionBackend, device: torch.device) 
         sample_rows=sample_rows,
         attention=backend.build_metadata(step.block_tables, step.context_lens, step.query_lens),
     )
+
+
+def fill_pending(token_ids: Tensor, step: StepBatch, sampled: Tensor | None) -> None:
+    """Write the tokens that the step launched before has sampled into this step's pending rows.
+
+    token_ids: [tokens] int64, changed in place.  sampled: [samples] int64, on the same device.
+    """
+    if len(step.pending_rows):
+        assert sampled is not None, "only a step that follows another has pending rows"
+        rows, samples = upload([step.pending_rows, step.pending_samples], token_ids.device)
+        token_ids[rows] = sampled[samples]
 
 
 def build_sampling_batch(batch: ScheduledBatch, slots: SlotTable) -> SamplingBatch:

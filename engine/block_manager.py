@@ -5,8 +5,8 @@ published content also gets an id that is never used again, and a hit compares (
 content, own tokens): neither a hash collision nor a recycled block number can return another prefix.
 
 A block is published while the step that computes it is scheduled, because every layer stores keys and
-values before it attends: sequences of one step share a prefix. `commit_step` makes that final once the
-step has run; `withdraw_step` takes it back if it has not.
+values before it attends: sequences of one step share a prefix. `withdraw` takes it back if the step has not
+run.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ class BlockManager:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._by_hash: dict[int, Block] = {}
         self._content_ids = count(ROOT + 1)
-        self._published_in_step: list[Block] = []
 
     @property
     def num_free_blocks(self) -> int:
@@ -86,12 +85,12 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def extend_keys(self, seq: Sequence) -> None:
-        """Make the keys of the sequence's full blocks that have none yet."""
+        """Make the keys of the blocks full of known tokens that have none yet."""
         if not self.enable_prefix_caching:
             return
         size, keys = self.block_size, seq.block_keys
         parent_hash = keys[-1].hash if keys else ROOT
-        for start in range(len(keys) * size, len(seq) - size + 1, size):
+        for start in range(len(keys) * size, len(seq.token_ids) - size + 1, size):
             tokens = array("i", seq.token_ids[start : start + size]).tobytes()
             parent_hash = self._hash_block(parent_hash, tokens)
             keys.append(BlockKey(parent_hash, tokens))
@@ -100,7 +99,7 @@ class BlockManager:
         """Block ids of the longest cached prefix, short of the last token, which is always computed."""
         found: list[int] = []
         parent = ROOT
-        for key in seq.block_keys[: (len(seq) - 1) // self.block_size]:
+        for key in seq.block_keys[: (seq.num_tokens - 1) // self.block_size]:
             block = self._by_hash.get(key.hash)
             if block is None or block.parent_content_id != parent or block.tokens != key.tokens:
                 break
@@ -112,7 +111,7 @@ class BlockManager:
     def num_missing(self, seq: Sequence, cached: list[int]) -> int:
         """Free blocks lacking to hold all tokens of `seq` on top of `cached`; 0 or less means it fits."""
         taken_from_free = sum(1 for block_id in cached if self._blocks[block_id].ref_count == 0)
-        return self.num_blocks_for(len(seq)) - len(cached) + taken_from_free - len(self._free)
+        return self.num_blocks_for(seq.num_tokens) - len(cached) + taken_from_free - len(self._free)
 
     def num_freed_by(self, seqs: Iterable[Sequence], keep: list[int]) -> int:
         """Blocks that would be free, those of `keep` not counted, if all of `seqs` gave up theirs."""
@@ -134,7 +133,7 @@ class BlockManager:
             if block.ref_count == 0:
                 del self._free[block_id]
             block.ref_count += 1
-        num_new = self.num_blocks_for(len(seq)) - len(cached)
+        num_new = self.num_blocks_for(seq.num_tokens) - len(cached)
         seq.block_table = cached + [self._take() for _ in range(num_new)]
         seq.num_published_blocks = len(cached)
         seq.num_computed_tokens = len(cached) * self.block_size
@@ -157,32 +156,36 @@ class BlockManager:
         seq.num_published_blocks = 0
         seq.num_computed_tokens = 0
 
-    def publish(self, seq: Sequence, num_tokens: int) -> None:
-        """Let the blocks that are full once the running step has computed `num_tokens` be hit."""
+    def publish(self, seq: Sequence, num_tokens: int) -> list[Block]:
+        """Let the blocks that are full of the first `num_tokens` tokens be hit; return those that were not.
+
+        The tokens must be known, and computed by the step that is being scheduled or by one before.
+        """
         num_full = num_tokens // self.block_size
         if not self.enable_prefix_caching or num_full == seq.num_published_blocks:
-            return
+            return []
         self.extend_keys(seq)
         parent = ROOT
         if seq.num_published_blocks:
             previous = self._blocks[seq.block_table[seq.num_published_blocks - 1]].content_id
             assert previous is not None
             parent = previous
-        for i in range(seq.num_published_blocks, num_full):
-            parent = self._publish_block(self._blocks[seq.block_table[i]], seq.block_keys[i], parent)
+        new = slice(seq.num_published_blocks, num_full)
+        published = [self._blocks[block_id] for block_id in seq.block_table[new]]
+        for block, key in zip(published, seq.block_keys[new], strict=True):
+            parent = self._publish_block(block, key, parent)
         seq.num_published_blocks = num_full
+        return published
 
-    def commit_step(self) -> None:
-        """The step has run: what it published holds what it claims."""
-        self._published_in_step.clear()
+    def withdraw(self, published: Iterable[Block]) -> None:
+        """The step that published these blocks has not run: none of them can be hit.
 
-    def withdraw_step(self) -> None:
-        """The step has not run: no block it published can be hit. Its sequences must be released too."""
-        for block in self._published_in_step:
+        Its sequences must be released too, and those of all later steps.
+        """
+        for block in published:
             if block.hash is not None:
                 del self._by_hash[block.hash]
             block.forget()
-        self._published_in_step.clear()
 
     def check_accounting(self, sequences: Iterable[Sequence] = ()) -> None:
         """Raise BlockAccountingError unless the counts agree.
@@ -236,6 +239,5 @@ class BlockManager:
                 owner.hash = None
             block.content_id, block.hash = next(self._content_ids), key.hash
             self._by_hash[key.hash] = block
-        self._published_in_step.append(block)
         assert block.content_id is not None
         return block.content_id

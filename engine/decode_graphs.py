@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import CapturableBackend
-from engine.batch import ForwardBatch, StepBatch
+from engine.batch import ForwardBatch, StepBatch, fill_pending
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
@@ -148,15 +148,16 @@ class DecodeGraphs:
         """Whether `run` can take this step: one token of each sequence."""
         return len(step.token_ids) == len(step.query_lens) <= self._sizes[-1]
 
-    def run(self, step: StepBatch) -> Tensor:
+    def run(self, step: StepBatch, sampled: Tensor | None = None) -> Tensor:
         """Hidden states [sequences, hidden_size] of the step, stored keys and values included.
 
-        They stay valid until the next call.
+        They stay valid until the next call. sampled: as in `fill_pending`.
         """
         num_seqs = len(step.query_lens)
         graphs = self._graphs[bisect_left(self._sizes, num_seqs)]
         bucket = bisect_left(graphs.max_context_lens, int(step.context_lens.max()))
         self._inputs.fill(step)
+        fill_pending(self._inputs.token_ids, step, sampled)
         graphs.replays[bucket]()
         return self._hidden[:num_seqs]
 

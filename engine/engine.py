@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-
-import numpy as np
-from numpy.typing import NDArray
 
 from engine.batch import build_sampling_batch, build_step_batch
 from engine.block_manager import BlockManager
@@ -28,12 +26,13 @@ from engine.errors import (
 )
 from engine.layers.parallel import TensorParallel
 from engine.model_config import ModelConfig, read_model_config
-from engine.model_runner import ModelRunner, Runner
+from engine.model_runner import ModelRunner, Runner, resolve_device
 from engine.outputs import Completion, EngineStats
+from engine.pending_tokens import PendingTokens
 from engine.progress import Progress
 from engine.prompts import Prompt, PromptReader
 from engine.sampling_params import SamplingParams
-from engine.scheduler import ScheduledBatch, Scheduler
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.stop_strings import StopStrings
 from engine.tensor_parallel.rank_group import RankGroup
@@ -74,6 +73,8 @@ class Engine:
         self._prompts = PromptReader(self._tokenizer, model.vocab_size, pool.max_model_len)
         self._unfinished: dict[str, list[Sequence]] = {}
         self._seeds = random.Random(config.seed)
+        self._overlaps = _overlaps(config)
+        self._pending: deque[PendingTokens] = deque()  # of launched steps, the oldest first
         self._num_steps = 0
 
     def __enter__(self) -> Self:
@@ -89,6 +90,7 @@ class Engine:
         if self._live_runner is not None:
             self._live_runner.close()
         self._live_runner = None
+        self._pending.clear()
         self._unfinished.clear()
 
     @property
@@ -155,22 +157,28 @@ class Engine:
     def step(self) -> list[Completion]:
         """Compute one batch; return the samples that finished in it, [] if there is nothing to do.
 
-        Raises StepFailed if the forward pass raised: nothing is lost, and the next step computes it again.
+        With async_scheduling this launches one batch and returns what finished in the one launched before,
+        which ran meanwhile; the first such step returns [].
+        Raises StepFailed if a forward pass raised: nothing is lost, and the next step computes it again.
         With tensor parallelism whatever a rank raises ends all of them: RankFailed, then and on later calls.
         """
         runner = self._open_runner()
-        if not self._unfinished:
+        if not self._unfinished and not self._pending:
             return []
-        batch = self._scheduler.schedule()
         try:
-            token_ids = self._run(runner, batch)
+            launched = self._launch(runner)
+            num_left_running = 1 if launched and self._overlaps else 0
+            finished: list[Sequence] = []
+            while len(self._pending) > num_left_running:
+                finished += self._scheduler.receive(self._pending.popleft().wait())
+                self._num_steps += 1
         except BaseException as error:
+            self._pending.clear()
             self._scheduler.withdraw()
             if isinstance(error, Exception) and not isinstance(error, RankFailed):
-                raise StepFailed(f"a step of {batch.num_tokens} tokens failed: {error!r}") from error
+                raise StepFailed(f"a step failed: {error!r}") from error
             raise
-        self._num_steps += 1
-        return [self._finish(seq) for seq in self._scheduler.advance(batch, token_ids)]
+        return [self._finish(seq) for seq in finished]
 
     def stats(self) -> EngineStats:
         """Counters since start and the state of now."""
@@ -256,9 +264,16 @@ class Engine:
             return None
         return StopStrings(params.stop, self._tokenizer.decode, min_tokens=params.min_tokens)
 
-    def _run(self, runner: Runner, batch: ScheduledBatch) -> NDArray[np.int64]:
+    def _launch(self, runner: Runner) -> bool:
+        """Schedule and launch the next step; return whether there was one."""
+        batch = self._scheduler.schedule()
+        if not batch.num_tokens:
+            return False
         slots = self._scheduler.slots
-        return runner.launch(build_step_batch(batch, slots), build_sampling_batch(batch, slots)).wait()
+        step, sampling = build_step_batch(batch, slots), build_sampling_batch(batch, slots)
+        self._pending.append(runner.launch(step, sampling))
+        self._scheduler.advance(batch)
+        return True
 
     def _finish(self, seq: Sequence) -> Completion:
         """Turn a finished sequence into its completion and forget it."""
@@ -278,6 +293,13 @@ class Engine:
             num_prompt_tokens=seq.num_prompt_tokens,
             num_cached_tokens=seq.num_cached_tokens or 0,
         )
+
+
+def _overlaps(config: EngineConfig) -> bool:
+    """Whether a step is scheduled while the one before runs."""
+    if config.async_scheduling is not None:
+        return config.async_scheduling
+    return config.tensor_parallel_size == 1 and resolve_device(config.device).type == "cuda"
 
 
 def _start_runner(config: EngineConfig, model: ModelConfig, folder: Path) -> Runner:

@@ -67,6 +67,7 @@ class ModelRunner:
         self._config = config
         self._model_config = model_config
         self._tp = tp
+        self._sampled: Tensor | None = None  # [samples], by the step launched last
         self._capture = choose_capture(config, self.backend, self.device)
         self._memory = gpu_memory(self.device)
         self._graphs: DecodeGraphs | None = None
@@ -84,9 +85,11 @@ class ModelRunner:
         """Start the step on the device, up to a token for each row that samples. Rank 0 only.
 
         Everything is queued on the device's current stream; nothing here waits for it, and steps run in the
-        order of their launches. On a CPU the step has run when this returns.
+        order of their launches, so that a step can read what the one before has sampled. On a CPU the step
+        has run when this returns.
         """
-        return DeviceTokens(sample(self.logits(step), sampling))
+        self._sampled = sample(self.logits(step), sampling)
+        return DeviceTokens(self._sampled)
 
     def follow(self, step: StepBatch) -> None:
         """Compute this rank's share of the step whose tokens rank 0 chooses."""
@@ -99,8 +102,8 @@ class ModelRunner:
     def logits(self, step: StepBatch) -> Tensor:
         """Logits of the rows that sample, as from `forward`; through a captured graph if one fits."""
         if self._graphs is None or not self._graphs.fits(step):
-            return self.forward(to_device(step, self.backend, self.device))
-        hidden = self._graphs.run(step)
+            return self.forward(to_device(step, self.backend, self.device, self._sampled))
+        hidden = self._graphs.run(step, self._sampled)
         if len(step.sample_rows) < len(hidden):
             hidden = hidden[upload([step.sample_rows], self.device)[0]]
         return self.model.logits(hidden)

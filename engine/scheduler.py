@@ -8,6 +8,15 @@ taken from recomputes later and yields the same tokens.
 Why nothing starves: the earliest running sequence of the most urgent lane is never preempted and always
 fits, so that lane drains in order. A less urgent lane counts the admissions that overtake it, and after
 nineteen its first sequence moves up into the overtaking lane, where no new arrival is ahead of it.
+
+A step may be scheduled while the one before it runs. So the books are kept in two halves: `advance` counts
+what a step computes when it is launched, with a pending token for each sequence that samples, and `receive`
+fills the tokens in and finds the ends that depend on them. Lengths are known ahead: at its last token a
+sequence gives up slot and blocks when that step is launched. One that ends otherwise has overrun by one
+token in the step launched meanwhile, which is dropped.
+
+Blocks are given up while launched steps still read and write them. Whoever takes them writes in a later
+launch, and the device runs launches in order.
 """
 
 from __future__ import annotations
@@ -15,11 +24,12 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.block_manager import BlockManager
+from engine.block_manager import Block, BlockManager
 from engine.errors import ConfigError
 from engine.sequence import Sequence, SequenceStatus
 from engine.slots import SlotTable
@@ -31,18 +41,16 @@ MAX_OVERTAKES = 19  # a waiting lane gets at least one admission in twenty
 class ScheduledBatch:
     """What one step computes: one token of each of `decodes`, `prefill_lens[i]` tokens of `prefills[i]`.
 
-    A sequence of which every known token is then computed samples its next one.
+    A sequence of which every token is then computed samples its next one: `sampling`, in the order of
+    `seqs`, known once the step is launched. published: blocks that can be hit from this step on.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
     prefills: list[Sequence] = field(default_factory=list)
     prefill_lens: list[int] = field(default_factory=list)
     num_tokens: int = 0
-
-    def add_decode(self, seq: Sequence) -> None:
-        """Compute the one token of `seq` that is not computed yet."""
-        self.decodes.append(seq)
-        self.num_tokens += 1
+    published: list[Block] = field(default_factory=list)
+    sampling: list[Sequence] = field(default_factory=list)
 
     def add_prefill(self, seq: Sequence, num_new_tokens: int) -> None:
         """Compute the next `num_new_tokens` tokens of `seq`."""
@@ -50,17 +58,17 @@ class ScheduledBatch:
         self.prefill_lens.append(num_new_tokens)
         self.num_tokens += num_new_tokens
 
-    @property
+    @cached_property
     def seqs(self) -> list[Sequence]:
-        """All sequences of the step, decodes first."""
+        """All sequences of the step, decodes first. Once it is scheduled, as the properties that follow."""
         return self.decodes + self.prefills
 
-    @property
+    @cached_property
     def slots(self) -> NDArray[np.int64]:
-        """[seqs] int64, the slot of each."""
+        """[seqs] int64, the slot of each while this step is built and launched."""
         return np.array([seq.slot for seq in self.seqs], np.int64)
 
-    @property
+    @cached_property
     def num_new_tokens(self) -> NDArray[np.int64]:
         """[seqs] int64, the tokens to compute for each."""
         return np.array([1] * len(self.decodes) + self.prefill_lens, np.int64)
@@ -92,6 +100,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # by (lane, arrival): the last one is the first to be preempted
         self._overtakes: Counter[int] = Counter()
         self._num_arrivals = 0
+        self._in_flight: deque[ScheduledBatch] = deque()  # scheduled and not received, the oldest first
         self.max_running = 0
         self.num_preemptions = 0
         self.prefill_tokens = 0
@@ -110,64 +119,86 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence, shorter than max_model_len, in its lane."""
-        assert len(seq) < self.max_model_len, "a prompt must leave room for one new token"
+        assert seq.num_tokens < self.max_model_len, "a prompt must leave room for one new token"
         self.blocks.extend_keys(seq)
         seq.arrival = self._num_arrivals
         self._num_arrivals += 1
+        seq.max_len = min(seq.max_len, self.max_model_len)
         self.waiting.setdefault(seq.lane, deque()).append(seq)
 
     def abort(self, seq: Sequence) -> None:
         """Forget an unfinished sequence and free what it holds. Not between `schedule` and `advance`."""
-        if seq.status is SequenceStatus.RUNNING:
-            self.running.remove(seq)
-            self._release(seq)
-        else:
-            self.waiting[seq.lane].remove(seq)
+        self._leave(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = "abort"
 
     def schedule(self) -> ScheduledBatch:
-        """Choose the next step and reserve all it needs. Follow with `advance` or `withdraw`."""
+        """Choose the next step and reserve all it needs; there is nothing to do if it has no tokens.
+
+        Follow with `advance` when it is launched, or `withdraw`. At most one step may be in flight before it.
+        """
         batch = ScheduledBatch()
+        self._in_flight.append(batch)
         for lane in sorted({seq.lane for seq in self.running}.union(self.waiting)):
             prefills = self._schedule_decodes(lane, batch)
             self._schedule_prefills(lane, prefills, batch)
             self._admit(lane, batch)
         self.waiting = {lane: queue for lane, queue in self.waiting.items() if queue}
         self.max_running = max(self.max_running, len(self.running))
+        if not batch.num_tokens:
+            self._in_flight.pop()
         return batch
 
-    def advance(self, batch: ScheduledBatch, token_ids: NDArray[np.int64]) -> list[Sequence]:
-        """The step has run: append each sampled token; return the sequences that finished.
-
-        token_ids: one for each of `batch`'s sequences that sample, in the batch's order.
-        """
-        self.blocks.commit_step()
-        # a prompt's last chunk may be one token and so be scheduled like a decode
-        num_decodes = sum(len(seq) > seq.num_prompt_tokens for seq in batch.decodes)
-        self.decode_tokens += num_decodes
-        self.prefill_tokens += batch.num_tokens - num_decodes
-        seqs, slots, num_new = batch.seqs, batch.slots, batch.num_new_tokens
-        self.slots.add_computed(slots, num_new)
-        self.slots.add_tokens(
-            slots[self.slots.num_computed[slots] == self.slots.num_tokens[slots]], token_ids
-        )
-        finished = []
-        sampled = iter(token_ids.tolist())
-        for seq, num_new_tokens in zip(seqs, num_new.tolist(), strict=True):
+    def advance(self, batch: ScheduledBatch) -> None:
+        """The step just scheduled is launched: count what it computes, and a pending token per sample."""
+        num_new = batch.num_new_tokens
+        self.slots.advance(batch.slots, num_new)
+        ending = []
+        for seq, num_new_tokens in zip(batch.seqs, num_new.tolist(), strict=True):
             seq.num_computed_tokens += num_new_tokens
-            if seq.num_computed_tokens == len(seq) and seq.append(next(sampled), self.max_model_len):
+            if seq.num_computed_tokens == seq.num_tokens:
+                seq.num_tokens += 1
+                batch.sampling.append(seq)
+                if seq.num_tokens >= seq.max_len:
+                    ending.append(seq)
+        for seq in ending:
+            seq.status = SequenceStatus.ENDING
+            self._release(seq)
+        if ending:
+            self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
+
+    def receive(self, token_ids: NDArray[np.int64]) -> list[Sequence]:
+        """The oldest step in flight has run: fill in the tokens; return the sequences that finished.
+
+        token_ids: [samples] int64. Those of sequences that are gone by now are dropped: they were aborted
+        while the step ran, or ended with the token before.
+        """
+        batch = self._in_flight.popleft()
+        self._count(batch)
+        slots = np.array([seq.slot for seq in batch.sampling], np.int64)
+        held = slots >= 0
+        self.slots.add_known(slots[held], token_ids[held])
+        finished = []
+        for seq, token_id in zip(batch.sampling, token_ids.tolist(), strict=True):
+            if seq.status is not SequenceStatus.FINISHED and seq.append(token_id):
                 finished.append(seq)
         for seq in finished:
+            self._leave(seq)
             seq.status = SequenceStatus.FINISHED
-            self._release(seq)
-        if finished:
-            self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
         return finished
 
     def withdraw(self) -> None:
-        """The step has not run: nothing it published can be hit, and every running sequence waits again."""
-        self.blocks.withdraw_step()
+        """A step has failed: nothing in flight counts, and every sequence that ran waits to compute again.
+
+        What steps in flight published cannot be hit, and their tokens will be sampled again.
+        """
+        for batch in self._in_flight:
+            self.blocks.withdraw(batch.published)
+            for seq in batch.sampling:
+                seq.num_tokens = len(seq.token_ids)
+                if seq.status is SequenceStatus.ENDING:
+                    self._wait_again(seq)
+        self._in_flight.clear()
         for seq in self.running:
             self._release(seq)
             self._wait_again(seq)
@@ -183,11 +214,12 @@ class Scheduler:
         while i < len(self.running) and self.running[i].lane <= lane:
             seq = self.running[i]
             if seq.lane == lane:
-                if len(seq) - seq.num_computed_tokens > 1:
+                if seq.num_tokens - seq.num_computed_tokens > 1:
                     prefills.append(seq)
                 elif self._grow(seq):
-                    batch.add_decode(seq)
-                    self.blocks.publish(seq, len(seq))
+                    batch.decodes.append(seq)
+                    batch.num_tokens += 1
+                    self._publish(seq, seq.num_tokens, batch)
             i += 1
         return prefills
 
@@ -197,16 +229,25 @@ class Scheduler:
                 self._schedule_chunk(seq, budget, batch)
 
     def _schedule_chunk(self, seq: Sequence, budget: int, batch: ScheduledBatch) -> None:
-        num_new_tokens = min(len(seq) - seq.num_computed_tokens, budget)
+        num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget)
         batch.add_prefill(seq, num_new_tokens)
-        self.blocks.publish(seq, seq.num_computed_tokens + num_new_tokens)
+        self._publish(seq, seq.num_computed_tokens + num_new_tokens, batch)
+
+    def _publish(self, seq: Sequence, num_tokens: int, batch: ScheduledBatch) -> None:
+        """Publish the blocks that are full once `num_tokens` are computed, as far as those are known.
+
+        A block that a pending token completes is published a step later: it has no hash before.
+        """
+        num_known = min(num_tokens, len(seq.token_ids))
+        if num_known // self.blocks.block_size > seq.num_published_blocks:
+            batch.published += self.blocks.publish(seq, num_known)
 
     def _prefill_budget(self, lane: int, batch: ScheduledBatch) -> int:
         """Tokens left for prefills of this lane: less urgent lanes keep one for each of their decodes."""
         reserved = 0
         if self.running and self.running[-1].lane > lane:
             reserved = sum(
-                seq.lane > lane and len(seq) - seq.num_computed_tokens == 1 for seq in self.running
+                seq.lane > lane and seq.num_tokens - seq.num_computed_tokens == 1 for seq in self.running
             )
         return self.max_num_batched_tokens - batch.num_tokens - reserved
 
@@ -215,6 +256,8 @@ class Scheduler:
         self._move_up_overtaken(lane)
         while (queue := self.waiting.get(lane)) and (budget := self._prefill_budget(lane, batch)) > 0:
             seq = queue[0]
+            if seq.num_pending_tokens:  # preempted just now: its turn comes when the running step has told
+                return
             cached = self.blocks.find_cached(seq)
             if not self._make_room(seq, cached):
                 return
@@ -247,7 +290,7 @@ class Scheduler:
 
         The last running sequence is never one already scheduled: a step is filled in running order.
         """
-        if len(seq) <= len(seq.block_table) * self.blocks.block_size:
+        if seq.num_tokens <= len(seq.block_table) * self.blocks.block_size:
             return True
         while not self.blocks.num_free_blocks:
             victim = self.running[-1]
@@ -264,6 +307,22 @@ class Scheduler:
         self._release(seq)
         self._wait_again(seq)
         self.num_preemptions += 1
+
+    def _count(self, batch: ScheduledBatch) -> None:
+        """Count the tokens of a step that has run, those dropped left out."""
+        decodes = [seq for seq in batch.decodes if seq.status is not SequenceStatus.FINISHED]
+        # a prompt's last chunk may be one token and so be scheduled like a decode
+        num_decodes = sum(len(seq.token_ids) > seq.num_prompt_tokens for seq in decodes)
+        self.decode_tokens += num_decodes
+        self.prefill_tokens += len(decodes) - num_decodes + sum(batch.prefill_lens)
+
+    def _leave(self, seq: Sequence) -> None:
+        """Take an unfinished sequence out of its list and free what it holds."""
+        if seq.status is SequenceStatus.RUNNING:
+            self.running.remove(seq)
+            self._release(seq)
+        elif seq.status is SequenceStatus.WAITING:
+            self.waiting[seq.lane].remove(seq)
 
     def _release(self, seq: Sequence) -> None:
         self.blocks.release(seq)
@@ -297,7 +356,7 @@ class Scheduler:
                 self._wait_again(seq)
 
     def _mid_prefill(self) -> list[Sequence]:
-        return [seq for seq in self.running if len(seq) - seq.num_computed_tokens > 1]
+        return [seq for seq in self.running if seq.num_tokens - seq.num_computed_tokens > 1]
 
 
 def _urgency(seq: Sequence) -> tuple[int, int]:

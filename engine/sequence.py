@@ -15,6 +15,7 @@ class SequenceStatus(Enum):
 
     WAITING = auto()
     RUNNING = auto()
+    ENDING = auto()  # its last token is being computed; it holds neither slot nor blocks any more
     FINISHED = auto()
 
 
@@ -28,10 +29,13 @@ class BlockKey(NamedTuple):
 class Sequence:
     """State of one sample of one request.
 
-    `token_ids` is prompt and completion. The first `num_computed_tokens` have their keys and values in
-    the blocks of `block_table`, in order. `block_keys` holds one key per full block, made once and kept
-    over preemption. `arrival` orders sequences of one lane. `slot` is the row in the runner's arrays
-    while running. The scheduler owns status, lane and slot; the block manager owns table and keys.
+    `token_ids` is prompt and completion as far as they are known. `num_tokens` also counts the pending
+    tokens behind them, which steps that are launched and have not come back sample. The first
+    `num_computed_tokens` have their keys and values in the blocks of `block_table`, in order, once the
+    launched steps have run. At `max_len` tokens it ends. `block_keys` holds one key per full block, made
+    once and kept over preemption. `arrival` orders sequences of one lane. `slot` is the row in the runner's
+    arrays while running. The scheduler owns status, lane, slot, num_tokens and max_len; the block manager
+    owns table and keys.
     """
 
     __slots__ = (
@@ -41,10 +45,12 @@ class Sequence:
         "finish_reason",
         "index",
         "lane",
+        "max_len",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_published_blocks",
+        "num_tokens",
         "params",
         "request_id",
         "seed",
@@ -78,7 +84,8 @@ class Sequence:
         self.stop_token_ids = stop_token_ids
         self.stop_strings = stop_strings
         self.token_ids = list(prompt_token_ids)
-        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_tokens = self.num_prompt_tokens = len(prompt_token_ids)
+        self.max_len = self.num_prompt_tokens + params.max_tokens
         self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None
         self.num_published_blocks = 0
@@ -91,24 +98,28 @@ class Sequence:
     def __repr__(self) -> str:
         return (
             f"Sequence({self.request_id!r}, index={self.index}, lane={self.lane}, {self.status.name}, "
-            f"{self.num_computed_tokens} of {len(self.token_ids)} tokens computed)"
+            f"{self.num_computed_tokens} of {self.num_tokens} tokens computed)"
         )
 
-    def __len__(self) -> int:
-        return len(self.token_ids)
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens that are being computed; their ids are not known."""
+        return self.num_tokens - len(self.token_ids)
 
     @property
     def generated_token_ids(self) -> list[int]:
         """The completion so far, as a new list."""
         return self.token_ids[self.num_prompt_tokens :]
 
-    def append(self, token_id: int, max_model_len: int) -> FinishReason | None:
-        """Add a sampled token; return why the sequence ends with it, or None if it goes on."""
+    def append(self, token_id: int) -> FinishReason | None:
+        """Learn the first pending token; return why the sequence ends with it, or None if it goes on."""
         self.token_ids.append(token_id)
-        num_generated = len(self.token_ids) - self.num_prompt_tokens
+        num_known = len(self.token_ids)
         text_stops = self.stop_strings is not None and self.stop_strings.add(token_id)
-        if text_stops or (token_id in self.stop_token_ids and num_generated > self.params.min_tokens):
+        if text_stops or (
+            token_id in self.stop_token_ids and num_known - self.num_prompt_tokens > self.params.min_tokens
+        ):
             self.finish_reason = "stop"
-        elif num_generated >= self.params.max_tokens or len(self.token_ids) >= max_model_len:
+        elif num_known >= self.max_len:
             self.finish_reason = "length"
         return self.finish_reason

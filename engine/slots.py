@@ -18,7 +18,9 @@ class SlotTable:
     """Arrays of max_num_seqs rows. The scheduler writes them, the batch builder and the sampler read.
 
     token_ids: [slots, max_model_len] int32.  block_tables: [slots, max_blocks] int32.
-    num_tokens, num_computed: [slots] int64.  min_len: [slots] int64, tokens before an end token may come.
+    num_tokens, num_computed: [slots] int64, pending tokens and steps under way included.  num_known: [slots]
+    int64, tokens whose id is in token_ids.  sample: [slots] int64, the sequence's place among the samples of
+    the last step it sampled in.  min_len: [slots] int64, tokens before an end token may come.
     temperature, top_p, min_p: [slots] float32.  top_k: [slots] int64, 0 is off.
     seed: [slots] uint64.  sample_index: [slots] uint64.
     """
@@ -30,6 +32,8 @@ class SlotTable:
         self.block_tables: NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.num_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.num_computed: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.num_known: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.sample: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.min_len: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.temperature: NDArray[np.float32] = np.zeros(max_num_seqs, np.float32)
         self.top_p: NDArray[np.float32] = np.ones(max_num_seqs, np.float32)
@@ -47,12 +51,13 @@ class SlotTable:
         return len(self._free)
 
     def assign(self, seq: Sequence) -> None:
-        """Give `seq` a slot and write its whole state; its block table must be allocated."""
+        """Give `seq` a slot and write its whole state; it has its blocks, and no pending token."""
+        assert not seq.num_pending_tokens, f"{seq!r} has a token that no slot remembers the place of"
         slot = seq.slot = self._free.pop()
         params = seq.params
-        self.token_ids[slot, : len(seq)] = seq.token_ids
+        self.token_ids[slot, : seq.num_tokens] = seq.token_ids
         self.block_tables[slot, : len(seq.block_table)] = seq.block_table
-        self.num_tokens[slot] = len(seq)
+        self.num_tokens[slot] = self.num_known[slot] = seq.num_tokens
         self.num_computed[slot] = seq.num_computed_tokens
         self.min_len[slot] = seq.num_prompt_tokens + params.min_tokens
         self.temperature[slot] = params.temperature
@@ -72,11 +77,14 @@ class SlotTable:
         """Write the block that was just appended to the table of `seq`."""
         self.block_tables[seq.slot, len(seq.block_table) - 1] = seq.block_table[-1]
 
-    def add_computed(self, slots: NDArray[np.int64], num_new_tokens: NDArray[np.int64]) -> None:
-        """Count the tokens that a step has computed for these slots."""
+    def advance(self, slots: NDArray[np.int64], num_new_tokens: NDArray[np.int64]) -> None:
+        """Count what a launched step computes for these slots, and a pending token where it samples."""
         self.num_computed[slots] += num_new_tokens
+        sampling = slots[self.num_computed[slots] == self.num_tokens[slots]]
+        self.num_tokens[sampling] += 1
+        self.sample[sampling] = np.arange(len(sampling))
 
-    def add_tokens(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
-        """Append one sampled token to each of these slots."""
-        self.token_ids[slots, self.num_tokens[slots]] = token_ids
-        self.num_tokens[slots] += 1
+    def add_known(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+        """Write the first pending token of each of these slots."""
+        self.token_ids[slots, self.num_known[slots]] = token_ids
+        self.num_known[slots] += 1

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine import Completion, SamplingParams
+from engine.batch import StepBatch, build_step_batch
 from engine.block_manager import BlockManager, hash_block
 from engine.scheduler import ScheduledBatch, Scheduler
 from engine.sequence import Sequence, SequenceStatus
@@ -17,11 +20,74 @@ NUM_TOKENS = 3  # so few that random prompts share prefixes all the time
 __all__ = ["Completion", "ShadowEngine"]
 
 
-class ShadowEngine:
-    """Runs scheduled batches on a pool of prefix ids and checks every invariant on the way.
+class ShadowDevice:
+    """A model that answers by prefix: its KV pool holds, for each token, the id of the prefix it ends.
 
-    The keys and values of a token depend on all tokens before it, so a slot holds the id of the whole
-    prefix. The next token is a function of that id: a preempted sequence must find the same one.
+    The keys and values of a token depend on all tokens before it. So a wrong block, slot, position or token
+    shows in the pool, where it is looked for, and in whatever is sampled from it.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.pool = np.full((num_blocks, block_size), GARBAGE)
+        self.sampled = np.zeros(0, np.int64)  # by the step computed last
+        self._prefix_ids: dict[tuple[int, int], int] = {}
+        self._prefixes: list[tuple[int, ...]] = [()]
+
+    def compute(self, step: StepBatch) -> NDArray[np.int64]:
+        """Take pending tokens from the step before, store, attend, sample: [samples] int64."""
+        token_ids = step.token_ids.copy()
+        token_ids[step.pending_rows] = self.sampled[step.pending_samples]
+        pool, block_size = self.pool.reshape(-1), self.pool.shape[1]
+        places = (step.block_tables[:, :, None] * block_size + np.arange(block_size)).reshape(
+            len(step.block_tables), -1
+        )
+        row, samples, sample_rows = 0, [], set(step.sample_rows.tolist())
+        lens = list(zip(step.context_lens.tolist(), step.query_lens.tolist(), strict=True))
+        for slots, (context_len, query_len) in zip(places, lens, strict=True):
+            for position in range(context_len - query_len, context_len):
+                parent = int(pool[slots[position - 1]]) if position else 0
+                assert parent != GARBAGE
+                assert (step.positions[row], step.slot_mapping[row]) == (position, slots[position])
+                pool[slots[position]] = self._prefix_id(parent, int(token_ids[row]))
+                row += 1
+        row = 0
+        for slots, (context_len, query_len) in zip(places, lens, strict=True):
+            context = pool[slots[:context_len]].tolist()
+            prefix = list(self._prefixes[context[-1]])
+            assert context == self.prefixes(prefix), "it attends to a prefix that is not its own"
+            row += query_len
+            if row - 1 in sample_rows:
+                samples.append(self.next_token(prefix))
+        self.sampled = np.array(samples, np.int64)
+        return self.sampled
+
+    def prefixes(self, token_ids: list[int]) -> list[int]:
+        """The id of each prefix of these tokens."""
+        ids, parent = [], 0
+        for token_id in token_ids:
+            parent = self._prefix_id(parent, token_id)
+            ids.append(parent)
+        return ids
+
+    def next_token(self, token_ids: list[int]) -> int:
+        """What the shadow model answers: 0, which ends a sequence, now and then."""
+        draw = hash(tuple(token_ids)) % 26
+        return 0 if draw == 0 else 1 + draw % (NUM_TOKENS - 1)
+
+    def _prefix_id(self, parent: int, token_id: int) -> int:
+        key = (parent, token_id)
+        if key not in self._prefix_ids:
+            self._prefix_ids[key] = len(self._prefixes)
+            self._prefixes.append((*self._prefixes[parent], token_id))
+        return self._prefix_ids[key]
+
+
+class ShadowEngine:
+    """Runs scheduled batches on a shadow of the device and checks every invariant on the way.
+
+    The next token is a function of all before it: a preempted sequence must find the same one.
+
+    overlap: launch a step before the tokens of the one before it are received, as Engine does.
     """
 
     def __init__(
@@ -34,6 +100,7 @@ class ShadowEngine:
         max_model_len: int = 40,
         enable_prefix_caching: bool = True,
         hash_block: Callable[[int, bytes], int] = hash_block,
+        overlap: bool = False,
     ) -> None:
         self.blocks = BlockManager(
             num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, hash_block=hash_block
@@ -44,11 +111,14 @@ class ShadowEngine:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
         )
-        self.pool = np.full((num_blocks, block_size), GARBAGE)
+        self.overlap = overlap
+        self.device = ShadowDevice(num_blocks, block_size)
         self.unfinished: list[Sequence] = []
         self.finished: list[Sequence] = []
         self.admitted: list[Sequence] = []
-        self._prefix_ids: dict[tuple[int, int], int] = {}
+        self.num_overruns = 0  # computed tokens that were dropped
+        self.num_preempted_pending = 0
+        self._launched: deque[NDArray[np.int64]] = deque()  # what each step in flight has sampled
         self._num_added = 0
 
     def add(self, prompt: list[int], *, lane: int = 0, max_tokens: int = 4) -> Sequence:
@@ -70,16 +140,22 @@ class ShadowEngine:
         must_run = self._must_run()
         batch = self.scheduler.schedule()
         self.admitted += [seq for seq in waiting if seq.status is SequenceStatus.RUNNING]
+        preempted = [seq for seq in self.unfinished if seq.status is SequenceStatus.WAITING]
+        self.num_preempted_pending += any(seq.num_pending_tokens for seq in preempted)
         self._check_batch(batch)
         assert must_run is None or must_run in batch.seqs
-        self._write(batch, fails=fails)
+        if batch.num_tokens:
+            step = build_step_batch(batch, self.scheduler.slots)
+            self._check_step(batch, step)
+            self._launched.append(self.device.compute(step))
+            self.scheduler.advance(batch)
         if fails:
+            if batch.num_tokens:
+                self.device.pool.reshape(-1)[step.slot_mapping] = GARBAGE
+            self._launched.clear()
             self.scheduler.withdraw()
-        else:
-            self._check_contents(batch)
-            done = self.scheduler.advance(batch, self._sample(batch))
-            self.finished += done
-            self.unfinished = [seq for seq in self.unfinished if seq not in done]
+        while len(self._launched) > (self.overlap and batch.num_tokens > 0):
+            self._receive(self._launched.popleft())
         self.check()
         return batch
 
@@ -87,11 +163,12 @@ class ShadowEngine:
         """Step until all is finished; nothing may starve or loop."""
         longest = self.scheduler.max_model_len
         bound = 2 * longest * (len(self.unfinished) + 1)
-        while self.scheduler.has_unfinished:
-            assert self.step().num_tokens > 0
+        while self.unfinished or self._launched:
+            in_flight = len(self._launched)
+            assert self.step().num_tokens > 0 or in_flight
             bound -= 1
             assert bound > 0, f"still unfinished: {self.unfinished}"
-        assert self.unfinished == []
+        assert not self.scheduler.has_unfinished
         assert self.blocks.num_free_blocks == self.blocks.num_blocks
 
     def check(self) -> None:
@@ -105,25 +182,15 @@ class ShadowEngine:
         order = [(seq.lane, seq.arrival) for seq in scheduler.running]
         assert order == sorted(order)
         for seq in running:
-            assert slots.token_ids[seq.slot, : len(seq)].tolist() == seq.token_ids
+            assert slots.token_ids[seq.slot, : len(seq.token_ids)].tolist() == seq.token_ids
+            assert slots.num_known[seq.slot] == len(seq.token_ids)
             assert slots.block_tables[seq.slot, : len(seq.block_table)].tolist() == seq.block_table
-            assert slots.num_tokens[seq.slot] == len(seq)
-            assert slots.num_computed[seq.slot] == seq.num_computed_tokens < len(seq)
+            assert slots.num_tokens[seq.slot] == seq.num_tokens < seq.max_len
+            assert slots.num_computed[seq.slot] == seq.num_computed_tokens < seq.num_tokens
         for seq in self.unfinished:
+            assert seq.num_pending_tokens in ((0, 1) if self._launched else (0,))
             assert seq.status is SequenceStatus.RUNNING or not (seq.block_table or seq.num_computed_tokens)
-
-    def prefixes(self, token_ids: list[int]) -> list[int]:
-        """The id of each prefix of these tokens."""
-        ids, parent = [], 0
-        for token_id in token_ids:
-            parent = self._prefix_ids.setdefault((parent, token_id), len(self._prefix_ids) + 1)
-            ids.append(parent)
-        return ids
-
-    def next_token(self, token_ids: list[int]) -> int:
-        """What the shadow model answers: 0, which ends a sequence, now and then."""
-        draw = hash(tuple(token_ids)) % 26
-        return 0 if draw == 0 else 1 + draw % (NUM_TOKENS - 1)
+            assert (seq.status is SequenceStatus.ENDING) == (seq.num_tokens == seq.max_len)
 
     def _must_run(self) -> Sequence | None:
         """The sequence of lane 0 that waits alone there, if only later lanes hold anything."""
@@ -139,30 +206,20 @@ class ShadowEngine:
         assert len({id(seq) for seq in batch.seqs}) == len(num_new)
         for seq, n in zip(batch.seqs, num_new, strict=True):
             assert seq.status is SequenceStatus.RUNNING
-            assert 0 < n <= len(seq) - seq.num_computed_tokens
+            assert 0 < n <= seq.num_tokens - seq.num_computed_tokens
 
-    def _write(self, batch: ScheduledBatch, *, fails: bool) -> None:
-        published = {block.block_id for block in self.blocks._published_in_step}
-        written = set()
-        for seq, n in zip(batch.seqs, batch.num_new_tokens.tolist(), strict=True):
-            ids = self.prefixes(seq.token_ids)
-            for position in range(seq.num_computed_tokens, seq.num_computed_tokens + n):
-                slot = seq.block_table[position // self.blocks.block_size], position % self.blocks.block_size
-                assert slot not in written, "two sequences write one slot"
-                assert self.blocks._blocks[slot[0]].ref_count == 1 or slot[0] in published
-                written.add(slot)
-                self.pool[slot] = GARBAGE if fails else ids[position]
+    def _check_step(self, batch: ScheduledBatch, step: StepBatch) -> None:
+        """Two sequences never write one slot, and nobody writes what others may read."""
+        assert len(set(step.slot_mapping.tolist())) == len(step.slot_mapping)
+        published = {block.block_id for block in batch.published}
+        for block_id in {slot // self.blocks.block_size for slot in step.slot_mapping.tolist()}:
+            assert self.blocks._blocks[block_id].ref_count == 1 or block_id in published
+        if not self.overlap:
+            assert not len(step.pending_rows)
 
-    def _check_contents(self, batch: ScheduledBatch) -> None:
-        """What a sequence attends to is its own prefix, whoever wrote it."""
-        for seq, n in zip(batch.seqs, batch.num_new_tokens.tolist(), strict=True):
-            context = self.pool[seq.block_table].flatten()[: seq.num_computed_tokens + n]
-            assert context.tolist() == self.prefixes(seq.token_ids)[: len(context)]
-
-    def _sample(self, batch: ScheduledBatch) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        sampling = [
-            seq
-            for seq, n in zip(batch.seqs, batch.num_new_tokens.tolist(), strict=True)
-            if seq.num_computed_tokens + n == len(seq)
-        ]
-        return np.array([self.next_token(seq.token_ids) for seq in sampling], np.int64)
+    def _receive(self, sampled: NDArray[np.int64]) -> None:
+        batch = self.scheduler._in_flight[0]
+        self.num_overruns += sum(seq.status is SequenceStatus.FINISHED for seq in batch.sampling)
+        done = self.scheduler.receive(sampled)
+        self.finished += done
+        self.unfinished = [seq for seq in self.unfinished if seq not in done]

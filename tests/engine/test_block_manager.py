@@ -19,9 +19,8 @@ def compute(blocks: BlockManager, token_ids: list[int]) -> Sequence:
     seq = sequence(token_ids)
     blocks.extend_keys(seq)
     blocks.allocate(seq, blocks.find_cached(seq))
-    blocks.publish(seq, len(seq))
-    blocks.commit_step()
-    seq.num_computed_tokens = len(seq)
+    blocks.publish(seq, seq.num_tokens)
+    seq.num_computed_tokens = seq.num_tokens
     return seq
 
 
@@ -55,8 +54,7 @@ def test_a_withdrawn_block_cannot_be_hit() -> None:
     first = sequence(list(range(9)))
     blocks.extend_keys(first)
     blocks.allocate(first, [])
-    blocks.publish(first, 9)
-    blocks.withdraw_step()
+    blocks.withdraw(blocks.publish(first, 9))
     blocks.release(first)
     assert num_cached(blocks, list(range(9))) == 0
     assert num_cached(blocks, [9] * 5) == 1
@@ -69,6 +67,7 @@ def test_the_chain_behind_a_block_computed_twice_can_be_hit() -> None:
     compute(blocks, list(range(8)))
     twin = compute(blocks, list(range(8)))
     twin.token_ids += [8, 9, 10, 11]
+    twin.num_tokens += 4
     blocks.grow(twin)
     blocks.publish(twin, 12)
     assert num_cached(blocks, list(range(13))) == 3

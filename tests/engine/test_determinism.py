@@ -69,9 +69,13 @@ def test_the_same_in_a_batch_of_64(folders: dict[str, Path], alone: Any) -> None
     assert all(len({tuple(token_ids) for _, token_ids in group}) == len(group) for group in alone)
 
 
-def test_the_same_after_preemption_and_chunked_prefill(folders: dict[str, Path], alone: Any) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_same_after_preemption_and_chunked_prefill(
+    folders: dict[str, Path], alone: Any, overlap: bool
+) -> None:
     """A small pool and a small budget: sequences are thrown out half-way and computed again."""
-    small = config(folders, pool_blocks=20, max_num_seqs=16, max_num_batched_tokens=37)
+    limits = {"pool_blocks": 20, "max_num_seqs": 16, "max_num_batched_tokens": 37}
+    small = config(folders, **limits, async_scheduling=overlap)
     completions, stats = run(small, requests())
     assert completions == flat(alone)
     assert stats.num_preemptions > 10
@@ -84,10 +88,14 @@ def test_the_same_in_another_order(folders: dict[str, Path], alone: Any) -> None
     assert completions == flat([alone[i] for i in order])
 
 
-def test_the_same_when_urgent_requests_come_between(folders: dict[str, Path], alone: Any) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_same_when_urgent_requests_come_between(
+    folders: dict[str, Path], alone: Any, overlap: bool
+) -> None:
     """Lanes change when a sequence runs, not what it says."""
     done: list[Completion] = []
-    with Engine(config(folders, pool_blocks=30, max_num_seqs=8, max_num_batched_tokens=64)) as engine:
+    limits = {"pool_blocks": 30, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    with Engine(config(folders, **limits, async_scheduling=overlap)) as engine:
         for i, (prompt, params) in enumerate(requests()):
             engine.add(str(i), prompt, params, lane=1 if i < 48 else 0)
             if i % 3 == 0:

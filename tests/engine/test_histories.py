@@ -47,12 +47,13 @@ SIZES = st.fixed_dictionaries(
         "max_num_seqs": st.integers(1, 6),
         "max_num_batched_tokens": st.sampled_from([7, 12, 40]),
         "max_model_len": st.sampled_from([33, 40]),
+        "overlap": st.booleans(),
     }
 )
 THOROUGH = settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def play(history: list[Operation], sizes: dict[str, int], **options: Any) -> ShadowEngine:
+def play(history: list[Operation], sizes: dict[str, Any], **options: Any) -> ShadowEngine:
     """Run a history on a shadow engine, which checks itself after each step, and drain it."""
     shadow = ShadowEngine(**sizes, **options)
     answers = []
@@ -78,7 +79,7 @@ def expected(shadow: ShadowEngine, prompt: list[int], max_tokens: int) -> list[i
     """The tokens a sequence must end with, whatever happened to it on the way."""
     token_ids = list(prompt)
     for _ in range(max_tokens):
-        token_ids.append(shadow.next_token(token_ids))
+        token_ids.append(shadow.device.next_token(token_ids))
         if token_ids[-1] == 0 or len(token_ids) >= shadow.scheduler.max_model_len:
             break
     return token_ids
@@ -86,14 +87,14 @@ def expected(shadow: ShadowEngine, prompt: list[int], max_tokens: int) -> list[i
 
 @THOROUGH
 @given(HISTORIES, SIZES)
-def test_histories_with_prefix_caching(history: list[Operation], sizes: dict[str, int]) -> None:
+def test_histories_with_prefix_caching(history: list[Operation], sizes: dict[str, Any]) -> None:
     """free + held = pool, references = tables, contents = prefixes, all finish with their own tokens."""
     play(history, sizes)
 
 
 @settings(THOROUGH, max_examples=300)
 @given(HISTORIES, SIZES)
-def test_histories_without_prefix_caching(history: list[Operation], sizes: dict[str, int]) -> None:
+def test_histories_without_prefix_caching(history: list[Operation], sizes: dict[str, Any]) -> None:
     """The same without sharing: then no block ever has two references."""
     shadow = play(history, sizes, enable_prefix_caching=False)
     assert shadow.scheduler.cached_tokens == 0
@@ -107,23 +108,26 @@ def test_histories_with_colliding_hashes(hash_function: Callable[[int, bytes], i
 
     @settings(THOROUGH, max_examples=500)
     @given(HISTORIES, SIZES)
-    def histories(history: list[Operation], sizes: dict[str, int]) -> None:
+    def histories(history: list[Operation], sizes: dict[str, Any]) -> None:
         play(history, sizes, hash_block=hash_function)
 
     histories()
 
 
 def test_the_histories_reach_what_they_should() -> None:
-    """Hits, preemptions and chunks all occur among random histories, or the above would prove little."""
-    seen = {"hits": 0, "preemptions": 0, "unpublished": 0}
+    """Hits, preemptions and overruns all occur among random histories, or the above would prove little."""
+    seen = {"hits": 0, "preemptions": 0, "unpublished": 0, "overruns": 0, "preempted while pending": 0}
 
     @settings(THOROUGH, max_examples=100, derandomize=True)
     @given(HISTORIES, SIZES)
-    def histories(history: list[Operation], sizes: dict[str, int]) -> None:
-        scheduler = play(history, sizes).scheduler
+    def histories(history: list[Operation], sizes: dict[str, Any]) -> None:
+        shadow = play(history, sizes)
+        scheduler = shadow.scheduler
         seen["hits"] += scheduler.cached_tokens > 0
         seen["preemptions"] += scheduler.num_preemptions > 0
+        seen["overruns"] += shadow.num_overruns > 0
+        seen["preempted while pending"] += shadow.num_preempted_pending > 0
         seen["unpublished"] += any(operation[0] == "fail" for operation in history)
 
     histories()
-    assert min(seen.values()) > 20, seen
+    assert min(seen.values()) > 10, seen

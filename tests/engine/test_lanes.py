@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
+
 from engine.scheduler import MAX_OVERTAKES
 from tests.engine.shadow import ShadowEngine
+
+pytestmark = pytest.mark.parametrize("overlap", [False, True])
 
 
 def unending(shadow: ShadowEngine) -> None:
     """Make no sequence end before its max_tokens."""
-    shadow.next_token = lambda token_ids: 1 + sum(token_ids) % 2  # type: ignore[method-assign]
+    shadow.device.next_token = lambda token_ids: 1 + sum(token_ids) % 2  # type: ignore[method-assign]
 
 
-def test_an_urgent_sequence_takes_a_slot_from_the_latest_bulk_one() -> None:
+def test_an_urgent_sequence_takes_a_slot_from_the_latest_bulk_one(overlap: bool) -> None:
     """All slots are held by lane 1: the next step holds lane 0, and the latest of lane 1 waits."""
-    shadow = ShadowEngine(max_num_seqs=3, num_blocks=40)
+    shadow = ShadowEngine(overlap=overlap, max_num_seqs=3, num_blocks=40)
     unending(shadow)
     bulk = [shadow.add([1, 2, i % 2 + 1], lane=1, max_tokens=20) for i in range(3)]
     for _ in range(3):
@@ -24,9 +28,9 @@ def test_an_urgent_sequence_takes_a_slot_from_the_latest_bulk_one() -> None:
     shadow.drain()
 
 
-def test_an_urgent_sequence_takes_blocks_from_the_least_urgent_lane() -> None:
+def test_an_urgent_sequence_takes_blocks_from_the_least_urgent_lane(overlap: bool) -> None:
     """The pool is full: blocks come from lane 2 before lane 1, and no more than needed are taken."""
-    shadow = ShadowEngine(num_blocks=12, max_num_seqs=5, max_num_batched_tokens=100)
+    shadow = ShadowEngine(overlap=overlap, num_blocks=12, max_num_seqs=5, max_num_batched_tokens=100)
     unending(shadow)
     middle = shadow.add([1] * 15, lane=1, max_tokens=20)
     low = [shadow.add([2] * n, lane=2, max_tokens=20) for n in (15, 14)]
@@ -39,9 +43,11 @@ def test_an_urgent_sequence_takes_blocks_from_the_least_urgent_lane() -> None:
     shadow.drain()
 
 
-def test_an_urgent_sequence_preempts_nobody_in_vain() -> None:
+def test_an_urgent_sequence_preempts_nobody_in_vain(overlap: bool) -> None:
     """If even all later lanes' blocks would not suffice, the later lanes keep running."""
-    shadow = ShadowEngine(num_blocks=10, max_num_seqs=5, max_num_batched_tokens=100, max_model_len=36)
+    shadow = ShadowEngine(
+        overlap=overlap, num_blocks=10, max_num_seqs=5, max_num_batched_tokens=100, max_model_len=36
+    )
     unending(shadow)
     first = shadow.add([1] * 27, lane=0, max_tokens=4)
     shadow.step()
@@ -56,18 +62,18 @@ def test_an_urgent_sequence_preempts_nobody_in_vain() -> None:
     shadow.drain()
 
 
-def test_sequences_of_one_lane_are_admitted_in_order() -> None:
+def test_sequences_of_one_lane_are_admitted_in_order(overlap: bool) -> None:
     """First in, first out within a lane, also when a later one would fit and the first does not yet."""
-    shadow = ShadowEngine(num_blocks=10, max_num_seqs=4, max_num_batched_tokens=100)
+    shadow = ShadowEngine(overlap=overlap, num_blocks=10, max_num_seqs=4, max_num_batched_tokens=100)
     seqs = [shadow.add([1 + i % 2] * n, max_tokens=3) for i, n in enumerate((20, 25, 3, 30, 2, 9))]
     shadow.drain()
     first_admissions = sorted(set(shadow.admitted), key=shadow.admitted.index)
     assert first_admissions == seqs
 
 
-def test_a_waiting_lane_gets_one_admission_in_twenty() -> None:
+def test_a_waiting_lane_gets_one_admission_in_twenty(overlap: bool) -> None:
     """Urgent sequences wait in any number: each run of twenty admissions holds one of the bulk lane."""
-    shadow = ShadowEngine(num_blocks=100, max_num_seqs=4, max_num_batched_tokens=200)
+    shadow = ShadowEngine(overlap=overlap, num_blocks=100, max_num_seqs=4, max_num_batched_tokens=200)
     bulk = {shadow.add([2, 2, 1, 2], lane=1, max_tokens=2) for _ in range(10)}
     for _ in range(300):
         shadow.add([1, 2], lane=0, max_tokens=2)
@@ -79,9 +85,9 @@ def test_a_waiting_lane_gets_one_admission_in_twenty() -> None:
     shadow.drain()
 
 
-def test_bulk_sequences_finish_under_an_endless_urgent_flood() -> None:
+def test_bulk_sequences_finish_under_an_endless_urgent_flood(overlap: bool) -> None:
     """Urgent arrivals in bursts take slots and blocks again and again; the bulk ones end all the same."""
-    shadow = ShadowEngine(num_blocks=14, max_num_seqs=3, max_num_batched_tokens=20)
+    shadow = ShadowEngine(overlap=overlap, num_blocks=14, max_num_seqs=3, max_num_batched_tokens=20)
     unending(shadow)
     bulk = [shadow.add([2] * 18, lane=1, max_tokens=20) for _ in range(3)]
     bulk += [shadow.add([1, 2] * 12, lane=2, max_tokens=12)]
@@ -97,9 +103,11 @@ def test_bulk_sequences_finish_under_an_endless_urgent_flood() -> None:
     shadow.drain()
 
 
-def test_a_bulk_prefill_under_way_is_not_starved_of_budget() -> None:
+def test_a_bulk_prefill_under_way_is_not_starved_of_budget(overlap: bool) -> None:
     """Urgent prompts eat the whole token budget of every step; a half-done bulk prefill still ends."""
-    shadow = ShadowEngine(num_blocks=60, max_num_seqs=8, max_num_batched_tokens=12, max_model_len=40)
+    shadow = ShadowEngine(
+        overlap=overlap, num_blocks=60, max_num_seqs=8, max_num_batched_tokens=12, max_model_len=40
+    )
     bulk = shadow.add([2] * 30, lane=1, max_tokens=1)
     shadow.step()
     steps = 0
