@@ -32,7 +32,7 @@ from engine.pending_tokens import PendingTokens
 from engine.progress import Progress
 from engine.prompts import Prompt, PromptReader
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduler import ScheduledBatch, Scheduler
 from engine.sequence import Sequence
 from engine.stop_strings import StopStrings
 from engine.tensor_parallel.rank_group import RankGroup
@@ -165,20 +165,22 @@ class Engine:
         runner = self._open_runner()
         if not self._unfinished and not self._pending:
             return []
+        batch = self._scheduler.schedule()
+        num_left_running = 1 if batch.num_tokens and self._overlaps else 0
+        arrived = []
         try:
-            launched = self._launch(runner)
-            num_left_running = 1 if launched and self._overlaps else 0
-            finished: list[Sequence] = []
+            if batch.num_tokens:
+                self._launch(runner, batch)
             while len(self._pending) > num_left_running:
-                finished += self._scheduler.receive(self._pending.popleft().wait())
-                self._num_steps += 1
+                arrived.append(self._pending.popleft().wait())
         except BaseException as error:
             self._pending.clear()
             self._scheduler.withdraw()
             if isinstance(error, Exception) and not isinstance(error, RankFailed):
                 raise StepFailed(f"a step failed: {error!r}") from error
             raise
-        return [self._finish(seq) for seq in finished]
+        self._num_steps += len(arrived)
+        return [self._finish(seq) for token_ids in arrived for seq in self._scheduler.receive(token_ids)]
 
     def stats(self) -> EngineStats:
         """Counters since start and the state of now."""
@@ -264,16 +266,11 @@ class Engine:
             return None
         return StopStrings(params.stop, self._tokenizer.decode, min_tokens=params.min_tokens)
 
-    def _launch(self, runner: Runner) -> bool:
-        """Schedule and launch the next step; return whether there was one."""
-        batch = self._scheduler.schedule()
-        if not batch.num_tokens:
-            return False
+    def _launch(self, runner: Runner, batch: ScheduledBatch) -> None:
         slots = self._scheduler.slots
         step, sampling = build_step_batch(batch, slots), build_sampling_batch(batch, slots)
         self._pending.append(runner.launch(step, sampling))
         self._scheduler.advance(batch)
-        return True
 
     def _finish(self, seq: Sequence) -> Completion:
         """Turn a finished sequence into its completion and forget it."""

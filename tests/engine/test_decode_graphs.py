@@ -87,7 +87,7 @@ def test_seeded_tokens_do_not_depend_on_the_batch(
     expected, _ = determinism.run(determinism.config(folders, max_num_seqs=1), requests)
     capture = simulate_graphs(monkeypatch)
     for changes in (
-        {"max_num_seqs": 24},
+        {"max_num_seqs": 24, "async_scheduling": True},
         {"pool_blocks": 9, "max_num_seqs": 13, "max_num_batched_tokens": 37},
     ):
         capture.replayed.clear()
@@ -160,15 +160,15 @@ def test_logits_of_padding_are_caught(
     """Padding that goes on to the sampler: more tokens than sequences."""
     run = DecodeGraphs.run
 
-    def run_and_keep_padding(graphs: Any, step: StepBatch) -> torch.Tensor:
-        run(graphs, step)
+    def run_and_keep_padding(graphs: Any, step: StepBatch, sampled: torch.Tensor | None) -> torch.Tensor:
+        run(graphs, step, sampled)
         hidden: torch.Tensor = graphs._hidden
         assert len(hidden) > len(step.query_lens)
         object.__setattr__(step, "sample_rows", np.arange(len(hidden)))
         return hidden
 
     monkeypatch.setattr(DecodeGraphs, "run", run_and_keep_padding)
-    with pytest.raises(ValueError, match="shape mismatch"):
+    with pytest.raises(IndexError, match="did not match"):
         differences(few[FAULTY_SHAPE.name])
 
 
