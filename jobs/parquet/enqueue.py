@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 RESULT_TTL_S = 24 * 3600
 FAILURE_TTL_S = 7 * 24 * 3600
 
-#: Jobs enqueued in one transaction, so that other clients of Redis never wait long.
-CHUNK = 500
+#: Jobs enqueued in one transaction, so that other clients of Redis never wait long, and memory stays flat.
+CHUNK = 100
 
 _ALIVE = {JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.DEFERRED, JobStatus.CREATED}
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any
 
 from ..errors import InputNotFound, OutputHoldsForeignFiles, PartDamaged, PlanDamaged
 from ..part_stats import PartStats
@@ -19,6 +19,9 @@ from .storage import Storage, reading, writing
 
 #: A plan of ten million rows in shards of one thousand has about 0.3 MB.
 MAX_PLAN_BYTES = 256 << 20
+
+#: What a manifest sums up over the parts.
+_COUNTED = ("rows", "errors", "prompt_tokens", "completion_tokens", "cached_tokens", "generated_tokens")
 
 
 class RunFolder:
@@ -92,11 +95,12 @@ class RunFolder:
         if self.shards_with_parts() != set(range(len(self.plan.shards))):
             return False
         if self.storage.stat(self.path(SUCCESS)) is None:
-            stats = [self.part_stats(shard) for shard in range(len(self.plan.shards))]
+            # First, because it checks every part.
+            text = manifest_text(self.plan, map(self.part_stats, range(len(self.plan.shards))))
             for name in self.storage.names(self._path):
                 if name.startswith(TEMPORARY_PREFIX):
                     self.storage.delete(self.path(name))
-            self._replace(MANIFEST, json.dumps(manifest(self.plan, stats), indent=2) + "\n")
+            self._replace(MANIFEST, text)
             self._replace(SUCCESS, "")
         self.state.mark_finished()
         return True
@@ -110,27 +114,37 @@ class RunFolder:
                 write_text(self.storage, temporary, text)
 
 
-def manifest(plan: Plan, stats: list[PartStats]) -> Mapping[str, Any]:
-    """Sum up a finished run. Times are Unix seconds; `seconds` runs from the first shard's start to the
-    last's end, a pause between them included."""
-    counted = ("rows", "errors", "prompt_tokens", "completion_tokens", "cached_tokens", "generated_tokens")
-    started_at, ended_at = min(each.started_at for each in stats), max(each.ended_at for each in stats)
-    return {
+def manifest_text(plan: Plan, parts: Iterable[PartStats]) -> str:
+    """Sum up a finished run as JSON. Times are Unix seconds; `seconds` runs from the first shard's start to
+    the last's end, a pause between them included.
+
+    parts: taken one by one, so that a run of ten thousand parts needs no more memory than their names.
+    """
+    counts = dict.fromkeys(_COUNTED, 0)
+    started_at, ended_at = math.inf, -math.inf
+    models, lines = set(), []
+    for each in parts:
+        for name in _COUNTED:
+            counts[name] += getattr(each, name)
+        started_at, ended_at = min(started_at, each.started_at), max(ended_at, each.ended_at)
+        models.add(each.model)
+        part = {"name": part_name(each.shard), "rows": each.rows, "errors": each.errors}
+        lines.append(f"    {json.dumps(part)}")
+    content = {
         "run": plan.run,
-        **{name: sum(getattr(each, name) for each in stats) for name in counted},
+        **counts,
         "started_at": started_at,
         "ended_at": ended_at,
         "seconds": ended_at - started_at,
-        "model": ", ".join(sorted({each.model for each in stats})),
+        "model": ", ".join(sorted(models)),
         "sampling": plan.spec.sampling,
         "seed": plan.seed,
         "version": code_version(),
         "arguments": plan.spec.to_json(),
         "inputs": [asdict(file) for file in plan.files],
-        "parts": [
-            {"name": part_name(each.shard), "rows": each.rows, "errors": each.errors} for each in stats
-        ],
     }
+    head = json.dumps(content, indent=2).removesuffix("\n}")
+    return "\n".join([f'{head},\n  "parts": [', ",\n".join(lines), "  ]\n}\n"])
 
 
 def load_plan(storage: Storage, path: str) -> Plan:

@@ -48,8 +48,10 @@ class ShardTask(Task):
         return self._opened().finish()
 
     def close(self) -> None:
-        if self._work is not None:
-            self._work.close()
+        # Let go of at once: the worker's callbacks refer to each other, and would keep it for the collector.
+        work, self._work = self._work, None
+        if work is not None:
+            work.close()
 
     def _opened(self) -> ShardWork:
         assert self._work is not None, "used before open()"

@@ -33,6 +33,7 @@ def main() -> int:
     command = commands.add_parser("rows", help="Parquet runs of growing size")
     command.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     command.add_argument("--row-group-rows", type=int, default=10_000)
+    command.add_argument("--rows-per-shard", type=int, default=1000)
     command.add_argument("--workers", type=int, default=1)
     command = commands.add_parser("inflight", help="jobs in flight for longer than every time to live")
     command.add_argument("--jobs", type=int, default=500)
@@ -61,7 +62,7 @@ def _run(options: argparse.Namespace) -> Report:
         return flood(options.bulk, options.intervals)
     if options.scenario == "soak":
         return soak(options.minutes, options.seed)
-    return rows(options.sizes, options.row_group_rows, workers=options.workers)
+    return rows(options.sizes, options.row_group_rows, options.rows_per_shard, options.workers)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +21,7 @@ from redis import Redis
 from jobs.context import JobContext
 from jobs.parquet.plan import cut_shards
 from jobs.parquet.row_reader import BATCH_ROWS, RowReader
+from jobs.parquet.shard_task import ShardTask
 from jobs.parquet.storage import Storage
 from jobs.shared_files import MAX_IDLE_READERS, SharedFiles
 from jobs.table import open_task
@@ -123,3 +126,20 @@ def test_any_order_of_shards_reads_each_shards_own_rows(
         assert len(files._idle[key]) <= MAX_IDLE_READERS
     files.leave(str(path))
     assert not files._idle
+
+
+def test_a_closed_shard_is_let_go_of_at_once(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
+    """The worker's callbacks refer to each other: what a task still holds waits for the garbage collector."""
+    pq.write_table(pa.table({"prompt": ["a", "b"]}), tmp_path / "in.parquet")
+    score_parquet(make_context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"))
+    task = opened(queued_jobs(redis)[0], make_context())
+    feed(task)
+    task.result()
+    assert isinstance(task, ShardTask)
+    work = weakref.ref(task._work)  # type: ignore[arg-type]
+    gc.disable()
+    try:
+        task.close()
+        assert work() is None
+    finally:
+        gc.enable()
