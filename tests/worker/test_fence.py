@@ -1,0 +1,203 @@
+"""What a worker writes in Redis at a job's end, called twice, too late, or beside damaged keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from redis import Redis
+from rq import Queue, Repeat, Retry
+from rq.group import Group
+from rq.job import Job, JobStatus
+from rq.serializers import JSONSerializer
+from rq.utils import now
+
+from tests.worker.redis_state import state_of
+from worker._rq import ClaimedJob, JobStore, Outcome, Wanted
+
+END = Callable[[Queue], Job]
+
+
+@pytest.fixture
+def redis(redis_url: str) -> Iterator[Redis]:
+    with Redis.from_url(redis_url) as client:
+        client.flushall()
+        yield client
+
+
+@pytest.fixture
+def bulk(redis: Redis) -> Queue:
+    return Queue("bulk", connection=redis, serializer=JSONSerializer)
+
+
+def store(redis: Redis, name: str = "w", **options: Any) -> JobStore:
+    return JobStore(redis, name, lease_s=30, **options)
+
+
+def claim(jobs: JobStore, queue: str = "bulk", most: int = 10) -> list[ClaimedJob]:
+    return jobs.claim([Wanted(queue, most, uuid4().hex[:24], alone=True)], float("inf"))[0]
+
+
+def succeeded(claimed: ClaimedJob, value: Any = 1) -> Outcome:
+    job = claimed.job
+    job.result_ttl = 500 if job.result_ttl is None else job.result_ttl
+    return Outcome(claimed, "finished", value, now(), 1.0)
+
+
+def failed(claimed: ClaimedJob) -> Outcome:
+    return Outcome(claimed, "failed", "ValueError: no", now(), 1.0, retries=True)
+
+
+def grouped(bulk: Queue) -> None:
+    members = [Queue.prepare_data("f", job_id=f"member{i}", result_ttl=0) for i in range(2)]
+    Group(bulk.connection, "group").enqueue_many(bulk, members)
+
+
+ENDS: dict[str, tuple[Callable[[Queue], Any], Callable[[ClaimedJob], Outcome], dict[str, Any]]] = {
+    "success": (lambda bulk: bulk.enqueue("f"), succeeded, {}),
+    "success, not kept": (lambda bulk: bulk.enqueue("f", result_ttl=0), succeeded, {}),
+    "members of a group, not kept": (grouped, succeeded, {}),
+    "repeat": (lambda bulk: bulk.enqueue("f", repeat=Repeat(2)), succeeded, {}),
+    "repeat, not kept": (lambda bulk: bulk.enqueue("f", repeat=Repeat(2), result_ttl=0), succeeded, {}),
+    "repeat later": (lambda bulk: bulk.enqueue("f", repeat=Repeat(2, interval=[600, 900])), succeeded, {}),
+    "failure": (lambda bulk: bulk.enqueue("f"), failed, {}),
+    "failure, not kept": (lambda bulk: bulk.enqueue("f", failure_ttl=0), failed, {}),
+    "failure, not recorded": (lambda bulk: bulk.enqueue("f"), failed, {"records_failures": False}),
+    "retry": (lambda bulk: bulk.enqueue("f", retry=Retry(2)), failed, {}),
+    "retry later": (lambda bulk: bulk.enqueue("f", retry=Retry(2, interval=600)), failed, {}),
+    "returned retry": (lambda bulk: bulk.enqueue("f"), lambda held: succeeded(held, Retry(3)), {}),
+}
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_an_end_whose_reply_was_lost_is_written_once_and_recognised(
+    redis: Redis, bulk: Queue, kind: str
+) -> None:
+    enqueue, end, options = ENDS[kind]
+    enqueue(bulk)
+    jobs = store(redis, **options)
+    outcomes = [end(claimed) for claimed in claim(jobs)]
+    assert set(jobs.finish(outcomes)) == {"done"}
+    written = state_of(redis), redis.hgetall("rq:worker:w")
+    assert set(jobs.finish(outcomes)) == {"again"}
+    assert (state_of(redis), redis.hgetall("rq:worker:w")) == written
+    assert list(redis.scan_iter("rq:execution*")) + redis.keys("rq:wip:*") == []
+    assert redis.scard("rq:group:group") == 0
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_an_end_that_comes_after_the_job_was_given_to_another_worker_writes_nothing(
+    redis: Redis, bulk: Queue, kind: str
+) -> None:
+    enqueue, end, options = ENDS[kind]
+    enqueue(bulk)
+    late, other = store(redis, **options), store(redis, "other", **options)
+    outcomes = [end(claimed) for claimed in claim(late)]
+    redis.delete(*redis.scan_iter("rq:execution:*"))  # the leases ran out
+    other.reclaim_abandoned(["bulk"], 1.0, max_deaths=5)
+    taken = claim(other)
+    assert len(taken) == len(outcomes)
+    before = state_of(redis)
+    assert set(late.finish(outcomes)) == {"lost"}
+    assert state_of(redis) == before
+    assert other.renew(taken) == []
+
+
+def test_a_repeat_runs_as_often_as_asked_whatever_is_sent_twice(redis: Redis, bulk: Queue) -> None:
+    job = bulk.enqueue("f", repeat=Repeat(2))
+    jobs, runs = store(redis), 0
+    while held := claim(jobs):
+        runs += 1
+        jobs.finish([succeeded(held[0])])
+        jobs.finish([succeeded(held[0])])
+    assert runs == 3
+    assert len(job.results()) == 3
+    assert job.get_status() == JobStatus.FINISHED
+
+
+def test_a_repeat_with_dependents_queues_them_and_then_itself(redis: Redis, bulk: Queue) -> None:
+    job = bulk.enqueue("f", repeat=Repeat(1))
+    dependent = bulk.enqueue("f", depends_on=job)
+    jobs = store(redis)
+    held = claim(jobs)[0]
+    for _ in range(2):  # killed after the first, another worker does the same
+        assert jobs.finish([succeeded(held)]) == ["dependents"]
+        jobs.queue_dependents(held)
+    jobs.close(held)
+    jobs.close(held)
+    assert bulk.job_ids == [dependent.id, job.id]
+    assert Job.fetch(job.id, redis, JSONSerializer).repeats_left == 0
+
+
+def test_a_dependent_of_two_jobs_that_end_together_is_queued_once(redis: Redis, bulk: Queue) -> None:
+    first, second = bulk.enqueue("f"), bulk.enqueue("f")
+    dependent = bulk.enqueue("f", depends_on=[first, second])
+    jobs = store(redis)
+    held = claim(jobs)
+    assert jobs.finish([succeeded(each) for each in held]) == ["dependents"] * 2
+    for each in held:
+        jobs.queue_dependents(each)
+        jobs.close(each)
+        if each is held[0]:
+            assert [claimed.job.id for claimed in claim(jobs)] == [dependent.id]
+    assert bulk.job_ids == []
+    assert dependent.get_status() == JobStatus.STARTED
+
+
+@pytest.mark.parametrize("second_queue", ["bulk", "high"])
+def test_a_job_enqueued_again_while_it_is_held_belongs_to_the_newest_execution_alone(
+    redis: Redis, bulk: Queue, second_queue: str
+) -> None:
+    bulk.enqueue("f", "old", job_id="same")
+    first, second = store(redis, "first"), store(redis, "second")
+    old = claim(first)
+    Queue(second_queue, connection=redis, serializer=JSONSerializer).enqueue("f", "new", job_id="same")
+    new = claim(second, second_queue)
+    redis.delete(f"rq:execution:same:{old[0].execution.id}")
+    second.reclaim_abandoned(["bulk", "high"], 1.0, max_deaths=5)
+    assert claim(second, second_queue) == [], "it was queued again beside its newest execution"
+    assert first.finish([succeeded(old[0], "old")]) == ["lost"]
+    assert first.renew(old) == old
+    assert second.renew(new) == []
+    assert second.finish([succeeded(new[0], "new")]) == ["done"]
+    results = Job.fetch("same", redis, JSONSerializer).results()
+    assert [result.return_value for result in results] == ["new"]
+    assert list(redis.scan_iter("rq:execution*")) + redis.keys("rq:wip:*") == []
+
+
+@pytest.mark.parametrize("damaged", ["rq:job:{}", "rq:executions:{}"])
+def test_a_job_whose_keys_are_of_another_type_costs_no_other_its_lease(
+    redis: Redis, bulk: Queue, damaged: str
+) -> None:
+    ids = [bulk.enqueue("f").id for _ in range(3)]
+    jobs = store(redis)
+    held = claim(jobs)
+    redis.delete(damaged.format(ids[1]))
+    redis.set(damaged.format(ids[1]), "no hash")
+    for key in redis.scan_iter("rq:execution:*"):
+        redis.expire(key, 5)
+    assert jobs.renew(held) == [held[1]]
+    for claimed in (held[0], held[2]):
+        assert redis.ttl(f"rq:execution:{claimed.job.id}:{claimed.execution.id}") > 5
+    assert redis.zcard("rq:wip:bulk") == 2
+
+
+def test_a_queued_id_whose_keys_are_of_another_type_holds_up_no_claim(redis: Redis, bulk: Queue) -> None:
+    ids = [bulk.enqueue("f").id for _ in range(3)]
+    redis.delete(f"rq:job:{ids[0]}")
+    redis.set(f"rq:job:{ids[0]}", "no hash")
+    redis.set(f"rq:executions:{ids[1]}", "no list of executions")
+    assert [claimed.job.id for claimed in claim(store(redis))] == ids[1:]
+
+
+def test_an_abandoned_job_whose_keys_are_of_another_type_holds_up_no_sweep(redis: Redis, bulk: Queue) -> None:
+    ids = [bulk.enqueue("f").id for _ in range(3)]
+    jobs = store(redis)
+    claim(jobs)
+    redis.delete(f"rq:job:{ids[1]}", *redis.scan_iter("rq:execution:*"))
+    redis.set(f"rq:job:{ids[1]}", "no hash")
+    jobs.reclaim_abandoned(["bulk"], 1.0, max_deaths=5)
+    assert sorted(bulk.job_ids) == sorted([ids[0], ids[2]])
+    assert redis.zcard("rq:wip:bulk") == 0
