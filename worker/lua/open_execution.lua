@@ -3,11 +3,8 @@
 -- The lease is the time to live of the execution hash; only release.lua acts on its end.
 local function open_execution(queue, id, eid, worker, now_iso, now_ts, lease_s, far_score)
   local job, execution, executions = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid, 'rq:executions:' .. id
-  for _, earlier in ipairs(redis.pcall('ZRANGE', executions, 0, -1)) do
-    redis.call('ZREM', 'rq:wip:' .. queue, id .. ':' .. earlier)
-    redis.call('DEL', 'rq:execution:' .. id .. ':' .. earlier)
-  end
-  redis.call('DEL', execution, executions)
+  -- Enqueued again while it was held: the earlier execution holds it no longer (see holding.lua).
+  redis.call('DEL', executions)
   redis.call('HSET', execution, 'id', eid, 'created_at', now_ts, 'last_heartbeat', now_ts, 'worker_name', worker)
   redis.call('EXPIRE', execution, lease_s)
   redis.call('ZADD', executions, far_score, eid)
