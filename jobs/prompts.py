@@ -64,7 +64,7 @@ def parse_prompts(prompt: object) -> list[Prompt]:
         raise InvalidJob(f"prompt is {type(prompt).__name__}, expected a string, token ids or a list of them")
     if not prompt:
         raise InvalidJob("prompt is an empty list, expected at least one prompt")
-    if all(_is_token_id(item) for item in prompt):
+    if _are_token_ids(prompt):
         return [_token_ids(prompt, "prompt")]
     if len(prompt) > MAX_PROMPTS:
         raise InvalidJob(
@@ -97,7 +97,7 @@ def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prompt(item: object, what: str) -> Prompt:
-    if isinstance(item, list) and item and all(_is_token_id(token) for token in item):
+    if isinstance(item, list) and _are_token_ids(item):
         return _token_ids(item, what)
     if isinstance(item, str):
         return _text(item, what)
@@ -118,5 +118,5 @@ def _token_ids(ids: list[int], what: str) -> list[int]:
     return list(ids)
 
 
-def _is_token_id(item: object) -> bool:
-    return isinstance(item, int) and not isinstance(item, bool)
+def _are_token_ids(items: list[Any]) -> bool:
+    return set(map(type, items)) == {int}  # bool is not among them; a loop would take longer than the rest

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from .context import JobContext
@@ -54,9 +55,14 @@ def _bound(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> i
     if not isinstance(args, (list, tuple)) or not isinstance(kwargs or {}, dict):
         raise InvalidJob(f"{name}: the job holds no list of arguments and mapping of keyword arguments")
     try:
-        return inspect.signature(function).bind(*args, **(kwargs or {}))
+        return _signature(function).bind(*args, **(kwargs or {}))
     except TypeError as error:
         raise InvalidJob(f"{name}: {str(error)[:200]}") from None
+
+
+@cache
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
 
 
 _OWN_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"jobs.score_parquet": _score_parquet}

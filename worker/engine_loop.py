@@ -5,6 +5,7 @@ Orders and reports are plain data in two queues, so that the engine can move to 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +15,9 @@ from typing import Any, Protocol
 from engine import Completion, EngineError, InvalidRequest, SamplingParams
 
 STATS_PERIOD_S = 1.0
+SWITCH_INTERVAL_S = 0.0002
+"""How long Python code of another thread may keep the engine's thread from going on after a step. CPython's
+own 5 ms is more than a step takes on a GPU."""
 WAKE_PERIOD_S = 0.5
 """An idle main thread wakes up this often to see signals: one sent while the process was stopped may have
 gone to another thread, and then nothing interrupts the wait here."""
@@ -106,6 +110,7 @@ class EngineLoop:
 
     def run(self) -> None:
         """Work until a Halt order. An engine that raises is reported once; then only Halt is awaited."""
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
             while self._take_orders():
                 finished = self._engine.step() if self._engine.has_unfinished else []

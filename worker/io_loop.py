@@ -297,8 +297,7 @@ class IoLoop:
 
     def _has_suspect(self) -> bool:
         """Whether a job runs by itself, to show whether it is what kills its workers."""
-        held = self._runner.held
-        return len(held) == 1 and held[0].deaths >= self._limits.last_life
+        return self._runner.num_held == 1 and self._runner.held[0].deaths >= self._limits.last_life
 
     def _take_up(self, lanes: Sequence[int], rooms: Sequence[int]) -> int:
         """Claim for lanes, at most `rooms` each; return how many jobs were kept."""

@@ -109,6 +109,7 @@ class JobRunner:
         )
         self._numbers = count()
         self._jobs: dict[int, RunningJob] = {}
+        self._changed: dict[int, RunningJob] = {}
         self._surplus: list[ClaimedJob] = []
         self.tally = Tally()
 
@@ -225,8 +226,10 @@ class JobRunner:
                 job.started_at = self._clock()
             add = Add(job.request_id(index), request.prompt, request.messages, request.sampling, job.lane)
             self._orders.put(add)
-        for job in list(self._jobs.values()):
-            if job.closing:
+        self._changed.update((job.number, job) for job in self._packer.take_dry())
+        changed, self._changed = self._changed, {}
+        for number, job in changed.items():  # not all that are held: there may be thousands
+            if job.closing or number not in self._jobs:
                 continue
             if job.broken is not None:
                 self._withdraw(job, JobStopped)
@@ -247,6 +250,7 @@ class JobRunner:
             if completion.finish_reason == "error" or len(samples) == job.samples[index]:
                 self._packer.delivered(job, job.samples.pop(index))
                 del job.open_requests[index]
+                self._changed[job.number] = job
                 assert job.task is not None
                 try:
                     job.task.deliver(index, sorted(samples, key=lambda sample: sample.index))

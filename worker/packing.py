@@ -60,6 +60,11 @@ class RunningJob:
         return float("inf") if num_requests is None else num_requests - self.next_index
 
     @property
+    def is_file(self) -> bool:
+        """Whether it takes time to open."""
+        return self.task is not None and self.task.blocking
+
+    @property
     def is_complete(self) -> bool:
         """Whether every request was sent and delivered."""
         return self.exhausted and not self.open_requests
@@ -107,6 +112,7 @@ class Packer:
         self._in_engine = [0] * num_lanes
         self._opening = [0] * num_lanes
         self._functions = [0] * num_lanes
+        self._dry: list[RunningJob] = []
         self._left = 0
         self._bursts: deque[int] = deque(maxlen=_BURSTS_REMEMBERED)
 
@@ -150,16 +156,19 @@ class Packer:
     def claim_room(self, lane: int) -> int:
         """How many more sequences' worth of jobs the lane should claim now.
 
-        The next job is claimed before the last stream is dry, when it holds less than one batch: a file takes
-        many steps to open. What a job is shows only when it is claimed: while functions run, no more are
-        claimed than threads could take, in case they are functions too.
+        After a file the next one is claimed before the last row is read, when less than one batch is left:
+        it takes many steps to open. What a job is shows only when it is claimed: while functions run, no more
+        are claimed than threads could take, in case they are functions too.
         """
         if self._opening[lane] or self.functions_are_full(lane):
             return 0
-        if self._streams[lane]:
-            room = int(max(0, self._slots - sum(job.unread for job in self._streams[lane])))
-        else:
+        unread = sum(job.unread for job in self._streams[lane])
+        if unread == 0:
             room = self._refill(lane)
+        elif unread < self._slots and self._streams[lane][-1].is_file:
+            room = self._slots - int(unread)
+        else:
+            room = 0
         return min(room, self._max_functions - self._functions[lane]) if self._functions[lane] else room
 
     def _room(self, lane: int) -> int:
@@ -186,7 +195,7 @@ class Packer:
                 job = streams[0]
                 request = _next_request(job)
                 if request is None:
-                    streams.popleft()
+                    self._dry.append(streams.popleft())
                     continue
                 index, wanted = job.next_index, samples_of(request)
                 job.next_index += 1
@@ -194,6 +203,11 @@ class Packer:
                 job.in_engine += wanted
                 self._in_engine[lane] += wanted
                 yield job, index, request
+
+    def take_dry(self) -> list[RunningJob]:
+        """Jobs whose streams have ended since the last call, well or not."""
+        dry, self._dry = self._dry, []
+        return dry
 
     def _adapt_reserve(self) -> None:
         if self._left:

@@ -21,9 +21,9 @@ LANES, SLOTS, PREFETCH = 3, 8, 4
 
 
 def job(number: int, lane: int, sizes: list[int], length: int | None = None) -> RunningJob:
-    """length: what the job's task says of the number of its requests."""
+    """length: what the job's task says of the number of its requests; one that knows is a file."""
     requests = iter([Request("p", None, {"n": n}) for n in sizes])
-    task = cast(Any, SimpleNamespace(num_requests=length))
+    task = cast(Any, SimpleNamespace(num_requests=length, blocking=length is not None))
     return RunningJob(number, cast(Any, SimpleNamespace()), lane, task, requests=requests)
 
 
@@ -116,6 +116,14 @@ def test_the_next_job_is_claimed_before_a_stream_of_known_length_is_dry() -> Non
     assert shard.unread < SLOTS
     assert packer.claim_room(0) == SLOTS - shard.unread
     packer.opening(job(1, 0, [1]))
+    assert packer.claim_room(0) == 0
+
+
+def test_a_worker_with_a_full_reserve_leaves_the_other_prompts_to_others() -> None:
+    packer = Packer(1, SLOTS, PREFETCH, 4)
+    for number in range(SLOTS + PREFETCH):
+        packer.stream(job(number, 0, [1], length=1))
+    assert len(list(packer.pull())) == SLOTS + PREFETCH
     assert packer.claim_room(0) == 0
 
 
