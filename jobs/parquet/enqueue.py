@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rq import Queue
@@ -59,19 +59,30 @@ def _enqueue_chunk(queue: Queue, folder: RunFolder, shards: Sequence[int]) -> in
 
 
 def _without_live_jobs(queue: Queue, ids: dict[int, str]) -> list[int]:
-    """Return the shards that need a job, from one snapshot of their states and the queue."""
-    with queue.connection.pipeline() as pipe:
-        pipe.lrange(queue.key, 0, -1)
-        pipe.lrange(queue.intermediate_queue_key, 0, -1)
-        for job_id in ids.values():
-            pipe.hmget(Job.key_for(job_id), "status", "origin")
-        queued, popped, *states = pipe.execute()
-    in_queue = {job_id.decode() for job_id in (*queued, *popped)}
+    """Return the shards that need a job."""
+    states, in_queue = _look(queue, ids.values(), with_queue=False)
+    if any(status == JobStatus.QUEUED.encode() for status, _ in states):
+        # Only now: the queue may hold a million jobs of others. Both from one snapshot.
+        states, in_queue = _look(queue, ids.values(), with_queue=True)
     return [
         shard
         for (shard, job_id), state in zip(ids.items(), states, strict=True)
         if not _is_alive(queue, job_id, state, in_queue)
     ]
+
+
+def _look(
+    queue: Queue, job_ids: Iterable[str], with_queue: bool
+) -> tuple[list[list[bytes | None]], set[str]]:
+    """Return status and origin of each job, and the ids on the queue, all of one moment."""
+    keys = (queue.key, queue.intermediate_queue_key) if with_queue else ()
+    with queue.connection.pipeline() as pipe:
+        for key in keys:
+            pipe.lrange(key, 0, -1)
+        for job_id in job_ids:
+            pipe.hmget(Job.key_for(job_id), "status", "origin")
+        replies = pipe.execute()
+    return replies[len(keys) :], {job_id.decode() for ids in replies[: len(keys)] for job_id in ids}
 
 
 def _is_alive(queue: Queue, job_id: str, state: list[bytes | None], in_queue: set[str]) -> bool:

@@ -143,3 +143,13 @@ def test_a_closed_shard_is_let_go_of_at_once(redis: Redis, make_context: MakeCon
         assert work() is None
     finally:
         gc.enable()
+
+
+def test_planning_a_new_run_does_not_read_a_queue_full_of_others_jobs(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"prompt": ["a", "b"]}), tmp_path / "in.parquet")
+    redis.config_resetstat()
+    score_parquet(make_context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"), rows_per_shard=1)
+    assert "cmdstat_lrange" not in redis.info("commandstats")
+    assert len(queued_jobs(redis)) == 2
