@@ -26,7 +26,8 @@ class EngineConfig:
     tensor_parallel_size: processes ("ranks") that share each layer, one GPU each; with 1 there is none but
         the caller's. On a CPU they divide torch's threads. It must divide the attention heads and the MLP
         features, and divide the KV heads or be a multiple of them.
-    attention_backend: "auto" (triton on a GPU where it is installed, else torch), "torch" or "triton".
+    attention_backend: "auto" (on a GPU triton where it is installed; on a CPU cpu where numba is installed
+        and the dtype is float32; else torch), "cpu", "torch" or "triton".
     enforce_eager: run decode steps without CUDA graphs. Those are captured at start, on a GPU, for a backend
         that can be recorded (triton); a CPU has none.
     async_scheduling: schedule a step while the one before runs; None does so on a GPU without tensor

@@ -10,7 +10,7 @@ import torch
 from engine.attention.base import AttentionBackend, AttentionMetadata, CapturableBackend
 from engine.errors import ConfigError
 
-NOT_BUILT = ("cpu", "flash_attn")
+NOT_BUILT = ("flash_attn",)
 NEVER_RAN_ON_GPU = ("torch", "triton")
 
 __all__ = ["AttentionBackend", "AttentionMetadata", "CapturableBackend", "load_backend"]
@@ -18,22 +18,32 @@ __all__ = ["AttentionBackend", "AttentionMetadata", "CapturableBackend", "load_b
 logger = logging.getLogger(__name__)
 
 
-def load_backend(name: str, device: torch.device) -> AttentionBackend:
-    """Return the backend of that name, "auto" being the best one for the device. Raises ConfigError."""
+def load_backend(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> AttentionBackend:
+    """Return the backend of that name for queries, keys and values of that dtype. Raises ConfigError.
+
+    "auto" is the best one for device and dtype.
+    """
     if name == "auto":
-        name = _choose(device)
+        name = _choose(device, dtype)
     if name == "torch":
         from engine.attention.torch_backend import TorchAttention
 
         return TorchAttention(device)
     if name == "triton":
         return _load_triton(device)
+    if name == "cpu":
+        return _load_cpu(device, dtype)
     problem = "is not built yet" if name in NOT_BUILT else "is no attention backend"
-    raise ConfigError(f"attention_backend={name!r} {problem}; use 'auto', 'torch' or 'triton'")
+    raise ConfigError(f"attention_backend={name!r} {problem}; use 'auto', 'cpu', 'torch' or 'triton'")
 
 
-def _choose(device: torch.device) -> str:
+def _choose(device: torch.device, dtype: torch.dtype) -> str:
     """The best backend that is installed, with a warning if it has never run on such a device."""
+    if device.type == "cpu":
+        problem = _cpu_problem(device, dtype)
+        if problem:
+            logger.info("attention_backend='auto' takes 'torch', which is slower than 'cpu': %s", problem)
+        return "torch" if problem else "cpu"
     if device.type != "cuda":
         return "torch"
     name = "triton" if find_spec("triton") else "torch"
@@ -55,3 +65,27 @@ def _load_triton(device: torch.device) -> AttentionBackend:
     from engine.attention.triton_backend import TritonAttention
 
     return TritonAttention(device)
+
+
+def _load_cpu(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    problem = _cpu_problem(device, dtype)
+    if problem:
+        raise ConfigError(f"attention_backend='cpu' cannot be used: {problem}; or use 'torch'")
+    from engine.attention.cpu_backend import CpuAttention
+
+    return CpuAttention(device)
+
+
+def _cpu_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the cpu backend cannot serve these, and what to do; None if it can."""
+    if device.type != "cpu":
+        return f"it does not run on device={device.type!r}, set device='cpu'"
+    if dtype != torch.float32:
+        return (
+            f"its kernels compute in float32, not in {str(dtype).removeprefix('torch.')}; set dtype='float32'"
+        )
+    try:
+        import numba  # noqa: F401 - raises ImportError also beside a numpy it does not know
+    except ImportError as error:
+        return f"the package numba cannot be imported ({error}), pip install numba"
+    return None

@@ -48,33 +48,51 @@ class TorchAttention(AttentionBackend):
         context_lens: NDArray[np.int64],
         query_lens: NDArray[np.int64],
     ) -> TorchMetadata:
-        tables = torch.from_numpy(block_tables).to(self._device)
-        spans, start = [], 0
-        for table, context_len, query_len in zip(
-            tables, context_lens.tolist(), query_lens.tolist(), strict=True
-        ):
-            mask = None
-            if 1 < query_len < context_len:
-                # query i is token context_len - query_len + i and sees the tokens up to itself
-                mask = torch.ones(query_len, context_len, dtype=torch.bool, device=self._device)
-                mask = mask.tril(context_len - query_len)
-            spans.append(SequenceSpan(start, start + query_len, table, context_len, mask))
-            start += query_len
-        return TorchMetadata(spans)
+        starts = np.cumsum(query_lens) - query_lens
+        return TorchMetadata(make_spans(block_tables, context_lens, query_lens, starts, self._device))
 
     def forward(
         self, query: Tensor, cache: LayerKVCache, metadata: AttentionMetadata, *, scale: float
     ) -> Tensor:
         assert isinstance(metadata, TorchMetadata)
         output = torch.empty_like(query)
-        block_size = cache.keys.shape[1]
-        for span in metadata.spans:
-            block_ids = span.block_ids[: -(-span.context_len // block_size)]
-            keys = _context(cache.keys, block_ids, span.context_len)
-            values = _context(cache.values, block_ids, span.context_len)
-            rows = query[span.start : span.end]
-            output[span.start : span.end] = _attend(rows, keys, values, span.mask, scale)
+        attend_spans(query, cache, metadata.spans, output, scale=scale)
         return output
+
+
+def make_spans(
+    block_tables: NDArray[np.int32],
+    context_lens: NDArray[np.int64],
+    query_lens: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    device: torch.device,
+) -> list[SequenceSpan]:
+    """One span for each sequence, whose rows begin at `starts`; the rest as in build_metadata."""
+    tables = torch.from_numpy(block_tables).to(device)
+    spans = []
+    for table, context_len, query_len, start in zip(
+        tables, context_lens.tolist(), query_lens.tolist(), starts.tolist(), strict=True
+    ):
+        mask = None
+        if 1 < query_len < context_len:
+            # query i is token context_len - query_len + i and sees the tokens up to itself
+            mask = torch.ones(query_len, context_len, dtype=torch.bool, device=device)
+            mask = mask.tril(context_len - query_len)
+        spans.append(SequenceSpan(start, start + query_len, table, context_len, mask))
+    return spans
+
+
+def attend_spans(
+    query: Tensor, cache: LayerKVCache, spans: list[SequenceSpan], output: Tensor, *, scale: float
+) -> None:
+    """Attend to each span's context with its rows of the query; write the same rows of the output."""
+    block_size = cache.keys.shape[1]
+    for span in spans:
+        block_ids = span.block_ids[: -(-span.context_len // block_size)]
+        keys = _context(cache.keys, block_ids, span.context_len)
+        values = _context(cache.values, block_ids, span.context_len)
+        rows = query[span.start : span.end]
+        output[span.start : span.end] = _attend(rows, keys, values, span.mask, scale)
 
 
 def _context(pool: Tensor, block_ids: Tensor, context_len: int) -> Tensor:

@@ -34,8 +34,10 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 
 
 def config(folders: dict[str, Path], *, pool_blocks: int = 2000, **changes: Any) -> EngineConfig:
-    values: dict[str, Any] = {"max_model_len": 96, "kv_cache_bytes": pool_bytes(SHAPE, pool_blocks)} | changes
-    return EngineConfig(str(folders[SHAPE.name]), **values)
+    values: dict[str, Any] = {
+        "max_model_len": 96, "kv_cache_bytes": pool_bytes(SHAPE, pool_blocks), "attention_backend": "torch",
+    }  # fmt: skip
+    return EngineConfig(str(folders[SHAPE.name]), **{**values, **changes})
 
 
 def run(
@@ -105,6 +107,22 @@ def test_the_same_when_urgent_requests_come_between(
         assert engine.stats().num_preemptions > 0
     done.sort(key=lambda completion: (int(completion.request_id), completion.index))
     assert [(completion.index, completion.token_ids) for completion in done] == flat(alone)
+
+
+def test_the_same_with_the_cpu_backend(folders: dict[str, Path]) -> None:
+    """Alone, in a batch of 64 that shares prefixes, and in a pool so small that sequences are preempted."""
+    pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
+    with Engine(config(folders, enable_prefix_caching=False, attention_backend="cpu")) as engine:
+        expected = [
+            (completion.index, completion.token_ids)
+            for prompt, params in requests()
+            for completion in engine.generate([prompt], params)
+        ]
+    small = {"pool_blocks": 20, "max_num_seqs": 16, "max_num_batched_tokens": 37}
+    for settings in ({}, small):
+        completions, stats = run(config(folders, attention_backend="cpu", **settings), requests())
+        assert completions == expected
+        assert (stats.num_preemptions > 0) == (settings is small)
 
 
 def test_a_request_without_seed_gets_a_fresh_one(folders: dict[str, Path]) -> None:

@@ -40,6 +40,7 @@ def config(folder: Path, shape: Shape, *, pool_blocks: int = 600, **changes: Any
     values: dict[str, Any] = {
         "dtype": "float32", "max_model_len": 200, "max_num_seqs": 32, "max_num_batched_tokens": 2048,
         "kv_cache_bytes": pool_bytes(shape, pool_blocks, changes.get("block_size", 16)),
+        "attention_backend": "torch",
     }  # fmt: skip
     return EngineConfig(str(folder), **{**values, **changes})
 
@@ -77,6 +78,37 @@ def test_greedy_tokens_equal_transformers(name: str, mode: str, references: dict
         num_prompt_tokens = sum(map(len, reference.prompts))
         assert stats.prefill_tokens == num_prompt_tokens
         assert stats.num_steps * settings["max_num_batched_tokens"] >= num_prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [*((name, "cached") for name in BY_NAME), *(("gqa4_tied", mode) for mode in MODES)]
+)
+def test_the_cpu_backend_gives_the_same_tokens(
+    name: str, mode: str, references: dict[str, Reference]
+) -> None:
+    """Every checkpoint; one of them in every mode."""
+    pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
+    settings = {**MODES[mode], "attention_backend": "cpu"}
+    differences, stats = generate(references[name], BY_NAME[name], settings)
+    assert differences == []
+    assert (stats.num_preemptions > 0) == ("pool_blocks" in settings)
+
+
+def test_parity_catches_a_context_one_too_short(
+    references: dict[str, Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decodes of the cpu backend that do not see their own token."""
+    pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
+    from engine.attention.cpu_backend import CpuAttention
+
+    build = CpuAttention.build_metadata
+
+    def build_short(self: Any, tables: Any, context_lens: Any, query_lens: Any) -> Any:
+        return build(self, tables, context_lens - (query_lens == 1), query_lens)
+
+    monkeypatch.setattr(CpuAttention, "build_metadata", build_short)
+    differences, _ = generate(references["gqa4_tied"], BY_NAME["gqa4_tied"], {"attention_backend": "cpu"})
+    assert differences
 
 
 def test_answers_are_not_one_token_repeated(references: dict[str, Reference]) -> None:

@@ -14,7 +14,6 @@ pytest.importorskip("triton", reason="triton is not installed, so its kernels ca
 
 import engine.attention
 from engine.attention import load_backend, triton_backend
-from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.errors import ConfigError
 from engine.kernels.decode_attention import (
@@ -102,7 +101,7 @@ def test_number_of_splits_fills_the_device_and_is_bounded() -> None:
 
 def test_auto_takes_triton_on_cuda_and_warns(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert engine.attention._choose(torch.device("cuda")) == "triton"
+        assert engine.attention._choose(torch.device("cuda"), torch.bfloat16) == "triton"
     assert "'triton'" in caplog.text
     assert "not been run on a GPU" in caplog.text
 
@@ -112,13 +111,13 @@ def test_auto_takes_torch_where_triton_is_not_installed(
 ) -> None:
     monkeypatch.setattr(engine.attention, "find_spec", lambda name: None)
     with caplog.at_level(logging.WARNING):
-        assert engine.attention._choose(torch.device("cuda")) == "torch"
+        assert engine.attention._choose(torch.device("cuda"), torch.bfloat16) == "torch"
     assert "'torch'" in caplog.text
 
 
-def test_auto_takes_torch_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_does_not_take_it_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
     """Also where the interpreter could run the kernels: it is for tests."""
-    assert isinstance(load_backend("auto", torch.device("cpu")), TorchAttention)
+    assert not isinstance(load_backend("auto", torch.device("cpu")), TritonAttention)
     assert caplog.text == ""
 
 

@@ -1,0 +1,120 @@
+"""Compiling a kernel, once for each machine, and running it on torch's threads."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import struct
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numba
+import torch
+from numba import njit, types
+from numba.misc.appdirs import AppDirs
+from torch import Tensor
+
+from engine.cpu_kernels.vectors import fetch_add
+
+FIRST_ARGUMENT = 3  # before it: the next task, the next worker, the number of tasks
+SIGNATURE = types.void(types.CPointer(types.int64))
+OPTIONS = {"error_model": "numpy"}  # divisions need no check: nobody could catch what it raises
+
+logger = logging.getLogger(__name__)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def next_task(parameters: Any) -> Any:
+    """The next task no thread has taken, -1 if there is none left. For use in a kernel."""
+    task = fetch_add(parameters, 0)
+    return task if task < parameters[2] else -1
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def worker_number(parameters: Any) -> Any:
+    """A number from 0 for each thread that runs the kernel; ask once. For use in a kernel."""
+    return fetch_add(parameters, 1)
+
+
+class Kernel:
+    """A function compiled to machine code, run by torch's threads until its tasks are done.
+
+    function(parameters) is compiled by Numba; parameters are int64 from FIRST_ARGUMENT on: a tensor's address
+    or an integer each, a float's bits (vectors.float_of). It takes tasks with `next_task` until that says -1.
+    The machine code is kept in the user's cache folder where that can be written.
+    """
+
+    def __init__(self, function: Callable[[Any], None]) -> None:
+        self._compiled = _compile(function)
+        self._entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
+
+    def __call__(self, num_tasks: int, *arguments: Tensor | int | float) -> None:
+        """Run the tasks 0 to num_tasks - 1; tensors must be contiguous where the kernel expects it."""
+        values = (0, 0, num_tasks, *map(_as_int64, arguments))
+        parameters = (ctypes.c_int64 * len(values))(*values)
+        num_threads = min(num_tasks, torch.get_num_threads())
+        if num_threads > 1:
+            _run_in_team()(self._entry, parameters, num_threads)
+        elif num_threads == 1:
+            self._entry(parameters)
+
+
+def _as_int64(argument: Tensor | int | float) -> int:
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
+    if isinstance(argument, float):
+        bits: int = struct.unpack("q", struct.pack("d", argument))[0]
+        return bits
+    return argument
+
+
+def _compile(function: Callable[[Any], None]) -> Any:
+    """Machine code of the function, from the cache or for it; without a cache that can be written, anew."""
+    numba.config.CACHE_DIR = numba.config.CACHE_DIR or str(
+        Path(AppDirs("tokenmill", appauthor=False).user_cache_dir) / "kernels"
+    )
+    try:
+        return numba.cfunc(SIGNATURE, cache=True, **OPTIONS)(function)
+    except (OSError, RuntimeError) as error:  # numba's word for a folder it cannot write is RuntimeError
+        logger.warning("CPU kernels are compiled at each start, a few seconds: no cache folder (%s)", error)
+        return numba.cfunc(SIGNATURE, **OPTIONS)(function)
+
+
+@cache
+def _run_in_team() -> Callable[[Any, Any, int], None]:
+    """How to call an entry in several threads at once: on torch's OpenMP team, or on Python threads.
+
+    Two pools would fight for the cores: an OpenMP thread that has nothing to do spins for a while.
+    """
+    library = _torch_libgomp()
+    if library is not None:
+        start = library.GOMP_parallel
+        start.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        start.restype = None
+        return lambda entry, parameters, num_threads: start(entry, parameters, num_threads, 0)
+    logger.info("torch's OpenMP runtime is not libgomp here: CPU kernels run on threads of their own")
+    pool = ThreadPoolExecutor(thread_name_prefix="cpu-kernel")  # ctypes releases the GIL
+
+    def run(entry: Any, parameters: Any, num_threads: int) -> None:
+        others = [pool.submit(entry, parameters) for _ in range(num_threads - 1)]
+        entry(parameters)
+        for other in others:
+            other.result()
+
+    return run
+
+
+def _torch_libgomp() -> ctypes.CDLL | None:
+    """The libgomp this process' torch has loaded, None if it uses another OpenMP or cannot be asked."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    paths = {Path(line.split(maxsplit=5)[5]) for line in lines if "libgomp" in line}
+    folder = Path(torch.__file__).parent
+    own = [path for path in paths if path.is_relative_to(folder) or path.parent.name == "torch.libs"]
+    found = own or list(paths)
+    return ctypes.CDLL(str(found[0])) if len(found) == 1 else None

@@ -1,0 +1,188 @@
+"""The cpu backend attends as float64 does, on any number of threads, and says where it cannot."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
+
+import numba
+
+from engine.attention import load_backend
+from engine.attention.cpu_backend import CpuAttention
+from engine.attention.torch_backend import TorchAttention
+from engine.cpu_kernels import kernel as kernel_module
+from engine.cpu_kernels.kernel import Kernel, next_task
+from engine.cpu_kernels.vectors import pointer_to, rows_at_once
+from engine.errors import ConfigError
+from engine.kv_cache import LayerKVCache
+from engine.layers.attention import Attention
+from tests.engine.paged import TOLERANCE, PagedBatch, make_batch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def backend() -> CpuAttention:
+    return CpuAttention(CPU)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+def attend(backend: CpuAttention, batch: PagedBatch) -> torch.Tensor:
+    metadata = backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
+    cache = LayerKVCache(batch.key_cache, batch.value_cache)
+    return backend.forward(batch.query, cache, metadata, scale=batch.scale)
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "group", "kv_heads"), [(32, 1, 3), (64, 2, 4), (128, 16, 1), (256, 3, 2), (40, 5, 1)]
+)
+def test_decode_equals_float64(
+    backend: CpuAttention, head_dim: int, group: int, kv_heads: int, block_size: int
+) -> None:
+    """Contexts of one token to several blocks and one; a padding row; a pool that is NaN elsewhere."""
+    contexts = [1, block_size - 1, block_size, block_size + 1, 0, 3 * block_size + 1, 2 * block_size]
+    batch = make_batch(
+        contexts, head_dim=head_dim, group=group, kv_heads=kv_heads, block_size=block_size, seed=head_dim
+    )
+    assert batch.error(attend(backend, batch)) < TOLERANCE[torch.float32]
+
+
+# a decode, a padding row, a whole prompt, a chunk behind a cached context
+decodes = st.integers(1, 300).map(lambda context: (1, context))
+padding = st.just((1, 0))
+prompts = st.integers(2, 150).map(lambda query: (query, query))
+chunks = st.tuples(st.integers(2, 100), st.integers(1, 100)).map(lambda pair: (pair[0], sum(pair)))
+sequences = st.lists(st.one_of(decodes, padding, prompts, chunks), min_size=1, max_size=12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(sequences, st.sampled_from([4, 16, 32]), st.integers(1, 2), st.integers(0, 99))
+def test_random_steps_equal_float64(
+    backend: CpuAttention, lens: list[tuple[int, int]], block_size: int, num_threads: int, seed: int
+) -> None:
+    """Any mix of decodes, padding, prompts and chunks in any order, on one thread and on two."""
+    torch.set_num_threads(num_threads)
+    try:
+        batch = make_batch(
+            [context for _, context in lens],
+            [query for query, _ in lens],
+            head_dim=32,
+            group=1,
+            block_size=block_size,
+            seed=seed,
+        )
+        assert batch.error(attend(backend, batch)) < TOLERANCE[torch.float32]
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_a_sequence_gets_the_same_bits_in_every_batch(backend: CpuAttention) -> None:
+    """Alone its KV heads are shared out, in a batch they are not."""
+    batch = make_batch([70, 33, 5, 260, 12, 1, 90, 17], head_dim=32, group=1)
+    together = attend(backend, batch)
+    for i in range(8):
+        metadata = backend.build_metadata(
+            batch.block_tables[i : i + 1], batch.context_lens[i : i + 1], batch.query_lens[i : i + 1]
+        )
+        cache = LayerKVCache(batch.key_cache, batch.value_cache)
+        alone = backend.forward(batch.query[i : i + 1], cache, metadata, scale=batch.scale)
+        assert torch.equal(alone[0], together[i])
+
+
+def test_rows_share_loads_within_the_registers() -> None:
+    assert [rows_at_once(group, 64) for group in (1, 2, 3, 8, 16)] == [1, 2, 3, 4, 4]
+    assert rows_at_once(16, 128) == 2
+    assert rows_at_once(7, 256) == rows_at_once(1, 16) == 1
+
+
+def count_task(parameters: Any) -> None:
+    """Each task adds 1 to its own cell."""
+    counts = pointer_to(parameters[3], numba.int64)
+    while True:
+        task = next_task(parameters)
+        if task < 0:
+            break
+        counts[task] += 1
+
+
+@pytest.mark.parametrize("own_threads", [False, True])
+def test_each_task_runs_once(own_threads: bool, two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On torch's OpenMP team, and on threads of our own where that is not libgomp."""
+    if own_threads:
+        monkeypatch.setattr(kernel_module, "_torch_libgomp", lambda: None)
+        monkeypatch.setattr(kernel_module, "_run_in_team", kernel_module._run_in_team.__wrapped__)
+    count = Kernel(count_task)
+    for num_tasks in (0, 1, 2, 3, 500):
+        counts = torch.zeros(501, dtype=torch.int64)
+        count(num_tasks, counts)
+        assert counts.tolist() == [1] * num_tasks + [0] * (501 - num_tasks)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch's OpenMP is libgomp on Linux alone")
+def test_kernels_run_on_the_threads_torch_has() -> None:
+    library = kernel_module._torch_libgomp()
+    assert isinstance(library, ctypes.CDLL)
+    assert Path(torch.__file__).parent in Path(library._name).parents
+
+
+def test_a_cache_folder_that_cannot_be_written_costs_time_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file where the folder should be; Numba finds no other place for code that has no file."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "file"))
+    namespace = {"next_task": next_task}
+    exec("def kernel(parameters):\n    next_task(parameters)", namespace)
+    with caplog.at_level(logging.WARNING):
+        compiled = Kernel(namespace["kernel"])
+    compiled(1)
+    assert "compiled at each start" in caplog.text
+
+
+def test_auto_takes_it_for_float32_on_a_cpu() -> None:
+    assert isinstance(load_backend("auto", CPU, torch.float32), CpuAttention)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_dtypes_stay_with_torch(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert isinstance(load_backend("auto", CPU, dtype), TorchAttention)
+    assert "compute in float32" in caplog.text
+    with pytest.raises(ConfigError, match=r"attention_backend='cpu' cannot be used: .* set dtype='float32'"):
+        load_backend("cpu", CPU, dtype)
+
+
+def test_without_numba_torch_serves_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with caplog.at_level(logging.INFO):
+        assert isinstance(load_backend("auto", CPU, torch.float32), TorchAttention)
+    assert "pip install numba" in caplog.text
+    with pytest.raises(ConfigError, match="pip install numba"):
+        load_backend("cpu", CPU, torch.float32)
+
+
+def test_it_refuses_other_devices_and_larger_heads(backend: CpuAttention) -> None:
+    with pytest.raises(ConfigError, match="does not run on device='cuda', set device='cpu'"):
+        load_backend("cpu", torch.device("cuda"), torch.float32)
+    with pytest.raises(ConfigError, match="up to 256 numbers, this model has 320"):
+        Attention(backend, 320)
