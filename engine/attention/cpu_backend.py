@@ -12,8 +12,10 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend, AttentionMetadata
 from engine.attention.torch_backend import SequenceSpan, attend_spans, make_spans
 from engine.cpu_kernels.decode_attention import DecodeRows, decode_attention
+from engine.cpu_kernels.elementwise import add_rms_norm, norm_and_rotate, silu_and_mul, store_kv
 from engine.errors import ConfigError
 from engine.kv_cache import LayerKVCache
+from engine.layers.kernels import LayerKernels
 
 MAX_HEAD_DIM = 256  # the kernels hold a head in registers
 
@@ -37,6 +39,10 @@ class CpuAttention(AttentionBackend):
                 f"attention_backend='cpu' does not run on device={device.type!r}; use 'auto' there"
             )
         self._device = device
+        self.layer_kernels = LayerKernels(add_rms_norm, norm_and_rotate, silu_and_mul)
+
+    def store(self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
+        store_kv(keys, values, cache.keys, cache.values, slot_mapping)
 
     def build_metadata(
         self,

@@ -104,10 +104,8 @@ def _kernel(head_dim: int, group: int) -> Kernel:
         block_bytes = block_size * token_bytes
         score_bytes = max_context_len * FLOAT_BYTES
         scores = parameters[14] + worker_number(parameters) * kv_heads * group * score_bytes
-        while True:
-            task = next_task(parameters)
-            if task < 0:
-                break
+        task = next_task(parameters)
+        while task >= 0:
             seq = task // num_parts
             first = task % num_parts * heads_of_part
             context_len = context_lens[seq]
@@ -157,5 +155,6 @@ def _kernel(head_dim: int, group: int) -> Kernel:
                             rows,
                             head_dim,
                         )
+            task = next_task(parameters)
 
     return Kernel(kernel)

@@ -26,14 +26,14 @@ OPTIONS = {"error_model": "numpy"}  # divisions need no check: nobody could catc
 logger = logging.getLogger(__name__)
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@njit  # type: ignore[untyped-decorator]
 def next_task(parameters: Any) -> Any:
     """The next task no thread has taken, -1 if there is none left. For use in a kernel."""
     task = fetch_add(parameters, 0)
     return task if task < parameters[2] else -1
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@njit  # type: ignore[untyped-decorator]
 def worker_number(parameters: Any) -> Any:
     """A number from 0 for each thread that runs the kernel; ask once. For use in a kernel."""
     return fetch_add(parameters, 1)

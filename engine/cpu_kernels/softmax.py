@@ -17,7 +17,7 @@ LEAST = np.float32(-3.4e38)
 HALF, ONE = np.float32(0.5), np.float32(1.0)
 
 
-@njit(fastmath={"contract", "nsz"}, inline="always")  # type: ignore[untyped-decorator]
+@njit(fastmath={"contract", "nsz"})  # type: ignore[untyped-decorator]
 def exp_of_negative(x: Any) -> Any:
     """exp(x) for a float32 x of 0 or less, 1e-7 relative. Source: Cephes' expf."""
     x = max(x, LOWEST)

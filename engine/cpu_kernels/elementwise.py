@@ -1,0 +1,190 @@
+"""What a layer does besides products and attention, one pass over memory each: see LayerKernels.
+
+All tensors are float32, contiguous in their last dimension; results are contiguous.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, float32, int64, njit
+from torch import Tensor
+
+from engine.cpu_kernels.kernel import Kernel, next_task
+from engine.cpu_kernels.softmax import exp_of_negative
+from engine.cpu_kernels.vectors import FLOAT_BYTES, float_of, pointer_to
+
+ROWS_PER_TASK = 8  # so many rows of 512 floats take about 2 us, what it costs to wake a thread
+
+
+def store_kv(
+    keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Copy each token's keys and values to its slot; a slot of -1 is skipped.
+
+    keys, values: [tokens, kv_heads, head_dim], heads adjacent.  key_cache, value_cache: [blocks, block,
+    kv_heads, head_dim] contiguous.  slot_mapping: [tokens] int64.
+    """
+    row_len = keys.shape[1] * keys.shape[2]
+    _store_kernel()(
+        _num_tasks(keys), len(keys), keys, keys.stride(0), values, values.stride(0), key_cache, value_cache,
+        slot_mapping, row_len,
+    )  # fmt: skip
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return (norm of x + residual, x + residual). x, residual: [tokens, dim] contiguous."""
+    normed, total = torch.empty_like(x), torch.empty_like(x)
+    _norm_kernel()(_num_tasks(x), len(x), x, residual, weight, normed, total, x.shape[1], eps)
+    return normed, total
+
+
+def norm_and_rotate(
+    query: Tensor,
+    key: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    norm_weights: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Normalise each head, unless norm_weights is None, then rotate it by its position.
+
+    query, key: [tokens, heads, head_dim], heads adjacent.  rotation: cosines and sines [tokens, 1, head_dim].
+    """
+    cos, sin = rotation
+    turned = []
+    for heads, weight in zip((query, key), norm_weights or (None, None), strict=True):
+        out = torch.empty(heads.shape)
+        _rotate_kernel()(
+            _num_tasks(heads), len(heads), heads, heads.stride(0), heads.shape[1], heads.shape[2], cos, sin,
+            cos.stride(0), 0 if weight is None else weight, out, eps,
+        )  # fmt: skip
+        turned.append(out)
+    return turned[0], turned[1]
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up. gate_up: [tokens, 2 * dim] contiguous -> [tokens, dim]."""
+    num_tokens, width = gate_up.shape
+    out = torch.empty(num_tokens, width // 2)
+    _silu_kernel()(_num_tasks(gate_up), num_tokens, gate_up, out, width // 2)
+    return out
+
+
+def _num_tasks(rows: Tensor) -> int:
+    return -(-len(rows) // ROWS_PER_TASK)
+
+
+@njit  # type: ignore[untyped-decorator]
+def _rows_of_task(task: Any, num_rows: Any) -> Any:
+    return range(task * ROWS_PER_TASK, min(num_rows, (task + 1) * ROWS_PER_TASK))
+
+
+@njit  # type: ignore[untyped-decorator]
+def _row(address: Any, index: Any, stride: Any, length: Any) -> Any:
+    """Row `index` of a matrix whose rows are `stride` floats apart."""
+    return carray(pointer_to(address + index * stride * FLOAT_BYTES, float32), (length,))
+
+
+@njit(fastmath=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def _inverse_rms(row: Any, eps: Any) -> Any:
+    total = np.float32(0)
+    for i in range(len(row)):
+        total += row[i] * row[i]
+    return np.float32(1) / np.sqrt(total / np.float32(len(row)) + eps)
+
+
+@cache
+def _store_kernel() -> Kernel:
+    def store(parameters: Any) -> None:
+        num_rows, row_len = parameters[3], parameters[11]
+        slots = pointer_to(parameters[10], int64)
+        task = next_task(parameters)
+        while task >= 0:
+            for i in _rows_of_task(task, num_rows):
+                if slots[i] >= 0:
+                    key = _row(parameters[4], i, parameters[5], row_len)
+                    value = _row(parameters[6], i, parameters[7], row_len)
+                    cached_key = _row(parameters[8], slots[i], row_len, row_len)
+                    cached_value = _row(parameters[9], slots[i], row_len, row_len)
+                    for d in range(row_len):
+                        cached_key[d] = key[d]
+                    for d in range(row_len):
+                        cached_value[d] = value[d]
+            task = next_task(parameters)
+
+    return Kernel(store)
+
+
+@cache
+def _norm_kernel() -> Kernel:
+    def norm(parameters: Any) -> None:
+        num_rows, dim = parameters[3], parameters[9]
+        eps = np.float32(float_of(parameters[10]))
+        weight = _row(parameters[6], 0, 0, dim)
+        task = next_task(parameters)
+        while task >= 0:
+            for i in _rows_of_task(task, num_rows):
+                x, residual = _row(parameters[4], i, dim, dim), _row(parameters[5], i, dim, dim)
+                normed, total = _row(parameters[7], i, dim, dim), _row(parameters[8], i, dim, dim)
+                for d in range(dim):
+                    total[d] = x[d] + residual[d]
+                factor = _inverse_rms(total, eps)
+                for d in range(dim):
+                    normed[d] = total[d] * factor * weight[d]
+            task = next_task(parameters)
+
+    return Kernel(norm)
+
+
+@cache
+def _rotate_kernel() -> Kernel:
+    def rotate(parameters: Any) -> None:
+        num_rows, row_len, num_heads, head_dim = parameters[3], parameters[5], parameters[6], parameters[7]
+        eps = np.float32(float_of(parameters[13]))
+        normed = parameters[11] != 0
+        weight = _row(parameters[11], 0, 0, head_dim)
+        half = head_dim // 2
+        task = next_task(parameters)
+        while task >= 0:
+            for i in _rows_of_task(task, num_rows):
+                cos = _row(parameters[8], i, parameters[10], head_dim)
+                sin = _row(parameters[9], i, parameters[10], head_dim)
+                for head in range(num_heads):
+                    x = _row(parameters[4] + head * head_dim * FLOAT_BYTES, i, row_len, head_dim)
+                    out = _row(parameters[12], i * num_heads + head, head_dim, head_dim)
+                    if normed:
+                        factor = _inverse_rms(x, eps)
+                        for d in range(half):
+                            first = x[d] * factor * weight[d]
+                            second = x[d + half] * factor * weight[d + half]
+                            out[d] = first * cos[d] - second * sin[d]
+                            out[d + half] = second * cos[d + half] + first * sin[d + half]
+                    else:
+                        for d in range(half):
+                            out[d] = x[d] * cos[d] - x[d + half] * sin[d]
+                            out[d + half] = x[d + half] * cos[d + half] + x[d] * sin[d + half]
+            task = next_task(parameters)
+
+    return Kernel(rotate)
+
+
+@cache
+def _silu_kernel() -> Kernel:
+    def silu(parameters: Any) -> None:
+        num_rows, dim = parameters[3], parameters[6]
+        task = next_task(parameters)
+        while task >= 0:
+            for i in _rows_of_task(task, num_rows):
+                gate = _row(parameters[4], 2 * i, dim, dim)
+                up = _row(parameters[4], 2 * i + 1, dim, dim)
+                out = _row(parameters[5], i, dim, dim)
+                for d in range(dim):
+                    small = exp_of_negative(-abs(gate[d]))
+                    rising = np.float32(1) if gate[d] >= 0 else small
+                    out[d] = gate[d] * up[d] * (rising / (np.float32(1) + small))
+            task = next_task(parameters)
+
+    return Kernel(silu)
