@@ -1,0 +1,335 @@
+"""A step is scheduled while the one before runs, and nobody can tell from what comes back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from engine import Completion, Engine, EngineConfig, RankFailed, SamplingParams, StepFailed
+from engine.batch import SamplingBatch, StepBatch
+from engine.model_runner import PoolSize
+from engine.pending_tokens import PendingTokens
+from tests.engine.checkpoints import SHAPES, pool_bytes
+from tests.engine.shadow import ShadowDevice
+
+STOP = 0  # what the shadow model answers now and then
+FREE = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+STOPPING = replace(FREE, max_tokens=40, stop_token_ids=(STOP,))
+BLOCK = 4
+
+
+class LateTokens(PendingTokens):
+    """Tokens of the runner's step `number`, there when the step after it has been launched."""
+
+    def __init__(self, runner: LateRunner, number: int, token_ids: NDArray[np.int64]) -> None:
+        self._runner, self._number, self._token_ids = runner, number, token_ids
+
+    def wait(self) -> NDArray[np.int64]:
+        self._runner.wait(self._number)
+        return self._token_ids
+
+
+class LateRunner:
+    """A shadow of the device behind an engine; writes down what is asked of it, and fails when told to.
+
+    last_step: number of the step after which no other comes; the tokens of earlier ones then must not be
+    waited for before the next launch.
+    """
+
+    def __init__(self, num_blocks: int = 30, last_step: int | None = None) -> None:
+        self.pool_size = PoolSize(num_blocks, 0, 40)
+        self.device = ShadowDevice(num_blocks, BLOCK)
+        self.calls: list[tuple[str, int]] = []
+        self.num_rows = 0
+        self.failures: dict[str, BaseException] = {}  # what the next "launch" or "wait" raises
+        self._last_step = last_step
+        self._num_launched = 0
+
+    def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
+        self._call("launch", self._num_launched)
+        self._num_launched += 1
+        self.num_rows += len(step.token_ids)
+        return LateTokens(self, self._num_launched - 1, self.device.compute(step))
+
+    def wait(self, number: int) -> None:
+        self._call("wait", number)
+        if self._last_step is not None and number < self._last_step:
+            assert self._num_launched > number + 1, f"step {number} is waited for before the next launch"
+
+    def close(self) -> None:
+        self.calls.append(("close", 0))
+
+    def _call(self, kind: str, number: int) -> None:
+        if kind in self.failures:
+            raise self.failures.pop(kind)
+        self.calls.append((kind, number))
+
+
+def start(folder: Path, runner: LateRunner, *, overlap: bool = True, **changes: Any) -> Engine:
+    values = {"block_size": BLOCK, "max_num_seqs": 6, "max_num_batched_tokens": 20} | changes
+    config = EngineConfig(str(folder), async_scheduling=overlap, **values)
+    return Engine(config, start_runner=lambda *args: runner)
+
+
+def drain(built: Engine) -> list[Completion]:
+    done: list[Completion] = []
+    while built.has_unfinished:
+        done += built.step()
+    return done
+
+
+def expected(runner: LateRunner, prompt: list[int], params: SamplingParams) -> list[int]:
+    """What the shadow model completes the prompt with."""
+    token_ids = list(prompt)
+    while len(token_ids) < min(len(prompt) + params.max_tokens, runner.pool_size.max_model_len):
+        token_ids.append(runner.device.next_token(token_ids))
+        if token_ids[-1] in params.stop_token_ids:
+            break
+    return token_ids[len(prompt) :]
+
+
+@pytest.fixture
+def stopping_prompts() -> list[list[int]]:
+    """Prompts of which most end with a stop token, after different numbers of steps."""
+    rng = random.Random(2)
+    return [[rng.randrange(1, 3) for _ in range(1 + i % 9)] for i in range(12)]
+
+
+def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_waited_for(folder: Path) -> None:
+    """Six tokens are six steps. The engine that waits first fails this very test."""
+    runner = LateRunner(last_step=5)
+    with start(folder, runner) as built:
+        built.add("a", [1, 2, 1], FREE)
+        (completion,) = drain(built)
+    assert completion.token_ids == expected(runner, [1, 2, 1], FREE)
+    launches = [("launch", n) for n in range(6)]
+    waits = [("wait", n) for n in range(6)]
+    in_turns = [call for pair in zip(launches[1:], waits, strict=False) for call in pair]
+    assert runner.calls == [launches[0], *in_turns, waits[5], ("close", 0)]
+
+    with start(folder, LateRunner(last_step=5), overlap=False) as built:
+        built.add("a", [1, 2, 1], FREE)
+        with pytest.raises(StepFailed, match="step 0 is waited for before the next launch"):
+            drain(built)
+
+
+def test_it_is_off_on_a_cpu_and_with_tensor_parallelism_unless_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And on for one GPU."""
+
+    def overlaps(**values: Any) -> bool:
+        config = EngineConfig(str(folder), block_size=BLOCK, **values)
+        with Engine(config, start_runner=lambda *args: LateRunner()) as built:
+            built.add("a", [1, 2, 1], FREE)
+            built.step()
+            return bool(built._pending)
+
+    assert not overlaps(device="cpu")
+    assert overlaps(device="cpu", async_scheduling=True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert overlaps(device="cuda")
+    assert not overlaps(device="cuda", async_scheduling=False)
+    assert not overlaps(device="cuda", tensor_parallel_size=2)
+
+
+def test_the_token_computed_past_a_stop_is_dropped(folder: Path, stopping_prompts: list[list[int]]) -> None:
+    """It is in no completion and no count, and what it wrote harms nobody. An end by length has none."""
+    rows, stats = [], []
+    for overlap in (False, True):
+        runner = LateRunner(num_blocks=60)
+        with start(folder, runner, overlap=overlap) as built:
+            completions = built.generate(stopping_prompts, STOPPING)
+            stats.append(built.stats())
+            rows.append(runner.num_rows)
+        answers = [completion.token_ids for completion in completions]
+        assert answers == [expected(runner, prompt, STOPPING) for prompt in stopping_prompts]
+        num_stopped = sum(completion.finish_reason == "stop" for completion in completions)
+        assert num_stopped > 5
+        assert stats[-1].decode_tokens == sum(len(answer) - 1 for answer in answers)
+        assert stats[-1].free_blocks == stats[-1].num_blocks
+        assert stats[-1].prefill_tokens + stats[-1].cached_tokens == sum(map(len, stopping_prompts))
+    assert rows[1] - rows[0] >= num_stopped - 1 > 0
+
+    num_rows = []
+    for overlap in (False, True):
+        runner = LateRunner()
+        with start(folder, runner, overlap=overlap) as built:
+            built.generate([[1, 2], [2, 2, 1]], FREE)
+        num_rows.append((runner.num_rows, built.stats()))
+    assert num_rows[0] == num_rows[1], "ends by length are known ahead"
+
+
+def test_an_aborted_request_leaves_its_running_step_behind(folder: Path) -> None:
+    """Nothing of it comes back, its blocks are free at once, and its neighbours do not notice."""
+    runner = LateRunner()
+    with start(folder, runner) as built:
+        for i, prompt in enumerate(([1, 1, 2], [2, 1], [1, 2, 2, 1])):
+            built.add(str(i), prompt, FREE)
+        assert built.step() == []
+        built.abort("1")
+        built.add("1", [2, 2], FREE)  # it may take the very slot and blocks
+        done = sorted(drain(built), key=lambda completion: completion.request_id)
+        assert [c.token_ids for c in done] == [
+            expected(runner, prompt, FREE) for prompt in ([1, 1, 2], [2, 2], [1, 2, 2, 1])
+        ]
+        built.add("gone", [1, 2], FREE)
+        built.step()
+        built.abort("gone")
+        assert not built.has_unfinished
+        assert built.stats().free_blocks == built.stats().num_blocks
+        assert built.step() == []
+        assert runner.calls[-1][0] == "wait", "the next step takes in what nobody waited for"
+
+
+@pytest.mark.parametrize("where", ["launch", "wait"])
+def test_a_failure_with_two_steps_in_flight_loses_nothing(
+    folder: Path, where: str, stopping_prompts: list[list[int]]
+) -> None:
+    """Whichever of the two it was, both are computed again: also a last token that was on its way."""
+    runner = LateRunner()
+    with start(folder, runner) as built:
+        for i, prompt in enumerate(stopping_prompts):
+            built.add(str(i), prompt, replace(STOPPING, max_tokens=1 + 3 * i))
+        done: dict[str, list[int]] = {}
+        for i in range(400):
+            if not built.has_unfinished:
+                break
+            if i % 3 == 2 and built._pending:
+                runner.failures[where] = ValueError("broken")
+                with pytest.raises(StepFailed, match="broken"):
+                    built.step()
+                assert built.stats().free_blocks == built.stats().num_blocks
+                assert built.stats().num_running == 0
+                runner.failures.clear()
+            done |= {completion.request_id: completion.token_ids for completion in built.step()}
+            built._scheduler.check_accounting()
+        assert done == {
+            str(i): expected(runner, prompt, replace(STOPPING, max_tokens=1 + 3 * i))
+            for i, prompt in enumerate(stopping_prompts)
+        }
+
+
+def test_a_failed_rank_stays_a_failed_rank(folder: Path) -> None:
+    runner = LateRunner()
+    with start(folder, runner) as built:
+        built.add("a", [1, 2], FREE)
+        built.step()
+        runner.failures["wait"] = RankFailed(1, "it is gone")
+        with pytest.raises(RankFailed, match="it is gone"):
+            built.step()
+        assert built.stats().free_blocks == built.stats().num_blocks
+
+
+def test_closing_waits_for_nothing(folder: Path) -> None:
+    runner = LateRunner()
+    built = start(folder, runner)
+    built.add("a", [1, 2], FREE)
+    built.step()
+    built.close()
+    assert runner.calls == [("launch", 0), ("close", 0)]
+    assert not built.has_unfinished
+
+
+def test_an_urgent_request_is_in_the_next_step_that_is_scheduled(folder: Path) -> None:
+    """With all slots held, and one step on the device already."""
+    runner = LateRunner()
+    with start(folder, runner, max_num_seqs=2) as built:
+        for i in range(3):
+            built.add(f"bulk {i}", [1, 2, 1 + i % 2], FREE, lane=1)
+        for _ in range(2):
+            built.step()
+        built.add("urgent", [2, 2, 2], replace(FREE, max_tokens=1), lane=0)
+        assert built.step() == []
+        assert [completion.request_id for completion in built.step()] == ["urgent"]
+        assert len(drain(built)) == 3
+
+
+def test_random_uses_of_an_engine_give_every_request_its_tokens(folder: Path) -> None:
+    """Adds, aborts, failures and steps in any order, in a pool that is too small; one engine for all."""
+    runner = LateRunner(num_blocks=11)
+    with start(folder, runner) as built:
+        for seed in range(60):
+            rng = random.Random(seed)
+            wanted: dict[str, tuple[list[int], SamplingParams]] = {}
+            done: list[Completion] = []
+            for i in range(rng.randrange(4, 14)):
+                prompt = [rng.randrange(1, 3) for _ in range(rng.randrange(1, 14))]
+                params = replace(STOPPING, max_tokens=rng.randrange(1, 24), n=rng.choice([1, 1, 3]))
+                wanted[str(i)] = prompt, params
+                built.add(str(i), prompt, params, lane=rng.choice([0, 0, 1]))
+                for _ in range(rng.randrange(4)):
+                    if rng.random() < 0.05:
+                        runner.failures[rng.choice(["launch", "wait"])] = ValueError("broken")
+                    with suppress(StepFailed):
+                        done += built.step()
+                if rng.random() < 0.15:
+                    gone = str(rng.randrange(i + 1))
+                    built.abort(gone)
+                    finished = {completion.request_id for completion in done}
+                    wanted = {key: value for key, value in wanted.items() if key != gone or key in finished}
+            runner.failures.clear()
+            done += drain(built)
+            got: dict[str, list[list[int]]] = {}
+            for completion in done:
+                got.setdefault(completion.request_id, []).append(completion.token_ids)
+            for key, (prompt, params) in wanted.items():
+                assert set(map(tuple, got[key])) == {tuple(expected(runner, prompt, params))}
+            built._scheduler.check_accounting()
+            assert built.stats().free_blocks == built.stats().num_blocks
+        assert built.stats().num_preemptions > 20
+
+
+@pytest.fixture(scope="module")
+def engines(folders: dict[str, Path]) -> Iterator[list[Engine]]:
+    """Of one checkpoint, without and with overlap."""
+    shape = next(shape for shape in SHAPES if shape.name == "gqa4_tied")
+    values: dict[str, Any] = {
+        "dtype": "float32", "max_model_len": 120, "max_num_seqs": 12, "max_num_batched_tokens": 50,
+        "kv_cache_bytes": pool_bytes(shape, 200),
+    }  # fmt: skip
+    built = [
+        Engine(EngineConfig(str(folders[shape.name]), async_scheduling=overlap, **values))
+        for overlap in (False, True)
+    ]
+    yield built
+    for each in built:
+        each.close()
+
+
+def test_completions_and_counts_are_those_without_overlap(engines: list[Engine]) -> None:
+    """Stop strings, stop tokens, bans before min_tokens, seeds, several samples, shared prefixes."""
+    rng = random.Random(7)
+    prefix = [rng.randrange(3, 500) for _ in range(40)]
+    prompts = [prefix[: 20 * (i % 3)] + [rng.randrange(3, 500) for _ in range(1 + i % 7)] for i in range(24)]
+    free, _ = (built.generate(prompts, replace(FREE, max_tokens=20)) for built in engines)
+    params: list[SamplingParams] = []
+    for i, completion in enumerate(free):
+        ids, middle = completion.token_ids, completion.text[4:6]
+        params.append(
+            [
+                replace(FREE, max_tokens=20, stop=middle or "x"),
+                replace(FREE, max_tokens=20, stop_token_ids=(ids[i % 20],)),
+                replace(FREE, max_tokens=20, stop_token_ids=tuple(set(ids)), min_tokens=7),
+                SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9, seed=i, n=3),
+                SamplingParams(max_tokens=12, temperature=1.2, top_k=30, seed=i, stop_token_ids=(ids[0],)),
+                replace(FREE, max_tokens=1 + i % 5),
+            ][i % 6]
+        )
+    answers = [built.generate(prompts, params) for built in engines]
+    assert list(map(asdict, answers[0])) == list(map(asdict, answers[1]))
+    counts = [built.stats() for built in engines]
+    for name in ("prefill_tokens", "cached_tokens", "decode_tokens", "free_blocks", "num_running"):
+        assert getattr(counts[0], name) == getattr(counts[1], name), name
+    reasons = [completion.finish_reason for completion in answers[0]]
+    assert min(reasons.count("stop"), reasons.count("length")) > 5
+    early = {str(i) for i in range(2, 24, 6)}
+    assert all(len(c.token_ids) > 7 for c in answers[0] if c.request_id in early)
