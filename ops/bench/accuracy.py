@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 import torch
 
 from engine import Engine, EngineConfig, SamplingParams
-from ops.bench.report import print_machine, print_table
+from ops.bench.report import print_machine
+from ops.bench.table import print_table
 
 DEMO = Path(__file__).resolve().parents[1] / "demo"
 BATCHES = (1, 8, 64, 256)
@@ -56,17 +57,21 @@ class Outcome:
 
 
 def compare(
-    answer: Answer, rows: Rows, batches: Sequence[int] = BATCHES, *, rows_alone: int | None = None
+    answer: Answer,
+    rows: Rows,
+    batches: Sequence[int] = BATCHES,
+    *,
+    first_rows: Mapping[int, int] | None = None,
 ) -> list[Outcome]:
     """Answer the rows at each batch size, and hold the answers against those of the largest.
 
-    rows_alone: how many rows to answer at batch size 1, which takes longest; all without it.
+    first_rows: how many rows to answer at a batch size, of those that take longest; all at the others.
     """
     outcomes: list[Outcome] = []
     reference: list[str] = []
     for batch in sorted(batches, reverse=True):
         started = time.perf_counter()
-        answers = answer(rows.texts[: rows_alone if batch == 1 else None], batch)
+        answers = answer(rows.texts[: (first_rows or {}).get(batch)], batch)
         seconds = time.perf_counter() - started
         reference = reference or answers
         right = sum(a == truth for a, truth in zip(answers, rows.truths, strict=False))

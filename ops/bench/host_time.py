@@ -24,7 +24,8 @@ from engine.model_config import ModelConfig
 from engine.model_runner import PoolSize
 from engine.pending_tokens import DeviceTokens, PendingTokens
 from ops.bench.list_bookkeeping import TOKEN, ListEngine
-from ops.bench.report import print_machine, print_table, spread
+from ops.bench.report import print_machine
+from ops.bench.table import print_table, spread
 
 MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"  # for its tokenizer; no weight is read
 BLOCK_SIZE = 16
@@ -32,6 +33,11 @@ TURNS = 5
 STEPS = 2 * BLOCK_SIZE  # in each turn: two blocks for each sequence, whenever it needs them
 BAR_MS = 0.5
 CASES = ((256, 100), (256, 500), (256, 1000), (256, 2000), (256, 3000), (1024, 100), (1024, 1000))
+RATIOS = {
+    "context 2,000 / 100, 256 sequences": ((256, 2000), (256, 100)),
+    "1,024 / 256 sequences, context 100 (bar 4)": ((1024, 100), (256, 100)),
+    "1,024 / 256 sequences, context 1,000 (bar 4)": ((1024, 1000), (256, 1000)),
+}
 
 
 class NullRunner:
@@ -107,14 +113,32 @@ def measure(num_seqs: int, context: int, turns: int = TURNS) -> dict[str, list[f
     return times
 
 
+def parse_case(text: str) -> tuple[int, int]:
+    """Read "256x1000": sequences and context."""
+    num_seqs, _, context = text.partition("x")
+    return int(num_seqs), int(context)
+
+
+def print_bars(medians: dict[tuple[int, int], float]) -> None:
+    """How the engine's medians stand to the bars, for the cases that were measured."""
+    within = [ms for (num_seqs, context), ms in medians.items() if num_seqs == 256 and context <= 2000]
+    if within:
+        print(f"256 sequences, contexts up to 2,000: at most {max(within):.2f} ms (bar {BAR_MS})")
+    for what, (above, below) in RATIOS.items():
+        if above in medians and below in medians:
+            print(f"{what}: {medians[above] / medians[below]:.2f} times")
+
+
 def main() -> None:
     """Measure all cases; print the table and how the figures stand to each other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--cases", type=parse_case, nargs="+", default=CASES, help="sequences x context")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print_machine()
-    found = {case: measure(*case, turns=options.turns) for case in CASES}
+    cases: list[tuple[int, int]] = options.cases
+    found = {case: measure(case[0], case[1], options.turns) for case in cases}
     names = list(next(iter(found.values())))
     print_table(
         ["ms per decode step: median (least..most)", *names],
@@ -123,12 +147,7 @@ def main() -> None:
             for (num_seqs, context), times in found.items()
         ],
     )
-    medians = {case: statistics.median(times["engine"]) for case, times in found.items()}
-    within = [medians[case] for case in CASES if case[0] == 256 and case[1] <= 2000]
-    flat = medians[256, 2000] / medians[256, 100]
-    wide = medians[1024, 1000] / medians[256, 1000]
-    print(f"256 sequences, contexts 100 to 2,000: at most {max(within):.2f} ms (bar {BAR_MS})")
-    print(f"context 2,000 / 100: {flat:.2f} times; 1,024 / 256 sequences: {wide:.2f} times (bar 4)")
+    print_bars({case: statistics.median(times["engine"]) for case, times in found.items()})
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(64, 2, 4, 2, 16, 128, 512, 512, 1e4),
+    "tiny": Shape(32, 1, 2, 1, 16, 64, 512, 512, 1e4),
     "q54m": Shape(512, 12, 8, 4, 64, 1536, 32_000, 4096, 1e4),
     "q06b": Shape(1024, 28, 16, 8, 128, 3072, 151_936, 40_960, 1e6),  # Qwen3-0.6B's
 }
@@ -102,9 +102,9 @@ def make_workloads() -> list[Workload]:
     return [_mixed("W1", "q54m", 64, (32, 256), (32, 256), seed=100), _shared_prefix(), _real_shape()]
 
 
-def mixed_256(vocab_size: int = PROMPT_TOKENS) -> Workload:
-    """nano-vLLM's benchmark: 256 sequences, prompts and answers of 100 to 1,024 tokens."""
-    return _mixed("mixed256", "q06b", 256, (100, 1024), (100, 1024), seed=0, vocab_size=vocab_size)
+def mixed_256() -> Workload:
+    """nano-vLLM's benchmark, token for token: 256 prompts and answers of 100 to 1,024 tokens."""
+    return _mixed("mixed256", "q06b", 256, (100, 1024), (100, 1024), seed=0, vocab_size=PROMPT_TOKENS + 1)
 
 
 def _mixed(

@@ -27,7 +27,8 @@ from typing import Any
 import psutil
 
 from ops.bench.make import OUT
-from ops.bench.report import gemm_ms, print_machine, print_table, spread
+from ops.bench.report import gemm_ms, print_machine
+from ops.bench.table import print_table, spread
 from ops.bench.workload import Workload
 
 OURS = "tokenmill"

@@ -23,7 +23,8 @@ from rq import Queue
 from rq.serializers import JSONSerializer
 
 from ops.bench.make import OUT, SHAPES, make_checkpoint
-from ops.bench.report import gemm_ms, print_machine, print_table, spread
+from ops.bench.report import gemm_ms, print_machine
+from ops.bench.table import print_table, spread
 from ops.redis_server import server_command, wait_until_ready
 
 QUEUE, WORKER = "prompts", "bench"

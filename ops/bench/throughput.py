@@ -1,0 +1,173 @@
+"""256 sequences at once on Qwen3-0.6B's shape, as nano-vLLM's benchmark runs them, beside their floor.
+
+    python -m ops.bench.throughput --json throughput.json
+
+Prompts and answers of 100 to 1,024 tokens, random weights in bfloat16. Engines with and without CUDA graphs,
+with and without overlap of scheduling and computing, take turns, each new in its turn. All sample at
+temperature 0.6, as nano-vLLM's does; the default one also runs greedily.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine import Engine, EngineConfig
+from ops.bench.engine import generate
+from ops.bench.floor import Floor, floor_of, measure_ceilings
+from ops.bench.make import SHAPES, make_checkpoint, mixed_256
+from ops.bench.report import print_machine
+from ops.bench.table import print_table, spread
+from ops.bench.workload import Workload
+
+TEMPERATURE = 0.6
+DEFAULT = "graphs, overlap"
+VARIANTS: dict[str, dict[str, Any]] = {
+    DEFAULT: {"enforce_eager": False, "async_scheduling": True},
+    "eager, overlap": {"enforce_eager": True, "async_scheduling": True},
+    "graphs": {"enforce_eager": False, "async_scheduling": False},
+    "eager": {"enforce_eager": True, "async_scheduling": False},
+}
+Record = dict[str, Any]
+
+
+def small(workload: Workload, num_seqs: int, shortened: int, vocab_size: int) -> Workload:
+    """A workload like the given one for a dry run: fewer sequences, lengths divided by `shortened`."""
+    prompts = [
+        [token % vocab_size for token in prompt[: max(1, len(prompt) // shortened)]]
+        for prompt in workload.prompts[:num_seqs]
+    ]
+    return replace(
+        workload, prompts=prompts, lengths=[max(2, n // shortened) for n in workload.lengths[:num_seqs]]
+    )
+
+
+def with_other_tokens(workload: Workload, turn: int, vocab_size: int) -> list[list[int]]:
+    """Prompts of the same lengths that share no block with those of another turn."""
+    return [[(token + 101 * turn + 1) % vocab_size for token in prompt] for prompt in workload.prompts]
+
+
+def time_run(engine: Engine, prompts: list[list[int]], lengths: list[int], temperature: float) -> Record:
+    """Seconds, output tokens per second, and what the engine counted."""
+    before = engine.stats()
+    started = time.perf_counter()
+    outputs = generate(engine, prompts, lengths, temperature)
+    wall_s = time.perf_counter() - started
+    after = engine.stats()
+    assert [len(tokens) for tokens in outputs] == lengths, "a sequence ended early"
+    steps = after.num_steps - before.num_steps
+    return {
+        "temperature": temperature,
+        "wall_s": wall_s,
+        "tok_s": sum(lengths) / wall_s,
+        "steps": steps,
+        "ms_per_step": 1000 * wall_s / steps,
+        "preemptions": after.num_preemptions - before.num_preemptions,
+        "cached_tokens": after.cached_tokens - before.cached_tokens,
+    }
+
+
+def run_variant(name: str, model: Path, workload: Workload, turn: int, **settings: Any) -> list[Record]:
+    """Start an engine, warm it up, and run the workload; the default one also greedily."""
+    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+    limit = min(10_000, vocab_size - 1)
+    config = EngineConfig(str(model), max_num_seqs=len(workload.prompts), **VARIANTS[name], **settings)
+    started = time.perf_counter()
+    records = []
+    with Engine(config) as engine:
+        start_s = time.perf_counter() - started
+        few = with_other_tokens(workload, 1000 + turn, limit)[:8]
+        generate(engine, few, [2] * len(few), TEMPERATURE)
+        for i, temperature in enumerate((TEMPERATURE, 0.0) if name == DEFAULT else (TEMPERATURE,)):
+            prompts = with_other_tokens(workload, 2 * turn + i, limit)
+            found = time_run(engine, prompts, workload.lengths, temperature)
+            records.append({"variant": name, "turn": turn, "start_s": start_s, **found})
+    del engine
+    gc.collect()  # the engine's pool must be free before the next one measures what is
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return records
+
+
+def print_results(records: list[Record], floor: Floor) -> None:
+    """A row for each variant and temperature; ratios to the default are within turns."""
+    default = {r["turn"]: r["tok_s"] for r in records if _kind(r) == (DEFAULT, TEMPERATURE)}
+    rows = []
+    for name, temperature in dict.fromkeys(map(_kind, records)):
+        own = [r for r in records if _kind(r) == (name, temperature)]
+        ratios = [r["tok_s"] / default[r["turn"]] for r in own if r["turn"] in default]
+        rows.append(
+            [
+                f"{name}, {'greedy' if temperature == 0 else f'temperature {temperature}'}",
+                spread([r["tok_s"] for r in own], 0),
+                f"{statistics.median(floor.seconds / r['wall_s'] for r in own):.1%}",
+                spread(ratios) if ratios else "-",
+                f"{statistics.median(r['ms_per_step'] for r in own):.2f}",
+                str(sum(r["preemptions"] for r in own)),
+                f"{statistics.median(r['start_s'] for r in own):.1f}",
+            ]
+        )
+    header = ["", "output tok/s", "of the floor", "÷ default", "ms/step", "preemptions", "start, s"]
+    print_table(header, rows)
+
+
+def _kind(record: Record) -> tuple[str, float]:
+    return record["variant"], record["temperature"]
+
+
+def main() -> None:
+    """Run the variants in turns until the rounds or the seconds are used up; print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no new engine after this time")
+    parser.add_argument("--json", type=Path, help="written anew after each run")
+    parser.add_argument("--dry-run", action="store_true", help="a tiny model and a few sequences, on a CPU")
+    options = parser.parse_args()
+    started = time.monotonic()
+    device = torch.device("cpu" if options.dry_run else "cuda")
+    name, dtype = ("tiny", torch.float32) if options.dry_run else ("q06b", torch.bfloat16)
+    shape, workload = SHAPES[name], mixed_256()
+    settings: dict[str, Any] = {"device": device.type, "attention_backend": "triton", "max_model_len": 4096}
+    if options.dry_run:
+        workload = small(workload, 2, 200, shape.vocab_size)
+        settings |= {"max_model_len": 64, "kv_cache_bytes": 2**20}
+    print_machine()
+    ceilings = measure_ceilings(device, dtype)
+    floor = floor_of(workload, shape, ceilings, dtype.itemsize)
+    num_tokens = sum(workload.lengths)
+    print(f"{workload}; {ceilings}")
+    print(
+        f"floor {floor.seconds:.2f} s, {num_tokens / floor.seconds:,.0f} tok/s: "
+        f"KV reads {floor.kv_reads:.2f}, weights {floor.weight_reads:.2f}, prefill {floor.prefill:.2f}",
+        flush=True,
+    )
+    records: list[Record] = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_checkpoint(Path(folder), shape, dtype)
+        if not options.dry_run:  # Triton compiles each kernel when it is first met; no run should hold that
+            for variant in (DEFAULT, "eager, overlap"):
+                run_variant(variant, model, workload, -1, **settings)
+        turns = [(turn, variant) for turn in range(options.rounds) for variant in VARIANTS]
+        for turn, variant in turns:
+            if time.monotonic() - started > options.seconds:
+                print(f"the time is up: {options.rounds} rounds were meant")
+                break
+            records += run_variant(variant, model, workload, turn, **settings)
+            print(json.dumps({key: records[-1][key] for key in ("variant", "turn", "tok_s")}), flush=True)
+            if options.json:
+                found = {"ceilings": asdict(ceilings), "floor": {**asdict(floor), "seconds": floor.seconds}}
+                options.json.write_text(json.dumps({**found, "out_tokens": num_tokens, "runs": records}))
+    print_results(records, floor)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""On a GPU: transformers' tokens through every way a step can take, and the same tokens from all of them.
+
+`bash ops/bench/gpu.sh` runs these. With GPU_TESTS_ON_CPU=1 they run where there is no GPU, through Triton's
+interpreter: slow, and no graph is captured, but their logic is tried.
+"""
+
+from __future__ import annotations
+
+import os
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
+
+from engine import Engine, EngineConfig, SamplingParams
+from tests.engine import test_determinism as determinism
+from tests.engine.checkpoints import SHAPES, Shape, make_checkpoint, pool_bytes
+from tests.engine.reference import Reference
+
+ON_CPU = os.environ.get("GPU_TESTS_ON_CPU") == "1"
+DEVICE = "cpu" if ON_CPU else "cuda"
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() and not ON_CPU, reason="needs a CUDA GPU, or GPU_TESTS_ON_CPU=1"
+)
+
+NUM_NEW_TOKENS = 3 if ON_CPU else 24
+GREEDY = SamplingParams(max_tokens=NUM_NEW_TOKENS, temperature=0.0, ignore_eos=True)
+BY_NAME = {shape.name: shape for shape in SHAPES}
+WAYS: dict[str, dict[str, Any]] = {
+    "graphs, overlap": {"enforce_eager": False, "async_scheduling": True},
+    "eager, overlap": {"enforce_eager": True, "async_scheduling": True},
+    "graphs": {"enforce_eager": False, "async_scheduling": False},
+    "eager": {"enforce_eager": True, "async_scheduling": False},
+}
+MODES: dict[str, dict[str, Any]] = {
+    "whole prompts": {},
+    "chunks": {"max_num_seqs": 6, "max_num_batched_tokens": 23},
+    "preempted": {"pool_blocks": 16, "max_num_batched_tokens": 65},
+}
+
+
+def config(folder: Path, shape: Shape, *, pool_blocks: int = 600, **changes: Any) -> EngineConfig:
+    values: dict[str, Any] = {
+        "dtype": "float32", "device": DEVICE, "attention_backend": "triton", "max_model_len": 200,
+        "max_num_seqs": 32, "max_num_batched_tokens": 2048, "kv_cache_bytes": pool_bytes(shape, pool_blocks),
+    }  # fmt: skip
+    return EngineConfig(str(folder), **{**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def shortened(references: dict[str, Reference]) -> dict[str, Reference]:
+    """The references; where the interpreter runs, four prompts of each and short answers."""
+    if not ON_CPU:
+        return references
+    few = {name: copy(reference) for name, reference in references.items()}
+    for reference in few.values():
+        reference.prompts = [reference.prompts[i] for i in (0, 2, 7, 8)]
+        reference.answers = [reference._generate(prompt)[:NUM_NEW_TOKENS] for prompt in reference.prompts]
+    return few
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
+def test_greedy_tokens_equal_transformers(way: str, mode: str, shortened: dict[str, Reference]) -> None:
+    """The checkpoint whose four heads share one KV head, in float32."""
+    reference, shape = shortened["gqa4_tied"], BY_NAME["gqa4_tied"]
+    with Engine(config(reference.folder, shape, **WAYS[way], **MODES[mode])) as engine:
+        completions = engine.generate(reference.prompts, GREEDY)
+        assert ON_CPU or (engine.stats().num_preemptions > 0) == (mode == "preempted")
+    assert reference.unexplained(completions) == []
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_checkpoint_gives_transformers_tokens(name: str, shortened: dict[str, Reference]) -> None:
+    """The default way: graphs, overlap and prefix cache."""
+    reference = shortened[name]
+    with Engine(config(reference.folder, BY_NAME[name])) as engine:
+        completions = engine.generate(reference.prompts, GREEDY)
+    assert reference.unexplained(completions) == []
+
+
+def test_the_torch_backend_agrees(shortened: dict[str, Reference]) -> None:
+    """The reference backend on the same device, with the same checkpoint."""
+    reference = shortened["gqa2_bias"]
+    with Engine(config(reference.folder, BY_NAME["gqa2_bias"], attention_backend="torch")) as engine:
+        completions = engine.generate(reference.prompts, GREEDY)
+    assert reference.unexplained(completions) == []
+
+
+def test_seeded_tokens_are_the_same_in_every_way_and_batch(folders: dict[str, Path]) -> None:
+    """Alone and eagerly, then all together through each way: sampling depends on neither."""
+    requests = determinism.requests()[: 2 if ON_CPU else 16]
+    if ON_CPU:
+        requests = [(prompt, replace(params, max_tokens=2)) for prompt, params in requests]
+    changes: dict[str, Any] = {"device": DEVICE, "attention_backend": "triton"}
+    alone = determinism.config(folders, max_num_seqs=1, **WAYS["eager"], **changes)
+    expected, _ = determinism.run(alone, requests)
+    for way in WAYS.values():
+        together = determinism.config(folders, max_num_seqs=24, **way, **changes)
+        assert determinism.run(together, requests)[0] == expected
+
+
+def test_bfloat16_heads_of_128_follow_float32(tmp_path: Path) -> None:
+    """Qwen3-0.6B's head shape in its own dtype: the first tokens, where float32 is sure of them."""
+    shape = Shape("wide", hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=128, tied=True, seed=7)
+    reference = Reference(make_checkpoint(tmp_path / "wide", shape))
+    reference.prompts = reference.prompts[: 3 if ON_CPU else 40]
+    half = config(reference.folder, shape, dtype="bfloat16")
+    first = replace(GREEDY, max_tokens=1)
+    with Engine(half) as engine:
+        tokens = [completion.token_ids[0] for completion in engine.generate(reference.prompts, first)]
+    sure = 0
+    for prompt, token in zip(reference.prompts, tokens, strict=True):
+        logits = reference.logits(prompt)
+        best, second = logits.topk(2).values.tolist()
+        if best - second > 0.1 * float(logits.std()):
+            sure += 1
+            assert token == int(logits.argmax())
+    assert sure > len(tokens) // 2
