@@ -85,11 +85,11 @@ class Workers:
         """What a worker has printed so far."""
         return (self.folder / f"worker-{self.processes.index(process)}.log").read_text()
 
-    def rq(self, *args: str) -> str:
+    def rq(self, *args: str, **env: str) -> str:
         """Run another `rq` command; return its output."""
         return subprocess.run(
             [*RQ, *args],
-            env=self.environment(),
+            env=self.environment(**env),
             cwd=self.folder,
             capture_output=True,
             text=True,
@@ -136,6 +136,17 @@ def leftovers(redis: Redis, *queues: str) -> list[str]:
         registry = StartedJobRegistry(name, connection=redis, serializer=JSONSerializer)
         found += registry.get_job_ids(cleanup=False)
     return found
+
+
+def assert_nothing_held(redis: Redis) -> None:
+    """Once every worker has left by itself, nothing of them or of what they held is in Redis."""
+    for pattern in ("rq:wip:*", "rq:execution:*", "rq:executions:*", "rq:queue:*:intermediate"):
+        assert list(redis.scan_iter(pattern)) == []
+    assert list(redis.scan_iter("rq:workers*")) == []
+    assert list(redis.scan_iter("rq:scheduler*")) == []
+    for key in redis.scan_iter("rq:worker:*"):
+        assert redis.hexists(key, "death")
+        assert 0 < redis.ttl(key) <= 60, "RQ shows a worker for a minute after its end"
 
 
 def text_of(result: Result) -> str:

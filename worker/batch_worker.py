@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import time
@@ -72,13 +73,17 @@ class BatchWorker(BaseWorker):
         Returns whether any job was brought to an end. Raises StartupError before the first claim,
         EngineFailed or IoThreadFailed where the worker cannot go on, SystemExit on a cold shutdown.
         """
-        settings = self._check_start(dequeue_strategy)
+        try:
+            settings = self._check_start(dequeue_strategy)
+        except StartupError as error:
+            self._stop_pool(error)
+            raise
         self._install_signal_handlers()
         if with_scheduler:  # forked before the engine loads and before any thread starts
             self._start_scheduler(burst, logging_level, date_format, log_format)
         try:
             started = time.monotonic()
-            engine = self.load_engine(settings)
+            engine = self._load(settings)
             self.log.info("Worker %s: model ready after %.1f s", self.name, time.monotonic() - started)
             try:
                 self.bootstrap(logging_level, date_format, log_format)
@@ -91,6 +96,29 @@ class BatchWorker(BaseWorker):
         finally:
             if self.scheduler:
                 self.stop_scheduler()
+
+    def _load(self, settings: WorkerSettings) -> EngineLike:
+        try:
+            return self.load_engine(settings)
+        except Exception as error:
+            from engine import ConfigError
+
+            if isinstance(error, ConfigError):
+                self._stop_pool(error)
+            raise
+
+    def _stop_pool(self, error: Exception) -> None:
+        """Stop the `rq worker-pool` that started this process: it would start the same failure for ever."""
+        pool = multiprocessing.parent_process()
+        if (
+            pool is not None
+            and pool.pid is not None
+            and "WorkerPool" in multiprocessing.current_process().name
+        ):
+            self.log.error(
+                "Worker %s: stopping the pool, none of its workers can start: %s", self.name, error
+            )
+            os.kill(pool.pid, signal.SIGTERM)
 
     def _sign_off(self) -> None:
         """Take the worker off RQ's lists; a server that is gone forgets it when its hash expires."""

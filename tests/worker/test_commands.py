@@ -1,0 +1,139 @@
+"""RQ's command line with our worker: pools, flags, suspend, requeue, empty, info."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from rq import Retry
+from rq.job import JobStatus
+
+from tests.rq_workers import Workers, stats_of, text_of, wait_until, wait_until_started
+
+F = "tests.worker.functions."
+
+
+def test_a_pool_of_workers_serves_and_leaves_when_done(workers: Workers) -> None:
+    jobs = [workers.queue(name).enqueue("jobs.complete", name) for name in ("high", "bulk")]
+    jobs.append(workers.queue("bulk").enqueue(F + "boom", "no", retry=Retry(max=1)))
+    pool = workers.start("--num-workers", "2", "--burst", command="worker-pool")
+    assert pool.wait(timeout=60) == 0, workers.log(pool)
+    assert [text_of(workers.result(job)) for job in jobs[:2]] == ["echo:high", "echo:bulk"]
+    assert jobs[2].get_status() == JobStatus.FAILED
+
+
+def test_a_pool_replaces_a_dead_worker_and_stops_warm(workers: Workers, tmp_path: Path) -> None:
+    gate = f"file:{tmp_path}/go"
+    pool = workers.start(command="worker-pool")
+    wait_until(lambda: workers.redis.smembers("rq:workers"))
+    victim = workers.redis.smembers("rq:workers").pop()
+    wait_until(lambda: workers.redis.hget(victim, "pid"))
+    os.kill(int(workers.redis.hget(victim, "pid") or 0), signal.SIGKILL)
+    job = workers.queue("bulk").enqueue("jobs.complete", gate)
+    wait_until_started(job)
+    pool.send_signal(signal.SIGTERM)
+    wait_until(lambda: "stop signal" in workers.log(pool))
+    (tmp_path / "go").touch()
+    assert pool.wait(timeout=30) == 0
+    assert text_of(workers.result(job)) == f"echo:{gate}"
+    workers.redis.flushall()  # the killed one could not sign off; RQ forgets it when its hash expires
+
+
+@pytest.mark.parametrize(
+    ("serializer", "environment", "message"),
+    [((), {}, "-S json"), (("-S", "json"), {"TOKENMILL_MAX_NUM_SEQS": "many"}, "TOKENMILL_MAX_NUM_SEQS")],
+)
+def test_a_pool_whose_workers_cannot_start_stops_with_the_reason(
+    workers: Workers, serializer: tuple[str, ...], environment: dict[str, str], message: str
+) -> None:
+    pool = workers.start("--num-workers", "2", command="worker-pool", serializer=serializer, **environment)
+    assert pool.wait(timeout=30) is not None
+    log = workers.log(pool)
+    assert "stopping the pool, none of its workers can start" in log
+    assert message in log
+    assert log.count("Starting worker started") <= 4, "it went on starting workers"
+
+
+def test_what_runs_goes_on_while_suspended_and_nothing_is_claimed(workers: Workers, tmp_path: Path) -> None:
+    gate = f"file:{tmp_path}/go"
+    queue = workers.queue("bulk")
+    running = [queue.enqueue("jobs.complete", gate), queue.enqueue(F + "meet", "gate")]
+    workers.start("--name", "w")
+    wait_until_started(*running)
+    workers.rq("suspend")
+    held = queue.enqueue("jobs.complete", "b", max_tokens=1)
+    (tmp_path / "go").touch()
+    workers.redis.rpush("gate", "go")
+    assert text_of(workers.result(running[0])) == f"echo:{gate}"
+    assert workers.result(running[1]).return_value == "go"
+    wait_until(lambda: workers.redis.hget("rq:worker:w", "state") == b"suspended")
+    assert held.get_status() == JobStatus.QUEUED
+    workers.rq("suspend", "--duration", "1")
+    assert text_of(workers.result(held)) == "echo:b", "it did not resume by itself"
+
+
+def test_no_worker_starts_while_suspended_and_a_burst_worker_leaves(workers: Workers, tmp_path: Path) -> None:
+    workers.rq("suspend")
+    process = workers.start()
+    assert process.wait(timeout=20) == 1
+    assert "suspended" in workers.log(process)
+    workers.rq("resume")
+    gated = workers.queue("bulk").enqueue("jobs.complete", f"file:{tmp_path}/go")
+    burst = workers.start("--burst")
+    wait_until_started(gated)
+    workers.rq("suspend")
+    left = workers.queue("bulk").enqueue("jobs.complete", "b", max_tokens=1)
+    (tmp_path / "go").touch()
+    assert burst.wait(timeout=20) == 0
+    assert gated.get_status() == JobStatus.FINISHED
+    assert left.get_status() == JobStatus.QUEUED
+
+
+def test_requeue_runs_a_failed_job_again(workers: Workers) -> None:
+    failed = workers.queue("bulk").enqueue("jobs.complete", "refuse")
+    workers.burst()
+    assert "Requeueing 1 jobs" in workers.rq("requeue", "-S", "json", "--queue", "bulk", "--all")
+    assert failed.get_status() == JobStatus.QUEUED
+    workers.burst()
+    assert failed.get_status() == JobStatus.FAILED
+    assert len(failed.results()) == 2
+
+
+def test_emptying_a_queue_leaves_what_runs(workers: Workers, tmp_path: Path) -> None:
+    gate = f"file:{tmp_path}/go"
+    running = workers.queue("bulk").enqueue(F + "meet", "gate")
+    workers.start(TOKENMILL_FUNCTION_THREADS="1")
+    workers.wait_for("gate:waiting")
+    late = workers.queue("late").enqueue("jobs.complete", gate)
+    assert "1 jobs removed from late queue" in workers.rq("empty", "-S", "json", "late", "bulk")
+    workers.redis.rpush("gate", "go")
+    assert workers.result(running).return_value == "go"
+    assert not workers.redis.exists(late.key)
+
+
+def test_rq_info_loads_no_model(workers: Workers, tmp_path: Path) -> None:
+    poison = tmp_path / "poison"
+    poison.mkdir()
+    for name in ("torch", "transformers", "pyarrow", "engine"):
+        (poison / f"{name}.py").write_text(f"raise SystemExit('{name} was imported')")
+    workers.queue("bulk").enqueue("jobs.complete", "hang")
+    workers.start("--name", "w")
+    wait_until(lambda: workers.redis.hget("rq:worker:w", "state") == b"busy")
+    python_path = f"{poison}:{workers.environment()['PYTHONPATH']}"
+    assert "worker w" in workers.rq("info", "--raw", "-w", "worker.BatchWorker", PYTHONPATH=python_path)
+
+
+def test_flags_set_what_they_set_in_rq(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = workers.environment()
+    del environment["TOKENMILL_LEASE_S"]
+    monkeypatch.setattr(workers, "environment", lambda: environment)
+    job = workers.queue("bulk").enqueue("jobs.complete", "hang")
+    flags = ("--worker-ttl", "100", "--job-monitoring-interval", "200", "--quiet", "--name", "my-worker")
+    process = workers.start(*flags)
+    wait_until(lambda: stats_of(workers, "my-worker").get("jobs_held") == 1)
+    assert 100 < workers.redis.ttl("rq:worker:my-worker") <= 160
+    lease = workers.redis.keys(f"rq:execution:{job.id}:*")
+    assert 200 < workers.redis.ttl(lease[0]) <= 245
+    assert workers.log(process) == ""
