@@ -1,17 +1,41 @@
-"""How much memory this process may still take."""
+"""How much memory this process may still take, and what it takes on a CPU besides weights and KV pool."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from engine.config import EngineConfig
+from engine.model_config import ModelConfig
+
 GIB = 2**30
 CPU_KV_CACHE_LIMIT = 4 * GIB
 CPU_KV_CACHE_SHARE = 4  # a quarter, so that two workers fit on a laptop
+# Python, torch, transformers and a tokenizer: 320 MiB seen with torch's CPU build, the rest is for fragments.
+LIBRARY_BYTES = 512 * 2**20
+ROWS_SAMPLED_AT_ONCE = 64  # the sampler's, whose scratch for each token of the vocabulary is 48 bytes
+BLOCK_BOOKS_BYTES = 1024  # of one block: table entries, its key with its tokens, the index that finds it
 
 
 def default_cpu_kv_cache_bytes(num_ranks: int) -> int:
     """For each rank the smaller of 4 GiB and its part of a quarter of the memory still allowed."""
     return min(CPU_KV_CACHE_LIMIT, allowed_bytes() // CPU_KV_CACHE_SHARE // num_ranks)
+
+
+def cpu_allowance_bytes(config: EngineConfig, model: ModelConfig, num_blocks: int, max_model_len: int) -> int:
+    """What an engine's process on a CPU takes at most besides weights and KV pool, by one rank.
+
+    The libraries; the largest step's tensors, in float32, with one sequence's keys, values and mask gathered
+    for attention; logits and the sampler's scratch; token ids and block tables of running sequences, and the
+    books of all blocks. Requests that wait are the caller's: 40 bytes for each token of a prompt.
+    """
+    num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
+    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    per_token = 4 * (6 * model.hidden_size + 4 * model.intermediate_size + 6 * heads)
+    longest_chunk = min(num_tokens, max_model_len)
+    attention = max_model_len * (8 * heads + 5 * longest_chunk)
+    logits = model.vocab_size * (8 * num_seqs + 48 * min(num_seqs, ROWS_SAMPLED_AT_ONCE))
+    slots = num_seqs * max_model_len * (4 + 40) + num_blocks * BLOCK_BOOKS_BYTES
+    return LIBRARY_BYTES + num_tokens * per_token + attention + logits + slots
 
 
 def allowed_bytes(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:

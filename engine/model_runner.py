@@ -207,17 +207,23 @@ class ModelRunner:
         self.cache = self._make_cache(num_blocks)
         scratch_bytes = self.cache.pool.nbytes
 
-        def warm_up() -> None:
-            for step in warm_up_steps(self._config, self._longest, num_blocks):
-                if self._tp.rank == 0:
-                    self.launch(step, nucleus_sampling(len(step.sample_rows))).wait()
-                else:
-                    self.follow(step)
-
         share = self._config.memory_utilization
-        room = measure_room(self._memory, share, warm_up, lambda: self._capture_graphs(self._longest))
+        room = measure_room(
+            self._memory,
+            share,
+            warm_up=lambda: self.warm_up(num_blocks),
+            capture=lambda: self._capture_graphs(self._longest),
+        )
         del self.cache
         return replace(room, pool_bytes=room.pool_bytes + scratch_bytes)
+
+    def warm_up(self, num_blocks: int) -> None:
+        """Run the largest steps of each kind over the pool's first num_blocks blocks, overwriting them."""
+        for step in warm_up_steps(self._config, self._longest, num_blocks):
+            if self._tp.rank == 0:
+                self.launch(step, nucleus_sampling(len(step.sample_rows))).wait()
+            else:
+                self.follow(step)
 
     @torch.inference_mode()
     def _capture_graphs(self, max_model_len: int) -> DecodeGraphs | None:

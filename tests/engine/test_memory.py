@@ -1,0 +1,262 @@
+"""The pool never overcommits: it leaves room for the rest on a GPU, and keeps to stated bytes on a CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import engine.model_runner
+from engine import ConfigError, Engine, EngineConfig, SamplingParams
+from engine.gpu_memory import SPARE_BYTES, GpuMemory, fits, measure_room
+from engine.kv_cache import KVCache
+from engine.model_runner import ModelRunner
+from engine.warm_up import warm_up_steps
+from tests.engine.checkpoints import Shape, make_checkpoint
+from tests.engine.graphs import simulate_graphs
+
+MIB = 2**20
+ROOT = Path(__file__).parents[2]
+
+
+class FakeGpu(GpuMemory):
+    """A GPU of which only the counting is real. `taken`: bytes that anyone holds now; `worst`: the most."""
+
+    def __init__(self, total_bytes: int, taken: int = 0) -> None:
+        self._total_bytes, self.taken, self.worst = total_bytes, taken, taken
+
+    @property
+    def total_bytes(self) -> int:
+        return self._total_bytes
+
+    def used_bytes(self) -> int:
+        return self.taken
+
+    def peak_bytes(self, run: Callable[[], None]) -> int:
+        before = self.worst = self.taken
+        run()
+        return self.worst - before
+
+    def take(self, num_bytes: int, owner: object = None) -> None:
+        """Until `owner` is gone, or for a moment if there is none."""
+        self.worst = max(self.worst, self.taken + num_bytes)
+        if owner is not None:
+            self.taken += num_bytes
+            weakref.finalize(owner, self.give, num_bytes)
+
+    def give(self, num_bytes: int) -> None:
+        self.taken -= num_bytes
+
+
+class Held:
+    """Something that holds memory."""
+
+
+# A GPU
+
+
+sizes = st.integers(0, 200 * MIB)
+
+
+@given(sizes, sizes, sizes, sizes, sizes, st.floats(0.1, 1.0))
+def test_pool_graphs_and_largest_step_fit_together(
+    others: int, weights: int, step: int, graphs: int, scratch: int, share: float
+) -> None:
+    """Whatever each of them takes; and nothing that could be used is left, save the spare."""
+    total = 1000 * MIB
+    gpu = FakeGpu(total, others + weights)
+    small_pool = Held()
+    gpu.take(scratch, small_pool)
+
+    def capture() -> Held:
+        held = Held()
+        gpu.take(graphs, held)
+        return held
+
+    room = measure_room(gpu, share, warm_up=lambda: gpu.take(step), capture=capture)
+    pool_bytes = max(0, room.pool_bytes + scratch)
+    del small_pool
+    assert gpu.taken == others + weights
+    everything = others + weights + graphs + step + pool_bytes
+    assert everything <= int(total * share) or pool_bytes == 0
+    if pool_bytes:
+        assert everything == int(total * share) - SPARE_BYTES
+        gpu.taken += pool_bytes + graphs
+        assert fits(gpu, share, room)
+        gpu.taken += SPARE_BYTES + 1
+        assert not fits(gpu, share, room)
+
+
+def start_on(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, *, graph_bytes: list[int], step_bytes: int
+) -> None:
+    """From now on engines start as on this GPU: pools, graphs and the tokens of a step take memory of it.
+
+    graph_bytes: of the graphs that are captured first, for measuring, and of those captured then.
+    """
+    simulate_graphs(monkeypatch)
+    make_cache, capture, launch = KVCache.__init__, ModelRunner._capture_graphs, ModelRunner.launch
+    bytes_left = list(graph_bytes)
+
+    def make_cache_there(cache: KVCache, **sizes: Any) -> None:
+        make_cache(cache, **sizes)
+        gpu.take(cache.pool.nbytes, cache)
+
+    def capture_there(runner: ModelRunner, max_model_len: int) -> Any:
+        graphs = capture(runner, max_model_len)
+        gpu.take(bytes_left.pop(0), graphs)
+        return graphs
+
+    def launch_there(runner: ModelRunner, step: Any, sampling: Any) -> Any:
+        gpu.take(step_bytes * len(step.token_ids))
+        return launch(runner, step, sampling)
+
+    monkeypatch.setattr(engine.model_runner, "gpu_memory", lambda device: gpu)
+    monkeypatch.setattr(KVCache, "__init__", make_cache_there)
+    monkeypatch.setattr(ModelRunner, "_capture_graphs", capture_there)
+    monkeypatch.setattr(ModelRunner, "launch", launch_there)
+
+
+def config(folder: Path, **changes: Any) -> EngineConfig:
+    """Half of 400 MiB, of which a step of 64 tokens takes 32 in the tests below."""
+    values: dict[str, Any] = {
+        "max_num_seqs": 5, "max_num_batched_tokens": 64, "max_model_len": 96, "memory_utilization": 0.5,
+    }  # fmt: skip
+    return EngineConfig(str(folder), **values | changes)
+
+
+def test_an_engine_takes_what_is_left_and_serves_within_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """200 MiB: 30 of others, 32 of a step, 20 of graphs, the spare; the pool is the rest, to a block."""
+    gpu = FakeGpu(400 * MIB, taken=30 * MIB)
+    start_on(gpu, monkeypatch, graph_bytes=[20 * MIB] * 2, step_bytes=MIB // 2)
+    with Engine(config(folder)) as built:
+        size = built._open_runner().pool_size
+        left = (200 - 30 - 32 - 20) * MIB - SPARE_BYTES
+        assert left - size.num_bytes // size.num_blocks < size.num_bytes <= left
+        assert gpu.taken == size.num_bytes + 50 * MIB
+        gpu.worst = 0
+        built.generate([[5] * 90] * 9, SamplingParams(max_tokens=4, ignore_eos=True))
+        assert 0 < gpu.worst <= 200 * MIB - SPARE_BYTES
+    assert gpu.taken == 30 * MIB
+
+
+@pytest.mark.parametrize(
+    ("taken", "changes", "message"),
+    [
+        (160, {}, "holds 0 blocks.* raise kv_cache_bytes or memory_utilization .* lower max_model_len"),
+        (
+            30,
+            {"kv_cache_bytes": 55 * MIB},
+            f"kv_cache_bytes={55 * MIB} .* {54 * MIB} bytes left of memory_uti",
+        ),
+    ],
+)
+def test_a_pool_that_does_not_fit_stops_the_start(
+    taken: int, changes: dict[str, Any], message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that is asked for in bytes."""
+    start_on(FakeGpu(400 * MIB, taken * MIB), monkeypatch, graph_bytes=[20 * MIB] * 2, step_bytes=MIB // 2)
+    with pytest.raises(ConfigError, match=message):
+        Engine(config(folder, **changes))
+
+
+def test_memory_that_is_taken_meanwhile_stops_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs that take more than when they were measured: a later step would find nothing left."""
+    gpu = FakeGpu(400 * MIB, 30 * MIB)
+    start_on(gpu, monkeypatch, graph_bytes=[20 * MIB, 21 * MIB + SPARE_BYTES], step_bytes=MIB // 2)
+    with pytest.raises(ConfigError, match="no longer fits into 50% of the GPU"):
+        Engine(config(folder))
+
+
+def test_a_gpu_that_is_too_small_for_the_largest_step_stops_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    start_on(FakeGpu(400 * MIB), monkeypatch, graph_bytes=[0, 0], step_bytes=0)
+    monkeypatch.setattr(ModelRunner, "launch", run_out)
+    with pytest.raises(ConfigError, match=r"ran out at start .* lower .*max_num_batched_tokens"):
+        Engine(config(folder))
+
+
+def test_gpu_memory_is_what_the_driver_says_after_torch_gave_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a peak counts what torch reserved, fragments included, above what it had before."""
+    calls: list[str] = []
+    fakes: dict[str, Callable[..., Any]] = {
+        "synchronize": lambda device: calls.append("synchronize"),
+        "empty_cache": lambda: calls.append("empty_cache"),
+        "mem_get_info": lambda device: calls.append("mem_get_info") or (300, 1000),
+        "memory_reserved": lambda device: 50,
+        "reset_peak_memory_stats": lambda device: calls.append("reset"),
+        "max_memory_reserved": lambda device: calls.append("peak") or 170,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    memory = GpuMemory(torch.device("cuda"))
+    assert memory.used_bytes() == 700
+    assert calls == ["synchronize", "empty_cache", "mem_get_info"]
+    calls.clear()
+    assert memory.peak_bytes(lambda: calls.append("run")) == 120
+    assert calls == ["synchronize", "empty_cache", "reset", "run", "synchronize", "peak"]
+    assert memory.total_bytes == 1000
+
+
+def test_warm_up_takes_the_largest_steps_of_each_kind() -> None:
+    """Full batches of prompts and of decodes, the longest context, and every length at which plans differ."""
+    limits = EngineConfig("m", max_num_seqs=6, max_num_batched_tokens=100, block_size=16)
+    steps = warm_up_steps(limits, max_model_len=5000, num_blocks=7)
+    shapes = [(len(step.query_lens), int(step.query_lens[0]), int(step.context_lens[0])) for step in steps]
+    assert shapes[:3] == [(6, 16, 16), (1, 100, 5000), (6, 1, 5000)]
+    contexts = [context for num_seqs, query_len, context in shapes[3:]]
+    assert contexts == sorted(contexts, reverse=True)
+    assert all(any(n // 2 < context <= n for context in contexts) for n in (128, 256, 512, 1024, 2048, 4096))
+    for step in steps:
+        assert len(step.token_ids) == len(step.positions) == step.query_lens.sum() <= 100
+        assert step.block_tables.max() < 7
+        assert step.slot_mapping.max() < 7 * 16
+        assert step.block_tables.shape[1] * 16 >= step.context_lens.max() > step.positions.max()
+        assert len(set(step.slot_mapping.tolist())) == len(step.slot_mapping)
+
+
+# A CPU
+
+
+def test_more_than_the_machine_has_is_refused(folder: Path) -> None:
+    """Its pages would be taken as they are written, and the process killed in mid-run."""
+    with pytest.raises(ConfigError, match=r"kv_cache_bytes=\d+ .* left of the memory this process may still"):
+        Engine(EngineConfig(str(folder), kv_cache_bytes=1 << 60))
+
+
+POOL_BYTES = 384 * MIB
+WIDE = Shape(
+    "wide", hidden_size=16, num_layers=8, num_heads=16, num_kv_heads=16, head_dim=256, max_positions=256
+)
+TOKEN_BYTES = WIDE.num_layers * 2 * WIDE.num_kv_heads * WIDE.head_dim * 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak RSS is read from /proc")
+def test_peak_rss_stays_within_pool_weights_and_the_stated_allowance(tmp_path: Path) -> None:
+    """A pool filled by the longest prompts, all at once; one of twice the bytes breaks the bound."""
+    folder = make_checkpoint(tmp_path / "wide", WIDE)
+    arguments = [sys.executable, "-m", "tests.engine.full_pool", str(folder), str(POOL_BYTES)]
+    output = subprocess.run(arguments, cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=240).stdout
+    kept, broken = map(json.loads, output.splitlines())
+    assert kept["fewest_free_blocks"] == 0
+    assert kept["max_running"] == POOL_BYTES // (WIDE.max_positions * TOKEN_BYTES)
+    assert kept["peak_rss"] > POOL_BYTES + kept["weights"]
+    assert kept["peak_rss"] <= POOL_BYTES + kept["weights"] + kept["allowance"]
+    assert broken["peak_rss"] > POOL_BYTES + broken["weights"] + broken["allowance"]
