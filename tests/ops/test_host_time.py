@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from ops.bench.host_time import STEPS, make_prompts, median_ms, start_engine
 from ops.bench.list_bookkeeping import TOKEN, ListEngine
@@ -11,7 +12,7 @@ from ops.bench.list_bookkeeping import TOKEN, ListEngine
 def test_both_bookkeepings_make_the_same_batches() -> None:
     """Over block ends; block numbers differ, the tokens' places in the blocks do not."""
     prompts = make_prompts(num_seqs=20, context=40)
-    engine, runner = start_engine(prompts)
+    engine, runner = start_engine(prompts, overlap=False)
     lists = ListEngine([[*prompt, TOKEN] for prompt in prompts], block_size=16)
     with engine:
         lists.step()  # the engine has decoded once already
@@ -26,9 +27,10 @@ def test_both_bookkeepings_make_the_same_batches() -> None:
             assert len(np.unique(theirs.slot_mapping)) == len(prompts)
 
 
-def test_every_measured_step_decodes_all_sequences() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_every_measured_step_decodes_all_sequences(overlap: bool) -> None:
     """Or a step's time would say nothing."""
-    engine, _ = start_engine(make_prompts(num_seqs=20, context=40))
+    engine, _ = start_engine(make_prompts(num_seqs=20, context=40), overlap=overlap)
     with engine:
         before = engine.stats()
         assert median_ms(engine.step, STEPS) > 0
