@@ -131,7 +131,7 @@ def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int) -> tupl
         rows = sum(map(sum, row_groups))
         raise InvalidJob(
             f"{rows} rows in {len(row_groups)} files make {num_shards} shards of at most {rows_per_shard} "
-            f"rows, more than the limit of {MAX_SHARDS}: give a larger rows_per_shard, or make several runs of it"
+            f"rows, more than the limit of {MAX_SHARDS}: raise rows_per_shard, or make several runs"
         )
     shards = [
         _shard(number, ends, start, min(rows_per_shard, ends[-1] - start))
