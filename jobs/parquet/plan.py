@@ -10,11 +10,7 @@ from functools import cached_property
 from itertools import accumulate, starmap
 from typing import Any, NamedTuple
 
-from ..errors import InvalidJob
 from .spec import RunSpec
-
-#: Each shard is a job in Redis, a file in the output and a line in the plan.
-MAX_SHARDS = 100_000
 
 #: Raised when a plan's meaning changes; a plan of another format is refused.
 FORMAT = 1
@@ -120,25 +116,31 @@ class Plan:
         )
 
 
+#: Towards a run's end a shard holds the rows that are left divided by this, so that as many workers end
+#: together; but never less than a share of `rows_per_shard`, nor than what keeps a worker's batch filled.
+TAIL_SHARE = 8
+MIN_TAIL_ROWS = 128
+
+
 def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int) -> tuple[Shard, ...]:
     """Cut files into shards of at most `rows_per_shard` rows, each within one file, in row order.
 
+    The last ones of a run of more than TAIL_SHARE shards are smaller. All depends on the arguments alone.
     row_groups: for each file the row count of each of its row groups. No row at all gives one empty shard, so
-    that every run has a part and readers find the schema. Raises InvalidJob beyond MAX_SHARDS.
+    that every run has a part and readers find the schema.
     """
-    num_shards = sum(-(-sum(groups) // rows_per_shard) for groups in row_groups)
-    if num_shards > MAX_SHARDS:
-        rows = sum(map(sum, row_groups))
-        raise InvalidJob(
-            f"{rows} rows in {len(row_groups)} files make {num_shards} shards of at most {rows_per_shard} "
-            f"rows, more than the limit of {MAX_SHARDS}: raise rows_per_shard, or make several runs"
-        )
-    shards = [
-        _shard(number, ends, start, min(rows_per_shard, ends[-1] - start))
-        for number, groups in enumerate(row_groups)
-        if (ends := list(accumulate(groups)))
-        for start in range(0, ends[-1], rows_per_shard)
-    ]
+    left = sum(map(sum, row_groups))
+    smallest = max(rows_per_shard // TAIL_SHARE, min(rows_per_shard, MIN_TAIL_ROWS))
+    if left <= TAIL_SHARE * rows_per_shard:
+        smallest = rows_per_shard
+    shards = []
+    for number, groups in enumerate(row_groups):
+        ends, start = list(accumulate(groups)), 0
+        while ends and start < ends[-1]:
+            wanted = min(rows_per_shard, max(smallest, left // TAIL_SHARE))
+            rows = min(wanted, ends[-1] - start)
+            shards.append(_shard(number, ends, start, rows))
+            start, left = start + rows, left - rows
     return tuple(shards) or (Shard(file=0, start=0, rows=0, first_group=0, num_groups=0, skip=0),)
 
 

@@ -38,6 +38,26 @@ def test_a_shard_names_just_the_row_groups_that_hold_its_rows(
             assert sum(held[:-1]) < shard.skip + shard.rows <= sum(held)
 
 
+def test_shards_shrink_towards_the_end_of_a_run_over_all_its_files() -> None:
+    sizes = [shard.rows for shard in cut_shards([[10_000], [700, 3300]], 1000)]
+    assert sizes[:7] == [1000] * 7  # 7,000 rows are left then
+    assert sizes[7:11] == [875, 765, 670, 586]
+    assert sizes[11] == 104  # where the first file ends
+    assert sizes[-8:] == [128] * 7 + [28]
+    assert cut_shards([[10_000], [700, 3300]], 1000) == cut_shards([[10_000], [700, 3300]], 1000)
+
+
+def test_a_short_run_has_shards_of_the_size_that_was_asked_for() -> None:
+    assert [shard.rows for shard in cut_shards([[8000]], 1000)] == [1000] * 8
+    assert [shard.rows for shard in cut_shards([[999]], 1000)] == [999]
+
+
+def test_small_shards_do_not_shrink() -> None:
+    """Smaller ones would not fill a worker's batch."""
+    assert [shard.rows for shard in cut_shards([[2000]], 128)] == [128] * 15 + [80]
+    assert [shard.rows for shard in cut_shards([[7]], 3)] == [3, 3, 1]
+
+
 def test_no_rows_at_all_give_one_empty_shard() -> None:
     assert [shard.rows for shard in cut_shards([[], [0, 0]], 10)] == [0]
 
