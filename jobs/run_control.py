@@ -82,7 +82,7 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
         queue = Queue(facts["queue"], connection=connection, serializer=JSONSerializer)
         removed = stopped = 0
         for start in range(0, len(ids), CHUNK):
-            lock.reacquire()
+            state.keep(lock)
             chunk = ids[start : start + CHUNK]
             removed += _remove_queued(queue, chunk)
             stopped += _stop_started(connection, chunk)

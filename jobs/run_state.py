@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 _TOTAL = b"total"
 
-#: A planner or canceller that is silent for this long has lost the lock; it notices before it writes on.
-LOCK_TTL_S = 60
+#: A planner or canceller that is silent for this long has lost the lock; it notices before it writes on. So
+#: this is also what one costs that was killed: short, as whoever only was slow takes the lock anew.
+LOCK_TTL_S = 10
 LOCK_WAIT_S = 120
 
 
@@ -121,9 +122,9 @@ class RunState:
 
     @contextmanager
     def lock(self) -> Iterator[Lock]:
-        """Hold the run for planning or cancelling; call `reacquire` on it between long steps.
+        """Hold the run for planning or cancelling; call `keep` on it between long steps.
 
-        Raises RunBusy when it cannot be had within LOCK_WAIT_S, or was lost before the body ended.
+        Raises RunBusy when it cannot be had within LOCK_WAIT_S, or was lost to another before the body ended.
         """
         from redis.exceptions import LockError
 
@@ -133,3 +134,16 @@ class RunState:
                 yield lock
         except LockError:
             raise RunBusy(self.run) from None
+
+    def keep(self, lock: Lock) -> None:
+        """Hold the lock on, or anew where it has run out and is free: another may have had it in between.
+
+        Raises redis.exceptions.LockError, RunBusy outside of `lock`, when another has it.
+        """
+        from redis.exceptions import LockNotOwnedError
+
+        try:
+            lock.reacquire()
+        except LockNotOwnedError:
+            if not lock.acquire(blocking=False):
+                raise

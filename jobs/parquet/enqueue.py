@@ -35,9 +35,9 @@ def enqueue_shards(connection: Redis, queue_name: str, folder: RunFolder, shards
     queue = Queue(queue_name, connection=connection, serializer=JSONSerializer)
     enqueued = 0
     with folder.state.lock() as lock:
-        folder.state.check_not_cancelled()
         for start in range(0, len(shards), CHUNK):
-            lock.reacquire()  # fails when the lock was lost, so that two planners never write at once
+            folder.state.keep(lock)  # fails when another has it, so that two planners never write at once
+            folder.state.check_not_cancelled()
             enqueued += _enqueue_chunk(queue, folder, shards[start : start + CHUNK])
     return enqueued
 

@@ -74,7 +74,7 @@ def run_until_killed(context: JobContext, spec: RunSpec, fuse: Fuse) -> int | No
 def release_lock(redis: Redis, spec: RunSpec) -> None:
     """Let the dead process's lock expire."""
     if redis.exists(run_lock_key(spec.run)):
-        assert 0 < redis.ttl(run_lock_key(spec.run)) <= 60
+        assert 0 < redis.ttl(run_lock_key(spec.run)) <= 10
         redis.delete(run_lock_key(spec.run))
 
 

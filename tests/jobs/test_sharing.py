@@ -11,9 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from redis import Redis
+from redis.lock import Lock
 
 from jobs.context import JobContext
-from jobs.errors import RunBusy
+from jobs.errors import RunBusy, RunCancelled
 from jobs.keys import run_lock_key
 from jobs.parquet.enqueue import enqueue_shards
 from jobs.parquet.names import PLAN
@@ -72,21 +73,53 @@ def test_workers_that_share_a_run_and_repeat_each_others_shards_write_each_row_o
     assert not list(output.glob("_tmp.*"))
 
 
+def enqueue_again(
+    redis: Redis, context: JobContext, arguments: tuple[str, str], state: type[RunState]
+) -> int:
+    """Plan a run, empty its queue, and enqueue its shards with another kind of state."""
+    run = score_parquet(context, *arguments, rows_per_shard=2)["run"]
+    redis.delete("rq:queue:bulk")
+    storage = Storage(context.data_roots)
+    plan = trusted_plan(storage, f"{arguments[1]}/{PLAN}", run, SharedFiles())
+    return enqueue_shards(redis, "bulk", RunFolder(storage, plan, state(redis, run), "e"), [0])
+
+
 def test_a_planner_that_lost_its_lock_enqueues_nothing_more(
     redis: Redis, make_context: MakeContext, arguments: tuple[str, str]
 ) -> None:
-    context = make_context()
-    run = score_parquet(context, *arguments, rows_per_shard=2)["run"]
-    redis.delete("rq:queue:bulk")
-
     class LosesTheLock(RunState):
-        def check_not_cancelled(self) -> None:
-            redis.set(run_lock_key(run), "another planner's")
+        def keep(self, lock: Lock) -> None:
+            redis.set(run_lock_key(self.run), "another planner's")
+            super().keep(lock)
 
-    storage = Storage(context.data_roots)
-    plan = trusted_plan(storage, f"{arguments[1]}/{PLAN}", run, SharedFiles())
-    folder = RunFolder(storage, plan, LosesTheLock(redis, run), "e")
     with pytest.raises(RunBusy):
-        enqueue_shards(redis, "bulk", folder, [0])
+        enqueue_again(redis, make_context(), arguments, LosesTheLock)
     assert queued_jobs(redis) == []
-    assert redis.get(run_lock_key(run)) == b"another planner's"
+    (lock,) = redis.keys("*lock*")
+    assert redis.get(lock) == b"another planner's"
+
+
+def test_a_planner_whose_lock_ran_out_goes_on_where_nobody_has_it(
+    redis: Redis, make_context: MakeContext, arguments: tuple[str, str]
+) -> None:
+    class IsSlow(RunState):
+        def keep(self, lock: Lock) -> None:
+            redis.delete(run_lock_key(self.run))
+            super().keep(lock)
+
+    assert enqueue_again(redis, make_context(), arguments, IsSlow) == 1
+    assert redis.keys("*lock*") == []
+
+
+def test_a_slow_planner_sees_what_was_cancelled_meanwhile(
+    redis: Redis, make_context: MakeContext, arguments: tuple[str, str]
+) -> None:
+    class IsSlow(RunState):
+        def keep(self, lock: Lock) -> None:
+            redis.delete(run_lock_key(self.run))
+            self.mark_cancelled()
+            super().keep(lock)
+
+    with pytest.raises(RunCancelled):
+        enqueue_again(redis, make_context(), arguments, IsSlow)
+    assert queued_jobs(redis) == []
