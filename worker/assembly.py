@@ -67,13 +67,7 @@ def assemble(
     )
     io = IoLoop(
         queues=worker.queues,
-        store=JobStore(
-            io_client,
-            worker.name,
-            lease_s,
-            not worker.disable_default_exception_handler,
-            settings.max_job_bytes,
-        ),
+        store=JobStore(io_client, worker.name, lease_s, not worker.disable_default_exception_handler),
         runner=runner,
         packer=packer,
         presence=Presence(

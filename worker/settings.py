@@ -52,9 +52,6 @@ class WorkerSettings(BaseSettings):
     allowed_webhook_hosts: Annotated[tuple[str, ...], NoDecode] = ()
     """Hosts that a job's webhooks may call; webhooks to others are dropped. Split at ','."""
 
-    max_job_bytes: int = Field(default=1 << 26, ge=1 << 10)
-    """A job whose payload is larger, unpacked, is failed without being read."""
-
     max_worker_deaths: int = Field(default=5, ge=1)
     """A job that was running when its worker died this many times is failed."""
 
@@ -100,6 +97,8 @@ class WorkerSettings(BaseSettings):
             return cls()  # type: ignore[call-arg]  # pydantic-settings fills `model` from the environment
         except ValidationError as error:
             raise SettingsError(_explain(error)) from error
+        except (UnicodeDecodeError, OSError) as error:
+            raise SettingsError(f".env cannot be read ({error}): write it in UTF-8, or remove it") from error
 
     @property
     def model_name(self) -> str:

@@ -14,6 +14,8 @@ from engine import Completion, EngineStats, InvalidRequest, SamplingParams
 from worker import BatchWorker
 from worker.settings import WorkerSettings
 
+MAX_MODEL_LEN = 1024
+
 
 @dataclass
 class _Sequence:
@@ -26,7 +28,8 @@ class _Sequence:
 
 @dataclass
 class FakeEngine:
-    """Answers each prompt with `echo:<prompt>` after max_tokens steps, `slots` sequences at a time.
+    """Answers each prompt with `echo:<prompt>` after max_tokens steps (at most MAX_MODEL_LEN), `slots`
+    sequences at a time.
 
     The prompt "hang" is never answered, "crash" makes the step raise, "refuse" is refused,
     "die" kills the process, "file:<path>" is answered once that file exists.
@@ -69,7 +72,7 @@ class FakeEngine:
             sequence.steps += 1
             if self._is_held(sequence):
                 continue
-            if sequence.steps >= sequence.params.max_tokens:
+            if sequence.steps >= min(sequence.params.max_tokens, MAX_MODEL_LEN):
                 self.running.remove(sequence)
                 done += [self._answer(sequence, index) for index in range(sequence.params.n)]
         return done
@@ -82,7 +85,7 @@ class FakeEngine:
         return Completion(
             request_id=sequence.request_id,
             index=index,
-            token_ids=list(range(sequence.params.max_tokens)),
+            token_ids=list(range(sequence.steps)),
             text=f"echo:{sequence.prompt}",
             finish_reason="length",
             num_prompt_tokens=len(sequence.prompt),

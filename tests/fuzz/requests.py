@@ -1,0 +1,54 @@
+"""Sampling values and chats: a request, or a named error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from engine import EngineError, SamplingParams
+from engine.prompts import PromptReader
+from engine.tokenizer import Tokenizer
+from jobs.errors import JobsError
+from jobs.prompt_task import chat_task, complete_task
+from tests.fuzz.named import check_says
+from tests.fuzz.values import MESSAGES, SAMPLING
+
+CHATS = st.tuples(MESSAGES, SAMPLING)
+VOCAB_SIZE, MAX_MODEL_LEN = 512, 256
+
+
+def check_sampling(tokenizer: Tokenizer, values: dict[str, Any]) -> None:
+    """The engine takes the values or refuses them by name, and so does a job that carries them."""
+    reader = PromptReader(tokenizer, VOCAB_SIZE, MAX_MODEL_LEN)
+    try:
+        params = SamplingParams.from_mapping(values)
+        reader.check_params(params)
+    except EngineError as error:
+        check_says(error)
+    else:
+        assert 1 <= params.n <= 128
+        assert params.max_tokens >= 1
+    values = {name: value for name, value in values.items() if name != "prompt"}
+    try:
+        complete_task("a", **values)
+    except JobsError as error:
+        check_says(error)
+
+
+def check_chat(tokenizer: Tokenizer, case: tuple[Any, dict[str, Any]]) -> None:
+    """A chat becomes token ids of the model's template, or a named error at one of the two gates."""
+    messages, sampling = case
+    reader = PromptReader(tokenizer, VOCAB_SIZE, MAX_MODEL_LEN)
+    sampling = {name: value for name, value in sampling.items() if name != "messages"}
+    try:
+        (request,) = chat_task(messages, **sampling).requests()
+        token_ids = reader.token_ids(tokenizer.chat_token_ids(request.messages or []))
+    except (JobsError, EngineError) as error:
+        check_says(error)
+    else:
+        assert 0 < len(token_ids) < MAX_MODEL_LEN
+    try:
+        tokenizer.chat_token_ids(messages)
+    except EngineError as error:
+        check_says(error)

@@ -1,0 +1,109 @@
+"""Hostile input of every kind ends in a result or a named error; `python -m ops.fuzz` tries far more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from redis import Redis
+
+from engine.tokenizer import Tokenizer
+from tests.fuzz.paths import ARGUMENTS, SHARDS, check_arguments, check_shard, make_tree
+from tests.fuzz.payloads import CASES, Hash, check_hashes
+from tests.fuzz.requests import CHATS, check_chat, check_sampling
+from tests.fuzz.settings_values import ENVIRONMENTS, check_settings
+from tests.fuzz.tables import FILES, Written, check_file
+from tests.fuzz.values import SAMPLING
+from tests.redis_server import running_redis_server
+from tests.rq_workers import ROOT, Workers
+
+
+def cases(number: int) -> settings:
+    """As many cases, the same ones in every run."""
+    return settings(
+        max_examples=number,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(ROOT / "ops" / "demo" / "model")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[Redis]:
+    with running_redis_server() as url, Redis.from_url(url) as client:
+        yield client
+
+
+@cases(500)
+@given(SAMPLING)
+def test_sampling_values(tokenizer: Tokenizer, values: dict[str, object]) -> None:
+    check_sampling(tokenizer, values)
+
+
+@cases(300)
+@given(CHATS)
+def test_chats(tokenizer: Tokenizer, case: tuple[object, dict[str, object]]) -> None:
+    check_chat(tokenizer, case)
+
+
+@cases(150)
+@given(FILES)
+def test_parquet_files(redis: Redis, folder: Path, case: Written) -> None:
+    files = folder / "files"
+    files.mkdir(exist_ok=True)
+    check_file(redis, files, case)
+
+
+@cases(200)
+@given(ENVIRONMENTS)
+def test_settings(folder: Path, case: tuple[dict[str, str], bytes | None]) -> None:
+    check_settings(folder, case)
+
+
+@pytest.fixture(scope="module")
+def tree(folder: Path) -> Path:
+    return make_tree(folder)
+
+
+@cases(300)
+@given(ARGUMENTS)
+def test_arguments_of_runs(tree: Path, case: tuple[object, object, dict[str, object]]) -> None:
+    check_arguments(tree, case)
+
+
+@cases(200)
+@given(SHARDS)
+def test_arguments_of_shards(tree: Path, case: tuple[object, object, object]) -> None:
+    check_shard(tree, case)
+
+
+def test_payloads(redis: Redis, tmp_path: Path) -> None:
+    hashes: list[Hash] = []
+
+    @cases(300)
+    @given(CASES)
+    def collect(case: Hash) -> None:
+        hashes.append(case)
+
+    collect()
+    socket = redis.connection_pool.connection_kwargs["path"]
+    workers = Workers(f"unix://{socket}", tmp_path)
+    workers.redis.flushall()
+    try:
+        check_hashes(workers, hashes, timeout_s=60)
+    finally:
+        workers.close()
+        workers.redis.close()
