@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from collections import Counter
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -19,6 +18,7 @@ from rq.job import Dependency, Job
 from rq.results import Result
 from rq.serializers import JSONSerializer
 
+from tests.fuzz.named import NAMED
 from tests.rq_workers import leftovers
 
 F = "tests.worker.functions."
@@ -26,7 +26,6 @@ QUEUES = ("high", "bulk")
 ROWS, ROWS_PER_SHARD = 300, 12
 REPEATS = 2
 _ENDS = (Result.Type.SUCCESSFUL, Result.Type.FAILED)
-_NAMED = re.compile(r"^(jobs|engine|worker)\.errors\.\w+:", re.MULTILINE)
 
 
 @dataclass
@@ -111,6 +110,12 @@ class Ledger:
     def is_idle(self) -> bool:
         """Whether no job waits and none runs."""
         return not self.backlog() and not any(self._redis.zcard(f"rq:wip:{name}") for name in QUEUES)
+
+    def state(self) -> tuple[int, ...]:
+        """Counts of what waits, runs, has ended and is written: they stand still where nothing goes on."""
+        registries = [f"rq:{kind}:{name}" for kind in ("wip", "finished", "failed") for name in QUEUES]
+        parts = sum(len(run.parts()) for run in self._runs)
+        return self.backlog(), *(self._redis.zcard(key) for key in registries), parts
 
     def ask_jobs(self, count: int) -> None:
         """Enqueue jobs: one of each kind after the other, on both queues."""
@@ -201,7 +206,7 @@ class Ledger:
         return [str(result.exc_string) for job in jobs if job and (result := job.latest_result())]
 
     def _without_name(self, run: Run) -> list[str]:
-        return [text[-400:] for text in self.failures(run) if not _NAMED.search(text)]
+        return [text[-400:] for text in self.failures(run) if not NAMED.search(text)]
 
     def resume_failed_runs(self) -> int:
         """Submit again what a fault of the files has failed, as its owner would; return how many."""

@@ -14,15 +14,26 @@ from tests.faults.proxy import lose_replies
 
 def cut_connections(faults: Harness, count: int) -> None:
     """CLIENT KILL of everybody, again and again, under two workers."""
-    names = [faults.start(), faults.start()]
+    names = _two_at_work(faults)
     for _ in range(count):
         faults.top_up()
         faults.a_moment(0.2)
         faults.redis.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        faults.redis.connection_pool.disconnect()  # our own others are cut as well
         faults.count("CLIENT KILL")
     for name in names:
         faults.end_cleanly(name)
     faults.settle("CLIENT KILL")
+
+
+def _two_at_work(faults: Harness) -> list[str]:
+    """Two workers that have begun: one that cannot reach Redis while it starts ends with an error."""
+    faults.ledger.ask_jobs(40)
+    names = [faults.start(), faults.start()]
+    deadline = time.monotonic() + 10
+    while not all(faults.plan_of(name).has_work.exists() for name in names) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return names
 
 
 def lost_replies(faults: Harness, count: int) -> None:
@@ -49,7 +60,7 @@ def lost_replies(faults: Harness, count: int) -> None:
 
 def server_faults(faults: Harness, count: int) -> None:
     """Redis killed and restarted, frozen past the lease, or out of memory, under two workers."""
-    names = [faults.start(), faults.start()]
+    names = _two_at_work(faults)
     kinds: list[tuple[str, Callable[[Harness], None]]] = [
         ("Redis killed and restarted", _restart_server),
         ("Redis frozen past the lease", _freeze_server),
