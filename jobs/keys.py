@@ -4,6 +4,12 @@ tokenmill:worker:<name>        string, JSON: the worker's statistics
 tokenmill:run:<run>            hash: what the CLI shows of a run (RunState)
 tokenmill:run:<run>:parts      hash: shard number -> JSON statistics of its part; `total` -> number of shards
 tokenmill:run:<run>:lock       string: token of whoever plans or cancels the run
+
+Those by which workers tell a call that was sent twice, or whose turn it is, belong to worker/_rq.py:
+
+tokenmill:claim:<token>        list: job ids that one claim has taken, for 10 minutes
+tokenmill:removed:<execution>  string: id of a job that ended and was not to be kept, for 2 minutes
+tokenmill:maintenance          string: the worker that looks for abandoned jobs in this period
 """
 
 #: A field of our own in RQ's job hash: how many sequences a job brings, where not one. A worker claims

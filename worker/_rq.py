@@ -356,8 +356,10 @@ class JobStore:
         """A job that can be read, None for one that is gone or damaged."""
         try:
             return Job.fetch(job_id, connection=self._client, serializer=JSONSerializer)
-        except RedisError:
-            raise
+        except RedisError as error:
+            if not _is_wrong_type(error):
+                raise
+            return None
         except Exception:  # noqa: BLE001  # a hash may hold anything; it must not stop the others
             return None
 
@@ -413,7 +415,7 @@ class JobStore:
         """Write `job.meta` of running jobs."""
         calls = [("progress", (*claimed.address, JSONSerializer.dumps(meta))) for claimed, meta in shown]
         if calls:
-            self._call_many(calls)
+            self._call_many(calls, keep_refusals=True)
 
     def clean_registries(self, queues: Sequence[Queue]) -> None:
         """Drop expired entries of finished and failed jobs, and workers that are gone.

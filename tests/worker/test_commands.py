@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 from rq import Retry
 from rq.job import JobStatus
+from rq.serializers import JSONSerializer
+from rq.worker import DequeueStrategy
 
 from tests.rq_workers import Workers, stats_of, text_of, wait_until, wait_until_started
+from worker import BatchWorker
+from worker.errors import StartupError
 
 F = "tests.worker.functions."
 
@@ -137,3 +141,9 @@ def test_flags_set_what_they_set_in_rq(workers: Workers, monkeypatch: pytest.Mon
     lease = workers.redis.keys(f"rq:execution:{job.id}:*")
     assert 200 < workers.redis.ttl(lease[0]) <= 245
     assert workers.log(process) == ""
+
+
+def test_a_dequeue_strategy_is_refused_because_queues_are_lanes(workers: Workers) -> None:
+    worker = BatchWorker(["bulk"], connection=workers.redis, serializer=JSONSerializer)
+    with pytest.raises(StartupError, match="--dequeue-strategy"):
+        worker.work(dequeue_strategy=DequeueStrategy.ROUND_ROBIN)

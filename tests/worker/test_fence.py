@@ -146,6 +146,19 @@ def test_a_dependent_of_two_jobs_that_end_together_is_queued_once(redis: Redis, 
     assert dependent.get_status() == JobStatus.STARTED
 
 
+def test_a_dependent_that_cannot_be_read_holds_up_no_other(redis: Redis, bulk: Queue) -> None:
+    first = bulk.enqueue("f")
+    bad, odd, good = (bulk.enqueue("f", depends_on=first) for _ in range(3))
+    redis.hset(bad.key, "created_at", "yesterday")
+    redis.delete(odd.key)
+    redis.set(odd.key, "no hash")
+    jobs = store(redis)
+    held = claim(jobs)[0]
+    assert jobs.finish([succeeded(held)]) == ["dependents"]
+    jobs.queue_dependents(held)
+    assert bulk.job_ids == [good.id]
+
+
 @pytest.mark.parametrize("second_queue", ["bulk", "high"])
 def test_a_job_enqueued_again_while_it_is_held_belongs_to_the_newest_execution_alone(
     redis: Redis, bulk: Queue, second_queue: str
@@ -178,6 +191,8 @@ def test_a_job_whose_keys_are_of_another_type_costs_no_other_its_lease(
     redis.set(damaged.format(ids[1]), "no hash")
     for key in redis.scan_iter("rq:execution:*"):
         redis.expire(key, 5)
+    jobs.show_progress([(claimed, {"rows_done": 1}) for claimed in held])
+    assert Job.fetch(ids[2], redis, JSONSerializer).meta == {"rows_done": 1}
     assert jobs.renew(held) == [held[1]]
     for claimed in (held[0], held[2]):
         assert redis.ttl(f"rq:execution:{claimed.job.id}:{claimed.execution.id}") > 5

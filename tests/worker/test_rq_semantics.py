@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from rq import Callback, Retry
 from rq.command import send_shutdown_command, send_stop_job_command
@@ -373,3 +375,17 @@ def test_job_meta_survives_and_descriptions_stay_out_of_the_log(workers: Workers
     log = workers.burst("--verbose")
     assert workers.job(job.id).meta == meta
     assert "secret words" not in log
+
+
+def test_a_running_shard_shows_its_progress_in_its_meta(workers: Workers, tmp_path: Path) -> None:
+    prompts = ["a", "b", "c", f"file:{tmp_path}/go"]
+    pq.write_table(pa.table({"prompt": prompts}), tmp_path / "in.parquet")
+    plan = workers.queue("bulk").enqueue(
+        "jobs.score_parquet", "in.parquet", "out", sampling={"max_tokens": 2}, result_ttl=60
+    )
+    workers.start("--name", "w")
+    run = workers.result(plan).return_value["run"]
+    wait_until(lambda: workers.job(f"{run}-00000").get_meta().get("rows_done") == 3)
+    assert workers.job(f"{run}-00000").meta["tokens"] == 6
+    (tmp_path / "go").touch()
+    wait_until(lambda: (tmp_path / "out" / "_SUCCESS").exists())
