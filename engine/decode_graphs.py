@@ -35,7 +35,8 @@ ROW_WORDS = 7  # int32 words of a row: token id, position and slot of two each, 
 class CudaCapture:
     """Records what a callable launches; all graphs share one memory pool, so only the largest one takes any.
 
-    They may share it because they never run at the same time and nothing in it outlives a replay.
+    They may share it because they never run at the same time and nothing in it outlives a replay. Make a new
+    one for another set of graphs: the pool is gone with the last graph in it.
     """
 
     def __init__(self, device: torch.device) -> None:

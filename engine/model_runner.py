@@ -68,7 +68,6 @@ class ModelRunner:
         self._model_config = model_config
         self._tp = tp
         self._sampled: Tensor | None = None  # [samples], by the step launched last
-        self._capture = choose_capture(config, self.backend, self.device)
         self._memory = gpu_memory(self.device)
         self._graphs: DecodeGraphs | None = None
         try:
@@ -228,14 +227,15 @@ class ModelRunner:
     @torch.inference_mode()
     def _capture_graphs(self, max_model_len: int) -> DecodeGraphs | None:
         """Capture decode steps over the pool as it is now; None if steps run without graphs."""
-        if self._capture is None:
+        capture = choose_capture(self._config, self.backend, self.device)
+        if capture is None:
             return None
         assert isinstance(self.backend, CapturableBackend)
         model, cache = self.model, self.cache  # not self: with this object the graphs shall go
         return DecodeGraphs(
             lambda batch: model.hidden_states(batch, cache),
             self.backend,
-            self._capture,
+            capture,
             max_num_seqs=self._config.max_num_seqs,
             max_model_len=max_model_len,
             block_size=self._config.block_size,

@@ -83,8 +83,8 @@ def simulate_graphs(monkeypatch: pytest.MonkeyPatch) -> SimulatedCapture:
     capture = SimulatedCapture()
     load = engine.model_runner.load_backend
 
-    def load_capturable(name: str, device: torch.device) -> CapturableBackend:
-        backend = load(name, device)
+    def load_capturable(name: str, device: torch.device, dtype: torch.dtype) -> CapturableBackend:
+        backend = load(name, device, dtype)
         return backend if isinstance(backend, CapturableBackend) else ReplayedTorch(device)
 
     monkeypatch.setattr(engine.model_runner, "load_backend", load_capturable)

@@ -1,0 +1,124 @@
+"""What may not happen while the engine serves or records: compiling a kernel, reading a tensor's values."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
+
+from engine import EngineConfig
+from engine.attention.triton_backend import TritonAttention
+from engine.batch import StepBatch
+from engine.decode_graphs import DecodeGraphs
+from engine.kernels.kv_tile import INTERPRETED
+from engine.kv_cache import KVCache
+from engine.layers.parallel import TensorParallel
+from engine.layers.rotary import RotaryEmbedding
+from engine.model_config import read_model_config
+from engine.model_runner import ModelRunner
+from engine.models.decoder import DecoderForCausalLM, DecoderParts
+from engine.models.registry import decoder_flags
+from engine.warm_up import make_step
+from tests.engine.graphs import SimulatedCapture, simulate_graphs
+from tests.engine.launches import record_launches
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="about CPUs: here the kernels run on a GPU")
+
+
+def mixed_step(rng: random.Random, num_blocks: int) -> StepBatch:
+    """Up to nine sequences, decodes or chunks, at any place of contexts of up to 5,000 tokens."""
+    query_lens = np.array([rng.choice((1, 1, rng.randrange(1, 80))) for _ in range(rng.randrange(1, 10))])
+    context_lens = query_lens + np.array([int(2 ** rng.uniform(0, 12)) for _ in query_lens])
+    parts = [make_step(1, q, c, 16, num_blocks) for q, c in zip(query_lens, context_lens, strict=True)]
+    width = max(part.block_tables.shape[1] for part in parts)
+    tables = [np.pad(part.block_tables, ((0, 0), (0, width - part.block_tables.shape[1]))) for part in parts]
+    return StepBatch(
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        positions=np.concatenate([part.positions for part in parts]),
+        slot_mapping=np.concatenate([part.slot_mapping for part in parts]),
+        sample_rows=np.cumsum(query_lens) - 1,
+        block_tables=np.concatenate(tables),
+        context_lens=context_lens,
+        query_lens=query_lens,
+    )
+
+
+def test_start_compiles_every_kernel_that_steps_use(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random steps, through graphs and without, launch no variant that the warm-up has not."""
+    simulate_graphs(monkeypatch)
+    seen = record_launches(monkeypatch)
+    limits = EngineConfig(
+        str(folders["gqa4_tied"]), attention_backend="triton", max_num_seqs=9, max_num_batched_tokens=800,
+        kv_cache_bytes=1 << 21,
+    )  # fmt: skip
+    monkeypatch.setattr(ModelRunner, "_longest", 6000)
+    folder = folders["gqa4_tied"]
+    runner = ModelRunner(limits, read_model_config(folder), folder, TensorParallel())
+    runner._graphs = None  # those are of its own, shorter sequences
+    seen.clear()
+    runner.warm_up(num_blocks=5)
+    at_start = set(seen)
+    runner._graphs = runner._capture_graphs(6000)
+    assert {name for name, _ in at_start} == {
+        "decode_kernel", "merge_kernel", "prefill_kernel", "store_kernel", "add_rms_norm_kernel",
+        "norm_and_rotate_kernel", "silu_and_mul_kernel",
+    }  # fmt: skip
+    rng = random.Random(0)
+    for _ in range(60):
+        runner.logits(mixed_step(rng, 5))
+    assert seen == at_start
+
+
+class NoHostReads(TorchDispatchMode):
+    """Fails on an operation that takes a CPU tensor; reading a meta tensor's values fails by itself."""
+
+    num_operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in torch.utils._pytree.tree_leaves((args, kwargs)):
+            assert not isinstance(value, torch.Tensor) or value.is_meta, func
+        self.num_operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["gqa2_tied_hub", "gqa2_bias"])
+def test_a_recorded_step_reads_nothing_on_the_host(
+    name: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole model on the meta device, whose tensors have no values: a recording GPU reads none."""
+    record_launches(monkeypatch)
+    model_config, meta = read_model_config(folders[name]), torch.device("meta")
+    backend = TritonAttention(torch.device("cpu"))
+    with meta:
+        rotary = RotaryEmbedding(
+            model_config.head_dim, 200, model_config.rope_theta, dtype=torch.bfloat16, device=meta
+        )
+        flags = decoder_flags(model_config.architecture)
+        parts = DecoderParts(model_config, flags, TensorParallel(), backend, torch.bfloat16)
+        model = DecoderForCausalLM(parts, rotary)
+    cache = KVCache(
+        num_layers=model_config.num_layers, num_blocks=3, block_size=16, dtype=torch.bfloat16, device=meta,
+        num_kv_heads=model_config.num_kv_heads, head_dim=model_config.head_dim,
+    )  # fmt: skip
+    mode, capture = NoHostReads(), SimulatedCapture()
+
+    def record(run: Any) -> Any:
+        with mode:
+            return capture(run)
+
+    DecodeGraphs(
+        lambda batch: model.hidden_states(batch, cache), backend, record, max_num_seqs=9, max_model_len=200,
+        block_size=16, num_kv_heads=model_config.num_kv_heads, hidden_size=model_config.hidden_size,
+        dtype=torch.bfloat16, device=meta,
+    )  # fmt: skip
+    assert capture.num_captured > 5
+    assert mode.num_operations > 20 * capture.num_captured
