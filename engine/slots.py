@@ -20,7 +20,8 @@ class SlotTable:
     token_ids: [slots, max_model_len] int32.  block_tables: [slots, max_blocks] int32.
     num_tokens, num_computed: [slots] int64, pending tokens and steps under way included.  num_known: [slots]
     int64, tokens whose id is in token_ids.  sample: [slots] int64, the sequence's place among the samples of
-    the last step it sampled in.  min_len: [slots] int64, tokens before an end token may come.
+    the last step it sampled in.  num_prompt, min_len: [slots] int64, tokens of the prompt, and before an end
+    token may come.
     temperature, top_p, min_p: [slots] float32.  top_k: [slots] int64, 0 is off.
     seed: [slots] uint64.  sample_index: [slots] uint64.
     """
@@ -34,6 +35,7 @@ class SlotTable:
         self.num_computed: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.num_known: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.sample: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.num_prompt: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.min_len: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.temperature: NDArray[np.float32] = np.zeros(max_num_seqs, np.float32)
         self.top_p: NDArray[np.float32] = np.ones(max_num_seqs, np.float32)
@@ -59,6 +61,7 @@ class SlotTable:
         self.block_tables[slot, : len(seq.block_table)] = seq.block_table
         self.num_tokens[slot] = self.num_known[slot] = seq.num_tokens
         self.num_computed[slot] = seq.num_computed_tokens
+        self.num_prompt[slot] = seq.num_prompt_tokens
         self.min_len[slot] = seq.num_prompt_tokens + params.min_tokens
         self.temperature[slot] = params.temperature
         self.top_p[slot] = params.top_p
