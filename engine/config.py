@@ -20,7 +20,8 @@ class EngineConfig:
     max_num_batched_tokens: tokens computed in one step, decodes and prefill chunks together.
     block_size: tokens per KV block.
     kv_cache_bytes: K and V of all layers, per rank; None takes the smaller of 4 GiB and a quarter of the
-        memory still allowed on CPU, and what a warm-up leaves free on GPU.
+        memory still allowed on CPU, and what a warm-up leaves free on GPU. What is not there is refused.
+        On CPU a process takes the weights and what engine.memory.cpu_allowance_bytes states besides.
     memory_utilization: share of the GPU's memory that may be taken once the engine runs, by whatever else is
         on it too: weights, KV pool, graphs, and the largest step. CPU does not read it.
     tensor_parallel_size: processes ("ranks") that share each layer, one GPU each; with 1 there is none but

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.batch import SamplingBatch, StepBatch
 from engine.config import EngineConfig
@@ -19,30 +18,35 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
     contexts, because a backend may cut longer ones into more pieces.
     """
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
-    prompt_len = min(num_tokens // num_seqs, max_model_len)
+    share, rest = divmod(num_tokens, num_seqs)
+    prompts = [min(share + (i < rest), max_model_len) for i in range(num_seqs)]
     contexts = [max_model_len]
     while contexts[-1] > FIRST_CONTEXT:
         contexts.append(contexts[-1] // 2)
     return [
-        make_step(num_seqs, prompt_len, prompt_len, config.block_size, num_blocks),
-        make_step(1, min(num_tokens, max_model_len), max_model_len, config.block_size, num_blocks),
-        make_step(num_seqs, 1, max_model_len, config.block_size, num_blocks),
-        *(make_step(1, 1, context, config.block_size, num_blocks) for context in contexts),
+        make_step(query_lens, context_lens, config.block_size, num_blocks)
+        for query_lens, context_lens in (
+            (prompts, prompts),
+            ([min(num_tokens, max_model_len)], [max_model_len]),
+            ([1] * num_seqs, [max_model_len] * num_seqs),
+            *(([1], [context]) for context in contexts),
+        )
     ]
 
 
-def make_step(num_seqs: int, query_len: int, context_len: int, block_size: int, num_blocks: int) -> StepBatch:
-    """A step of equal sequences, the last query_len tokens of each, all sampling; they share the blocks."""
-    tokens = np.arange(num_seqs * query_len)
-    tables = np.arange(num_seqs * -(-context_len // block_size)).reshape(num_seqs, -1) % num_blocks
+def make_step(query_lens: list[int], context_lens: list[int], block_size: int, num_blocks: int) -> StepBatch:
+    """A step of the last query_lens[i] of context_lens[i] tokens, all sampling; sequences share blocks."""
+    lens, contexts = np.array(query_lens, np.int64), np.array(context_lens, np.int64)
+    ends, tokens = np.cumsum(lens), np.arange(lens.sum())
+    shape = len(lens), -(-int(contexts.max()) // block_size)
     return StepBatch(
         token_ids=np.zeros_like(tokens),
-        positions=tokens % query_len + context_len - query_len,
+        positions=tokens + np.repeat(contexts - ends, lens),
         slot_mapping=tokens % (num_blocks * block_size),
-        sample_rows=np.arange(1, num_seqs + 1) * query_len - 1,
-        block_tables=tables.astype(np.int32),
-        context_lens=_repeat(context_len, num_seqs),
-        query_lens=_repeat(query_len, num_seqs),
+        sample_rows=ends - 1,
+        block_tables=(np.arange(shape[0] * shape[1], dtype=np.int32) % num_blocks).reshape(shape),
+        context_lens=contexts,
+        query_lens=lens,
     )
 
 
@@ -60,7 +64,3 @@ def nucleus_sampling(num_rows: int) -> SamplingBatch:
         position=counter,
         banned={},
     )
-
-
-def _repeat(value: int, count: int) -> NDArray[np.int64]:
-    return np.full(count, value, np.int64)

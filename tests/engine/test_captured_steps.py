@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,20 +33,9 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="about CPUs: here the ke
 
 def mixed_step(rng: random.Random, num_blocks: int) -> StepBatch:
     """Up to nine sequences, decodes or chunks, at any place of contexts of up to 5,000 tokens."""
-    query_lens = np.array([rng.choice((1, 1, rng.randrange(1, 80))) for _ in range(rng.randrange(1, 10))])
-    context_lens = query_lens + np.array([int(2 ** rng.uniform(0, 12)) for _ in query_lens])
-    parts = [make_step(1, q, c, 16, num_blocks) for q, c in zip(query_lens, context_lens, strict=True)]
-    width = max(part.block_tables.shape[1] for part in parts)
-    tables = [np.pad(part.block_tables, ((0, 0), (0, width - part.block_tables.shape[1]))) for part in parts]
-    return StepBatch(
-        token_ids=np.concatenate([part.token_ids for part in parts]),
-        positions=np.concatenate([part.positions for part in parts]),
-        slot_mapping=np.concatenate([part.slot_mapping for part in parts]),
-        sample_rows=np.cumsum(query_lens) - 1,
-        block_tables=np.concatenate(tables),
-        context_lens=context_lens,
-        query_lens=query_lens,
-    )
+    query_lens = [rng.choice((1, 1, rng.randrange(1, 80))) for _ in range(rng.randrange(1, 10))]
+    context_lens = [query_len + int(2 ** rng.uniform(0, 12)) for query_len in query_lens]
+    return make_step(query_lens, context_lens, 16, num_blocks)
 
 
 def test_start_compiles_every_kernel_that_steps_use(

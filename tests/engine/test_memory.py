@@ -220,12 +220,13 @@ def test_warm_up_takes_the_largest_steps_of_each_kind() -> None:
     limits = EngineConfig("m", max_num_seqs=6, max_num_batched_tokens=100, block_size=16)
     steps = warm_up_steps(limits, max_model_len=5000, num_blocks=7)
     shapes = [(len(step.query_lens), int(step.query_lens[0]), int(step.context_lens[0])) for step in steps]
-    assert shapes[:3] == [(6, 16, 16), (1, 100, 5000), (6, 1, 5000)]
+    assert shapes[:3] == [(6, 17, 17), (1, 100, 5000), (6, 1, 5000)]
+    assert [len(step.token_ids) for step in steps[:3]] == [100, 100, 6]
     contexts = [context for num_seqs, query_len, context in shapes[3:]]
     assert contexts == sorted(contexts, reverse=True)
     assert all(any(n // 2 < context <= n for context in contexts) for n in (128, 256, 512, 1024, 2048, 4096))
     for step in steps:
-        assert len(step.token_ids) == len(step.positions) == step.query_lens.sum() <= 100
+        assert len(step.token_ids) == len(step.positions) == step.query_lens.sum()
         assert step.block_tables.max() < 7
         assert step.slot_mapping.max() < 7 * 16
         assert step.block_tables.shape[1] * 16 >= step.context_lens.max() > step.positions.max()
