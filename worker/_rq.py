@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -46,6 +47,8 @@ from rq.utils import now, utcformat
 from rq.worker.base import BaseWorker
 from rq.worker_registration import clean_worker_registry
 
+from worker.errors import TooLarge
+
 MIN_REDIS_VERSION = (6, 2, 0)
 
 FAR_S = 10 * 365 * 86_400
@@ -73,6 +76,9 @@ EndStatus = Literal["finished", "failed", "stopped"]
 FinishReply = Literal["done", "again", "lost", "dependents", "refused"]
 
 _DATES = ("created_at", "enqueued_at", "started_at", "ended_at", "last_heartbeat")
+
+_ZLIB_MAX_RATIO = 1100
+"""No more than 1,032 bytes come out of one, says zlib's author."""
 
 _MAX_TTL_S = 10 * 365 * 86_400
 """Redis refuses larger ones, in the middle of a script."""
@@ -160,6 +166,7 @@ class JobStore:
         worker_name: str,
         lease_s: int,
         records_failures: bool = True,
+        max_job_bytes: int = 1 << 26,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._client = client
@@ -167,7 +174,7 @@ class JobStore:
         self._worker_key = f"{BaseWorker.redis_worker_namespace_prefix}{worker_name}"
         self._lease_s = lease_s
         self._records_failures = records_failures
-        self._clock = clock
+        self._max_job_bytes, self._clock = max_job_bytes, clock
         folder = resources.files("worker") / "lua"
         self._sources = {
             name: "".join((folder / f"{part}.lua").read_text() for part in ("holding", *heads, name))
@@ -216,6 +223,7 @@ class JobStore:
         try:
             values = dict(zip(fields[::2], fields[1::2], strict=True))
             deaths = int(values.get(b"worker_deaths", 0))
+            _check_size(values.get(b"data", b""), self._max_job_bytes)
             _restore_fields(job, values)
             _check(job)
         except Exception as error:  # noqa: BLE001  # a hash may hold anything; it must not stop the others
@@ -512,6 +520,21 @@ def printable(error: BaseException) -> str:
     """An error's traceback, in characters that Redis can take."""
     text = "".join(traceback.format_exception(error))
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _check_size(data: bytes, most: int) -> None:
+    """Raise TooLarge for a payload that would unpack to more than `most` bytes, without unpacking more."""
+    if len(data) * _ZLIB_MAX_RATIO <= most:
+        return
+    try:
+        num_bytes = len(zlib.decompressobj().decompress(data, most + 1))
+    except zlib.error:  # RQ takes it as it stands
+        num_bytes = len(data)
+    if num_bytes > most:
+        raise TooLarge(
+            f"the payload has more than the limit of {most} bytes: split the job, score a Parquet file, "
+            "or raise TOKENMILL_MAX_JOB_BYTES"
+        )
 
 
 def _restore_fields(job: Job, values: dict[bytes, bytes]) -> None:

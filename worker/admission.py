@@ -11,7 +11,10 @@ from rq.exceptions import DeserializationError
 from rq.job import Job
 
 from worker._rq import callback_names
-from worker.errors import BadPayload, NotAllowed
+from worker.errors import BadPayload, NotAllowed, TooLarge
+
+MAX_ID_CHARS = 255
+"""An id is in the names of a dozen keys, in the answer and in the log."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,14 @@ class Admission:
         self._allowed, self._webhook_hosts = frozenset(allowed), frozenset(webhook_hosts)
 
     def admit(self, job: Job) -> FunctionCall:
-        """Return what the job calls. Raises BadPayload or NotAllowed.
+        """Return what the job calls. Raises BadPayload, TooLarge or NotAllowed.
 
         Webhooks to hosts that are not allowed are taken off the job.
         """
+        if len(job.id) > MAX_ID_CHARS:
+            raise TooLarge(
+                f"the job's id has {len(job.id)} characters, more than the limit of {MAX_ID_CHARS}"
+            )
         call = _decode(job)
         if call.name not in self._allowed:
             raise NotAllowed("function", call.name)

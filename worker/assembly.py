@@ -67,7 +67,13 @@ def assemble(
     )
     io = IoLoop(
         queues=worker.queues,
-        store=JobStore(io_client, worker.name, lease_s, not worker.disable_default_exception_handler),
+        store=JobStore(
+            io_client,
+            worker.name,
+            lease_s,
+            not worker.disable_default_exception_handler,
+            settings.max_job_bytes,
+        ),
         runner=runner,
         packer=packer,
         presence=Presence(

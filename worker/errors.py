@@ -8,6 +8,7 @@ WorkerError
 ├── IoThreadFailed         the thread that talks to Redis raised; leases run out and others take over
 └── JobRefused             a job that must not run here: payload, function or callback
     ├── BadPayload         the payload is no JSON list of (function, instance, args, kwargs)
+    ├── TooLarge           the payload or the id is beyond its bound
     └── NotAllowed         a function or callback outside the allow list
 """
 
@@ -54,6 +55,10 @@ class JobRefused(WorkerError):
 
 class BadPayload(JobRefused):
     """The payload is not JSON, or not a call of a plain function."""
+
+
+class TooLarge(JobRefused):
+    """The payload, unpacked, or the id is beyond its bound."""
 
 
 class NotAllowed(JobRefused):

@@ -130,6 +130,8 @@ class JobRunner:
         job = RunningJob(next(self._numbers), claimed, lane)
         self._jobs[job.number] = job
         try:
+            if isinstance(claimed.damage, JobRefused):
+                raise claimed.damage
             if claimed.damage is not None:
                 raise BadPayload(f"its hash in Redis is damaged: {claimed.damage}")
             call = self._admission.admit(claimed.job)

@@ -52,6 +52,9 @@ class WorkerSettings(BaseSettings):
     allowed_webhook_hosts: Annotated[tuple[str, ...], NoDecode] = ()
     """Hosts that a job's webhooks may call; webhooks to others are dropped. Split at ','."""
 
+    max_job_bytes: int = Field(default=1 << 26, ge=1 << 10)
+    """A job whose payload is larger, unpacked, is failed without being read."""
+
     max_worker_deaths: int = Field(default=5, ge=1)
     """A job that was running when its worker died this many times is failed."""
 

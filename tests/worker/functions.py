@@ -90,3 +90,12 @@ def leave() -> None:
 
 async def add_later(a: int, b: int) -> int:
     return a + b
+
+
+def note_exception(job: Job, kind: Any, value: Any, trace: Any) -> None:
+    job.connection.rpush("callbacks", f"handler:{job.id}:{kind.__name__}")
+
+
+def note_and_end(job: Job, kind: Any, value: Any, trace: Any) -> bool:
+    job.connection.rpush("callbacks", f"last handler:{job.id}:{kind.__name__}")
+    return False

@@ -5,6 +5,7 @@ Left out, besides moments and ids of executions:
 - RQ copies a value into the job's field `result` where it saves the whole hash again; ours is in rq:results.
 - Our field `closed_by` tells a repeated call from a new one.
 - A failed job without failure_ttl is kept for a year by both; RQ keeps its results for ever.
+- RQ does not save when a job ended whose failure goes on no record.
 - RQ leaves a job in the dependents of those of its dependencies that ended before the last one.
 """
 
@@ -48,6 +49,8 @@ def _value(redis: Redis, key: str) -> Any:
     kind = redis.type(key)
     if kind == b"hash":
         fields = {name.decode(): value for name, value in redis.hgetall(key).items()}
+        if fields.get("status") == b"failed" and not redis.exists(key.replace("rq:job:", "rq:results:")):
+            fields["ended_at"] = b""
         return {name: _field(name, value) for name, value in fields.items() if name not in _UNLIKE}
     if kind == b"zset":
         return {member.decode(): _score(score) for member, score in redis.zrange(key, 0, -1, withscores=True)}

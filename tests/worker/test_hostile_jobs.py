@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rq.command import send_stop_job_command
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
-from tests.rq_workers import Workers, leftovers, wait_until_started
+from tests.rq_workers import Workers, leftovers, wait_until, wait_until_started
 
 
 class Bomb:
@@ -121,6 +122,18 @@ def test_a_bad_payload_fails_its_own_job_and_no_other(workers: Workers, payload:
     assert leftovers(workers.redis, "bulk") == []
 
 
+def test_a_payload_or_an_id_beyond_its_bound_fails_its_own_job_and_no_other(workers: Workers) -> None:
+    call = json.dumps(["jobs.complete", None, ["x" * 2000], {"max_tokens": 1}]).encode()
+    large, bomb = raw_job(workers, call), raw_job(workers, zlib.compress(call + b" " * (1 << 24)))
+    long = workers.queue("bulk").enqueue("jobs.complete", "a", job_id="x" * 256)
+    good = workers.queue("bulk").enqueue("jobs.complete", "x" * 100, max_tokens=1, job_id="x" * 255)
+    workers.burst(TOKENMILL_MAX_JOB_BYTES="1024")
+    for job in (large, bomb):
+        assert "TooLarge: the payload has more than the limit of 1024 bytes" in failure_of(workers, job)
+    assert "the job's id has 256 characters, more than the limit of 255" in failure_of(workers, long)
+    assert workers.result(good).return_value["choices"][0]["text"] == "echo:" + "x" * 100
+
+
 def test_a_refused_job_is_not_retried(workers: Workers) -> None:
     from rq import Retry
 
@@ -194,10 +207,18 @@ def test_a_message_that_is_no_command_leaves_the_worker_listening(workers: Worke
     assert "stopped by user" in str(workers.result(job).exc_string)
 
 
+def test_a_strangers_key_in_the_place_of_the_results_is_replaced(workers: Workers) -> None:
+    job = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
+    workers.redis.set(f"rq:results:{job.id}", "a text where RQ keeps a stream")
+    workers.burst()
+    assert workers.result(job).return_value["choices"][0]["text"] == "echo:a"
+
+
 def test_an_end_that_redis_refuses_holds_up_no_other(workers: Workers) -> None:
-    bad = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
-    workers.redis.set(f"rq:results:{bad.id}", "a text where RQ keeps a stream")
+    bad = workers.queue("high").enqueue("jobs.complete", "a", max_tokens=1)
+    workers.redis.set("rq:finished:high", "a text where RQ keeps a registry")
     good = [workers.queue("bulk").enqueue("jobs.complete", "b", max_tokens=1) for _ in range(3)]
-    log = workers.burst()
-    assert [job.get_status() for job in good] == [JobStatus.FINISHED] * 3
-    assert f"job {bad.id}: the server refuses to write its end" in log
+    process = workers.start("--maintenance-interval", "600")
+    for job in good:
+        workers.result(job)
+    wait_until(lambda: f"job {bad.id}: the server refuses to write its end" in workers.log(process))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,67 @@ def test_jobs_of_one_batch_each_get_their_own_answer_and_leave_nothing_behind(wo
     stats = stats_of(workers, "w")
     assert stats["max_running"] >= 32
     assert stats["jobs_finished"] == 200
+
+
+def test_every_step_of_a_job_has_rqs_status_and_registry(workers: Workers, tmp_path: Path) -> None:
+    gate, queue = f"file:{tmp_path}/go", workers.queue("bulk")
+    runs, fails = queue.enqueue("jobs.complete", gate), queue.enqueue("jobs.complete", "refuse")
+    waits = queue.enqueue("jobs.complete", "a", max_tokens=1, depends_on=runs)
+    later = queue.enqueue_in(timedelta(hours=1), "jobs.complete", "a")
+    assert [job.get_status() for job in (runs, waits, later)] == ["queued", "deferred", "scheduled"]
+    process = workers.start("--name", "w")
+    workers.result(fails)
+    wait_until_started(runs)
+    runs.refresh()
+    assert runs.worker_name == "w"
+    assert runs.started_at is not None
+    assert runs.ended_at is None
+    assert queue.started_job_registry.get_job_ids() == [runs.id]
+    assert [execution.job_id for execution in runs.get_executions()] == [runs.id]
+    assert workers.redis.hget("rq:worker:w", "current_job") == runs.id.encode()
+    (tmp_path / "go").touch()
+    workers.result(waits)
+    process.terminate()
+    assert process.wait(timeout=20) == 0
+    jobs = (runs, waits, fails, later)
+    assert [job.get_status() for job in jobs] == ["finished", "finished", "failed", "scheduled"]
+    assert queue.finished_job_registry.get_job_ids() == [runs.id, waits.id]
+    assert queue.failed_job_registry.get_job_ids() == [fails.id]
+    assert queue.scheduled_job_registry.get_job_ids() == [later.id]
+    assert queue.deferred_job_registry.get_job_ids() == []
+    assert queue.job_ids == []
+    shown = workers.rq("info", "--raw", "-Q", "bulk")
+    assert "queue bulk 0, 0 executing, 2 finished, 1 failed" in shown
+
+
+def test_an_id_that_is_enqueued_again_while_it_waits_runs_once_with_the_newest_arguments(
+    workers: Workers,
+) -> None:
+    """RQ's own worker runs it once for each entry on the queue."""
+    for prompt in ("old", "new"):
+        job = workers.queue("bulk").enqueue("jobs.complete", prompt, job_id="same", max_tokens=1)
+    workers.burst()
+    assert [result.return_value["choices"][0]["text"] for result in job.results()] == ["echo:new"]
+    workers.queue("bulk").enqueue("jobs.complete", "again", job_id="same", max_tokens=1)
+    workers.burst()
+    texts = [result.return_value["choices"][0]["text"] for result in job.results()]
+    assert texts == ["echo:again", "echo:new"], "a finished id was not run again"
+
+
+@pytest.mark.parametrize("second_queue", ["bulk", "high"])
+def test_an_id_that_is_enqueued_again_while_it_runs_is_answered_for_the_newest_arguments(
+    workers: Workers, second_queue: str
+) -> None:
+    """RQ's own worker answers both, one after the other; here what runs is dropped."""
+    old = workers.queue("bulk").enqueue("jobs.complete", "hang", job_id="same")
+    process = workers.start("--name", "w")
+    wait_until_started(old)
+    new = workers.queue(second_queue).enqueue("jobs.complete", "new", job_id="same", max_tokens=1)
+    assert text_of(workers.result(new)) == "echo:new"
+    wait_until(lambda: stats_of(workers, "w").get("jobs_held") == 0)
+    process.terminate()
+    assert process.wait(timeout=20) == 0
+    assert len(new.results()) == 1
 
 
 def test_the_high_queue_is_answered_before_the_bulk_queue_drains(workers: Workers) -> None:
@@ -163,6 +225,21 @@ def test_a_retried_job_keeps_its_place_and_counts_as_rq_counts(workers: Workers)
     assert first.get_status() == JobStatus.FAILED
     assert workers.redis.llen("callbacks") == 2
     assert len(first.results()) == 1
+
+
+def test_a_stopped_callback_that_raises_is_told_in_the_result_and_harms_nobody(workers: Workers) -> None:
+    queue = workers.queue("bulk")
+    hang = queue.enqueue("jobs.complete", "hang", on_stopped=Callback(F + "on_stopped_raises"))
+    other = queue.enqueue("jobs.complete", "hang")
+    workers.start("--name", "w")
+    wait_until_started(hang, other)
+    send_stop_job_command(workers.redis, hang.id, serializer=JSONSerializer)
+    assert "the stopped callback raised" in (workers.result(hang).exc_string or "")
+    assert hang.get_status() == JobStatus.STOPPED
+    wait_until(lambda: stats_of(workers, "w").get("jobs_held") == 1)
+    assert other.get_status() == JobStatus.STARTED
+    good = queue.enqueue("jobs.complete", "a", max_tokens=1)
+    assert text_of(workers.result(good)) == "echo:a"
 
 
 def test_a_success_callback_that_raises_fails_the_job(workers: Workers) -> None:

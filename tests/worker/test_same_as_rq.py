@@ -85,6 +85,14 @@ def dependents(bulk: Queue, high: Queue) -> None:
     )
 
 
+def failures_without_a_record(bulk: Queue, high: Queue) -> None:
+    bulk.enqueue(F + "boom", "no", job_id="fails")
+    bulk.enqueue(F + "boom", "no", job_id="retries", retry=Retry(max=1))
+    bulk.enqueue(F + "boom", "no", job_id="callback-raises", on_failure=Callback(F + "on_failure_raises"))
+    bulk.enqueue(F + "always_ask_for_retry", 1, job_id="asks-too-often")
+    bulk.enqueue(F + "add", 1, 1, job_id="fine")
+
+
 def queued_jobs_that_went(bulk: Queue, high: Queue) -> None:
     bulk.enqueue(F + "add", 1, 1, job_id="cancelled").cancel()
     bulk.enqueue(F + "add", 1, 1, job_id="deleted").delete()
@@ -98,30 +106,33 @@ def queued_jobs_that_went(bulk: Queue, high: Queue) -> None:
     parent.cancel()
 
 
-KINDS: list[Callable[[Queue, Queue], None]] = [
-    results_and_times_to_live,
-    failures_and_retries,
-    callbacks,
-    dependents,
-    queued_jobs_that_went,
+HANDLERS = ("--exception-handler", F + "note_exception", "--exception-handler", F + "note_and_end")
+
+KINDS: list[tuple[Callable[[Queue, Queue], None], tuple[str, ...]]] = [
+    (results_and_times_to_live, ()),
+    (failures_and_retries, ("--results-ttl", "900")),
+    (callbacks, HANDLERS),
+    (dependents, ()),
+    (failures_without_a_record, ("--disable-default-exception-handler", *HANDLERS)),
+    (queued_jobs_that_went, ()),
 ]
 
 
-def run(workers: Workers, enqueue: Callable[[Queue, Queue], None], **options: Any) -> dict[str, Any]:
+def run(workers: Workers, enqueue: Callable[[Queue, Queue], None], *flags: str, **options: Any) -> Any:
     workers.redis.flushall()
     enqueue(workers.queue("bulk"), workers.queue("high"))
-    workers.burst("--name", "w", **options)
-    counts = {
-        name: workers.redis.hget("rq:worker:w", name) for name in ("successful_job_count", "failed_job_count")
-    }
+    workers.burst("--name", "w", *flags, **options)
+    counters = ("successful_job_count", "failed_job_count")
     state = state_of(workers.redis)
     if "callbacks" in state:
         state["callbacks"]["value"].sort()
-    return {**state, "counts": counts}
+    return {**state, "counts": {name: workers.redis.hget("rq:worker:w", name) for name in counters}}
 
 
-@pytest.mark.parametrize("enqueue", KINDS, ids=lambda kind: kind.__name__)
-def test_jobs_leave_the_same_state_behind(workers: Workers, enqueue: Callable[[Queue, Queue], None]) -> None:
-    expected = run(workers, enqueue, worker_class="rq.SimpleWorker")
-    found = run(workers, enqueue)
+@pytest.mark.parametrize(("enqueue", "flags"), KINDS, ids=lambda value: getattr(value, "__name__", ""))
+def test_jobs_leave_the_same_state_behind(
+    workers: Workers, enqueue: Callable[[Queue, Queue], None], flags: tuple[str, ...]
+) -> None:
+    expected = run(workers, enqueue, *flags, worker_class="rq.SimpleWorker")
+    found = run(workers, enqueue, *flags)
     assert found == expected

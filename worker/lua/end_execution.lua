@@ -14,7 +14,7 @@ end
 
 local function was_ended_before()
   if redis.call('EXISTS', removed_by) == 1 or redis.call('HGET', job, 'closed_by') == eid then return true end
-  local latest = redis.call('XREVRANGE', results, '+', '-', 'COUNT', 1)[1]
+  local latest = (guarded(redis.call, 'XREVRANGE', results, '+', '-', 'COUNT', 1) or {})[1]
   for i = 1, latest and #latest[2] or 0, 2 do
     if latest[2][i] == 'execution_id' and latest[2][i + 1] == eid then return true end
   end
@@ -40,7 +40,11 @@ end
 -- field tells that this execution has ended it.
 local function add_result(first)
   if #ARGV >= first then
-    redis.call('XADD', results, 'MAXLEN', '~', 10, '*', unpack(ARGV, first))
+    local function add() return redis.call('XADD', results, 'MAXLEN', '~', 10, '*', unpack(ARGV, first)) end
+    if not guarded(add) then
+      redis.call('DEL', results) -- no stream: whatever a stranger left there must not run the job for ever
+      add()
+    end
   else
     redis.call('HSET', job, 'closed_by', eid)
   end
