@@ -44,7 +44,7 @@ def main() -> int:
             if options.only:
                 SCENARIOS[options.only](faults, options.count)
             else:
-                refused = one_of_each(faults, min(left, 400))
+                refused = one_of_each(faults, min(left, 400), slow=not faults.faults)
             now = time.monotonic()
             longest_s = max(longest_s, now - round_started)
             print(faults.table(), *refused, f"{now - started:.0f} s so far\n", sep="\n", flush=True)

@@ -93,6 +93,8 @@ class WorkerPlan:
     """A checkpoint to run instead of the fake engine."""
     kv_cache_bytes: int = 0
     """The pool of the real engine."""
+    ranks: int = 1
+    """Its tensor-parallel ranks."""
 
     @property
     def mark(self) -> Path:
@@ -133,6 +135,7 @@ def serve(plan: WorkerPlan) -> None:
             TOKENMILL_DTYPE="float32",
             TOKENMILL_DEVICE="cpu",
             TOKENMILL_TORCH_THREADS="1",
+            TOKENMILL_TENSOR_PARALLEL_SIZE=str(plan.ranks),
         )
     run_state.LOCK_TTL_S = plan.lease_s  # a planner's lease, as short as a job's
     _before(JobRunner, "begin", plan.has_work.touch)

@@ -93,7 +93,7 @@ class Harness:
     def send(self, name: str, number: signal.Signals) -> None:
         """Send a signal to a worker that may be gone already."""
         with suppress(ProcessLookupError):
-            os.kill(self._live[name][1].pid or 0, number)
+            os.kill(self.pid_of(name), number)
 
     def end(self, name: str, number: signal.Signals = signal.SIGKILL) -> int | None:
         """Signal a worker that still lives, wait for it and return its exit code."""
@@ -128,6 +128,9 @@ class Harness:
         """Whether the worker's planned fault has come."""
         return self._live[name][0].mark.exists()
 
+    def pid_of(self, name: str) -> int:
+        return self._live[name][1].pid or 0
+
     def is_alive(self, name: str) -> bool:
         return self._live[name][1].is_alive()
 
@@ -156,9 +159,12 @@ class Harness:
         while len(run.parts()) < count and time.monotonic() < deadline:
             time.sleep(0.005)
 
-    def settle(self, scenario: str, resume: bool = False) -> None:
-        """Let clean workers finish everything, and audit. resume: submit failed runs again."""
-        clean = [*self._live, *(self.start() for _ in range(2 - len(self._live)))]
+    def settle(self, scenario: str, resume: bool = False, **plan: Any) -> None:
+        """Let clean workers finish everything, and audit.
+
+        resume: submit failed runs again. plan: further fields of the clean workers' WorkerPlan.
+        """
+        clean = [*self._live, *(self.start(**plan) for _ in range(2 - len(self._live)))]
         state, deadline = self.ledger.state(), time.monotonic() + STUCK_S
         while not self.ledger.all_ended():
             time.sleep(0.1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.faults import file_faults, server_faults, worker_faults
+from tests.faults import engine_faults, file_faults, server_faults, worker_faults
 from tests.faults.harness import Harness
 from tests.faults.mounts import MountRefused
 
@@ -22,16 +22,26 @@ SCENARIOS: dict[str, Callable[[Harness, int], None]] = {
     "full_disks": file_faults.full_disks,
     "read_only_disks": file_faults.read_only_disks,
     "changed_inputs": file_faults.changed_inputs,
+    "kv_exhaustion": engine_faults.kv_exhaustion,
+    "rank_kills": engine_faults.rank_kills,
 }
 
 _SHARE = {"kills": 1.0, "cut_connections": 0.1}
-"""Faults of a scenario for each kill of a round; 0.015 for those that are not named."""
+"""Faults of a scenario for each kill of a round, but at least 3; 0.015 for those that are not named."""
+
+_SLOW = ("kv_exhaustion", "rank_kills")
+"""Each worker of these loads a model."""
 
 
-def one_of_each(faults: Harness, kills: int) -> list[str]:
-    """A round of every scenario, most of it kills; return what this machine does not permit."""
+def one_of_each(faults: Harness, kills: int, slow: bool) -> list[str]:
+    """A round of every scenario, most of it kills; return what this machine does not permit.
+
+    slow: with those whose workers take seconds to start.
+    """
     refused = []
     for name, scenario in SCENARIOS.items():
+        if name in _SLOW and not slow:
+            continue
         try:
             scenario(faults, max(3, int(kills * _SHARE.get(name, 0.015))))
         except MountRefused as error:
