@@ -66,20 +66,23 @@ class Written:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
+_NAMES = st.sampled_from(["a b", "", "é", "\0", "_x", "prompt ", "completion"])
+_LIKELY = {"prompt": ["string", "large_string", "dictionary"], "chat": ["chat"]}
+_MOST = st.sampled_from([True] * 7 + [False])
+"""A case that is wrong in every way shows only the first check."""
+
+
 @st.composite
 def _columns(draw: st.DrawFn) -> list[tuple[str, str, list[Any]]]:
     rows = draw(st.sampled_from([0, 1, 2, 3, 7, 40]))
-    names = draw(
-        st.lists(
-            st.sampled_from(["prompt", "prompt", "id", "chat", "a b", "", "é", "error"]),
-            min_size=1,
-            max_size=4,
-        )
-    )
+    names = ["prompt", "id", "chat", *draw(st.lists(_NAMES, max_size=2, unique=True))]
+    names = list(dict.fromkeys(names)) if draw(_MOST) else names
     columns = []
     for name in names:
-        likely = ["string", "large_string", "dictionary"] if name == "prompt" else list(_KINDS)
-        kind = draw(st.sampled_from(likely) | st.sampled_from(list(_KINDS)))
+        likely = {"prompt": ["string", "large_string", "dictionary"], "chat": ["chat"]}.get(
+            name, list(_KINDS)
+        )
+        kind = draw(st.sampled_from(likely if draw(_MOST) else list(_KINDS)))
         few = draw(st.lists(_KINDS[kind][1], min_size=1, max_size=5))
         columns.append((name, kind, [few[row % len(few)] for row in range(rows)]))
     return columns
@@ -115,18 +118,25 @@ _ARGUMENTS = st.fixed_dictionaries(
     optional={
         "prompt_column": st.sampled_from(["id", "chat", "", "nope"]) | TEXTS,
         "messages_column": st.sampled_from(["chat", "prompt", "nope"]),
-        "template": st.sampled_from(["{prompt}", "{id} {chat}", "{", [{"role": "user", "content": "{id}"}]])
-        | JSON,
+        "template": st.sampled_from(["{prompt}", "{id} {chat}", "{"]) | st.just([_ASKED]) | JSON,
     },
+)
+_GOOD_ARGUMENTS = st.sampled_from(
+    [
+        {"rows_per_shard": 3},
+        {"rows_per_shard": 1000, "template": "{prompt} {id}"},
+        {"rows_per_shard": 1000, "messages_column": "chat"},
+        {"rows_per_shard": 7, "template": [_ASKED]},
+    ]
 )
 FILES = st.builds(
     Written,
     _columns(),
     _OPTIONS,
     st.sampled_from([1, 2, 1000]),
-    st.booleans(),
+    _MOST.map(lambda most: not most),
     _DAMAGE | st.just([]),
-    _ARGUMENTS | st.just({"rows_per_shard": 3}),
+    _MOST.flatmap(lambda most: _GOOD_ARGUMENTS if most else _ARGUMENTS),
 )
 
 
