@@ -31,7 +31,7 @@ class Workers:
 
     def __init__(self, url: str, folder: Path) -> None:
         self.url, self.folder = url, folder
-        self.redis = Redis.from_url(url)
+        self.redis = Redis.from_url(url, socket_timeout=None)  # `result` says how long it waits
         self.processes: list[subprocess.Popen[str]] = []
 
     def environment(self, **extra: str) -> dict[str, str]:
