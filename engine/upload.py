@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -18,14 +20,30 @@ def upload(arrays: list[NDArray[np.generic]], device: torch.device) -> list[Tens
     """
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    starts = np.cumsum([0] + [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]).tolist()
     # torch keeps a pinned block until the copies that were queued from it are done
-    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+    packed = pack(arrays, pin_memory=True)
+    return unpack(packed.to(device, non_blocking=True), arrays)
+
+
+def pack(arrays: list[NDArray[np.generic]], *, pin_memory: bool) -> Tensor:
+    """The arrays' bytes one after another, each at a multiple of ALIGNMENT: [bytes] uint8 on the CPU."""
+    starts = _starts(arrays)
+    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=pin_memory)
     host = packed.numpy()
     for start, array in zip(starts, arrays, strict=False):
         host[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    there = packed.to(device, non_blocking=True)
+    return packed
+
+
+def unpack(packed: Tensor, arrays: list[NDArray[np.generic]]) -> list[Tensor]:
+    """Views of what `pack` made of these arrays, wherever it is now."""
     return [
-        there[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
-        for start, array in zip(starts, arrays, strict=False)
+        packed[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        for start, array in zip(_starts(arrays), arrays, strict=False)
     ]
+
+
+def _starts(arrays: list[NDArray[np.generic]]) -> list[int]:
+    """Where each array begins, and where the last one ends."""
+    sizes = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]
+    return [0, *accumulate(sizes)]

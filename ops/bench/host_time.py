@@ -79,7 +79,11 @@ def start_engine(prompts: list[list[int]], *, overlap: bool) -> tuple[Engine, Nu
         return runner
 
     config = EngineConfig(
-        str(MODEL), max_num_seqs=len(prompts), block_size=BLOCK_SIZE, async_scheduling=overlap
+        str(MODEL),
+        max_num_seqs=len(prompts),
+        max_num_batched_tokens=sum(map(len, prompts)),  # all prompts at once: then every step decodes all
+        block_size=BLOCK_SIZE,
+        async_scheduling=overlap,
     )
     engine = Engine(config, start_runner=start_runner)
     params = SamplingParams(max_tokens=max_len, temperature=0.0, ignore_eos=True)

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from engine import Completion, Engine, EngineConfig, RankFailed, SamplingParams, StepFailed
 from engine.batch import SamplingBatch, StepBatch
 from engine.model_runner import PoolSize
 from engine.pending_tokens import PendingTokens
+from engine.upload import pack, unpack
 from tests.engine.checkpoints import SHAPES, pool_bytes
 from tests.engine.shadow import ShadowDevice
 
@@ -286,6 +288,21 @@ def test_random_uses_of_an_engine_give_every_request_its_tokens(folder: Path) ->
             built._scheduler.check_accounting()
             assert built.stats().free_blocks == built.stats().num_blocks
         assert built.stats().num_preemptions > 20
+
+
+def test_arrays_arrive_as_they_were_in_one_buffer() -> None:
+    """Of any dtype and shape, empty and non-contiguous ones too, each at a multiple of 16 bytes."""
+    rng = np.random.default_rng(3)
+    arrays = [
+        rng.integers(0, 9, shape).astype(dtype)
+        for dtype in (np.int64, np.int32, np.float32, np.float64)
+        for shape in (0, 1, 7, (3, 5), (0, 4))
+    ]
+    arrays += [np.arange(12).reshape(3, 4).T, np.arange(10)[::3]]
+    tensors = unpack(pack(arrays, pin_memory=False), arrays)
+    for tensor, array in zip(tensors, arrays, strict=True):
+        assert torch.equal(tensor, torch.from_numpy(array.copy()))
+        assert tensor.storage_offset() * tensor.itemsize % 16 == 0
 
 
 @pytest.fixture(scope="module")
