@@ -28,9 +28,10 @@ class EngineConfig:
         the caller's. On a CPU they divide torch's threads. It must divide the attention heads and the MLP
         features, and divide the KV heads or be a multiple of them.
     attention_backend: "auto" (on a GPU triton where it is installed; on a CPU cpu where numba is installed
-        and the dtype is float32; else torch), "cpu", "torch" or "triton".
+        and the dtype is float32; else torch), "cpu", "torch", "triton" or "flash_attn" (on a GPU, with the
+        package flash-attn, half precision and a block_size of a multiple of 256).
     enforce_eager: run decode steps without CUDA graphs. Those are captured at start, on a GPU, for a backend
-        that can be recorded (triton); a CPU has none.
+        that can be recorded (triton, flash_attn); a CPU has none.
     async_scheduling: schedule a step while the one before runs; None does so on a GPU without tensor
         parallelism, with which True is refused. On a CPU the model runs in the caller's thread: no gain.
     seed: starts the generator that draws a seed for each request without one.

@@ -63,7 +63,9 @@ class ModelRunner:
     ) -> None:
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype)
-        self.backend: AttentionBackend = load_backend(config.attention_backend, self.device, self.dtype)
+        self.backend: AttentionBackend = load_backend(
+            config.attention_backend, self.device, self.dtype, config.block_size
+        )
         self._config = config
         self._model_config = model_config
         self._tp = tp

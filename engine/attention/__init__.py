@@ -10,18 +10,21 @@ import torch
 from engine.attention.base import AttentionBackend, AttentionMetadata, CapturableBackend
 from engine.errors import ConfigError
 
-NOT_BUILT = ("flash_attn",)
-NEVER_RAN_ON_GPU = ("torch", "triton")
+FLASH_ATTN_DTYPES = (torch.float16, torch.bfloat16)
+FLASH_ATTN_BLOCK_MULTIPLE = 256  # tokens: its paged calls refuse blocks of any other size
+NEVER_RAN_ON_GPU = ("torch", "triton", "flash_attn")
 
 __all__ = ["AttentionBackend", "AttentionMetadata", "CapturableBackend", "load_backend"]
 
 logger = logging.getLogger(__name__)
 
 
-def load_backend(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> AttentionBackend:
+def load_backend(
+    name: str, device: torch.device, dtype: torch.dtype = torch.float32, block_size: int = 16
+) -> AttentionBackend:
     """Return the backend of that name for queries, keys and values of that dtype. Raises ConfigError.
 
-    "auto" is the best one for device and dtype.
+    "auto" is the best one for device and dtype. block_size: tokens of a KV block.
     """
     if name == "auto":
         name = _choose(device, dtype)
@@ -33,8 +36,12 @@ def load_backend(name: str, device: torch.device, dtype: torch.dtype = torch.flo
         return _load_triton(device)
     if name == "cpu":
         return _load_cpu(device, dtype)
-    problem = "is not built yet" if name in NOT_BUILT else "is no attention backend"
-    raise ConfigError(f"attention_backend={name!r} {problem}; use 'auto', 'cpu', 'torch' or 'triton'")
+    if name == "flash_attn":
+        return _load_flash_attn(device, dtype, block_size)
+    raise ConfigError(
+        f"attention_backend={name!r} is no attention backend; use 'auto', 'cpu', 'flash_attn', 'torch' or "
+        "'triton'"
+    )
 
 
 def _choose(device: torch.device, dtype: torch.dtype) -> str:
@@ -65,6 +72,28 @@ def _load_triton(device: torch.device) -> AttentionBackend:
     from engine.attention.triton_backend import TritonAttention
 
     return TritonAttention(device)
+
+
+def _load_flash_attn(device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionBackend:
+    if device.type != "cuda":
+        problem = f"it does not run on device={device.type!r}; use 'auto' there"
+    elif dtype not in FLASH_ATTN_DTYPES:
+        shown = str(dtype).removeprefix("torch.")
+        problem = f"it computes in float16 and bfloat16, not in {shown}; set dtype, or use 'triton'"
+    elif block_size % FLASH_ATTN_BLOCK_MULTIPLE:
+        problem = (
+            f"its KV blocks hold a multiple of {FLASH_ATTN_BLOCK_MULTIPLE} tokens, not "
+            f"block_size={block_size}; set block_size={FLASH_ATTN_BLOCK_MULTIPLE}, or use 'triton'"
+        )
+    elif missing := [name for name in ("flash_attn", "triton") if find_spec(name) is None]:
+        problem = (
+            f"{' and '.join(missing)} cannot be imported; pip install flash-attn triton, or use 'triton'"
+        )
+    else:
+        from engine.attention.flash_attn_backend import FlashAttention
+
+        return FlashAttention(device)
+    raise ConfigError(f"attention_backend='flash_attn' cannot be used: {problem}")
 
 
 def _load_cpu(device: torch.device, dtype: torch.dtype) -> AttentionBackend:

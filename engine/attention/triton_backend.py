@@ -80,7 +80,7 @@ class TritonAttention(CapturableBackend):
         block_tables: NDArray[np.int32],
         context_lens: NDArray[np.int64],
         query_lens: NDArray[np.int64],
-    ) -> TritonMetadata:
+    ) -> AttentionMetadata:
         decodes = np.flatnonzero(query_lens == 1)
         prefills = np.flatnonzero(query_lens > 1)
         starts = np.cumsum(query_lens) - query_lens
@@ -112,7 +112,7 @@ class TritonAttention(CapturableBackend):
 
     def decode_metadata(
         self, rows: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int
-    ) -> TritonMetadata:
+    ) -> AttentionMetadata:
         none = rows[:0]
         return TritonMetadata(
             DecodeRows(rows, context_lens, block_tables, max_context_len),

@@ -1,0 +1,134 @@
+"""flash_attn backend: FlashAttention-2's paged calls for attention, Triton's kernels for everything else.
+
+An optional extra for GPUs. Source: https://github.com/Dao-AILab/flash-attention, flash_attn_interface.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.attention.base import AttentionMetadata
+from engine.attention.triton_backend import TritonAttention
+from engine.kv_cache import LayerKVCache
+
+
+@dataclass(frozen=True)
+class FlashDecodes:
+    """Sequences with one new token. rows, context_lens: [seqs] int32.  block_tables: [seqs, blocks] int32."""
+
+    rows: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+
+
+@dataclass(frozen=True)
+class FlashPrefills:
+    """Sequences with more new tokens than one, in row order.
+
+    rows: [queries] int32.  query_starts, context_starts: [seqs + 1] int32, cumulative lengths.
+    block_tables: [seqs, blocks] int32.
+    """
+
+    rows: Tensor
+    query_starts: Tensor
+    context_starts: Tensor
+    block_tables: Tensor
+    max_query_len: int
+    max_context_len: int
+
+
+@dataclass(frozen=True)
+class FlashMetadata(AttentionMetadata):
+    """The step's sequences by kind; the decodes are all of it where `prefills` is None."""
+
+    decodes: FlashDecodes
+    prefills: FlashPrefills | None
+
+
+class FlashAttention(TritonAttention):
+    """One call for a step's decodes, which splits their KV, and one for its prefill chunks."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+        self._attend_decodes, self._attend_prefills = flash_attn_with_kvcache, flash_attn_varlen_func
+
+    def build_metadata(
+        self,
+        block_tables: NDArray[np.int32],
+        context_lens: NDArray[np.int64],
+        query_lens: NDArray[np.int64],
+    ) -> AttentionMetadata:
+        starts = np.cumsum(query_lens) - query_lens
+        decoding = query_lens == 1
+        own, contexts = query_lens[~decoding], context_lens[~decoding]
+        rows, lens, tables, own_rows, own_starts, context_starts, own_tables = self._upload(
+            starts[decoding],
+            context_lens[decoding],
+            block_tables[decoding],
+            np.flatnonzero(np.repeat(~decoding, query_lens)),
+            np.cumsum(np.append(0, own)),
+            np.cumsum(np.append(0, contexts)),
+            block_tables[~decoding],
+        )
+        decodes = FlashDecodes(rows, lens, tables)
+        if not len(own):
+            return FlashMetadata(decodes, None)
+        return FlashMetadata(
+            decodes,
+            FlashPrefills(
+                own_rows, own_starts, context_starts, own_tables, int(own.max()), int(contexts.max())
+            ),
+        )
+
+    def context_buckets(self, num_programs: int, max_model_len: int) -> list[int]:
+        """One graph for all: the library plans its splits for the widest block table in any case."""
+        return [max_model_len]
+
+    def decode_metadata(
+        self, rows: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int
+    ) -> AttentionMetadata:
+        return FlashMetadata(FlashDecodes(rows, context_lens, block_tables), None)
+
+    def forward(
+        self, query: Tensor, cache: LayerKVCache, metadata: AttentionMetadata, *, scale: float
+    ) -> Tensor:
+        assert isinstance(metadata, FlashMetadata)
+        decodes, prefills = metadata.decodes, metadata.prefills
+        if prefills is None:
+            return self._decode(query, cache, decodes, scale)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        out[prefills.rows] = self._attend_prefills(
+            query[prefills.rows],
+            cache.keys,
+            cache.values,
+            cu_seqlens_q=prefills.query_starts,
+            cu_seqlens_k=prefills.context_starts,
+            max_seqlen_q=prefills.max_query_len,
+            max_seqlen_k=prefills.max_context_len,
+            softmax_scale=scale,
+            causal=True,
+            block_table=prefills.block_tables,
+        )
+        if len(decodes.rows):
+            out[decodes.rows] = self._decode(query[decodes.rows], cache, decodes, scale)
+        return out
+
+    def _decode(self, query: Tensor, cache: LayerKVCache, decodes: FlashDecodes, scale: float) -> Tensor:
+        """query: [seqs, heads, head_dim], one row for each sequence. Returns the same shape."""
+        attended: Tensor = self._attend_decodes(
+            query.unsqueeze(1),
+            cache.keys,
+            cache.values,
+            cache_seqlens=decodes.context_lens,
+            block_table=decodes.block_tables,
+            softmax_scale=scale,
+            causal=True,
+        )
+        return attended.squeeze(1)

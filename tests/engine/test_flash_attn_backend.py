@@ -1,0 +1,156 @@
+"""The flash_attn backend asks the library for the right thing, and says what it needs before it is taken.
+
+The library runs on GPUs alone. Elsewhere a stand-in takes its place that holds callers to its documented
+contract and computes in float64; where there is a GPU and the library, the same steps go through it.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed, and the backend uses its kernels")
+
+from engine.attention import load_backend
+from engine.attention.base import AttentionMetadata
+from engine.attention.flash_attn_backend import FlashAttention
+from engine.errors import ConfigError
+from engine.kv_cache import LayerKVCache
+from tests.engine.paged import DEVICE, TOLERANCE, PagedBatch, attend, make_batch
+
+CUDA = torch.device("cuda")
+ON_GPU = torch.cuda.is_available() and find_spec("flash_attn") is not None
+
+
+def check_pages(cache: Tensor, block_table: Tensor) -> None:
+    assert cache.shape[1] % 256 == 0, "page_block_size must be a multiple of 256"
+    assert cache.stride(-1) == 1
+    assert block_table.dtype == torch.int32
+    assert block_table.stride(-1) == 1
+
+
+def pages(cache: Tensor, table: Tensor, length: int) -> Tensor:
+    return cache[table.long()].flatten(0, 1)[:length].double()
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    block_table: Tensor,
+    softmax_scale: float,
+    causal: bool,
+) -> Tensor:
+    """q: [batch, 1, heads, head_dim]; a row of no context gives zeros."""
+    check_pages(k_cache, block_table)
+    assert causal
+    assert cache_seqlens.dtype == torch.int32
+    assert q.shape[:2] == (len(block_table), 1) and len(cache_seqlens) == len(q)  # noqa: PT018
+    out = torch.zeros_like(q)
+    for row, table, length in zip(range(len(q)), block_table, cache_seqlens.tolist(), strict=True):
+        if length:
+            context = (pages(cache, table, length) for cache in (k_cache, v_cache))
+            out[row] = attend(q[row].double(), *context, softmax_scale).to(q.dtype)
+    return out
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    block_table: Tensor,
+) -> Tensor:
+    """q: [tokens, heads, head_dim]; the causal mask is aligned to the end of each context."""
+    check_pages(k, block_table)
+    assert causal
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert len(cu_seqlens_q) == len(cu_seqlens_k) == len(block_table) + 1
+    assert cu_seqlens_q[-1] == len(q)
+    assert int(cu_seqlens_q.diff().max()) == max_seqlen_q
+    assert int(cu_seqlens_k.diff().max()) == max_seqlen_k
+    out = torch.empty_like(q)
+    for i, table in enumerate(block_table):
+        rows = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
+        context = (pages(cache, table, int(cu_seqlens_k[i + 1] - cu_seqlens_k[i])) for cache in (k, v))
+        out[rows] = attend(q[rows].double(), *context, softmax_scale).to(q.dtype)
+    return out
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> FlashAttention:
+    if not ON_GPU:
+        library = ModuleType("flash_attn")
+        vars(library).update(
+            flash_attn_with_kvcache=flash_attn_with_kvcache, flash_attn_varlen_func=flash_attn_varlen_func
+        )
+        monkeypatch.setitem(sys.modules, "flash_attn", library)
+    return FlashAttention(DEVICE)
+
+
+def run(backend: FlashAttention, batch: PagedBatch, metadata: AttentionMetadata) -> Tensor:
+    cache = LayerKVCache(batch.key_cache, batch.value_cache)
+    return backend.forward(batch.query, cache, metadata, scale=batch.scale)
+
+
+decodes = st.integers(1, 600).map(lambda context: (1, context))
+prompts = st.integers(2, 300).map(lambda query: (query, query))
+chunks = st.tuples(st.integers(2, 40), st.integers(1, 300)).map(lambda pair: (pair[0], sum(pair)))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.one_of(decodes, prompts, chunks), min_size=1, max_size=6), st.integers(0, 99))
+def test_random_steps_equal_float64(backend: FlashAttention, lens: list[tuple[int, int]], seed: int) -> None:
+    """Any mix of decodes, prompts and chunks in any order."""
+    batch = make_batch(
+        [context for _, context in lens],
+        [query for query, _ in lens],
+        block_size=256,
+        dtype=torch.bfloat16,
+        seed=seed,
+    )
+    metadata = backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
+    assert batch.error(run(backend, batch, metadata)) < TOLERANCE[torch.bfloat16]
+
+
+def test_a_recorded_decode_step_gives_padding_rows_zeros(backend: FlashAttention) -> None:
+    batch = make_batch([300, 1, 0, 256, 0], block_size=256, dtype=torch.bfloat16)
+    assert backend.context_buckets(10, 1024) == [1024]
+    lens, tables, rows = (batch.tensor(x) for x in (batch.context_lens, batch.block_tables, range(5)))
+    out = run(backend, batch, backend.decode_metadata(rows, lens, tables, 1024))
+    assert batch.error(out) < TOLERANCE[torch.bfloat16]
+    assert not out[[2, 4]].any()
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "block_size", "problem"),
+    [
+        (torch.device("cpu"), torch.bfloat16, 256, "does not run on device='cpu'; use 'auto'"),
+        (CUDA, torch.float32, 256, "in float16 and bfloat16, not in float32; set dtype"),
+        (CUDA, torch.bfloat16, 16, "multiple of 256 tokens, not block_size=16; set block_size=256"),
+        pytest.param(
+            CUDA, torch.bfloat16, 512, "flash_attn cannot be imported; pip install flash-attn",
+            marks=pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed"),
+        ),
+    ],
+)  # fmt: skip
+def test_what_it_needs_is_said_at_start(
+    device: torch.device, dtype: torch.dtype, block_size: int, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load_backend("flash_attn", device, dtype, block_size)
