@@ -78,6 +78,9 @@ class BatchWorker(BaseWorker):
         except StartupError as error:
             self._stop_pool(error)
             raise
+        # Read by pyarrow when it is loaded. Its own allocator keeps what one thread has allocated and another
+        # frees, as shards do: 38 MiB for 5 in use after 4,000 shards.
+        os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
         self._install_signal_handlers()
         if with_scheduler:  # forked before the engine loads and before any thread starts
             self._start_scheduler(burst, logging_level, date_format, log_format)

@@ -103,7 +103,8 @@ def _ask(place: Site, asked: Asked, rng: random.Random) -> None:
 def _interrupt(place: Site, asked: Asked, rng: random.Random) -> None:
     """Cancel one of the latest jobs and stop another, whatever has become of them; forget the older ones."""
     connection = place.redis
-    with suppress(NoSuchJobError, InvalidJobOperation):
+    # RQ's client looks at a job's executions one by one, and raises ValueError where one ends.
+    with suppress(NoSuchJobError, InvalidJobOperation, ValueError):
         job = Job.fetch(rng.choice(asked.live), connection, JSONSerializer)
         job.cancel()
         job.delete()  # RQ keeps a cancelled job for ever

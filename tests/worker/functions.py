@@ -99,3 +99,9 @@ def note_exception(job: Job, kind: Any, value: Any, trace: Any) -> None:
 def note_and_end(job: Job, kind: Any, value: Any, trace: Any) -> bool:
     job.connection.rpush("callbacks", f"last handler:{job.id}:{kind.__name__}")
     return False
+
+
+def arrow_allocator() -> str:
+    import pyarrow
+
+    return str(pyarrow.default_memory_pool().backend_name)
