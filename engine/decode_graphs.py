@@ -80,6 +80,7 @@ class StaticInputs:
         self.token_ids, self.positions, self.slot_mapping = (
             self._arrived[: 6 * rows].view(torch.int64).view(3, rows).unbind()
         )
+        self.slot_mapping.fill_(-1)  # all padding, so that a capture writes nowhere
         self.context_lens = self._arrived[6 * rows : ROW_WORDS * rows]
         self.rows = torch.arange(rows, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros((rows, max_blocks), dtype=torch.int32, device=device)
@@ -144,6 +145,11 @@ class DecodeGraphs:
             buckets = backend.context_buckets(size * num_kv_heads, max_model_len)
             replays = [capture(self._bind(size, bucket)) for bucket in buckets]
             self._graphs.insert(0, SizeGraphs(size, buckets, replays))
+
+    @property
+    def num_graphs(self) -> int:
+        """All sizes' graphs together."""
+        return sum(len(graphs.replays) for graphs in self._graphs)
 
     def fits(self, step: StepBatch) -> bool:
         """Whether `run` can take this step: one token of each sequence."""

@@ -10,7 +10,8 @@ from engine.model_config import ModelConfig
 GIB = 2**30
 CPU_KV_CACHE_LIMIT = 4 * GIB
 CPU_KV_CACHE_SHARE = 4  # a quarter, so that two workers fit on a laptop
-# Python, torch, transformers and a tokenizer: 320 MiB seen with torch's CPU build, the rest is for fragments.
+# Python, torch, transformers and a tokenizer, 320 MiB as seen with torch's CPU build, 70 more with Numba's
+# compiler; the rest is for fragments.
 LIBRARY_BYTES = 512 * 2**20
 ROWS_SAMPLED_AT_ONCE = 64  # the sampler's, whose scratch for each token of the vocabulary is 48 bytes
 BLOCK_BOOKS_BYTES = 1024  # of one block: table entries, its key with its tokens, the index that finds it

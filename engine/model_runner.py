@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -27,6 +28,8 @@ from engine.pending_tokens import DeviceTokens, PendingTokens
 from engine.sampler import sample
 from engine.upload import upload
 from engine.warm_up import nucleus_sampling, warm_up_steps
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,8 @@ class ModelRunner:
         self.pool_size = self._size_pool(room)
         self.cache = self._make_cache(self.pool_size.num_blocks)
         self._graphs = self._capture_graphs(self.pool_size.max_model_len)
+        if self._graphs is not None:
+            logger.info("%d CUDA graphs for decode steps", self._graphs.num_graphs)
         share = self._config.memory_utilization
         if self._memory is not None and room is not None and not fits(self._memory, share, room):
             raise ConfigError(

@@ -323,6 +323,17 @@ def test_capture_on_cuda_runs_once_before_it_records(monkeypatch: pytest.MonkeyP
     assert events == [*once, "replay"]
 
 
+def test_capturing_leaves_the_pool_as_it_was(
+    folder: Path, capture: SimulatedCapture, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing but padding is computed; the graphs are logged."""
+    limits = EngineConfig(str(folder), kv_cache_bytes=1 << 20, max_num_seqs=4)
+    with caplog.at_level("INFO", logger="engine"), Engine(limits) as built:
+        assert capture.num_captured == 9
+        assert (built._open_runner().cache.pool == 0).all()  # type: ignore[union-attr]
+    assert "9 CUDA graphs" in caplog.text
+
+
 def test_closing_the_engine_frees_the_pool_that_the_graphs_read(
     folder: Path, capture: SimulatedCapture
 ) -> None:
