@@ -22,6 +22,7 @@ def machine_facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "not set"),
         "load": round(os.getloadavg()[0], 1),
     }
     if torch.cuda.is_available():

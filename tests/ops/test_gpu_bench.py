@@ -28,7 +28,7 @@ def test_the_dry_run_writes_a_table_and_a_file(tmp_path: Path) -> None:
         env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=240,
+        timeout=290,
     )
     assert done.returncode == 0, done.stdout
     found = json.loads((tmp_path / "gpu.json").read_text())
