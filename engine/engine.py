@@ -32,7 +32,8 @@ from engine.pending_tokens import PendingTokens
 from engine.progress import Progress
 from engine.prompts import Prompt, PromptReader
 from engine.sampling_params import SamplingParams
-from engine.scheduler import ScheduledBatch, Scheduler
+from engine.scheduled_batch import ScheduledBatch
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.stop_strings import StopStrings
 from engine.tensor_parallel.rank_group import RankGroup

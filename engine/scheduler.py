@@ -23,57 +23,17 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, deque
-from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.block_manager import Block, BlockManager
+from engine.block_manager import BlockManager
 from engine.errors import ConfigError
+from engine.scheduled_batch import ScheduledBatch
 from engine.sequence import Sequence, SequenceStatus
 from engine.slots import SlotTable
 
 MAX_OVERTAKES = 19  # a waiting lane gets at least one admission in twenty
-
-
-@dataclass
-class ScheduledBatch:
-    """What one step computes: one token of each of `decodes`, `prefill_lens[i]` tokens of `prefills[i]`.
-
-    A sequence of which every token is then computed samples its next one: `sampling`, in the order of
-    `seqs`, known once the step is launched. num_decode_tokens: those of `decodes` that were generated; a
-    prompt's last chunk may be one token too. published: blocks that can be hit from this step on.
-    """
-
-    decodes: list[Sequence] = field(default_factory=list)
-    prefills: list[Sequence] = field(default_factory=list)
-    prefill_lens: list[int] = field(default_factory=list)
-    num_tokens: int = 0
-    num_decode_tokens: int = 0
-    published: list[Block] = field(default_factory=list)
-    sampling: list[Sequence] = field(default_factory=list)
-
-    def add_prefill(self, seq: Sequence, num_new_tokens: int) -> None:
-        """Compute the next `num_new_tokens` tokens of `seq`."""
-        self.prefills.append(seq)
-        self.prefill_lens.append(num_new_tokens)
-        self.num_tokens += num_new_tokens
-
-    @cached_property
-    def seqs(self) -> list[Sequence]:
-        """All sequences of the step, decodes first. Once it is scheduled, as the properties that follow."""
-        return self.decodes + self.prefills
-
-    @cached_property
-    def slots(self) -> NDArray[np.int64]:
-        """[seqs] int64, the slot of each while this step is built and launched."""
-        return np.array([seq.slot for seq in self.seqs], np.int64)
-
-    @cached_property
-    def num_new_tokens(self) -> NDArray[np.int64]:
-        """[seqs] int64, the tokens to compute for each."""
-        return np.array([1] * len(self.decodes) + self.prefill_lens, np.int64)
 
 
 class Scheduler:
@@ -180,7 +140,7 @@ class Scheduler:
         held = slots >= 0
         self.slots.add_known(slots[held], token_ids[held])
         self.prefill_tokens += batch.num_tokens - batch.num_decode_tokens
-        self.decode_tokens += batch.num_decode_tokens - (0 if held.all() else _num_dropped(batch))
+        self.decode_tokens += batch.num_decode_tokens - (0 if held.all() else batch.num_dropped)
         finished = []
         for seq, token_id in zip(batch.sampling, token_ids.tolist(), strict=True):
             if seq.status is not SequenceStatus.FINISHED and seq.append(token_id):
@@ -360,12 +320,6 @@ class Scheduler:
 
     def _mid_prefill(self) -> list[Sequence]:
         return [seq for seq in self.running if seq.num_tokens - seq.num_computed_tokens > 1]
-
-
-def _num_dropped(batch: ScheduledBatch) -> int:
-    """Generated tokens this step has computed for sequences that are gone."""
-    gone = [seq for seq in batch.decodes if seq.status is SequenceStatus.FINISHED]
-    return sum(len(seq.token_ids) > seq.num_prompt_tokens for seq in gone)
 
 
 def _urgency(seq: Sequence) -> tuple[int, int]:

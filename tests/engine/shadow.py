@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from engine import Completion, SamplingParams
 from engine.batch import StepBatch, build_step_batch
 from engine.block_manager import BlockManager, hash_block
-from engine.scheduler import ScheduledBatch, Scheduler
+from engine.scheduled_batch import ScheduledBatch
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceStatus
 
 GARBAGE = -1
