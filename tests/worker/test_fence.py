@@ -105,6 +105,15 @@ def test_an_end_that_comes_after_the_job_was_given_to_another_worker_writes_noth
     assert other.renew(taken) == []
 
 
+def test_a_ttl_bounds_the_time_in_the_queue_and_not_the_run(redis: Redis, bulk: Queue) -> None:
+    job = bulk.enqueue("f", ttl=60)
+    jobs = store(redis)
+    held = claim(jobs)
+    assert redis.ttl(job.key) == -1
+    jobs.release(held, "given_back", 5)
+    assert 0 < redis.ttl(job.key) <= 60
+
+
 def test_a_repeat_runs_as_often_as_asked_whatever_is_sent_twice(redis: Redis, bulk: Queue) -> None:
     job = bulk.enqueue("f", repeat=Repeat(2))
     jobs, runs = store(redis), 0

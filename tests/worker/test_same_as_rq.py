@@ -106,7 +106,8 @@ def queued_jobs_that_went(bulk: Queue, high: Queue) -> None:
     parent.cancel()
 
 
-HANDLERS = ("--exception-handler", F + "note_exception", "--exception-handler", F + "note_and_end")
+NAMES = ("note_exception", "note_and_end", "note_exception")  # the last is never reached
+HANDLERS = tuple(word for name in NAMES for word in ("--exception-handler", F + name))
 
 KINDS: list[tuple[Callable[[Queue, Queue], None], tuple[str, ...]]] = [
     (results_and_times_to_live, ()),
