@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +45,6 @@ def _score(
     """Run one file; return the peak RSS of the worker that took most in MiB, and rows per second."""
     source, output = place.folder / "in.parquet", place.folder / "out"
     write_rows(source, size, row_group_rows)
-    shards = -(-size // rows_per_shard)
     before = place.redis.info("memory")["used_memory"]
     place.queue("bulk").enqueue(
         "jobs.score_parquet",
@@ -63,7 +63,7 @@ def _score(
     place.wait(lambda: unended(place, "bulk") == 0)
     status_s = _status_s(place.redis, output)
     last = place.stop()
-    who = f"{size:,} rows: "
+    who, shards = f"{size:,} rows: ", len(json.loads((output / "_plan.json").read_text())["shards"])
     seen = count_rows(output, size)
     report.equal(f"{who}rows missing or doubled", int((seen != 1).sum()), 0)
     report.equal(f"{who}rows computed", sum(each["answered"] for each in last.values()), size)

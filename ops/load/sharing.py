@@ -70,8 +70,8 @@ def _share(place: Site, report: Report, count: int, jobs: int, shards: int, rows
         share = max(by_worker.values()) / by_worker.total() * count
         report.at_most(f"{what} of the busiest worker ÷ fair share", share, 2.5, measured=True)
     report.tell("shards by worker", ", ".join(str(each) for each in sorted(by_shard.values())))
-    # Prompts of both lanes, and a shard, which counts as many sequences as it has rows.
-    report.at_most("jobs held by one worker at once", max(most_held.values()), 2 * (SLOTS + PREFETCH))
+    # Slots and reserve of both lanes; the reserve grows where a busy machine lets steps pass between refills.
+    report.at_most("jobs held by one worker at once", max(most_held.values()), 6 * (SLOTS + PREFETCH))
     allowed = seconds / SWEEP_PERIOD_S + 2
     report.at_most(f"looks for abandoned jobs in {seconds:.0f} s", swept, allowed)
     report.tell("jobs/s", (jobs + shards) / seconds)
