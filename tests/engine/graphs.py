@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -83,8 +84,8 @@ def simulate_graphs(monkeypatch: pytest.MonkeyPatch) -> SimulatedCapture:
     capture = SimulatedCapture()
     load = engine.model_runner.load_backend
 
-    def load_capturable(name: str, device: torch.device, dtype: torch.dtype) -> CapturableBackend:
-        backend = load(name, device, dtype)
+    def load_capturable(name: str, device: torch.device, *rest: Any) -> CapturableBackend:
+        backend = load(name, device, *rest)
         return backend if isinstance(backend, CapturableBackend) else ReplayedTorch(device)
 
     monkeypatch.setattr(engine.model_runner, "load_backend", load_capturable)

@@ -87,7 +87,7 @@ def test_seeded_tokens_do_not_depend_on_the_batch(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One at a time without graphs; together with them, also preempted."""
-    requests = determinism.requests()[:16]
+    requests = determinism.requests()[:10]
     expected, _ = determinism.run(determinism.config(folders, max_num_seqs=1), requests)
     capture = simulate_graphs(monkeypatch)
     for changes in (
