@@ -91,10 +91,12 @@ def freezes(faults: Harness, count: int) -> None:
 
 def stragglers(faults: Harness, count: int) -> None:
     """A worker is frozen around the writing of its part, and comes back when the run has ended."""
-    steps = ["shard open", "shard result", "file opened", "part written", "part published", "part counted"]
-    for _ in range(count):
+    places = [("part written", False), ("part published", False), ("shard open", True)]
+    places += [("part counted", False), ("part written", True), ("part published", True)]
+    for turn in range(count):
         run = faults.ledger.ask_run()
-        name = faults.start(faults.random_strike("freeze", steps))
+        step, after = places[turn % len(places)]
+        name = faults.start(Strike(step, after, faults.rng.randrange(1, 6), "freeze"))
         deadline = time.monotonic() + 10
         while not faults.has_struck(name) and not run.has_ended and time.monotonic() < deadline:
             time.sleep(0.005)
