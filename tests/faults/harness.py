@@ -137,7 +137,7 @@ class Harness:
     def random_strike(self, action: Action, steps: list[str] | None = None) -> Strike:
         """A strike at one of the steps, before or after one of its first passages."""
         step = self.rng.choice(steps or list(STEPS))
-        nth = self.rng.choice((1, 1, 2, 3, 5, 8)) * (20 if step in ("command sent", "engine step") else 1)
+        nth = self.rng.choice((1, 1, 1, 2, 3, 5)) * (20 if step in ("command sent", "engine step") else 1)
         return Strike(step, self.rng.random() < 0.5, nth, action)
 
     # Work
