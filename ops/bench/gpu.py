@@ -64,7 +64,8 @@ def sections(out: Path) -> list[Section]:
             "throughput", 220, (*throughput, "--seconds", "170"), (*throughput, "--dry-run", "--rounds", "1")
         ),
         Section(
-            "tests", 150, (*PYTEST, *processes, "-k", NOT_ON_GPU, *GPU_TESTS), (*PYTEST, one_test), {"GPU_TESTS_ON_CPU": "1"}
+            "tests", 150, (*PYTEST, *processes, "-k", NOT_ON_GPU, *GPU_TESTS),
+            (*PYTEST, one_test), {"GPU_TESTS_ON_CPU": "1"},
         ),
         Section(
             "accuracy", 60,
@@ -171,7 +172,8 @@ def main() -> int:
     """Run the sections; print the table. Returns 1 if one failed, 2 if packages are missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--only", nargs="+", help="names of sections")
+    names = [section.name for section in sections(OUT)]
+    parser.add_argument("--only", nargs="+", choices=names, help="sections to run")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU, Triton's interpreter")
     options = parser.parse_args()
     missing = [name for name in PACKAGES if find_spec(name) is None]
