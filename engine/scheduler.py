@@ -246,16 +246,25 @@ class Scheduler:
             self._move_up_overtaken(lane)
 
     def _make_room(self, seq: Sequence, cached: list[int]) -> bool:
-        """Preempt less urgent sequences until `seq` can be admitted; preempt none if that cannot suffice."""
+        """Preempt less urgent sequences until `seq` can be admitted; preempt none if that cannot suffice.
+
+        Where there are none, each sequence that runs keeps a free block to grow into: else the newcomer would
+        be preempted for it within a few steps, and computed again and again.
+        """
         missing = self.blocks.num_missing(seq, cached)
-        if self.slots.num_free and missing <= 0:
-            return True
         victims = [other for other in self.running if other.lane > seq.lane]
+        if self.slots.num_free and missing <= 0:
+            return bool(victims) or -missing >= len(self.running) or -missing >= self._num_growing()
         if not victims or (missing > 0 and self.blocks.num_freed_by(victims, keep=cached) < missing):
             return False
         while not self.slots.num_free or self.blocks.num_missing(seq, cached) > 0:
             self._preempt(self.running[-1])
         return True
+
+    def _num_growing(self) -> int:
+        """Running sequences that may need another block."""
+        size = self.blocks.block_size
+        return sum(seq.max_len > len(seq.block_table) * size for seq in self.running)
 
     def _grow(self, seq: Sequence) -> None:
         """Make sure `seq` has a block for its last token, unless it has to be preempted itself.

@@ -112,13 +112,19 @@ class EngineLoop:
         """Work until a Halt order. An engine that raises is reported once; then only Halt is awaited."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
-            while self._take_orders():
-                finished = self._engine.step() if self._engine.has_unfinished else []
-                self._hand_out(finished)
+            while self.turn():
+                pass
         except Exception as error:  # noqa: BLE001  # whatever it was, its jobs must be given back
             self._report(EngineDied(error))
             while not isinstance(self._orders.get(), Halt):
                 pass
+
+    def turn(self) -> bool:
+        """Take the orders that wait, step once, report what finished. False where a Halt was among them."""
+        if not self._take_orders():
+            return False
+        self._hand_out(self._engine.step() if self._engine.has_unfinished else [])
+        return True
 
     def _take_orders(self) -> bool:
         """Carry out all waiting orders; wait for one where the engine is idle. False: leave."""

@@ -29,7 +29,8 @@ from engine import Completion, Engine, EngineConfig
 from engine.batch import SamplingBatch, StepBatch
 from engine.model_runner import PoolSize
 from engine.pending_tokens import PendingTokens
-from ops.bench.report import print_machine, print_table
+from ops.bench.report import print_machine
+from ops.bench.table import print_table
 from tests.redis_server import running_redis_server
 from worker import BatchWorker
 from worker.assembly import assemble

@@ -80,7 +80,7 @@ def test_the_same_after_preemption_and_chunked_prefill(
     small = config(folders, **limits, async_scheduling=overlap)
     completions, stats = run(small, requests())
     assert completions == flat(alone)
-    assert stats.num_preemptions > 10
+    assert stats.num_preemptions > 2
 
 
 def test_the_same_in_another_order(folders: dict[str, Path], alone: Any) -> None:
