@@ -188,13 +188,13 @@ class _Emitter:
         self._builder.store(vector, self._pointer(address, offset)).align = FLOAT_BYTES
 
     def prefetch(self, address: Any) -> None:
-        """Ask for one row of head_dim floats."""
+        """Ask for one row of head_dim floats; into the first cache, a block of them would evict the last."""
         byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
         function = cgutils.get_or_insert_function(self._builder.module, kind, "llvm.prefetch.p0")
         for offset in range(0, self.row_bytes, CACHE_LINE):
             line = self._builder.inttoptr(self._builder.add(address, I64(offset)), byte)
-            self._builder.call(function, (line, flag(0), flag(3), flag(1)))  # to read, keep, data
+            self._builder.call(function, (line, flag(0), flag(2), flag(1)))  # to read, into L2, data
 
     def splat(self, number: Any) -> Any:
         one = self._builder.insert_element(self._type(ir.Undefined), number, ir.IntType(32)(0))
