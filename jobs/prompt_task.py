@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from .context import JobContext
-from .prompts import parse_messages, parse_prompts, parse_sampling
+from .prompts import check_choices, parse_messages, parse_prompts, parse_sampling
 from .responses import Answers, chat_completion, check_answers, text_completion
 from .tasks import Completion, Request, Task
 
@@ -61,7 +61,9 @@ class PromptTask(Task):
 def complete_task(prompt: object, **sampling: Any) -> PromptTask:
     """Return the task of jobs.complete. Raises InvalidJob when an argument is wrong."""
     values = parse_sampling(sampling)
-    requests = [Request(prompt=item, messages=None, sampling=values) for item in parse_prompts(prompt)]
+    prompts = parse_prompts(prompt)
+    check_choices(len(prompts), values)
+    requests = [Request(prompt=item, messages=None, sampling=values) for item in prompts]
     return PromptTask(requests, text_completion)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .errors import InvalidJob
+from .shown import shown
 
 #: A prompt beyond any context length only costs tokenizer time and Redis memory.
 MAX_PROMPT_BYTES = 1 << 20
@@ -11,6 +12,7 @@ MAX_PROMPT_BYTES = 1 << 20
 #: A job holds all its answers until the last one is there; what is larger is a Parquet run.
 MAX_PROMPTS = 10_000
 MAX_MESSAGES = 10_000
+MAX_CHOICES = 10_000
 
 #: Sampling values that are never text: text here means that `=` was written where `:=` was meant.
 NOT_TEXT = frozenset(
@@ -94,6 +96,16 @@ def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
                 f"write {name}:={value[:80]} on the command line, or pass a number in Python"
             )
     return dict(sampling)
+
+
+def check_choices(num_prompts: int, sampling: Mapping[str, Any]) -> None:
+    """Raise InvalidJob when the job would hold more than MAX_CHOICES answers, `n` for each prompt."""
+    n = sampling.get("n", 1)
+    if isinstance(n, int) and num_prompts * n > MAX_CHOICES:
+        raise InvalidJob(
+            f"{num_prompts} prompts with n={shown(n)} ask for {shown(num_prompts * n)} answers, more than "
+            f"the limit of {MAX_CHOICES} in one job: split it, or score a Parquet file"
+        )
 
 
 def _prompt(item: object, what: str) -> Prompt:

@@ -41,7 +41,9 @@ def server_command(folder: Path, *, port: int = 0, socket: Path | None = None) -
     if socket is not None:
         listen += ["--unixsocket", str(socket), "--unixsocketperm", "700"]
     durable = ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
-    return [redis_executable(), *listen, "--dir", str(folder), *durable]
+    # RQ keeps each job's results in a stream of its own, and Redis gives a stream 4 KiB from the start.
+    small_streams = ["--stream-node-max-bytes", "512"]
+    return [redis_executable(), *listen, "--dir", str(folder), *durable, *small_streams]
 
 
 def wait_until_ready(url: str, timeout_s: float = WAIT_S) -> None:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from ..errors import InputChanged, InputNotFound, InvalidJob, SchemaMismatch
 from .plan import PlannedFile
+from .spec import check_num_files
 from .storage import FileStat, Storage, glob_chars, reading
 
 #: Bytes read at once of each column: without a limit pyarrow holds a whole row group's compressed columns.
@@ -42,6 +43,7 @@ def find_files(storage: Storage, inputs: Sequence[str], output: str) -> list[str
         if not found:
             raise InputNotFound(item)
         paths += found
+    check_num_files(len(paths))
     twice = [path for path, count in Counter(paths).items() if count > 1]
     if twice:
         raise InvalidJob(f"the input names {twice[0]} twice: name each file once")

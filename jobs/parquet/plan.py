@@ -10,7 +10,11 @@ from functools import cached_property
 from itertools import accumulate, starmap
 from typing import Any, NamedTuple
 
+from ..errors import InvalidJob
 from .spec import RunSpec
+
+#: Each shard is a job in Redis, a file in the output and a line in the plan.
+MAX_SHARDS = 100_000
 
 #: Raised when a plan's meaning changes; a plan of another format is refused.
 FORMAT = 1
@@ -127,9 +131,16 @@ def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int) -> tupl
 
     The last ones of a run of more than TAIL_SHARE shards are smaller. All depends on the arguments alone.
     row_groups: for each file the row count of each of its row groups. No row at all gives one empty shard, so
-    that every run has a part and readers find the schema.
+    that every run has a part and readers find the schema. Raises InvalidJob beyond MAX_SHARDS full ones.
     """
     left = sum(map(sum, row_groups))
+    num_shards = sum(-(-sum(groups) // rows_per_shard) for groups in row_groups)
+    if num_shards > MAX_SHARDS:
+        raise InvalidJob(
+            f"{left} rows in {len(row_groups)} files make {num_shards} shards of at most "
+            f"{rows_per_shard} rows, more than the limit of {MAX_SHARDS}: give a larger rows_per_shard, or make "
+            "several runs of it"
+        )
     smallest = max(rows_per_shard // TAIL_SHARE, min(rows_per_shard, MIN_TAIL_ROWS))
     if left <= TAIL_SHARE * rows_per_shard:
         smallest = rows_per_shard

@@ -20,7 +20,7 @@ from .part import output_schema, write_part
 from .plan import Plan, cut_shards
 from .prompt_source import prompt_source
 from .run_folder import RunFolder, create_plan, load_plan
-from .spec import RunSpec
+from .spec import MAX_NAME_CHARS, RunSpec
 from .storage import Storage, writing
 
 
@@ -50,8 +50,10 @@ def score_parquet(
     spec = RunSpec.from_arguments(
         input, output, prompt_column, messages_column, template, sampling, rows_per_shard
     )
-    if queue is not None and (not isinstance(queue, str) or not queue):
-        raise InvalidJob(f"queue is {shown(queue)}, expected the name of a queue")
+    if queue is not None and (not isinstance(queue, str) or not 0 < len(queue) <= MAX_NAME_CHARS):
+        raise InvalidJob(
+            f"queue is {shown(queue)}, expected the name of a queue, at most {MAX_NAME_CHARS} characters"
+        )
     context.check_sampling(spec.sampling)
     return plan_run(context, Storage(context.data_roots), spec, queue or context.queue_name)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from ..errors import WrongColumnType
-from ..prompts import messages_problem, text_problem
+from ..prompts import MAX_PROMPT_BYTES, messages_problem, text_problem
 from .spec import RunSpec
 from .template import Template
 
@@ -103,6 +103,10 @@ class TemplateSource(PromptSource):
         for column in self.columns:
             if values[column] is None:
                 raise RowProblem(f"column {column!r} is null")
+        if (chars := self._template.filled_chars(values)) > MAX_PROMPT_BYTES:
+            raise RowProblem(
+                f"prompt has {chars} characters, more than the limit of {MAX_PROMPT_BYTES} bytes: shorten it"
+            )
         filled = self._template.fill(values)
         return _checked(filled, "prompt") if isinstance(filled, str) else _checked_chat(filled)
 

@@ -19,6 +19,12 @@ from .template import Template
 #: A shard's prompts and answers are held in memory until its part is written.
 MAX_ROWS_PER_SHARD = 1_000_000
 
+#: Files are opened one by one to plan a run, and every shard's worker holds the plan that lists them.
+MAX_FILES = 100_000
+
+#: Column and queue names: they stand in every error about them.
+MAX_NAME_CHARS = 255
+
 TemplateSpec = str | list[dict[str, str]]
 
 
@@ -86,12 +92,24 @@ def _inputs(value: Any) -> list[str]:
     items = value if isinstance(value, list) else [value]
     if not items:
         raise InvalidJob("input is an empty list: name at least one Parquet file, folder or glob")
+    check_num_files(len(items))
     return [local_path(item) for item in items]
 
 
+def check_num_files(found: int) -> None:
+    """Raise InvalidJob beyond MAX_FILES."""
+    if found > MAX_FILES:
+        raise InvalidJob(
+            f"the input names {found} files, more than the limit of {MAX_FILES}: make several runs of it"
+        )
+
+
 def _name(argument: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise InvalidJob(f"{argument} is {shown(value)}, expected the name of a column")
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS:
+        raise InvalidJob(
+            f"{argument} is {shown(value)}, expected the name of a column, "
+            f"at most {MAX_NAME_CHARS} characters"
+        )
     return value
 
 

@@ -10,6 +10,10 @@ from typing import Any
 from ..errors import InvalidJob
 from ..shown import shown
 
+#: The template is part of a run's job and of its plan; each of a million rows repeats it.
+MAX_TEMPLATE_CHARS = 1 << 18
+MAX_TEMPLATE_MESSAGES = 100
+
 #: A text cut into (literal, column that follows it or None).
 Pieces = tuple[tuple[str, str | None], ...]
 
@@ -30,14 +34,21 @@ class Template:
     def parse(cls, template: Any) -> Template:
         """Parse a text, or a list of {'role', 'content'} with texts as content. Raises InvalidJob."""
         if isinstance(template, str):
+            _check_size(len(template))
             return cls((_parse_text(template),), None)
         if not isinstance(template, list) or not template:
             raise InvalidJob("template must be a text or a non-empty list of {'role': ..., 'content': ...}")
+        if len(template) > MAX_TEMPLATE_MESSAGES:
+            raise InvalidJob(
+                f"the template has {len(template)} messages, more than the limit of {MAX_TEMPLATE_MESSAGES}: "
+                "shorten it"
+            )
         for number, message in enumerate(template):
             if not isinstance(message, dict) or message.keys() != {"role", "content"}:
                 raise InvalidJob(f"message {number} of the template must hold exactly 'role' and 'content'")
             if not all(isinstance(value, str) for value in message.values()):
                 raise InvalidJob(f"message {number} of the template: role and content must be strings")
+        _check_size(sum(len(value) for message in template for value in message.values()))
         texts = tuple(_parse_text(message["content"]) for message in template)
         return cls(texts, tuple(message["role"] for message in template))
 
@@ -46,12 +57,26 @@ class Template:
         """The columns that are filled in, each once, in order of appearance."""
         return tuple(dict.fromkeys(column for text in self.texts for _, column in text if column is not None))
 
+    def filled_chars(self, values: Mapping[str, object]) -> int:
+        """Return how many characters `fill` would build: a few long values may stand there many times."""
+        chars = {column: len(f"{value}") for column, value in values.items()}
+        pieces = (piece for text in self.texts for piece in text)
+        return sum(len(literal) + (0 if column is None else chars[column]) for literal, column in pieces)
+
     def fill(self, values: Mapping[str, object]) -> str | list[dict[str, str]]:
         """Return the prompt, or the messages, for one row's values."""
         filled = ["".join(_piece(literal, column, values) for literal, column in text) for text in self.texts]
         if self.roles is None:
             return filled[0]
         return [{"role": role, "content": text} for role, text in zip(self.roles, filled, strict=True)]
+
+
+def _check_size(chars: int) -> None:
+    if chars > MAX_TEMPLATE_CHARS:
+        raise InvalidJob(
+            f"the template has {chars} characters, more than the limit of {MAX_TEMPLATE_CHARS}: shorten it, "
+            "or write the long part into a column"
+        )
 
 
 def _parse_text(text: str) -> Pieces:

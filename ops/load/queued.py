@@ -11,6 +11,9 @@ from ops.load.site import MIB, Sample, Site, audit, enqueue_prompts, site, unend
 #: A queued prompt job may take this much of Redis beyond its prompt: RQ's own hash, and no more of ours.
 MAX_QUEUED_BYTES = 2048
 
+#: And a finished one, with its answer of a few words.
+MAX_FINISHED_BYTES = 4096
+
 
 def queued(jobs: int = 100_000, worker_counts: Sequence[int] = (1, 4)) -> Report:
     """Drain `jobs` prompts once for each number of workers."""
@@ -39,7 +42,7 @@ def _drain(place: Site, report: Report, jobs: int, workers: int) -> None:
     if workers == 1 or not report.lines:
         report.tell("enqueued per second", jobs / enqueue_s)
         report.at_most("Redis bytes per queued job", queued_bytes, MAX_QUEUED_BYTES)
-    report.tell(f"{who}Redis bytes per finished job", finished_bytes)
+    report.at_most(f"{who}Redis bytes per finished job", finished_bytes, MAX_FINISHED_BYTES)
     report.equal(f"{who}jobs finished", redis.zcard("rq:finished:bulk"), jobs)
     report.equal(f"{who}jobs without an answer", found.unanswered, 0)
     report.equal(f"{who}jobs answered twice", found.doubled, 0)

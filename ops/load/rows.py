@@ -69,9 +69,7 @@ def _score(
     report.equal(f"{who}rows computed", sum(each["answered"] for each in last.values()), size)
     report.equal(f"{who}parts", len(list(output.glob("part-*"))), shards)
     report.equal(f"{who}files beside them", len(list(output.iterdir())) - shards, 3)
-    keys = [key.decode() for key in place.redis.scan_iter("*", count=1000)]
-    eternal = [key for key in keys if place.redis.ttl(key) == -1 and not _is_bounded(key)]
-    report.equal(f"{who}Redis keys that never expire", len(eternal), 0)
+    report.equal(f"{who}Redis keys that never expire", len(place.eternal_keys()), 0)
     report.tell(f"{who}Redis bytes per shard", (place.redis.info("memory")["used_memory"] - before) / shards)
     report.tell(f"{who}seconds", seconds)
     report.tell(f"{who}rows/s", size / seconds)
@@ -112,10 +110,3 @@ def _status_s(redis: Redis, output: Path) -> float:
     started = time.monotonic()
     assert read_snapshot(redis, run).finished, output
     return time.monotonic() - started
-
-
-def _is_bounded(key: str) -> bool:
-    """Whether a key holds one entry for each queue or worker, or entries that expire one by one."""
-    return key in ("rq:queues", "rq:workers") or key.startswith(
-        ("rq:workers:", "rq:finished:", "rq:failed:", "rq:wip:")
-    )

@@ -83,6 +83,19 @@ class Site:
         """Jobs that each worker says it holds."""
         return Counter({name: stats_of(self._workers, name).get("jobs_held", 0) for name in self._names})
 
+    def eternal_keys(self) -> list[str]:
+        """Keys that never expire, but for those that hold one entry for each queue, worker or waiting job, or
+        entries that expire one by one."""
+        lists = ("rq:queue:", "rq:workers:", "rq:finished:", "rq:failed:", "rq:wip:", "rq:canceled:")
+        keys = [key.decode() for key in self.redis.scan_iter("*", count=1000)]
+        return [
+            key
+            for key in keys
+            if key not in ("rq:queues", "rq:workers")
+            and not key.startswith(lists)
+            and self.redis.ttl(key) == -1
+        ]
+
     def rq(self, *arguments: str) -> str:
         """Run another `rq` command."""
         return self._workers.rq(*arguments)

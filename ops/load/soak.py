@@ -71,6 +71,7 @@ def _soak(place: Site, report: Report, seconds: float, rng: random.Random) -> No
         "jobs ended", sum(each["jobs_finished"] + each["jobs_failed"] for each in last.values()), 1
     )
     report.equal("jobs, results and executions left", len(_unexpired(place)), 0)
+    report.equal("Redis keys that never expire", len(place.eternal_keys()), 0)
     _tell_flatness(report, samples)
 
 

@@ -16,6 +16,7 @@ from redis import Redis
 
 from jobs import errors
 from jobs.context import JobContext
+from jobs.parquet import plan, spec
 from jobs.parquet.names import PLAN, part_name
 from jobs.parquet.part import write_part
 from jobs.parquet.planner import plan_run
@@ -449,3 +450,39 @@ def test_unknown_arguments_fail_like_a_call(context: JobContext, source: Path, t
     error = fails(errors.InvalidJob, context, source, tmp_path / "out", colum="x")
     assert "unexpected keyword argument 'colum'" in str(error)
     fails(errors.InvalidJob, context, source, tmp_path / "out", queue=3)
+
+
+def test_sizes_beyond_their_bounds_are_refused_and_say_what_was_found(
+    context: JobContext, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def says(text: str, *, input: Any = source, **arguments: Any) -> None:
+        assert text in str(fails(errors.InvalidJob, context, input, tmp_path / "out", **arguments))
+
+    says("1000001, expected an integer from 1 to 1000000", rows_per_shard=1_000_001)
+    says("the template has 262145 characters, more than the limit of 262144", template="x" * 262_145)
+    messages = [{"role": "user", "content": "x"}]
+    says("the template has 101 messages, more than the limit of 100", template=messages * 101)
+    long = [{"role": "user", "content": "x" * 262_141}]
+    says("the template has 262145 characters, more than the limit of 262144", template=long)
+    says("at most 255 characters", prompt_column="x" * 256)
+    says("at most 255 characters", queue="x" * 256)
+    says("the input names 100001 files, more than the limit of 100000", input=["a"] * 100_001)
+    monkeypatch.setattr(spec, "MAX_FILES", 1)
+    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "other.parquet")
+    says("the input names 2 files, more than the limit of 1", input=f"{tmp_path}/*.parquet")
+    monkeypatch.setattr(plan, "MAX_SHARDS", 2)
+    says("3 rows in 1 files make 3 shards of at most 1 rows, more than the limit of 2", rows_per_shard=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_template_that_a_rows_values_blow_up_fails_that_row_before_it_is_built(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"text": ["a", "x" * 200_000]}), tmp_path / "in.parquet")
+    template = "{text}" * 40_000  # eight gigabytes, if it were filled
+    source, output = tmp_path / "in.parquet", tmp_path / "out"
+    score_parquet(make_context(), str(source), str(output), template=template)
+    work_off(redis, make_context)
+    fine, refused = pq.read_table(output)["error"].to_pylist()
+    assert fine is None
+    assert refused == "prompt has 8000000000 characters, more than the limit of 1048576 bytes: shorten it"

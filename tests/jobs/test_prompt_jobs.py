@@ -143,6 +143,13 @@ def test_a_refused_prompt_fails_the_job_and_names_it(context: JobContext) -> Non
         ("jobs.chat", [[{"role": "user", "content": "x" * MAX_PROMPT_BYTES}]], {}, "limit"),
         ("jobs.complete", [["a"] * (MAX_PROMPTS + 1)], {}, "10001 prompts, more than the limit of 10000"),
         ("jobs.chat", [[{"role": "", "content": ""}] * (MAX_MESSAGES + 1)], {}, "10001 messages"),
+        (
+            "jobs.complete",
+            [["a"] * 101],
+            {"n": 100},
+            "ask for 10100 answers, more than the limit of 10000",
+        ),
+        ("jobs.complete", ["a"], {"n": 10**40}, "more than the limit of 10000 in one job"),
         ("jobs.score_shard", ["../x", "p", 0], {}, "run is '../x'"),
         ("jobs.score_shard", ["x" * 10_000, "p", 0], {}, "xxx...,"),
         ("jobs.score_shard", ["0" * 16, 5, 0], {}, "plan is int"),
