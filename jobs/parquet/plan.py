@@ -138,8 +138,8 @@ def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int) -> tupl
     if num_shards > MAX_SHARDS:
         raise InvalidJob(
             f"{left} rows in {len(row_groups)} files make {num_shards} shards of at most "
-            f"{rows_per_shard} rows, more than the limit of {MAX_SHARDS}: give a larger rows_per_shard, or make "
-            "several runs of it"
+            f"{rows_per_shard} rows, more than the limit of {MAX_SHARDS}: give a larger rows_per_shard, or "
+            "make several runs of it"
         )
     smallest = max(rows_per_shard // TAIL_SHARE, min(rows_per_shard, MIN_TAIL_ROWS))
     if left <= TAIL_SHARE * rows_per_shard:
