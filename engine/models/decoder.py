@@ -83,12 +83,18 @@ class DecoderAttention(nn.Module):
         self.attention = Attention(parts.backend, config.head_dim)
 
     def forward(
-        self, hidden: Tensor, rotation: tuple[Tensor, Tensor], batch: ForwardBatch, cache: LayerKVCache
+        self,
+        hidden: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        batch: ForwardBatch,
+        cache: LayerKVCache,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """hidden: [tokens, hidden] -> [tokens, hidden]."""
+        """hidden: [tokens, hidden] -> [tokens, hidden], or of those `rows` alone."""
         query, key, value = self.qkv_proj.split(self.qkv_proj(hidden))
         query, key = self._norm_and_rotate(query, key, rotation)
-        output: Tensor = self.o_proj(self.attention(query, key, value, batch, cache))
+        attended = self.attention(query, key, value, batch, cache)
+        output: Tensor = self.o_proj(attended if rows is None else attended[rows])
         return output
 
     def _norm_and_rotate(
@@ -139,10 +145,13 @@ class DecoderLayer(nn.Module):
         rotation: tuple[Tensor, Tensor],
         batch: ForwardBatch,
         cache: LayerKVCache,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (this block's MLP output, the residual stream before it is added)."""
+        """Return (MLP output, the residual stream before it is added), of `rows` alone if given."""
         hidden, residual = self.input_layernorm.add_and_norm(hidden, residual)
-        hidden = self.self_attn(hidden, rotation, batch, cache)
+        hidden = self.self_attn(hidden, rotation, batch, cache, rows)
+        if rows is not None:
+            residual = residual[rows]
         hidden, residual = self.post_attention_layernorm.add_and_norm(hidden, residual)
         return self.mlp(hidden), residual
 
@@ -159,12 +168,23 @@ class DecoderModel(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(parts) for _ in range(config.num_layers))
         self.norm = hidden_norm(parts)
 
-    def forward(self, batch: ForwardBatch, cache: KVCache, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the final hidden states [tokens, hidden]."""
+    def forward(
+        self,
+        batch: ForwardBatch,
+        cache: KVCache,
+        rotation: tuple[Tensor, Tensor],
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Return the final hidden states [tokens, hidden], or of those `rows` alone.
+
+        Of the last block's tokens the others need no more than their keys and values.
+        """
         hidden = self.embed_tokens(batch.token_ids)
         residual = torch.zeros_like(hidden)
-        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            hidden, residual = layer(hidden, residual, rotation, batch, layer_cache)
+        last = len(self.layers) - 1
+        for i, (layer, layer_cache) in enumerate(zip(self.layers, cache.layers, strict=True)):
+            wanted = rows if i == last else None
+            hidden, residual = layer(hidden, residual, rotation, batch, layer_cache, wanted)
         normed, _ = self.norm.add_and_norm(hidden, residual)
         return normed
 
@@ -198,7 +218,7 @@ class DecoderForCausalLM(nn.Module):
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Return logits [samples, vocabulary] of the rows that sample, float32."""
-        return self.logits(self.hidden_states(batch, cache)[batch.sample_rows])
+        return self.logits(self.model(batch, cache, self.rotary(batch.positions), batch.sample_rows))
 
     def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Final hidden states [tokens, hidden] of all rows; their keys and values are in the cache then."""
