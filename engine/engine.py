@@ -166,10 +166,10 @@ class Engine:
         runner = self._open_runner()
         if not self._unfinished and not self._pending:
             return []
-        batch = self._scheduler.schedule()
-        num_left_running = 1 if batch.num_tokens and self._overlaps else 0
         arrived = []
         try:
+            batch = self._scheduler.schedule()
+            num_left_running = 1 if batch.num_tokens and self._overlaps else 0
             if batch.num_tokens:
                 self._launch(runner, batch)
             while len(self._pending) > num_left_running:

@@ -75,7 +75,7 @@ class CpuAttention(AttentionBackend):
         self, query: Tensor, cache: LayerKVCache, metadata: AttentionMetadata, *, scale: float
     ) -> Tensor:
         assert isinstance(metadata, CpuMetadata)
-        out = torch.empty(query.shape)
+        out = query.new_empty(query.shape)
         attend_spans(query, cache, metadata.prefills, out, scale=scale)
         decode_attention(query, cache.keys, cache.values, metadata.decode, out, scale=scale)
         return out

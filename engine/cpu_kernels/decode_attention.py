@@ -52,7 +52,7 @@ def decode_attention(
     num_seqs, num_threads = len(decode.rows), torch.get_num_threads()
     num_parts = 1 if num_seqs >= TASKS_PER_THREAD * num_threads else num_kv_heads
     query = query.contiguous()
-    scores = torch.empty(num_threads * num_heads * max(1, decode.max_context_len))
+    scores = query.new_empty(num_threads * num_heads * max(1, decode.max_context_len))
     _kernel(head_dim, num_heads // num_kv_heads)(
         num_seqs * num_parts,
         query,

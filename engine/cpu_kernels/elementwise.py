@@ -56,7 +56,7 @@ def norm_and_rotate(
     cos, sin = rotation
     turned = []
     for heads, weight in zip((query, key), norm_weights or (None, None), strict=True):
-        out = torch.empty(heads.shape)
+        out = heads.new_empty(heads.shape)
         _rotate_kernel()(
             _num_tasks(heads), len(heads), heads, heads.stride(0), heads.shape[1], heads.shape[2], cos, sin,
             cos.stride(0), 0 if weight is None else weight, out, eps,
@@ -68,7 +68,7 @@ def norm_and_rotate(
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up. gate_up: [tokens, 2 * dim] contiguous -> [tokens, dim]."""
     num_tokens, width = gate_up.shape
-    out = torch.empty(num_tokens, width // 2)
+    out = gate_up.new_empty(num_tokens, width // 2)
     _silu_kernel()(_num_tasks(gate_up), num_tokens, gate_up, out, width // 2)
     return out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 import struct
 from collections.abc import Callable
@@ -72,15 +73,33 @@ def _as_int64(argument: Tensor | int | float) -> int:
 
 
 def _compile(function: Callable[[Any], None]) -> Any:
-    """Machine code of the function, from the cache or for it; without a cache that can be written, anew."""
-    numba.config.CACHE_DIR = numba.config.CACHE_DIR or str(
-        Path(AppDirs("tokenmill", appauthor=False).user_cache_dir) / "kernels"
-    )
+    """Machine code of the function, from the cache or for it; without a cache that serves, anew."""
+    users = numba.config.CACHE_DIR
+    root = Path(users or Path(AppDirs("tokenmill", appauthor=False).user_cache_dir) / "kernels")
+    folder = root / _digest(function)
+    numba.config.CACHE_DIR = str(folder)
     try:
         return numba.cfunc(SIGNATURE, cache=True, **OPTIONS)(function)
-    except (OSError, RuntimeError) as error:  # numba's word for a folder it cannot write is RuntimeError
-        logger.warning("CPU kernels are compiled at each start, a few seconds: no cache folder (%s)", error)
+    except Exception as error:  # noqa: BLE001 - whatever unpickling a damaged file raises; a real one comes again
+        logger.warning(
+            "CPU kernels are compiled at each start, a few seconds: %s does not serve (%r)", folder, error
+        )
         return numba.cfunc(SIGNATURE, **OPTIONS)(function)
+    finally:
+        numba.config.CACHE_DIR = users
+
+
+def _digest(function: Callable[[Any], None]) -> str:
+    """A name for the machine code of this function with what it closes over and the sources of its helpers.
+
+    Numba's own key has the function's file alone, so a folder holds one kernel of one version: neither can
+    old code be taken for new, nor can two processes that write at once mix up two kernels.
+    """
+    contents = [cell.cell_contents for cell in function.__closure__ or ()]
+    sizes = [value for value in contents if isinstance(value, int)]  # the others are helpers, in the sources
+    parts = [function.__qualname__.encode(), repr(sizes).encode()]
+    parts += [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,30 @@ def test_a_cache_folder_that_cannot_be_written_costs_time_alone(
         compiled = Kernel(namespace["kernel"])
     compiled(1)
     assert "compiled at each start" in caplog.text
+
+
+def test_kept_machine_code_is_used_again_and_a_damaged_file_costs_time_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a loss of power: Numba does not wait until its files are on the disk."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert kernel_module._compile(count_task).cache_hits == 0
+    assert kernel_module._compile(count_task).cache_hits == 1
+    assert str(tmp_path) == numba.config.CACHE_DIR, "the user's own cache moved"
+    for kept in tmp_path.rglob("*.nb*"):
+        kept.write_bytes(b"")
+    with caplog.at_level(logging.WARNING):
+        Kernel(count_task)(1, torch.zeros(2, dtype=torch.int64))
+    assert "does not serve" in caplog.text
+
+
+def test_machine_code_is_kept_apart_by_the_sizes_it_is_made_for() -> None:
+    def kernel_of(size: int) -> Callable[[Any], None]:
+        return lambda parameters: parameters[size]
+
+    small, large = (kernel_module._digest(kernel_of(size)) for size in (1, 2))
+    assert small != large
+    assert small == kernel_module._digest(kernel_of(1))
 
 
 def test_auto_takes_it_for_float32_on_a_cpu() -> None:
