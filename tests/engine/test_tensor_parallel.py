@@ -336,7 +336,7 @@ def test_rank_0_killed_between_two_steps_is_named_at_the_next(doomed: Engine) ->
 
 
 def test_a_rank_that_raises_is_named_with_its_error(doomed: Engine) -> None:
-    """Rank 1 gets slots that do not exist, while rank 0 waits for it in a sum."""
+    """Rank 1 is to sample rows that do not exist, while rank 0 waits for it in a sum."""
     group = ranks_of(doomed)
     send = group._send
 
@@ -344,7 +344,7 @@ def test_a_rank_that_raises_is_named_with_its_error(doomed: Engine) -> None:
         if rank.rank == 1:
             arrays = decode(message[:PREFIX_BYTES], bytearray(message[PREFIX_BYTES:])).arrays
             step, _ = unpack_step(arrays)
-            step = replace(step, slot_mapping=step.slot_mapping + 10**9)
+            step = replace(step, sample_rows=step.sample_rows + 10**9)
             message = encode(Kind.STEP, pack_step(step, None))
         send(rank, message)
 

@@ -17,6 +17,7 @@ from engine import Engine, EngineConfig, SamplingParams
 from engine.attention.triton_backend import TritonAttention
 from engine.layers.activation import SiluAndMul
 from engine.layers.norm import RMSNorm
+from engine.scheduler import Scheduler
 from tests.engine import test_determinism as determinism
 from tests.engine.checkpoints import SHAPES, Shape, pool_bytes
 from tests.engine.graphs import simulate_graphs
@@ -73,7 +74,13 @@ def test_greedy_tokens_equal_transformers(name: str, settings: dict[str, Any], f
     assert differences(few[name], BY_NAME[name], settings) == []
 
 
-def test_greedy_tokens_equal_transformers_after_preemption(few: Any) -> None:
+@pytest.fixture
+def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences are admitted into the last free blocks: few short ones would not preempt each other else."""
+    monkeypatch.setattr(Scheduler, "_num_growing", lambda scheduler: 0)
+
+
+def test_greedy_tokens_equal_transformers_after_preemption(few: Any, crowded: None) -> None:
     """A pool that the prompts fill, in blocks of 4: the next token preempts."""
     short = copy(few["gqa4_tied"])
     kept = [i for i, prompt in enumerate(short.prompts) if len(prompt) < 65]
@@ -147,7 +154,7 @@ def test_a_context_one_too_short_is_caught(few: Any, monkeypatch: pytest.MonkeyP
     assert differences(few["gqa4_tied"], BY_NAME["gqa4_tied"], {})
 
 
-def test_a_seeded_completion_does_not_depend_on_its_batch(folders: dict[str, Path]) -> None:
+def test_a_seeded_completion_does_not_depend_on_its_batch(folders: dict[str, Path], crowded: None) -> None:
     """Alone, together, and together in a pool so small that sequences are preempted."""
     requests = [
         (prompt, replace(params, max_tokens=min(params.max_tokens, 5)))
