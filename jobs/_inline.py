@@ -117,7 +117,7 @@ def _context() -> JobContext:
         job_id=job.id,
         execution_id=uuid4().hex,
         data_roots=settings.data_roots,
-        model=settings.model,
+        model=settings.model_name,
         check_sampling=_check_sampling,
     )
 

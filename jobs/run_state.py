@@ -128,7 +128,12 @@ class RunState:
         """
         from redis.exceptions import LockError
 
-        lock = self._redis.lock(run_lock_key(self.run), timeout=LOCK_TTL_S, blocking_timeout=LOCK_WAIT_S)
+        lock = self._redis.lock(
+            run_lock_key(self.run),
+            timeout=LOCK_TTL_S,
+            blocking_timeout=LOCK_WAIT_S,
+            raise_on_release_error=False,  # `keep` has told while it mattered
+        )
         try:
             with lock:
                 yield lock

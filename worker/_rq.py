@@ -7,12 +7,13 @@ name keys that follow from job ids, so they need a server that is not sharded. R
 from __future__ import annotations
 
 import ctypes
+import re
 import signal
 import sys
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib import resources
@@ -82,6 +83,11 @@ _ZLIB_MAX_RATIO = 1100
 
 _MAX_TTL_S = 10 * 365 * 86_400
 """Redis refuses larger ones, in the middle of a script."""
+
+_COUNTS = ("retries_left", "number_of_retries", "repeats_left", "worker_deaths")
+_COUNT = re.compile(rb"-?(0|[1-9][0-9]{0,17})")
+_MAX_COUNT = 2**53
+"""Scripts add to these fields, and Redis refuses a sum it cannot write, also in the middle of a script."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +231,7 @@ class JobStore:
             deaths = int(values.get(b"worker_deaths", 0))
             _check_size(values.get(b"data", b""), self._max_job_bytes)
             _restore_fields(job, values)
-            _check(job)
+            _check(job, values)
         except Exception as error:  # noqa: BLE001  # a hash may hold anything; it must not stop the others
             damage = error
         execution = Execution(execution_id, job_id, self._client, worker_name=self._worker_name)
@@ -277,14 +283,14 @@ class JobStore:
                 return self._retry_call(outcome, [when, "number_of_retries", 1], entry)
             return self._end_call(replace(outcome, status="failed"), Result.Type.MAX_RETRIES_EXCEEDED)
         if outcome.retries and job.should_retry:
-            when = self._when(int(job.get_retry_interval()), front=job.enqueue_at_front_on_retry)
+            when = self._when(job.get_retry_interval(), front=job.enqueue_at_front_on_retry)
             return self._retry_call(outcome, [when, "retries_left", -1], [])
         finished = outcome.status == "finished"
         return self._end_call(outcome, Result.Type.SUCCESSFUL if finished else Result.Type.FAILED)
 
-    def _when(self, interval_s: int, front: bool | None = False) -> str | int:
-        if interval_s:
-            return int(self._clock() + interval_s)
+    def _when(self, interval_s: Any, front: bool | None = False) -> str | int:
+        if wait_s := _interval(interval_s):
+            return int(self._clock() + wait_s)
         return "front" if front else "back"
 
     def _head(self, outcome: Outcome) -> list[Any]:
@@ -350,15 +356,32 @@ class JobStore:
         job = claimed.job
         job.connection = self._client
         calls = []
-        waiting: Any = self._client.smembers(job.dependents_key)
-        for member in waiting:
+        for member in self._dependents(job):
             dependent = self._fetch(member.decode())
-            if dependent is not None and dependent.dependencies_are_met(parent_job=job):
+            if dependent is not None and self._may_run(dependent, job):
                 front = int(bool(dependent.enqueue_at_front))
                 ids = (dependent.origin, dependent.id, job.id)
                 calls.append(("queue_dependent", (*ids, self._stamp()[0], front)))
         if calls:
-            self._call_many(calls)
+            self._call_many(calls, keep_refusals=True)
+
+    def _dependents(self, job: Job) -> Any:
+        """Ids of the jobs that wait for this one; none where another type of key stands in their place."""
+        try:
+            return self._client.smembers(job.dependents_key)
+        except RedisError as error:
+            if not _is_wrong_type(error):
+                raise
+            return ()
+
+    def _may_run(self, dependent: Job, ended: Job) -> bool:
+        """Whether a job waits for nothing but the one that has ended."""
+        try:
+            return bool(dependent.dependencies_are_met(parent_job=ended))
+        except RedisError as error:
+            if not _is_wrong_type(error):
+                raise
+            return False
 
     def _fetch(self, job_id: str) -> Job | None:
         """A job that can be read, None for one that is gone or damaged."""
@@ -546,10 +569,22 @@ def _restore_fields(job: Job, values: dict[bytes, bytes]) -> None:
             setattr(job, name, datetime.fromisoformat(value.decode()))
 
 
-def _check(job: Job) -> None:
-    """Raise for what RQ would only stumble over when the job ends."""
+def _check(job: Job, values: Mapping[bytes, bytes]) -> None:
+    """Raise for what would only be stumbled over when the job ends, by RQ or by a script."""
+    for name in _COUNTS:
+        text = values.get(name.encode())
+        if text and not (_COUNT.fullmatch(text) and abs(int(text)) <= _MAX_COUNT):
+            raise ValueError(f"{name} is {text[:40]!r}, expected a whole number up to {_MAX_COUNT}")
     if job.should_retry:
-        int(job.get_retry_interval())
+        _interval(job.get_retry_interval())
+    if job.repeats_left and job.repeats_left > 0:
+        for interval_s in job.repeat_intervals or ():
+            _interval(interval_s)
+
+
+def _interval(interval_s: Any) -> int:
+    """Seconds until a job runs again, as far off as Redis can say. Raises for what is no number."""
+    return max(0, min(int(interval_s), _MAX_TTL_S))
 
 
 def _bounded_ttl(ttl_s: int | None) -> int | None:

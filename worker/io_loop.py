@@ -280,6 +280,8 @@ class IoLoop:
 
     def _claim(self, moment: float) -> None:
         """Claim for every lane that has room; again at the next turn while jobs come."""
+        if not self._jobs_left():
+            return
         lanes = [lane for lane in range(len(self._queues)) if self._packer.claim_room(lane) > 0]
         # A lane without room leaves its timer alone: it claims in the very turn in which it has some.
         due = [lane for lane in lanes if self._polls[lane].due(moment)]

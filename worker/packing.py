@@ -210,7 +210,10 @@ class Packer:
         return dry
 
     def _adapt_reserve(self) -> None:
-        if self._left:
+        if not any(self._in_engine):  # idle: what comes next may be for other workers
+            self._bursts.clear()
+            self._left, self._reserve = 0, self._floor
+        elif self._left:
             self._bursts.append(self._left)
             self._left = 0
             self._reserve = max(self._floor, min(self._slots, 2 * max(self._bursts)))

@@ -50,6 +50,35 @@ def failed(claimed: ClaimedJob) -> Outcome:
     return Outcome(claimed, "failed", "ValueError: no", now(), 1.0, retries=True)
 
 
+@pytest.mark.parametrize("result_ttl", [0, 500])
+def test_closing_leaves_a_job_alone_that_was_enqueued_again(
+    redis: Redis, bulk: Queue, result_ttl: int
+) -> None:
+    """It has dependents, so its end is written first and settled when those are queued."""
+    job = bulk.enqueue("f", job_id="nightly", result_ttl=result_ttl)
+    bulk.enqueue("g", depends_on=job)
+    jobs = store(redis)
+    (held,) = claim(jobs, most=1)
+    assert jobs.finish([succeeded(held)]) == ["dependents"]
+    bulk.enqueue("f", job_id="nightly", result_ttl=result_ttl)
+    jobs.close(held)
+    assert redis.hget(job.key, "status") == b"queued"
+    assert redis.ttl(job.key) == -1
+
+
+def test_keys_of_another_type_do_not_hold_a_job_up_that_others_wait_for(redis: Redis, bulk: Queue) -> None:
+    job, other = bulk.enqueue("f"), bulk.enqueue("f")
+    dependent = bulk.enqueue("g", depends_on=other)
+    jobs = store(redis)
+    held = claim(jobs)
+    redis.set(job.dependents_key, "y")
+    redis.delete(dependent.dependencies_key)
+    redis.set(dependent.dependencies_key, "y")
+    for each in held:
+        jobs.queue_dependents(each)
+    assert redis.hget(dependent.key, "status") == b"deferred"
+
+
 def grouped(bulk: Queue) -> None:
     members = [Queue.prepare_data("f", job_id=f"member{i}", result_ttl=0) for i in range(2)]
     Group(bulk.connection, "group").enqueue_many(bulk, members)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rq import Callback, Queue
+from rq import Callback, Queue, Repeat, Retry
 from rq.command import send_stop_job_command
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
@@ -135,7 +135,6 @@ def test_a_payload_or_an_id_beyond_its_bound_fails_its_own_job_and_no_other(work
 
 
 def test_a_refused_job_is_not_retried(workers: Workers) -> None:
-    from rq import Retry
 
     job = workers.queue("bulk").enqueue("os.getcwd", retry=Retry(max=3))
     workers.burst()
@@ -158,6 +157,9 @@ def test_text_where_a_number_belongs_shows_how_to_write_it(workers: Workers) -> 
         ("created_at", "yesterday"),
         ("retry_intervals", "[]"),
         ("dependency_ids", "{"),
+        ("retries_left", str(2**63)),
+        ("number_of_retries", " 1"),
+        ("repeats_left", str(2**63)),
     ],
 )
 def test_a_damaged_hash_fails_its_own_job_and_no_other(workers: Workers, field: str, value: str) -> None:
@@ -169,6 +171,26 @@ def test_a_damaged_hash_fails_its_own_job_and_no_other(workers: Workers, field: 
     assert "damaged" in str(bad.latest_result().exc_string)  # type: ignore[union-attr]
     assert good.get_status() == JobStatus.FINISHED
     assert leftovers(workers.redis, "bulk") == []
+
+
+@pytest.mark.parametrize("intervals", ["5", '"abc"', '["a"]'])
+def test_a_job_that_repeats_at_no_time_fails_and_no_other(workers: Workers, intervals: str) -> None:
+    bad = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
+    workers.redis.hset(bad.key, mapping={"repeats_left": 1, "repeat_intervals": intervals})
+    good = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
+    workers.burst()
+    assert "damaged" in failure_of(workers, bad)
+    assert good.get_status() == JobStatus.FINISHED
+    assert leftovers(workers.redis, "bulk") == []
+
+
+def test_a_job_that_runs_again_in_ages_is_scheduled(workers: Workers) -> None:
+    """RQ takes any number of seconds, Redis and the clock do not."""
+    repeated = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1, repeat=Repeat(1, [10**400]))
+    retried = workers.queue("bulk").enqueue("tests.worker.functions.boom", "x", retry=Retry(1, 10**400))
+    workers.burst()
+    scheduled = workers.queue("bulk").scheduled_job_registry.get_job_ids()
+    assert set(scheduled) == {repeated.id, retried.id}
 
 
 def test_a_job_id_that_rq_would_refuse_is_run(workers: Workers) -> None:
