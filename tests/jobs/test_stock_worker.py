@@ -63,7 +63,7 @@ def engine() -> EchoEngine:
 
 @pytest.fixture
 def queue(redis: Redis, tmp_path: Path, engine: EchoEngine, monkeypatch: pytest.MonkeyPatch) -> Queue:
-    settings = SimpleNamespace(model="m", data_roots=(str(tmp_path.resolve()),))
+    settings = SimpleNamespace(model="/models/m", model_name="m", data_roots=(str(tmp_path.resolve()),))
     monkeypatch.setattr(_inline, "_settings", lambda: settings)
     monkeypatch.setattr(_inline, "_engine", lambda: engine)
     return Queue("stock", connection=redis, serializer=JSONSerializer)
