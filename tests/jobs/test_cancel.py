@@ -15,9 +15,10 @@ from rq.job import JobStatus
 
 from jobs import cli
 from jobs.parquet.names import part_name, shard_job_id
-from tests.rq_workers import Workers, leftovers, wait_until, wait_until_started
+from tests.rq_workers import Workers, leftovers, wait_until
 
 ROWS_PER_SHARD = 3
+NUM_SHARDS = 32
 
 
 @pytest.fixture
@@ -33,39 +34,54 @@ def tokenmill(workers: Workers, *arguments: object) -> str:
     return result.stdout
 
 
+def started_shards(workers: Workers, run: str) -> list[int]:
+    """What a worker holds of a run."""
+    held = set(workers.queue("bulk").started_job_registry.get_job_ids(cleanup=False))
+    return [shard for shard in range(NUM_SHARDS) if shard_job_id(run, shard) in held]
+
+
 def test_cancel_stops_the_shards_that_run_and_a_later_submit_resumes(
     workers: Workers, redis: Redis, tmp_path: Path
 ) -> None:
-    gate, output = tmp_path / "gate", tmp_path / "out"
-    prompts = ["a", "b", "c", *[f"file:{gate}"] * 45]  # the first shard can end, the others cannot
-    pq.write_table(pa.table({"prompt": prompts, "id": range(48)}), tmp_path / "in.parquet")
+    output = tmp_path / "out"
+    gates = [tmp_path / f"gate-{shard}" for shard in range(NUM_SHARDS)]
+    prompts = [f"file:{gate}" for gate in gates for _ in range(ROWS_PER_SHARD)]
+    pq.write_table(pa.table({"prompt": prompts, "id": range(len(prompts))}), tmp_path / "in.parquet")
     submit = ("submit", tmp_path / "in.parquet", output, "--rows-per-shard", ROWS_PER_SHARD)
     workers.start(TOKENMILL_MAX_NUM_SEQS="12", TOKENMILL_PREFETCH="0")
     run = tokenmill(workers, *submit).strip()
-    wait_until((output / part_name(0)).exists)
-    started = [workers.job(shard_job_id(run, shard)) for shard in range(1, 5)]
-    wait_until_started(*started)
+    # Of the shards that are claimed together any may fill the batch first: let them all end.
+    wait_until(lambda: started_shards(workers, run))
+    first = started_shards(workers, run)
+    for shard in first:
+        gates[shard].touch()
+    wait_until(lambda: all((output / part_name(shard)).exists() for shard in first))
+    wait_until(lambda: len(set(started_shards(workers, run)) - set(first)) >= 4)  # as many fill the batch
+    wait_until(lambda: not set(started_shards(workers, run)) & set(first))
 
     cancelled = tokenmill(workers, "cancel", output)
+    left = NUM_SHARDS - len(first)
     removed, stopped = map(int, re.findall(r"\d+", cancelled))
-    assert removed + stopped == 15, cancelled
+    assert removed + stopped == left, cancelled
     assert stopped >= 4, "four fill the batch, and as many more may be claimed ahead"
     assert removed >= 4, "a worker claimed the whole run"
     wait_until(lambda: not leftovers(redis, "bulk"))
-    assert "1 of 16 done, 0 started, 15 left" in tokenmill(workers, "status", run)
-    assert [job.get_status() for job in started] == [JobStatus.STOPPED] * 4
+    assert f"{len(first)} of {NUM_SHARDS} done, 0 started, {left} left" in tokenmill(workers, "status", run)
+    statuses = [redis.hget(f"rq:job:{shard_job_id(run, shard)}", "status") for shard in range(NUM_SHARDS)]
+    assert statuses.count(JobStatus.STOPPED.encode()) == stopped
     assert workers.queue("bulk").job_ids == []
-    assert sorted(path.name for path in output.iterdir()) == ["_plan.json", part_name(0)]
+    assert sorted(path.name for path in output.iterdir()) == ["_plan.json", *map(part_name, first)]
     assert "cancelled" in tokenmill(workers, "status", run)
 
-    first_part = (output / part_name(0)).stat()
-    gate.touch()
+    written = {shard: (output / part_name(shard)).stat().st_mtime_ns for shard in first}
+    for gate in gates:
+        gate.touch()
     assert tokenmill(workers, *submit).strip() == run
     wait_until((output / "_SUCCESS").exists)
     table = pq.read_table(output)
-    assert table["id"].to_pylist() == list(range(48))
+    assert table["id"].to_pylist() == list(range(len(prompts)))
     assert table["completion"].to_pylist() == [f"echo:{prompt}" for prompt in prompts]
-    assert (output / part_name(0)).stat().st_mtime_ns == first_part.st_mtime_ns
+    assert {shard: (output / part_name(shard)).stat().st_mtime_ns for shard in first} == written
     wait_until(lambda: "finished" in tokenmill(workers, "status", run))
     wait_until(lambda: not leftovers(redis, "bulk"))
     assert workers.queue("bulk").failed_job_registry.get_job_count(cleanup=False) == 0
