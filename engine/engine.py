@@ -51,6 +51,9 @@ class Engine:
     cannot start. Use it in a `with` block or call `close()`; `add`, `step` and `generate` then raise
     EngineClosed.
 
+    A process that has taken a step must not fork and go on with the engine in the child: the threads of torch
+    and Numba do not exist there, and the step would wait for them for ever.
+
     start_runner: makes the runner from the configuration, the model's and its folder; a benchmark of the
     host's work puts one here that computes nothing.
     """
@@ -160,7 +163,7 @@ class Engine:
 
         With async_scheduling this launches one batch and returns what finished in the one launched before,
         which ran meanwhile; the first such step returns [].
-        Raises StepFailed if a forward pass raised: nothing is lost, and the next step computes it again.
+        Raises StepFailed if scheduling or a forward pass raised: nothing is lost, the next step repeats it.
         With tensor parallelism whatever a rank raises ends all of them: RankFailed, then and on later calls.
         """
         runner = self._open_runner()

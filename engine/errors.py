@@ -13,7 +13,7 @@ EngineError
 │   └── DuplicateRequest     the id is already in use
 ├── EngineClosed             a call after close()
 ├── EngineBusy               generate() while other requests are unfinished
-├── StepFailed               the forward pass raised; its sequences wait again
+├── StepFailed               a step raised; its sequences wait again
 ├── RankFailed               a tensor-parallel rank died or raised; the engine is down
 ├── CollectiveFailed         inside a rank: another one has left a sum or a gather
 ├── OutOfBlocks              a block was asked for and none is free: a bug in the scheduler
@@ -76,7 +76,7 @@ class EngineBusy(EngineError):
 
 
 class StepFailed(EngineError):
-    """Raised by `step()` when the forward pass raised; the original error is its `__cause__`.
+    """Raised by `step()` when scheduling or the forward pass raised; the original error is its `__cause__`.
 
     No block leaks and no half-computed block can be hit: every running sequence is waiting again and
     recomputes. The caller may call `step()` again, abort some requests, or stop.

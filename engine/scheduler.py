@@ -74,11 +74,6 @@ class Scheduler:
         """Sequences that hold neither slot nor blocks."""
         return sum(map(len, self.waiting.values()))
 
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether any sequence waits or runs."""
-        return bool(self.running) or any(self.waiting.values())
-
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence, shorter than max_model_len, in its lane."""
         assert seq.num_tokens < self.max_model_len, "a prompt must leave room for one new token"

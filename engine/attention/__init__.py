@@ -12,7 +12,7 @@ from engine.errors import ConfigError
 
 FLASH_ATTN_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_ATTN_BLOCK_MULTIPLE = 256  # tokens: its paged calls refuse blocks of any other size
-NEVER_RAN_ON_GPU = ("torch", "triton", "flash_attn")
+NEVER_RAN_ON_GPU = ("torch", "triton")
 
 __all__ = ["AttentionBackend", "AttentionMetadata", "CapturableBackend", "load_backend"]
 

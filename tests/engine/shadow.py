@@ -169,7 +169,8 @@ class ShadowEngine:
             assert self.step().num_tokens > 0 or in_flight
             bound -= 1
             assert bound > 0, f"still unfinished: {self.unfinished}"
-        assert not self.scheduler.has_unfinished
+        assert not self.scheduler.running
+        assert not self.scheduler.num_waiting
         assert self.blocks.num_free_blocks == self.blocks.num_blocks
 
     def check(self) -> None:
