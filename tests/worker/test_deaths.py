@@ -95,6 +95,21 @@ def test_a_job_that_kills_its_workers_is_set_aside_with_the_reason(workers: Work
     assert leftovers(workers.redis, "bulk") == []
 
 
+def test_a_job_whose_deaths_cannot_be_counted_is_not_lost_with_its_worker(
+    workers: Workers, tmp_path: Path
+) -> None:
+    job = enqueue(workers, f"file:{tmp_path}/never")
+    worker = workers.start()
+    wait_until_started(job)
+    workers.redis.hset(job.key, "worker_deaths", "many")
+    worker.kill()
+    worker.wait()
+    workers.start()
+    assert "damaged" in (workers.result(job).exc_string or "")
+    assert ends(workers, "bulk") == [job.id]
+    assert leftovers(workers.redis, "bulk") == []
+
+
 def test_jobs_beside_one_that_kills_its_workers_are_not_blamed(workers: Workers, tmp_path: Path) -> None:
     gate = f"file:{tmp_path}/go"
     beside = [workers.queue(name).enqueue("jobs.complete", gate) for name in ("bulk", "high", "bulk")]

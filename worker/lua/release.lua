@@ -28,7 +28,9 @@ redis.call('ZREM', wip, member)
 redis.call('DEL', execution, 'rq:executions:' .. id)
 if status ~= 'started' then return {'dropped'} end
 
-if mode ~= 'given_back' and redis.call('HINCRBY', job, 'worker_deaths', 1) >= tonumber(ARGV[5]) then
+-- A count that is no number must not end this script half way: the next claim fails such a job for it.
+local deaths = mode ~= 'given_back' and redis.pcall('HINCRBY', job, 'worker_deaths', 1)
+if type(deaths) == 'number' and deaths >= tonumber(ARGV[5]) then
   return {'exhausted', open_execution(queue, id, ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10], ARGV[11])}
 end
 redis.call('HSET', job, 'status', 'queued', 'worker_name', '')
