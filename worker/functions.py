@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -63,7 +64,7 @@ class Call:
 
 
 class FunctionPool:
-    """Daemon threads that run calls in the order given: none of them can hold up the worker's exit."""
+    """Daemon threads that run calls in the order given: none can hold up the worker's exit for ever."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
@@ -83,10 +84,13 @@ class FunctionPool:
         self._calls.put(call)
         return call
 
-    def close(self) -> None:
-        """Let idle threads end; a call that still runs keeps its thread until it is done."""
+    def close(self, timeout_s: float) -> None:
+        """End the threads once the calls given so far are done; wait for that at most `timeout_s`."""
         for _ in self._threads:
             self._calls.put(None)
+        until = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 class ThreadDeathPenalty(TimerDeathPenalty):

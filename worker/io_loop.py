@@ -31,7 +31,7 @@ DEADLINE_PERIOD_S = 0.25
 LOG_PERIOD_S = 10.0
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 5.0
 LEAVING_S = 5.0
-"""How long a cold shutdown waits for ends that are being written."""
+"""How long a cold shutdown waits for ends that are being written, and any for files that are being closed."""
 
 
 class Phase(enum.Enum):
@@ -192,6 +192,7 @@ class IoLoop:
         except BaseException as error:  # noqa: BLE001  # surfaces in the main thread, which exits with it
             self.error = error
         finally:
+            self._runner.close(LEAVING_S)
             self._orders.put(Halt())
 
     def _run(self) -> None:

@@ -304,6 +304,10 @@ class JobRunner:
         if error is not None:
             self._log.error("job %s: could not remove its temporary files: %s", job.claimed.job.id, error)
 
+    def close(self, timeout_s: float) -> None:
+        """Wait until the files of the jobs that ended are closed, at most `timeout_s`."""
+        self._files.close(timeout_s)
+
     # Interrupt
 
     def _withdraw(self, job: RunningJob, error: type[BaseException]) -> None:

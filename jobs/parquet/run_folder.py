@@ -97,13 +97,20 @@ class RunFolder:
         if self.storage.stat(self.path(SUCCESS)) is None:
             # First, because it checks every part.
             text = manifest_text(self.plan, map(self.part_stats, range(len(self.plan.shards))))
-            for name in self.storage.names(self._path):
-                if name.startswith(TEMPORARY_PREFIX):
-                    self.storage.delete(self.path(name))
+            self._remove_leftovers()
             self._replace(MANIFEST, text)
             self._replace(SUCCESS, "")
+        else:
+            self._remove_leftovers()  # of whoever thawed after the end, and was killed while it wrote
         self.state.mark_finished()
         return True
+
+    def _remove_leftovers(self) -> None:
+        """Remove the temporary files of all executions; one that still runs finds its part there."""
+        for name in self.storage.names(self._path):
+            if name.startswith(TEMPORARY_PREFIX):
+                with writing(self.path(name)):
+                    self.storage.delete(self.path(name))
 
     def _replace(self, name: str, text: str) -> None:
         temporary, target = self.temporary_path(name), self.path(name)

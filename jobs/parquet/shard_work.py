@@ -110,6 +110,8 @@ class ShardWork:
 
     def _publish(self, requests: ShardRequests) -> PartStats | None:
         """Write and publish the part; return None when the place was taken."""
+        if self._folder.has_part(self._number):  # redone while this worker was frozen: nobody awaits the file
+            return None
         try:
             stats = self._write(requests)
             published = self._folder.publish(self._temporary, part_name(self._number))

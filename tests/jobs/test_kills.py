@@ -165,6 +165,48 @@ def test_a_loser_that_cannot_write_any_more_gives_way(
     assert_finished(spec)
 
 
+def test_a_straggler_that_finds_its_part_there_writes_nothing(
+    redis: Redis, make_context: MakeContext, spec: RunSpec
+) -> None:
+    plan_run(make_context(), Storage(make_context().data_roots), spec, "bulk")
+
+    class ReadOnly(Storage):
+        def open_output(self, path: str) -> Any:
+            raise AssertionError(f"it writes {path}")
+
+    straggler = open_work(make_context(), spec, 0, ReadOnly(make_context().data_roots))
+    work_off(redis, make_context)
+    finish(straggler)
+    assert_finished(spec)
+
+
+@pytest.mark.parametrize("next_one", ["a submitter", "a straggler"])
+def test_the_file_of_a_straggler_killed_after_its_run_ended_is_removed_by_the_next_to_look(
+    redis: Redis, make_context: MakeContext, spec: RunSpec, next_one: str
+) -> None:
+    storage = Storage(make_context().data_roots)
+    plan_run(make_context(), storage, spec, "bulk")
+
+    class KilledInAFinishedRun(Storage):
+        def open_output(self, path: str) -> Any:
+            work_off(redis, make_context)
+            return super().open_output(path)
+
+        def publish(self, temporary: str, target: str) -> bool:
+            raise Killed
+
+    killed = open_work(make_context(), spec, 0, KilledInAFinishedRun(make_context().data_roots))
+    straggler = open_work(make_context(), spec, 1, storage)
+    with pytest.raises(Killed):
+        finish(killed)
+    assert [path.name for path in Path(spec.output).glob("_tmp.*")] == ["_tmp.execution2.part-00000.parquet"]
+    if next_one == "a submitter":
+        plan_run(make_context(), storage, spec, "bulk")
+    else:
+        finish(straggler)
+    assert_finished(spec)
+
+
 def test_a_planner_that_slept_while_another_planned_and_parts_came_takes_its_plan(
     redis: Redis, make_context: MakeContext, spec: RunSpec
 ) -> None:

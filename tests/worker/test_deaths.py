@@ -177,6 +177,18 @@ def test_a_frozen_worker_that_thaws_leaves_one_part_of_each_shard(workers: Worke
     assert leftovers(workers.redis, "bulk") == []
 
 
+def test_a_worker_that_leaves_first_removes_the_temporary_files_of_its_shards(
+    workers: Workers, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"prompt": ["a", "b"]}), tmp_path / "in.parquet")
+    output = tmp_path / "out"
+    workers.queue("bulk").enqueue(
+        "jobs.score_parquet", str(tmp_path / "in.parquet"), str(output), rows_per_shard=1
+    )
+    workers.burst("--max-jobs", "2", worker_class="tests.worker.slow_files.LateClosingWorker")
+    assert sorted(path.name for path in output.iterdir()) == ["_plan.json", "part-00000.parquet"]
+
+
 def test_a_signal_sent_to_a_frozen_worker_is_obeyed_when_it_thaws(workers: Workers) -> None:
     """The kernel may hand such a signal to any thread, and Python's handlers run in the main one."""
     names = [f"w{i}" for i in range(4)]
