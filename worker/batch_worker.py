@@ -15,6 +15,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 from rq import worker_registration
 from rq.defaults import DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT
+from rq.logutils import setup_loghandlers
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 from rq.worker.base import BaseWorker, DequeueStrategy
@@ -73,6 +74,7 @@ class BatchWorker(BaseWorker):
         Returns whether any job was brought to an end. Raises StartupError before the first claim,
         EngineFailed or IoThreadFailed where the worker cannot go on, SystemExit on a cold shutdown.
         """
+        setup_loghandlers(logging_level, date_format, log_format)  # `bootstrap` does so too late
         try:
             settings = self._check_start(dequeue_strategy)
         except StartupError as error:

@@ -143,6 +143,20 @@ def test_flags_set_what_they_set_in_rq(workers: Workers, monkeypatch: pytest.Mon
     assert workers.log(process) == ""
 
 
+@pytest.mark.parametrize("worker_class", ["rq.SimpleWorker", None], ids=["RQ's own", "ours"])
+def test_the_logging_level_is_what_rqs_own_worker_makes_of_it(
+    workers: Workers, worker_class: str | None
+) -> None:
+    logs = {}
+    for level in ("DEBUG", "INFO", "WARNING"):
+        workers.queue("bulk").enqueue("tests.worker.functions.add", 1, 2)
+        logs[level] = workers.burst("--logging_level", level, worker_class=worker_class)
+    assert "started with PID" in logs["INFO"]
+    assert "Listening on high, bulk" in logs["INFO"]
+    assert len(logs["DEBUG"].splitlines()) > len(logs["INFO"].splitlines())
+    assert logs["WARNING"] == ""
+
+
 def test_a_dequeue_strategy_is_refused_because_queues_are_lanes(workers: Workers) -> None:
     worker = BatchWorker(["bulk"], connection=workers.redis, serializer=JSONSerializer)
     with pytest.raises(StartupError, match="--dequeue-strategy"):
