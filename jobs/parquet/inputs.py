@@ -82,12 +82,15 @@ def _check_unchanged(storage: Storage, file: PlannedFile) -> None:
 
 
 @contextmanager
-def open_parquet(storage: Storage, path: str) -> Iterator[Any]:
-    """Open a file as pyarrow's ParquetFile; what the body reads from it raises CorruptParquet as well."""
+def open_parquet(storage: Storage, path: str, footer: Any = None) -> Iterator[Any]:
+    """Open a file as pyarrow's ParquetFile; what the body reads from it raises CorruptParquet as well.
+
+    footer: the file's FileMetaData where it was parsed before.
+    """
     with (
         reading(path),
         storage.open_input(path) as source,
-        pq.ParquetFile(source, buffer_size=READ_BYTES, pre_buffer=False) as file,
+        pq.ParquetFile(source, metadata=footer, buffer_size=READ_BYTES, pre_buffer=False) as file,
     ):
         yield file
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from ..errors import CorruptParquet
 from .inputs import open_parquet
@@ -23,18 +24,25 @@ class RowReader:
     reader per shard would decode a group of a million rows for each thousand of them. One that goes on where
     the last shard ended decodes each row once.
 
-    columns: None for all. One thread: the others belong to the engine.
+    columns: None for all. footer: the file's, where another reader has parsed it. One thread: the others
+    belong to the engine.
     """
 
     def __init__(
-        self, storage: Storage, path: str, first: Shard, columns: Sequence[str] | None = None
+        self,
+        storage: Storage,
+        path: str,
+        first: Shard,
+        columns: Sequence[str] | None = None,
+        footer: pq.FileMetaData | None = None,
     ) -> None:
         self._path = path
         self._resources = ExitStack()
-        file = self._resources.enter_context(open_parquet(storage, path))
+        file = self._resources.enter_context(open_parquet(storage, path, footer))
         #: The schema of the whole file.
         self.schema: pa.Schema = file.schema_arrow
-        groups = range(first.first_group, file.metadata.num_row_groups)
+        self.footer: pq.FileMetaData = file.metadata if footer is None else footer
+        groups = range(first.first_group, self.footer.num_row_groups)
         self._batches = file.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False)
         self._left: pa.RecordBatch | None = None
         #: The row that comes next, counted within the file.

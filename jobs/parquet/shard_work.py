@@ -16,7 +16,7 @@ from ..context import JobContext
 from ..errors import PlanDamaged, RunError
 from ..part_stats import PartStats
 from ..run_state import RunState
-from ..shared_files import SharedFiles
+from ..shared_files import ReaderKey, SharedFiles
 from ..tasks import Completion, Request
 from .inputs import unchanged
 from .names import PLAN, part_name
@@ -164,10 +164,11 @@ class ShardWork:
     @contextmanager
     def _reader(self, file: PlannedFile, columns: tuple[str, ...] | None = None) -> Iterator[RowReader]:
         """Lend a reader that has not passed this shard; another shard may go on with it."""
-        key = (self._planned_file.path, (file.size, file.mtime_ns, columns))
-        reader = self._files.take(key, self._shard)
-        if reader is None:
-            reader = RowReader(self._folder.storage, file.path, self._shard, columns)
+        key = ReaderKey(self._planned_file.path, (file.size, file.mtime_ns), columns)
+        storage, shard = self._folder.storage, self._shard
+        reader = self._files.take(key, shard) or self._files.open(
+            key, lambda footer: RowReader(storage, file.path, shard, columns, footer)
+        )
         try:
             yield reader
         except BaseException:

@@ -23,7 +23,7 @@ from jobs.parquet.plan import cut_shards
 from jobs.parquet.row_reader import BATCH_ROWS, RowReader
 from jobs.parquet.shard_task import ShardTask
 from jobs.parquet.storage import Storage
-from jobs.shared_files import MAX_IDLE_READERS, SharedFiles
+from jobs.shared_files import MAX_IDLE_READERS, ReaderKey, SharedFiles
 from jobs.table import open_task
 from jobs.tasks import Task
 from tests.jobs.answering import feed, queued_jobs, score_parquet
@@ -64,7 +64,15 @@ def test_shards_in_a_row_share_plan_footer_and_position(
         opens[os.path.basename(path)] += 1
         return open_input(self, path)
 
+    footers: list[Any] = []
+    parquet_file = pq.ParquetFile
+
+    def noted(*args: Any, metadata: Any = None, **options: Any) -> Any:
+        footers.append(metadata)
+        return parquet_file(*args, metadata=metadata, **options)
+
     monkeypatch.setattr(Storage, "open_input", counted)
+    monkeypatch.setattr(pq, "ParquetFile", noted)
     files = SharedFiles()
     contexts = (replace(make_context(), files=files) for _ in range(ROWS))
     last: Task | None = None
@@ -76,11 +84,15 @@ def test_shards_in_a_row_share_plan_footer_and_position(
             last.close()
         last = task
     assert opens == {"_plan.json": 1, "in.parquet": 2}  # once to ask, once to write
+    parsed, shared = footers
+    assert parsed is None
+    assert shared.num_rows == ROWS
     assert last is not None
     assert open_files(source) == 2
     last.close()
     last.close()
     assert open_files(source) == 0
+    assert not files._footers
     parts = pq.read_table(tmp_path / "out")
     assert parts["id"].to_pylist() == list(range(ROWS - 100))
     assert parts["completion"].to_pylist() == [f"P{n}" for n in range(ROWS - 100)]
@@ -98,7 +110,7 @@ def test_a_shard_that_cannot_be_read_holds_no_file(
         file.write(b"x")
     with pytest.raises(Exception, match="changed"):
         opened(job, context)
-    assert context.files.take((str(source), ()), cut_shards([[1]], 1)[0]) is None
+    assert context.files.take(ReaderKey(str(source), ()), cut_shards([[1]], 1)[0]) is None
     assert not context.files._users
 
 
@@ -116,7 +128,7 @@ def test_any_order_of_shards_reads_each_shards_own_rows(
             writer.write_table(pa.table({"n": range(start, start + rows)}), row_group_size=rows)
             start += rows
     shards = cut_shards([groups], data.draw(st.integers(1 + total // 20, total)))
-    files, key = SharedFiles(), (str(path), ())
+    files, key = SharedFiles(), ReaderKey(str(path), ())
     files.enter(str(path))
     for shard in data.draw(st.permutations(shards)):
         reader = files.take(key, shard) or RowReader(Storage(["/"]), str(path), shard)
