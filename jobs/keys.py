@@ -7,7 +7,7 @@ tokenmill:run:<run>:lock       string: token of whoever plans or cancels the run
 
 Those by which workers tell a call that was sent twice, or whose turn it is, belong to worker/_rq.py:
 
-tokenmill:claim:<token>        list: job ids that one claim has taken, for 10 minutes
+tokenmill:claim:<token>        list: job ids that one claim has taken, until the next one or for 10 minutes
 tokenmill:removed:<execution>  string: id of a job that ended and was not to be kept, for 2 minutes
 tokenmill:maintenance          string: the worker that looks for abandoned jobs in this period
 """

@@ -187,6 +187,8 @@ class JobStore:
             for name, heads in _SCRIPTS.items()
         }
         self._shas: dict[str, str] = {}
+        self._unanswered: set[str] = set()
+        self._answered: set[str] = set()
 
     def _call_many(
         self, calls: Sequence[tuple[str, Sequence[Any]]], keep_refusals: bool = False
@@ -242,15 +244,19 @@ class JobStore:
 
         A call that failed may have claimed: make it again with the same tokens.
         """
-        tail = (self._worker_name, *self._stamp(), self._lease_s, repr(self._clock() + FAR_S))
-        calls = [
-            (
-                "claim",
-                (each.queue, min(each.most, _CLAIM_BATCH), each.token, *tail, last_life, int(each.alone)),
-            )
+        tail = (self._worker_name, *self._stamp(), self._lease_s, repr(self._clock() + FAR_S), last_life)
+        calls: list[tuple[str, list[Any]]] = [
+            ("claim", [each.queue, min(each.most, _CLAIM_BATCH), each.token, *tail, int(each.alone)])
             for each in wanted
         ]
+        tokens = {each.token for each in wanted}
+        first_sent = tokens - self._unanswered
+        self._unanswered |= tokens
+        calls[0][1].extend(self._answered)
         replies = self._call_many(calls)
+        self._unanswered -= tokens
+        # Of a claim that was sent twice the first sending may still be on its way: its record expires.
+        self._answered = first_sent
         return [
             [self._restore(each.queue, entry) for entry in reply]
             for each, reply in zip(wanted, replies, strict=True)

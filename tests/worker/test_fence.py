@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
 import pytest
 from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 from rq import Queue, Repeat, Retry
 from rq.group import Group
 from rq.job import Job, JobStatus
@@ -82,6 +84,46 @@ def test_keys_of_another_type_do_not_hold_a_job_up_that_others_wait_for(redis: R
 def grouped(bulk: Queue) -> None:
     members = [Queue.prepare_data("f", job_id=f"member{i}", result_ttl=0) for i in range(2)]
     Group(bulk.connection, "group").enqueue_many(bulk, members)
+
+
+def records(redis: Redis) -> list[str]:
+    prefix = "tokenmill:claim:"
+    return sorted(key.decode().removeprefix(prefix) for key in redis.scan_iter(f"{prefix}*"))
+
+
+def test_the_record_of_a_claim_is_kept_until_the_next_one(redis: Redis, bulk: Queue) -> None:
+    """As many as jobs come in ten minutes, they would be most of what Redis holds."""
+    jobs = store(redis)
+    for number in range(3):
+        bulk.enqueue("f")
+        (claimed,) = claim(jobs)
+        assert records(redis) == [claimed.execution.id[:24]], f"after claim {number}"
+    assert claim(jobs) == []
+    assert records(redis) == []
+
+
+def test_the_record_of_a_claim_that_was_sent_twice_outlasts_the_first_sending(
+    redis: Redis, bulk: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held up on its way, that one finds what was claimed and claims no more, however late it comes."""
+    ids = [bulk.enqueue("f").id for _ in range(2)]
+    jobs, call_many = store(redis), JobStore._call_many
+    wanted = [Wanted("bulk", 1, "a" * 24, alone=True)]
+
+    def lose_the_reply(self: JobStore, *args: Any) -> None:
+        call_many(self, *args)
+        raise RedisConnectionError("lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JobStore, "_call_many", lose_the_reply)
+        with pytest.raises(RedisConnectionError):
+            jobs.claim(wanted, float("inf"))
+    again = [replace(wanted[0], most=0)]
+    assert [each.job.id for each in jobs.claim(again, float("inf"))[0]] == ids[:1]
+    assert [each.job.id for each in claim(jobs)] == ids[1:]
+    assert claim(jobs) == []
+    assert records(redis) == ["a" * 24]
+    assert 0 < redis.ttl("tokenmill:claim:" + "a" * 24) <= 600
 
 
 ENDS: dict[str, tuple[Callable[[Queue], Any], Callable[[ClaimedJob], Outcome], dict[str, Any]]] = {

@@ -1,6 +1,7 @@
 -- Take jobs of one queue whose status is still 'queued', and open their executions, until they bring
 -- `limit` sequences: one each, or what the job's own field `sequences` says.
--- ARGV: queue, limit, token, worker, now_iso, now_ts, lease_s, far_score, last_life, alone
+-- ARGV: queue, limit, token, worker, now_iso, now_ts, lease_s, far_score, last_life, alone, then the tokens
+--       of claims whose records nobody needs any more
 -- A job that has taken `last_life` workers with it is claimed by itself, where `alone` is 1, so that jobs
 -- that were merely near another one when it killed its worker are told from that one; elsewhere such jobs
 -- go to the end of the queue.
@@ -11,6 +12,7 @@ local queue, limit, token, worker = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 local record = 'tokenmill:claim:' .. token
 local claimed = {}
 
+for i = 11, #ARGV do redis.call('DEL', 'tokenmill:claim:' .. ARGV[i]) end
 local earlier = redis.call('LRANGE', record, 0, -1)
 if #earlier > 0 then
   for i, id in ipairs(earlier) do
