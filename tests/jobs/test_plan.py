@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import json
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.errors import InvalidJob, UnsupportedScheme
-from jobs.parquet.plan import Plan, PlannedFile, cut_shards
+from jobs.parquet.plan import Plan, PlannedFile, Shards, cut_shards
 from jobs.parquet.spec import RunSpec
 
 layouts = st.lists(st.lists(st.integers(0, 30), max_size=8), min_size=1, max_size=5)
@@ -73,6 +75,20 @@ def test_a_plan_survives_its_file() -> None:
     assert [plan.first_row(shard) for shard in range(len(plan.shards))] == [0, 2, 4, 5, 7]
 
 
+def test_a_plan_takes_few_bytes_for_each_shard() -> None:
+    """A worker keeps plans of up to 100,000 shards."""
+    shards = cut_shards([[10_000] * 500], 1000)
+    text = Plan(make_spec(), 7, "m", "1", (PlannedFile("/a", 1, 2, 5_000_000),), shards).to_text()
+    tracemalloc.start()
+    try:
+        plan = Plan.from_text(text)
+        gc.collect()
+        assert plan.shards == shards
+        assert tracemalloc.get_traced_memory()[0] < 64 * len(shards)
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -92,7 +108,7 @@ def test_what_is_no_plan_is_a_value_error(text: str) -> None:
 
 
 def test_a_plan_whose_arguments_were_edited_is_refused() -> None:
-    plan = Plan(make_spec(), 7, "m", "1", (), ())
+    plan = Plan(make_spec(), 7, "m", "1", (), Shards())
     with pytest.raises(ValueError, match="run id"):
         Plan.from_text(plan.to_text().replace("/a.parquet", "/b.parquet"))
 
@@ -107,6 +123,7 @@ def test_a_plan_whose_arguments_were_edited_is_refused() -> None:
         ({"shards": [[0, 0]]}, "missing or wrong"),
         ({"shards": [[0, 0, 1, 0, 1, "0"]]}, "no count"),
         ({"shards": [[0, -1, 1, 0, 1, 0]]}, "no count"),
+        ({"shards": [[0, 1 << 63, 1, 0, 1, 0]]}, "no count"),
         ({"shards": [[1, 0, 1, 0, 1, 0]]}, "does not list"),
     ],
 )

@@ -130,7 +130,7 @@ def test_any_order_of_shards_reads_each_shards_own_rows(
     shards = cut_shards([groups], data.draw(st.integers(1 + total // 20, total)))
     files, key = SharedFiles(), ReaderKey(str(path), ())
     files.enter(str(path))
-    for shard in data.draw(st.permutations(shards)):
+    for shard in data.draw(st.permutations(list(shards))):
         reader = files.take(key, shard) or RowReader(Storage(["/"]), str(path), shard)
         found = [n for batch in reader.read(shard) for n in batch["n"].to_pylist()]
         assert found == list(range(shard.start, shard.start + shard.rows))
