@@ -74,8 +74,8 @@ def test_a_worker_that_was_struck_off_registers_again(workers: Workers) -> None:
 
 
 def test_the_scheduler_outlives_a_restart_of_redis(workers: Workers, server: DurableRedis) -> None:
-    process = workers.start("--with-scheduler")
-    wait_until(lambda: workers.redis.keys("rq:scheduler:*"))
+    process = workers.start("--name", "w", "--with-scheduler")
+    wait_until(lambda: workers.redis.keys("rq:scheduler:*") and workers.redis.exists("tokenmill:worker:w"))
     server.kill()
     wait_until(lambda: "the scheduler: Redis did not answer" in workers.log(process))
     server.restart()
