@@ -96,6 +96,11 @@ class Site:
             and self.redis.ttl(key) == -1
         ]
 
+    def keys_by_kind(self) -> Counter[str]:
+        """Numbers of keys by the first two words of their names."""
+        keys = self.redis.scan_iter("*", count=1000)
+        return Counter(":".join(key.decode().split(":")[:2]) for key in keys)
+
     def rq(self, *arguments: str) -> str:
         """Run another `rq` command."""
         return self._workers.rq(*arguments)

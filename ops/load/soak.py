@@ -62,6 +62,7 @@ def _soak(place: Site, report: Report, seconds: float, rng: random.Random) -> No
         while time.monotonic() < until:
             _ask(place, asked, rng)
             time.sleep(0.1)
+        kinds = place.keys_by_kind()
     place.wait(lambda: _is_over(place), timeout_s=120)
     place.wait(lambda: not _unexpired(place), timeout_s=60)
     last = place.stop()
@@ -73,6 +74,8 @@ def _soak(place: Site, report: Report, seconds: float, rng: random.Random) -> No
     report.equal("jobs, results and executions left", len(_unexpired(place)), 0)
     report.equal("Redis keys that never expire", len(place.eternal_keys()), 0)
     _tell_flatness(report, samples)
+    for kind, count in kinds.most_common(6):
+        report.tell(f"Redis keys at the end of the load: {kind}", count)
 
 
 def _ask(place: Site, asked: Asked, rng: random.Random) -> None:
@@ -160,7 +163,9 @@ def _tell_flatness(report: Report, samples: Sequence[Sample]) -> None:
         ("Redis, MiB", [each.redis_bytes / MIB for each in samples]),
         ("Redis keys", [each.redis_keys for each in samples]),
     ):
-        half = len(values) // 2
+        half, tenth = len(values) // 2, -(-len(values) // 10)
+        means = (sum(part) / tenth for part in (values[:tenth], values[half:][:tenth], values[-tenth:]))
+        report.tell(f"{what}: at the start, in the middle, at the end", ", ".join(f"{m:,.3g}" for m in means))
         mean = sum(values[half:]) / (len(values) - half)
         growth = slope([each.seconds for each in samples[half:]], values[half:])
         growth *= (samples[-1].seconds - samples[half].seconds) / mean
