@@ -1,6 +1,7 @@
 """Load on real workers and a real Redis: `python -m ops.load <scenario>`.
 
-Prints what it found and exits with 1 when a bound is broken. The engine is a stub that computes nothing.
+Prints what it found and exits with 1 when a bound is broken. The engine is a stub that computes nothing,
+but for `urgent`.
 Needs the test suite's dependencies and a Redis server's executable, and runs from the repository's root.
 """
 
@@ -17,6 +18,7 @@ from ops.load.report import Report
 from ops.load.rows import SIZES, rows
 from ops.load.sharing import workers
 from ops.load.soak import soak
+from ops.load.urgent import urgent
 
 
 def main() -> int:
@@ -41,6 +43,8 @@ def main() -> int:
     command = commands.add_parser("flood", help="two lanes under pressure")
     command.add_argument("--bulk", type=int, default=20_000)
     command.add_argument("--intervals", type=int, default=20)
+    command = commands.add_parser("urgent", help="high prompts into a full bulk batch, timed")
+    command.add_argument("--prompts", type=int, default=300)
     command = commands.add_parser("soak", help="everything at once")
     command.add_argument("--minutes", type=float, default=60.0)
     command.add_argument("--seed", type=int, default=1)
@@ -60,6 +64,8 @@ def _run(options: argparse.Namespace) -> Report:
         return inflight(options.jobs, options.seconds)
     if options.scenario == "flood":
         return flood(options.bulk, options.intervals)
+    if options.scenario == "urgent":
+        return urgent(options.prompts)
     if options.scenario == "soak":
         return soak(options.minutes, options.seed)
     return rows(options.sizes, options.row_group_rows, options.rows_per_shard, options.workers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rq.job import Job
 
@@ -51,7 +52,7 @@ def _hold(place: Site, report: Report, who: str, settings: dict[str, str], jobs:
     )
     common = {"TOKENMILL_LEASE_S": str(LEASE_S), "TOKENMILL_MAX_NUM_SEQS": str(jobs), "STUB_STEP_S": "0.01"}
     # As short as an answer must last to be counted here; a queued job's own ttl ends when it is claimed.
-    options = {"result_ttl": 60, "ttl": max(1, int(hold_s / 2)), "timeout": -1}
+    options: dict[str, Any] = {"result_ttl": 60, "ttl": max(1, int(hold_s / 2)), "timeout": -1}
     place.start("holder", *arguments, settings={**common, **settings, "STUB_HOLD": str(gate)})
     place.wait_until_ready()
     prompts = [HELD] * jobs

@@ -53,7 +53,7 @@ class Site:
         return self._workers.queue(name)
 
     def start(self, name: str, *arguments: str, settings: Mapping[str, str] | None = None) -> None:
-        """Start `rq worker --name <name> ... high bulk` with more of its environment."""
+        """Start `rq worker --name <name> ... high bulk`; settings: its environment, or `worker_class`."""
         command: Any = self._workers.start
         self._names[name] = command("--name", name, *arguments, **(settings or {}))
 
@@ -79,9 +79,13 @@ class Site:
     def processes(self) -> list[subprocess.Popen[str]]:
         return list(self._names.values())
 
+    def stats(self, name: str) -> dict[str, Any]:
+        """What a worker last said of itself."""
+        return stats_of(self._workers, name)
+
     def held(self) -> Counter[str]:
         """Jobs that each worker says it holds."""
-        return Counter({name: stats_of(self._workers, name).get("jobs_held", 0) for name in self._names})
+        return Counter({name: self.stats(name).get("jobs_held", 0) for name in self._names})
 
     def eternal_keys(self) -> list[str]:
         """Keys that never expire, but for those that hold one entry for each queue, worker or waiting job, or
@@ -174,12 +178,14 @@ def site() -> Iterator[Site]:
             server.wait()
 
 
-def enqueue_prompts(queue: Queue, prompts: Sequence[str], **options: Any) -> list[str]:
-    """Enqueue one `jobs.complete` for each prompt; return the jobs' ids."""
+def enqueue_prompts(
+    queue: Queue, prompts: Sequence[str], sampling: dict[str, Any] | None = None, **options: Any
+) -> list[str]:
+    """Enqueue one `jobs.complete` for each prompt, of one token if not told otherwise; return their ids."""
     ids: list[str] = []
     for start in range(0, len(prompts), CHUNK):
         data = [
-            Queue.prepare_data("jobs.complete", (prompt,), {"max_tokens": 1}, **options)
+            Queue.prepare_data("jobs.complete", (prompt,), sampling or {"max_tokens": 1}, **options)
             for prompt in prompts[start : start + CHUNK]
         ]
         ids += [job.id for job in queue.enqueue_many(data)]

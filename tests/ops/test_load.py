@@ -9,6 +9,7 @@ from ops.load.report import Report
 from ops.load.rows import rows
 from ops.load.sharing import workers
 from ops.load.soak import slope, soak
+from ops.load.urgent import urgent
 
 
 def check(report: Report) -> None:
@@ -34,6 +35,10 @@ def test_jobs_in_flight_outlive_their_leases() -> None:
 
 def test_neither_lane_starves_the_other() -> None:
     check(flood(bulk=3000, intervals=2))
+
+
+def test_urgent_prompts_are_answered_while_bulk_work_holds_every_block() -> None:
+    check(urgent(prompts=4, kinds=["blocks"]))
 
 
 def test_everything_at_once_ends_and_expires() -> None:
