@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -14,8 +15,9 @@ if TYPE_CHECKING:
 #: A run's shards come one after the other: more plans than this are not in use at once.
 MAX_PLANS = 4
 
-#: Idle readers kept of one file and set of columns; each holds a decoded page of each column.
-MAX_IDLE_READERS = 2
+#: Readers of one file and set of columns; each holds a decoded page of each column. The second one is for
+#: shards that are written after those behind them.
+MAX_READERS = 2
 
 
 class ReaderKey(NamedTuple):
@@ -36,9 +38,7 @@ class SharedFiles:
         self._lock = threading.Lock()
         self._parsing = threading.Lock()  # so that no two threads parse the same plan or footer
         self._plans: dict[Hashable, Plan] = {}
-        self._footers: dict[tuple[str, Hashable], Any] = {}
-        self._idle: dict[ReaderKey, list[RowReader]] = {}
-        self._users: Counter[str] = Counter()
+        self._files: dict[str, _OpenFile] = {}
 
     def plan(self, key: Hashable, load: Callable[[], Plan]) -> Plan:
         """Return a plan as `load` gave it for the same key, which names one state of one file."""
@@ -50,56 +50,72 @@ class SharedFiles:
             return self._plans[key]
 
     def enter(self, path: str) -> None:
-        """A shard of this file is open: readers of it may be kept."""
+        """A shard of this file is open: it may read the file until it leaves."""
         with self._lock:
-            self._users[path] += 1
+            self._files.setdefault(path, _OpenFile()).users += 1
 
     def leave(self, path: str) -> None:
         """The shard is closed; the last one closes the file's readers and forgets its footer."""
         with self._lock:
-            self._users[path] -= 1
-            if self._users[path] > 0:
+            file = self._files[path]
+            file.users -= 1
+            if file.users > 0:
                 return
-            del self._users[path]
-            keys = [key for key in self._idle if key.path == path]
-            readers = [reader for key in keys for reader in self._idle.pop(key)]
-            for file in [file for file in self._footers if file[0] == path]:
-                del self._footers[file]
-        for reader in readers:
-            reader.close()
+            del self._files[path]
+        for kind in file.kinds.values():
+            for reader in kind.idle:
+                reader.close()
 
-    def take(self, key: ReaderKey, shard: Shard) -> RowReader | None:
-        """Take the idle reader that is nearest before a shard, if one is nearer than a new one would be."""
-        with self._lock:
-            idle = self._idle.get(key, [])
-            reader = max(
-                (each for each in idle if each.reaches(shard)), key=lambda each: each.next_row, default=None
-            )
-            if reader is not None:
-                idle.remove(reader)
-            return reader
+    @contextmanager
+    def reader(
+        self, key: ReaderKey, shard: Shard, open_reader: Callable[[Any], RowReader]
+    ) -> Iterator[RowReader]:
+        """Lend a reader that has not passed a shard: the nearest one, or one that `open_reader` opens.
 
-    def open(self, key: ReaderKey, open_reader: Callable[[Any], RowReader]) -> RowReader:
-        """Return a new reader, which `open_reader` opens with the footer (pyarrow's FileMetaData) that the
-        file's other readers have parsed, or with None.
-
-        The footer of a file of a thousand row groups takes a megabyte, and a millisecond to parse.
+        One of a kind at a time: a shard waits for the one before it, where a reader of its own would decode
+        the same rows again. open_reader: gets the footer (pyarrow's FileMetaData) that the file's first
+        reader has parsed, or None; one that lists a thousand row groups takes a megabyte and a millisecond.
         """
-        file = key.path, key.state
-        with self._parsing:
-            reader = open_reader(self._footers.get(file))
-            with self._lock:
-                if key.path in self._users:
-                    self._footers[file] = reader.footer
+        with self._lock:
+            file = self._files[key.path]
+            kind = file.kinds.setdefault(key, _Kind())
+        with kind.lent:
+            reader = kind.take(shard)
+            if reader is None:
+                with self._parsing:
+                    reader = open_reader(file.footers.get(key.state))
+                    file.footers[key.state] = reader.footer
+            try:
+                yield reader
+            except BaseException:
+                reader.close()
+                raise
+            kind.idle.append(reader)
+
+
+@dataclass
+class _Kind:
+    """The readers that are alike. idle: belongs to who holds `lent`."""
+
+    lent: threading.Lock = field(default_factory=threading.Lock)
+    idle: list[RowReader] = field(default_factory=list)
+
+    def take(self, shard: Shard) -> RowReader | None:
+        """Take the reader that is nearest before a shard, if one is nearer than a new one would be; where
+        none is, make room for a new one."""
+        self.idle.sort(key=lambda each: each.next_row)
+        reader = next((each for each in reversed(self.idle) if each.reaches(shard)), None)
+        if reader is not None:
+            self.idle.remove(reader)
+        elif len(self.idle) == MAX_READERS:
+            self.idle.pop(0).close()
         return reader
 
-    def give_back(self, key: ReaderKey, reader: RowReader) -> None:
-        """Keep a reader for the shards that follow; the one that is furthest behind makes room."""
-        with self._lock:
-            is_used = key.path in self._users
-            idle = sorted([*self._idle.get(key, []), reader], key=lambda each: each.next_row)
-            surplus = idle[:-MAX_IDLE_READERS] if is_used else idle
-            if is_used:
-                self._idle[key] = idle[-MAX_IDLE_READERS:]
-        for each in surplus:
-            each.close()
+
+@dataclass
+class _OpenFile:
+    """A file of which shards are open: how many, its footer by its state, and its readers."""
+
+    users: int = 0
+    footers: dict[Hashable, Any] = field(default_factory=dict)
+    kinds: dict[ReaderKey, _Kind] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
@@ -161,20 +161,15 @@ class ShardWork:
     def _shard(self) -> Shard:
         return self._folder.plan.shards[self._number]
 
-    @contextmanager
-    def _reader(self, file: PlannedFile, columns: tuple[str, ...] | None = None) -> Iterator[RowReader]:
-        """Lend a reader that has not passed this shard; another shard may go on with it."""
+    def _reader(
+        self, file: PlannedFile, columns: tuple[str, ...] | None = None
+    ) -> AbstractContextManager[RowReader]:
+        """Borrow a reader that has not passed this shard; another shard may go on with it."""
         key = ReaderKey(self._planned_file.path, (file.size, file.mtime_ns), columns)
         storage, shard = self._folder.storage, self._shard
-        reader = self._files.take(key, shard) or self._files.open(
-            key, lambda footer: RowReader(storage, file.path, shard, columns, footer)
+        return self._files.reader(
+            key, shard, lambda footer: RowReader(storage, file.path, shard, columns, footer)
         )
-        try:
-            yield reader
-        except BaseException:
-            reader.close()
-            raise
-        self._files.give_back(key, reader)
 
     def _file(self) -> PlannedFile:
         """The shard's file, confined anew: a plan is a file that someone may have edited."""

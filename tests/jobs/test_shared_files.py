@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pyarrow as pa
@@ -19,11 +21,11 @@ from hypothesis import strategies as st
 from redis import Redis
 
 from jobs.context import JobContext
-from jobs.parquet.plan import cut_shards
+from jobs.parquet.plan import Shard, cut_shards
 from jobs.parquet.row_reader import BATCH_ROWS, RowReader
 from jobs.parquet.shard_task import ShardTask
 from jobs.parquet.storage import Storage
-from jobs.shared_files import MAX_IDLE_READERS, ReaderKey, SharedFiles
+from jobs.shared_files import MAX_READERS, ReaderKey, SharedFiles
 from jobs.table import open_task
 from jobs.tasks import Task
 from tests.jobs.answering import feed, queued_jobs, score_parquet
@@ -92,7 +94,7 @@ def test_shards_in_a_row_share_plan_footer_and_position(
     last.close()
     last.close()
     assert open_files(source) == 0
-    assert not files._footers
+    assert not files._files
     parts = pq.read_table(tmp_path / "out")
     assert parts["id"].to_pylist() == list(range(ROWS - 100))
     assert parts["completion"].to_pylist() == [f"P{n}" for n in range(ROWS - 100)]
@@ -110,8 +112,7 @@ def test_a_shard_that_cannot_be_read_holds_no_file(
         file.write(b"x")
     with pytest.raises(Exception, match="changed"):
         opened(job, context)
-    assert context.files.take(ReaderKey(str(source), ()), cut_shards([[1]], 1)[0]) is None
-    assert not context.files._users
+    assert not context.files._files
 
 
 @settings(max_examples=60, deadline=None)
@@ -131,13 +132,48 @@ def test_any_order_of_shards_reads_each_shards_own_rows(
     files, key = SharedFiles(), ReaderKey(str(path), ())
     files.enter(str(path))
     for shard in data.draw(st.permutations(list(shards))):
-        reader = files.take(key, shard) or RowReader(Storage(["/"]), str(path), shard)
-        found = [n for batch in reader.read(shard) for n in batch["n"].to_pylist()]
+
+        def open_reader(footer: Any, first: Shard = shard) -> RowReader:
+            return RowReader(Storage(["/"]), str(path), first, footer=footer)
+
+        with files.reader(key, shard, open_reader) as reader:
+            found = [n for batch in reader.read(shard) for n in batch["n"].to_pylist()]
+            assert len(files._files[str(path)].kinds[key].idle) < MAX_READERS
         assert found == list(range(shard.start, shard.start + shard.rows))
-        files.give_back(key, reader)
-        assert len(files._idle[key]) <= MAX_IDLE_READERS
     files.leave(str(path))
-    assert not files._idle
+    assert not files._files
+
+
+def test_a_shard_waits_for_the_reader_of_the_one_before_it(tmp_path: Path) -> None:
+    """Two threads that each had readers of their own would hold, and decode, the same rows twice."""
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"n": range(20)}), path)
+    first, second = cut_shards([[20]], 10)
+    files, key = SharedFiles(), ReaderKey(str(path), ())
+    opened: SimpleQueue[RowReader] = SimpleQueue()
+    found: SimpleQueue[list[int]] = SimpleQueue()
+
+    def rows(shard: Shard, meanwhile: Callable[[], None] = lambda: None) -> None:
+        def open_reader(footer: Any) -> RowReader:
+            reader = RowReader(Storage(["/"]), str(path), shard, footer=footer)
+            opened.put(reader)
+            return reader
+
+        with files.reader(key, shard, open_reader) as reader:
+            meanwhile()
+            found.put([n for batch in reader.read(shard) for n in batch["n"].to_pylist()])
+
+    def start_second() -> None:
+        other.start()
+        other.join(0.1)  # in vain
+
+    other = threading.Thread(target=rows, args=(second,))
+    files.enter(str(path))
+    rows(first, start_second)
+    other.join()
+    files.leave(str(path))
+    assert [found.get(), found.get()] == [list(range(10)), list(range(10, 20))]
+    assert opened.qsize() == 1
 
 
 def test_a_closed_shard_is_let_go_of_at_once(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
