@@ -90,7 +90,10 @@ def freezes(faults: Harness, count: int) -> None:
 
 
 def stragglers(faults: Harness, count: int) -> None:
-    """A worker is frozen around the writing of its part, and comes back when the run has ended."""
+    """A worker is frozen around the writing of its part, and comes back when the run has ended.
+
+    One in four is killed then; what it leaves is for the next to look at the run, who submits it again.
+    """
     places = [("part written", False), ("part published", False), ("shard open", True)]
     places += [("part counted", False), ("part written", True), ("part published", True)]
     for turn in range(count):
@@ -107,7 +110,14 @@ def stragglers(faults: Harness, count: int) -> None:
             time.sleep(0.02)
         parts = run.parts()
         faults.send(name, signal.SIGCONT)
-        for each in (name, *others):
+        if turn % 4 == 0:
+            faults.a_moment(0.02)
+            faults.count("SIGKILL of a thawed straggler")
+            faults.end(name)
+            faults.ledger.submit(run)
+        else:
+            others.insert(0, name)
+        for each in others:
             faults.end_cleanly(each, (0, -signal.SIGTERM))
         if run.parts() != parts or len(parts) < 25:
             faults.wrong(f"{name} came back ({faults.folder}) and the parts are others than before")
