@@ -23,6 +23,7 @@ from rq.worker.base import BaseWorker, DequeueStrategy
 import jobs
 from worker._rq import MIN_REDIS_VERSION, OrphanProofScheduler
 from worker.errors import EngineFailed, ForeignJobsPackage, IoThreadFailed, StartupError
+from worker.process_memory import share_freed_memory
 
 if TYPE_CHECKING:
     from worker.engine_loop import EngineLike
@@ -80,9 +81,7 @@ class BatchWorker(BaseWorker):
         except StartupError as error:
             self._stop_pool(error)
             raise
-        # Read by pyarrow when it is loaded. Its own allocator keeps what one thread has allocated and another
-        # frees, as shards do: 38 MiB for 5 in use after 4,000 shards.
-        os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+        share_freed_memory()
         self._install_signal_handlers()
         if with_scheduler:  # forked before the engine loads and before any thread starts
             self._start_scheduler(burst, logging_level, date_format, log_format)
