@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import time
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -103,15 +104,30 @@ def note_and_end(job: Job, kind: Any, value: Any, trace: Any) -> bool:
     return False
 
 
-def malloc_arenas() -> int:
-    """How many arenas glibc's malloc has made; called in a thread, which may have one of its own."""
+def glibc_malloc() -> dict[str, int]:
+    """How many arenas glibc's malloc has made, of which this thread may have one of its own, and how many of
+    one block of 1 MiB it maps once a larger block was freed."""
     libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.free(ctypes.c_void_p(libc.malloc(8 << 20)))
+    before = _malloc_info(libc)
+    block = ctypes.c_void_p(libc.malloc(1 << 20))
+    after = _malloc_info(libc)
+    libc.free(block)
+    return {"arenas": after.count("<heap nr="), "mapped": _num_mapped(after) - _num_mapped(before)}
+
+
+def _num_mapped(info: str) -> int:
+    return int(re.findall(r'type="mmap" count="(\d+)"', info)[-1])
+
+
+def _malloc_info(libc: ctypes.CDLL) -> str:
     libc.fopen.restype = ctypes.c_void_p
-    with NamedTemporaryFile() as file:
+    with NamedTemporaryFile("r") as file:
         stream = ctypes.c_void_p(libc.fopen(file.name.encode(), b"w"))
         libc.malloc_info(0, stream)
         libc.fclose(stream)
-        return file.read().count(b"<heap nr=")
+        return file.read()
 
 
 def arrow_allocator() -> str:

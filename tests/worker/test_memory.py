@@ -15,12 +15,15 @@ def test_arrow_takes_memory_from_the_system_unless_told_otherwise(workers: Worke
     assert workers.result(job).return_value == "system"
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no arenas")
-@pytest.mark.parametrize(("told", "arenas"), [({}, 1), ({"MALLOC_ARENA_MAX": "2"}, 2)])
-def test_threads_share_one_arena_unless_told_otherwise(
-    workers: Workers, monkeypatch: pytest.MonkeyPatch, told: dict[str, str], arenas: int
-) -> None:
-    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
-    job = workers.queue("bulk").enqueue("tests.worker.functions.malloc_arenas")
-    workers.burst(**told)
-    assert workers.result(job).return_value == arenas
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have neither")
+def test_threads_share_one_arena_and_large_blocks_leave_no_gaps_in_it(workers: Workers) -> None:
+    job = workers.queue("bulk").enqueue("tests.worker.functions.glibc_malloc")
+    workers.burst()
+    assert workers.result(job).return_value == {"arenas": 1, "mapped": 1}
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have neither")
+def test_an_operator_has_the_last_word_on_malloc(workers: Workers) -> None:
+    job = workers.queue("bulk").enqueue("tests.worker.functions.glibc_malloc")
+    workers.burst(MALLOC_ARENA_MAX="2", MALLOC_MMAP_THRESHOLD_=str(1 << 24))
+    assert workers.result(job).return_value == {"arenas": 2, "mapped": 0}
