@@ -9,6 +9,13 @@ import pytest
 from tests.rq_workers import Workers
 
 
+@pytest.fixture(autouse=True)
+def told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers inherit the environment of the tests."""
+    for variable in ("ARROW_DEFAULT_MEMORY_POOL", "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_"):
+        monkeypatch.delenv(variable, raising=False)
+
+
 def test_arrow_takes_memory_from_the_system_unless_told_otherwise(workers: Workers) -> None:
     job = workers.queue("bulk").enqueue("tests.worker.functions.arrow_allocator")
     workers.burst()
