@@ -36,13 +36,13 @@ class SharedFiles:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._parsing = threading.Lock()  # so that no two threads parse the same plan or footer
+        self._loading = threading.Lock()  # so that no two threads parse the same plan
         self._plans: dict[Hashable, Plan] = {}
         self._files: dict[str, _OpenFile] = {}
 
     def plan(self, key: Hashable, load: Callable[[], Plan]) -> Plan:
         """Return a plan as `load` gave it for the same key, which names one state of one file."""
-        with self._parsing:
+        with self._loading:
             if key not in self._plans:
                 self._plans[key] = load()
                 while len(self._plans) > MAX_PLANS:
@@ -75,6 +75,7 @@ class SharedFiles:
         One of a kind at a time: a shard waits for the one before it, where a reader of its own would decode
         the same rows again. open_reader: gets the footer (pyarrow's FileMetaData) that the file's first
         reader has parsed, or None; one that lists a thousand row groups takes a megabyte and a millisecond.
+        What the body raises closes the reader. No exception may be raised into the thread from outside.
         """
         with self._lock:
             file = self._files[key.path]
@@ -82,12 +83,13 @@ class SharedFiles:
         with kind.lent:
             reader = kind.take(shard)
             if reader is None:
-                with self._parsing:
+                with file.parsing:
                     reader = open_reader(file.footers.get(key.state))
                     file.footers[key.state] = reader.footer
             try:
                 yield reader
-            except BaseException:
+            except BaseException:  # it may have read what is not the planned file
+                file.footers.pop(key.state, None)
                 reader.close()
                 raise
             kind.idle.append(reader)
@@ -114,8 +116,12 @@ class _Kind:
 
 @dataclass
 class _OpenFile:
-    """A file of which shards are open: how many, its footer by its state, and its readers."""
+    """A file of which shards are open: how many, its footer by its state, and its readers.
+
+    parsing: held while a reader opens, so that no two threads parse the same footer.
+    """
 
     users: int = 0
+    parsing: threading.Lock = field(default_factory=threading.Lock)
     footers: dict[Hashable, Any] = field(default_factory=dict)
     kinds: dict[ReaderKey, _Kind] = field(default_factory=dict)

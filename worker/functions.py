@@ -32,15 +32,15 @@ class Call:
         self._thread_id: int | None = None
         self._interrupt: type[BaseException] | None = None
 
-    def interrupt(self, error: type[BaseException]) -> None:
-        """Raise `error` in the call at its next bytecode, or before it starts.
+    def interrupt(self, error: type[BaseException], *, running: bool = True) -> None:
+        """Raise `error` before the call starts or, if it is `running` ones too, at its next bytecode.
 
         Code that waits inside a C function sees it when that returns. Safe from any thread; without
         effect once the call has ended.
         """
         with self._lock:
             self._interrupt = error
-            if self._thread_id is not None:
+            if running and self._thread_id is not None:
                 _raise_in_thread(self._thread_id, error)
 
     def run(self) -> None:
@@ -60,7 +60,10 @@ class Call:
                     self._thread_id = None
         except BaseException as error:  # noqa: BLE001  # user code raises what it likes; `done` reports it
             failure = error
-        self._done(value, failure)
+        try:
+            self._done(value, failure)
+        finally:
+            failure = None  # its traceback holds this frame: together they would keep what the call has used
 
 
 class FunctionPool:

@@ -318,7 +318,9 @@ class JobRunner:
         job.open_requests.clear()
         job.exhausted = False
         if job.call is not None:
-            job.call.interrupt(error)
+            # A shard that is being opened soon ends by itself, and closes: an error from outside, raised
+            # between any two bytecodes, could leave the lock of a shared reader behind.
+            job.call.interrupt(error, running=job.task is None)
         job.ticket = None
 
     def stop(self, job_id: str) -> bool:

@@ -6,9 +6,10 @@ import json
 import math
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict
 
-from ..errors import InputNotFound, OutputHoldsForeignFiles, PartDamaged, PlanDamaged
+from ..errors import InputNotFound, OutputHoldsForeignFiles, PartDamaged, PlanDamaged, RunError
 from ..part_stats import PartStats
 from ..run_state import RunState
 from ..version import code_version
@@ -101,7 +102,9 @@ class RunFolder:
             self._replace(MANIFEST, text)
             self._replace(SUCCESS, "")
         else:
-            self._remove_leftovers()  # of whoever thawed after the end, and was killed while it wrote
+            # Of whoever thawed after the end, and was killed while it wrote. A finished run may be read-only.
+            with suppress(RunError):
+                self._remove_leftovers()
         self.state.mark_finished()
         return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
@@ -127,8 +127,7 @@ class ShardWork:
         storage, file = self._folder.storage, self._file()
         answers = requests.answers()
         stats = self._stats(answers, requests.generated_tokens)
-        # Unchanged, because the answers belong to the rows that were read first.
-        with unchanged(storage, file), self._reader(file) as reader:
+        with self._reader(file) as reader:
             schema = output_schema(reader.schema)
             write_part(storage, self._temporary, schema, self._batches(reader, answers, schema), stats)
         return stats
@@ -145,7 +144,7 @@ class ShardWork:
         plan, file = self._folder.plan, self._file()
         source = prompt_source(plan.spec)
         rows: list[str | RowProblem] = []
-        with unchanged(self._folder.storage, file), self._reader(file, source.columns) as reader:
+        with self._reader(file, source.columns) as reader:
             for batch in reader.read(self._shard):
                 rows += render_rows(source, batch)
         first_row = plan.first_row(self._number)
@@ -161,15 +160,26 @@ class ShardWork:
     def _shard(self) -> Shard:
         return self._folder.plan.shards[self._number]
 
-    def _reader(
-        self, file: PlannedFile, columns: tuple[str, ...] | None = None
-    ) -> AbstractContextManager[RowReader]:
-        """Borrow a reader that has not passed this shard; another shard may go on with it."""
+    @contextmanager
+    def _reader(self, file: PlannedFile, columns: tuple[str, ...] | None = None) -> Iterator[RowReader]:
+        """Borrow a reader that has not passed this shard; another shard may go on with it.
+
+        Raises InputChanged when the file is not the one that was planned, or no longer when the body ends.
+        """
         key = ReaderKey(self._planned_file.path, (file.size, file.mtime_ns), columns)
         storage, shard = self._folder.storage, self._shard
-        return self._files.reader(
-            key, shard, lambda footer: RowReader(storage, file.path, shard, columns, footer)
-        )
+
+        def open_reader(footer: Any) -> RowReader:
+            return RowReader(storage, file.path, shard, columns, footer)
+
+        # The outer one explains why a reader could not open; by the inner one a reader that has seen another
+        # file is closed, and not lent on to a shard that finds the planned file in its place again.
+        with (
+            unchanged(storage, file),
+            self._files.reader(key, shard, open_reader) as reader,
+            unchanged(storage, file),
+        ):
+            yield reader
 
     def _file(self) -> PlannedFile:
         """The shard's file, confined anew: a plan is a file that someone may have edited."""

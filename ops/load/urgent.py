@@ -81,9 +81,9 @@ def _ask_all(place: Site, report: Report, held: str, num_blocks: int, prompts: i
     place.wait(lambda: place.stats("w")["updated_at"] > asked_at)
     last = place.stats("w")
     report.equal(f"{held} held: high prompts answered", len(seen.answered), prompts)
-    waiting = min(look["num_waiting"] for look in seen.looks)
+    waiting = min((look["num_waiting"] for look in seen.looks), default=0)
     report.at_least(f"{held} held: bulk prompts that wait in the engine, at the fewest", waiting, 1)
-    for what in ("num_running", "free_blocks"):
+    for what in ("num_running", "free_blocks") if seen.looks else ():
         values = [look[what] for look in seen.looks]
         report.tell(f"{held} held: {what}, least and most", f"{min(values)}, {max(values)}")
     told = {name: last[name] - before[name] for name in ("num_preemptions", "updated_at", "num_steps")}

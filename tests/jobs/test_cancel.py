@@ -11,7 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from redis import Redis
+from rq.command import send_stop_job_command
 from rq.job import JobStatus
+from rq.serializers import JSONSerializer
 
 from jobs import cli
 from jobs.parquet.names import part_name, shard_job_id
@@ -85,3 +87,21 @@ def test_cancel_stops_the_shards_that_run_and_a_later_submit_resumes(
     wait_until(lambda: "finished" in tokenmill(workers, "status", run))
     wait_until(lambda: not leftovers(redis, "bulk"))
     assert workers.queue("bulk").failed_job_registry.get_job_count(cleanup=False) == 0
+
+
+def test_a_shard_that_is_stopped_while_it_opens_opens_to_its_end_and_closes(
+    workers: Workers, redis: Redis, tmp_path: Path
+) -> None:
+    """Raised into the thread that opens it, an error could leave the lock of a shared reader behind."""
+    gate, output = tmp_path / "gate", tmp_path / "out"
+    pq.write_table(pa.table({"prompt": ["a", "b"]}), tmp_path / "in.parquet")
+    worker = workers.start(OPEN_GATE=str(gate), worker_class="tests.worker.slow_files.GatedOpenWorker")
+    run = tokenmill(workers, "submit", tmp_path / "in.parquet", output).strip()
+    wait_until(lambda: started_shards(workers, run) == [0])
+    send_stop_job_command(redis, shard_job_id(run, 0), serializer=JSONSerializer)
+    wait_until(lambda: not leftovers(redis, "bulk"))
+    gate.touch()
+    worker.terminate()
+    assert worker.wait(timeout=20) == 0
+    assert [path.name for path in tmp_path.glob("gate*")] == ["gate"]
+    assert [path.name for path in output.iterdir()] == ["_plan.json"]

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from redis import Redis
 
 from jobs.context import JobContext
+from jobs.errors import InputChanged
 from jobs.parquet.plan import Shard, cut_shards
 from jobs.parquet.row_reader import BATCH_ROWS, RowReader
 from jobs.parquet.shard_task import ShardTask
@@ -113,6 +114,33 @@ def test_a_shard_that_cannot_be_read_holds_no_file(
     with pytest.raises(Exception, match="changed"):
         opened(job, context)
     assert not context.files._files
+
+
+def test_a_reader_that_has_seen_another_file_is_not_lent_on(
+    redis: Redis, make_context: MakeContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is replaced while a shard opens it, and back in its place when the next shard looks."""
+    source, kept = tmp_path / "in.parquet", tmp_path / "kept"
+    pq.write_table(pa.table({"prompt": [f"P{n}" for n in range(4)]}), source)
+    score_parquet(make_context(), str(source), str(tmp_path / "out"), rows_per_shard=2)
+    first, second = queued_jobs(redis)
+    context = make_context()
+    context.files.enter(str(source))  # as another shard of the file that is open
+    open_input = Storage.open_input
+
+    def open_another(self: Storage, path: str) -> Any:
+        if path == str(source) and not kept.exists():
+            source.rename(kept)
+            pq.write_table(pa.table({"prompt": [f"N{n}" for n in range(4)]}), source)
+        return open_input(self, path)
+
+    monkeypatch.setattr(Storage, "open_input", open_another)
+    with pytest.raises(InputChanged):
+        opened(first, context)
+    kept.replace(source)
+    kept.touch()
+    prompts = [request.prompt for request in opened(second, context).requests()]
+    assert prompts == ["P2", "P3"]
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,9 +1,13 @@
-"""A worker that closes the files of its shards late: only if it has not signed off meanwhile."""
+"""Workers whose shards take their time over files."""
 
 from __future__ import annotations
 
+import os
 import threading
+import time
+from pathlib import Path
 
+from jobs.context import JobContext
 from jobs.parquet.shard_task import ShardTask
 from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
 from worker.settings import WorkerSettings
@@ -28,3 +32,24 @@ class LateClosingWorker(FakeEngineWorker):
     def register_death(self) -> None:
         self._left.set()
         super().register_death()
+
+
+class GatedOpenWorker(FakeEngineWorker):
+    """FakeEngineWorker whose shards open once the file OPEN_GATE is there; an error that is raised meanwhile
+    is written beside it, to OPEN_GATE + ".error"."""
+
+    def load_engine(self, settings: WorkerSettings) -> FakeEngine:
+        gate = Path(os.environ["OPEN_GATE"])
+        open_now = ShardTask.open
+
+        def open_gated(task: ShardTask, context: JobContext) -> None:
+            try:
+                while not gate.exists():
+                    time.sleep(0.01)
+            except BaseException as error:
+                gate.with_name(f"{gate.name}.error").write_text(repr(error))
+                raise
+            open_now(task, context)
+
+        ShardTask.open = open_gated  # type: ignore[method-assign]
+        return super().load_engine(settings)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import platform
+import threading
+import weakref
 
 import pytest
 
 from tests.rq_workers import Workers
+from worker.functions import FunctionPool
 
 
 @pytest.fixture(autouse=True)
@@ -34,3 +38,24 @@ def test_an_operator_has_the_last_word_on_malloc(workers: Workers) -> None:
     job = workers.queue("bulk").enqueue("tests.worker.functions.glibc_malloc")
     workers.burst(MALLOC_ARENA_MAX="2", MALLOC_MMAP_THRESHOLD_=str(1 << 24))
     assert workers.result(job).return_value == {"arenas": 2, "mapped": 0}
+
+
+def test_a_failed_call_lets_go_of_what_it_used_without_the_collector() -> None:
+    """A shard that could not be read has all its texts in its frames."""
+    used: list[weakref.ref[set[str]]] = []
+
+    def fail() -> None:
+        texts = {"a row"}
+        used.append(weakref.ref(texts))
+        raise ValueError
+
+    ended = threading.Event()
+    pool = FunctionPool(1, "test")
+    gc.disable()
+    try:
+        pool.submit(fail, lambda value, error: ended.set())
+        assert ended.wait(10)
+        pool.close(10)
+        assert used[0]() is None
+    finally:
+        gc.enable()
