@@ -110,13 +110,13 @@ class Workers:
                 process.kill()
             process.wait()
 
-    def wait_for(self, key: str, timeout_s: int = 20) -> str:
+    def wait_for(self, key: str, timeout_s: int = 60) -> str:
         """Block until somebody pushes to a Redis list; return what it was."""
         found = self.redis.blpop([key], timeout=timeout_s)
         assert found is not None, f"nothing came to {key} in {timeout_s} s"
         return found[1].decode()
 
-    def result(self, job: Job, timeout_s: int = 20) -> Result:
+    def result(self, job: Job, timeout_s: int = 60) -> Result:
         """Block until a job has a result."""
         result = job.latest_result(timeout=timeout_s)
         assert result is not None, f"job {job.id} has no result after {timeout_s} s"
@@ -158,7 +158,7 @@ def stats_of(workers: Workers, name: str) -> dict[str, Any]:
     return dict(json.loads(workers.redis.get(f"tokenmill:worker:{name}") or b"{}"))
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 20) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 60) -> None:
     """Return once a condition on Redis holds; nothing announces such a change."""
     deadline = time.monotonic() + timeout_s
     while not condition():

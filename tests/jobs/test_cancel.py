@@ -102,6 +102,6 @@ def test_a_shard_that_is_stopped_while_it_opens_opens_to_its_end_and_closes(
     wait_until(lambda: not leftovers(redis, "bulk"))
     gate.touch()
     worker.terminate()
-    assert worker.wait(timeout=20) == 0
+    assert worker.wait(timeout=60) == 0
     assert [path.name for path in tmp_path.glob("gate*")] == ["gate"]
     assert [path.name for path in output.iterdir()] == ["_plan.json"]

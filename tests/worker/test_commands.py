@@ -81,7 +81,7 @@ def test_what_runs_goes_on_while_suspended_and_nothing_is_claimed(workers: Worke
 def test_no_worker_starts_while_suspended_and_a_burst_worker_leaves(workers: Workers, tmp_path: Path) -> None:
     workers.rq("suspend")
     process = workers.start()
-    assert process.wait(timeout=20) == 1
+    assert process.wait(timeout=60) == 1
     assert "suspended" in workers.log(process)
     workers.rq("resume")
     gated = workers.queue("bulk").enqueue("jobs.complete", f"file:{tmp_path}/go")
@@ -90,7 +90,7 @@ def test_no_worker_starts_while_suspended_and_a_burst_worker_leaves(workers: Wor
     workers.rq("suspend")
     left = workers.queue("bulk").enqueue("jobs.complete", "b", max_tokens=1)
     (tmp_path / "go").touch()
-    assert burst.wait(timeout=20) == 0
+    assert burst.wait(timeout=60) == 0
     assert gated.get_status() == JobStatus.FINISHED
     assert left.get_status() == JobStatus.QUEUED
 

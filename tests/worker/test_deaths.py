@@ -86,7 +86,7 @@ def test_a_job_that_kills_its_workers_is_set_aside_with_the_reason(workers: Work
     poison = enqueue(workers, "die", retry=Retry(max=9))
     for _ in range(3):
         worker = workers.start(TOKENMILL_MAX_WORKER_DEATHS="3")
-        assert worker.wait(timeout=20) == -signal.SIGKILL
+        assert worker.wait(timeout=60) == -signal.SIGKILL
     bystander = enqueue(workers, "fine")
     workers.start(TOKENMILL_MAX_WORKER_DEATHS="3")
     assert "3 workers died while they ran this job" in (workers.result(poison).exc_string or "")
@@ -116,7 +116,7 @@ def test_jobs_beside_one_that_kills_its_workers_are_not_blamed(workers: Workers,
     poison = enqueue(workers, "die")
     last = enqueue(workers, gate)
     for _ in range(2):
-        assert workers.start(TOKENMILL_MAX_WORKER_DEATHS="3").wait(timeout=20) == -signal.SIGKILL
+        assert workers.start(TOKENMILL_MAX_WORKER_DEATHS="3").wait(timeout=60) == -signal.SIGKILL
     (tmp_path / "go").touch()
     while poison.get_status() != JobStatus.FAILED:
         workers.start(TOKENMILL_MAX_WORKER_DEATHS="3")
@@ -197,7 +197,7 @@ def test_a_signal_sent_to_a_frozen_worker_is_obeyed_when_it_thaws(workers: Worke
     for process in processes:
         for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGCONT):
             process.send_signal(number)
-    assert [process.wait(timeout=20) for process in processes] == [0] * 4
+    assert [process.wait(timeout=60) for process in processes] == [0] * 4
 
 
 def test_an_engine_that_raises_stops_the_worker_with_an_error_and_gives_its_jobs_back(
@@ -205,7 +205,7 @@ def test_an_engine_that_raises_stops_the_worker_with_an_error_and_gives_its_jobs
 ) -> None:
     fine, crash = enqueue(workers, "hang"), enqueue(workers, "crash")
     worker = workers.start(TOKENMILL_MAX_WORKER_DEATHS="2")
-    assert worker.wait(timeout=20) == 1
+    assert worker.wait(timeout=60) == 1
     assert "told to crash" in workers.log(worker)
     assert {fine.get_status(), crash.get_status()} == {JobStatus.QUEUED}
     assert leftovers(workers.redis, "bulk") == []

@@ -66,7 +66,7 @@ def test_every_step_of_a_job_has_rqs_status_and_registry(workers: Workers, tmp_p
     (tmp_path / "go").touch()
     workers.result(waits)
     process.terminate()
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=60) == 0
     jobs = (runs, waits, fails, later)
     assert [job.get_status() for job in jobs] == ["finished", "finished", "failed", "scheduled"]
     assert queue.finished_job_registry.get_job_ids() == [runs.id, waits.id]
@@ -104,7 +104,7 @@ def test_an_id_that_is_enqueued_again_while_it_runs_is_answered_for_the_newest_a
     assert text_of(workers.result(new)) == "echo:new"
     wait_until(lambda: stats_of(workers, "w").get("jobs_held") == 0)
     process.terminate()
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=60) == 0
     assert len(new.results()) == 1
 
 
@@ -337,7 +337,7 @@ def test_warm_shutdown_finishes_what_runs_and_takes_nothing_new(workers: Workers
     wait_until(lambda: workers.redis.hexists("rq:worker:w", "shutdown_requested_date"))
     late = workers.queue("bulk").enqueue("jobs.complete", "b", max_tokens=1)
     (tmp_path / "go").touch()
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=60) == 0
     assert text_of(workers.result(running)) == f"echo:file:{tmp_path}/go"
     assert late.get_status() == JobStatus.QUEUED
 
@@ -349,7 +349,7 @@ def test_a_second_signal_gives_back_what_runs(workers: Workers) -> None:
     process.send_signal(signal.SIGINT)
     time.sleep(1.1)  # a second signal within a second counts as the first one, sent twice
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=60) == 0
     assert [job.get_status() for job in jobs] == [JobStatus.QUEUED] * 3
     assert workers.queue("bulk").job_ids == [job.id for job in jobs]
     assert leftovers(workers.redis, "bulk") == []
@@ -359,7 +359,7 @@ def test_the_shutdown_command_is_a_warm_shutdown(workers: Workers) -> None:
     process = workers.start("--name", "w")
     wait_until(lambda: workers.redis.exists("tokenmill:worker:w"))
     send_shutdown_command(workers.redis, "w")
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=60) == 0
 
 
 def test_a_suspended_worker_claims_nothing_until_resumed(workers: Workers) -> None:
@@ -377,13 +377,13 @@ def test_a_suspended_worker_claims_nothing_until_resumed(workers: Workers) -> No
 def test_max_jobs_is_kept_also_when_many_wait(workers: Workers) -> None:
     jobs = [workers.queue("bulk").enqueue("jobs.complete", f"p{i}", max_tokens=2) for i in range(20)]
     process = workers.start("--max-jobs", "7")
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=60) == 0
     assert [job.get_status() for job in jobs] == [JobStatus.FINISHED] * 7 + [JobStatus.QUEUED] * 13
 
 
 def test_max_idle_time_ends_an_idle_worker(workers: Workers) -> None:
     process = workers.start("--max-idle-time", "1")
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=60) == 0
     assert "idle for 1 seconds" in workers.log(process)
 
 
@@ -399,7 +399,7 @@ def test_scheduled_jobs_are_enqueued_by_the_scheduler_which_dies_with_its_worker
     assert children
     process.kill()
     process.wait()
-    _, alive = psutil.wait_procs(children, timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []
 
 
@@ -417,7 +417,7 @@ def test_rq_info_shows_the_worker_and_its_jobs_and_harms_none(workers: Workers) 
 
 def test_the_worker_needs_the_json_serializer(workers: Workers) -> None:
     process = workers.start(serializer=())
-    assert process.wait(timeout=20) == 1
+    assert process.wait(timeout=60) == 1
     assert "-S json" in workers.log(process)
 
 
@@ -432,7 +432,7 @@ def test_the_worker_needs_the_json_serializer(workers: Workers) -> None:
 )
 def test_a_bad_setting_stops_the_start_and_is_named(workers: Workers, name: str, value: str) -> None:
     process = workers.start(**{name: value})
-    assert process.wait(timeout=20) == 1
+    assert process.wait(timeout=60) == 1
     assert name in workers.log(process)
 
 

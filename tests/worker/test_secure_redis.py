@@ -103,7 +103,7 @@ def test_a_worker_and_a_producer_do_their_work_over_tls_with_the_users_we_docume
     assert "worker w" in printed
     assert server.admin.hget("rq:worker:w", "ip_address") != b"unknown"
     process.terminate()
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=60) == 0
     assert leftovers(server.admin, "bulk") == []
     # redis-py introduces itself by CLIENT SETINFO and more, which this server does not know.
     refused = [entry for entry in server.admin.acl_log() if entry["object"] != "client"]
@@ -146,7 +146,7 @@ def test_a_wrong_password_ends_the_start_with_an_error_that_does_not_show_it(
 ) -> None:
     url = server.url("worker", "Wrong-secret")
     process = workers.start(RQ_REDIS_URL=url)
-    assert process.wait(timeout=20) == 1
+    assert process.wait(timeout=60) == 1
     shown = workers.log(process)
     assert "invalid username-password pair" in shown
     printed = tokenmill(workers, url, "status", "0123456789abcdef")
@@ -158,7 +158,7 @@ def test_a_wrong_password_ends_the_start_with_an_error_that_does_not_show_it(
 def test_a_certificate_of_an_unknown_authority_is_refused(workers: Workers, server: SecureRedis) -> None:
     url = server.url("worker", WORKER_PASSWORD).split("?")[0]
     process = workers.start(RQ_REDIS_URL=url)
-    assert process.wait(timeout=20) == 1
+    assert process.wait(timeout=60) == 1
     assert "CERTIFICATE_VERIFY_FAILED" in workers.log(process)
     assert WORKER_PASSWORD not in workers.log(process)
 
