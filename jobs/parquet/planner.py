@@ -69,8 +69,10 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, queue: str) -
     folder = RunFolder(storage, plan, state, context.execution_id)
     if plan.rows == 0:
         _publish_empty_part(folder, footers[0], context.model)
+    # Looked for first: the mark of a run that ends while this planner is frozen stays.
+    had_ended = folder.has_success()
     missing = sorted(set(range(len(plan.shards))) - folder.shards_with_parts())
-    if missing:
+    if missing and had_ended:
         folder.withdraw_success()
     finished = folder.recount(queue)  # before any shard runs: from here on the last one knows that it is
     enqueued = 0 if finished else enqueue_shards(context.connection, queue, folder, missing)

@@ -83,10 +83,13 @@ class RunFolder:
         count = self.state.amend_parts(found, recorded - present, len(self.plan.shards))
         return count.done >= len(self.plan.shards) and self._finish()
 
+    def has_success(self) -> bool:
+        return self.storage.stat(self.path(SUCCESS)) is not None
+
     def withdraw_success(self) -> None:
         """Take back an end that is no longer true."""
-        self.storage.delete(self.path(SUCCESS))
         self.state.withdraw_finished()
+        self.storage.delete(self.path(SUCCESS))  # last: a planner that is killed before finds it, and goes on
 
     def _finish(self) -> bool:
         """Check every part, then write the manifest and the mark; return False when a part is missing.
@@ -95,7 +98,7 @@ class RunFolder:
         """
         if self.shards_with_parts() != set(range(len(self.plan.shards))):
             return False
-        if self.storage.stat(self.path(SUCCESS)) is None:
+        if not self.has_success():
             # First, because it checks every part.
             text = manifest_text(self.plan, map(self.part_stats, range(len(self.plan.shards))))
             self._remove_leftovers()

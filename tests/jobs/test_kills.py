@@ -223,6 +223,38 @@ def test_a_planner_that_slept_while_another_planned_and_parts_came_takes_its_pla
     assert_finished(spec)
 
 
+def test_a_planner_that_slept_while_another_planned_and_the_run_ended_leaves_its_end_alone(
+    redis: Redis, make_context: MakeContext, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has listed the parts before any was there, and is interrupted before it counts them."""
+    list_parts = RunFolder.shards_with_parts
+
+    def sleep_after_the_listing(folder: RunFolder) -> set[int]:
+        monkeypatch.setattr(RunFolder, "shards_with_parts", list_parts)
+        found = list_parts(folder)
+        score_parquet(make_context(), spec.input[0], spec.output, sampling=spec.sampling, rows_per_shard=2)
+        work_off(redis, make_context)
+        assert_finished(spec)
+        return found
+
+    def interrupted(folder: RunFolder, queue: str) -> bool:
+        raise Killed
+
+    context = make_context()
+    recount = RunFolder.recount
+    monkeypatch.setattr(RunFolder, "shards_with_parts", sleep_after_the_listing)
+    monkeypatch.setattr(
+        RunFolder,
+        "recount",
+        lambda folder, queue: (interrupted if folder._execution_id == context.execution_id else recount)(
+            folder, queue
+        ),
+    )
+    with pytest.raises(Killed):
+        plan_run(context, Storage(context.data_roots), spec, "bulk")
+    assert_finished(spec)
+
+
 def test_of_two_that_end_a_run_at_once_neither_trips_over_the_others_cleaning(
     redis: Redis, make_context: MakeContext, spec: RunSpec
 ) -> None:
