@@ -16,6 +16,15 @@ tokenmill:maintenance          string: the worker that looks for abandoned jobs 
 #: by it, so that one worker does not take every shard of a run at once.
 SEQUENCES_FIELD = "sequences"
 
+#: A field of our own there: the fingerprint of the only model that may run the job. A worker that serves
+#: another leaves the job where it is in its queue, for others.
+MODEL_FIELD = "tokenmill_model"
+
+#: A field of our own there: FUNCTION once a worker has found that the job calls a plain function. While all
+#: places for functions are taken, such jobs are left where they are.
+KIND_FIELD = "tokenmill_kind"
+FUNCTION = "function"
+
 #: A run's keys are kept this long after the last write; the files alone are enough to resume it.
 RUN_TTL_S = 30 * 24 * 3600
 

@@ -130,13 +130,23 @@ OUTAGES = (RedisConnectionError, RedisTimeoutError, OutOfMemoryError, ReadOnlyEr
 
 @dataclass(frozen=True)
 class Wanted:
-    """A claim on one queue: at most how many sequences' worth of jobs, a token of 24 hex digits, and whether
-    the worker has nothing else."""
+    """A claim on one queue: at most how many sequences' worth of jobs, a token of 24 hex digits, whether
+    the worker has nothing else, and whether it has no place for jobs known to be functions."""
 
     queue: str
     most: int
     token: str
     alone: bool
+    no_functions: bool = False
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What came of a claim on one queue."""
+
+    jobs: list[ClaimedJob]
+    num_foreign: int
+    """Jobs that were seen and left in the queue, because they may run on another model only."""
 
 
 def own_client(connection: Redis, socket_timeout_s: float, resend: bool = False) -> Redis:
@@ -162,6 +172,7 @@ class JobStore:
 
     records_failures: False keeps failed jobs out of the registry and without a result, as RQ's
     --disable-default-exception-handler does.
+    model: jobs whose field `tokenmill_model` names another one are left in their queue.
     Not thread-safe: the I/O thread owns it. Every method raises redis.exceptions.RedisError when the
     server cannot be reached, and every call may then be made again: none doubles an effect.
     """
@@ -173,9 +184,11 @@ class JobStore:
         lease_s: int,
         records_failures: bool = True,
         max_job_bytes: int = 1 << 26,
+        model: str = "",
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._client = client
+        self._model = model
         self._worker_name = worker_name
         self._worker_key = f"{BaseWorker.redis_worker_namespace_prefix}{worker_name}"
         self._lease_s = lease_s
@@ -239,14 +252,20 @@ class JobStore:
         execution = Execution(execution_id, job_id, self._client, worker_name=self._worker_name)
         return ClaimedJob(job, execution, queue_name, damage, deaths=deaths)
 
-    def claim(self, wanted: Sequence[Wanted], last_life: float) -> list[list[ClaimedJob]]:
+    def claim(self, wanted: Sequence[Wanted], last_life: float) -> list[Claim]:
         """Claim jobs from several queues in one round trip. last_life: see claim.lua.
 
         A call that failed may have claimed: make it again with the same tokens.
         """
         tail = (self._worker_name, *self._stamp(), self._lease_s, repr(self._clock() + FAR_S), last_life)
         calls: list[tuple[str, list[Any]]] = [
-            ("claim", [each.queue, min(each.most, _CLAIM_BATCH), each.token, *tail, int(each.alone)])
+            (
+                "claim",
+                [
+                    *(each.queue, min(each.most, _CLAIM_BATCH), each.token, *tail),
+                    *(int(each.alone), self._model, int(each.no_functions)),
+                ],
+            )
             for each in wanted
         ]
         tokens = {each.token for each in wanted}
@@ -258,8 +277,8 @@ class JobStore:
         # Of a claim that was sent twice the first sending may still be on its way: its record expires.
         self._answered = first_sent
         return [
-            [self._restore(each.queue, entry) for entry in reply]
-            for each, reply in zip(wanted, replies, strict=True)
+            Claim([self._restore(each.queue, entry) for entry in entries], num_foreign)
+            for each, (entries, num_foreign) in zip(wanted, replies, strict=True)
         ]
 
     def renew(self, held: Sequence[ClaimedJob]) -> list[ClaimedJob]:

@@ -148,6 +148,7 @@ class IoLoop:
         self._thread = threading.Thread(target=self._guarded_run, name="tokenmill-io", daemon=True)
         self._stats: Mapping[str, int] = {}
         self._tokens: dict[int, str] = {}
+        self._foreign = [0] * len(queues)
         self._claimed = self._turn = 0
         self._suspended = self._shown_busy = False
         self._idle_since = clock()
@@ -313,19 +314,20 @@ class IoLoop:
             alone = is_idle and place == self._turn % len(lanes)
             wanted.append(Wanted(self._queues[lane].name, room, token, alone))
         claims = self._store.claim(wanted, self._limits.last_life)
-        for lane, claimed in zip(lanes, claims, strict=True):
+        for lane, claim in zip(lanes, claims, strict=True):
             del self._tokens[lane]
-            self._claimed += len(claimed)
-            if claimed:
+            self._foreign[lane] = claim.num_foreign
+            self._claimed += len(claim.jobs)
+            if claim.jobs:
                 self._polls[lane].postpone(float("-inf"))
-            for job in claimed:
+            for job in claim.jobs:
                 self._runner.begin(job, lane)
         surplus = self._runner.take_surplus()
         if self._runner.num_held > 1:  # a job of another lane came with one that should run by itself
             surplus += self._runner.withdraw_suspects(self._limits.last_life)
         self._claimed -= len(surplus)
         self._release(surplus, "given_back")
-        return sum(map(len, claims)) - len(surplus)
+        return sum(len(claim.jobs) for claim in claims) - len(surplus)
 
     def _jobs_left(self) -> int:
         most = self._limits.max_jobs
@@ -405,10 +407,14 @@ class IoLoop:
             self._leave(f"finished {self._limits.max_jobs} jobs, quitting")
         elif self._limits.burst and self._suspended:
             self._leave("suspended in burst mode, quitting; there may be unfinished jobs on the queue")
-        elif self._limits.burst and not self._store.count_queued([queue.name for queue in self._queues]):
+        elif self._limits.burst and self._has_taken_all():
             self._leave("done, quitting")
         elif self._limits.max_idle_s is not None and moment - self._idle_since >= self._limits.max_idle_s:
             self._leave(f"idle for {self._limits.max_idle_s:g} seconds, quitting")
+
+    def _has_taken_all(self) -> bool:
+        """Whether the queues hold nothing but what only workers with another model may run."""
+        return self._store.count_queued([queue.name for queue in self._queues]) <= sum(self._foreign)
 
     def _leave(self, why: str) -> None:
         self._log.info(why)

@@ -39,7 +39,7 @@ def store(redis: Redis, name: str = "w", **options: Any) -> JobStore:
 
 
 def claim(jobs: JobStore, queue: str = "bulk", most: int = 10) -> list[ClaimedJob]:
-    return jobs.claim([Wanted(queue, most, uuid4().hex[:24], alone=True)], float("inf"))[0]
+    return jobs.claim([Wanted(queue, most, uuid4().hex[:24], alone=True)], float("inf"))[0].jobs
 
 
 def succeeded(claimed: ClaimedJob, value: Any = 1) -> Outcome:
@@ -119,7 +119,7 @@ def test_the_record_of_a_claim_that_was_sent_twice_outlasts_the_first_sending(
         with pytest.raises(RedisConnectionError):
             jobs.claim(wanted, float("inf"))
     again = [replace(wanted[0], most=0)]
-    assert [each.job.id for each in jobs.claim(again, float("inf"))[0]] == ids[:1]
+    assert [each.job.id for each in jobs.claim(again, float("inf"))[0].jobs] == ids[:1]
     assert [each.job.id for each in claim(jobs)] == ids[1:]
     assert claim(jobs) == []
     assert records(redis) == ["a" * 24]

@@ -1,18 +1,22 @@
 -- Take jobs of one queue whose status is still 'queued', and open their executions, until they bring
 -- `limit` sequences: one each, or what the job's own field `sequences` says.
--- ARGV: queue, limit, token, worker, now_iso, now_ts, lease_s, far_score, last_life, alone, then the tokens
---       of claims whose records nobody needs any more
+-- ARGV: queue, limit, token, worker, now_iso, now_ts, lease_s, far_score, last_life, alone, model,
+--       no_functions, then the tokens of claims whose records nobody needs any more
+-- A job that this worker cannot begin stays where it is in the queue, for others: one whose field
+-- `tokenmill_model` names another model than `model`, and with `no_functions` 1 one whose `tokenmill_kind`
+-- is 'function'.
 -- A job that has taken `last_life` workers with it is claimed by itself, where `alone` is 1, so that jobs
 -- that were merely near another one when it killed its worker are told from that one; elsewhere such jobs
 -- go to the end of the queue.
--- Returns {{job id, execution id, job hash}, ...}. Sent again with the same token it returns the same
--- jobs, less those that were taken from this worker since, and claims no others. With a limit of 0 it
--- asks what an earlier call has claimed, and makes sure that one still on its way claims nothing.
+-- Returns {{{job id, execution id, job hash}, ...}, jobs left for other models}. Sent again with the same
+-- token it returns the same jobs, less those that were taken from this worker since, and claims no others.
+-- With a limit of 0 it asks what an earlier call has claimed, and makes sure that one still on its way
+-- claims nothing.
 local queue, limit, token, worker = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 local record = 'tokenmill:claim:' .. token
 local claimed = {}
 
-for i = 11, #ARGV do redis.call('DEL', 'tokenmill:claim:' .. ARGV[i]) end
+for i = 13, #ARGV do redis.call('DEL', 'tokenmill:claim:' .. ARGV[i]) end
 local earlier = redis.call('LRANGE', record, 0, -1)
 if #earlier > 0 then
   for i, id in ipairs(earlier) do
@@ -21,35 +25,59 @@ if #earlier > 0 then
       claimed[#claimed + 1] = {id, eid, redis.call('HGETALL', 'rq:job:' .. id)}
     end
   end
-  return claimed
+  return {claimed, 0}
 end
 if limit == 0 then
   redis.call('RPUSH', record, '')
   redis.call('EXPIRE', record, 600)
-  return claimed
+  return {claimed, 0}
 end
 
--- Bounded, so that a queue of a million deleted jobs does not stop the server for the others.
-local sequences = 0
-local last_life, alone, passed = tonumber(ARGV[9]), ARGV[10] == '1', {}
-for _ = 1, limit + 1000 do
-  if sequences >= limit then break end
-  local id = redis.call('LPOP', 'rq:queue:' .. queue)
-  if not id then break end
-  local job = guarded(redis.call, 'HMGET', 'rq:job:' .. id, 'status', 'worker_deaths', 'sequences') or {}
-  local is_suspect = (tonumber(job[2]) or 0) >= last_life
-  if job[1] == 'queued' and is_suspect and (not alone or #claimed > 0) then
-    redis.call('RPUSH', 'rq:queue:' .. queue, id)
-    if passed[id] then break end
-    passed[id] = true
-  elseif job[1] == 'queued' then
+local last_life, alone, model, no_functions = tonumber(ARGV[9]), ARGV[10] == '1', ARGV[11], ARGV[12] == '1'
+local waiting = 'rq:queue:' .. queue
+local sequences, left, postponed, num_foreign, is_full = 0, {}, {}, 0, false
+
+-- What becomes of the next id of the queue: a claim, a place among `left` or `postponed`, or nothing.
+local function consider(id)
+  local fields = guarded(
+    redis.call, 'HMGET', 'rq:job:' .. id,
+    'status', 'worker_deaths', 'sequences', 'tokenmill_model', 'tokenmill_kind'
+  ) or {}
+  local is_foreign = fields[4] and fields[4] ~= model
+  local is_suspect = (tonumber(fields[2]) or 0) >= last_life
+  if fields[1] ~= 'queued' then
+    return
+  elseif is_foreign or (no_functions and fields[5] == 'function') then
+    left[#left + 1] = id
+    num_foreign = num_foreign + (is_foreign and 1 or 0)
+  elseif is_suspect and (not alone or #claimed > 0) then
+    postponed[#postponed + 1] = id
+  else
     local eid = token .. string.format('%08x', #claimed + 1)
-    claimed[#claimed + 1] =
-      open_execution(queue, id, eid, worker, ARGV[5], ARGV[6], ARGV[7], ARGV[8])
+    claimed[#claimed + 1] = open_execution(queue, id, eid, worker, ARGV[5], ARGV[6], ARGV[7], ARGV[8])
     redis.call('RPUSH', record, id)
-    sequences = sequences + math.max(1, tonumber(job[3]) or 1)
-    if is_suspect then break end
+    sequences = sequences + math.max(1, tonumber(fields[3]) or 1)
+    is_full = is_suspect or sequences >= limit
   end
 end
+
+-- Bounded, so that a queue of a million deleted jobs, or of another model's, does not stop the server for
+-- the others: jobs behind more than 1,000 of these wait until they are gone.
+local looked_at, bound, page = 0, limit + 1000, {}
+while looked_at < bound and not is_full do
+  local place = looked_at % 100
+  if place == 0 then page = redis.call('LRANGE', waiting, looked_at, looked_at + 99) end
+  if not page[place + 1] then break end
+  looked_at = looked_at + 1
+  consider(page[place + 1])
+end
+
+-- Nothing is written where all that was seen stays: an idle worker looks many times a second.
+if looked_at > #left then
+  redis.call('LPOP', waiting, looked_at)
+  for i = #left, 1, -1 do redis.call('LPUSH', waiting, left[i]) end
+  for _, id in ipairs(postponed) do redis.call('RPUSH', waiting, id) end
+end
 if #claimed > 0 then redis.call('EXPIRE', record, 600) end
-return claimed
+if looked_at == bound and #claimed == 0 then num_foreign = redis.call('LLEN', waiting) end
+return {claimed, num_foreign}
