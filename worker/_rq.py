@@ -20,6 +20,7 @@ from importlib import resources
 from typing import Any, Literal
 from uuid import uuid4
 
+import click
 from redis import ConnectionPool, Redis
 from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -614,6 +615,12 @@ def _interval(interval_s: Any) -> int:
 
 def _bounded_ttl(ttl_s: int | None) -> int | None:
     return None if ttl_s is None else max(-1, min(ttl_s, _MAX_TTL_S))
+
+
+def called_by_rq_command() -> bool:
+    """Whether `rq worker` or `rq worker-pool` is the caller, which prints any error's traceback."""
+    context = click.get_current_context(silent=True)
+    return context is not None and getattr(context.command.callback, "__module__", "").startswith("rq.cli")
 
 
 def callback_names(job: Job) -> list[tuple[str, str]]:

@@ -21,7 +21,7 @@ from rq.utils import now, utcformat
 from rq.worker.base import BaseWorker, DequeueStrategy
 
 import jobs
-from worker._rq import MIN_REDIS_VERSION, OrphanProofScheduler
+from worker._rq import MIN_REDIS_VERSION, OrphanProofScheduler, called_by_rq_command
 from worker.errors import EngineFailed, ForeignJobsPackage, IoThreadFailed, StartupError
 from worker.process_memory import share_freed_memory
 
@@ -40,7 +40,8 @@ class BatchWorker(BaseWorker):
 
     The main thread loads and steps the engine and takes the signals; one I/O thread claims and ends jobs;
     user functions, callbacks and files have threads of their own. The constructor loads nothing: `rq info`
-    builds worker objects too. `work()` raises StartupError where the worker cannot serve.
+    builds worker objects too. `work()` raises StartupError where the worker cannot serve; under `rq worker`
+    that is one line and exit status 1.
     """
 
     _io: IoLoop | None = None
@@ -79,7 +80,7 @@ class BatchWorker(BaseWorker):
         try:
             settings = self._check_start(dequeue_strategy)
         except StartupError as error:
-            self._stop_pool(error)
+            self._tell_no_start(error)
             raise
         share_freed_memory()
         self._install_signal_handlers()
@@ -108,8 +109,18 @@ class BatchWorker(BaseWorker):
             from engine import ConfigError
 
             if isinstance(error, ConfigError):
-                self._stop_pool(error)
+                self._tell_no_start(error)
             raise
+
+    def _tell_no_start(self, error: Exception) -> None:
+        """Say what a person can mend in one line, where RQ's command would print a traceback.
+
+        Raises SystemExit under that command only: whoever calls `work()` gets the error itself.
+        """
+        self._stop_pool(error)
+        if called_by_rq_command():
+            self.log.error("Worker %s cannot start: %s", self.name, error)
+            raise SystemExit(1)
 
     def _stop_pool(self, error: Exception) -> None:
         """Stop the `rq worker-pool` that started this process: it would start the same failure for ever."""

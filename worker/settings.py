@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, ValidationError, field_validator
+from dotenv import dotenv_values
+from pydantic import ByteSize, Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from jobs.table import ALLOWED_FUNCTIONS
 from worker.errors import SettingsError
 
 if TYPE_CHECKING:
     from engine import EngineConfig
 
 _PREFIX = "TOKENMILL_"
+_ENV_FILE = ".env"
+_OUR_PACKAGES = frozenset({"engine", "jobs", "worker"})
 
 
 class WorkerSettings(BaseSettings):
     """Settings of one worker process; `load()` is the way to read them.
 
     Every field is read from `TOKENMILL_<NAME>`. Fields from `model` to `seed` have the meaning and the
-    default of the `engine.EngineConfig` field of the same name.
+    default of the `engine.EngineConfig` field of the same name. Sizes in bytes may carry a unit: 4GiB, 512MB.
     """
 
     model_config = SettingsConfigDict(
-        env_prefix=_PREFIX, env_file=".env", extra="ignore", frozen=True, protected_namespaces=()
+        env_prefix=_PREFIX, env_file=_ENV_FILE, extra="ignore", frozen=True, protected_namespaces=()
     )
 
     model: str = Field(min_length=1)
@@ -34,7 +40,7 @@ class WorkerSettings(BaseSettings):
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     block_size: int = 16
-    kv_cache_bytes: int | None = None
+    kv_cache_bytes: ByteSize | None = None
     memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     tensor_parallel_size: int = 1
@@ -52,7 +58,7 @@ class WorkerSettings(BaseSettings):
     allowed_webhook_hosts: Annotated[tuple[str, ...], NoDecode] = ()
     """Hosts that a job's webhooks may call; webhooks to others are dropped. Split at ','."""
 
-    max_job_bytes: int = Field(default=1 << 26, ge=1 << 10)
+    max_job_bytes: ByteSize = Field(default=ByteSize(1 << 26), ge=1 << 10)
     """A job whose payload is larger, unpacked, is failed without being read."""
 
     max_worker_deaths: int = Field(default=5, ge=1)
@@ -93,10 +99,23 @@ class WorkerSettings(BaseSettings):
         parts = value.split(",") if isinstance(value, str) else value
         return tuple(part.strip() for part in parts if part.strip())
 
+    @field_validator("allowed_functions")
+    @classmethod
+    def _names_of_others(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            package = name.partition(".")[0]
+            if package in _OUR_PACKAGES and name not in ALLOWED_FUNCTIONS:
+                raise ValueError(
+                    f"{name!r} would be looked up in the package {package!r}, which is Tokenmill's own here: "
+                    "give the module of your function another name"
+                )
+        return value
+
     @classmethod
     def load(cls) -> WorkerSettings:
-        """Read the environment and `.env`. Raises SettingsError, which names each bad variable."""
+        """Read the environment and `.env`. Raises SettingsError, which names each bad or unknown variable."""
         try:
+            _check_names([*os.environ, *dotenv_values(_ENV_FILE)])
             return cls()  # type: ignore[call-arg]  # pydantic-settings fills `model` from the environment
         except ValidationError as error:
             raise SettingsError(_explain(error)) from error
@@ -129,6 +148,19 @@ class WorkerSettings(BaseSettings):
             async_scheduling=self.async_scheduling,
             seed=self.seed,
         )
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """Raise SettingsError for variables of ours that no field has: most are misspelt. Others' are ignored."""
+    known = [_PREFIX + field.upper() for field in WorkerSettings.model_fields]
+    unknown = {name.upper() for name in names if name.upper().startswith(_PREFIX)} - set(known)
+    lines = []
+    for name in sorted(unknown):
+        near = get_close_matches(name, known, n=1, cutoff=0.8)
+        hint = f"did you mean {near[0]}?" if near else "README lists them; unset it"
+        lines.append(f"{name} is no setting: {hint}")
+    if lines:
+        raise SettingsError("; ".join(lines))
 
 
 def _explain(error: ValidationError) -> str:

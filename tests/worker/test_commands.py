@@ -161,3 +161,22 @@ def test_a_dequeue_strategy_is_refused_because_queues_are_lanes(workers: Workers
     worker = BatchWorker(["bulk"], connection=workers.redis, serializer=JSONSerializer)
     with pytest.raises(StartupError, match="--dequeue-strategy"):
         worker.work(dequeue_strategy=DequeueStrategy.ROUND_ROBIN)
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"TOKENMILL_MAX_NUM_SEQ": "8"}, "did you mean TOKENMILL_MAX_NUM_SEQS?"),
+        ({"TOKENMILL_MAX_NUM_SEQS": "many"}, "TOKENMILL_MAX_NUM_SEQS"),
+        ({"TOKENMILL_MODEL": "/no/such/model"}, "/no/such/model"),
+    ],
+)
+def test_what_a_user_can_mend_ends_the_start_with_one_line(
+    workers: Workers, environment: dict[str, str], says: str
+) -> None:
+    process = workers.start(worker_class="worker.BatchWorker", **environment)
+    assert process.wait(timeout=60) == 1
+    log = workers.log(process)
+    assert says in log
+    assert "Traceback" not in log
+    assert len([line for line in log.splitlines() if "cannot start" in line]) == 1

@@ -15,3 +15,61 @@ def test_an_env_file_that_is_no_text_is_named(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SettingsError, match=r"\.env cannot be read .*UTF-8"):
         WorkerSettings.load()
+
+
+def load(monkeypatch: pytest.MonkeyPatch, folder: Path, **variables: str) -> WorkerSettings:
+    """Load the settings in a folder with these variables and a model."""
+    monkeypatch.chdir(folder)
+    for name, value in {"TOKENMILL_MODEL": "m", **variables}.items():
+        monkeypatch.setenv(name, value)
+    return WorkerSettings.load()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("TOKENMILL_MAX_NUM_SEQ", r"MAX_NUM_SEQ is no setting: did you mean TOKENMILL_MAX_NUM_SEQS\?"),
+        ("tokenmill_model_path_of_mine", "TOKENMILL_MODEL_PATH_OF_MINE is no setting: README lists them"),
+    ],
+)
+def test_a_misspelt_variable_is_refused_with_the_nearest_name(
+    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SettingsError, match=says):
+        load(monkeypatch, tmp_path, **{name: "1"})
+
+
+def test_a_misspelt_variable_in_a_shared_env_file_is_refused_and_other_programs_keys_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".env").write_text("DATABASE_URL=x\nTOKENMILL_PREFETCH=7\n")
+    assert load(monkeypatch, tmp_path).prefetch == 7
+    (tmp_path / ".env").write_text("DATABASE_URL=x\nTOKENMILL_PREFTECH=7\n")
+    with pytest.raises(SettingsError, match="did you mean TOKENMILL_PREFETCH"):
+        load(monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("4GiB", 4 << 30), ("512MB", 512_000_000), ("64 MiB", 64 << 20), ("4096", 4096)]
+)
+def test_a_size_may_carry_its_unit(
+    text: str, num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = load(monkeypatch, tmp_path, TOKENMILL_KV_CACHE_BYTES=text, TOKENMILL_MAX_JOB_BYTES=text)
+    assert settings.engine_config().kv_cache_bytes == settings.max_job_bytes == num_bytes
+
+
+@pytest.mark.parametrize("text", ["4 gigs", "-1", "GiB", "1e3"])
+def test_a_size_that_is_none_names_its_variable(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SettingsError, match="TOKENMILL_KV_CACHE_BYTES"):
+        load(monkeypatch, tmp_path, TOKENMILL_KV_CACHE_BYTES=text)
+
+
+@pytest.mark.parametrize("name", ["jobs.mine.f", "worker.tasks.f", "engine.f"])
+def test_a_function_in_a_package_of_our_names_is_refused_with_the_reason(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SettingsError, match=rf"TOKENMILL_ALLOWED_FUNCTIONS.*'{name}'.*Tokenmill's own"):
+        load(monkeypatch, tmp_path, TOKENMILL_ALLOWED_FUNCTIONS=f"jobs.complete,{name}")
