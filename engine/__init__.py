@@ -33,6 +33,7 @@ from engine.errors import (
     UnsupportedModel,
     WeightMismatch,
 )
+from engine.fingerprint import ModelIdentity, model_identity
 from engine.outputs import Completion, EngineStats
 from engine.sampling_params import SamplingParams
 
@@ -54,6 +55,7 @@ __all__ = [
     "InvalidRequest",
     "InvalidSampling",
     "MissingWeights",
+    "ModelIdentity",
     "ModelNotFound",
     "OutOfBlocks",
     "PromptTooLong",
@@ -62,6 +64,7 @@ __all__ = [
     "StepFailed",
     "UnsupportedModel",
     "WeightMismatch",
+    "model_identity",
 ]
 
 

@@ -6,6 +6,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,7 @@ from engine.errors import (
     RankFailed,
     StepFailed,
 )
+from engine.fingerprint import ModelIdentity, model_identity
 from engine.layers.parallel import TensorParallel
 from engine.model_config import ModelConfig, read_model_config
 from engine.model_runner import ModelRunner, Runner, resolve_device
@@ -101,6 +103,16 @@ class Engine:
     def model_name(self) -> str:
         """The model as the configuration names it."""
         return self.config.model
+
+    @cached_property
+    def identity(self) -> ModelIdentity:
+        """What tells this model from another, and the dtype it computes in; reads samples of the weights."""
+        return model_identity(self.config)
+
+    @property
+    def attention_backend(self) -> str:
+        """The attention backend that "auto" or the configuration chose. Raises EngineClosed."""
+        return self._open_runner().backend_name
 
     @property
     def max_model_len(self) -> int:

@@ -13,6 +13,16 @@ from engine.errors import ConfigError, MissingWeights, UnsupportedModel
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+def dtype_name(wanted: str, checkpoint_dtype: str) -> str:
+    """Return the dtype that is served: "auto" is the checkpoint's own. Raises ConfigError for one unknown."""
+    chosen = checkpoint_dtype if wanted == "auto" else wanted
+    if chosen not in DTYPES:
+        raise ConfigError(
+            f"dtype={wanted!r} gives {chosen!r}; supported are 'auto', {', '.join(map(repr, DTYPES))}"
+        )
+    return chosen
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder's sizes and flags. dtype is the checkpoint's; eos_token_ids end a completion."""

@@ -21,7 +21,7 @@ from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
 from engine.loader import load_weights
 from engine.memory import allowed_bytes, default_cpu_kv_cache_bytes, keep_freed_memory
-from engine.model_config import DTYPES, ModelConfig
+from engine.model_config import ModelConfig, dtype_name
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.registry import decoder_flags
 from engine.pending_tokens import DeviceTokens, PendingTokens
@@ -47,6 +47,10 @@ class Runner(Protocol):
     @property
     def pool_size(self) -> PoolSize:
         """What the runner has room for."""
+
+    @property
+    def backend_name(self) -> str:
+        """The attention backend that computes."""
 
     def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
         """Start the step, up to a token for each row that samples; steps run in the order of launches."""
@@ -96,6 +100,11 @@ class ModelRunner:
         """
         self._sampled = sample(self.logits(step), sampling)
         return DeviceTokens(self._sampled)
+
+    @property
+    def backend_name(self) -> str:
+        """The attention backend, as configurations name it."""
+        return self.backend.name
 
     def follow(self, step: StepBatch) -> None:
         """Compute this rank's share of the step whose tokens rank 0 chooses."""
@@ -301,11 +310,6 @@ def resolve_device(name: str) -> torch.device:
 
 def resolve_dtype(name: str, checkpoint_dtype: str) -> torch.dtype:
     """Turn "auto" or a dtype name into a dtype. Raises ConfigError for one that is not supported."""
-    chosen = checkpoint_dtype if name == "auto" else name
-    if chosen not in DTYPES:
-        raise ConfigError(
-            f"dtype={name!r} gives {chosen!r}; supported are 'auto', {', '.join(map(repr, DTYPES))}"
-        )
-    dtype = getattr(torch, chosen)
+    dtype = getattr(torch, dtype_name(name, checkpoint_dtype))
     assert isinstance(dtype, torch.dtype)
     return dtype

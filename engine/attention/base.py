@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -20,10 +21,12 @@ class AttentionMetadata:
 class AttentionBackend(ABC):
     """Attention over block tables. One object serves all layers and keeps no state between steps.
 
+    name: as EngineConfig.attention_backend names it.
     max_head_dim: the largest head it serves, None if any.
     layer_kernels: fused kernels for the other layers, None if those stay in plain torch.
     """
 
+    name: ClassVar[str]
     max_head_dim: int | None = None
     layer_kernels: LayerKernels | None = None
 

@@ -31,6 +31,7 @@ class CpuMetadata(AttentionMetadata):
 class CpuAttention(AttentionBackend):
     """All decodes of a step in one call, prefill chunks one sequence at a time."""
 
+    name = "cpu"
     max_head_dim = MAX_HEAD_DIM
 
     def __init__(self, device: torch.device) -> None:

@@ -53,6 +53,8 @@ class FlashMetadata(AttentionMetadata):
 class FlashAttention(TritonAttention):
     """One call for a step's decodes, which splits their KV, and one for its prefill chunks."""
 
+    name = "flash_attn"
+
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache

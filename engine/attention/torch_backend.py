@@ -39,6 +39,8 @@ class TorchAttention(AttentionBackend):
     30 times slower on a CPU).
     """
 
+    name = "torch"
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
 

@@ -49,6 +49,7 @@ class TritonMetadata(AttentionMetadata):
 class TritonAttention(CapturableBackend):
     """One launch for all prefill chunks of a step and one or two for all its decodes."""
 
+    name = "triton"
     max_head_dim = MAX_HEAD_DIM
 
     def __init__(self, device: torch.device) -> None:

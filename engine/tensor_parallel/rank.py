@@ -7,6 +7,7 @@ import os
 import socket
 import traceback
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,9 +31,7 @@ def main(descriptor: int) -> NoReturn:
     try:
         runner = _start(unpack_json(channel.receive().arrays))
         size = runner.pool_size
-        ready = pack_json(
-            {"num_blocks": size.num_blocks, "num_bytes": size.num_bytes, "max_model_len": size.max_model_len}
-        )
+        ready = pack_json({"pool_size": asdict(size), "backend_name": runner.backend_name})
         channel.send(encode(Kind.READY, ready))
         _serve(channel, runner)
     except EOFError:

@@ -98,7 +98,7 @@ class RankGroup:
             for rank in range(len(devices)):
                 self._ranks.append(RankProcess(rank, step_timeout_s))
                 self._selector.register(self._ranks[rank].channel, selectors.EVENT_READ, self._ranks[rank])
-            self.pool_size = self._start(config, folder, devices, start_timeout_s)
+            self.pool_size, self.backend_name = self._start(config, folder, devices, start_timeout_s)
         except BaseException:
             self._kill()
             raise
@@ -139,8 +139,13 @@ class RankGroup:
             rank.wait(deadline)
         self._kill()
 
-    def _start(self, config: EngineConfig, folder: Path, devices: list[str], timeout_s: float) -> PoolSize:
-        """Tell each rank what it is, and wait until all have loaded their share."""
+    def _start(
+        self, config: EngineConfig, folder: Path, devices: list[str], timeout_s: float
+    ) -> tuple[PoolSize, str]:
+        """Tell each rank what it is, and wait until all have loaded their share.
+
+        Returns what rank 0 has room for, and its attention backend.
+        """
         assert self._store is not None
         order = {
             "folder": str(folder.resolve()),
@@ -151,7 +156,8 @@ class RankGroup:
             own = {**order, "rank": rank.rank, "config": asdict(replace(config, device=device))}
             self._send(rank, encode(Kind.START, pack_json(own)))
         ready = self._await(set(range(len(devices))), Kind.READY, timeout_s)
-        return PoolSize(**unpack_json(ready[0]))
+        facts = unpack_json(ready[0])
+        return PoolSize(**facts["pool_size"]), facts["backend_name"]
 
     @contextmanager
     def _ending_on_failure(self) -> Iterator[None]:

@@ -44,6 +44,7 @@ RATIOS = {
 class NullRunner:
     """Stands in for a ModelRunner: room for all sequences, and the same token for each row."""
 
+    backend_name = "none"
     last_step: StepBatch
 
     def __init__(self, num_seqs: int, max_model_len: int) -> None:

@@ -1,0 +1,108 @@
+"""What tells one served model from another: its files, and the dtype it computes in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import BinaryIO
+
+from engine.checkpoint import list_weight_files, resolve_model
+from engine.config import EngineConfig
+from engine.errors import MissingWeights
+from engine.model_config import dtype_name, read_model_config
+
+#: Read whole: all that decides which tokens a text becomes, how they are computed, and where they end.
+TEXT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+#: A tensor of at most so many bytes is read whole, of a larger one as many in samples.
+WHOLE_BYTES = 1 << 16
+NUM_SAMPLES = 16
+
+#: No checkpoint's header is as large; a file that claims one is none.
+MAX_HEADER_BYTES = 100 << 20
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """fingerprint: 32 hexadecimal digits. dtype: what the model computes in, "float32" for example."""
+
+    fingerprint: str
+    dtype: str
+
+
+def model_identity(config: EngineConfig) -> ModelIdentity:
+    """Return the identity of the model that an engine of this configuration serves; loads no torch.
+
+    Two engines have the same fingerprint when they have the same dtype, the same configuration, tokenizer and
+    chat template byte by byte, and the same tensors (name, type, shape and values), however those are divided
+    into files. Of each tensor beyond 64 KiB only 16 samples of 4 KiB are read, evenly spaced, its first and
+    last bytes among them: reading 70 GB would take minutes. So any other training, merge, rounding or
+    truncation is told apart; an edit of a few values in a large tensor may not be.
+    Device, attention backend and tensor parallelism are no part of it: they change the order of sums only.
+    Raises ModelNotFound, MissingWeights or another ConfigError for a model that no engine could load.
+    """
+    folder = resolve_model(config.model)
+    dtype = dtype_name(config.dtype, read_model_config(folder).dtype)
+    digest = blake2b(dtype.encode(), digest_size=16)
+    for name in TEXT_FILES:
+        if (folder / name).is_file():
+            _add(digest, name.encode(), (folder / name).read_bytes())
+    tensors = sorted(each for path in list_weight_files(folder) for each in _read_tensors(path))
+    for description, content in tensors:
+        _add(digest, description.encode(), content)
+    return ModelIdentity(digest.hexdigest(), dtype)
+
+
+def _add(digest: blake2b, *fields: bytes) -> None:
+    for field in fields:  # each with its length, so that no two lists of fields give the same bytes
+        digest.update(len(field).to_bytes(8, "little"))
+        digest.update(field)
+
+
+def _read_tensors(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield what each tensor of a safetensors file is (name, type, shape), and a digest of its samples."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > MAX_HEADER_BYTES:
+                raise ValueError(f"its header has {size} bytes")
+            header = json.loads(file.read(size))
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    start, end = entry["data_offsets"]
+                    description = json.dumps([name, entry["dtype"], entry["shape"]])
+                    yield description, _digest_samples(file, 8 + size + start, end - start)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise MissingWeights(f"{path} is no complete safetensors file ({error}); fetch it again") from error
+
+
+def _digest_samples(file: BinaryIO, start: int, length: int) -> bytes:
+    digest = blake2b(digest_size=16)
+    if length <= WHOLE_BYTES:
+        offsets, sample = [0], length
+    else:
+        sample = WHOLE_BYTES // NUM_SAMPLES
+        offsets = [(length - sample) * number // (NUM_SAMPLES - 1) for number in range(NUM_SAMPLES)]
+    for offset in offsets:
+        file.seek(start + offset)
+        content = file.read(sample)
+        if len(content) != sample:
+            raise ValueError(f"it ends {sample - len(content)} bytes too soon")
+        digest.update(content)
+    return digest.digest()
