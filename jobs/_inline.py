@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from rq import get_current_job
+from rq.job import Job
 
 from .context import JobContext
 from .errors import InvalidJob
@@ -20,7 +21,7 @@ from .table import open_task, own_function
 from .tasks import Request, Task
 
 if TYPE_CHECKING:
-    from engine import Completion, Engine
+    from engine import Completion, Engine, ModelIdentity
     from worker.settings import WorkerSettings
 
 #: Requests in the engine at once: enough for any batch, few enough to keep a shard's stream lazy.
@@ -32,8 +33,9 @@ def run_task(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any])
     task = open_task(function_name, args, kwargs)
     assert task is not None, function_name
     try:
-        task.open(_context())
-        drive(task, _engine())
+        job, engine = _current_job(), _engine()
+        task.open(_context(job, engine.attention_backend))
+        drive(task, engine)
         return task.result()
     finally:
         task.close()
@@ -43,7 +45,7 @@ def run_own_function(function_name: str, args: Sequence[Any], kwargs: Mapping[st
     """Run one of our ordinary functions as the current RQ job. Raises JobsError."""
     function = own_function(function_name)
     assert function is not None, function_name
-    return function(_context(), *args, **kwargs)
+    return function(_context(_current_job()), *args, **kwargs)
 
 
 def drive(task: Task, engine: Engine) -> None:
@@ -106,10 +108,14 @@ def _prompt(engine: Engine, request: Request) -> str | list[int]:
     return request.prompt
 
 
-def _context() -> JobContext:
+def _current_job() -> Job:
     job = get_current_job()
     if job is None:
         raise InvalidJob("no RQ job is running: enqueue this function, or use engine.generate in Python")
+    return job
+
+
+def _context(job: Job, attention_backend: str = "") -> JobContext:
     settings = _settings()
     return JobContext(
         connection=job.connection,
@@ -117,7 +123,7 @@ def _context() -> JobContext:
         job_id=job.id,
         execution_id=uuid4().hex,
         data_roots=settings.data_roots,
-        model=settings.model_name,
+        model=settings.served_model(_identity(), attention_backend),
         check_sampling=_check_sampling,
     )
 
@@ -133,6 +139,13 @@ def _settings() -> WorkerSettings:
     from worker.settings import WorkerSettings
 
     return WorkerSettings.load()
+
+
+@functools.cache
+def _identity() -> ModelIdentity:
+    from engine import model_identity
+
+    return model_identity(_settings().engine_config())
 
 
 @functools.cache

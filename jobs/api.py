@@ -9,25 +9,26 @@ from __future__ import annotations
 from typing import Any
 
 
-def complete(prompt: str | list[Any], **sampling: Any) -> dict[str, Any]:
+def complete(prompt: str | list[Any], *, model: str | None = None, **sampling: Any) -> dict[str, Any]:
     """Complete a string, token ids, or a list of either; return OpenAI's `text_completion`.
 
-    sampling: keyword arguments of engine.SamplingParams. Raises InvalidJob, or RequestFailed naming the
-    prompt that the engine refused.
+    model: the served model's name, path or hub id; any other is refused. sampling: keyword arguments of
+    engine.SamplingParams. Raises InvalidJob, or RequestFailed naming the prompt that the engine refused.
     """
     from ._inline import run_task
 
-    return run_task("jobs.complete", (prompt,), sampling)  # type: ignore[no-any-return]
+    return run_task("jobs.complete", (prompt,), {"model": model, **sampling})  # type: ignore[no-any-return]
 
 
-def chat(messages: list[dict[str, Any]], **sampling: Any) -> dict[str, Any]:
+def chat(messages: list[dict[str, Any]], *, model: str | None = None, **sampling: Any) -> dict[str, Any]:
     """Answer a chat of {'role', 'content'} messages; return OpenAI's `chat.completion`.
 
-    sampling: keyword arguments of engine.SamplingParams. Raises InvalidJob or RequestFailed.
+    model: the served model's name, path or hub id; any other is refused. sampling: keyword arguments of
+    engine.SamplingParams. Raises InvalidJob or RequestFailed.
     """
     from ._inline import run_task
 
-    return run_task("jobs.chat", (messages,), sampling)  # type: ignore[no-any-return]
+    return run_task("jobs.chat", (messages,), {"model": model, **sampling})  # type: ignore[no-any-return]
 
 
 def score_parquet(
@@ -39,6 +40,7 @@ def score_parquet(
     sampling: dict[str, Any] | None = None,
     rows_per_shard: int = 1000,
     queue: str | None = None,
+    model: str | None = None,
 ) -> dict[str, Any]:
     """Plan a Parquet run and enqueue its shards, or resume it; return the run's id and counts.
 
@@ -53,6 +55,7 @@ def score_parquet(
         "sampling": sampling,
         "rows_per_shard": rows_per_shard,
         "queue": queue,
+        "model": model,
     }
     return run_own_function("jobs.score_parquet", (input, output), options)  # type: ignore[no-any-return]
 

@@ -88,6 +88,7 @@ def main(context: click.Context, url: str) -> None:
 @click.option("--min-p", type=float)
 @click.option("--seed", type=int)
 @click.option("--stop", multiple=True, help="Text that ends a completion; may be given more than once.")
+@click.option("--model", help="Only a worker that serves this model, by name, path or hub id, plans the run.")
 @click.option("--rows-per-shard", type=int, default=1000, show_default=True)
 @click.pass_obj
 def submit(connection: redis.Redis, /, wait: bool, queue: str, **options: Any) -> None:
@@ -158,6 +159,7 @@ def _run_arguments(options: dict[str, Any]) -> dict[str, Any]:
         "template": next((template for template in templates if template is not None), None),
         "sampling": sampling,
         "rows_per_shard": options["rows_per_shard"],
+        "model": options["model"],
     }
 
 
@@ -219,7 +221,8 @@ def _tell_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
 
 def _status_text(snapshot: RunSnapshot) -> str:
     if snapshot.rows is None:
-        return f"run {snapshot.run}: {snapshot.state}\noutput   {snapshot.output}"
+        lines = [f"run {snapshot.run}: {snapshot.state}", f"output   {snapshot.output}", *_awaits(snapshot)]
+        return "\n".join(lines)
     return "\n".join(
         [
             f"run {snapshot.run}: {snapshot.state}",
@@ -228,8 +231,18 @@ def _status_text(snapshot: RunSnapshot) -> str:
             f"shards   {snapshot.done} of {snapshot.shards} done, {snapshot.started} started, "
             f"{_rest(snapshot)}",
             f"tokens   {snapshot.tokens} generated",
+            *_awaits(snapshot),
         ]
     )
+
+
+def _awaits(snapshot: RunSnapshot) -> list[str]:
+    if snapshot.awaited_model is None or snapshot.finished or snapshot.cancelled:
+        return []
+    return [
+        f"awaits   a worker on queue {snapshot.queue!r} that serves model {snapshot.awaited_model}; "
+        f"none of the {snapshot.workers} there does"
+    ]
 
 
 def _rest(snapshot: RunSnapshot) -> str:

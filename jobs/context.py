@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .served_model import ServedModel
 from .shared_files import SharedFiles
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class JobContext:
     connection: owned by the thread that calls.
     queue_name: the queue the job came from.
     data_roots: absolute real paths; every file that a job reads or writes lies below one of them.
-    model: the name that responses and manifests give.
+    model: what this process serves.
     check_sampling: raises the engine's error for sampling values that no request could use, so that a run of
         a million rows fails once at planning and not in every row.
     files: shared by the shards that this process runs.
@@ -34,6 +35,6 @@ class JobContext:
     job_id: str
     execution_id: str
     data_roots: tuple[str, ...]
-    model: str
+    model: ServedModel
     check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling
     files: SharedFiles = field(default_factory=SharedFiles)

@@ -2,6 +2,7 @@
 
 JobsError
 ├── InvalidJob                 the arguments of a job are wrong
+│   └── ModelNotServed         a job asks for a model that this worker does not serve
 ├── RequestFailed              the engine refused one prompt of a job
 ├── ForeignJobsPackage         another package named `jobs` was imported
 └── RunError                   a Parquet run cannot be planned, resumed or finished
@@ -22,6 +23,7 @@ JobsError
     │   ├── DiskFull
     │   ├── PlanDamaged        the plan is missing, unreadable or of another run
     │   └── PartDamaged        a part is not what its shard promised
+    ├── RunOfAnotherModel      a run's rows are another model's than the one served here
     ├── RunCancelled           `tokenmill cancel` was called
     ├── UnknownRun             neither Redis nor a folder has such a run
     └── RunBusy                another process holds the run's lock for too long
@@ -47,6 +49,15 @@ class JobsError(Exception):
 
 class InvalidJob(JobsError):
     """Raised when the arguments of a job are wrong: (text)."""
+
+
+class ModelNotServed(InvalidJob):
+    """Raised when a job asks for a model that its worker does not serve: (model, the served one's name)."""
+
+    message = (
+        "the job asks for model {0!r}, and this worker serves {1!r}: name that one, leave `model` out, or "
+        "use a queue whose workers serve {0!r}"
+    )
 
 
 class RequestFailed(JobsError):
@@ -174,6 +185,15 @@ class PartDamaged(OutputError):
     """Raised when a part is not what its shard promised: (path, what was found)."""
 
     message = "{0} is not the part that was planned ({1}): delete this file, then submit again"
+
+
+class RunOfAnotherModel(RunError):
+    """Raised when a run is another model's: (run, the run's model, what asks for it)."""
+
+    message = (
+        "run {0} is of model {1}, not of {2}: start a worker that serves the run's model, or submit it with "
+        "another output"
+    )
 
 
 class RunCancelled(RunError):

@@ -16,8 +16,8 @@ tokenmill:maintenance          string: the worker that looks for abandoned jobs 
 #: by it, so that one worker does not take every shard of a run at once.
 SEQUENCES_FIELD = "sequences"
 
-#: A field of our own there: the fingerprint of the only model that may run the job. A worker that serves
-#: another leaves the job where it is in its queue, for others.
+#: A field of our own there: the only model that may run the job, by one of ServedModel.names. A worker
+#: that serves another leaves the job where it is in its queue, for others.
 MODEL_FIELD = "tokenmill_model"
 
 #: A field of our own there: FUNCTION once a worker has found that the job calls a plain function. While all

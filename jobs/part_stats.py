@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+#: What a manifest sums up over the parts.
+COUNTED = ("rows", "errors", "prompt_tokens", "completion_tokens", "cached_tokens", "generated_tokens")
+
 
 @dataclass(frozen=True)
 class PartStats:
@@ -15,6 +18,7 @@ class PartStats:
     time.
     generated_tokens: completion tokens that were computed, equal prompts counted once.
     started_at, ended_at: Unix time in seconds.
+    model, fingerprint, dtype, attention_backend, version: of the model that answered, and of this code.
     """
 
     run: str
@@ -28,6 +32,10 @@ class PartStats:
     started_at: float
     ended_at: float
     model: str
+    fingerprint: str
+    dtype: str
+    attention_backend: str
+    version: str
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))

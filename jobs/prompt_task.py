@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from .context import JobContext
 from .prompts import check_choices, parse_messages, parse_prompts, parse_sampling
 from .responses import Answers, chat_completion, check_answers, text_completion
+from .served_model import parse_model
 from .tasks import Completion, Request, Task
 
 
@@ -24,15 +25,23 @@ class PromptTask(Task):
     blocking = False
 
     def __init__(
-        self, requests: Sequence[Request], respond: Respond, clock: Callable[[], float] = time.time
+        self,
+        requests: Sequence[Request],
+        respond: Respond,
+        model: str | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        """model: what the job asks for; None takes whichever is served."""
         self._requests = requests
         self._respond = respond
+        self._model = model
         self._clock = clock
         self._answers: list[Sequence[Completion]] = [()] * len(requests)
         self._context: JobContext | None = None
 
     def open(self, context: JobContext) -> None:
+        """Raise ModelNotServed when the job asks for another model than the one served here."""
+        context.model.check_asked_for(self._model)
         self._context = context
 
     def requests(self) -> Iterator[Request]:
@@ -53,21 +62,23 @@ class PromptTask(Task):
         return self._respond(
             self._answers,
             job_id=self._context.job_id,
-            model=self._context.model,
+            model=self._context.model.name,
             created=int(self._clock()),
         )
 
 
-def complete_task(prompt: object, **sampling: Any) -> PromptTask:
+def complete_task(prompt: object, *, model: object = None, **sampling: Any) -> PromptTask:
     """Return the task of jobs.complete. Raises InvalidJob when an argument is wrong."""
+    asked_for = parse_model(model)
     values = parse_sampling(sampling)
     prompts = parse_prompts(prompt)
     check_choices(len(prompts), values)
     requests = [Request(prompt=item, messages=None, sampling=values) for item in prompts]
-    return PromptTask(requests, text_completion)
+    return PromptTask(requests, text_completion, asked_for)
 
 
-def chat_task(messages: object, **sampling: Any) -> PromptTask:
+def chat_task(messages: object, *, model: object = None, **sampling: Any) -> PromptTask:
     """Return the task of jobs.chat. Raises InvalidJob when an argument is wrong."""
+    asked_for = parse_model(model)
     request = Request(prompt=None, messages=parse_messages(messages), sampling=parse_sampling(sampling))
-    return PromptTask([request], chat_completion)
+    return PromptTask([request], chat_completion, asked_for)

@@ -12,10 +12,12 @@ from rq.exceptions import InvalidJobOperation, NoSuchJobError
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
+from .keys import MODEL_FIELD
 from .parquet.names import shard_job_id
 from .parquet.paths import local_path
 from .parquet.spec import RunSpec
 from .run_state import RunState
+from .served_model import parse_model
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -36,33 +38,22 @@ class Cancelled:
     stopped: int
 
 
-def submit_run(connection: Redis, queue_name: str, **arguments: Any) -> str:
+def submit_run(connection: Redis, queue_name: str, *, model: str | None = None, **arguments: Any) -> str:
     """Enqueue the planning of a run unless it is already under way; return the run's id.
 
+    model: only a worker that serves it by this name plans the run, or resumes it.
     arguments: those of jobs.score_parquet; relative paths start at the working directory.
     Raises InvalidJob or UnsupportedScheme before anything is enqueued.
     """
-    spec = RunSpec.from_arguments(**arguments)
+    spec, model = RunSpec.from_arguments(**arguments), parse_model(model)
     plan_job = f"{spec.run}-plan"
     state = RunState(connection, spec.run)
     with state.lock():
-        state.submit(plan_job, spec.output, queue_name)
+        state.submit(plan_job, spec.output, queue_name, model)
         if not _is_under_way(connection, plan_job):
-            queue = Queue(queue_name, connection=connection, serializer=JSONSerializer)
-            queue.enqueue_call(
-                "jobs.score_parquet",
-                # The output as it was named: which real path it has is for the worker to say.
-                kwargs={
-                    **_planning_arguments(spec),
-                    "output": local_path(arguments["output"]),
-                    "queue": queue_name,
-                },
-                timeout=PLAN_TIMEOUT_S,
-                result_ttl=PLAN_RESULT_TTL_S,
-                failure_ttl=PLAN_RESULT_TTL_S,
-                description=f"plan run {spec.run}",
-                job_id=plan_job,
-            )
+            # The output as it was named: which real path it has is for the worker to say.
+            named = {"output": local_path(arguments["output"]), "queue": queue_name, "model": model}
+            _enqueue_planning(connection, queue_name, plan_job, {**_planning_arguments(spec), **named})
     return spec.run
 
 
@@ -87,6 +78,24 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
             removed += _remove_queued(queue, chunk)
             stopped += _stop_started(connection, chunk)
     return Cancelled(removed, stopped)
+
+
+def _enqueue_planning(connection: Redis, queue_name: str, plan_job: str, arguments: dict[str, Any]) -> None:
+    queue = Queue(queue_name, connection=connection, serializer=JSONSerializer)
+    with connection.pipeline() as pipe:
+        queue.enqueue_call(
+            "jobs.score_parquet",
+            kwargs=arguments,
+            timeout=PLAN_TIMEOUT_S,
+            result_ttl=PLAN_RESULT_TTL_S,
+            failure_ttl=PLAN_RESULT_TTL_S,
+            description=f"plan run {plan_job.removesuffix('-plan')}",
+            job_id=plan_job,
+            pipeline=pipe,
+        )
+        if arguments["model"] is not None:
+            pipe.hset(Job.key_for(plan_job), MODEL_FIELD, arguments["model"])
+        pipe.execute()
 
 
 def _planning_arguments(spec: RunSpec) -> dict[str, Any]:

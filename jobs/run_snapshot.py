@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +11,20 @@ from rq import Queue
 from rq.job import Job, JobStatus
 from rq.results import Result
 from rq.serializers import JSONSerializer
+from rq.worker.base import BaseWorker
 from rq.worker_registration import WORKERS_BY_QUEUE_KEY
 
+from .keys import worker_key
 from .parquet.names import job_shard, shard_job_id
 from .run_state import RunState
 
 if TYPE_CHECKING:
     from redis import Redis
+
+#: States of a job that has not ended.
+WAITING = (JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.DEFERRED)
+
+WORKER_PREFIX = BaseWorker.redis_worker_namespace_prefix
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,7 @@ class RunSnapshot:
     done, started, failed: shards by state; `queued` is the rest. rows_done, tokens: running shards included;
     tokens are those generated. errors: rows with an error in finished shards. workers: those that listen on
     the queue. queue_length: jobs of any run on the queue. failed_jobs: ids of the failed shards' jobs.
+    awaited_model: the run's model, where none of those workers serves it; None where one does.
     """
 
     run: str
@@ -47,6 +55,7 @@ class RunSnapshot:
     tokens: int
     workers: int
     queue_length: int
+    awaited_model: str | None
 
     @property
     def failed(self) -> int:
@@ -58,12 +67,7 @@ class RunSnapshot:
 
     @property
     def is_planning(self) -> bool:
-        return self.plan_status in (
-            JobStatus.QUEUED,
-            JobStatus.STARTED,
-            JobStatus.SCHEDULED,
-            JobStatus.DEFERRED,
-        )
+        return self.plan_status in WAITING
 
     @property
     def state(self) -> str:
@@ -109,7 +113,17 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         tokens=tokens_running + sum(part.generated_tokens for part in parts.values()),
         workers=seen.workers,
         queue_length=seen.length,
+        awaited_model=_awaited_model(facts, seen),
     )
+
+
+def _awaited_model(facts: dict[str, str], seen: _QueueSeen) -> str | None:
+    """Return the model that a run's next step needs and no worker of its queue serves, as it is shown."""
+    if seen.plan_status in WAITING:
+        needed = shown = facts.get("plan_model")
+    else:
+        needed, shown = facts.get("model"), facts.get("model_text")
+    return None if needed is None or needed in seen.models else shown
 
 
 def failure_text(connection: Redis, job_id: str) -> str:
@@ -133,12 +147,16 @@ def _latest_result(connection: Redis, job_id: str) -> Result | None:
 
 @dataclass(frozen=True)
 class _QueueSeen:
-    """What RQ's keys say: started and failed are shards of the run, length and workers the queue's own."""
+    """What RQ's keys say: started and failed are shards of the run, length and workers the queue's own.
+
+    models: the names by which jobs may ask for the models that those workers serve.
+    """
 
     plan_status: JobStatus | None
     started: set[int]
     failed: set[int]
     workers: int
+    models: set[str]
     length: int
 
 
@@ -156,10 +174,23 @@ def _read_queue(queue: Queue, run: str, plan_job: str | None) -> _QueueSeen:
         pipe.llen(queue.key)
         pipe.llen(queue.intermediate_queue_key)
         status, started, failed, workers, waiting, popped = pipe.execute()
-    # A killed worker's own key expires, its entry in the set stays.
-    alive = int(connection.exists(*workers)) if workers else 0
     plan_status = JobStatus(status.decode()) if status else None
-    return _QueueSeen(plan_status, _shards(run, started), _shards(run, failed), alive, waiting + popped)
+    alive, models = _read_workers(connection, [key.decode() for key in workers])
+    return _QueueSeen(
+        plan_status, _shards(run, started), _shards(run, failed), alive, models, waiting + popped
+    )
+
+
+def _read_workers(connection: Redis, keys: Sequence[str]) -> tuple[int, set[str]]:
+    """Return how many of these workers live, and all names of the models that they serve."""
+    with connection.pipeline() as pipe:
+        for key in keys:
+            pipe.exists(key)  # a killed worker's own key expires, its entry in the set stays
+            pipe.get(worker_key(key.removeprefix(WORKER_PREFIX)))
+        replies = pipe.execute()
+    facts = [fact for is_alive, fact in zip(replies[::2], replies[1::2], strict=True) if is_alive]
+    models = {name for fact in facts if fact is not None for name in json.loads(fact).get("models", ())}
+    return len(facts), models
 
 
 def _shards(run: str, entries: Iterable[bytes]) -> set[int]:

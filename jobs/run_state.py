@@ -43,7 +43,7 @@ class RunState:
         self._key, self._parts_key = run_key(run), run_parts_key(run)
 
     def describe(self, facts: Mapping[str, str | int]) -> None:
-        """Store facts for the CLI: output, queue, plan_job, rows, shards."""
+        """Store facts for the CLI: output, queue, plan_job, plan_model, rows, shards, model, model_text."""
         with self._redis.pipeline() as pipe:
             fields: dict[Any, Any] = dict(facts)
             pipe.hset(self._key, mapping=fields)
@@ -61,10 +61,14 @@ class RunState:
             raise UnknownRun(self.run)
         return facts
 
-    def submit(self, plan_job: str, output: str, queue: str) -> None:
-        """Take back a cancellation and an end: a new planning job submits the run."""
-        self._redis.hdel(self._key, "cancelled", "finished")
-        self.describe({"output": output, "queue": queue, "plan_job": plan_job})
+    def submit(self, plan_job: str, output: str, queue: str, model: str | None = None) -> None:
+        """Take back a cancellation and an end: a new planning job submits the run.
+
+        model: the name of the only model that may plan it, if one was asked for.
+        """
+        self._redis.hdel(self._key, "cancelled", "finished", "plan_model")
+        asked_for = {} if model is None else {"plan_model": model}
+        self.describe({"output": output, "queue": queue, "plan_job": plan_job, **asked_for})
 
     def was_submitted_by(self, plan_job: str) -> bool:
         """Say whether this job is the last one that submitted the run."""

@@ -173,7 +173,7 @@ class JobStore:
 
     records_failures: False keeps failed jobs out of the registry and without a result, as RQ's
     --disable-default-exception-handler does.
-    model: jobs whose field `tokenmill_model` names another one are left in their queue.
+    models: names of the served model; jobs whose field `tokenmill_model` is none of them stay queued.
     Not thread-safe: the I/O thread owns it. Every method raises redis.exceptions.RedisError when the
     server cannot be reached, and every call may then be made again: none doubles an effect.
     """
@@ -185,11 +185,11 @@ class JobStore:
         lease_s: int,
         records_failures: bool = True,
         max_job_bytes: int = 1 << 26,
-        model: str = "",
+        models: Sequence[str] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._client = client
-        self._model = model
+        self._models = "\n".join(models)
         self._worker_name = worker_name
         self._worker_key = f"{BaseWorker.redis_worker_namespace_prefix}{worker_name}"
         self._lease_s = lease_s
@@ -264,7 +264,7 @@ class JobStore:
                 "claim",
                 [
                     *(each.queue, min(each.most, _CLAIM_BATCH), each.token, *tail),
-                    *(int(each.alone), self._model, int(each.no_functions)),
+                    *(int(each.alone), self._models, int(each.no_functions)),
                 ],
             )
             for each in wanted

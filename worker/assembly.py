@@ -6,7 +6,9 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from engine import SamplingParams
+from jobs.served_model import ServedModel
 from jobs.table import ALLOWED_FUNCTIONS
+from jobs.version import code_version
 from worker._rq import Callbacks, JobStore, own_client
 from worker.admission import Admission
 from worker.engine_loop import EngineLike, EngineLoop, Order
@@ -34,6 +36,7 @@ def assemble(
     max_idle_s: float | None,
 ) -> tuple[EngineLoop, IoLoop]:
     """Build the engine's loop, for the calling thread, and the I/O thread, not yet started."""
+    served = settings.served_model(engine.identity, engine.attention_backend)
     lease_s = settings.lease_s or worker.job_monitoring_interval + LEASE_MARGIN_S
     orders: SimpleQueue[Order] = SimpleQueue()
     events: SimpleQueue[Any] = SimpleQueue()
@@ -50,7 +53,7 @@ def assemble(
         ),
         surroundings=Surroundings(
             settings.data_roots,
-            settings.model_name,
+            served,
             SamplingParams.from_mapping,
             worker.default_result_ttl,
         ),
@@ -73,12 +76,11 @@ def assemble(
             lease_s,
             not worker.disable_default_exception_handler,
             settings.max_job_bytes,
+            served.names,
         ),
         runner=runner,
         packer=packer,
-        presence=Presence(
-            io_client, worker.name, worker.beat, {"worker": worker.name, "model": settings.model}
-        ),
+        presence=Presence(io_client, worker.name, worker.beat, _facts(worker.name, served)),
         orders=orders,
         limits=Limits(
             burst,
@@ -92,3 +94,15 @@ def assemble(
         events=events,
     )
     return EngineLoop(engine, orders, io.post), io
+
+
+def _facts(worker_name: str, served: ServedModel) -> dict[str, Any]:
+    """What the worker's key says from start to end. models: all by which jobs may ask for its model."""
+    return {
+        "worker": worker_name,
+        "model": served.name,
+        "models": served.names,
+        "dtype": served.dtype,
+        "attention_backend": served.attention_backend,
+        "version": code_version(),
+    }

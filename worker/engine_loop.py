@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from engine import Completion, EngineError, InvalidRequest, SamplingParams
+from engine import Completion, EngineError, InvalidRequest, ModelIdentity, SamplingParams
 
 STATS_PERIOD_S = 1.0
 SWITCH_INTERVAL_S = 0.0002
@@ -25,6 +25,16 @@ gone to another thread, and then nothing interrupts the wait here."""
 
 class EngineLike(Protocol):
     """What the worker uses of `engine.Engine`."""
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """What tells the model from another."""
+        ...
+
+    @property
+    def attention_backend(self) -> str:
+        """Name of what computes attention."""
+        ...
 
     @property
     def has_unfinished(self) -> bool:

@@ -18,6 +18,7 @@ from rq.timeouts import JobTimeoutException
 
 from engine import Completion
 from jobs.context import JobContext
+from jobs.served_model import ServedModel
 from jobs.shared_files import SharedFiles
 from jobs.table import open_task, own_function
 from worker._rq import (
@@ -45,7 +46,7 @@ class Surroundings:
     """What jobs on this worker get and are limited by."""
 
     data_roots: tuple[str, ...]
-    model: str
+    model: ServedModel
     check_sampling: Callable[[Any], Any]
     default_result_ttl_s: int = DEFAULT_RESULT_TTL
     files: SharedFiles = field(default_factory=SharedFiles)

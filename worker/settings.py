@@ -11,11 +11,12 @@ from dotenv import dotenv_values
 from pydantic import ByteSize, Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from jobs.served_model import ServedModel
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.errors import SettingsError
 
 if TYPE_CHECKING:
-    from engine import EngineConfig
+    from engine import EngineConfig, ModelIdentity
 
 _PREFIX = "TOKENMILL_"
 _ENV_FILE = ".env"
@@ -126,6 +127,17 @@ class WorkerSettings(BaseSettings):
     def model_name(self) -> str:
         """What responses and manifests call the model: the folder's name, or the hub id."""
         return os.path.basename(os.path.realpath(self.model)) if os.path.isdir(self.model) else self.model
+
+    def served_model(self, identity: ModelIdentity, attention_backend: str = "") -> ServedModel:
+        """What jobs are told of the model that these settings name."""
+        is_folder = os.path.isdir(self.model)
+        return ServedModel(
+            name=self.model_name,
+            fingerprint=identity.fingerprint,
+            dtype=identity.dtype,
+            attention_backend=attention_backend,
+            aliases=(self.model, os.path.realpath(self.model)) if is_folder else (self.model,),
+        )
 
     def engine_config(self) -> EngineConfig:
         """The engine's part of the settings. Raises engine.ConfigError for a bad combination."""

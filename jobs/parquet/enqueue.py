@@ -10,7 +10,7 @@ from rq.job import Job, JobStatus
 from rq.results import Result
 from rq.serializers import JSONSerializer
 
-from ..keys import SEQUENCES_FIELD
+from ..keys import MODEL_FIELD, SEQUENCES_FIELD
 from .names import PLAN, shard_job_id
 from .run_folder import RunFolder
 
@@ -53,7 +53,11 @@ def _enqueue_chunk(queue: Queue, folder: RunFolder, shards: Sequence[int]) -> in
                 pipe.delete(Result.get_key(job.id))  # type: ignore[no-untyped-call]
         queue.enqueue_many([_job_data(folder, shard, ids[shard]) for shard in waiting], pipeline=pipe)
         for shard in waiting:
-            pipe.hset(Job.key_for(ids[shard]), SEQUENCES_FIELD, folder.plan.shards[shard].rows)
+            fields: dict[Any, Any] = {
+                SEQUENCES_FIELD: folder.plan.shards[shard].rows,
+                MODEL_FIELD: folder.plan.model.fingerprint,
+            }
+            pipe.hset(Job.key_for(ids[shard]), mapping=fields)
         pipe.execute()
     return len(waiting)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ import pyarrow.parquet as pq
 
 from ..errors import ColumnConflict, CorruptParquet, PartDamaged
 from ..part_stats import PartStats
+from ..served_model import ServedModel
+from ..version import code_version
 from .inputs import open_parquet
 from .storage import Storage, writing
 
@@ -64,6 +66,36 @@ def write_part(
         for batch in batches:
             writer.write_batch(batch)
         writer.add_key_value_metadata({METADATA_KEY: stats.to_text()})
+
+
+def part_stats(
+    run: str,
+    shard: int,
+    answers: Sequence[Answer],
+    *,
+    generated_tokens: int,
+    started_at: float,
+    ended_at: float,
+    model: ServedModel,
+) -> PartStats:
+    """Sum up the answers of a shard's rows. See PartStats for the rest."""
+    return PartStats(
+        run=run,
+        shard=shard,
+        rows=len(answers),
+        errors=sum(answer.error is not None for answer in answers),
+        prompt_tokens=sum(answer.prompt_tokens for answer in answers),
+        completion_tokens=sum(answer.completion_tokens for answer in answers),
+        cached_tokens=sum(answer.cached_tokens for answer in answers),
+        generated_tokens=generated_tokens,
+        started_at=started_at,
+        ended_at=ended_at,
+        model=model.name,
+        fingerprint=model.fingerprint,
+        dtype=model.dtype,
+        attention_backend=model.attention_backend,
+        version=code_version(),
+    )
 
 
 def read_part_stats(storage: Storage, path: str, run: str, shard: int, rows: int | None = None) -> PartStats:

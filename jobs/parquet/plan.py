@@ -12,6 +12,8 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ..errors import InvalidJob
+from ..served_model import model_text
+from ..shown import shown
 from .spec import RunSpec
 
 #: Each shard is a job in Redis, a file in the output and a line in the plan.
@@ -21,7 +23,23 @@ MAX_SHARDS = 100_000
 MAX_COUNT = 1 << 63
 
 #: Raised when a plan's meaning changes; a plan of another format is refused.
-FORMAT = 1
+FORMAT = 2
+
+
+@dataclass(frozen=True)
+class PinnedModel:
+    """The one model whose answers a run holds; see jobs.served_model for the fields."""
+
+    name: str
+    fingerprint: str
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(value, str) for value in (self.name, self.fingerprint, self.dtype)):
+            raise ValueError("its model is not named by three texts")
+
+    def __str__(self) -> str:
+        return model_text(self.name, self.dtype, self.fingerprint)
 
 
 @dataclass(frozen=True)
@@ -79,11 +97,11 @@ class Shards:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run does. seed: the source of every row's seed. model: as the planning worker names it."""
+    """What a run does. seed: the source of every row's seed. model: the planning worker's."""
 
     spec: RunSpec
     seed: int
-    model: str
+    model: PinnedModel
     version: str
     files: tuple[PlannedFile, ...]
     shards: Shards
@@ -111,7 +129,7 @@ class Plan:
             "run": self.run,
             "arguments": self.spec.to_json(),
             "seed": self.seed,
-            "model": self.model,
+            "model": asdict(self.model),
             "version": self.version,
             "files": [asdict(file) for file in self.files],
             "shard_fields": Shard._fields,
@@ -127,8 +145,13 @@ class Plan:
             content = json.loads(text)
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ValueError(f"not a plan of format {FORMAT}")
+        if not isinstance(content, dict) or "format" not in content:
+            raise ValueError("it is no plan of a run")
+        if content["format"] != FORMAT:
+            raise ValueError(
+                f"it has format {shown(content['format'])}, of another version of Tokenmill; "
+                f"this one reads format {FORMAT}"
+            )
         try:
             plan, run = cls._from_content(content), content["run"]
         except (KeyError, TypeError, AttributeError) as error:
@@ -144,7 +167,7 @@ class Plan:
         return cls(
             spec=RunSpec.from_json(content["arguments"]),
             seed=content["seed"],
-            model=content["model"],
+            model=PinnedModel(**content["model"]),
             version=content["version"],
             files=tuple(PlannedFile(**file) for file in content["files"]),
             shards=Shards(map(_counts, content["shards"])),

@@ -8,16 +8,23 @@ import time
 from typing import Any
 
 from ..context import JobContext
-from ..errors import InputChanged, InvalidJob, MissingColumn, OutputHoldsAnotherRun, RunCancelled
-from ..part_stats import PartStats
+from ..errors import (
+    InputChanged,
+    InvalidJob,
+    MissingColumn,
+    OutputHoldsAnotherRun,
+    RunCancelled,
+    RunOfAnotherModel,
+)
 from ..run_state import RunState
+from ..served_model import ServedModel, parse_model
 from ..shown import shown
 from ..version import code_version
 from .enqueue import enqueue_shards
 from .inputs import Footer, find_files, read_footers
 from .names import PLAN, part_name
-from .part import output_schema, write_part
-from .plan import Plan, cut_shards
+from .part import output_schema, part_stats, write_part
+from .plan import PinnedModel, Plan, cut_shards
 from .prompt_source import prompt_source
 from .run_folder import RunFolder, create_plan, load_plan
 from .spec import MAX_NAME_CHARS, RunSpec
@@ -34,6 +41,7 @@ def score_parquet(
     sampling: dict[str, Any] | None = None,
     rows_per_shard: int = 1000,
     queue: str | None = None,
+    model: str | None = None,
 ) -> dict[str, Any]:
     """Plan a run and enqueue its shards; called again with the same arguments, resume it.
 
@@ -44,6 +52,7 @@ def score_parquet(
     stands, or a list of {'role', 'content'} with such texts, which makes a chat.
     sampling: keyword arguments of engine.SamplingParams; `seed` fixes the run's seed.
     queue: for the shards; by default the queue this job came from.
+    model: by a name of it; the run is that of the model served here, and another name is refused.
     Returns the run's id and counts. Raises RunError or InvalidJob, before any shard is enqueued unless it is
     RunBusy: another process took the run over.
     """
@@ -55,17 +64,21 @@ def score_parquet(
             f"queue is {shown(queue)}, expected the name of a queue, at most {MAX_NAME_CHARS} characters"
         )
     context.check_sampling(spec.sampling)
-    return plan_run(context, Storage(context.data_roots), spec, queue or context.queue_name)
+    return plan_run(
+        context, Storage(context.data_roots), spec, queue or context.queue_name, parse_model(model)
+    )
 
 
-def plan_run(context: JobContext, storage: Storage, spec: RunSpec, queue: str) -> dict[str, Any]:
-    """Plan or resume the run of a checked spec. Raises RunError."""
+def plan_run(
+    context: JobContext, storage: Storage, spec: RunSpec, queue: str, model: str | None = None
+) -> dict[str, Any]:
+    """Plan or resume the run of a checked spec. Raises RunError, or ModelNotServed for a new run."""
     storage.resolve(spec.output)
     state = RunState(context.connection, spec.run)
-    _open_submission(state, context.job_id, spec.output, queue)
+    _open_submission(state, context.job_id, spec.output, queue, model)
     footers = read_footers(storage, find_files(storage, spec.input, spec.output))
     _check_columns(spec, footers[0])
-    plan = _agreed_plan(context, storage, spec, footers)
+    plan = _agreed_plan(context, storage, spec, footers, model)
     folder = RunFolder(storage, plan, state, context.execution_id)
     if plan.rows == 0:
         _publish_empty_part(folder, footers[0], context.model)
@@ -87,11 +100,11 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, queue: str) -
     }
 
 
-def _open_submission(state: RunState, job_id: str, output: str, queue: str) -> None:
+def _open_submission(state: RunState, job_id: str, output: str, queue: str, model: str | None) -> None:
     """Tell Redis of the run. Raises RunCancelled when this job was cancelled, and runs again because its
     worker died: that is no new submission."""
     if not state.was_submitted_by(job_id):
-        state.submit(job_id, output, queue)
+        state.submit(job_id, output, queue, model)
         return
     try:
         state.check_not_cancelled()
@@ -109,18 +122,25 @@ def _check_columns(spec: RunSpec, first: Footer) -> None:
     output_schema(first.schema)
 
 
-def _agreed_plan(context: JobContext, storage: Storage, spec: RunSpec, footers: list[Footer]) -> Plan:
-    """Return the plan on disk, or write a new one; of two planners at once both return the first one's."""
+def _agreed_plan(
+    context: JobContext, storage: Storage, spec: RunSpec, footers: list[Footer], model: str | None
+) -> Plan:
+    """Return the plan on disk, or write a new one; of two planners at once both return the first one's.
+
+    model: the one that is asked for, if any; a plan on disk is resumed whichever model is served here.
+    """
     path = os.path.join(spec.output, PLAN)
     with writing(path):
         is_new = storage.stat(path) is None
     if is_new:
+        context.model.check_asked_for(model)
         plan = _new_plan(context, spec, footers)
         if create_plan(storage, plan, context.execution_id):
             return plan
     plan = load_plan(storage, path)
     if plan.run != spec.run:
         raise OutputHoldsAnotherRun(spec.output, f"different {', '.join(plan.spec.differences(spec))}")
+    _check_same_model(plan, context.model, model)
     _check_same_files(plan, footers)
     return plan
 
@@ -130,11 +150,20 @@ def _new_plan(context: JobContext, spec: RunSpec, footers: list[Footer]) -> Plan
     return Plan(
         spec=spec,
         seed=secrets.randbits(63) if seed is None else seed,
-        model=context.model,
+        model=PinnedModel(context.model.name, context.model.fingerprint, context.model.dtype),
         version=code_version(),
         files=tuple(footer.file for footer in footers),
         shards=cut_shards([footer.row_groups for footer in footers], spec.rows_per_shard),
     )
+
+
+def _check_same_model(plan: Plan, served: ServedModel, asked_for: str | None) -> None:
+    """Raise RunOfAnotherModel when the plan's model has not the name that is asked for."""
+    names = {plan.model.name, plan.model.fingerprint}
+    if plan.model.fingerprint == served.fingerprint:
+        names.update(served.names)
+    if asked_for is not None and asked_for not in names:
+        raise RunOfAnotherModel(plan.run, str(plan.model), repr(asked_for))
 
 
 def _check_same_files(plan: Plan, footers: list[Footer]) -> None:
@@ -152,10 +181,10 @@ def _check_same_files(plan: Plan, footers: list[Footer]) -> None:
         raise InputChanged(plan.spec.input[0], "its files come in another order")
 
 
-def _publish_empty_part(folder: RunFolder, first: Footer, model: str) -> None:
+def _publish_empty_part(folder: RunFolder, first: Footer, model: ServedModel) -> None:
     """Publish the one part of a run without rows, so that readers find the schema."""
     now = time.time()
-    stats = PartStats(folder.plan.run, 0, 0, 0, 0, 0, 0, 0, now, now, model)
+    stats = part_stats(folder.plan.run, 0, [], generated_tokens=0, started_at=now, ended_at=now, model=model)
     temporary = folder.temporary_path(part_name(0))
     try:
         write_part(folder.storage, temporary, output_schema(first.schema), [], stats)

@@ -10,9 +10,8 @@ from contextlib import suppress
 from dataclasses import asdict
 
 from ..errors import InputNotFound, OutputHoldsForeignFiles, PartDamaged, PlanDamaged, RunError
-from ..part_stats import PartStats
+from ..part_stats import COUNTED, PartStats
 from ..run_state import RunState
-from ..version import code_version
 from .names import MANIFEST, PLAN, SUCCESS, TEMPORARY_PREFIX, part_name, part_shard, temporary_name
 from .part import read_part_stats
 from .plan import Plan
@@ -21,8 +20,9 @@ from .storage import Storage, reading, writing
 #: A plan of ten million rows in shards of one thousand has about 0.3 MB.
 MAX_PLAN_BYTES = 256 << 20
 
-#: What a manifest sums up over the parts.
-_COUNTED = ("rows", "errors", "prompt_tokens", "completion_tokens", "cached_tokens", "generated_tokens")
+
+#: What a manifest says of the workers that answered; where they differed, all of it.
+_SERVED = ("model", "fingerprint", "dtype", "attention_backend", "version")
 
 
 class RunFolder:
@@ -76,7 +76,8 @@ class RunFolder:
         queue: where the run's shards are enqueued.
         """
         size: dict[str, str | int] = {"rows": self.plan.rows, "shards": len(self.plan.shards)}
-        self.state.describe({"output": self._path, "queue": queue, **size})
+        model = {"model": self.plan.model.fingerprint, "model_text": str(self.plan.model)}
+        self.state.describe({"output": self._path, "queue": queue, **size, **model})
         recorded = set(self.state.parts())  # before the listing: what is in both is certain
         present = self.shards_with_parts()
         found = {shard: self.part_stats(shard) for shard in present - recorded}
@@ -133,14 +134,16 @@ def manifest_text(plan: Plan, parts: Iterable[PartStats]) -> str:
 
     parts: taken one by one, so that a run of ten thousand parts needs no more memory than their names.
     """
-    counts = dict.fromkeys(_COUNTED, 0)
+    counts = dict.fromkeys(COUNTED, 0)
     started_at, ended_at = math.inf, -math.inf
-    models, lines = set(), []
+    served: dict[str, set[str]] = {name: set() for name in _SERVED}
+    lines = []
     for each in parts:
-        for name in _COUNTED:
+        for name in COUNTED:
             counts[name] += getattr(each, name)
         started_at, ended_at = min(started_at, each.started_at), max(ended_at, each.ended_at)
-        models.add(each.model)
+        for name in _SERVED:
+            served[name].add(getattr(each, name))
         part = {"name": part_name(each.shard), "rows": each.rows, "errors": each.errors}
         lines.append(f"    {json.dumps(part)}")
     content = {
@@ -149,10 +152,9 @@ def manifest_text(plan: Plan, parts: Iterable[PartStats]) -> str:
         "started_at": started_at,
         "ended_at": ended_at,
         "seconds": ended_at - started_at,
-        "model": ", ".join(sorted(models)),
+        **{name: ", ".join(sorted(values)) for name, values in served.items()},
         "sampling": plan.spec.sampling,
         "seed": plan.seed,
-        "version": code_version(),
         "arguments": plan.spec.to_json(),
         "inputs": [asdict(file) for file in plan.files],
     }

@@ -13,14 +13,15 @@ from typing import Any
 import pyarrow as pa
 
 from ..context import JobContext
-from ..errors import PlanDamaged, RunError
+from ..errors import PlanDamaged, RunError, RunOfAnotherModel
 from ..part_stats import PartStats
 from ..run_state import RunState
+from ..served_model import ServedModel, model_text
 from ..shared_files import ReaderKey, SharedFiles
 from ..tasks import Completion, Request
 from .inputs import unchanged
 from .names import PLAN, part_name
-from .part import Answer, output_schema, with_answers, write_part
+from .part import Answer, output_schema, part_stats, with_answers, write_part
 from .plan import Plan, PlannedFile, Shard
 from .prompt_source import RowProblem, prompt_source, render_rows
 from .row_reader import RowReader
@@ -44,6 +45,7 @@ class ShardWork:
         self._files, self._entered = context.files, False
         folder.state.check_not_cancelled()
         if not folder.has_part(shard):
+            _check_model(folder.plan, context.model)
             self._files.enter(self._planned_file.path)
             self._entered = True
             try:
@@ -126,7 +128,15 @@ class ShardWork:
         """Write the part beside its place."""
         storage, file = self._folder.storage, self._file()
         answers = requests.answers()
-        stats = self._stats(answers, requests.generated_tokens)
+        stats = part_stats(
+            self._folder.plan.run,
+            self._number,
+            answers,
+            generated_tokens=requests.generated_tokens,
+            started_at=self._started_at,
+            ended_at=self._clock(),
+            model=self._model,
+        )
         with self._reader(file) as reader:
             schema = output_schema(reader.schema)
             write_part(storage, self._temporary, schema, self._batches(reader, answers, schema), stats)
@@ -186,20 +196,12 @@ class ShardWork:
         file = self._planned_file
         return replace(file, path=self._folder.storage.resolve(file.path))
 
-    def _stats(self, answers: list[Answer], generated_tokens: int) -> PartStats:
-        return PartStats(
-            run=self._folder.plan.run,
-            shard=self._number,
-            rows=len(answers),
-            errors=sum(answer.error is not None for answer in answers),
-            prompt_tokens=sum(answer.prompt_tokens for answer in answers),
-            completion_tokens=sum(answer.completion_tokens for answer in answers),
-            cached_tokens=sum(answer.cached_tokens for answer in answers),
-            generated_tokens=generated_tokens,
-            started_at=self._started_at,
-            ended_at=self._clock(),
-            model=self._model,
-        )
+
+def _check_model(plan: Plan, served: ServedModel) -> None:
+    """Raise RunOfAnotherModel. A BatchWorker leaves such a shard on its queue; a stock worker takes any."""
+    if plan.model.fingerprint != served.fingerprint:
+        found = model_text(served.name, served.dtype, served.fingerprint)
+        raise RunOfAnotherModel(plan.run, str(plan.model), f"{found}, which is served here")
 
 
 def trusted_plan(storage: Storage, plan_path: str, run: str, files: SharedFiles) -> Plan:

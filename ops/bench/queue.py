@@ -25,7 +25,7 @@ from redis.connection import AbstractConnection
 from rq import Queue, SimpleWorker, Worker
 from rq.serializers import JSONSerializer
 
-from engine import Completion, EngineStats, SamplingParams
+from engine import Completion, EngineStats, ModelIdentity, SamplingParams
 from tests.redis_server import running_redis_server
 from worker import BatchWorker
 from worker.settings import WorkerSettings
@@ -42,6 +42,8 @@ def answer(prompt: str, max_tokens: int) -> dict[str, Any]:
 class InstantEngine:
     """Answers everything in the next step."""
 
+    identity = ModelIdentity("none", "none")
+    attention_backend = "none"
     has_unfinished = False
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine import Completion, InvalidRequest, SamplingParams
+from engine import Completion, InvalidRequest, ModelIdentity, SamplingParams
 from worker import BatchWorker
 from worker.settings import WorkerSettings
 
@@ -50,6 +50,9 @@ class StubStats:
 
 class StubEngine:
     """Answers a prompt with `echo:<prompt>` after max_tokens steps, `slots` requests at a time."""
+
+    identity = ModelIdentity("stub", "none")
+    attention_backend = "none"
 
     def __init__(
         self, slots: int, step_s: float = 0.0, busy_s: float = 0.0, hold: Path | None = None

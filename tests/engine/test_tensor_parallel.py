@@ -173,6 +173,10 @@ def test_an_odd_vocabulary_biases_and_a_prompt_beyond_any_buffer(odd: Path) -> N
     assert two.token_ids == one.token_ids
 
 
+def test_an_engine_of_ranks_names_their_attention_backend(shared: Engine) -> None:
+    assert shared.attention_backend in ("cpu", "torch")
+
+
 def test_seeded_sampling_is_that_of_one_rank(shared: Engine) -> None:
     """Temperature, top_k, top_p, min_p, several samples of one prompt, and tokens banned at first."""
     prompts, params = map(list, zip(*seeded_requests(), strict=True))

@@ -18,7 +18,7 @@ from jobs.context import JobContext
 from jobs.errors import JobsError
 from tests.fuzz.named import check_says
 from tests.fuzz.values import JSON, TEXTS
-from tests.jobs.answering import queued_jobs, run_task, score_parquet
+from tests.jobs.answering import MODEL, queued_jobs, run_task, score_parquet
 
 _TEXT = st.one_of(
     st.none(),
@@ -219,6 +219,6 @@ def _contexts(redis: Redis, folder: Path) -> Iterator[JobContext]:
             f"job-{number}",
             f"execution{number}",
             (str(folder),),
-            "m",
+            MODEL,
             SamplingParams.from_mapping,
         )

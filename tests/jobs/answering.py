@@ -12,6 +12,7 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from jobs.context import JobContext
+from jobs.served_model import ServedModel
 from jobs.table import open_task, own_function
 from jobs.tasks import Request, Task
 
@@ -26,6 +27,9 @@ class FakeCompletion:
     num_cached_tokens: int = 0
     error: str | None = None
 
+
+#: What the contexts of these tests serve.
+MODEL = ServedModel("m", "fingerprint of m", "float32", "none", ("/models/m",))
 
 Answer = Callable[[Request], FakeCompletion]
 

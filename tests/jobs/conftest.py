@@ -8,6 +8,7 @@ import pytest
 from redis import Redis
 
 from jobs.context import JobContext
+from tests.jobs.answering import MODEL
 from tests.redis_server import running_redis_server
 
 
@@ -32,7 +33,7 @@ def make_context(redis: Redis, tmp_path: Path) -> Callable[[], JobContext]:
     def make() -> JobContext:
         number = next(numbers)
         return JobContext(
-            redis, "bulk", f"job-{number}", f"execution{number}", (str(tmp_path.resolve()),), "m"
+            redis, "bulk", f"job-{number}", f"execution{number}", (str(tmp_path.resolve()),), MODEL
         )
 
     return make

@@ -18,7 +18,7 @@ from jobs import errors
 from jobs.context import JobContext
 from jobs.parquet import plan, spec
 from jobs.parquet.names import PLAN, part_name
-from jobs.parquet.part import write_part
+from jobs.parquet.part import part_stats, write_part
 from jobs.parquet.planner import plan_run
 from jobs.parquet.run_folder import RunFolder
 from jobs.parquet.shard_work import ShardWork, trusted_plan
@@ -26,7 +26,7 @@ from jobs.parquet.spec import RunSpec
 from jobs.parquet.storage import Storage
 from jobs.run_state import RunState
 from jobs.shared_files import SharedFiles
-from tests.jobs.answering import feed, queued_jobs, run_task, score_parquet, shout, work_off
+from tests.jobs.answering import MODEL, feed, queued_jobs, run_task, score_parquet, shout, work_off
 
 MakeContext = Callable[[], JobContext]
 
@@ -157,7 +157,7 @@ def test_paths_outside_the_data_roots_are_refused(
     pq.write_table(pq.read_table(source), outside / "in.parquet")
     (tmp_path / "link.parquet").symlink_to(outside / "in.parquet")
     (tmp_path / "linked").symlink_to(outside)
-    context = JobContext(redis, "bulk", "j", "e", (str(tmp_path),), "m")
+    context = JobContext(redis, "bulk", "j", "e", (str(tmp_path),), MODEL)
     inside = tmp_path / "out"
     for path in (
         outside / "in.parquet",
@@ -185,7 +185,7 @@ def test_a_folder_with_a_link_that_leads_out_is_refused(
     outside = tmp_path_factory.mktemp("outside") / "x.parquet"
     outside.write_bytes(source.read_bytes())
     (tmp_path / "z.parquet").symlink_to(outside)
-    context = JobContext(redis, "bulk", "j", "e", (str(tmp_path),), "m")
+    context = JobContext(redis, "bulk", "j", "e", (str(tmp_path),), MODEL)
     fails(errors.PathOutsideRoots, context, tmp_path, tmp_path / "out")
 
 
@@ -395,9 +395,8 @@ def test_a_really_full_device_is_a_full_disk(tmp_path: Path) -> None:
 
 
 def some_stats() -> Any:
-    from jobs.part_stats import PartStats
 
-    return PartStats("0" * 16, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, "m")
+    return part_stats("0" * 16, 0, [], generated_tokens=0, started_at=0.0, ended_at=0.0, model=MODEL)
 
 
 @pytest.mark.parametrize("damage", ["foreign", "cut", "other rows"])
@@ -440,7 +439,7 @@ def test_sampling_that_the_engine_refuses_fails_the_run_and_not_each_row(
     def refuse_all(sampling: Any) -> None:
         raise ValueError(f"unknown {sorted(sampling)}")
 
-    context = JobContext(redis, "bulk", "j", "e", (str(tmp_path),), "m", refuse_all)
+    context = JobContext(redis, "bulk", "j", "e", (str(tmp_path),), MODEL, refuse_all)
     with pytest.raises(ValueError, match="temprature"):
         score_parquet(context, str(source), str(tmp_path / "out"), sampling={"temprature": 1})
     assert queued_jobs(redis) == []

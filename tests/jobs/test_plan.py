@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.errors import InvalidJob, UnsupportedScheme
-from jobs.parquet.plan import Plan, PlannedFile, Shards, cut_shards
+from jobs.parquet.plan import PinnedModel, Plan, PlannedFile, Shards, cut_shards
 from jobs.parquet.spec import RunSpec
 
 layouts = st.lists(st.lists(st.integers(0, 30), max_size=8), min_size=1, max_size=5)
@@ -38,6 +38,9 @@ def test_a_shard_names_just_the_row_groups_that_hold_its_rows(
         if shard.rows:
             assert shard.skip < held[0]
             assert sum(held[:-1]) < shard.skip + shard.rows <= sum(held)
+
+
+MODEL = PinnedModel("m", "fingerprint of m", "float32")
 
 
 def test_shards_shrink_towards_the_end_of_a_run_over_all_its_files() -> None:
@@ -70,7 +73,7 @@ def make_spec(**changed: object) -> RunSpec:
 
 def test_a_plan_survives_its_file() -> None:
     files = (PlannedFile("/a", 10, 20, 5), PlannedFile("/b", 1, 2, 3))
-    plan = Plan(make_spec(), 7, "m", "1", files, cut_shards([[2, 3], [3]], 2))
+    plan = Plan(make_spec(), 7, MODEL, "1", files, cut_shards([[2, 3], [3]], 2))
     assert Plan.from_text(plan.to_text()) == plan
     assert [plan.first_row(shard) for shard in range(len(plan.shards))] == [0, 2, 4, 5, 7]
 
@@ -78,7 +81,7 @@ def test_a_plan_survives_its_file() -> None:
 def test_a_plan_takes_few_bytes_for_each_shard() -> None:
     """A worker keeps plans of up to 100,000 shards."""
     shards = cut_shards([[10_000] * 500], 1000)
-    text = Plan(make_spec(), 7, "m", "1", (PlannedFile("/a", 1, 2, 5_000_000),), shards).to_text()
+    text = Plan(make_spec(), 7, MODEL, "1", (PlannedFile("/a", 1, 2, 5_000_000),), shards).to_text()
     tracemalloc.start()
     try:
         plan = Plan.from_text(text)
@@ -108,7 +111,7 @@ def test_what_is_no_plan_is_a_value_error(text: str) -> None:
 
 
 def test_a_plan_whose_arguments_were_edited_is_refused() -> None:
-    plan = Plan(make_spec(), 7, "m", "1", (), Shards())
+    plan = Plan(make_spec(), 7, MODEL, "1", (), Shards())
     with pytest.raises(ValueError, match="run id"):
         Plan.from_text(plan.to_text().replace("/a.parquet", "/b.parquet"))
 
@@ -128,7 +131,7 @@ def test_a_plan_whose_arguments_were_edited_is_refused() -> None:
     ],
 )
 def test_a_plan_with_an_edited_field_is_refused(changed: dict[str, object], says: str) -> None:
-    plan = Plan(make_spec(), 7, "m", "1", (PlannedFile("/a", 10, 20, 5),), cut_shards([[5]], 2))
+    plan = Plan(make_spec(), 7, MODEL, "1", (PlannedFile("/a", 10, 20, 5),), cut_shards([[5]], 2))
     content = json.loads(plan.to_text())
     with pytest.raises(ValueError, match=says):
         Plan.from_text(json.dumps({**content, **changed}))

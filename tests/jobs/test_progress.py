@@ -32,6 +32,7 @@ def snapshot(**changed: Any) -> RunSnapshot:
         "tokens": 0,
         "workers": 1,
         "queue_length": 9,
+        "awaited_model": None,
     }
     return RunSnapshot(**{**facts, **changed})
 

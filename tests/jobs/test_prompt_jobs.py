@@ -15,7 +15,7 @@ from jobs.prompts import MAX_MESSAGES, MAX_PROMPT_BYTES, MAX_PROMPTS
 from jobs.responses import text_completion
 from jobs.table import ALLOWED_FUNCTIONS, open_task, own_function
 from jobs.tasks import Request
-from tests.jobs.answering import FakeCompletion, refuse, run_task, shout
+from tests.jobs.answering import MODEL, FakeCompletion, refuse, run_task, shout
 
 
 def test_completion_has_openais_shape(context: JobContext) -> None:
@@ -73,7 +73,7 @@ def test_prompt_may_be_text_or_token_ids_or_a_list_of_either(prompt: object, exp
 def test_choices_keep_the_order_of_prompts_and_samples_and_count_each_prompt_once() -> None:
     requests = [Request(text, None, {"n": 2}) for text in "ab"]
     task = PromptTask(requests, text_completion, clock=lambda: 12.9)
-    task.open(JobContext(None, "q", "j", "e", (), "m"))  # type: ignore[arg-type]
+    task.open(JobContext(None, "q", "j", "e", (), MODEL))  # type: ignore[arg-type]
     task.deliver(
         1,
         [

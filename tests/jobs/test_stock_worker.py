@@ -21,6 +21,7 @@ from engine import Completion, InvalidPrompt, SamplingParams
 from jobs import _inline
 from jobs.errors import InvalidJob
 from jobs.table import open_task
+from tests.jobs.answering import MODEL
 
 
 @dataclass
@@ -29,6 +30,7 @@ class EchoEngine:
 
     waiting: list[tuple[str, Any, SamplingParams]] = field(default_factory=list)
     max_waiting: int = 0
+    attention_backend: str = "none"
 
     def add(self, request_id: str, prompt: Any, params: SamplingParams, *, lane: int = 0) -> None:
         if not prompt:
@@ -63,7 +65,8 @@ def engine() -> EchoEngine:
 
 @pytest.fixture
 def queue(redis: Redis, tmp_path: Path, engine: EchoEngine, monkeypatch: pytest.MonkeyPatch) -> Queue:
-    settings = SimpleNamespace(model="/models/m", model_name="m", data_roots=(str(tmp_path.resolve()),))
+    settings = SimpleNamespace(served_model=lambda *_: MODEL, data_roots=(str(tmp_path.resolve()),))
+    monkeypatch.setattr(_inline, "_identity", lambda: None)
     monkeypatch.setattr(_inline, "_settings", lambda: settings)
     monkeypatch.setattr(_inline, "_engine", lambda: engine)
     return Queue("stock", connection=redis, serializer=JSONSerializer)

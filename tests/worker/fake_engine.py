@@ -10,7 +10,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from engine import Completion, EngineStats, InvalidRequest, SamplingParams
+from engine import Completion, EngineStats, InvalidRequest, ModelIdentity, SamplingParams
 from worker import BatchWorker
 from worker.settings import WorkerSettings
 
@@ -29,7 +29,7 @@ class _Sequence:
 @dataclass
 class FakeEngine:
     """Answers each prompt with `echo:<prompt>` after max_tokens steps (at most MAX_MODEL_LEN), `slots`
-    sequences at a time.
+    sequences at a time. A worker's serves the model that its settings name.
 
     The prompt "hang" is never answered, "crash" makes the step raise, "refuse" is refused,
     "die" kills the process, "file:<path>" is answered once that file exists.
@@ -41,6 +41,8 @@ class FakeEngine:
     running: list[_Sequence] = field(default_factory=list)
     num_steps: int = 0
     max_running: int = 0
+    identity: ModelIdentity = field(default_factory=lambda: ModelIdentity("fake", "float32"))
+    attention_backend: str = "none"
 
     @property
     def has_unfinished(self) -> bool:
@@ -118,4 +120,6 @@ class FakeEngineWorker(BatchWorker):
     """BatchWorker in all but the model."""
 
     def load_engine(self, settings: WorkerSettings) -> FakeEngine:
-        return FakeEngine(settings.max_num_seqs, float(os.environ.get("FAKE_STEP_S", "0.001")))
+        identity = ModelIdentity(f"fingerprint of {settings.model}", settings.dtype)
+        step_s = float(os.environ.get("FAKE_STEP_S", "0.001"))
+        return FakeEngine(settings.max_num_seqs, step_s, identity=identity)

@@ -1,9 +1,9 @@
 -- Take jobs of one queue whose status is still 'queued', and open their executions, until they bring
 -- `limit` sequences: one each, or what the job's own field `sequences` says.
--- ARGV: queue, limit, token, worker, now_iso, now_ts, lease_s, far_score, last_life, alone, model,
+-- ARGV: queue, limit, token, worker, now_iso, now_ts, lease_s, far_score, last_life, alone, models,
 --       no_functions, then the tokens of claims whose records nobody needs any more
 -- A job that this worker cannot begin stays where it is in the queue, for others: one whose field
--- `tokenmill_model` names another model than `model`, and with `no_functions` 1 one whose `tokenmill_kind`
+-- `tokenmill_model` is none of `models` (all names of the served one, a line each), and with `no_functions` 1 one whose `tokenmill_kind`
 -- is 'function'.
 -- A job that has taken `last_life` workers with it is claimed by itself, where `alone` is 1, so that jobs
 -- that were merely near another one when it killed its worker are told from that one; elsewhere such jobs
@@ -33,7 +33,9 @@ if limit == 0 then
   return {claimed, 0}
 end
 
-local last_life, alone, model, no_functions = tonumber(ARGV[9]), ARGV[10] == '1', ARGV[11], ARGV[12] == '1'
+local last_life, alone, no_functions = tonumber(ARGV[9]), ARGV[10] == '1', ARGV[12] == '1'
+local is_served = {}
+for name in string.gmatch(ARGV[11], '[^\n]+') do is_served[name] = true end
 local waiting = 'rq:queue:' .. queue
 local sequences, left, postponed, num_foreign, is_full = 0, {}, {}, 0, false
 
@@ -43,7 +45,7 @@ local function consider(id)
     redis.call, 'HMGET', 'rq:job:' .. id,
     'status', 'worker_deaths', 'sequences', 'tokenmill_model', 'tokenmill_kind'
   ) or {}
-  local is_foreign = fields[4] and fields[4] ~= model
+  local is_foreign = fields[4] and not is_served[fields[4]]
   local is_suspect = (tonumber(fields[2]) or 0) >= last_life
   if fields[1] ~= 'queued' then
     return

@@ -1,0 +1,51 @@
+"""The model that a process serves: what a run is pinned to, and what answers, parts and manifests name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import InvalidJob, ModelNotServed
+from .shown import shown
+
+#: A model's name may be the path of its folder.
+MAX_MODEL_CHARS = 4096
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One model as one process serves it.
+
+    name: as answers and manifests give it. fingerprint: a text that differs when the weights, the tokenizer,
+    the chat template or the dtype do. dtype: what it computes in, "bfloat16" for example.
+    attention_backend: "" where none was loaded. aliases: what it may be called by besides.
+    """
+
+    name: str
+    fingerprint: str
+    dtype: str
+    attention_backend: str = ""
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that a job may ask for it by."""
+        return tuple(dict.fromkeys((self.fingerprint, self.name, *self.aliases)))
+
+    def check_asked_for(self, name: str | None) -> None:
+        """Raise ModelNotServed when a job asks for a model by a name that is not this one's."""
+        if name is not None and name not in self.names:
+            raise ModelNotServed(name, self.name)
+
+
+def parse_model(model: object) -> str | None:
+    """Return the model that a job's argument asks for. Raises InvalidJob for what can be no name."""
+    if model is None:
+        return None
+    if not isinstance(model, str) or not 0 < len(model) <= MAX_MODEL_CHARS or not model.isprintable():
+        raise InvalidJob(f"model is {shown(model)}, expected the name of the served model, or none")
+    return model
+
+
+def model_text(name: str, dtype: str, fingerprint: str) -> str:
+    """Return a model as errors and the command line show it."""
+    return f"{name} ({dtype}, {fingerprint[:8]})"
