@@ -104,6 +104,10 @@ class ClaimedJob:
     """Whether its end is written, and only its dependents may wait still."""
     deaths: int = 0
     """How many workers have died with it."""
+    left_before: str = ""
+    """Id of the last function that its claim left in the queue before it."""
+    kind: str = ""
+    """FUNCTION for one that was found to be a plain function without a place on this worker."""
 
     @property
     def address(self) -> tuple[str, str, str]:
@@ -132,13 +136,13 @@ OUTAGES = (RedisConnectionError, RedisTimeoutError, OutOfMemoryError, ReadOnlyEr
 @dataclass(frozen=True)
 class Wanted:
     """A claim on one queue: at most how many sequences' worth of jobs, a token of 24 hex digits, whether
-    the worker has nothing else, and whether it has no place for jobs known to be functions."""
+    the worker has nothing else, and at most how many jobs known to be functions."""
 
     queue: str
     most: int
     token: str
     alone: bool
-    no_functions: bool = False
+    max_functions: int = _CLAIM_BATCH
 
 
 @dataclass(frozen=True)
@@ -251,7 +255,8 @@ class JobStore:
         except Exception as error:  # noqa: BLE001  # a hash may hold anything; it must not stop the others
             damage = error
         execution = Execution(execution_id, job_id, self._client, worker_name=self._worker_name)
-        return ClaimedJob(job, execution, queue_name, damage, deaths=deaths)
+        left_before = reply[3].decode() if len(reply) > 3 else ""
+        return ClaimedJob(job, execution, queue_name, damage, deaths=deaths, left_before=left_before)
 
     def claim(self, wanted: Sequence[Wanted], last_life: float) -> list[Claim]:
         """Claim jobs from several queues in one round trip. last_life: see claim.lua.
@@ -264,7 +269,7 @@ class JobStore:
                 "claim",
                 [
                     *(each.queue, min(each.most, _CLAIM_BATCH), each.token, *tail),
-                    *(int(each.alone), self._models, int(each.no_functions)),
+                    *(int(each.alone), self._models, each.max_functions),
                 ],
             )
             for each in wanted
@@ -426,19 +431,24 @@ class JobStore:
         Returns those that this worker holds now instead: they died too often, or have ended already.
         """
         # Pushed to the head one by one, the last goes first.
-        return self._release([claimed.address for claimed in reversed(held)], mode, max_deaths)
+        places = [(claimed.address, claimed.left_before, claimed.kind) for claimed in reversed(held)]
+        return self._release(places, mode, max_deaths)
 
     def _release(
-        self, addresses: Sequence[tuple[str, str, str]], mode: Mode, max_deaths: int
+        self, places: Sequence[tuple[tuple[str, str, str], str, str]], mode: Mode, max_deaths: int
     ) -> list[ClaimedJob]:
+        """places: of each job its address, and what release.lua takes at the end."""
         now_iso, now_ts = self._stamp()
         far = repr(self._clock() + FAR_S)
         tail = (self._worker_name, now_iso, now_ts, self._lease_s, far)
-        calls = [("release", (*address, mode, max_deaths, uuid4().hex, *tail)) for address in addresses]
+        calls = [
+            ("release", (*address, mode, max_deaths, uuid4().hex, *tail, left_before, kind))
+            for address, left_before, kind in places
+        ]
         replies = self._call_many(calls) if calls else []
         return [
             replace(self._restore(address[0], reply[1]), has_ended=reply[0] == b"ended")
-            for address, reply in zip(addresses, replies, strict=True)
+            for (address, _, _), reply in zip(places, replies, strict=True)
             if reply[0] in (b"exhausted", b"ended")
         ]
 
@@ -465,7 +475,7 @@ class JobStore:
             for _, job_id, execution_id in members:
                 pipe.exists(f"rq:execution:{job_id}:{execution_id}")
             alive = pipe.execute() if members else []
-        dead = [member for member, lives in zip(members, alive, strict=True) if not lives]
+        dead = [(member, "", "") for member, lives in zip(members, alive, strict=True) if not lives]
         return self._release(dead, "abandoned", max_deaths)
 
     def show_progress(self, shown: Sequence[tuple[ClaimedJob, dict[str, Any]]]) -> None:

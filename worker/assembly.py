@@ -43,9 +43,7 @@ def assemble(
     io_client = own_client(worker.connection, REDIS_TIMEOUT_S)
     pool_client = own_client(worker.connection, REDIS_TIMEOUT_S)
     user_client = own_client(worker.connection, REDIS_TIMEOUT_S, resend=True)
-    packer = Packer(
-        len(worker.queues), settings.max_num_seqs, settings.prefetch, 2 * settings.function_threads
-    )
+    packer = Packer(len(worker.queues), settings.max_num_seqs, settings.prefetch, settings.function_threads)
     runner = JobRunner(
         packer=packer,
         admission=Admission(
@@ -56,6 +54,7 @@ def assemble(
             served,
             SamplingParams.from_mapping,
             worker.default_result_ttl,
+            settings.function_grace_s,
         ),
         orders=orders,
         files=FunctionPool(FILE_THREADS, "tokenmill-files"),
@@ -89,6 +88,7 @@ def assemble(
             lease_s,
             settings.max_worker_deaths,
             worker.maintenance_interval,
+            settings.max_stuck_threads,
         ),
         log=worker.log,
         events=events,

@@ -74,7 +74,8 @@ class BatchWorker(BaseWorker):
         """Serve the queues until told to stop; the arguments are those of `rq worker`.
 
         Returns whether any job was brought to an end. Raises StartupError before the first claim,
-        EngineFailed or IoThreadFailed where the worker cannot go on, SystemExit on a cold shutdown.
+        EngineFailed, IoThreadFailed or TooManyStuckThreads where the worker cannot go on, SystemExit on a
+        cold shutdown.
         """
         setup_loghandlers(logging_level, date_format, log_format)  # `bootstrap` does so too late
         try:
@@ -137,11 +138,11 @@ class BatchWorker(BaseWorker):
 
     def _sign_off(self) -> None:
         """Take the worker off RQ's lists; a server that is gone forgets it when its hash expires."""
-        try:
-            self.register_death()
-            self.unsubscribe()
-        except RedisError as error:
-            self.log.error("Worker %s: could not sign off, Redis did not answer: %s", self.name, error)
+        for sign_off in (self.register_death, self.unsubscribe):
+            try:
+                sign_off()
+            except RedisError as error:
+                self.log.error("Worker %s: could not sign off, Redis did not answer: %s", self.name, error)
 
     def _check_start(self, dequeue_strategy: DequeueStrategy) -> WorkerSettings:
         from worker.settings import WorkerSettings
@@ -180,6 +181,8 @@ class BatchWorker(BaseWorker):
         io.join()
         if io.error is not None:
             raise IoThreadFailed(f"the I/O thread raised {type(io.error).__name__}: {io.error}") from io.error
+        if io.failure is not None:
+            raise io.failure
         if io.engine_error is not None:
             error = io.engine_error
             raise EngineFailed(

@@ -5,6 +5,7 @@ WorkerError
 │   ├── SettingsError      a TOKENMILL_ variable holds a bad value
 │   └── ForeignJobsPackage the importable `jobs` is not Tokenmill's
 ├── EngineFailed           the engine raised in the middle of a step; its jobs were given back
+├── TooManyStuckThreads functions hang beyond their timeouts; what the worker held was given back
 ├── IoThreadFailed         the thread that talks to Redis raised; leases run out and others take over
 └── JobRefused             a job that must not run here: payload, function or callback
     ├── BadPayload         the payload is no JSON list of (function, instance, args, kwargs)
@@ -43,6 +44,21 @@ class ForeignJobsPackage(StartupError):
 
 class EngineFailed(WorkerError):
     """The engine raised while it was stepping; every job it held was given back to its queue."""
+
+
+class TooManyStuckThreads(WorkerError):
+    """More functions than bearable went on after their timeouts, in code that nothing can interrupt."""
+
+    def __init__(self, num_stuck: int, most: int) -> None:
+        super().__init__(num_stuck, most)
+        self.num_stuck, self.most = num_stuck, most
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_stuck} threads hang in functions or callbacks that nothing could interrupt, more "
+            f"than TOKENMILL_MAX_STUCK_THREADS={self.most}: what it holds is given back, and only its "
+            "end frees them; the log says where each hangs"
+        )
 
 
 class IoThreadFailed(WorkerError):

@@ -20,6 +20,7 @@ from rq.queue import Queue
 from jobs.keys import worker_key
 from worker._rq import ClaimedJob, JobStore, Mode, Wanted
 from worker.engine_loop import EngineDied, Halt, Order, Stepped
+from worker.errors import TooManyStuckThreads, WorkerError
 from worker.job_runner import JobRunner
 from worker.packing import Packer
 
@@ -67,6 +68,7 @@ class Limits:
     lease_s: int
     max_worker_deaths: int
     maintenance_interval_s: float
+    max_stuck_threads: int
 
     @property
     def last_life(self) -> float:
@@ -167,6 +169,8 @@ class IoLoop:
         self._report = Timer(LOG_PERIOD_S)
         self.error: BaseException | None = None
         self.engine_error: BaseException | None = None
+        self.failure: WorkerError | None = None
+        """Why the worker leaves by itself, with what it holds given back."""
 
     def post(self, event: Any) -> None:
         """Tell the thread something: Stepped, EngineDied, StopJob, Shutdown, or a call to make."""
@@ -202,7 +206,7 @@ class IoLoop:
             self._runner.feed()
             moment = self._clock()
             if self._deadlines.due(moment):
-                self._runner.check_deadlines()
+                self._check_deadlines()
             if moment >= self._retry_at:
                 self._talk_to_redis(moment)
         self._say_goodbye()
@@ -216,6 +220,14 @@ class IoLoop:
                 event = self._events.get_nowait()
         except Empty:
             return
+
+    def _check_deadlines(self) -> None:
+        self._runner.check_deadlines()
+        stuck, most = self._runner.num_stuck, self._limits.max_stuck_threads
+        if stuck > most and self._phase is not Phase.LEAVING:
+            self.failure = TooManyStuckThreads(stuck, most)
+            self._log.error("%s", self.failure)
+            self._start_leaving()
 
     def _handle(self, event: Any) -> None:
         if isinstance(event, Stepped):
@@ -312,7 +324,8 @@ class IoLoop:
             # Kept until the call has come through: sent again, it claims nothing twice.
             token = self._tokens.setdefault(lane, uuid4().hex[:24])
             alone = is_idle and place == self._turn % len(lanes)
-            wanted.append(Wanted(self._queues[lane].name, room, token, alone))
+            functions = self._packer.free_functions
+            wanted.append(Wanted(self._queues[lane].name, room, token, alone, functions))
         claims = self._store.claim(wanted, self._limits.last_life)
         for lane, claim in zip(lanes, claims, strict=True):
             del self._tokens[lane]
@@ -373,6 +386,7 @@ class IoLoop:
             "jobs_finished": tally.finished,
             "jobs_failed": tally.failed,
             "completion_tokens": tally.completion_tokens,
+            "stuck_threads": self._runner.num_stuck,
         }
 
     def _log_throughput(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
@@ -18,6 +18,7 @@ from rq.timeouts import JobTimeoutException
 
 from engine import Completion
 from jobs.context import JobContext
+from jobs.keys import FUNCTION
 from jobs.served_model import ServedModel
 from jobs.shared_files import SharedFiles
 from jobs.table import open_task, own_function
@@ -37,8 +38,8 @@ from worker.job_ends import JobEnds
 from worker.packing import Packer, RunningJob
 from worker.pool_calls import PoolCalls
 
-_FUNCTION_GRACE_S = 60
-"""How long a function may take to notice its timeout, as in RQ, before its job is failed without it."""
+_FUNCTIONS_LEAVE_S = 1.0
+"""How long a worker that leaves waits for functions and callbacks to end that it has interrupted."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Surroundings:
     model: ServedModel
     check_sampling: Callable[[Any], Any]
     default_result_ttl_s: int = DEFAULT_RESULT_TTL
+    function_grace_s: float = 5.0
     files: SharedFiles = field(default_factory=SharedFiles)
 
 
@@ -94,7 +96,7 @@ class JobRunner:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._packer, self._admission, self._surroundings = packer, admission, surroundings
-        self._orders, self._files, self._functions = orders, files, functions
+        self._orders, self._files, self._functions, self._enders = orders, files, functions, enders
         self._pool_client, self._user_client = pool_client, user_client
         self._log, self._clock = log, clock
         self._calls = PoolCalls(post, self._close, log, clock)
@@ -118,6 +120,11 @@ class JobRunner:
     def num_held(self) -> int:
         """Jobs claimed and not yet ended."""
         return len(self._jobs)
+
+    @property
+    def num_stuck(self) -> int:
+        """Threads that were given up and go on in code that nothing can interrupt."""
+        return self._functions.num_stuck + self._enders.num_stuck
 
     @property
     def held(self) -> list[ClaimedJob]:
@@ -145,14 +152,17 @@ class JobRunner:
         else:
             if job.task is not None:
                 self._open(job)
-            elif self._packer.functions_are_full(lane):
+            elif self._packer.free_functions <= 0:
                 del self._jobs[job.number]
-                self._surplus.append(claimed)
+                self._surplus.append(replace(claimed, kind=FUNCTION))
             else:
                 self._run_function(job, call)
 
     def take_surplus(self) -> list[ClaimedJob]:
-        """Functions that were claimed beyond what the threads can take; the caller gives them back."""
+        """Functions that were claimed beyond what the threads can take; the caller gives them back.
+
+        What a job is shows only when it is claimed; it is marked then, and the next claims leave it there.
+        """
         surplus, self._surplus = self._surplus, []
         return surplus
 
@@ -306,8 +316,12 @@ class JobRunner:
             self._log.error("job %s: could not remove its temporary files: %s", job.claimed.job.id, error)
 
     def close(self, timeout_s: float) -> None:
-        """Wait until the files of the jobs that ended are closed, at most `timeout_s`."""
-        self._files.close(timeout_s)
+        """End the threads; wait until the files of the jobs that ended are closed, at most `timeout_s`."""
+        for pool in (self._files, self._functions, self._enders):
+            pool.end()
+        self._files.join(timeout_s)
+        self._functions.join(_FUNCTIONS_LEAVE_S)
+        self._enders.join(_FUNCTIONS_LEAVE_S)
 
     # Interrupt
 
@@ -337,21 +351,31 @@ class JobRunner:
         return next((job for job in self._jobs.values() if job.claimed.job.id == job_id), None)
 
     def check_deadlines(self) -> None:
-        """Fail the jobs that have run longer than their timeout."""
+        """Fail the jobs that have run longer than their timeout; give up threads that do not heed theirs."""
         moment = self._clock()
+        self._give_up_threads()
         for job in list(self._jobs.values()):
             limit = job.claimed.job.timeout or Queue.DEFAULT_TIMEOUT
             if job.started_at is None or job.closing or limit <= 0 or moment - job.started_at <= limit:
                 continue
-            is_function = job.call is not None and job.task is None
-            if is_function and moment - job.started_at <= limit + _FUNCTION_GRACE_S:
+            if job.call is not None and job.task is None:  # a function: the pool reports its end
                 if not job.interrupted:
                     job.interrupted = True
-                    job.call.interrupt(timeout_error(limit))  # type: ignore[union-attr]
+                    job.call.interrupt(timeout_error(limit))
                 continue
             self._withdraw(job, timeout_error(limit))
             self._ends.fail(
                 job, JobTimeoutException(f"Task exceeded maximum timeout value ({limit:g} seconds)")
+            )
+
+    def _give_up_threads(self) -> None:
+        grace_s = self._surroundings.function_grace_s
+        for place in self._functions.give_up_stuck(grace_s) + self._enders.give_up_stuck(grace_s):
+            self._log.error(
+                "%s goes on %g s after its interrupt: given up, another thread takes its place (%d stuck)",
+                place,
+                grace_s,
+                self.num_stuck,
             )
 
     def drop(self, lost: Sequence[ClaimedJob]) -> None:

@@ -111,7 +111,7 @@ class Packer:
         self._streams: list[deque[RunningJob]] = [deque() for _ in range(num_lanes)]
         self._in_engine = [0] * num_lanes
         self._opening = [0] * num_lanes
-        self._functions = [0] * num_lanes
+        self._functions = 0
         self._dry: list[RunningJob] = []
         self._left = 0
         self._bursts: deque[int] = deque(maxlen=_BURSTS_REMEMBERED)
@@ -128,17 +128,18 @@ class Packer:
         """Serve a job's requests after those of the jobs before it on its lane."""
         self._streams[job.lane].append(job)
 
-    def functions_are_full(self, lane: int) -> bool:
-        """Whether the lane has as many functions as it may, running or waiting for a thread."""
-        return self._functions[lane] >= self._max_functions
+    @property
+    def free_functions(self) -> int:
+        """How many more functions the worker may take, of any lane: no more than begin at once."""
+        return self._max_functions - self._functions
 
     def function_started(self, job: RunningJob) -> None:
         """A plain function takes a thread, not a slot of the engine."""
-        self._functions[job.lane] += 1
+        self._functions += 1
 
     def function_ended(self, job: RunningJob) -> None:
         """The thread is free again."""
-        self._functions[job.lane] -= 1
+        self._functions -= 1
 
     def forget(self, job: RunningJob) -> None:
         """Drop a job's stream and what it has in the engine, because it was stopped or lost."""
@@ -157,19 +158,16 @@ class Packer:
         """How many more sequences' worth of jobs the lane should claim now.
 
         After a file the next one is claimed before the last row is read, when less than one batch is left:
-        it takes many steps to open. What a job is shows only when it is claimed: while functions run, no more
-        are claimed than threads could take, in case they are functions too.
+        it takes many steps to open. Functions neither take room nor wait for it.
         """
-        if self._opening[lane] or self.functions_are_full(lane):
+        if self._opening[lane]:
             return 0
         unread = sum(job.unread for job in self._streams[lane])
         if unread == 0:
-            room = self._refill(lane)
-        elif unread < self._slots and self._streams[lane][-1].is_file:
-            room = self._slots - int(unread)
-        else:
-            room = 0
-        return min(room, self._max_functions - self._functions[lane]) if self._functions[lane] else room
+            return self._refill(lane)
+        if unread < self._slots and self._streams[lane][-1].is_file:
+            return self._slots - int(unread)
+        return 0
 
     def _room(self, lane: int) -> int:
         return max(self._shared_room(lane), self._floor - self._in_engine[lane], 0)

@@ -75,6 +75,13 @@ class WorkerSettings(BaseSettings):
     function_threads: int = Field(default=4, ge=1)
     """Ordinary functions and callbacks that run at the same time beside the engine."""
 
+    function_grace_s: float = Field(default=5, ge=0)
+    """Seconds that a function or callback has to end after its timeout, or after it was stopped; then its
+    thread is given up and another one takes its place."""
+
+    max_stuck_threads: int = Field(default=16, ge=0)
+    """With more threads given up that have not ended, the worker gives back what it holds and exits."""
+
     torch_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the engine; by default what torch finds."""
 

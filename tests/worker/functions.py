@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import re
+import socket
+import threading
 import time
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -134,3 +136,21 @@ def arrow_allocator() -> str:
     import pyarrow
 
     return str(pyarrow.default_memory_pool().backend_name)
+
+
+def hang_in_c(where: str) -> None:
+    """Wait for ever where no exception can be raised from outside."""
+    if where == "sleep":
+        time.sleep(10**6)
+    elif where == "lock":
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
+    else:
+        here, there = socket.socketpair()
+        with there:
+            here.recv(1)
+
+
+def hang_on_success(job: Job, connection: Redis, result: Any) -> None:
+    hang_in_c("sleep")

@@ -64,7 +64,7 @@ def test_a_worker_without_a_model_takes_only_what_any_may_run(redis: Redis, bulk
 def test_known_functions_stay_while_their_places_are_taken(redis: Redis, bulk: Queue) -> None:
     for job_id, kind in (("a", FUNCTION), ("b", None), ("c", FUNCTION)):
         enqueue(bulk, job_id, kind=kind)
-    taken = claim(redis, no_functions=True)
+    taken = claim(redis, max_functions=0)
     assert (ids(taken), taken.num_foreign) == (["b"], 0)
     assert bulk.job_ids == ["a", "c"]
     assert ids(claim(redis)) == ["a", "c"]

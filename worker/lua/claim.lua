@@ -1,14 +1,15 @@
 -- Take jobs of one queue whose status is still 'queued', and open their executions, until they bring
 -- `limit` sequences: one each, or what the job's own field `sequences` says.
 -- ARGV: queue, limit, token, worker, now_iso, now_ts, lease_s, far_score, last_life, alone, models,
---       no_functions, then the tokens of claims whose records nobody needs any more
+--       max_functions, then the tokens of claims whose records nobody needs any more
 -- A job that this worker cannot begin stays where it is in the queue, for others: one whose field
--- `tokenmill_model` is none of `models` (all names of the served one, a line each), and with `no_functions` 1 one whose `tokenmill_kind`
--- is 'function'.
+-- `tokenmill_model` is none of `models` (all names of the served one, a line each), and beyond
+-- `max_functions` those whose `tokenmill_kind` is 'function'.
 -- A job that has taken `last_life` workers with it is claimed by itself, where `alone` is 1, so that jobs
 -- that were merely near another one when it killed its worker are told from that one; elsewhere such jobs
 -- go to the end of the queue.
--- Returns {{{job id, execution id, job hash}, ...}, jobs left for other models}. Sent again with the same
+-- Returns {{{job id, execution id, job hash, id of the last function left before it}, ...}, jobs left for
+-- other models}. Sent again with the same
 -- token it returns the same jobs, less those that were taken from this worker since, and claims no others.
 -- With a limit of 0 it asks what an earlier call has claimed, and makes sure that one still on its way
 -- claims nothing.
@@ -19,10 +20,10 @@ local claimed = {}
 for i = 13, #ARGV do redis.call('DEL', 'tokenmill:claim:' .. ARGV[i]) end
 local earlier = redis.call('LRANGE', record, 0, -1)
 if #earlier > 0 then
-  for i, id in ipairs(earlier) do
-    local eid = token .. string.format('%08x', i)
+  for i = 1, #earlier, 2 do
+    local id, eid = earlier[i], token .. string.format('%08x', (i + 1) / 2)
     if redis.call('ZSCORE', 'rq:wip:' .. queue, id .. ':' .. eid) then
-      claimed[#claimed + 1] = {id, eid, redis.call('HGETALL', 'rq:job:' .. id)}
+      claimed[#claimed + 1] = {id, eid, redis.call('HGETALL', 'rq:job:' .. id), earlier[i + 1]}
     end
   end
   return {claimed, 0}
@@ -33,11 +34,12 @@ if limit == 0 then
   return {claimed, 0}
 end
 
-local last_life, alone, no_functions = tonumber(ARGV[9]), ARGV[10] == '1', ARGV[12] == '1'
+local last_life, alone, max_functions = tonumber(ARGV[9]), ARGV[10] == '1', tonumber(ARGV[12])
 local is_served = {}
 for name in string.gmatch(ARGV[11], '[^\n]+') do is_served[name] = true end
 local waiting = 'rq:queue:' .. queue
 local sequences, left, postponed, num_foreign, is_full = 0, {}, {}, 0, false
+local functions, left_function = 0, ''
 
 -- What becomes of the next id of the queue: a claim, a place among `left` or `postponed`, or nothing.
 local function consider(id)
@@ -46,18 +48,22 @@ local function consider(id)
     'status', 'worker_deaths', 'sequences', 'tokenmill_model', 'tokenmill_kind'
   ) or {}
   local is_foreign = fields[4] and not is_served[fields[4]]
+  local is_function = fields[5] == 'function'
   local is_suspect = (tonumber(fields[2]) or 0) >= last_life
   if fields[1] ~= 'queued' then
     return
-  elseif is_foreign or (no_functions and fields[5] == 'function') then
+  elseif is_foreign or (is_function and functions >= max_functions) then
     left[#left + 1] = id
     num_foreign = num_foreign + (is_foreign and 1 or 0)
+    left_function = is_foreign and left_function or id
   elseif is_suspect and (not alone or #claimed > 0) then
     postponed[#postponed + 1] = id
   else
     local eid = token .. string.format('%08x', #claimed + 1)
     claimed[#claimed + 1] = open_execution(queue, id, eid, worker, ARGV[5], ARGV[6], ARGV[7], ARGV[8])
-    redis.call('RPUSH', record, id)
+    claimed[#claimed][4] = left_function
+    redis.call('RPUSH', record, id, left_function)
+    functions = functions + (is_function and 1 or 0)
     sequences = sequences + math.max(1, tonumber(fields[3]) or 1)
     is_full = is_suspect or sequences >= limit
   end

@@ -1,6 +1,8 @@
--- Take a job from its holder and put it at the head of its queue.
+-- Take a job from its holder and put it at the head of its queue, or behind the function that its claim left
+-- there before it.
 -- ARGV: queue, job id, execution id, mode ('given_back', 'engine_died' or 'abandoned'), max_deaths,
---       then for a job that has died too often: new execution id, worker, now_iso, now_ts, lease_s, far_score
+--       then for a job that has died too often: new execution id, worker, now_iso, now_ts, lease_s, far_score;
+--       id of that function, or ''; what the job was found to be ('function'), or ''
 -- Returns {'queued'}; {'alive'} when the lease of an 'abandoned' one still runs; {'gone'} when it is
 -- held no longer; {'dropped'} when its job was cancelled or deleted; {'exhausted', claimed} when it has
 -- taken max_deaths workers with it: then the caller holds it, to fail it. {'ended', claimed} when its end
@@ -34,7 +36,10 @@ if type(deaths) == 'number' and deaths >= tonumber(ARGV[5]) then
   return {'exhausted', open_execution(queue, id, ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10], ARGV[11])}
 end
 redis.call('HSET', job, 'status', 'queued', 'worker_name', '')
+if ARGV[13] ~= '' then redis.call('HSET', job, 'tokenmill_kind', ARGV[13]) end
 expire_in_queue(job, ttl)
 redis.call('SADD', 'rq:queues', 'rq:queue:' .. queue)
-redis.call('LPUSH', 'rq:queue:' .. queue, id)
+if ARGV[12] == '' or redis.call('LINSERT', 'rq:queue:' .. queue, 'AFTER', ARGV[12], id) < 1 then
+  redis.call('LPUSH', 'rq:queue:' .. queue, id)
+end
 return {'queued'}
