@@ -10,13 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from redis.exceptions import LockError, LockNotOwnedError
+
 from .errors import RunBusy, RunCancelled, UnknownRun
 from .keys import RUN_TTL_S, run_key, run_lock_key, run_parts_key
 from .part_stats import PartStats
+from .run_lock import RunLock
 
 if TYPE_CHECKING:
     from redis import Redis
-    from redis.lock import Lock
 
 _TOTAL = b"total"
 
@@ -125,14 +127,13 @@ class RunState:
         return {int(field): PartStats.from_text(text) for field, text in stored.items() if field != _TOTAL}
 
     @contextmanager
-    def lock(self) -> Iterator[Lock]:
+    def lock(self) -> Iterator[RunLock]:
         """Hold the run for planning or cancelling; call `keep` on it between long steps.
 
         Raises RunBusy when it cannot be had within LOCK_WAIT_S, or was lost to another before the body ended.
         """
-        from redis.exceptions import LockError
-
-        lock = self._redis.lock(
+        lock = RunLock(
+            self._redis,
             run_lock_key(self.run),
             timeout=LOCK_TTL_S,
             blocking_timeout=LOCK_WAIT_S,
@@ -144,13 +145,11 @@ class RunState:
         except LockError:
             raise RunBusy(self.run) from None
 
-    def keep(self, lock: Lock) -> None:
+    def keep(self, lock: RunLock) -> None:
         """Hold the lock on, or anew where it has run out and is free: another may have had it in between.
 
         Raises redis.exceptions.LockError, RunBusy outside of `lock`, when another has it.
         """
-        from redis.exceptions import LockNotOwnedError
-
         try:
             lock.reacquire()
         except LockNotOwnedError:

@@ -8,15 +8,17 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from redis import Redis
-from redis.exceptions import NoPermissionError
-from rq import Queue, Repeat, Retry
-from rq.command import send_stop_job_command
-from rq.job import JobStatus
+from redis.exceptions import NoPermissionError, ResponseError
+from rq import Queue, Repeat, Retry, Worker
+from rq.command import send_shutdown_command, send_stop_job_command
+from rq.group import Group
+from rq.job import Dependency, JobStatus
 from rq.serializers import JSONSerializer
 
 from tests.rq_workers import RQ, Workers, leftovers, text_of, wait_until, wait_until_started
@@ -136,9 +138,73 @@ def test_the_users_we_document_reach_nothing_else(server: SecureRedis, user: str
             "SAVE",
             "REPLICAOF no one",
             "PUBLISH somebody hello",
+            "MODULE LOAD /tmp/x.so",
         ):
             with pytest.raises(NoPermissionError):
                 client.execute_command(*words.split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("SCRIPT", "LOAD", "while true do end"),
+        ("EVAL", "return 1", "0"),
+        ("EVALSHA", "0" * 40, "0"),
+        ("SET", "rq:suspended", "1"),
+        ("SET", "rq:scheduler-lock:bulk", "x"),
+        ("SET", "tokenmill:maintenance", "x"),
+        ("RPUSH", "tokenmill:claim:0", "x"),
+        ("RENAME", "rq:queue:bulk", "rq:queue:other"),
+        ("BLPOP", "rq:queue:bulk", "0.1"),
+        ("LCS", "rq:job:a", "rq:job:b"),
+        ("STRALGO", "LCS", "STRINGS", "a", "b"),
+        ("SORT", "rq:queue:bulk"),
+        ("SETRANGE", "rq:job:a", "536870000", "x"),
+    ],
+    ids=" ".join,
+)
+def test_a_producer_can_neither_hold_up_the_server_nor_reach_what_only_workers_write(
+    server: SecureRedis, words: tuple[str, ...]
+) -> None:
+    url = server.url("producer", PRODUCER_PASSWORD)
+    with Redis.from_url(url) as client, pytest.raises(ResponseError) as refusal:
+        client.execute_command(*words)
+    is_of_another_version = "unknown command" in str(refusal.value)
+    assert isinstance(refusal.value, NoPermissionError) or is_of_another_version
+
+
+def test_a_producer_has_the_rights_for_what_rq_offers_it(workers: Workers, server: SecureRedis) -> None:
+    queue: Queue = workers.queue("bulk")
+    call: dict[str, Any] = {"args": ("a",), "kwargs": {"max_tokens": 1}}
+    group = Group.create(connection=workers.redis)
+    grouped = group.enqueue_many(queue, [Queue.prepare_data("jobs.complete", **call) for _ in range(2)])
+    failing = queue.enqueue(F + "boom", "no", meta={"a": 1})
+    waiting = queue.enqueue("jobs.complete", **call, depends_on=Dependency([failing], allow_failure=False))
+    front = queue.enqueue("jobs.complete", **call, at_front=True, job_id="front")
+    assert queue.get_job_position(front) == 0
+    front.meta["b"] = 2
+    front.save_meta()
+    front.save()
+    later = queue.enqueue_in(timedelta(days=1), "jobs.complete", **call)
+    queue.scheduled_job_registry.remove(later, delete_job=True)
+    workers.burst()
+    assert all(text_of(workers.result(job)) == "echo:a" for job in [*grouped, front])
+    assert {job.id for job in group.get_jobs()} == {job.id for job in grouped}
+    assert failing.get_status() == JobStatus.FAILED
+    assert queue.failed_job_registry.get_job_ids() == [failing.id]
+    failing.requeue()
+    assert queue.count == 1
+    assert len(queue.jobs) == 1
+    failing.cancel()
+    waiting.delete()
+    queue.enqueue("jobs.complete", **call).delete(delete_dependents=True)
+    for registry in (queue.finished_job_registry, queue.started_job_registry, queue.canceled_job_registry):
+        registry.get_job_ids()
+    send_shutdown_command(workers.redis, "nobody")
+    assert Queue.all(connection=workers.redis) == [queue]
+    assert Worker.all(connection=workers.redis) == []
+    refused = [entry for entry in server.admin.acl_log() if entry["object"] != "client"]
+    assert refused == []
 
 
 def test_a_wrong_password_ends_the_start_with_an_error_that_does_not_show_it(
