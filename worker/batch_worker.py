@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from worker.settings import WorkerSettings
 
 
+_UNSUBSCRIBE_S = 5.0
 _LISTEN_AGAIN_S = 2.0
 """Pause of the subscriber's thread after an error."""
 
@@ -230,6 +231,15 @@ class BatchWorker(BaseWorker):
             os.kill(os.getpid(), signal.SIGINT)
         else:
             self.log.info("Worker %s: command %r ignored", self.name, command)
+
+    def unsubscribe(self) -> None:
+        """End the thread that listens for commands; in RQ's order of calls it may wait a minute more."""
+        thread: Any = self.pubsub_thread  # RQ says it is None
+        if thread is not None and self.pubsub is not None:
+            thread.stop()
+            self.pubsub.unsubscribe()  # the answer wakes it up
+            thread.join(_UNSUBSCRIBE_S)
+            self.pubsub.close()
 
     def _pubsub_exception_handler(self, exc: Exception, pubsub: Any, pubsub_thread: Any) -> None:
         """Go on listening whatever went wrong: RQ gives up on all but a lost connection."""
