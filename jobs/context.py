@@ -17,6 +17,10 @@ def accept_any_sampling(sampling: Mapping[str, Any]) -> None:
     """Stand in for the engine's check where no engine is at hand."""
 
 
+def never_interrupted() -> None:
+    """Stand in for the check where nobody interrupts a job but by ending its process."""
+
+
 @dataclass(frozen=True)
 class JobContext:
     """What the process that runs a job lends to it.
@@ -28,6 +32,8 @@ class JobContext:
     check_sampling: raises the engine's error for sampling values that no request could use, so that a run of
         a million rows fails once at planning and not in every row.
     files: shared by the shards that this process runs.
+    check_interrupted: raises where the job was stopped or taken over or has passed its timeout; long work
+        calls it between its steps, since nothing is raised into it from outside.
     """
 
     connection: Redis
@@ -38,3 +44,4 @@ class JobContext:
     model: ServedModel
     check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling
     files: SharedFiles = field(default_factory=SharedFiles)
+    check_interrupted: Callable[[], None] = never_interrupted

@@ -13,6 +13,7 @@ from worker._rq import Callbacks, JobStore, own_client
 from worker.admission import Admission
 from worker.engine_loop import EngineLike, EngineLoop, Order
 from worker.functions import FunctionPool, ThreadDeathPenalty
+from worker.interrupts import shield_imports
 from worker.io_loop import IoLoop, Limits, Presence
 from worker.job_runner import JobRunner, Surroundings
 from worker.packing import Packer
@@ -36,6 +37,7 @@ def assemble(
     max_idle_s: float | None,
 ) -> tuple[EngineLoop, IoLoop]:
     """Build the engine's loop, for the calling thread, and the I/O thread, not yet started."""
+    shield_imports()
     served = settings.served_model(engine.identity, engine.attention_backend)
     lease_s = settings.lease_s or worker.job_monitoring_interval + LEASE_MARGIN_S
     orders: SimpleQueue[Order] = SimpleQueue()

@@ -23,6 +23,7 @@ from rq.worker.base import BaseWorker, DequeueStrategy
 import jobs
 from worker._rq import MIN_REDIS_VERSION, OrphanProofScheduler, called_by_rq_command
 from worker.errors import EngineFailed, ForeignJobsPackage, IoThreadFailed, StartupError
+from worker.imports import load_functions, load_parts
 from worker.process_memory import share_freed_memory
 
 if TYPE_CHECKING:
@@ -50,9 +51,6 @@ class BatchWorker(BaseWorker):
 
     def load_engine(self, settings: WorkerSettings) -> EngineLike:
         """Load the model; override to serve with another engine."""
-        # Read by OpenMP when torch is loaded. Spinning threads stall each other where the cores are shared,
-        # and here an I/O thread, user functions and other processes always share them (RESULTS.md).
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         import torch
 
         from engine import Engine
@@ -85,6 +83,9 @@ class BatchWorker(BaseWorker):
             self._tell_no_start(error)
             raise
         share_freed_memory()
+        # Read by OpenMP when torch is loaded. Spinning threads stall each other where the cores are shared,
+        # and here an I/O thread, user functions and other processes always share them (RESULTS.md).
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         self._install_signal_handlers()
         if with_scheduler:  # forked before the engine loads and before any thread starts
             self._start_scheduler(burst, logging_level, date_format, log_format)
@@ -105,13 +106,15 @@ class BatchWorker(BaseWorker):
                 self.stop_scheduler()
 
     def _load(self, settings: WorkerSettings) -> EngineLike:
-        try:
-            return self.load_engine(settings)
-        except Exception as error:
-            from engine import ConfigError
+        """Import what jobs may need and load the model; until the first thread runs, this is the only one."""
+        from engine import ConfigError
 
-            if isinstance(error, ConfigError):
-                self._tell_no_start(error)
+        try:
+            load_functions(settings.allowed_functions)  # first: what is wrong here a person can mend at once
+            load_parts()
+            return self.load_engine(settings)
+        except (StartupError, ConfigError) as error:
+            self._tell_no_start(error)
             raise
 
     def _tell_no_start(self, error: Exception) -> None:

@@ -3,6 +3,7 @@
 WorkerError
 ├── StartupError           the worker cannot start: a setting, the serializer, Redis or the model
 │   ├── SettingsError      a TOKENMILL_ variable holds a bad value
+│   ├── FunctionNotFound   a function on the allow list cannot be imported
 │   └── ForeignJobsPackage the importable `jobs` is not Tokenmill's
 ├── EngineFailed           the engine raised in the middle of a step; its jobs were given back
 ├── TooManyStuckThreads functions hang beyond their timeouts; what the worker held was given back
@@ -26,6 +27,21 @@ class StartupError(WorkerError):
 
 class SettingsError(StartupError):
     """A setting has a value that cannot be used; the message names its variable."""
+
+
+class FunctionNotFound(StartupError):
+    """A function that the operator allows cannot be imported: (its name, what the import raised)."""
+
+    def __init__(self, name: str, reason: Exception) -> None:
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
+
+    def __str__(self) -> str:
+        return (
+            f"TOKENMILL_ALLOWED_FUNCTIONS names {self.name!r}, which cannot be imported "
+            f"({type(self.reason).__name__}: {self.reason}): correct the name, or start the worker where "
+            "Python finds the module"
+        )
 
 
 class ForeignJobsPackage(StartupError):

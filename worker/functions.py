@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import threading
@@ -14,6 +13,8 @@ from typing import Any
 
 from rq.timeouts import JobTimeoutException, TimerDeathPenalty
 
+from worker.interrupts import Interruptible, current_work
+
 
 class JobStopped(Exception):
     """Raised inside a function whose job was stopped, cancelled or taken over."""
@@ -23,44 +24,19 @@ class ThreadGivenUp(BaseException):
     """Raised inside a function that did not heed its interrupt: no `except Exception` holds it up."""
 
 
-def _raise_in_thread(thread_id: int, error: type[BaseException] | None) -> None:
-    target = ctypes.py_object(error) if error is not None else None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), target)
-
-
-class Call:
+class Call(Interruptible):
     """One call in a pool: runs once, hands its outcome to `done` once, and can be interrupted."""
 
     def __init__(
         self,
         function: Callable[[], Any],
         done: Callable[[Any, BaseException | None], None],
+        raises: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._function, self._done, self._clock = function, done, clock
-        self._lock = threading.Lock()
-        self._thread_id: int | None = None
-        self._interrupt: type[BaseException] | None = None
-        self._interrupted_at: float | None = None
+        super().__init__(raises, clock)
+        self._function, self._done = function, done
         self._given_up = False
-
-    def interrupt(self, error: type[BaseException], *, running: bool = True) -> None:
-        """Raise `error` before the call starts or, if it is `running` ones too, at its next bytecode.
-
-        Code that waits inside a C function sees it when that returns. Safe from any thread; without
-        effect once the call has ended.
-        """
-        with self._lock:
-            self._interrupt = error
-            if running and self._thread_id is not None:
-                if self._interrupted_at is None:
-                    self._interrupted_at = self._clock()
-                _raise_in_thread(self._thread_id, error)
-
-    def heeded(self) -> None:
-        """The last interrupt has ended what it was meant for; what follows in this call may take its time."""
-        with self._lock:
-            self._interrupt = self._interrupted_at = None
 
     def give_up(self, grace_s: float) -> str | None:
         """Report the call as ended by its interrupt, if it goes on more than `grace_s` after it.
@@ -74,52 +50,24 @@ class Call:
                 return None
             self._given_up = True
             place = _place(self._thread_id)
-            _raise_in_thread(self._thread_id, ThreadGivenUp)
-            error = self._interrupt() if self._interrupt is not None else ThreadGivenUp()
+            self._raise(ThreadGivenUp)
+            error = self.error() if self.error is not None else ThreadGivenUp()
         self._done(None, error)
         return place
 
     def run(self) -> bool:
         """Run the function in this thread and report its outcome. False: the thread was given up."""
         value, failure = None, None
-        _running.call = self
         try:
-            self._begin()
-            value = self._function()
+            value = self.do(self._function)
         except BaseException as error:  # noqa: BLE001  # user code raises what it likes; `done` reports it
             failure = error
-        while self._thread_id is not None:
-            try:
-                self._end()
-            except BaseException as error:  # noqa: BLE001  # an interrupt that came in the last moment
-                failure = error
         try:
             if not self._given_up:
                 self._done(value, failure)
         finally:
-            _running.call = None
             failure = None  # its traceback holds this frame: together they would keep what the call has used
         return not self._given_up
-
-    def _begin(self) -> None:
-        with self._lock:
-            if self._interrupt is not None:
-                raise self._interrupt
-            self._thread_id = threading.get_ident()
-
-    def _end(self) -> None:
-        with self._lock:
-            # An interrupt that has not been raised yet must not hit the next call.
-            _raise_in_thread(threading.get_ident(), None)
-            self._thread_id = None
-
-
-class _Running(threading.local):
-    call: Call | None = None
-
-
-_running = _Running()
-"""The call that a pool's thread is at."""
 
 
 def _place(thread_id: int) -> str:
@@ -171,9 +119,17 @@ class FunctionPool:
                     self._stuck.discard(thread)
                 return
 
-    def submit(self, function: Callable[[], Any], done: Callable[[Any, BaseException | None], None]) -> Call:
-        """Run `function()` in a thread, then `done(value, error)`, there too unless it is given up."""
-        call = Call(function, done, self._clock)
+    def submit(
+        self,
+        function: Callable[[], Any],
+        done: Callable[[Any, BaseException | None], None],
+        raises: bool = True,
+    ) -> Call:
+        """Run `function()` in a thread, then `done(value, error)`, there too unless it is given up.
+
+        raises: False for our own code, which bears no error from outside and asks for it (interrupts.py).
+        """
+        call = Call(function, done, raises, self._clock)
         self._calls.put(call)
         return call
 
@@ -222,18 +178,23 @@ class ThreadDeathPenalty(TimerDeathPenalty):
         self, timeout: float, exception: type[Exception] = JobTimeoutException, **kwargs: Any
     ) -> None:
         super().__init__(timeout, type(exception.__name__, (exception,), {}), **kwargs)
-        self._call = _running.call
+        self._work, self._lock, self._is_over = current_work(), threading.Lock(), False
 
     def handle_death_penalty(self) -> None:
-        """Interrupt the call; called by the timer's thread."""
-        if self._call is not None:
-            self._call.interrupt(self._exception)
+        """Interrupt the call, unless what was limited in it is over; called by the timer's thread."""
+        with self._lock:
+            if self._work is not None and not self._is_over:
+                self._work.interrupt(self._exception)
 
     def cancel_death_penalty(self) -> None:
-        """Leave the rest of the call alone."""
-        super().cancel_death_penalty()
-        if self._call is not None:
-            self._call.heeded()
+        """Leave the rest of the call alone. RQ's caller swallows the limit's error where it comes here."""
+        try:
+            with self._lock:
+                self._is_over = True
+            super().cancel_death_penalty()
+        finally:
+            if self._work is not None:
+                self._work.heeded()
 
 
 def timeout_error(timeout_s: float) -> type[JobTimeoutException]:

@@ -34,6 +34,7 @@ from worker.admission import Admission, FunctionCall
 from worker.engine_loop import Abort, Add, Order
 from worker.errors import BadPayload, JobRefused, WorkerError
 from worker.functions import FunctionPool, JobStopped, timeout_error
+from worker.interrupts import check_interrupted
 from worker.job_ends import JobEnds
 from worker.packing import Packer, RunningJob
 from worker.pool_calls import PoolCalls
@@ -176,6 +177,7 @@ class JobRunner:
             model=self._surroundings.model,
             check_sampling=self._surroundings.check_sampling,
             files=self._surroundings.files,
+            check_interrupted=check_interrupted,
         )
 
     def _open(self, job: RunningJob) -> None:
@@ -333,9 +335,7 @@ class JobRunner:
         job.open_requests.clear()
         job.exhausted = False
         if job.call is not None:
-            # A shard that is being opened soon ends by itself, and closes: an error from outside, raised
-            # between any two bytecodes, could leave the lock of a shared reader behind.
-            job.call.interrupt(error, running=job.task is None)
+            job.call.interrupt(error)
         job.ticket = None
 
     def stop(self, job_id: str) -> bool:

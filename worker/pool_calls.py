@@ -44,12 +44,15 @@ class PoolCalls:
     ) -> None:
         """Run a function in a pool; then `always` and, if the job was not withdrawn, `then` run here.
 
-        ours: the function is our own and may be run again after any step of it: an outage delays it only.
+        ours: the function is our own, which asks whether it is interrupted, and may be run again after any
+        step of it: an outage delays it only.
         """
         ticket = job.ticket = object()
 
         def start() -> None:
-            job.call = pool.submit(function, lambda value, error: self._post(lambda: report(value, error)))
+            job.call = pool.submit(
+                function, lambda value, error: self._post(lambda: report(value, error)), raises=not ours
+            )
 
         def start_again() -> None:
             if job.ticket is ticket:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rq import Queue
 from rq.job import Job, JobStatus
 from rq.results import Result
 from rq.serializers import JSONSerializer
 
+from ..context import JobContext
 from ..keys import MODEL_FIELD, SEQUENCES_FIELD
 from .names import PLAN, shard_job_id
 from .run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 #: A run's own record is its parts; RQ's results only help while someone looks.
 RESULT_TTL_S = 24 * 3600
@@ -27,15 +25,17 @@ CHUNK = 100
 _ALIVE = {JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.DEFERRED, JobStatus.CREATED}
 
 
-def enqueue_shards(connection: Redis, queue_name: str, folder: RunFolder, shards: Sequence[int]) -> int:
+def enqueue_shards(context: JobContext, queue_name: str, folder: RunFolder, shards: Sequence[int]) -> int:
     """Enqueue those of the shards that no live job is working on; return how many.
 
-    Raises RunBusy when another planner holds the run's lock, RunCancelled when `cancel` came in between.
+    Raises RunBusy when another planner holds the run's lock, RunCancelled when `cancel` came in between, and
+    between two chunks what interrupts the job.
     """
-    queue = Queue(queue_name, connection=connection, serializer=JSONSerializer)
+    queue = Queue(queue_name, connection=context.connection, serializer=JSONSerializer)
     enqueued = 0
     with folder.state.lock() as lock:
         for start in range(0, len(shards), CHUNK):
+            context.check_interrupted()
             folder.state.keep(lock)  # fails when another has it, so that two planners never write at once
             folder.state.check_not_cancelled()
             enqueued += _enqueue_chunk(queue, folder, shards[start : start + CHUNK])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,11 +50,17 @@ def find_files(storage: Storage, inputs: Sequence[str], output: str) -> list[str
     return paths
 
 
-def read_footers(storage: Storage, paths: Sequence[str]) -> list[Footer]:
-    """Read the footer of each file. Raises CorruptParquet, or SchemaMismatch when the files differ."""
+def read_footers(
+    storage: Storage, paths: Sequence[str], check_interrupted: Callable[[], None]
+) -> list[Footer]:
+    """Read the footer of each file. Raises CorruptParquet, or SchemaMismatch when the files differ.
+
+    check_interrupted: called before each file; what it raises ends the reading.
+    """
     first = _read_footer(storage, paths[0])
     footers = [first]
     for path in paths[1:]:
+        check_interrupted()
         footer = _read_footer(storage, path)
         if not footer.schema.equals(first.schema):
             raise SchemaMismatch(path, f"its columns are {_columns(footer.schema, first.schema)}")

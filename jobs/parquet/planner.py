@@ -76,7 +76,7 @@ def plan_run(
     storage.resolve(spec.output)
     state = RunState(context.connection, spec.run)
     _open_submission(state, context.job_id, spec.output, queue, model)
-    footers = read_footers(storage, find_files(storage, spec.input, spec.output))
+    footers = read_footers(storage, find_files(storage, spec.input, spec.output), context.check_interrupted)
     _check_columns(spec, footers[0])
     plan = _agreed_plan(context, storage, spec, footers, model)
     folder = RunFolder(storage, plan, state, context.execution_id)
@@ -87,8 +87,9 @@ def plan_run(
     missing = sorted(set(range(len(plan.shards))) - folder.shards_with_parts())
     if missing and had_ended:
         folder.withdraw_success()
+    context.check_interrupted()
     finished = folder.recount(queue)  # before any shard runs: from here on the last one knows that it is
-    enqueued = 0 if finished else enqueue_shards(context.connection, queue, folder, missing)
+    enqueued = 0 if finished else enqueue_shards(context, queue, folder, missing)
     return {
         "run": plan.run,
         "output": spec.output,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,33 @@ def test_every_row_comes_back_once_in_order(redis: Redis, make_context: MakeCont
     assert [part["rows"] for part in manifest["parts"]] == [7] * 7 + [1]
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {part_name(n) for n in range(8)} | {"_plan.json", "_manifest.json", "_SUCCESS"}
+
+
+def test_a_planning_that_is_interrupted_ends_between_two_files_or_two_chunks(
+    redis: Redis, context: JobContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(Exception):
+        pass
+
+    for number in range(3):
+        write(tmp_path / f"{number}.parquet", ["a", "b"])
+    monkeypatch.setattr("jobs.parquet.enqueue.CHUNK", 1)
+    for checks in itertools.count():
+        countdown = iter(range(checks))
+
+        def check(countdown: Iterator[int] = countdown) -> None:
+            if next(countdown, None) is None:
+                raise Interrupted
+
+        asked = replace(context, check_interrupted=check)
+        try:
+            score_parquet(asked, str(tmp_path / "*.parquet"), str(tmp_path / "out"), rows_per_shard=1)
+        except Interrupted:
+            assert len(queued_jobs(redis)) < 6
+        else:
+            break
+    assert checks >= 2 + 6, "it did not ask before each of two more files, and each of six shards"
+    assert len(queued_jobs(redis)) == 6
 
 
 def test_a_shard_of_several_batches_keeps_each_answer_at_its_row(

@@ -81,7 +81,7 @@ def enqueue_again(
     redis.delete("rq:queue:bulk")
     storage = Storage(context.data_roots)
     plan = trusted_plan(storage, f"{arguments[1]}/{PLAN}", run, SharedFiles())
-    return enqueue_shards(redis, "bulk", RunFolder(storage, plan, state(redis, run), "e"), [0])
+    return enqueue_shards(context, "bulk", RunFolder(storage, plan, state(redis, run), "e"), [0])
 
 
 def test_a_planner_that_lost_its_lock_enqueues_nothing_more(

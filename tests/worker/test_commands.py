@@ -180,3 +180,26 @@ def test_what_a_user_can_mend_ends_the_start_with_one_line(
     assert says in log
     assert "Traceback" not in log
     assert len([line for line in log.splitlines() if "cannot start" in line]) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (None, "No module named 'my_functions'"),
+        ("def other(): pass", "my_function"),
+        ("import not_installed_here", "No module named 'not_installed_here'"),
+        ("raise RuntimeError('no database')", "RuntimeError: no database"),
+    ],
+)
+def test_an_allowed_function_that_cannot_be_imported_stops_the_start(
+    workers: Workers, tmp_path: Path, module: str | None, reason: str
+) -> None:
+    if module is not None:
+        (tmp_path / "my_functions.py").write_text(module)
+    path = f"{tmp_path}:{workers.environment()['PYTHONPATH']}"
+    worker = workers.start(TOKENMILL_ALLOWED_FUNCTIONS="my_functions.my_function", PYTHONPATH=path)
+    assert worker.wait(timeout=60) == 1
+    log = workers.log(worker)
+    assert "TOKENMILL_ALLOWED_FUNCTIONS names 'my_functions.my_function'" in log
+    assert reason in log
+    assert "Traceback" not in log

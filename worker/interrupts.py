@@ -1,0 +1,152 @@
+"""Errors raised into a running thread from outside, and the one place where they wait: an import."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+_IMPORT_WAIT_S = 30.0
+"""How long an import waits for another thread's: one that hangs must not hold up every function for ever."""
+
+_importlib: Any = sys.modules["_frozen_importlib"]
+_current = threading.local()
+_one_import = threading.Lock()
+
+
+def _raise_in(thread_id: int, error: type[BaseException] | None) -> None:
+    target = ctypes.py_object(error) if error is not None else None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), target)
+
+
+class Interruptible:
+    """A stretch of a thread's work into which others may raise an error, but not while it imports.
+
+    The error comes at the thread's next bytecode. There it could leave a module half executed to the threads
+    that wait for its import: while a module is imported the error waits, and comes right after. `raises`
+    False is for our own code, which is not safe from errors between any two bytecodes: it asks, with
+    `check_interrupted`.
+    """
+
+    def __init__(self, raises: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+        self._raises, self._clock = raises, clock
+        self._lock = threading.Lock()
+        self._thread_id: int | None = None
+        self.error: type[BaseException] | None = None
+        self._interrupted_at: float | None = None
+        self._waiting: type[BaseException] | None = None
+        self._importing = False  # only the thread itself changes it, under the lock
+
+    def interrupt(self, error: type[BaseException]) -> None:
+        """Raise `error` in the work, or as soon as it starts or asks. Safe from any thread; without effect
+        once the work has ended. Code that waits inside a C function sees it when that returns."""
+        with self._lock:
+            self.error = error
+            if self._thread_id is not None and self._interrupted_at is None:
+                self._interrupted_at = self._clock()
+            self._raise(error)
+
+    def _raise(self, error: type[BaseException]) -> None:
+        """Raise an error in the thread now or after its import; the caller holds the lock."""
+        if not self._raises or self._thread_id is None:
+            return
+        if self._importing:
+            self._waiting = error
+        else:
+            _raise_in(self._thread_id, error)
+
+    def heeded(self) -> None:
+        """The last interrupt has ended what it was meant for; what follows in this work may take its time."""
+        with self._lock:
+            self.error = self._interrupted_at = None
+
+    def do(self, function: Callable[[], Any]) -> Any:
+        """Call the function in this thread, once; raises what it raises, and what others raise into it."""
+        _current.work = self
+        try:
+            with self._lock:
+                if self.error is not None:
+                    raise self.error
+                self._thread_id = threading.get_ident()
+            return function()
+        finally:
+            _current.work = None
+            with self._lock:
+                # In this order: from here on nobody raises; what was raised comes at the call, if it has not
+                # come before, or is taken back by it, and does not hit what the thread does next.
+                self._thread_id = None
+                _raise_in(threading.get_ident(), None)
+
+    def import_whole(self, load: Callable[[], Any]) -> Any:
+        """Return what `load` returns, which imports a module; errors from outside wait for its end."""
+        if self._importing:  # a module that this one imports
+            return load()
+        try:
+            with self._lock:
+                self._importing = True
+            # One that was raised before comes now, at the latest with the first bytecode of what is called.
+            return _one_at_a_time(load)
+        finally:
+            with self._lock:
+                self._importing = False
+                error, self._waiting = self._waiting, None
+            if error is not None:
+                raise error
+
+
+def current_work() -> Interruptible | None:
+    """What this thread does for a job, None in a thread that nobody interrupts."""
+    return getattr(_current, "work", None)
+
+
+def check_interrupted() -> None:
+    """Raise what this thread's work was interrupted with, if it was."""
+    work = current_work()
+    if work is not None and work.error is not None:
+        raise work.error
+
+
+def _one_at_a_time(load: Callable[[], Any]) -> Any:
+    """Import while no other interruptible thread does: where two modules import each other and two threads
+    come from both ends, Python breaks the deadlock by handing one of them a module half executed."""
+    is_ours = _one_import.acquire(timeout=_IMPORT_WAIT_S)
+    try:
+        return load()
+    finally:
+        if is_ours:
+            _one_import.release()
+
+
+def shield_imports() -> None:
+    """Let errors from outside wait while an interruptible thread imports. For the whole process, once.
+
+    Replaced are the two functions of importlib that CPython looks up for every import whose module is not
+    loaded, or not yet whole, be it by statement or by `import_module`. A finder or loader of our own would
+    come too late and leave too soon: importlib takes its locks before it asks one, and ties a module to its
+    package after.
+    """
+    for name in ("_find_and_load", "_lock_unlock_module"):
+        import_ = getattr(_importlib, name)
+        if not hasattr(import_, "__wrapped__"):
+            setattr(_importlib, name, _shielded(import_))
+
+
+def _shielded(import_: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(import_)
+    def shielded(name: str, *rest: Any) -> Any:
+        work = current_work()
+        if work is None or _is_whole(name):
+            return import_(name, *rest)
+        return work.import_whole(lambda: import_(name, *rest))
+
+    return shielded
+
+
+def _is_whole(name: str) -> bool:
+    """Whether a module is loaded and executed to its end; as importlib itself looks."""
+    module = sys.modules.get(name)
+    return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
