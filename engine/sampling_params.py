@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from reprlib import repr as shown  # short: a value may be as long as a prompt
 from typing import Any
 
 from engine.errors import InvalidSampling
 
-MAX_SAMPLES = 128
+# What a value may be, by name, ends included: no array that a step keeps it in is too narrow for it.
+MAX_COUNT = 2**31 - 1
+INTEGERS = {
+    "max_tokens": (1, MAX_COUNT),
+    "min_tokens": (0, MAX_COUNT),
+    "top_k": (-1, MAX_COUNT),
+    "stop_token_ids": (0, MAX_COUNT),
+    "n": (1, 128),
+    "seed": (-(2**63), 2**64 - 1),
+}
+NUMBERS = {"temperature": (0, 1_000_000), "top_p": (0, 1), "min_p": (0, 1)}
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
-SEED_BOUNDS = (-(2**63), 2**64 - 1)
 
 # Names of vLLM's and OpenAI's that callers may know and that are not built: the error says so.
 NOT_BUILT = frozenset(
@@ -75,16 +83,13 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        _check_int("max_tokens", self.max_tokens, 1)
-        _check_int("min_tokens", self.min_tokens, 0)
-        _check_int("top_k", self.top_k, -1)
-        _check_int("n", self.n, 1, MAX_SAMPLES)
+        for name in ("max_tokens", "min_tokens", "top_k", "n"):
+            _check_int(name, getattr(self, name))
         if self.seed is not None:
-            _check_int("seed", self.seed, *SEED_BOUNDS)
-        _check_number("temperature", self.temperature, 0.0, math.inf)
-        _check_number("top_p", self.top_p, 0.0, 1.0)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        if self.top_p == 0.0:
+            _check_int("seed", self.seed)
+        for name in NUMBERS:
+            _check_number(name, getattr(self, name))
+        if self.top_p == 0:
             raise InvalidSampling("top_p must be above 0; for the likeliest token alone set temperature=0")
         if not isinstance(self.ignore_eos, bool):
             raise InvalidSampling(f"ignore_eos must be true or false, got {shown(self.ignore_eos)}")
@@ -107,29 +112,30 @@ class SamplingParams:
         return cls(**mapping)
 
 
-def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+def shown(value: object) -> str:
+    """The value as Python writes it, in short: it may be as long as a prompt."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return f"one of type {type(value).__name__} with a number too long to show"
+
+
+def _check_int(name: str, value: object) -> None:
+    low, high = INTEGERS[name]
     if isinstance(value, bool) or not isinstance(value, int):
         hint = " (a text; write it without quotes)" if isinstance(value, str) else ""
         raise InvalidSampling(f"{name} must be an integer, got {shown(value)}{hint}")
-    if value < low or (high is not None and value > high):
-        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise InvalidSampling(f"{name} must be {bounds}, got {shown(value)}")
+    if not low <= value <= high:
+        raise InvalidSampling(f"{name} must be between {low} and {high}, got {shown(value)}")
 
 
-def _check_number(name: str, value: object, low: float, high: float) -> None:
+def _check_number(name: str, value: object) -> None:
+    low, high = NUMBERS[name]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         hint = " (a text; write it without quotes)" if isinstance(value, str) else ""
         raise InvalidSampling(f"{name} must be a number, got {shown(value)}{hint}")
-    if not _is_finite(value) or not low <= value <= high:
-        bounds = f"finite and at least {low}" if high == math.inf else f"between {low} and {high}"
-        raise InvalidSampling(f"{name} must be {bounds}, got {shown(value)}")
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond every float
-        return False
+    if not low <= value <= high:  # not a number is between no two
+        raise InvalidSampling(f"{name} must be between {low} and {high}, got {shown(value)}")
 
 
 def _stop_strings(stop: object) -> tuple[str, ...]:
@@ -144,6 +150,11 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
             raise InvalidSampling(
                 f"a stop string must have 1 to {MAX_STOP_CHARS} characters, got {len(text)}"
             )
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            problem = "a stop string is no valid Unicode: it holds half of a surrogate pair"
+            raise InvalidSampling(problem) from None
     return tuple(stop)
 
 
@@ -153,5 +164,5 @@ def _stop_token_ids(token_ids: object) -> tuple[int, ...]:
     if len(token_ids) > MAX_STOPS:
         raise InvalidSampling(f"stop_token_ids holds {len(token_ids)} ids; at most {MAX_STOPS} are allowed")
     for token_id in token_ids:
-        _check_int("stop_token_ids", token_id, 0)
+        _check_int("stop_token_ids", token_id)
     return tuple(token_ids)

@@ -33,6 +33,8 @@ def bad_prompts(workers: RealWorkers) -> dict[str, Job]:
         "no_such_name": complete("a", no_such_name=1),
         "logprobs": complete("a", logprobs=3),
         "temperature": complete("a", temperature=-1),
+        "top_k must be between -1": complete("a", top_k=2**63),
+        "max_tokens must be between 1": complete("a", max_tokens=2**64, min_tokens=2**63),
         "max_tokens:=64": complete("a", max_tokens="64"),
         "vocabulary": complete([1, 2, 100_000]),
         "prompt": complete(17),
@@ -60,6 +62,7 @@ def bad_runs(workers: RealWorkers, good: Path) -> dict[str, Job]:
         "TOKENMILL_DATA_ROOTS": score("/etc/hostname", "o4"),
         "outside": score(good, "../elsewhere"),
         "temperature": score(good, "o5", sampling={"temperature": -1}),
+        "top_k must be between": score(good, "o7", sampling={"top_k": 2**63}),
         "o6": score(good, "file/o6"),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import random
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from engine import (
     StepFailed,
 )
 from engine.block_manager import BlockManager
+from engine.sampling_params import INTEGERS, NUMBERS
 from engine.stop_strings import IncrementalText, StopStrings
 from tests.engine.checkpoints import make_tokenizer
 
@@ -87,7 +89,7 @@ def test_a_bad_prompt_fails_alone(shared: Engine, prompt: Any, error: type[Excep
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": -1}, "temperature must be finite and at least 0.0, got -1"),
+        ({"temperature": -1}, "temperature must be between 0 and 1000000, got -1"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),
         ({"temperature": "0"}, "without quotes"),
@@ -97,7 +99,7 @@ def test_a_bad_prompt_fails_alone(shared: Engine, prompt: Any, error: type[Excep
         ({"min_p": -0.1}, "min_p"),
         ({"top_k": -2}, "top_k"),
         ({"top_k": 1.5}, "top_k must be an integer"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"max_tokens": 0}, "max_tokens must be between 1 and 2147483647, got 0"),
         ({"max_tokens": "64"}, "without quotes"),
         ({"max_tokens": True}, "must be an integer"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 is above max_tokens=8"),
@@ -113,7 +115,15 @@ def test_a_bad_prompt_fails_alone(shared: Engine, prompt: Any, error: type[Excep
         ({"ignore_eos": 1}, "ignore_eos"),
         ({"logprobs": 5}, "'logprobs' is not built yet; accepted are ignore_eos"),
         ({"presence_penalty": 0.5}, "not built yet"),
-        ({"temperature": 10**400}, "temperature must be finite and at least 0.0, got 1000"),
+        ({"temperature": 10**400}, "temperature must be between 0 and 1000000, got 1000"),
+        (
+            {"top_k": 10**5000},
+            "top_k must be between -1 and 2147483647, got one of type int with a number too",
+        ),
+        ({"stop": [10**5000]}, "stop must be a string or a list of strings, got one of type list"),
+        ({"stop": "\ud800"}, "a stop string is no valid Unicode"),
+        ({"stop_token_ids": [True]}, "stop_token_ids must be an integer, got True"),
+        ({"min_tokens": False}, "min_tokens must be an integer, got False"),
         ({"stop": {"secret": "x" * 1000}}, "stop must be a string or a list of strings, got .{0,60}$"),
         ({"max_token": 5}, "'max_token' is no sampling parameter; accepted are"),
     ],
@@ -121,6 +131,32 @@ def test_a_bad_prompt_fails_alone(shared: Engine, prompt: Any, error: type[Excep
 def test_bad_sampling_values_are_refused_by_name(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidSampling, match=message):
         SamplingParams.from_mapping(values)
+
+
+WIDTHS = sorted({sign * 2**bits + off for bits in range(0, 81, 4) for sign in (1, -1) for off in (-1, 0, 1)})
+
+
+@pytest.mark.parametrize("name", [*INTEGERS, *NUMBERS])
+def test_a_number_of_any_width_is_refused_by_name_or_used(shared: Engine, name: str) -> None:
+    """What the door lets in makes no step raise: an answer comes for it, and for its neighbours."""
+    low, high = (INTEGERS | NUMBERS)[name]
+    accepted: list[SamplingParams] = []
+    for width in (*WIDTHS, 10**400, 1e39, 1e300, 5e-324, math.inf, math.nan):
+        values: dict[str, Any] = {"seed": 1, "stop_token_ids": [3]}
+        values["max_tokens"] = 2 if name != "min_tokens" else INTEGERS["max_tokens"][1]
+        values[name] = [width] if name == "stop_token_ids" else width
+        if low <= width <= high and (type(width) is int or name in NUMBERS) and (name, width) != ("top_p", 0):
+            accepted.append(SamplingParams.from_mapping(values))
+        else:
+            with pytest.raises(InvalidSampling, match=name):
+                SamplingParams.from_mapping(values)
+    few = [5] * (shared.max_model_len - 3)  # room for three tokens
+    neighbour, *completions = shared.generate([PROMPT] + [few] * len(accepted), [GREEDY, *accepted])
+    assert neighbour.token_ids == complete(shared).token_ids
+    assert len(completions) == sum(params.n for params in accepted)
+    refused = {completion.error for completion in completions} - {None}
+    outside = {f"stop token id {w} is outside the vocabulary of 512" for w in WIDTHS if 512 <= w <= high}
+    assert refused == (outside if name == "stop_token_ids" else set())
 
 
 def test_sampling_values_are_taken_as_they_come_from_json() -> None:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
 
 from engine import EngineError, SamplingParams
+from engine.batch import build_sampling_batch
 from engine.prompts import PromptReader
+from engine.sampler import sample
+from engine.scheduled_batch import ScheduledBatch
+from engine.sequence import Sequence
+from engine.slots import SlotTable
 from engine.tokenizer import Tokenizer
 from jobs.errors import JobsError
 from jobs.prompt_task import chat_task, complete_task
@@ -28,12 +34,24 @@ def check_sampling(tokenizer: Tokenizer, values: dict[str, Any]) -> None:
         check_says(error)
     else:
         assert 1 <= params.n <= 128
-        assert params.max_tokens >= 1
+        assert 0 <= _sample(params) < VOCAB_SIZE
     values = {name: value for name, value in values.items() if name != "prompt"}
     try:
         complete_task("a", **values)
     except JobsError as error:
         check_says(error)
+
+
+def _sample(params: SamplingParams) -> int:
+    """Choose a token as a step does, which keeps the values in arrays."""
+    slots = SlotTable(1, MAX_MODEL_LEN, 16)
+    seq = Sequence("a", [1], params, seed=params.seed or 0, stop_token_ids=frozenset(params.stop_token_ids))
+    seq.block_table = [0]
+    slots.assign(seq)
+    batch = ScheduledBatch()
+    batch.add_prefill(seq, 1)
+    logits = torch.linspace(-9, 9, VOCAB_SIZE).reshape(1, VOCAB_SIZE)
+    return int(sample(logits, build_sampling_batch(batch, slots)))
 
 
 def check_chat(tokenizer: Tokenizer, case: tuple[Any, dict[str, Any]]) -> None:
