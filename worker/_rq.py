@@ -307,9 +307,8 @@ class JobStore:
     def _finish_call(self, outcome: Outcome) -> tuple[str, list[Any]]:
         job, value = outcome.claimed.job, outcome.value
         if isinstance(value, JobRetry):
-            tries = job.number_of_retries or 0
-            if tries < value.max:
-                when = self._when(JobRetry.get_interval(tries, value.intervals))
+            if _takes_retry(job, value):
+                when = self._when(JobRetry.get_interval(job.number_of_retries or 0, value.intervals))
                 entry = self._entry(outcome, Result.Type.RETRIED)
                 return self._retry_call(outcome, [when, "number_of_retries", 1], entry)
             return self._end_call(replace(outcome, status="failed"), Result.Type.MAX_RETRIES_EXCEEDED)
@@ -558,11 +557,19 @@ class Callbacks:
     def send_webhooks(self, outcome: Outcome) -> None:
         """Tell the hosts that the job has ended; RQ logs what goes wrong there."""
         job = outcome.claimed.job
-        job.connection = self._client
-        if outcome.status == "finished":
+        job.connection, job.ended_at = self._client, outcome.ended_at
+        if isinstance(outcome.value, JobRetry):
+            if not _takes_retry(job, outcome.value):
+                job.send_webhooks(JobStatus.FAILED, exc_string="")
+        elif outcome.status == "finished":
             job.send_webhooks(JobStatus.FINISHED)
         elif outcome.status == "failed" and not (outcome.retries and job.should_retry):
             job.send_webhooks(JobStatus.FAILED, exc_string=outcome.value)
+
+
+def _takes_retry(job: Job, wish: JobRetry) -> bool:
+    """Whether a job that returned a `Retry` runs again."""
+    return (job.number_of_retries or 0) < wish.max
 
 
 def perform(job: Job) -> Any:

@@ -15,6 +15,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 from rq import worker_registration
 from rq.defaults import DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT
+from rq.job import Job
 from rq.logutils import setup_loghandlers
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
@@ -162,6 +163,12 @@ class BatchWorker(BaseWorker):
             raise StartupError(
                 f"--dequeue-strategy {dequeue_strategy} is not supported: queues are lanes here, "
                 "served in the order given"
+            )
+        if self.job_class is not Job:
+            raise StartupError(
+                f"--job-class {self.job_class.__module__}.{self.job_class.__qualname__} is not supported: "
+                "prompts are not run by a job's `perform`, and jobs are ended by scripts that know RQ's own "
+                "hash; serve the functions that need this class on another queue, with RQ's own worker"
             )
         version = self.get_redis_server_version()
         if tuple(version) < MIN_REDIS_VERSION:

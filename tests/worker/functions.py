@@ -154,3 +154,7 @@ def hang_in_c(where: str) -> None:
 
 def hang_on_success(job: Job, connection: Redis, result: Any) -> None:
     hang_in_c("sleep")
+
+
+class OwnJob(Job):
+    """What a user may give to `--job-class`."""

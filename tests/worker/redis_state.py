@@ -3,7 +3,7 @@
 Left out, besides moments and ids of executions:
 
 - RQ copies a value into the job's field `result` where it saves the whole hash again; ours is in rq:results.
-- Our field `closed_by` tells a repeated call from a new one.
+- Our field `closed_by` tells a repeated call from a new one, and `tokenmill_kind` a function from a prompt.
 - A failed job without failure_ttl is kept for a year by both; RQ keeps its results for ever.
 - RQ does not save when a job ended whose failure goes on no record.
 - RQ leaves a job in the dependents of those of its dependencies that ended before the last one.
@@ -23,7 +23,7 @@ ROUND_S = 100
 """Times to live are told apart by as much."""
 
 _MOMENTS = ("_at", "last_heartbeat")
-_UNLIKE = ("result", "closed_by")
+_UNLIKE = ("result", "closed_by", "tokenmill_kind")
 _OTHER_KEYS = ("rq:worker", "rq:workers", "rq:scheduler", "rq:clean_registries", "tokenmill:")
 
 

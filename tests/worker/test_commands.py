@@ -157,6 +157,12 @@ def test_the_logging_level_is_what_rqs_own_worker_makes_of_it(
     assert logs["WARNING"] == ""
 
 
+def test_a_job_class_is_refused_because_prompts_are_not_performed(workers: Workers) -> None:
+    process = workers.start("--burst", "--job-class", "tests.worker.functions.OwnJob")
+    assert process.wait(timeout=60) == 1
+    assert "--job-class tests.worker.functions.OwnJob is not supported" in workers.log(process)
+
+
 def test_a_dequeue_strategy_is_refused_because_queues_are_lanes(workers: Workers) -> None:
     worker = BatchWorker(["bulk"], connection=workers.redis, serializer=JSONSerializer)
     with pytest.raises(StartupError, match="--dequeue-strategy"):

@@ -1,0 +1,55 @@
+"""What RQ's own workers do beside running jobs, and what they leave behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rq import Queue, Retry
+from rq.webhook import Webhook
+
+from tests.rq_workers import Workers
+from tests.worker.webhook_server import WebhookServer, webhook_server
+
+F = "tests.worker.functions."
+
+
+def enqueue_with_webhooks(queue: Queue, url: str) -> None:
+    hooks = [Webhook(url, status, method="POST") for status in ("finished", "failed")]
+    queue.enqueue(F + "add", 1, 1, job_id="finishes", webhooks=hooks)
+    queue.enqueue(F + "boom", "no", job_id="fails", webhooks=hooks)
+    queue.enqueue(F + "boom", "no", job_id="retried", webhooks=hooks, retry=Retry(max=2))
+    queue.enqueue(F + "ask_for_retry", 1, job_id="asks-for-retry", webhooks=hooks)
+    queue.enqueue(F + "always_ask_for_retry", 2, job_id="asks-too-often", webhooks=hooks)
+    queue.enqueue(F + "always_ask_for_retry", 2, interval=600, job_id="asks-for-later", webhooks=hooks)
+
+
+def webhooks_sent(workers: Workers, server: WebhookServer, **options: Any) -> list[dict[str, Any]]:
+    """What the webhooks of the same jobs say, but for moments and all lines but the last of a traceback."""
+    workers.redis.flushall()
+    server.received.clear()
+    enqueue_with_webhooks(workers.queue("bulk"), server.url)
+    workers.burst(TOKENMILL_ALLOWED_WEBHOOK_HOSTS="127.0.0.1", **options)
+    return sorted(
+        (
+            {
+                **{name: bool(value) if name.endswith("_at") else value for name, value in sent.items()},
+                "exc_info": (sent.get("exc_info") or "").strip().splitlines()[-1:],
+            }
+            for sent in server.received
+        ),
+        key=str,
+    )
+
+
+def test_webhooks_say_what_those_of_rqs_own_worker_say(workers: Workers) -> None:
+    with webhook_server() as server:
+        ours = webhooks_sent(workers, server)
+        assert ours == webhooks_sent(workers, server, worker_class="rq.worker.SimpleWorker")
+    ends = sorted((sent["job_id"], sent["status"]) for sent in ours)
+    assert ends == [
+        ("asks-for-retry", "finished"),
+        ("asks-too-often", "failed"),
+        ("fails", "failed"),
+        ("finishes", "finished"),
+        ("retried", "failed"),
+    ]
