@@ -1,8 +1,8 @@
-"""rq-dashboard 0.9 with what it lacks: JSON payloads everywhere, and pages that survive a deleted job.
+"""rq-dashboard 0.9 with what it lacks: it reads JSON only, acts for its own pages only, survives odd jobs.
 
-It listens on 127.0.0.1 only; put an authenticating proxy before it to show it to others. Prompts stay
-hidden: RQ's job description repeats the whole prompt, so the function's name is shown in its place.
-`--show-prompts` brings them back.
+It listens on 127.0.0.1 only; put an authenticating proxy before it to show it to others, and name its host
+with `--host`. Prompts stay hidden: RQ's job description repeats the whole prompt, so the function's name is
+shown in its place. `--show-prompts` brings them back.
 """
 
 from __future__ import annotations
@@ -13,21 +13,47 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import click
-from rq import Worker
+from redis.exceptions import ConnectionError as RedisConnectionError
+from rq import Queue, Worker
 from rq.exceptions import DeserializationError, NoSuchJobError
 from rq.job import Job
-from rq.serializers import JSONSerializer
+from rq.serializers import DefaultSerializer, JSONSerializer
 from rq_dashboard import web
 from rq_dashboard.cli import make_flask_app
 
+from ops.dashboard_guard import guard
 
-class JsonWorker(Worker):
-    """Reads workers as JSON, and shows one whose current job was deleted as idle."""
+#: Characters of a function's name that a page shows: it is whatever a producer wrote.
+MAX_NAME_CHARS = 255
 
-    @classmethod
-    def all(cls, *args: Any, **kwargs: Any) -> Any:
-        """List all workers, with the JSON serializer."""
-        return super().all(*args, **{**kwargs, "serializer": JSONSerializer})
+
+class DamagedJob(Job):
+    """Stands for a job that RQ's client cannot read."""
+
+    def latest_result(self, timeout: int = 0) -> None:
+        """None is looked for."""
+
+
+class ShownQueue(Queue):
+    """Lists a damaged job as such, where it would take its page with it."""
+
+    def fetch_job(self, job_id: str) -> Job | None:
+        """The job, or what stands for it; None where it is gone."""
+        try:
+            job: Job | None = super().fetch_job(job_id)
+            if job is not None:
+                job.latest_result()
+        except RedisConnectionError:
+            raise
+        except Exception as error:  # noqa: BLE001  # a hash may hold anything
+            job = DamagedJob(connection=self.connection, serializer=JSONSerializer)
+            job._id = job_id  # unchecked: RQ may refuse the very id
+            job.description = f"cannot be read: {type(error).__name__}"
+        return job
+
+
+class ShownWorker(Worker):
+    """Shows a worker whose current job was deleted as idle."""
 
     def get_current_job(self) -> Job | None:
         """The job it shows, None where that is gone."""
@@ -39,8 +65,10 @@ class JsonWorker(Worker):
 
 def function_name(job: Job) -> str:
     """What stands in for a job's description."""
+    if isinstance(job, DamagedJob):
+        return str(job.description)
     try:
-        return str(job.func_name)
+        return str(job.func_name)[:MAX_NAME_CHARS]
     except DeserializationError:
         return "payload is not JSON"
 
@@ -64,15 +92,25 @@ def show_servers(urls: str | Sequence[str]) -> list[str]:
     return [f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}" for url in addresses]
 
 
+def never_unpickle() -> None:
+    """Make this process read JSON wherever RQ, or rq-dashboard, would load a pickle: that runs its code."""
+    DefaultSerializer.loads = JSONSerializer.loads
+    DefaultSerializer.dumps = JSONSerializer.dumps
+    web.config.serializer = JSONSerializer
+
+
 @click.command()
 @click.option("--redis-url", default=lambda: os.environ.get("RQ_REDIS_URL", "redis://127.0.0.1:6379"))
 @click.option("--port", default=9181, help="Port on 127.0.0.1.")
+@click.option(
+    "--host", "hosts", multiple=True, help="A name, or name:port, that a proxy before it answers to."
+)
 @click.option("--show-prompts", is_flag=True, help="Show job descriptions, which hold the prompts.")
-def main(redis_url: str, port: int, show_prompts: bool) -> None:
+def main(redis_url: str, port: int, hosts: tuple[str, ...], show_prompts: bool) -> None:
     """Serve the dashboard until stopped."""
     # rq-dashboard has no seam for any of these; the names are pinned with its version.
-    web.Worker = JsonWorker
-    web.config.serializer = JSONSerializer
+    never_unpickle()
+    web.Queue, web.Worker = ShownQueue, ShownWorker
     web.escape_format_instance_list = show_servers
     if not show_prompts:
         web.format_job_description = function_name
@@ -81,6 +119,7 @@ def main(redis_url: str, port: int, show_prompts: bool) -> None:
     app.config["RQ_DASHBOARD_REDIS_URL"] = redis_url
     app.config["RQ_DASHBOARD_DISABLE_DELETE"] = True
     app.config["DEPRECATED_OPTIONS"] = []
+    guard(app, {f"127.0.0.1:{port}", f"localhost:{port}", *hosts})
     web.setup_rq_connection(app)
     click.echo(f"dashboard on http://127.0.0.1:{port}")
     app.run(host="127.0.0.1", port=port)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
-import urllib.error
-import urllib.request
+import pickle
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
+from rq.job import Job, JobStatus
 
+from tests.ops.dashboard_process import act, ask, get, get_json, running_dashboard
 from tests.redis_server import running_redis_server
-from tests.rq_workers import ROOT, Workers, wait_until, wait_until_started
+from tests.rq_workers import Workers, wait_until, wait_until_started
+from tests.worker.test_hostile_jobs import Bomb
 
 
 @pytest.fixture
@@ -34,42 +30,6 @@ def dashboard(workers: Workers) -> Iterator[str]:
     """Its address on this machine."""
     with running_dashboard(workers.url) as address:
         yield address
-
-
-@contextmanager
-def running_dashboard(url: str) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "ops.dashboard", "--port", str(port)]
-    environment = {**os.environ, "RQ_REDIS_URL": url}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    address = f"http://127.0.0.1:{port}"
-    try:
-        wait_until(lambda: _answers(address))
-        yield address
-    finally:
-        process.terminate()
-        process.wait(timeout=10)
-
-
-def _answers(address: str) -> bool:
-    try:
-        get(address, "/")
-    except urllib.error.URLError:
-        return False
-    return True
-
-
-def get(address: str, path: str) -> str:
-    with urllib.request.urlopen(address + path, timeout=10) as response:
-        return str(response.read().decode())
-
-
-def get_json(address: str, path: str) -> Any:
-    return json.loads(get(address, path))
 
 
 def test_dashboard_shows_queues_a_running_and_a_failed_job_without_their_prompts(
@@ -116,3 +76,84 @@ def test_pages_show_no_password(workers: Workers, where: str) -> None:
         pages += ["/0/data/queues.json", f"/0/data/job/{failed.id}.json"]
         for page in pages:
             assert "word" not in get(address, page).replace("password", "")
+
+
+def failed_job(workers: Workers, job_id: str = "job") -> Job:
+    """Put a job among the failed ones, as a worker would."""
+    job = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1, job_id=job_id)
+    workers.redis.lrem("rq:queue:bulk", 1, job.id)
+    workers.redis.zadd("rq:failed:bulk", {job.id: 1e12})
+    job.set_status(JobStatus.FAILED)
+    return job
+
+
+def test_a_pickle_is_not_loaded_by_any_page_or_action(
+    workers: Workers, dashboard: str, tmp_path: Path
+) -> None:
+    mark = tmp_path / "mark"
+    bomb = pickle.dumps(Bomb(mark))
+    for job in (failed_job(workers), failed_job(workers, "other")):
+        workers.redis.hset(job.key, mapping={"data": bomb, "meta": bomb, "result": bomb})
+        workers.redis.xadd(f"rq:results:{job.id}", {"type": 1, "return_value": bomb, "created_at": "0"})
+    pages = ["/", "/0/view/workers", "/0/view/jobs", "/0/view/job/job", "/0/data/job/job.json"]
+    pages += ["/0/view/jobs/bulk/failed/8/asc/1", "/0/data/jobs/bulk/failed/8/asc/1.json"]
+    for page in pages:
+        ask(dashboard, page)
+    act(dashboard, "/job/job/requeue")
+    act(dashboard, "/requeue/bulk")
+    act(dashboard, "/queue/bulk/compact")
+    assert not mark.exists()
+    pickle.loads(bomb)  # what this test would have seen
+    assert mark.exists()
+
+
+def test_a_damaged_job_is_listed_as_such_and_hides_no_other(workers: Workers, dashboard: str) -> None:
+    good, hash_, result = (failed_job(workers, job_id) for job_id in ("good", "hash", "result"))
+    workers.redis.hset(hash_.key, "timeout", "abc")
+    workers.redis.set(f"rq:results:{result.id}", "no stream")
+    jobs = get_json(dashboard, "/0/data/jobs/bulk/failed/8/asc/1.json")["jobs"]
+    shown = {job["id"]: job["description"].partition(":")[0] for job in jobs}
+    assert shown == {good.id: "jobs.complete", hash_.id: "cannot be read", result.id: "cannot be read"}
+
+
+def test_an_action_needs_post_and_the_token_of_the_dashboards_own_pages(
+    workers: Workers, dashboard: str
+) -> None:
+    job = failed_job(workers)
+    assert ask(dashboard, "/requeue/bulk").status == 405
+    for action in (
+        "/requeue/bulk",
+        f"/job/{job.id}/requeue",
+        "/queue/bulk/compact",
+        "/queue/bulk/failed/empty",
+    ):
+        assert ask(dashboard, action, "POST").status == 403
+        assert ask(dashboard, action, "POST", X_CSRFToken="guess", Cookie="_csrf_token=guess").status == 403
+    assert job.get_status() == JobStatus.FAILED
+    assert act(dashboard, "/requeue/bulk").status == 200
+    assert workers.queue("bulk").job_ids == [job.id]
+    assert "SameSite=Strict" in ask(dashboard, "/").headers["Set-Cookie"]
+
+
+def test_a_name_that_others_point_at_this_machine_gets_no_answer(workers: Workers, dashboard: str) -> None:
+    failed_job(workers, "my-job")
+    for path in ("/", "/0/data/jobs/bulk/failed/8/asc/1.json"):
+        refused = ask(dashboard, path, Host="evil.example")
+        assert refused.status == 403
+        assert "my-job" not in refused.text
+    port = dashboard.rpartition(":")[2]
+    assert ask(dashboard, "/", Host=f"localhost:{port}").status == 200
+    with running_dashboard(workers.url, "--host", "jobs.example") as proxied:
+        assert ask(proxied, "/", Host="jobs.example").status == 200
+
+
+def test_nothing_that_producers_write_becomes_part_of_a_page(workers: Workers, dashboard: str) -> None:
+    failed_job(workers)
+    queue = "x');alert(1);//"
+    page = get(dashboard, f"/0/view/jobs/{queue}/queued/8/asc/1".replace("'", "%27"))
+    assert queue not in page
+    pages = [page, *(get(dashboard, path) for path in ("/", "/0/view/workers", "/0/view/job/job"))]
+    for page in pages:
+        # Underscore writes <%= as it stands and escapes <%-; jQuery's text() escapes too.
+        assert re.findall(r"<%=(?! \$\('<div/>'\)\.text\()", page) == []
+        assert "<%-" in page

@@ -1,0 +1,86 @@
+"""A real dashboard process, and requests to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tests.rq_workers import ROOT, wait_until
+
+
+@contextmanager
+def running_dashboard(url: str, *args: str) -> Iterator[str]:
+    """Start one on the Redis at url; yield its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "ops.dashboard", "--port", str(port), *args]
+    environment = {**os.environ, "RQ_REDIS_URL": url}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        wait_until(lambda: _answers(address))
+        yield address
+    finally:
+        process.terminate()
+        process.wait(timeout=10)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A status, the text, and the headers of an answer."""
+
+    status: int
+    text: str
+    headers: dict[str, str]
+
+
+def ask(address: str, path: str, method: str = "GET", **headers: str) -> Answer:
+    """Send one request; underscores in the headers' names stand for hyphens."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    request = urllib.request.Request(address + path, method=method, headers=named)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return Answer(response.status, response.read().decode(), dict(response.headers))
+    except urllib.error.HTTPError as error:
+        with error:
+            return Answer(error.code, error.read().decode(), dict(error.headers))
+
+
+def get(address: str, path: str) -> str:
+    """Return a page. Fails where the dashboard refuses it."""
+    answer = ask(address, path)
+    assert answer.status == 200, (path, answer)
+    return answer.text
+
+
+def get_json(address: str, path: str) -> Any:
+    return json.loads(get(address, path))
+
+
+def act(address: str, path: str) -> Answer:
+    """Send an action as the dashboard's own pages do: with the value of its cookie in a header."""
+    cookie = ask(address, "/").headers["Set-Cookie"]
+    token = re.match(r"_csrf_token=([^;]+)", cookie)
+    assert token is not None, cookie
+    return ask(address, path, "POST", X_CSRFToken=token[1])
+
+
+def _answers(address: str) -> bool:
+    try:
+        ask(address, "/")
+    except urllib.error.URLError:
+        return False
+    return True
