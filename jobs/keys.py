@@ -5,8 +5,11 @@ tokenmill:run:<run>            hash: what the CLI shows of a run (RunState)
 tokenmill:run:<run>:parts      hash: shard number -> JSON statistics of its part; `total` -> number of shards
 tokenmill:run:<run>:lock       string: token of whoever plans or cancels the run
 
-Those by which workers tell a call that was sent twice, or whose turn it is, belong to worker/_rq.py:
+Those by which workers tell whose a job is, a call that was sent twice, or whose turn it is, belong to
+worker/_rq.py:
 
+tokenmill:held:<queue>         hash: `<job>:<execution>` of each job that is claimed and has not ended -> what
+                               was known of it at the claim (worker/lua/holding.lua)
 tokenmill:claim:<token>        list: job ids that one claim has taken, until the next one or for 10 minutes
 tokenmill:removed:<execution>  string: id of a job that ended and was not to be kept, for 2 minutes
 tokenmill:maintenance          string: the worker that looks for abandoned jobs in this period
@@ -31,6 +34,10 @@ RUN_TTL_S = 30 * 24 * 3600
 
 def worker_key(name: str) -> str:
     return f"tokenmill:worker:{name}"
+
+
+def held_key(queue: str) -> str:
+    return f"tokenmill:held:{queue}"
 
 
 def run_key(run: str) -> str:

@@ -132,6 +132,7 @@ def leftovers(redis: Redis, *queues: str) -> list[str]:
     """Whatever of started jobs, executions and intermediate queues is still in Redis."""
     found = [key.decode() for key in redis.scan_iter("rq:execution*")]
     found += [key.decode() for key in redis.scan_iter("rq:queue:*:intermediate")]
+    found += [member.decode() for key in redis.scan_iter("tokenmill:held:*") for member in redis.hkeys(key)]
     for name in queues:
         registry = StartedJobRegistry(name, connection=redis, serializer=JSONSerializer)
         found += registry.get_job_ids(cleanup=False)
@@ -140,7 +141,8 @@ def leftovers(redis: Redis, *queues: str) -> list[str]:
 
 def assert_nothing_held(redis: Redis) -> None:
     """Once every worker has left by itself, nothing of them or of what they held is in Redis."""
-    for pattern in ("rq:wip:*", "rq:execution:*", "rq:executions:*", "rq:queue:*:intermediate"):
+    ours = "tokenmill:held:*"
+    for pattern in ("rq:wip:*", "rq:execution:*", "rq:executions:*", "rq:queue:*:intermediate", ours):
         assert list(redis.scan_iter(pattern)) == []
     assert list(redis.scan_iter("rq:workers*")) == []
     assert list(redis.scan_iter("rq:scheduler*")) == []

@@ -49,6 +49,7 @@ from rq.utils import now, utcformat
 from rq.worker.base import BaseWorker
 from rq.worker_registration import clean_worker_registry
 
+from jobs.keys import held_key
 from worker.errors import TooLarge
 
 MIN_REDIS_VERSION = (6, 2, 0)
@@ -56,7 +57,6 @@ MIN_REDIS_VERSION = (6, 2, 0)
 FAR_S = 10 * 365 * 86_400
 """Seconds from now to the score of our entries in rq:wip: no stock cleanup reaches them."""
 
-_OURS_S = FAR_S // 2
 _MAINTENANCE_LOCK = "tokenmill:maintenance"
 _CLAIM_BATCH = 200
 _SCHEDULER_TIMEOUT_S, _SCHEDULER_PAUSE_S = 10.0, 2.0
@@ -125,6 +125,8 @@ class Outcome:
     """The return value of a finished job, the traceback text of another one."""
     ended_at: datetime
     working_s: float
+    started_at: datetime | None = None
+    """None for one that ended before it began."""
     retries: bool = False
     """Whether a failed job that has retries left takes one."""
 
@@ -178,6 +180,7 @@ class JobStore:
     records_failures: False keeps failed jobs out of the registry and without a result, as RQ's
     --disable-default-exception-handler does.
     models: names of the served model; jobs whose field `tokenmill_model` is none of them stay queued.
+    default_result_ttl_s: how long results are kept of jobs that do not say.
     Not thread-safe: the I/O thread owns it. Every method raises redis.exceptions.RedisError when the
     server cannot be reached, and every call may then be made again: none doubles an effect.
     """
@@ -190,12 +193,12 @@ class JobStore:
         records_failures: bool = True,
         max_job_bytes: int = 1 << 26,
         models: Sequence[str] = (),
+        default_result_ttl_s: int = DEFAULT_RESULT_TTL,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._client = client
-        self._models = "\n".join(models)
+        self._models, self._default_result_ttl_s = "\n".join(models), default_result_ttl_s
         self._worker_name = worker_name
-        self._worker_key = f"{BaseWorker.redis_worker_namespace_prefix}{worker_name}"
         self._lease_s = lease_s
         self._records_failures = records_failures
         self._max_job_bytes, self._clock = max_job_bytes, clock
@@ -308,13 +311,14 @@ class JobStore:
         job, value = outcome.claimed.job, outcome.value
         if isinstance(value, JobRetry):
             if _takes_retry(job, value):
-                when = self._when(JobRetry.get_interval(job.number_of_retries or 0, value.intervals))
+                tries = job.number_of_retries or 0
+                when = self._when(JobRetry.get_interval(tries, value.intervals))
                 entry = self._entry(outcome, Result.Type.RETRIED)
-                return self._retry_call(outcome, [when, "number_of_retries", 1], entry)
+                return self._retry_call(outcome, [when, "number_of_retries", tries + 1], entry)
             return self._end_call(replace(outcome, status="failed"), Result.Type.MAX_RETRIES_EXCEEDED)
         if outcome.retries and job.should_retry:
             when = self._when(job.get_retry_interval(), front=job.enqueue_at_front_on_retry)
-            return self._retry_call(outcome, [when, "retries_left", -1], [])
+            return self._retry_call(outcome, [when, "retries_left", (job.retries_left or 0) - 1], [])
         finished = outcome.status == "finished"
         return self._end_call(outcome, Result.Type.SUCCESSFUL if finished else Result.Type.FAILED)
 
@@ -324,37 +328,37 @@ class JobStore:
         return "front" if front else "back"
 
     def _head(self, outcome: Outcome) -> list[Any]:
-        ended_iso = utcformat(outcome.ended_at)
-        return [*outcome.claimed.address, ended_iso, self._worker_key, outcome.working_s]
+        started_iso = utcformat(outcome.started_at or outcome.ended_at)
+        run = (utcformat(outcome.ended_at), self._worker_name, outcome.working_s, started_iso)
+        return [*outcome.claimed.address, *run]
 
     def _retry_call(self, outcome: Outcome, retry: list[Any], entry: list[Any]) -> tuple[str, list[Any]]:
-        ttl = _bounded_ttl(outcome.claimed.job.failure_ttl)
-        return "retry", [*self._head(outcome), *retry, "" if ttl is None else ttl, *entry]
+        ttl_s = outcome.claimed.job.failure_ttl
+        kept_s = "" if ttl_s is None else _bounded_ttl(ttl_s)
+        return "retry", [*self._head(outcome), *retry, kept_s, *entry]
 
     def _end_call(self, outcome: Outcome, kind: Result.Type) -> tuple[str, list[Any]]:
         job = outcome.claimed.job
         if outcome.status == "finished":
-            ttl, endless, next_run = _bounded_ttl(job.result_ttl), "+inf", self._next_run(job)
-            is_recorded = ttl != 0
+            kept_s = _bounded_ttl(job.get_result_ttl(self._default_result_ttl_s))
+            endless, repeat, is_recorded = "+inf", self._next_run(job), kept_s != 0
         else:
-            ttl, next_run = _bounded_ttl(job.failure_ttl), ""
-            ttl = DEFAULT_FAILURE_TTL if ttl is None else ttl
-            endless = str(ttl)  # as RQ scores them: failed jobs without end carry the negative ttl
+            kept_s = _bounded_ttl(DEFAULT_FAILURE_TTL if job.failure_ttl is None else job.failure_ttl)
+            endless, repeat = str(kept_s), ["", ""]  # as RQ scores them: without end by the negative ttl
             is_recorded = self._records_failures or kind is not Result.Type.FAILED
         if not is_recorded:
             left = "0" if outcome.status == "finished" else ""
-            return "finish", [*self._head(outcome), outcome.status, left, "", next_run]
-        kept_s = ttl if ttl is not None else DEFAULT_RESULT_TTL
+            return "finish", [*self._head(outcome), outcome.status, left, "", *repeat]
         score = endless if kept_s < 0 else repr(self._clock() + kept_s)
-        tail = [outcome.status, kept_s, score, next_run, *self._entry(outcome, kind)]
+        tail = [outcome.status, kept_s, score, *repeat, *self._entry(outcome, kind)]
         return "finish", [*self._head(outcome), *tail]
 
-    def _next_run(self, job: Job) -> str | int:
-        """When a finished job that repeats runs again; '' for one that does not."""
+    def _next_run(self, job: Job) -> list[Any]:
+        """When a finished job that repeats runs again, and how often after that; '' for one that does not."""
         if not job.repeats_left or job.repeats_left < 0:
-            return ""
-        intervals = job.repeat_intervals
-        return self._when(Repeat.get_interval(job.repeats_left - 1, intervals) if intervals else 0)
+            return ["", ""]
+        left, intervals = job.repeats_left - 1, job.repeat_intervals
+        return [self._when(Repeat.get_interval(left, intervals) if intervals else 0), left]
 
     def _entry(self, outcome: Outcome, kind: Result.Type) -> list[Any]:
         """Fields and values of the entry in rq:results."""
@@ -367,7 +371,7 @@ class JobStore:
             exc_string=outcome.value if failed else None,
             worker_name=self._worker_name,
             execution_id=claimed.execution.id,
-            execution_started_at=claimed.execution.created_at,
+            execution_started_at=outcome.started_at or outcome.ended_at,
             execution_ended_at=outcome.ended_at,
         )
         result.serializer = JSONSerializer  # as in _restore
@@ -384,7 +388,10 @@ class JobStore:
         same time, where RQ's own way queues it twice.
         """
         job = claimed.job
-        job.connection = self._client
+        ended_as: Any = self._client.hget(job.key, "ended_as")
+        if ended_as is None:  # closed already, by whoever took it over
+            return
+        job.connection, job._status = self._client, JobStatus(ended_as.decode())
         calls = []
         for member in self._dependents(job):
             dependent = self._fetch(member.decode())
@@ -407,7 +414,8 @@ class JobStore:
     def _may_run(self, dependent: Job, ended: Job) -> bool:
         """Whether a job waits for nothing but the one that has ended."""
         try:
-            return bool(dependent.dependencies_are_met(parent_job=ended))
+            # What it has ended as is known here: its status may be that of a copy that was saved since.
+            return bool(dependent.dependencies_are_met(parent_job=ended, refresh_job_status=False))
         except RedisError as error:
             if not _is_wrong_type(error):
                 raise
@@ -460,15 +468,13 @@ class JobStore:
         """
         if not self._client.set(_MAINTENANCE_LOCK, self._worker_name, nx=True, px=int(period_s * 1000)):
             return []
-        ours = repr(self._clock() + _OURS_S)
         with self._client.pipeline(transaction=False) as pipe:
             for name in queue_names:
-                pipe.zrangebyscore(f"rq:wip:{name}", ours, "+inf")
+                pipe.hkeys(held_key(name))
             members = [
                 (name, *member.decode().rsplit(":", 1))
                 for name, found in zip(queue_names, pipe.execute(), strict=True)
                 for member in found
-                if b":" in member
             ]
         with self._client.pipeline(transaction=False) as pipe:
             for _, job_id, execution_id in members:
@@ -630,8 +636,8 @@ def _interval(interval_s: Any) -> int:
     return max(0, min(int(interval_s), _MAX_TTL_S))
 
 
-def _bounded_ttl(ttl_s: int | None) -> int | None:
-    return None if ttl_s is None else max(-1, min(ttl_s, _MAX_TTL_S))
+def _bounded_ttl(ttl_s: int) -> int:
+    return max(-1, min(ttl_s, _MAX_TTL_S))
 
 
 def called_by_rq_command() -> bool:

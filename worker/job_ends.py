@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
@@ -48,17 +49,11 @@ class JobEnds:
         pool: FunctionPool,
         calls: PoolCalls,
         ended: Ended,
-        default_result_ttl_s: int,
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._callbacks, self._store, self._pool, self._calls = callbacks, store, pool, calls
-        self._ended, self._default_result_ttl_s, self._log, self._clock = (
-            ended,
-            default_result_ttl_s,
-            log,
-            clock,
-        )
+        self._ended, self._log, self._clock = ended, log, clock
         self._outcomes: dict[int, tuple[RunningJob, Outcome]] = {}
 
     def succeed(self, job: RunningJob, value: Any) -> None:
@@ -89,11 +84,11 @@ class JobEnds:
     ) -> None:
         """Bring a job to its end: first what user code it calls, then the writing."""
         job.closing = True
-        rq_job = job.claimed.job
-        if rq_job.result_ttl is None:
-            rq_job.result_ttl = self._default_result_ttl_s
-        working_s = self._clock() - job.started_at if job.started_at is not None else 0.0
-        outcome = Outcome(job.claimed, status, value, now(), working_s, retries=status == "failed")
+        ended_at, working_s = now(), self._clock() - job.started_at if job.started_at is not None else 0.0
+        started_at = ended_at - timedelta(seconds=working_s)
+        outcome = Outcome(
+            job.claimed, status, value, ended_at, working_s, started_at, retries=status == "failed"
+        )
         if self._callbacks.has_callback(outcome):
             self._call_back(job, outcome, error)
         else:

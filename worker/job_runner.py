@@ -12,7 +12,6 @@ from queue import SimpleQueue
 from typing import Any
 
 from redis import Redis
-from rq.defaults import DEFAULT_RESULT_TTL
 from rq.queue import Queue
 from rq.timeouts import JobTimeoutException
 
@@ -50,7 +49,6 @@ class Surroundings:
     data_roots: tuple[str, ...]
     model: ServedModel
     check_sampling: Callable[[Any], Any]
-    default_result_ttl_s: int = DEFAULT_RESULT_TTL
     function_grace_s: float = 5.0
     files: SharedFiles = field(default_factory=SharedFiles)
 
@@ -107,7 +105,6 @@ class JobRunner:
             pool=enders,
             calls=self._calls,
             ended=self._ended,
-            default_result_ttl_s=surroundings.default_result_ttl_s,
             log=log,
             clock=clock,
         )

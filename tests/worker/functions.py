@@ -12,7 +12,8 @@ from typing import Any
 
 from redis import Redis
 from rq import Retry, get_current_job
-from rq.job import Job
+from rq.job import Job, JobStatus
+from rq.serializers import JSONSerializer
 
 
 def add(a: int, b: int) -> int:
@@ -77,6 +78,59 @@ def report(**progress: Any) -> str:
     job.meta.update(progress)
     job.save_meta()
     return "reported"
+
+
+def save_own_copy(message: str = "") -> str:
+    """Save the job that runs, then fail where there is a message."""
+    job = get_current_job()
+    assert job is not None
+    job.meta["saved"] = True
+    job.save()
+    if message:
+        raise ValueError(message)
+    return "saved"
+
+
+def save_producers_copy(message: str = "") -> str:
+    """Save what a producer has kept of the job since it enqueued it, then fail where there is a message."""
+    job = get_current_job()
+    assert job is not None
+    copy = Job.fetch(job.id, connection=job.connection, serializer=JSONSerializer)
+    copy._status, copy.started_at, copy.worker_name = JobStatus.QUEUED, None, None
+    copy.save()
+    if message:
+        raise ValueError(message)
+    return "saved"
+
+
+def on_success_saves(job: Job, connection: Redis, result: Any) -> None:
+    job.meta["seen"] = "success"
+    job.save()
+
+
+def on_success_saves_meta(job: Job, connection: Redis, result: Any) -> None:
+    job.meta["seen"] = "success"
+    job.save_meta()
+
+
+def on_success_refreshes(job: Job, connection: Redis, result: Any) -> None:
+    job.refresh()
+    job.save()
+
+
+def on_failure_saves(job: Job, connection: Redis, kind: Any, value: Any, trace: Any) -> None:
+    job.meta["seen"] = "failure"
+    job.save()
+
+
+def on_failure_refreshes(job: Job, connection: Redis, kind: Any, value: Any, trace: Any) -> None:
+    job.refresh()
+    job.save()
+
+
+def save_in_handler(job: Job, kind: Any, value: Any, trace: Any) -> None:
+    job.meta["handled"] = True
+    job.save()
 
 
 def linger() -> None:

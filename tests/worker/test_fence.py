@@ -16,6 +16,7 @@ from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 from rq.utils import now
 
+from tests.rq_workers import leftovers
 from tests.worker.redis_state import state_of
 from worker._rq import ClaimedJob, JobStore, Outcome, Wanted
 
@@ -77,6 +78,7 @@ def test_keys_of_another_type_do_not_hold_a_job_up_that_others_wait_for(redis: R
     redis.delete(dependent.dependencies_key)
     redis.set(dependent.dependencies_key, "y")
     for each in held:
+        redis.hset(each.job.key, "ended_as", "finished")
         jobs.queue_dependents(each)
     assert redis.hget(dependent.key, "status") == b"deferred"
 
@@ -154,7 +156,7 @@ def test_an_end_whose_reply_was_lost_is_written_once_and_recognised(
     written = state_of(redis), redis.hgetall("rq:worker:w")
     assert set(jobs.finish(outcomes)) == {"again"}
     assert (state_of(redis), redis.hgetall("rq:worker:w")) == written
-    assert list(redis.scan_iter("rq:execution*")) + redis.keys("rq:wip:*") == []
+    assert leftovers(redis, "bulk", "high") == []
     assert redis.scard("rq:group:group") == 0
 
 
@@ -257,7 +259,7 @@ def test_a_job_enqueued_again_while_it_is_held_belongs_to_the_newest_execution_a
     assert second.finish([succeeded(new[0], "new")]) == ["done"]
     results = Job.fetch("same", redis, JSONSerializer).results()
     assert [result.return_value for result in results] == ["new"]
-    assert list(redis.scan_iter("rq:execution*")) + redis.keys("rq:wip:*") == []
+    assert leftovers(redis, "bulk", "high") == []
 
 
 @pytest.mark.parametrize("damaged", ["rq:job:{}", "rq:executions:{}"])

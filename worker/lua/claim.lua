@@ -1,7 +1,10 @@
--- Take jobs of one queue whose status is still 'queued', and open their executions, until they bring
--- `limit` sequences: one each, or what the job's own field `sequences` says.
+-- Take jobs of one queue and open their executions, until they bring `limit` sequences: one each, or what
+-- the job's own field `sequences` says.
 -- ARGV: queue, limit, token, worker, now_iso, now_ts, lease_s, far_score, last_life, alone, models,
 --       max_functions, then the tokens of claims whose records nobody needs any more
+-- To stand in the queue is all that a job needs to be run, as with RQ's own workers, whatever its status
+-- says. Dropped are: jobs that are gone; cancelled ones, a second entry of which is left; and what this claim
+-- or a running execution has taken already, where the job was not enqueued again since.
 -- A job that this worker cannot begin stays where it is in the queue, for others: one whose field
 -- `tokenmill_model` is none of `models` (all names of the served one, a line each), and beyond
 -- `max_functions` those whose `tokenmill_kind` is 'function'.
@@ -22,7 +25,7 @@ local earlier = redis.call('LRANGE', record, 0, -1)
 if #earlier > 0 then
   for i = 1, #earlier, 2 do
     local id, eid = earlier[i], token .. string.format('%08x', (i + 1) / 2)
-    if redis.call('ZSCORE', 'rq:wip:' .. queue, id .. ':' .. eid) then
+    if redis.call('HEXISTS', 'tokenmill:held:' .. queue, id .. ':' .. eid) == 1 then
       claimed[#claimed + 1] = {id, eid, redis.call('HGETALL', 'rq:job:' .. id), earlier[i + 1]}
     end
   end
@@ -41,18 +44,28 @@ local waiting = 'rq:queue:' .. queue
 local sequences, left, postponed, num_foreign, is_full = 0, {}, {}, 0, false
 local functions, left_function = 0, ''
 
+-- Whether an execution has taken the job at its latest enqueueing, and is not over.
+local function is_taken(id, enqueued_at)
+  for _, eid in ipairs(guarded(redis.call, 'ZRANGE', 'rq:executions:' .. id, 0, -1) or {}) do
+    local _, taken_at = at_claim(queue, id, eid)
+    if taken_at == enqueued_at then return true end
+  end
+  return false
+end
+
 -- What becomes of the next id of the queue: a claim, a place among `left` or `postponed`, or nothing.
 local function consider(id)
   local fields = guarded(
     redis.call, 'HMGET', 'rq:job:' .. id,
-    'status', 'worker_deaths', 'sequences', 'tokenmill_model', 'tokenmill_kind'
-  ) or {}
-  local is_foreign = fields[4] and not is_served[fields[4]]
-  local is_function = fields[5] == 'function'
-  local is_suspect = (tonumber(fields[2]) or 0) >= last_life
-  if fields[1] ~= 'queued' then
-    return
-  elseif is_foreign or (is_function and functions >= max_functions) then
+    'status', 'enqueued_at', 'worker_deaths', 'sequences', 'tokenmill_model', 'tokenmill_kind'
+  )
+  if not fields or redis.call('HSTRLEN', 'rq:job:' .. id, 'data') == 0 then return end
+  local is_cancelled = fields[1] == 'canceled' and redis.call('ZSCORE', 'rq:canceled:' .. queue, id)
+  if is_cancelled or is_taken(id, fields[2] or '') then return end
+  local is_foreign = fields[5] and not is_served[fields[5]]
+  local is_function = fields[6] == 'function'
+  local is_suspect = (tonumber(fields[3]) or 0) >= last_life
+  if is_foreign or (is_function and functions >= max_functions) then
     left[#left + 1] = id
     num_foreign = num_foreign + (is_foreign and 1 or 0)
     left_function = is_foreign and left_function or id
@@ -64,7 +77,7 @@ local function consider(id)
     claimed[#claimed][4] = left_function
     redis.call('RPUSH', record, id, left_function)
     functions = functions + (is_function and 1 or 0)
-    sequences = sequences + math.max(1, tonumber(fields[3]) or 1)
+    sequences = sequences + math.max(1, tonumber(fields[4]) or 1)
     is_full = is_suspect or sequences >= limit
   end
 end

@@ -1,16 +1,10 @@
 -- Shared head of finish.lua, retry.lua and close.lua: the fence, and what they write alike.
--- ARGV: queue, job id, execution id, ended_iso, worker key, working_s, then the script's own
+-- ARGV: queue, job id, execution id, ended_iso, worker name, working_s, started_iso, then the script's own
 local queue, id, eid, ended_iso = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local job, execution = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid
-local wip, member, results = 'rq:wip:' .. queue, id .. ':' .. eid, 'rq:results:' .. id
+local job = 'rq:job:' .. id
+local results = 'rq:results:' .. id
 -- Kept for a while in the place of a job that was not to be kept, for a caller whose reply was lost.
 local removed_by, removed_by_ttl_s = 'tokenmill:removed:' .. eid, 120
-
-local function close_execution()
-  redis.call('DEL', execution)
-  redis.call('ZREM', wip, member)
-  redis.call('ZREM', 'rq:executions:' .. id, eid)
-end
 
 local function was_ended_before()
   if redis.call('EXISTS', removed_by) == 1 or redis.call('HGET', job, 'closed_by') == eid then return true end
@@ -24,16 +18,23 @@ end
 -- The reply where this execution does not hold the job to end it; then nothing of ours is left behind.
 local function not_held()
   if holds(queue, id, eid) then
-    if redis.call('HGET', job, 'status') == 'started' then return nil end
     if redis.call('HGET', job, 'ended_by') == eid then return 'dependents' end
+    if not is_queued_again(queue, id, eid) then return nil end
   end
-  close_execution()
+  let_go(queue, id, eid)
   return was_ended_before() and 'again' or 'lost'
 end
 
 local function count(counter)
-  redis.call('HINCRBY', ARGV[5], counter, 1)
-  redis.call('HINCRBYFLOAT', ARGV[5], 'total_working_time', ARGV[6])
+  redis.call('HINCRBY', 'rq:worker:' .. ARGV[5], counter, 1)
+  redis.call('HINCRBYFLOAT', 'rq:worker:' .. ARGV[5], 'total_working_time', ARGV[6])
+end
+
+-- What RQ writes of a run, whatever copies of the job were saved while it ran.
+local function write_run()
+  redis.call(
+    'HSET', job, 'started_at', ARGV[7], 'ended_at', ended_iso, 'last_heartbeat', ended_iso, 'worker_name', ARGV[5]
+  )
 end
 
 -- Add the entry that ARGV holds from a position on to rq:results; where it holds none, the job's own
@@ -75,13 +76,22 @@ local function remove(keys)
   redis.call('SET', removed_by, id, 'EX', removed_by_ttl_s)
 end
 
--- What becomes of an ended job: `next_run` says when it runs again ('' never), else ttl how long it is kept.
-local function settle(ttl, next_run)
+-- Whether the job runs once more by itself: scheduled or deferred again under its id while it ran.
+local function runs_later()
+  local origin = redis.call('HGET', job, 'origin') or queue
+  return redis.call('ZSCORE', 'rq:scheduled:' .. origin, id) or redis.call('ZSCORE', 'rq:deferred:' .. origin, id)
+end
+
+-- What becomes of an ended job: `next_run` says when it runs again ('' never), then with `repeats_left`, else
+-- ttl how long it is kept.
+local function settle(ttl, next_run, repeats_left)
   local keys = {job, job .. ':dependents', 'rq:job::' .. id .. ':dependencies'}
   if next_run ~= '' then
-    redis.call('HINCRBY', job, 'repeats_left', -1)
+    redis.call('HSET', job, 'repeats_left', repeats_left)
     expire_results(ttl)
     put_back(next_run)
+  elseif runs_later() then
+    expire_results(ttl)
   elseif ttl == '0' then
     remove(keys)
   else
@@ -90,5 +100,5 @@ local function settle(ttl, next_run)
       if ttl ~= '' and ttl ~= '-1' then redis.call('EXPIRE', key, ttl) end
     end
   end
-  close_execution()
+  let_go(queue, id, eid)
 end

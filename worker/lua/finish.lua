@@ -1,24 +1,28 @@
 -- Write everything that RQ writes when a job ends, if this execution still holds the job.
 -- ARGV: those of end_execution.lua, status ('finished', 'failed' or 'stopped'), key_ttl_s ('' keeps),
---       registry_score ('' leaves it out), next_run ('' or as put_back takes it), then field, value, ...
---       of the entry in rq:results, if there is one
+--       registry_score ('' leaves it out), next_run ('' or as put_back takes it), repeats_left then ('' for
+--       none), then field, value, ... of the entry in rq:results, if there is one
 -- Returns 'done'; 'dependents' when jobs wait for this one: it has ended, but stays held until they are
 -- queued and close.lua was called; 'again' when this very call was carried out before (its reply was
--- lost); 'lost' when the job was given up, cancelled or deleted, and nothing was written.
-local status, ttl, score, next_run = ARGV[7], ARGV[8], ARGV[9], ARGV[10]
+-- lost); 'lost' when the job was given up, cancelled, deleted or enqueued again, and nothing was written.
+local status, ttl, score, next_run, repeats_left = ARGV[8], ARGV[9], ARGV[10], ARGV[11], ARGV[12]
 
 local reply = not_held()
 if reply then return reply end
 
-redis.call('HSET', job, 'status', status, 'ended_at', ended_iso, 'last_heartbeat', ended_iso)
+write_run()
+redis.call('HSET', job, 'status', status)
 if score ~= '' then
   redis.call('ZADD', (status == 'finished' and 'rq:finished:' or 'rq:failed:') .. queue, score, id)
 end
 count(status == 'finished' and 'successful_job_count' or 'failed_job_count')
-add_result(11)
+add_result(13)
 if redis.call('EXISTS', job .. ':dependents') == 1 then
-  redis.call('HSET', job, 'ended_by', eid, 'ended_ttl', ttl, 'next_run', next_run)
+  redis.call(
+    'HSET', job, 'ended_by', eid, 'ended_as', status, 'ended_ttl', ttl, 'next_run', next_run,
+    'next_repeats_left', repeats_left
+  )
   return 'dependents'
 end
-settle(ttl, next_run)
+settle(ttl, next_run, repeats_left)
 return 'done'

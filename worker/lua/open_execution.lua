@@ -1,6 +1,6 @@
 -- Shared head of claim.lua and release.lua: `open_execution` makes this worker the holder of a job.
--- The member of rq:wip is the ownership; its score lies years ahead, where no stock cleanup reaches.
--- The lease is the time to live of the execution hash; only release.lua acts on its end.
+-- The entry in rq:wip is for show; its score lies years ahead, where no stock cleanup reaches. The lease is
+-- the time to live of the execution hash; only release.lua acts on its end.
 local function open_execution(queue, id, eid, worker, now_iso, now_ts, lease_s, far_score)
   local job, execution, executions = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid, 'rq:executions:' .. id
   -- Enqueued again while it was held: the earlier execution holds it no longer (see holding.lua).
@@ -8,6 +8,9 @@ local function open_execution(queue, id, eid, worker, now_iso, now_ts, lease_s, 
   redis.call('HSET', execution, 'id', eid, 'created_at', now_ts, 'last_heartbeat', now_ts, 'worker_name', worker)
   redis.call('EXPIRE', execution, lease_s)
   redis.call('ZADD', executions, far_score, eid)
+  local facts = (redis.call('ZSCORE', 'rq:canceled:' .. queue, id) or '')
+    .. '|' .. (redis.call('HGET', job, 'enqueued_at') or '')
+  redis.call('HSET', 'tokenmill:held:' .. queue, id .. ':' .. eid, facts)
   redis.call('ZADD', 'rq:wip:' .. queue, far_score, id .. ':' .. eid)
   redis.call('HSET', job, 'status', 'started', 'started_at', now_iso, 'last_heartbeat', now_iso, 'worker_name', worker)
   -- A job's ttl bounds its time in the queue, not its run.

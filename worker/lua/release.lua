@@ -4,31 +4,27 @@
 --       then for a job that has died too often: new execution id, worker, now_iso, now_ts, lease_s, far_score;
 --       id of that function, or ''; what the job was found to be ('function'), or ''
 -- Returns {'queued'}; {'alive'} when the lease of an 'abandoned' one still runs; {'gone'} when it is
--- held no longer; {'dropped'} when its job was cancelled or deleted; {'exhausted', claimed} when it has
--- taken max_deaths workers with it: then the caller holds it, to fail it. {'ended', claimed} when its end
--- is written but its dependents may wait still: then the caller holds it, to see to them.
+-- held no longer; {'dropped'} when its job was cancelled, deleted or enqueued again; {'exhausted', claimed}
+-- when it has taken max_deaths workers with it: then the caller holds it, to fail it. {'ended', claimed} when
+-- its end is written but its dependents may wait still: then the caller holds it, to see to them.
 local queue, id, eid, mode = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local job, execution = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid
-local wip, member = 'rq:wip:' .. queue, id .. ':' .. eid
 
-if not redis.call('ZSCORE', wip, member) then return {'gone'} end
+if redis.call('HEXISTS', 'tokenmill:held:' .. queue, id .. ':' .. eid) == 0 then return {'gone'} end
 if mode == 'abandoned' and redis.call('EXISTS', execution) == 1 then return {'alive'} end
-local held = guarded(holds, queue, id, eid)
-local fields = held and guarded(redis.call, 'HMGET', job, 'status', 'ended_by', 'ttl')
+local fields = guarded(holds, queue, id, eid) and guarded(redis.call, 'HMGET', job, 'ended_by', 'ttl')
 if not fields then
-  redis.call('ZREM', wip, member)
-  redis.call('DEL', execution)
+  let_go(queue, id, eid)
   return {'dropped'}
 end
-local status, ended_by, ttl = fields[1], fields[2], fields[3]
-if ended_by == eid then
+if fields[1] == eid then
   redis.call('HSET', execution, 'id', eid, 'created_at', ARGV[9], 'last_heartbeat', ARGV[9], 'worker_name', ARGV[7])
   redis.call('EXPIRE', execution, ARGV[10])
   return {'ended', {id, eid, redis.call('HGETALL', job)}}
 end
-redis.call('ZREM', wip, member)
-redis.call('DEL', execution, 'rq:executions:' .. id)
-if status ~= 'started' then return {'dropped'} end
+local is_queued = is_queued_again(queue, id, eid)
+let_go(queue, id, eid)
+if is_queued then return {'dropped'} end
 
 -- A count that is no number must not end this script half way: the next claim fails such a job for it.
 local deaths = mode ~= 'given_back' and redis.pcall('HINCRBY', job, 'worker_deaths', 1)
@@ -37,7 +33,7 @@ if type(deaths) == 'number' and deaths >= tonumber(ARGV[5]) then
 end
 redis.call('HSET', job, 'status', 'queued', 'worker_name', '')
 if ARGV[13] ~= '' then redis.call('HSET', job, 'tokenmill_kind', ARGV[13]) end
-expire_in_queue(job, ttl)
+expire_in_queue(job, fields[2])
 redis.call('SADD', 'rq:queues', 'rq:queue:' .. queue)
 if ARGV[12] == '' or redis.call('LINSERT', 'rq:queue:' .. queue, 'AFTER', ARGV[12], id) < 1 then
   redis.call('LPUSH', 'rq:queue:' .. queue, id)

@@ -5,24 +5,20 @@
 local worker, now_iso, now_ts, lease_s = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 
 local function renew(queue, id, eid)
-  local job, execution = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid
-  local running = redis.call('HGET', job, 'status') == 'started' or redis.call('HGET', job, 'ended_by') == eid
-  if not (running and holds(queue, id, eid)) then return false end
+  local execution = 'rq:execution:' .. id .. ':' .. eid
+  if not holds(queue, id, eid) then return false end
   redis.call('HSET', execution, 'id', eid, 'last_heartbeat', now_ts, 'worker_name', worker)
   redis.call('HSETNX', execution, 'created_at', now_ts)
   redis.call('EXPIRE', execution, lease_s)
-  redis.call('HSET', job, 'last_heartbeat', now_iso)
+  redis.call('HSET', 'rq:job:' .. id, 'last_heartbeat', now_iso)
   return true
 end
 
 local lost = {}
 for i = 5, #ARGV, 3 do
   local queue, id, eid = ARGV[i], ARGV[i + 1], ARGV[i + 2]
-  if not guarded(renew, queue, id, eid) then
-    -- Cancelled, deleted, damaged or given to another worker: leave nothing of ours behind.
-    redis.call('DEL', 'rq:execution:' .. id .. ':' .. eid)
-    redis.call('ZREM', 'rq:wip:' .. queue, id .. ':' .. eid)
-    redis.pcall('ZREM', 'rq:executions:' .. id, eid)
+  if not guarded(renew, queue, id, eid) then -- cancelled, deleted, damaged or given to another worker
+    let_go(queue, id, eid)
     lost[#lost + 1] = (i - 5) / 3 + 1
   end
 end
