@@ -6,10 +6,7 @@ name keys that follow from job ids, so they need a server that is not sharded. R
 
 from __future__ import annotations
 
-import ctypes
 import re
-import signal
-import sys
 import time
 import traceback
 import zlib
@@ -42,7 +39,6 @@ from rq.job import Retry as JobRetry
 from rq.registry import FailedJobRegistry, FinishedJobRegistry
 from rq.repeat import Repeat
 from rq.results import Result
-from rq.scheduler import RQScheduler
 from rq.serializers import JSONSerializer
 from rq.suspension import WORKERS_SUSPENDED
 from rq.utils import now, utcformat
@@ -59,7 +55,6 @@ FAR_S = 10 * 365 * 86_400
 
 _MAINTENANCE_LOCK = "tokenmill:maintenance"
 _CLAIM_BATCH = 200
-_SCHEDULER_TIMEOUT_S, _SCHEDULER_PAUSE_S = 10.0, 2.0
 
 _SCRIPTS = {
     "claim": ["open_execution"],
@@ -661,29 +656,3 @@ def strip_hooks(job: Job) -> None:
     job._success_callback_name = job._failure_callback_name = job._stopped_callback_name = None
     job.webhooks = []
     job.retries_left = None
-
-
-class OrphanProofScheduler(RQScheduler):
-    """RQ's scheduler, in a process that ends with its worker even if that is killed.
-
-    It is always started, also while another worker has the locks: it takes them over when that one dies,
-    which a thread-ridden worker with a loaded model could not do by forking then.
-    """
-
-    def work(self) -> None:
-        """Run until stopped, or until the worker is gone; RQ's own ends with the first error of Redis."""
-        if sys.platform == "linux":
-            pr_set_pdeathsig = 1
-            ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-        client: Any = own_client(self.connection, _SCHEDULER_TIMEOUT_S)
-        self._connection = client
-        while True:
-            try:
-                super().work()
-            except RedisError as error:
-                if self._stop_requested:
-                    return
-                self.log.error("the scheduler: Redis did not answer (%s); trying again", error)
-                time.sleep(_SCHEDULER_PAUSE_S)
-            else:
-                return

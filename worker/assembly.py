@@ -92,6 +92,7 @@ def assemble(
             worker.maintenance_interval,
             settings.max_stuck_threads,
         ),
+        keep_up=worker.keep_scheduler,
         log=worker.log,
         events=events,
     )

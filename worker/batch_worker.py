@@ -22,10 +22,11 @@ from rq.utils import now, utcformat
 from rq.worker.base import BaseWorker, DequeueStrategy
 
 import jobs
-from worker._rq import MIN_REDIS_VERSION, OrphanProofScheduler, called_by_rq_command
+from worker._rq import MIN_REDIS_VERSION, called_by_rq_command
 from worker.errors import EngineFailed, ForeignJobsPackage, IoThreadFailed, StartupError
 from worker.imports import load_functions, load_parts
 from worker.process_memory import share_freed_memory
+from worker.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from worker.engine_loop import EngineLike
@@ -88,7 +89,7 @@ class BatchWorker(BaseWorker):
         # and here an I/O thread, user functions and other processes always share them (RESULTS.md).
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         self._install_signal_handlers()
-        if with_scheduler:  # forked before the engine loads and before any thread starts
+        if with_scheduler:
             self._start_scheduler(burst, logging_level, date_format, log_format)
         try:
             started = time.monotonic()
@@ -283,7 +284,7 @@ class BatchWorker(BaseWorker):
         date_format: str = DEFAULT_LOGGING_DATE_FORMAT,
         log_format: str = DEFAULT_LOGGING_FORMAT,
     ) -> None:
-        self.scheduler = OrphanProofScheduler(
+        self.scheduler = Scheduler(
             self.queues,
             connection=self.connection,
             logging_level=logging_level or self.log.level,
@@ -291,11 +292,15 @@ class BatchWorker(BaseWorker):
             log_format=log_format,
             serializer=self.serializer,
         )
-        self.scheduler.acquire_locks()
         if not burst:
             self.scheduler.start()
-        elif self.scheduler.acquired_locks:
+        elif self.scheduler.acquire_locks():
             try:
                 self.scheduler.enqueue_scheduled_jobs()
             finally:
                 self.scheduler.release_locks()
+
+    def keep_scheduler(self) -> None:
+        """Start the scheduler's process again if something has ended it."""
+        if isinstance(self.scheduler, Scheduler):
+            self.scheduler.keep_alive()

@@ -27,6 +27,7 @@ from worker.packing import Packer
 POLL_S = 0.05
 STATS_PERIOD_S = 2.0
 STATS_TTL_S = 3600
+OTHERS_PERIOD_S = 5.0
 PROGRESS_PERIOD_S = 0.5
 DEADLINE_PERIOD_S = 0.25
 LOG_PERIOD_S = 10.0
@@ -127,6 +128,7 @@ class IoLoop:
     """One thread that moves jobs between Redis and the engine's orders.
 
     Everything reaches it through `post`, safe from any thread and from signal handlers.
+    keep_up: called every few seconds, to start again what the worker has in other processes.
     """
 
     def __init__(
@@ -139,13 +141,14 @@ class IoLoop:
         presence: Presence,
         orders: SimpleQueue[Order],
         limits: Limits,
+        keep_up: Callable[[], None],
         log: logging.Logger,
         events: SimpleQueue[Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._queues, self._store, self._runner, self._packer = queues, store, runner, packer
         self._presence, self._orders, self._limits, self._log = presence, orders, limits, log
-        self._events, self._clock = events, clock
+        self._events, self._clock, self._keep_others_up = events, clock, keep_up
         self._phase = Phase.SERVING
         self._thread = threading.Thread(target=self._guarded_run, name="tokenmill-io", daemon=True)
         self._stats: Mapping[str, int] = {}
@@ -167,6 +170,7 @@ class IoLoop:
         self._sweep = Timer(limits.sweep_period_s)
         self._maintain = Timer(limits.maintenance_interval_s)
         self._report = Timer(LOG_PERIOD_S)
+        self._others = Timer(OTHERS_PERIOD_S)
         self.error: BaseException | None = None
         self.engine_error: BaseException | None = None
         self.failure: WorkerError | None = None
@@ -370,6 +374,8 @@ class IoLoop:
             self._take_up_abandoned()
         if self._maintain.due(moment):
             self._store.clean_registries(self._queues)
+        if self._others.due(moment):
+            self._keep_others_up()
         if self._runner.num_held and self._report.due(moment):
             self._log_throughput()
 

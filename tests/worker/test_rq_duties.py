@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 from rq import Queue, Retry
 from rq.webhook import Webhook
 
-from tests.rq_workers import Workers
+from tests.rq_workers import Workers, wait_until
 from tests.worker.webhook_server import WebhookServer, webhook_server
 
 F = "tests.worker.functions."
@@ -53,3 +54,17 @@ def test_webhooks_say_what_those_of_rqs_own_worker_say(workers: Workers) -> None
         ("finishes", "finished"),
         ("retried", "failed"),
     ]
+
+
+def test_a_scheduler_that_is_killed_is_started_again(workers: Workers) -> None:
+    import psutil
+
+    worker = workers.start("--with-scheduler")
+    wait_until(lambda: workers.redis.keys("rq:scheduler:*"))
+    [scheduler] = psutil.Process(worker.pid).children()
+    scheduler.kill()
+    job = workers.queue("bulk").enqueue_in(timedelta(seconds=1), F + "add", 1, 2)
+    assert workers.result(job).return_value == 3
+    assert "The scheduler ended (exit status -9): starting it again" in workers.log(worker)
+    worker.terminate()
+    assert worker.wait(timeout=60) == 0

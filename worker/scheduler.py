@@ -1,0 +1,137 @@
+"""RQ's scheduler in a process of its own, which can be started again at any time."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from redis import Redis
+from redis.exceptions import RedisError
+from rq import Queue
+from rq.logutils import setup_loghandlers
+from rq.scheduler import RQScheduler, run
+
+from worker._rq import own_client
+
+_REDIS_TIMEOUT_S, _PAUSE_S = 10.0, 2.0
+
+_CHILD = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); pickle.load(sys.stdin.buffer)()"
+"""What the process runs: it finds modules where its worker does, and gets its task through its standard
+input, because the connection's settings may hold a password."""
+
+
+class SchedulerProcess:
+    """What RQ uses of `multiprocessing.Process`, for a process that starts as a fresh interpreter.
+
+    A worker with threads and a loaded model cannot fork: the child could inherit any of their locks.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        task = partial(_run, scheduler, os.getpid())
+        handed_over = pickle.dumps(sys.path) + pickle.dumps(task)
+        self._process = subprocess.Popen([sys.executable, "-c", _CHILD], stdin=subprocess.PIPE)
+        assert self._process.stdin is not None
+        try:
+            with self._process.stdin as stdin:
+                stdin.write(handed_over)
+        except BrokenPipeError:
+            return  # it has ended already: `is_alive` says so
+
+    @property
+    def pid(self) -> int:
+        """The process' id."""
+        return self._process.pid
+
+    @property
+    def exit_status(self) -> int | None:
+        """What it ended with, the negative number of a signal that killed it; None while it runs."""
+        return self._process.poll()
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    def join(self) -> None:
+        """Wait for its end."""
+        self._process.wait()
+
+
+class Scheduler(RQScheduler):
+    """RQ's scheduler, in a process that ends with its worker even if that is killed.
+
+    It is always started, also while another worker has the locks, and takes them over when that one dies.
+    """
+
+    def __init__(
+        self,
+        queues: Sequence[Queue],
+        connection: Redis,
+        serializer: Any,
+        *,
+        logging_level: str | int,
+        date_format: str,
+        log_format: str,
+    ) -> None:
+        self._logging: dict[str, Any] = {
+            "level": logging_level,
+            "date_format": date_format,
+            "log_format": log_format,
+        }
+        super().__init__(
+            queues,
+            connection,
+            logging_level=logging_level,
+            date_format=date_format,
+            log_format=log_format,
+            serializer=serializer,
+        )
+
+    def start(self) -> Any:
+        """Start the process, or a new one where that has ended."""
+        self._status = self.Status.STARTED
+        self._connection = self._process = None  # neither can be handed to another process
+        process: Any = SchedulerProcess(self)
+        self._process = process
+        return process
+
+    def keep_alive(self) -> None:
+        """Start the process again if it has ended."""
+        process: Any = self._process
+        if process is not None and not process.is_alive():
+            self.log.error("The scheduler ended (exit status %s): starting it again", process.exit_status)
+            self.start()
+
+    def work(self) -> None:
+        """Run until stopped, or until the worker is gone; RQ's own ends with the first error of Redis."""
+        setup_loghandlers(name=self.log.name, **self._logging)
+        self._install_signal_handlers()
+        client: Any = own_client(self.connection, _REDIS_TIMEOUT_S)
+        self._connection = client
+        while True:
+            try:
+                self.acquire_locks()  # under the same name, also those of a process that was killed
+                super().work()
+            except RedisError as error:
+                if self._stop_requested:
+                    return
+                self.log.error("the scheduler: Redis did not answer (%s); trying again", error)
+                time.sleep(_PAUSE_S)
+            else:
+                return
+
+
+def _run(scheduler: Scheduler, worker_pid: int) -> None:
+    """Be the scheduler's process: end with the worker, whatever ends it."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    if os.getppid() == worker_pid:
+        run(scheduler)
