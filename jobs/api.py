@@ -41,6 +41,8 @@ def score_parquet(
     rows_per_shard: int = 1000,
     queue: str | None = None,
     model: str | None = None,
+    filename_column: str | None = None,
+    redo_damaged: bool = False,
 ) -> dict[str, Any]:
     """Plan a Parquet run and enqueue its shards, or resume it; return the run's id and counts.
 
@@ -56,6 +58,8 @@ def score_parquet(
         "rows_per_shard": rows_per_shard,
         "queue": queue,
         "model": model,
+        "filename_column": filename_column,
+        "redo_damaged": redo_damaged,
     }
     return run_own_function("jobs.score_parquet", (input, output), options)  # type: ignore[no-any-return]
 

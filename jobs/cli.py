@@ -89,6 +89,8 @@ def main(context: click.Context, url: str) -> None:
 @click.option("--seed", type=int)
 @click.option("--stop", multiple=True, help="Text that ends a completion; may be given more than once.")
 @click.option("--model", help="Only a worker that serves this model, by name, path or hub id, plans the run.")
+@click.option("--filename-column", help="Add a column of this name that holds each row's file.")
+@click.option("--redo-damaged", is_flag=True, help="Remove parts that the run has not written so; redo them.")
 @click.option("--rows-per-shard", type=int, default=1000, show_default=True)
 @click.pass_obj
 def submit(connection: redis.Redis, /, wait: bool, queue: str, **options: Any) -> None:
@@ -159,7 +161,9 @@ def _run_arguments(options: dict[str, Any]) -> dict[str, Any]:
         "template": next((template for template in templates if template is not None), None),
         "sampling": sampling,
         "rows_per_shard": options["rows_per_shard"],
+        "filename_column": options["filename_column"],
         "model": options["model"],
+        "redo_damaged": options["redo_damaged"],
     }
 
 

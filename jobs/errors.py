@@ -10,6 +10,7 @@ JobsError
     │   ├── PathOutsideRoots   a path leads outside the data roots
     │   ├── UnsupportedScheme  a path names a storage that is not built
     │   ├── InputNotFound      no file where one was named
+    │   ├── NestedFolders      a folder's files lie deeper down, in folders of plain names
     │   ├── CorruptParquet     a file is not readable Parquet
     │   ├── SchemaMismatch     input files, or columns of one file, contradict each other
     │   ├── MissingColumn      a named column is not in the input
@@ -103,6 +104,15 @@ class InputNotFound(InputError):
     message = "no Parquet file at {0}: name a file, a folder that holds *.parquet, a glob, or a list of them"
 
 
+class NestedFolders(InputError):
+    """Raised when a folder holds Parquet files in folders of plain names: (folder, one of the files)."""
+
+    message = (
+        "{0} holds Parquet files deeper down, such as {1}: name '{0}/**/*.parquet' to read all of them, or "
+        "'{0}/*.parquet' for those of its first level only"
+    )
+
+
 class CorruptParquet(InputError):
     """Raised when a file is not readable Parquet: (path, reason)."""
 
@@ -128,9 +138,9 @@ class WrongColumnType(InputError):
 
 
 class ColumnConflict(InputError):
-    """Raised when the input holds a column that the output adds: (column)."""
+    """Raised when the input holds a column that the output adds: (column, what to do)."""
 
-    message = "the input already has a column {0!r}, which the output adds: rename the input's column"
+    message = "the input already has a column {0!r}, which the output adds: {1}"
 
 
 class InputChanged(InputError):
@@ -184,7 +194,10 @@ class PlanDamaged(OutputError):
 class PartDamaged(OutputError):
     """Raised when a part is not what its shard promised: (path, what was found)."""
 
-    message = "{0} is not the part that was planned ({1}): delete this file, then submit again"
+    message = (
+        "{0} is not the part that was planned ({1}): submit again with --redo-damaged, or redo_damaged of "
+        "jobs.score_parquet, which deletes it and computes its rows again"
+    )
 
 
 class RunOfAnotherModel(RunError):

@@ -87,12 +87,12 @@ def _look_again(
 
 
 def _end(snapshot: RunSnapshot, previous: RunSnapshot) -> End | None:
-    if snapshot.finished:
-        return End.FINISHED
-    if snapshot.cancelled:
+    if snapshot.cancelled and not snapshot.finished:
         return End.CANCELLED
     if snapshot.plan_status in (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED):
-        return End.PLAN_FAILED
+        return End.PLAN_FAILED  # also of a run that had finished: this submission was refused
+    if snapshot.finished and not snapshot.is_planning:
+        return End.FINISHED
     if not _is_idle(snapshot):
         return None
     if snapshot.failed:

@@ -38,10 +38,18 @@ class Cancelled:
     stopped: int
 
 
-def submit_run(connection: Redis, queue_name: str, *, model: str | None = None, **arguments: Any) -> str:
+def submit_run(
+    connection: Redis,
+    queue_name: str,
+    *,
+    model: str | None = None,
+    redo_damaged: bool = False,
+    **arguments: Any,
+) -> str:
     """Enqueue the planning of a run unless it is already under way; return the run's id.
 
-    model: only a worker that serves it by this name plans the run, or resumes it.
+    model: only a worker that serves it by this name plans the run, or resumes it. redo_damaged: parts that
+    are not what the run has written are removed and computed again.
     arguments: those of jobs.score_parquet; relative paths start at the working directory.
     Raises InvalidJob or UnsupportedScheme before anything is enqueued.
     """
@@ -52,8 +60,9 @@ def submit_run(connection: Redis, queue_name: str, *, model: str | None = None, 
         state.submit(plan_job, spec.output, queue_name, model)
         if not _is_under_way(connection, plan_job):
             # The output as it was named: which real path it has is for the worker to say.
-            named = {"output": local_path(arguments["output"]), "queue": queue_name, "model": model}
-            _enqueue_planning(connection, queue_name, plan_job, {**_planning_arguments(spec), **named})
+            output = local_path(arguments["output"])
+            own = {"output": output, "queue": queue_name, "model": model, "redo_damaged": redo_damaged}
+            _enqueue_planning(connection, queue_name, plan_job, {**_planning_arguments(spec), **own})
     return spec.run
 
 

@@ -72,7 +72,7 @@ class RunSnapshot:
     @property
     def state(self) -> str:
         """One word for an operator."""
-        if self.finished:
+        if self.finished and not self.is_planning:
             return "finished"
         if self.cancelled:
             return "cancelled"

@@ -64,11 +64,12 @@ class RunState:
         return facts
 
     def submit(self, plan_job: str, output: str, queue: str, model: str | None = None) -> None:
-        """Take back a cancellation and an end: a new planning job submits the run.
+        """Take back a cancellation: a new planning job submits the run.
 
+        An end stays until the planning finds that it is none: what is refused there changes no finished run.
         model: the name of the only model that may plan it, if one was asked for.
         """
-        self._redis.hdel(self._key, "cancelled", "finished", "plan_model")
+        self._redis.hdel(self._key, "cancelled", "plan_model")
         asked_for = {} if model is None else {"plan_model": model}
         self.describe({"output": output, "queue": queue, "plan_job": plan_job, **asked_for})
 
@@ -83,6 +84,10 @@ class RunState:
     def withdraw_finished(self) -> None:
         """Take back an end that is no longer true."""
         self._redis.hdel(self._key, "finished")
+
+    def has_finished(self) -> bool:
+        """Say whether the run was marked finished, and that was not taken back."""
+        return bool(self._redis.hexists(self._key, "finished"))
 
     def mark_cancelled(self) -> None:
         self.describe({"cancelled": 1})
@@ -105,6 +110,10 @@ class RunState:
             pipe.hget(self._parts_key, _TOTAL)
             *_, length, total = pipe.execute()
         return PartCount(length, None) if total is None else PartCount(length - 1, int(total))
+
+    def forget_part(self, shard: int) -> None:
+        """Drop the record of a part that is not what it says."""
+        self._redis.hdel(self._parts_key, str(shard))
 
     def amend_parts(self, found: Mapping[int, PartStats], gone: Collection[int], total: int) -> PartCount:
         """Add parts that a listing found and drop those it did not; the others stay as they are.

@@ -66,6 +66,15 @@ class SharedFiles:
             for reader in kind.idle:
                 reader.close()
 
+    def fingerprint(self, path: str, state: Hashable, load: Callable[[], str]) -> str:
+        """Return what `load` gave for a file that is open, in the same state of it."""
+        with self._lock:
+            file = self._files[path]
+        with file.parsing:
+            if state not in file.fingerprints:
+                file.fingerprints[state] = load()
+            return file.fingerprints[state]
+
     @contextmanager
     def reader(
         self, key: ReaderKey, shard: Shard, open_reader: Callable[[Any], RowReader]
@@ -116,12 +125,13 @@ class _Kind:
 
 @dataclass
 class _OpenFile:
-    """A file of which shards are open: how many, its footer by its state, and its readers.
+    """A file of which shards are open: how many, its footer and its fingerprint by its state, its readers.
 
-    parsing: held while a reader opens, so that no two threads parse the same footer.
+    parsing: held while a reader opens, so that no two threads parse the same footer; and for fingerprints.
     """
 
     users: int = 0
     parsing: threading.Lock = field(default_factory=threading.Lock)
     footers: dict[Hashable, Any] = field(default_factory=dict)
+    fingerprints: dict[Hashable, str] = field(default_factory=dict)
     kinds: dict[ReaderKey, _Kind] = field(default_factory=dict)

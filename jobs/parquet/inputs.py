@@ -1,8 +1,7 @@
-"""A run's input files: which they are, and what their footers say."""
+"""A run's input files: what their footers say, and whether they are still those that were planned."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,79 +11,91 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..errors import InputChanged, InputNotFound, InvalidJob, SchemaMismatch
+from ..errors import ColumnConflict, InputChanged, InputNotFound, SchemaMismatch
+from .added_columns import with_added_fields
+from .fingerprint import file_fingerprint
+from .partitions import AddedColumn, FoundFile, partition_columns
 from .plan import PlannedFile
-from .spec import check_num_files
-from .storage import FileStat, Storage, glob_chars, reading
+from .storage import FileStat, Storage, reading
 
 #: Bytes read at once of each column: without a limit pyarrow holds a whole row group's compressed columns.
 READ_BYTES = 1 << 16
 
+#: Gives the fingerprint of one file in a state of it.
+Fingerprint = Callable[[FileStat], str]
+
 
 @dataclass(frozen=True)
-class Footer:
-    """What planning needs of one file."""
+class Inputs:
+    """What planning knows of a run's input.
 
-    file: PlannedFile
-    row_groups: tuple[int, ...]
-    schema: pa.Schema
-
-
-def find_files(storage: Storage, inputs: Sequence[str], output: str) -> list[str]:
-    """Return the files that a run reads, in order. Raises InputNotFound, PathOutsideRoots or InvalidJob.
-
-    A folder gives its *.parquet, except hidden ones and those that start with an underscore; a folder's and a
-    glob's files come sorted. Files below the output are never input.
+    row_groups: for each file the rows of each of its row groups. file_schema: of every one of the files.
+    added_columns: what comes behind its columns, of the names of folders and files.
     """
-    paths: list[str] = []
-    for item in inputs:
-        with reading(item):
-            found = [path for path in _expand(storage, item) if not path.startswith(output + "/")]
-        if not found:
-            raise InputNotFound(item)
-        paths += found
-    check_num_files(len(paths))
-    twice = [path for path, count in Counter(paths).items() if count > 1]
-    if twice:
-        raise InvalidJob(f"the input names {twice[0]} twice: name each file once")
-    return paths
+
+    files: tuple[PlannedFile, ...]
+    row_groups: tuple[tuple[int, ...], ...]
+    file_schema: pa.Schema
+    added_columns: tuple[AddedColumn, ...]
+
+    @property
+    def schema(self) -> pa.Schema:
+        """All columns that a template may name, in the order in which the output has them."""
+        return with_added_fields(self.file_schema, self.added_columns)
 
 
-def read_footers(
-    storage: Storage, paths: Sequence[str], check_interrupted: Callable[[], None]
-) -> list[Footer]:
-    """Read the footer of each file. Raises CorruptParquet, or SchemaMismatch when the files differ.
+def read_inputs(
+    storage: Storage,
+    found: Sequence[FoundFile],
+    filename_column: str | None,
+    check_interrupted: Callable[[], None],
+) -> Inputs:
+    """Read the footer and the fingerprint of each file.
 
     check_interrupted: called before each file; what it raises ends the reading.
+    Raises CorruptParquet, SchemaMismatch when the files differ, or ColumnConflict for the filename column.
     """
-    first = _read_footer(storage, paths[0])
-    footers = [first]
-    for path in paths[1:]:
+    *_, schema = _read_footer(storage, found[0].path)
+    files, row_groups = [], []
+    for each in found:
         check_interrupted()
-        footer = _read_footer(storage, path)
-        if not footer.schema.equals(first.schema):
-            raise SchemaMismatch(path, f"its columns are {_columns(footer.schema, first.schema)}")
-        footers.append(replace(footer, schema=first.schema))  # one schema in memory, not one for each file
-    return footers
+        file, groups, own = _read_footer(storage, each.path)
+        if not own.equals(schema):
+            raise SchemaMismatch(each.path, f"its columns are {_columns(own, schema)}")
+        files.append(file)
+        row_groups.append(groups)
+    columns, rows = partition_columns(found, schema.names)
+    if filename_column is not None:
+        if filename_column in (*schema.names, *(column.name for column in columns)):
+            raise ColumnConflict(filename_column, "give filename_column another name")
+        columns.append(AddedColumn(filename_column, "string"))
+        rows = [[*values, each.path] for values, each in zip(rows, found, strict=True)]
+    files = [replace(file, values=tuple(values)) for file, values in zip(files, rows, strict=True)]
+    return Inputs(tuple(files), tuple(row_groups), schema, tuple(columns))
 
 
 @contextmanager
-def unchanged(storage: Storage, file: PlannedFile) -> Iterator[None]:
-    """Raise InputChanged when a file is not the one that was planned, or no longer when the body ends."""
-    _check_unchanged(storage, file)
+def unchanged(storage: Storage, file: PlannedFile, fingerprint: Fingerprint) -> Iterator[None]:
+    """Raise InputChanged when a file is not the one that was planned, or no longer when the body ends.
+
+    fingerprint: gives that of the file in the state that is named; it is asked for only where a file of the
+    planned size has another modification time.
+    """
+    _check_unchanged(storage, file, fingerprint)
     try:
         yield
     finally:  # a file that was replaced meanwhile explains whatever else went wrong
-        _check_unchanged(storage, file)
+        _check_unchanged(storage, file, fingerprint)
 
 
-def _check_unchanged(storage: Storage, file: PlannedFile) -> None:
+def _check_unchanged(storage: Storage, file: PlannedFile, fingerprint: Fingerprint) -> None:
     stat = storage.stat(file.path)
     if stat is None:
         raise InputChanged(file.path, "it is gone")
-    if stat != FileStat(file.size, file.mtime_ns):
-        planned = f"planned {file.size} bytes at {file.mtime_ns} ns"
-        raise InputChanged(file.path, f"{planned}, found {stat.size} bytes at {stat.mtime_ns} ns")
+    if stat.size != file.size:
+        raise InputChanged(file.path, f"planned {file.size} bytes, found {stat.size}")
+    if stat.mtime_ns != file.mtime_ns and fingerprint(stat) != file.fingerprint:
+        raise InputChanged(file.path, f"it has the same {file.size} bytes, but other contents")
 
 
 @contextmanager
@@ -101,20 +112,7 @@ def open_parquet(storage: Storage, path: str, footer: Any = None) -> Iterator[An
         yield file
 
 
-def _expand(storage: Storage, item: str) -> list[str]:
-    if glob_chars(item) and not os.path.lexists(item):
-        return [path for path in storage.expand(item) if storage.stat(path) is not None]
-    path = storage.resolve(item)
-    if storage.is_folder(path):
-        return [
-            storage.resolve(os.path.join(path, name))
-            for name in storage.names(path)
-            if name.endswith(".parquet") and name[0] not in "._"
-        ]
-    return [path] if storage.stat(path) is not None else []
-
-
-def _read_footer(storage: Storage, path: str) -> Footer:
+def _read_footer(storage: Storage, path: str) -> tuple[PlannedFile, tuple[int, ...], pa.Schema]:
     stat = storage.stat(path)
     if stat is None:
         raise InputNotFound(path)
@@ -124,7 +122,8 @@ def _read_footer(storage: Storage, path: str) -> Footer:
     twice = [name for name, count in Counter(schema.names).items() if count > 1]
     if twice:
         raise SchemaMismatch(path, f"it has two columns named {twice[0]!r}")
-    return Footer(PlannedFile(path, stat.size, stat.mtime_ns, sum(groups)), groups, schema)
+    fingerprint = file_fingerprint(storage, path)
+    return PlannedFile(path, stat.size, stat.mtime_ns, sum(groups), fingerprint), groups, schema
 
 
 def _columns(schema: pa.Schema, first: pa.Schema) -> str:

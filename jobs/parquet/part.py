@@ -46,7 +46,7 @@ def output_schema(schema: pa.Schema) -> pa.Schema:
     """Return the input's schema and metadata with the output's columns added. Raises ColumnConflict."""
     for field in OUTPUT_FIELDS:
         if field.name in schema.names:
-            raise ColumnConflict(field.name)
+            raise ColumnConflict(field.name, "rename the input's column")
     return pa.schema([*schema, *OUTPUT_FIELDS], metadata=schema.metadata)
 
 

@@ -6,7 +6,7 @@ import json
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from ..errors import InvalidJob
 from ..served_model import model_text
 from ..shown import shown
+from .partitions import AddedColumn
 from .spec import RunSpec
 
 #: Each shard is a job in Redis, a file in the output and a line in the plan.
@@ -44,12 +45,19 @@ class PinnedModel:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """An input file with its fingerprint: size in bytes, modification time in nanoseconds, rows."""
+    """An input file as it was planned: size in bytes, rows, what its contents are told by, and its values in
+    the plan's added columns.
+
+    mtime_ns: its modification time, Unix nanoseconds; a file with another one is looked at more closely, and
+    is the same if all else is.
+    """
 
     path: str
     size: int
-    mtime_ns: int
+    mtime_ns: int = field(compare=False)
     rows: int
+    fingerprint: str
+    values: tuple[Any, ...] = ()
 
 
 class Shard(NamedTuple):
@@ -97,7 +105,10 @@ class Shards:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run does. seed: the source of every row's seed. model: the planning worker's."""
+    """What a run does.
+
+    seed: the source of every row's seed. model: the planning worker's. added_columns: come behind the files'.
+    """
 
     spec: RunSpec
     seed: int
@@ -105,6 +116,7 @@ class Plan:
     version: str
     files: tuple[PlannedFile, ...]
     shards: Shards
+    added_columns: tuple[AddedColumn, ...] = ()
 
     @property
     def run(self) -> str:
@@ -131,6 +143,7 @@ class Plan:
             "seed": self.seed,
             "model": asdict(self.model),
             "version": self.version,
+            "added_columns": [asdict(column) for column in self.added_columns],
             "files": [asdict(file) for file in self.files],
             "shard_fields": Shard._fields,
         }
@@ -164,14 +177,23 @@ class Plan:
 
     @classmethod
     def _from_content(cls, content: Mapping[str, Any]) -> Plan:
+        columns = tuple(AddedColumn(**column) for column in content["added_columns"])
         return cls(
             spec=RunSpec.from_json(content["arguments"]),
             seed=content["seed"],
             model=PinnedModel(**content["model"]),
             version=content["version"],
-            files=tuple(PlannedFile(**file) for file in content["files"]),
+            files=tuple(_planned_file(file, columns) for file in content["files"]),
             shards=Shards(map(_counts, content["shards"])),
+            added_columns=columns,
         )
+
+
+def _planned_file(content: Mapping[str, Any], columns: Sequence[AddedColumn]) -> PlannedFile:
+    file = PlannedFile(**{**content, "values": tuple(content["values"])})
+    for column, value in zip(columns, file.values, strict=True):
+        column.check(value)
+    return file
 
 
 def _counts(shard: Sequence[Any]) -> Sequence[int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ..context import JobContext
@@ -21,10 +23,11 @@ from ..served_model import ServedModel, parse_model
 from ..shown import shown
 from ..version import code_version
 from .enqueue import enqueue_shards
-from .inputs import Footer, find_files, read_footers
+from .find_files import find_files
+from .inputs import Inputs, read_inputs
 from .names import PLAN, part_name
 from .part import output_schema, part_stats, write_part
-from .plan import PinnedModel, Plan, cut_shards
+from .plan import PinnedModel, Plan, PlannedFile, cut_shards
 from .prompt_source import prompt_source
 from .run_folder import RunFolder, create_plan, load_plan
 from .spec import MAX_NAME_CHARS, RunSpec
@@ -42,10 +45,13 @@ def score_parquet(
     rows_per_shard: int = 1000,
     queue: str | None = None,
     model: str | None = None,
+    filename_column: str | None = None,
+    redo_damaged: bool = False,
 ) -> dict[str, Any]:
     """Plan a run and enqueue its shards; called again with the same arguments, resume it.
 
-    input: a Parquet file, a folder, a glob, or a list of them, below the worker's data roots.
+    input: a Parquet file, a folder, a glob, or a list of them, below the worker's data roots. Folders named
+    key=value below it are read too, and give columns.
     output: a new or empty folder, or that of the same run.
     prompt_column: text that is completed as it stands. messages_column instead: chats, as lists of structs
     with role and content or as their JSON. template instead: a text with {column} fields, completed as it
@@ -53,37 +59,51 @@ def score_parquet(
     sampling: keyword arguments of engine.SamplingParams; `seed` fixes the run's seed.
     queue: for the shards; by default the queue this job came from.
     model: by a name of it; the run is that of the model served here, and another name is refused.
+    filename_column: adds a column of this name with each row's file.
+    redo_damaged: removes parts that are not what this run has written, and computes their rows again.
     Returns the run's id and counts. Raises RunError or InvalidJob, before any shard is enqueued unless it is
     RunBusy: another process took the run over.
     """
     spec = RunSpec.from_arguments(
-        input, output, prompt_column, messages_column, template, sampling, rows_per_shard
+        input, output, prompt_column, messages_column, template, sampling, rows_per_shard, filename_column
     )
+    if not isinstance(redo_damaged, bool):
+        raise InvalidJob(
+            f"redo_damaged is {shown(redo_damaged)}, expected true or false: write redo_damaged:=true"
+        )
     if queue is not None and (not isinstance(queue, str) or not 0 < len(queue) <= MAX_NAME_CHARS):
         raise InvalidJob(
             f"queue is {shown(queue)}, expected the name of a queue, at most {MAX_NAME_CHARS} characters"
         )
     context.check_sampling(spec.sampling)
-    return plan_run(
-        context, Storage(context.data_roots), spec, queue or context.queue_name, parse_model(model)
-    )
+    submission = Submission(queue or context.queue_name, parse_model(model), redo_damaged)
+    return plan_run(context, Storage(context.data_roots), spec, submission)
 
 
-def plan_run(
-    context: JobContext, storage: Storage, spec: RunSpec, queue: str, model: str | None = None
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Submission:
+    """What one submission of a run says beside the run's arguments. See score_parquet."""
+
+    queue: str
+    model: str | None = None
+    redo_damaged: bool = False
+
+
+def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: Submission) -> dict[str, Any]:
     """Plan or resume the run of a checked spec. Raises RunError, or ModelNotServed for a new run."""
     storage.resolve(spec.output)
-    state = RunState(context.connection, spec.run)
-    _open_submission(state, context.job_id, spec.output, queue, model)
-    footers = read_footers(storage, find_files(storage, spec.input, spec.output), context.check_interrupted)
-    _check_columns(spec, footers[0])
-    plan = _agreed_plan(context, storage, spec, footers, model)
+    state, queue = RunState(context.connection, spec.run), submission.queue
+    _open_submission(state, context.job_id, spec.output, submission)
+    found = find_files(storage, spec.input, spec.output)
+    inputs = read_inputs(storage, found, spec.filename_column, context.check_interrupted)
+    _check_columns(spec, inputs)
+    plan = _agreed_plan(context, storage, spec, inputs, submission.model)
     folder = RunFolder(storage, plan, state, context.execution_id)
     if plan.rows == 0:
-        _publish_empty_part(folder, footers[0], context.model)
-    # Looked for first: the mark of a run that ends while this planner is frozen stays.
-    had_ended = folder.has_success()
+        _publish_empty_part(folder, inputs, context.model)
+    # Looked for first: the marks of a run that ends while this planner is frozen stay.
+    had_ended = folder.has_success() or state.has_finished()
+    _check_parts(folder, submission.redo_damaged, context.check_interrupted)
     missing = sorted(set(range(len(plan.shards))) - folder.shards_with_parts())
     if missing and had_ended:
         folder.withdraw_success()
@@ -101,11 +121,11 @@ def plan_run(
     }
 
 
-def _open_submission(state: RunState, job_id: str, output: str, queue: str, model: str | None) -> None:
+def _open_submission(state: RunState, job_id: str, output: str, submission: Submission) -> None:
     """Tell Redis of the run. Raises RunCancelled when this job was cancelled, and runs again because its
     worker died: that is no new submission."""
     if not state.was_submitted_by(job_id):
-        state.submit(job_id, output, queue, model)
+        state.submit(job_id, output, submission.queue, submission.model)
         return
     try:
         state.check_not_cancelled()
@@ -114,17 +134,34 @@ def _open_submission(state: RunState, job_id: str, output: str, queue: str, mode
         raise
 
 
-def _check_columns(spec: RunSpec, first: Footer) -> None:
-    source = prompt_source(spec)
+def _check_columns(spec: RunSpec, inputs: Inputs) -> None:
+    source, schema = prompt_source(spec), inputs.schema
     for column in source.columns:
-        if column not in first.schema.names:
-            raise MissingColumn(column, first.file.path, ", ".join(map(repr, first.schema.names)))
-    source.check(first.schema)
-    output_schema(first.schema)
+        if column not in schema.names:
+            raise MissingColumn(column, inputs.files[0].path, ", ".join(map(repr, schema.names)))
+    source.check(schema)
+    output_schema(schema)
+
+
+def _check_parts(folder: RunFolder, redo: bool, check_interrupted: Callable[[], None]) -> None:
+    """Look into every part that is there; raise PartDamaged for one that this run has not written so.
+
+    redo: remove such parts instead. Either way the run has not finished any more.
+    """
+    damaged = folder.damaged_parts(check_interrupted)
+    if not damaged:
+        return
+    folder.withdraw_success()
+    for shard in damaged:
+        if redo:
+            folder.delete_part(shard)
+        folder.state.forget_part(shard)
+    if not redo:
+        raise next(iter(damaged.values()))
 
 
 def _agreed_plan(
-    context: JobContext, storage: Storage, spec: RunSpec, footers: list[Footer], model: str | None
+    context: JobContext, storage: Storage, spec: RunSpec, inputs: Inputs, model: str | None
 ) -> Plan:
     """Return the plan on disk, or write a new one; of two planners at once both return the first one's.
 
@@ -135,26 +172,27 @@ def _agreed_plan(
         is_new = storage.stat(path) is None
     if is_new:
         context.model.check_asked_for(model)
-        plan = _new_plan(context, spec, footers)
+        plan = _new_plan(context, spec, inputs)
         if create_plan(storage, plan, context.execution_id):
             return plan
     plan = load_plan(storage, path)
     if plan.run != spec.run:
         raise OutputHoldsAnotherRun(spec.output, f"different {', '.join(plan.spec.differences(spec))}")
     _check_same_model(plan, context.model, model)
-    _check_same_files(plan, footers)
+    _check_same_files(plan, inputs)
     return plan
 
 
-def _new_plan(context: JobContext, spec: RunSpec, footers: list[Footer]) -> Plan:
+def _new_plan(context: JobContext, spec: RunSpec, inputs: Inputs) -> Plan:
     seed = spec.sampling.get("seed")
     return Plan(
         spec=spec,
         seed=secrets.randbits(63) if seed is None else seed,
         model=PinnedModel(context.model.name, context.model.fingerprint, context.model.dtype),
         version=code_version(),
-        files=tuple(footer.file for footer in footers),
-        shards=cut_shards([footer.row_groups for footer in footers], spec.rows_per_shard),
+        files=inputs.files,
+        shards=cut_shards(inputs.row_groups, spec.rows_per_shard),
+        added_columns=inputs.added_columns,
     )
 
 
@@ -167,28 +205,35 @@ def _check_same_model(plan: Plan, served: ServedModel, asked_for: str | None) ->
         raise RunOfAnotherModel(plan.run, str(plan.model), repr(asked_for))
 
 
-def _check_same_files(plan: Plan, footers: list[Footer]) -> None:
+def _check_same_files(plan: Plan, inputs: Inputs) -> None:
     """Raise InputChanged for the first file that is not as planned."""
     planned = {file.path: file for file in plan.files}
-    found = {footer.file.path: footer.file for footer in footers}
+    found = {file.path: file for file in inputs.files}
     for path in [*found, *planned]:
         if path not in planned:
             raise InputChanged(path, "it is new")
         if path not in found:
             raise InputChanged(path, "it is gone")
         if planned[path] != found[path]:
-            raise InputChanged(path, f"planned {planned[path]}, found {found[path]}")
+            raise InputChanged(path, _difference(planned[path], found[path]))
     if list(planned) != list(found):
         raise InputChanged(plan.spec.input[0], "its files come in another order")
 
 
-def _publish_empty_part(folder: RunFolder, first: Footer, model: ServedModel) -> None:
+def _difference(planned: PlannedFile, found: PlannedFile) -> str:
+    for name in ("size", "rows", "values"):
+        if getattr(planned, name) != getattr(found, name):
+            return f"{name}: planned {getattr(planned, name)}, found {getattr(found, name)}"
+    return f"it has the same {found.size} bytes, but other contents"
+
+
+def _publish_empty_part(folder: RunFolder, inputs: Inputs, model: ServedModel) -> None:
     """Publish the one part of a run without rows, so that readers find the schema."""
     now = time.time()
     stats = part_stats(folder.plan.run, 0, [], generated_tokens=0, started_at=now, ended_at=now, model=model)
     temporary = folder.temporary_path(part_name(0))
     try:
-        write_part(folder.storage, temporary, output_schema(first.schema), [], stats)
+        write_part(folder.storage, temporary, output_schema(inputs.schema), [], stats)
         folder.publish(temporary, part_name(0))
     finally:
         folder.storage.delete(temporary)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 
@@ -58,6 +58,26 @@ class RunFolder:
         rows = self.plan.shards[shard].rows
         return read_part_stats(self.storage, self.path(part_name(shard)), self.plan.run, shard, rows)
 
+    def damaged_parts(self, check_interrupted: Callable[[], None]) -> dict[int, PartDamaged]:
+        """Look into every part that is there; return what is wrong with those that are not this run's.
+
+        check_interrupted: called before each part; what it raises ends the search.
+        """
+        damaged = {}
+        for shard in sorted(self.shards_with_parts()):
+            check_interrupted()
+            try:
+                self.part_stats(shard)
+            except PartDamaged as error:
+                damaged[shard] = error
+        return damaged
+
+    def delete_part(self, shard: int) -> None:
+        """Remove a part. Raises OutputNotWritable."""
+        path = self.path(part_name(shard))
+        with writing(path):
+            self.storage.delete(path)
+
     def publish(self, temporary: str, name: str) -> bool:
         """Put a written file in place; return False when the place was taken. Raises OutputNotWritable."""
         with writing(self.path(name)):
@@ -90,7 +110,8 @@ class RunFolder:
     def withdraw_success(self) -> None:
         """Take back an end that is no longer true."""
         self.state.withdraw_finished()
-        self.storage.delete(self.path(SUCCESS))  # last: a planner that is killed before finds it, and goes on
+        with writing(self.path(SUCCESS)):  # last: a planner that is killed before finds it, and goes on
+            self.storage.delete(self.path(SUCCESS))
 
     def _finish(self) -> bool:
         """Check every part, then write the manifest and the mark; return False when a part is missing.

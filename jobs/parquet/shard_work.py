@@ -19,6 +19,8 @@ from ..run_state import RunState
 from ..served_model import ServedModel, model_text
 from ..shared_files import ReaderKey, SharedFiles
 from ..tasks import Completion, Request
+from .added_columns import with_added_fields, with_added_values
+from .fingerprint import file_fingerprint
 from .inputs import unchanged
 from .names import PLAN, part_name
 from .part import Answer, output_schema, part_stats, with_answers, write_part
@@ -27,7 +29,7 @@ from .prompt_source import RowProblem, prompt_source, render_rows
 from .row_reader import RowReader
 from .run_folder import RunFolder, load_plan
 from .shard_requests import ShardRequests
-from .storage import Storage
+from .storage import FileStat, Storage
 
 
 class ShardWork:
@@ -138,7 +140,7 @@ class ShardWork:
             model=self._model,
         )
         with self._reader(file) as reader:
-            schema = output_schema(reader.schema)
+            schema = output_schema(with_added_fields(reader.schema, self._folder.plan.added_columns))
             write_part(storage, self._temporary, schema, self._batches(reader, answers, schema), stats)
         return stats
 
@@ -147,20 +149,26 @@ class ShardWork:
     ) -> Iterator[pa.RecordBatch]:
         start = 0
         for batch in reader.read(self._shard):
+            batch = self._with_added(batch)
             yield with_answers(batch, answers[start : start + batch.num_rows], schema)
             start += batch.num_rows
 
     def _read_requests(self) -> ShardRequests:
         plan, file = self._folder.plan, self._file()
         source = prompt_source(plan.spec)
+        added = {column.name for column in plan.added_columns}
+        in_file = tuple(name for name in source.columns if name not in added)
         rows: list[str | RowProblem] = []
-        with self._reader(file, source.columns) as reader:
+        with self._reader(file, in_file) as reader:
             for batch in reader.read(self._shard):
-                rows += render_rows(source, batch)
+                rows += render_rows(source, self._with_added(batch))
         first_row = plan.first_row(self._number)
         return ShardRequests(
             rows, plan.spec.sampling, lambda row: row_seed(plan.seed, first_row + row), source.is_chat
         )
+
+    def _with_added(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        return with_added_values(batch, self._folder.plan.added_columns, self._planned_file.values)
 
     @property
     def _planned_file(self) -> PlannedFile:
@@ -182,12 +190,15 @@ class ShardWork:
         def open_reader(footer: Any) -> RowReader:
             return RowReader(storage, file.path, shard, columns, footer)
 
+        def fingerprint(state: FileStat) -> str:
+            return self._files.fingerprint(key.path, state, lambda: file_fingerprint(storage, file.path))
+
         # The outer one explains why a reader could not open; by the inner one a reader that has seen another
         # file is closed, and not lent on to a shard that finds the planned file in its place again.
         with (
-            unchanged(storage, file),
+            unchanged(storage, file, fingerprint),
             self._files.reader(key, shard, open_reader) as reader,
-            unchanged(storage, file),
+            unchanged(storage, file, fingerprint),
         ):
             yield reader
 

@@ -39,6 +39,7 @@ class RunSpec:
     template: TemplateSpec | None
     sampling: dict[str, Any]
     rows_per_shard: int
+    filename_column: str | None
 
     @classmethod
     def from_arguments(
@@ -50,6 +51,7 @@ class RunSpec:
         template: Any = None,
         sampling: Any = None,
         rows_per_shard: Any = 1000,
+        filename_column: Any = None,
     ) -> RunSpec:
         """Check and normalise the arguments. Raises InvalidJob or UnsupportedScheme."""
         if messages_column is not None and template is not None:
@@ -65,6 +67,7 @@ class RunSpec:
             template=template,
             sampling=_sampling(sampling),
             rows_per_shard=_rows_per_shard(rows_per_shard),
+            filename_column=None if filename_column is None else _name("filename_column", filename_column),
         )
 
     @classmethod

@@ -60,11 +60,14 @@ class Storage:
             raise PathOutsideRoots(path, ":".join(self._roots))
         return real
 
-    def expand(self, pattern: str) -> list[str]:
-        """Return the sorted real paths that a glob names. Raises PathOutsideRoots if one leads outside."""
+    def expand(self, pattern: str) -> list[tuple[str, str]]:
+        """Return what a glob names, sorted: each path as it matched, and its real path.
+
+        Raises PathOutsideRoots if one leads outside.
+        """
         fixed = pattern[: min(pattern.index(char) for char in glob_chars(pattern))]
         self.resolve(os.path.dirname(fixed))  # nothing outside the roots is even listed
-        return [self.resolve(path) for path in sorted(glob.glob(pattern, recursive=True))]
+        return [(path, self.resolve(path)) for path in sorted(glob.glob(pattern, recursive=True))]
 
     def stat(self, path: str) -> FileStat | None:
         """Return the state of a regular file, None for anything else: a FIFO would block its reader."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine import EngineError
 from jobs.errors import JobsError
-from jobs.parquet.inputs import find_files
+from jobs.parquet.find_files import find_files
 from jobs.parquet.shard_task import shard_task
 from jobs.parquet.spec import RunSpec
 from jobs.parquet.storage import Storage
@@ -62,7 +62,8 @@ def check_arguments(root: Path, case: tuple[object, object, dict[str, object]]) 
     storage = Storage((str(root),))
     try:
         spec = RunSpec.from_arguments(_below(source, root), _below(output, root), **options)
-        found = [storage.resolve(spec.output), *find_files(storage, spec.input, spec.output)]
+        files = find_files(storage, spec.input, spec.output)
+        found = [storage.resolve(spec.output), *(file.path for file in files)]
     except (JobsError, EngineError) as error:
         check_says(error)
         return

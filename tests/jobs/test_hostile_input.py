@@ -19,7 +19,7 @@ from jobs.context import JobContext
 from jobs.parquet import plan, spec
 from jobs.parquet.names import PLAN, part_name
 from jobs.parquet.part import part_stats, write_part
-from jobs.parquet.planner import plan_run
+from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.run_folder import RunFolder
 from jobs.parquet.shard_work import ShardWork, trusted_plan
 from jobs.parquet.spec import RunSpec
@@ -368,8 +368,8 @@ def test_a_disk_that_refuses_fails_by_name_keeps_parts_and_leaves_no_leftovers(
     failing = FailingStorage(context.data_roots, number)
     spec = RunSpec.from_arguments(str(source), str(tmp_path / "out"), rows_per_shard=2)
     with pytest.raises(kind):
-        plan_run(context, failing, spec, "bulk")
-    plan_run(context, Storage(context.data_roots), spec, "bulk")
+        plan_run(context, failing, spec, Submission("bulk"))
+    plan_run(context, Storage(context.data_roots), spec, Submission("bulk"))
     first, _ = queued_jobs(redis)
     run_task(make_context(), first.func_name, *first.args)
     plan = trusted_plan(failing, f"{spec.output}/{PLAN}", spec.run, SharedFiles())

@@ -20,7 +20,7 @@ from rq.job import Job
 from jobs.context import JobContext
 from jobs.keys import run_lock_key, run_parts_key
 from jobs.parquet.names import PLAN, part_name
-from jobs.parquet.planner import plan_run
+from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.run_folder import RunFolder
 from jobs.parquet.shard_work import ShardWork, trusted_plan
 from jobs.parquet.spec import RunSpec
@@ -62,7 +62,7 @@ def run_until_killed(context: JobContext, spec: RunSpec, fuse: Fuse) -> int | No
     fused = replace(context, connection=FusedRedis(context.connection, fuse))
     storage = FusedStorage(context.data_roots, fuse)
     try:
-        plan_run(fused, storage, spec, "bulk")
+        plan_run(fused, storage, spec, Submission("bulk"))
         for shard in range(3):
             finish(open_work(fused, spec, shard, storage))
             finished += 1
@@ -115,13 +115,13 @@ def recover(redis: Redis, make_context: MakeContext, spec: RunSpec, recovery: st
     if recovery == "unfinished jobs run again" and planned_whole:
         work_off(redis, make_context)
         return
-    plan_run(make_context(), Storage((str(Path(spec.output).parent),)), spec, "bulk")
+    plan_run(make_context(), Storage((str(Path(spec.output).parent),)), spec, Submission("bulk"))
     work_off(redis, make_context)
 
 
 def test_of_two_executions_the_first_one_wins(redis: Redis, make_context: MakeContext, spec: RunSpec) -> None:
     storage = Storage(make_context().data_roots)
-    plan_run(make_context(), storage, spec, "bulk")
+    plan_run(make_context(), storage, spec, Submission("bulk"))
     slow, fast = (open_work(make_context(), spec, 0, storage) for _ in range(2))
     finish(fast)
     before = (Path(spec.output) / part_name(0)).stat()
@@ -139,7 +139,7 @@ def test_a_loser_whose_file_the_finisher_removed_gives_way(
     redis: Redis, make_context: MakeContext, spec: RunSpec
 ) -> None:
     storage = Storage(make_context().data_roots)
-    plan_run(make_context(), storage, spec, "bulk")
+    plan_run(make_context(), storage, spec, Submission("bulk"))
 
     class RunEndsBeforePublishing(Storage):
         def publish(self, temporary: str, target: str) -> bool:
@@ -154,7 +154,7 @@ def test_a_loser_whose_file_the_finisher_removed_gives_way(
 def test_a_loser_that_cannot_write_any_more_gives_way(
     redis: Redis, make_context: MakeContext, spec: RunSpec, number: int
 ) -> None:
-    plan_run(make_context(), Storage(make_context().data_roots), spec, "bulk")
+    plan_run(make_context(), Storage(make_context().data_roots), spec, Submission("bulk"))
 
     class RunEndsWhileWriting(Storage):
         def open_output(self, path: str) -> Any:
@@ -168,7 +168,7 @@ def test_a_loser_that_cannot_write_any_more_gives_way(
 def test_a_straggler_that_finds_its_part_there_writes_nothing(
     redis: Redis, make_context: MakeContext, spec: RunSpec
 ) -> None:
-    plan_run(make_context(), Storage(make_context().data_roots), spec, "bulk")
+    plan_run(make_context(), Storage(make_context().data_roots), spec, Submission("bulk"))
 
     class ReadOnly(Storage):
         def open_output(self, path: str) -> Any:
@@ -185,7 +185,7 @@ def test_the_file_of_a_straggler_killed_after_its_run_ended_is_removed_by_the_ne
     redis: Redis, make_context: MakeContext, spec: RunSpec, next_one: str
 ) -> None:
     storage = Storage(make_context().data_roots)
-    plan_run(make_context(), storage, spec, "bulk")
+    plan_run(make_context(), storage, spec, Submission("bulk"))
 
     class KilledInAFinishedRun(Storage):
         def open_output(self, path: str) -> Any:
@@ -201,7 +201,7 @@ def test_the_file_of_a_straggler_killed_after_its_run_ended_is_removed_by_the_ne
         finish(killed)
     assert [path.name for path in Path(spec.output).glob("_tmp.*")] == ["_tmp.execution2.part-00000.parquet"]
     if next_one == "a submitter":
-        plan_run(make_context(), storage, spec, "bulk")
+        plan_run(make_context(), storage, spec, Submission("bulk"))
     else:
         finish(straggler)
     assert_finished(spec)
@@ -213,11 +213,13 @@ def test_a_planner_that_slept_while_another_planned_and_parts_came_takes_its_pla
     class SleepsBeforeTheFolder(Storage):
         def make_folder(self, path: str) -> None:
             super().make_folder(path)
-            plan_run(make_context(), Storage(make_context().data_roots), spec, "bulk")
+            plan_run(make_context(), Storage(make_context().data_roots), spec, Submission("bulk"))
             first, *_ = queued_jobs(redis)
             run_task(make_context(), first.func_name, *first.args)
 
-    slow = plan_run(make_context(), SleepsBeforeTheFolder(make_context().data_roots), spec, "bulk")
+    slow = plan_run(
+        make_context(), SleepsBeforeTheFolder(make_context().data_roots), spec, Submission("bulk")
+    )
     assert slow["shards_missing"] == 2
     work_off(redis, make_context)
     assert_finished(spec)
@@ -251,14 +253,14 @@ def test_a_planner_that_slept_while_another_planned_and_the_run_ended_leaves_its
         ),
     )
     with pytest.raises(Killed):
-        plan_run(context, Storage(context.data_roots), spec, "bulk")
+        plan_run(context, Storage(context.data_roots), spec, Submission("bulk"))
     assert_finished(spec)
 
 
 def test_of_two_that_end_a_run_at_once_neither_trips_over_the_others_cleaning(
     redis: Redis, make_context: MakeContext, spec: RunSpec
 ) -> None:
-    plan_run(make_context(), Storage(make_context().data_roots), spec, "bulk")
+    plan_run(make_context(), Storage(make_context().data_roots), spec, Submission("bulk"))
 
     class CleanedByAnother(Storage):
         cleaned = 0
@@ -280,7 +282,7 @@ def test_a_part_that_is_there_is_not_computed_again(
     redis: Redis, make_context: MakeContext, spec: RunSpec
 ) -> None:
     storage = Storage(make_context().data_roots)
-    plan_run(make_context(), storage, spec, "bulk")
+    plan_run(make_context(), storage, spec, Submission("bulk"))
     finish(open_work(make_context(), spec, 1, storage))
     again = open_work(make_context(), spec, 1, storage)
     assert list(again.requests()) == []
@@ -291,7 +293,7 @@ def test_a_part_that_is_there_is_not_computed_again(
 def test_the_count_survives_redis_losing_it_in_between(
     redis: Redis, make_context: MakeContext, spec: RunSpec
 ) -> None:
-    plan_run(make_context(), Storage(make_context().data_roots), spec, "bulk")
+    plan_run(make_context(), Storage(make_context().data_roots), spec, Submission("bulk"))
     first, *rest = queued_jobs(redis)
     run_task(make_context(), first.func_name, *first.args)
     redis.delete(run_parts_key(spec.run))
@@ -304,10 +306,10 @@ def test_a_part_deleted_by_hand_is_scored_again(
     redis: Redis, make_context: MakeContext, spec: RunSpec
 ) -> None:
     storage = Storage(make_context().data_roots)
-    plan_run(make_context(), storage, spec, "bulk")
+    plan_run(make_context(), storage, spec, Submission("bulk"))
     work_off(redis, make_context)
     (Path(spec.output) / part_name(1)).unlink()
-    assert plan_run(make_context(), storage, spec, "bulk")["shards_enqueued"] == 1
+    assert plan_run(make_context(), storage, spec, Submission("bulk"))["shards_enqueued"] == 1
     assert RunState(redis, spec.run).parts().keys() == {0, 2}
     assert not (Path(spec.output) / "_SUCCESS").exists()
     work_off(redis, make_context)
@@ -334,7 +336,7 @@ def test_contents_reach_the_disk_before_their_name_and_the_name_before_the_count
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(os, "link", note("name", link))
     monkeypatch.setattr(os, "replace", note("name", put))
-    plan_run(make_context(), Storage(make_context().data_roots), spec, "bulk")
+    plan_run(make_context(), Storage(make_context().data_roots), spec, Submission("bulk"))
     work_off(redis, make_context)
     names = [PLAN, *map(part_name, range(3)), "_manifest.json", "_SUCCESS"]
     assert calls == [step for name in names for step in (("sync", name), ("name", name), ("sync", "out"))]

@@ -72,7 +72,7 @@ def make_spec(**changed: object) -> RunSpec:
 
 
 def test_a_plan_survives_its_file() -> None:
-    files = (PlannedFile("/a", 10, 20, 5), PlannedFile("/b", 1, 2, 3))
+    files = (PlannedFile("/a", 10, 20, 5, "f"), PlannedFile("/b", 1, 2, 3, "g"))
     plan = Plan(make_spec(), 7, MODEL, "1", files, cut_shards([[2, 3], [3]], 2))
     assert Plan.from_text(plan.to_text()) == plan
     assert [plan.first_row(shard) for shard in range(len(plan.shards))] == [0, 2, 4, 5, 7]
@@ -81,7 +81,7 @@ def test_a_plan_survives_its_file() -> None:
 def test_a_plan_takes_few_bytes_for_each_shard() -> None:
     """A worker keeps plans of up to 100,000 shards."""
     shards = cut_shards([[10_000] * 500], 1000)
-    text = Plan(make_spec(), 7, MODEL, "1", (PlannedFile("/a", 1, 2, 5_000_000),), shards).to_text()
+    text = Plan(make_spec(), 7, MODEL, "1", (PlannedFile("/a", 1, 2, 5_000_000, "f"),), shards).to_text()
     tracemalloc.start()
     try:
         plan = Plan.from_text(text)
@@ -131,7 +131,7 @@ def test_a_plan_whose_arguments_were_edited_is_refused() -> None:
     ],
 )
 def test_a_plan_with_an_edited_field_is_refused(changed: dict[str, object], says: str) -> None:
-    plan = Plan(make_spec(), 7, MODEL, "1", (PlannedFile("/a", 10, 20, 5),), cut_shards([[5]], 2))
+    plan = Plan(make_spec(), 7, MODEL, "1", (PlannedFile("/a", 10, 20, 5, "f"),), cut_shards([[5]], 2))
     content = json.loads(plan.to_text())
     with pytest.raises(ValueError, match=says):
         Plan.from_text(json.dumps({**content, **changed}))
