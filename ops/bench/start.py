@@ -93,7 +93,7 @@ def main() -> None:
         folder, socket = Path(name), Path(name) / "s"
         url = f"unix://{socket}"
         with (folder / "redis.log").open("wb") as output:
-            server = subprocess.Popen(server_command(folder, socket=socket), stdout=output, stderr=output)
+            server = subprocess.Popen(server_command(folder, socket), stdout=output, stderr=output)
         try:
             wait_until_ready(url)
             for _ in range(options.rounds):

@@ -163,7 +163,7 @@ def site() -> Iterator[Site]:
         folder = Path(path)
         socket = folder / "s"
         server = subprocess.Popen(
-            server_command(folder, socket=socket), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            server_command(folder, socket), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         try:
             url = f"unix://{socket}"
