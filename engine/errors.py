@@ -52,7 +52,17 @@ class InvalidRequest(EngineError):
 
 
 class InvalidSampling(InvalidRequest):
-    """Raised for an unknown, unbuilt or impossible sampling parameter."""
+    """Raised for an unknown, unbuilt or impossible sampling parameter: (problem, the value as it is shown).
+
+    problem: names the parameter and what it may be; no part of a value, so that a log may hold it.
+    """
+
+    def __init__(self, problem: str, got: str | None = None) -> None:
+        super().__init__(problem, got)
+        self.problem, self.got = problem, got
+
+    def __str__(self) -> str:
+        return self.problem if self.got is None else f"{self.problem}, got {self.got}"
 
 
 class InvalidPrompt(InvalidRequest):

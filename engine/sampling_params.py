@@ -5,6 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any
 
 from engine.errors import InvalidSampling
@@ -22,6 +23,7 @@ INTEGERS = {
 NUMBERS = {"temperature": (0, 1_000_000), "top_p": (0, 1), "min_p": (0, 1)}
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
+MAX_NAME_CHARS = 64
 
 # Names of vLLM's and OpenAI's that callers may know and that are not built: the error says so.
 NOT_BUILT = frozenset(
@@ -92,7 +94,7 @@ class SamplingParams:
         if self.top_p == 0:
             raise InvalidSampling("top_p must be above 0; for the likeliest token alone set temperature=0")
         if not isinstance(self.ignore_eos, bool):
-            raise InvalidSampling(f"ignore_eos must be true or false, got {shown(self.ignore_eos)}")
+            raise InvalidSampling("ignore_eos must be true or false", shown(self.ignore_eos))
         if self.min_tokens > self.max_tokens:
             raise InvalidSampling(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
@@ -108,8 +110,15 @@ class SamplingParams:
         for name in mapping:
             if name not in accepted:
                 problem = "is not built yet" if name in NOT_BUILT else "is no sampling parameter"
-                raise InvalidSampling(f"{shown(name)} {problem}; accepted are {', '.join(sorted(accepted))}")
+                raise InvalidSampling(f"{shown(name)} {problem}; {_names_to_use(name, sorted(accepted))}")
         return cls(**mapping)
+
+
+def _names_to_use(name: object, accepted: Sequence[str]) -> str:
+    """Name the parameter that a misspelt one is nearest to, or all of them."""
+    near = get_close_matches(str(name)[:MAX_NAME_CHARS].lower(), accepted, n=1)
+    hint = f"did you mean {near[0]}? " if near and name not in NOT_BUILT else ""
+    return f"{hint}accepted are {', '.join(accepted)}"
 
 
 def shown(value: object) -> str:
@@ -120,29 +129,31 @@ def shown(value: object) -> str:
         return f"one of type {type(value).__name__} with a number too long to show"
 
 
+def _hint(value: object) -> str:
+    return " and no text: write it without quotes" if isinstance(value, str) else ""
+
+
 def _check_int(name: str, value: object) -> None:
     low, high = INTEGERS[name]
     if isinstance(value, bool) or not isinstance(value, int):
-        hint = " (a text; write it without quotes)" if isinstance(value, str) else ""
-        raise InvalidSampling(f"{name} must be an integer, got {shown(value)}{hint}")
+        raise InvalidSampling(f"{name} must be an integer{_hint(value)}", shown(value))
     if not low <= value <= high:
-        raise InvalidSampling(f"{name} must be between {low} and {high}, got {shown(value)}")
+        raise InvalidSampling(f"{name} must be between {low} and {high}", shown(value))
 
 
 def _check_number(name: str, value: object) -> None:
     low, high = NUMBERS[name]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        hint = " (a text; write it without quotes)" if isinstance(value, str) else ""
-        raise InvalidSampling(f"{name} must be a number, got {shown(value)}{hint}")
+        raise InvalidSampling(f"{name} must be a number{_hint(value)}", shown(value))
     if not low <= value <= high:  # not a number is between no two
-        raise InvalidSampling(f"{name} must be between {low} and {high}, got {shown(value)}")
+        raise InvalidSampling(f"{name} must be between {low} and {high}", shown(value))
 
 
 def _stop_strings(stop: object) -> tuple[str, ...]:
     if isinstance(stop, str):
         stop = (stop,)
     if not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) for text in stop):
-        raise InvalidSampling(f"stop must be a string or a list of strings, got {shown(stop)}")
+        raise InvalidSampling("stop must be a string or a list of strings", shown(stop))
     if len(stop) > MAX_STOPS:
         raise InvalidSampling(f"stop holds {len(stop)} strings; at most {MAX_STOPS} are allowed")
     for text in stop:
@@ -160,7 +171,7 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
 
 def _stop_token_ids(token_ids: object) -> tuple[int, ...]:
     if not isinstance(token_ids, (list, tuple)):
-        raise InvalidSampling(f"stop_token_ids must be a list of token ids, got {shown(token_ids)}")
+        raise InvalidSampling("stop_token_ids must be a list of token ids", shown(token_ids))
     if len(token_ids) > MAX_STOPS:
         raise InvalidSampling(f"stop_token_ids holds {len(token_ids)} ids; at most {MAX_STOPS} are allowed")
     for token_id in token_ids:

@@ -1,7 +1,7 @@
-"""Runs our jobs inside a stock `rq worker`, one after the other.
+"""Runs our jobs inside a stock `rq worker`, one after the other; checks sampling values for whoever asks.
 
 RQ forks a work horse for each job, so each job loads the model again: this is the slow path, kept so that a
-result never depends on the worker class. It is the one place of this package that knows `engine` and
+result never depends on the worker class. This module is the one place of this package that knows `engine` and
 `worker`, and it imports them inside functions only.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -16,7 +17,7 @@ from rq import get_current_job
 from rq.job import Job
 
 from .context import JobContext
-from .errors import InvalidJob
+from .errors import InvalidJob, InvalidValue, JobsError
 from .table import open_task, own_function
 from .tasks import Request, Task
 
@@ -30,22 +31,48 @@ MAX_PENDING = 256
 
 def run_task(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run one engine job as the current RQ job and return its result. Raises JobsError."""
-    task = open_task(function_name, args, kwargs)
-    assert task is not None, function_name
-    try:
-        job, engine = _current_job(), _engine()
-        task.open(_context(job, engine.attention_backend))
-        drive(task, engine)
-        return task.result()
-    finally:
-        task.close()
+    with _tried_once():
+        task = open_task(function_name, args, kwargs)
+        assert task is not None, function_name
+        try:
+            job, engine = _current_job(), _engine()
+            task.open(_context(job, engine.attention_backend))
+            drive(task, engine)
+            return task.result()
+        finally:
+            task.close()
 
 
 def run_own_function(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run one of our ordinary functions as the current RQ job. Raises JobsError."""
     function = own_function(function_name)
     assert function is not None, function_name
-    return function(_context(_current_job()), *args, **kwargs)
+    with _tried_once():
+        return function(_context(_current_job()), *args, **kwargs)
+
+
+@contextmanager
+def _tried_once() -> Iterator[None]:
+    """Take its retries from a job that would fail alike each time."""
+    try:
+        yield
+    except JobsError as error:
+        job = get_current_job()
+        if job is not None and error.fault != "server":
+            job.retries_left = None
+        raise
+
+
+def check_sampling(sampling: Mapping[str, Any]) -> None:
+    """Raise InvalidJob for sampling values that no request could use. Loads no torch."""
+    from engine import InvalidSampling, SamplingParams
+
+    try:
+        SamplingParams.from_mapping(sampling)
+    except InvalidSampling as error:
+        if error.got is None:
+            raise InvalidJob(error.problem) from None
+        raise InvalidValue(f"{error.problem}, got {{}}", error.got) from None
 
 
 def drive(task: Task, engine: Engine) -> None:
@@ -124,14 +151,8 @@ def _context(job: Job, attention_backend: str = "") -> JobContext:
         execution_id=uuid4().hex,
         data_roots=settings.data_roots,
         model=settings.served_model(_identity(), attention_backend),
-        check_sampling=_check_sampling,
+        check_sampling=check_sampling,
     )
-
-
-def _check_sampling(sampling: Mapping[str, Any]) -> None:
-    from engine import SamplingParams
-
-    SamplingParams.from_mapping(sampling)
 
 
 @functools.cache

@@ -29,8 +29,8 @@ class JobContext:
     queue_name: the queue the job came from.
     data_roots: absolute real paths; every file that a job reads or writes lies below one of them.
     model: what this process serves.
-    check_sampling: raises the engine's error for sampling values that no request could use, so that a run of
-        a million rows fails once at planning and not in every row.
+    check_sampling: raises InvalidJob for sampling values that no request could use, so that a run of
+        a million rows fails once at planning and not in every row, and a job of prompts once.
     files: shared by the shards that this process runs.
     check_interrupted: raises where the job was stopped or taken over or has passed its timeout; long work
         calls it between its steps, since nothing is raised into it from outside.

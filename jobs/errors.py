@@ -2,8 +2,9 @@
 
 JobsError
 ├── InvalidJob                 the arguments of a job are wrong
+│   ├── InvalidValue           one of them has a value that cannot be
 │   └── ModelNotServed         a job asks for a model that this worker does not serve
-├── RequestFailed              the engine refused one prompt of a job
+├── RequestFailed              the engine refused every prompt of a job
 ├── ForeignJobsPackage         another package named `jobs` was imported
 └── RunError                   a Parquet run cannot be planned, resumed or finished
     ├── InputError
@@ -33,23 +34,63 @@ Every message says what was found, what was expected and what to do. All values 
 so that an error pickles and its text can be rebuilt in another process.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
+
+from .shown import HIDDEN
+
+#: Who has to act: the "client", whose job fails whenever it is tried; the "server", where another try may go
+#: better; nobody, as it was "cancelled" on a person's word.
+Fault = Literal["client", "server", "cancelled"]
+
+#: What the last line of a failed job's `exc_info` begins with, if Tokenmill failed it.
+FAULT_PREFIX = "tokenmill: "
+
+
+def fault_line(fault: Fault) -> str:
+    """Return the last line of a failed job's `exc_info`."""
+    return f"{FAULT_PREFIX}{fault}"
 
 
 class JobsError(Exception):
-    """Base of every error of this package; `message` is formatted with the positional arguments."""
+    """Base of every error of this package; `message` is formatted with the positional arguments.
+
+    A note gives its traceback the last line that `fault_line` returns, whoever prints it.
+    """
 
     message: ClassVar[str] = "{0}"
+    fault: ClassVar[Fault] = "client"
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.add_note(fault_line(self.fault))
 
     def __str__(self) -> str:
         return self.message.format(*self.args)
 
+    @property
+    def log_text(self) -> str:
+        """The message without anything that may be a part of a prompt."""
+        return str(self)
+
 
 class InvalidJob(JobsError):
     """Raised when the arguments of a job are wrong: (text)."""
+
+
+class InvalidValue(InvalidJob):
+    """Raised when an argument has a value that cannot be: (text, what stands for each {} in it).
+
+    Those values are the job's own, and may be a part of a prompt.
+    """
+
+    def __str__(self) -> str:
+        text, *values = self.args
+        return str(text).format(*values)
+
+    @property
+    def log_text(self) -> str:
+        text, *values = self.args
+        return str(text).format(*[HIDDEN] * len(values))
 
 
 class ModelNotServed(InvalidJob):
@@ -62,9 +103,15 @@ class ModelNotServed(InvalidJob):
 
 
 class RequestFailed(JobsError):
-    """Raised when the engine refused a prompt of a job: (index of the prompt, the engine's reason)."""
+    """Raised when the engine refused the prompts of a job: (index of the first, the engine's reason)."""
 
     message = "request {0} of this job failed: {1}"
+
+    @property
+    def log_text(self) -> str:
+        """Without what follows a colon in the reason: a chat template's own words, for example."""
+        index, reason = self.args
+        return self.message.format(index, str(reason).partition(": ")[0])
 
 
 class ForeignJobsPackage(JobsError):
@@ -173,6 +220,7 @@ class OutputHoldsForeignFiles(OutputError):
 class OutputNotWritable(OutputError):
     """Raised when the output cannot be written: (path, reason)."""
 
+    fault = "server"
     message = (
         "cannot write {0} ({1}): make the folder writable for the worker, then submit again; "
         "finished parts stay"
@@ -182,6 +230,7 @@ class OutputNotWritable(OutputError):
 class DiskFull(OutputError):
     """Raised when the output's disk or quota is full: (path, reason)."""
 
+    fault = "server"
     message = "no space left while writing {0} ({1}): free some, then submit again; finished parts stay"
 
 
@@ -212,6 +261,7 @@ class RunOfAnotherModel(RunError):
 class RunCancelled(RunError):
     """Raised when a job belongs to a cancelled run: (run)."""
 
+    fault = "cancelled"
     message = "run {0} was cancelled: submit it again with the same arguments to resume it"
 
 
@@ -227,4 +277,5 @@ class UnknownRun(RunError):
 class RunBusy(RunError):
     """Raised when a run's lock cannot be had or was lost: (run)."""
 
+    fault = "server"
     message = "another process is planning or cancelling run {0}: wait for it, then submit again"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from .context import JobContext
-from .prompts import check_choices, parse_messages, parse_prompts, parse_sampling
-from .responses import Answers, chat_completion, check_answers, text_completion
+from .prompts import Unusable, check_choices, parse_messages, parse_prompts, parse_sampling
+from .responses import Answers, FailedCompletion, chat_completion, check_answers, text_completion
 from .served_model import parse_model
 from .tasks import Completion, Request, Task
 
@@ -26,22 +26,27 @@ class PromptTask(Task):
 
     def __init__(
         self,
-        requests: Sequence[Request],
+        prompts: Sequence[Request | Unusable],
+        sampling: Mapping[str, Any],
         respond: Respond,
         model: str | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """model: what the job asks for; None takes whichever is served."""
-        self._requests = requests
-        self._respond = respond
-        self._model = model
-        self._clock = clock
-        self._answers: list[Sequence[Completion]] = [()] * len(requests)
+        """sampling: that of every request. model: what the job asks for; None takes whichever is served."""
+        self._sampling, self._respond, self._model, self._clock = sampling, respond, model, clock
+        #: Place among the job's prompts of each request.
+        self._places = [place for place, prompt in enumerate(prompts) if isinstance(prompt, Request)]
+        self._requests = [prompt for prompt in prompts if isinstance(prompt, Request)]
+        self._answers: list[Sequence[Completion]] = [
+            self._failed(prompt.reason) if isinstance(prompt, Unusable) else () for prompt in prompts
+        ]
         self._context: JobContext | None = None
 
     def open(self, context: JobContext) -> None:
-        """Raise ModelNotServed when the job asks for another model than the one served here."""
+        """Raise ModelNotServed when the job asks for another model than the one served here, InvalidJob for
+        sampling values that no request could use."""
         context.model.check_asked_for(self._model)
+        context.check_sampling(self._sampling)
         self._context = context
 
     def requests(self) -> Iterator[Request]:
@@ -52,10 +57,18 @@ class PromptTask(Task):
         return len(self._requests)
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
-        self._answers[index] = sorted(completions, key=lambda sample: sample.index)
+        failed = next((sample for sample in completions if sample.finish_reason == "error"), None)
+        samples = sorted(completions, key=lambda sample: sample.index)
+        self._answers[self._places[index]] = samples if failed is None else self._failed(failed.error)
+
+    def _failed(self, reason: str | None) -> Sequence[Completion]:
+        """Return what stands for each sample of a prompt that failed: every choice keeps its number."""
+        n = self._sampling.get("n", 1)
+        failed = FailedCompletion(reason or "the engine gave no reason")
+        return [failed] * (n if isinstance(n, int) else 1)
 
     def result(self) -> dict[str, Any]:
-        """Return OpenAI's response shape. Raises RequestFailed when a request was refused."""
+        """Return OpenAI's response shape. Raises RequestFailed when every prompt failed."""
         assert self._context is not None, "result() before open()"
         assert all(self._answers), "result() before every request was delivered"
         check_answers(self._answers)
@@ -73,12 +86,16 @@ def complete_task(prompt: object, *, model: object = None, **sampling: Any) -> P
     values = parse_sampling(sampling)
     prompts = parse_prompts(prompt)
     check_choices(len(prompts), values)
-    requests = [Request(prompt=item, messages=None, sampling=values) for item in prompts]
-    return PromptTask(requests, text_completion, asked_for)
+    requests = [
+        item if isinstance(item, Unusable) else Request(prompt=item, messages=None, sampling=values)
+        for item in prompts
+    ]
+    return PromptTask(requests, values, text_completion, asked_for)
 
 
 def chat_task(messages: object, *, model: object = None, **sampling: Any) -> PromptTask:
     """Return the task of jobs.chat. Raises InvalidJob when an argument is wrong."""
     asked_for = parse_model(model)
-    request = Request(prompt=None, messages=parse_messages(messages), sampling=parse_sampling(sampling))
-    return PromptTask([request], chat_completion, asked_for)
+    values = parse_sampling(sampling)
+    request = Request(prompt=None, messages=parse_messages(messages), sampling=values)
+    return PromptTask([request], values, chat_completion, asked_for)

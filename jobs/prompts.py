@@ -1,10 +1,11 @@
 """Which prompts, messages and sampling values a job may carry, checked before the engine sees them."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from .errors import InvalidJob
-from .shown import shown
+from .errors import InvalidJob, InvalidValue
+from .shown import MAX_SHOWN_CHARS, shown
 
 #: A prompt beyond any context length only costs tokenizer time and Redis memory.
 MAX_PROMPT_BYTES = 1 << 20
@@ -21,6 +22,13 @@ NOT_TEXT = frozenset(
 )
 
 Prompt = str | list[int]
+
+
+@dataclass(frozen=True)
+class Unusable:
+    """Stands for a prompt of a list that can be none; the others go on."""
+
+    reason: str
 
 
 def text_problem(text: object, what: str = "prompt") -> str | None:
@@ -55,10 +63,11 @@ def messages_problem(messages: object) -> str | None:
     return None
 
 
-def parse_prompts(prompt: object) -> list[Prompt]:
+def parse_prompts(prompt: object) -> list[Prompt | Unusable]:
     """Return one entry for each prompt: a string, token ids, a list of strings or a list of token ids.
 
-    Raises InvalidJob for anything else, for an empty list, and beyond MAX_PROMPT_BYTES or MAX_PROMPTS.
+    Of a list, what can be no prompt, or is beyond MAX_PROMPT_BYTES, is Unusable. Raises InvalidJob where
+    nothing is left, for an empty list, and beyond MAX_PROMPTS.
     """
     if isinstance(prompt, str):
         return [_text(prompt, "prompt")]
@@ -73,7 +82,11 @@ def parse_prompts(prompt: object) -> list[Prompt]:
             f"the job holds {len(prompt)} prompts, more than the limit of {MAX_PROMPTS}: "
             "split it, or score a Parquet file"
         )
-    return [_prompt(item, f"prompt {number}") for number, item in enumerate(prompt)]
+    prompts = [_prompt(item, f"prompt {number}") for number, item in enumerate(prompt)]
+    unusable = [item for item in prompts if isinstance(item, Unusable)]
+    if len(unusable) == len(prompts):
+        raise InvalidJob(unusable[0].reason)
+    return prompts
 
 
 def parse_messages(messages: object) -> list[dict[str, Any]]:
@@ -91,9 +104,11 @@ def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name, value in sampling.items():
         if name in NOT_TEXT and isinstance(value, str):
-            raise InvalidJob(
-                f"{name} arrived as the text {value[:80]!r}, expected JSON: "
-                f"write {name}:={value[:80]} on the command line, or pass a number in Python"
+            raise InvalidValue(
+                f"{name} arrived as the text {{}}, expected JSON: "
+                f"write {name}:={{}} on the command line, or pass a number in Python",
+                shown(value),
+                value[:MAX_SHOWN_CHARS],
             )
     return dict(sampling)
 
@@ -108,12 +123,15 @@ def check_choices(num_prompts: int, sampling: Mapping[str, Any]) -> None:
         )
 
 
-def _prompt(item: object, what: str) -> Prompt:
-    if isinstance(item, list) and _are_token_ids(item):
-        return _token_ids(item, what)
-    if isinstance(item, str):
-        return _text(item, what)
-    raise InvalidJob(f"{what} is {type(item).__name__}, expected a string or a non-empty list of token ids")
+def _prompt(item: object, what: str) -> Prompt | Unusable:
+    try:
+        if isinstance(item, list) and _are_token_ids(item):
+            return _token_ids(item, what)
+        if isinstance(item, str):
+            return _text(item, what)
+    except InvalidJob as error:
+        return Unusable(str(error))
+    return Unusable(f"{what} is {type(item).__name__}, expected a string or a non-empty list of token ids")
 
 
 def _text(text: str, what: str) -> str:

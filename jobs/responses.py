@@ -1,6 +1,7 @@
 """OpenAI's response shapes, built from completions."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .errors import RequestFailed
@@ -11,7 +12,10 @@ Answers = Sequence[Sequence[Completion]]
 
 
 def text_completion(answers: Answers, *, job_id: str, model: str, created: int) -> dict[str, Any]:
-    """Return a `text_completion`; choices run over requests, then samples. created: Unix time in seconds."""
+    """Return a `text_completion`; choices run over prompts, then samples. created: Unix time in seconds.
+
+    The choices of a prompt that failed have the finish_reason "error", no text, and the reason in `error`.
+    """
     choices = [
         {"index": number, "text": sample.text, **_ending(sample)} for number, sample in _numbered(answers)
     ]
@@ -27,12 +31,24 @@ def chat_completion(answers: Answers, *, job_id: str, model: str, created: int) 
     return _response("chatcmpl", "chat.completion", choices, answers, job_id, model, created)
 
 
+@dataclass(frozen=True)
+class FailedCompletion:
+    """A sample of a prompt that failed."""
+
+    error: str
+    index: int = 0
+    token_ids: Sequence[int] = ()
+    text: str = ""
+    finish_reason: str = "error"
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
 def check_answers(answers: Answers) -> None:
-    """Raise RequestFailed for the first request that the engine refused."""
-    for index, samples in enumerate(answers):
-        for sample in samples:
-            if sample.finish_reason == "error":
-                raise RequestFailed(index, sample.error or "the engine gave no reason")
+    """Raise RequestFailed where every prompt failed; one of several fails its own choices only."""
+    failures = [samples[0].error for samples in answers if samples[0].finish_reason == "error"]
+    if len(failures) == len(answers):
+        raise RequestFailed(0, failures[0])
 
 
 def _numbered(answers: Answers) -> list[tuple[int, Completion]]:
@@ -40,7 +56,8 @@ def _numbered(answers: Answers) -> list[tuple[int, Completion]]:
 
 
 def _ending(sample: Completion) -> dict[str, Any]:
-    return {"finish_reason": sample.finish_reason, "logprobs": None}
+    ending = {"finish_reason": sample.finish_reason, "logprobs": None}
+    return ending if sample.error is None else {**ending, "error": sample.error}
 
 
 def _response(

@@ -14,6 +14,7 @@ from rq.serializers import JSONSerializer
 from rq.worker.base import BaseWorker
 from rq.worker_registration import WORKERS_BY_QUEUE_KEY
 
+from .errors import FAULT_PREFIX
 from .keys import worker_key
 from .parquet.names import job_shard, shard_job_id
 from .run_state import RunState
@@ -127,9 +128,11 @@ def _awaited_model(facts: dict[str, str], seen: _QueueSeen) -> str | None:
 
 
 def failure_text(connection: Redis, job_id: str) -> str:
-    """Return the last line of a failed job's error, or that it left none."""
+    """Return the last line of a failed job's error, before the line that classes it, or that it left none."""
     result = _latest_result(connection, job_id)
     lines = (result.exc_string or "").strip().splitlines() if result else []
+    if lines and lines[-1].startswith(FAULT_PREFIX):
+        lines.pop()
     return lines[-1] if lines else "it left no error"
 
 

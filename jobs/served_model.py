@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .errors import InvalidJob, ModelNotServed
+from .errors import InvalidValue, ModelNotServed
 from .shown import shown
 
 #: A model's name may be the path of its folder.
@@ -42,7 +42,7 @@ def parse_model(model: object) -> str | None:
     if model is None:
         return None
     if not isinstance(model, str) or not 0 < len(model) <= MAX_MODEL_CHARS or not model.isprintable():
-        raise InvalidJob(f"model is {shown(model)}, expected the name of the served model, or none")
+        raise InvalidValue("model is {}, expected the name of the served model, or none", shown(model))
     return model
 
 

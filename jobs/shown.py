@@ -2,6 +2,9 @@
 
 MAX_SHOWN_CHARS = 80
 
+#: What stands in a log for such a value.
+HIDDEN = "..."
+
 
 def shown(value: object) -> str:
     """Return a value as Python writes it, cut after MAX_SHOWN_CHARS characters."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from engine import SamplingParams
+from jobs._inline import check_sampling
 from jobs.served_model import ServedModel
 from jobs.table import ALLOWED_FUNCTIONS
 from jobs.version import code_version
@@ -54,7 +54,7 @@ def assemble(
         surroundings=Surroundings(
             settings.data_roots,
             served,
-            SamplingParams.from_mapping,
+            check_sampling,
             settings.function_grace_s,
         ),
         orders=orders,

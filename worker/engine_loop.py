@@ -167,7 +167,8 @@ class EngineLoop:
                 raise
             self._refused.append(Completion.refused(order.request_id, error))
         except Exception as error:  # noqa: BLE001  # what a request may hold is open; it fails itself alone
-            self._refused.append(Completion.refused(order.request_id, error))
+            failure = InvalidRequest(f"{type(error).__name__}: {error}")
+            self._refused.append(Completion.refused(order.request_id, failure))
 
     def _hand_out(self, finished: list[Completion]) -> None:
         now = self._clock()

@@ -8,6 +8,7 @@ WorkerError
 ├── EngineFailed           the engine raised in the middle of a step; its jobs were given back
 ├── TooManyStuckThreads functions hang beyond their timeouts; what the worker held was given back
 ├── IoThreadFailed         the thread that talks to Redis raised; leases run out and others take over
+├── JobSetAside            a job that took too many workers with it
 └── JobRefused             a job that must not run here: payload, function or callback
     ├── BadPayload         the payload is no JSON list of (function, instance, args, kwargs)
     ├── TooLarge           the payload or the id is beyond its bound
@@ -16,9 +17,15 @@ WorkerError
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+from jobs.errors import Fault
+
 
 class WorkerError(Exception):
-    """Base of everything the worker raises."""
+    """Base of everything the worker raises. fault: who has to act where it fails a job."""
+
+    fault: ClassVar[Fault] = "server"
 
 
 class StartupError(WorkerError):
@@ -81,8 +88,14 @@ class IoThreadFailed(WorkerError):
     """The thread that talks to Redis raised; other workers take over when its leases run out."""
 
 
+class JobSetAside(WorkerError):
+    """The job is failed because workers died while they ran it: more tries would cost more of them."""
+
+
 class JobRefused(WorkerError):
     """The job is failed without running any of it, and is not retried."""
+
+    fault = "client"
 
 
 class BadPayload(JobRefused):

@@ -11,17 +11,41 @@ from functools import partial
 from typing import Any, Protocol
 
 from redis.exceptions import RedisError
+from rq.timeouts import JobTimeoutException
 from rq.utils import now
 
+from jobs.errors import Fault, JobsError, fault_line
 from worker._rq import Callbacks, EndStatus, JobStore, Outcome, printable
-from worker.errors import WorkerError
+from worker.errors import JobRefused, JobSetAside, WorkerError
 from worker.functions import FunctionPool
 from worker.packing import RunningJob
 from worker.pool_calls import PoolCalls
 
+MAX_REASON_CHARS = 400
+_FREE_OF_PROMPTS = (JobRefused, JobSetAside, JobTimeoutException)
+
 
 class CallbackFailed(WorkerError):
     """A callback raised an error of Redis."""
+
+
+def fault_of(job: RunningJob, error: BaseException) -> Fault | None:
+    """Whose fault a failure is; None for what a function of the user's raised: that ends as in RQ."""
+    if isinstance(error, (JobRefused, JobSetAside)) or (job.is_ours and isinstance(error, JobsError)):
+        return error.fault
+    return "server" if job.is_ours else None
+
+
+def log_text(job: RunningJob, error: BaseException) -> str:
+    """Why a job failed, in one line without any part of a prompt: an error that is not ours may quote one."""
+    name = type(error).__name__
+    if job.is_ours and isinstance(error, JobsError):
+        text = error.log_text
+    elif isinstance(error, _FREE_OF_PROMPTS) or (job.is_ours and isinstance(error, OSError)):
+        text = str(error)
+    else:
+        return name
+    return f"{name}: {' '.join(text.split())[:MAX_REASON_CHARS]}"
 
 
 class Ended(Protocol):
@@ -61,15 +85,20 @@ class JobEnds:
         self._end(job, "finished", value)
 
     def fail(self, job: RunningJob, error: BaseException) -> None:
-        """End a job with what went wrong."""
+        """End a job with what went wrong, at once where another try would end alike."""
+        fault = fault_of(job, error)
         self._log.warning(
-            "%s: job %s failed: %s", job.claimed.queue_name, job.claimed.job.id, type(error).__name__
+            "%s: job %s failed: %s", job.claimed.queue_name, job.claimed.job.id, log_text(job, error)
         )
-        self._end(job, "failed", printable(error), error)
+        if fault is not None and fault_line(fault) not in getattr(error, "__notes__", ()):
+            error.add_note(fault_line(fault))
+        self._end(job, "failed", printable(error), error, retries=fault in (None, "server"))
 
     def stop(self, job: RunningJob) -> None:
         """End a job on a person's word."""
-        self._end(job, "stopped", "Job stopped by user, its sequences were aborted.")
+        self._end(
+            job, "stopped", f"Job stopped by user, its sequences were aborted.\n{fault_line('cancelled')}"
+        )
 
     def forget(self, job: RunningJob) -> None:
         """Drop an end that is not written yet."""
@@ -80,15 +109,18 @@ class JobEnds:
         return job.number in self._outcomes
 
     def _end(
-        self, job: RunningJob, status: EndStatus, value: Any, error: BaseException | None = None
+        self,
+        job: RunningJob,
+        status: EndStatus,
+        value: Any,
+        error: BaseException | None = None,
+        retries: bool = False,
     ) -> None:
         """Bring a job to its end: first what user code it calls, then the writing."""
         job.closing = True
         ended_at, working_s = now(), self._clock() - job.started_at if job.started_at is not None else 0.0
         started_at = ended_at - timedelta(seconds=working_s)
-        outcome = Outcome(
-            job.claimed, status, value, ended_at, working_s, started_at, retries=status == "failed"
-        )
+        outcome = Outcome(job.claimed, status, value, ended_at, working_s, started_at, retries=retries)
         if self._callbacks.has_callback(outcome):
             self._call_back(job, outcome, error)
         else:

@@ -20,6 +20,7 @@ from jobs.context import JobContext
 from jobs.keys import FUNCTION
 from jobs.served_model import ServedModel
 from jobs.shared_files import SharedFiles
+from jobs.table import ALLOWED_FUNCTIONS as OWN_NAMES
 from jobs.table import open_task, own_function
 from worker._rq import (
     Callbacks,
@@ -31,7 +32,7 @@ from worker._rq import (
 )
 from worker.admission import Admission, FunctionCall
 from worker.engine_loop import Abort, Add, Order
-from worker.errors import BadPayload, JobRefused, WorkerError
+from worker.errors import BadPayload, JobRefused, JobSetAside
 from worker.functions import FunctionPool, JobStopped, timeout_error
 from worker.interrupts import check_interrupted
 from worker.job_ends import JobEnds
@@ -141,6 +142,7 @@ class JobRunner:
             if claimed.damage is not None:
                 raise BadPayload(f"its hash in Redis is damaged: {claimed.damage}")
             call = self._admission.admit(claimed.job)
+            job.is_ours = call.name in OWN_NAMES
             job.task = open_task(call.name, call.args, call.kwargs)
         except JobRefused as error:
             strip_hooks(claimed.job)
@@ -400,7 +402,7 @@ class JobRunner:
         claimed.job.retries_left = None
         self._ends.fail(
             job,
-            WorkerError(
+            JobSetAside(
                 f"{deaths} workers died while they ran this job (TOKENMILL_MAX_WORKER_DEATHS={deaths}): "
                 "it is set aside; look at the workers' logs before you enqueue it again"
             ),

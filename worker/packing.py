@@ -24,6 +24,7 @@ class RunningJob:
     ticket: names the pool call whose report is awaited; a report with another one comes too late.
     closing: its end is being worked out or written; nothing may interrupt that.
     broken: what its stream of requests raised.
+    is_ours: whether Tokenmill's own code runs it, and no function of the user's.
     """
 
     number: int
@@ -38,6 +39,7 @@ class RunningJob:
     interrupted: bool = False
     ticket: object = None
     broken: Exception | None = None
+    is_ours: bool = False
     next_index: int = 0
     in_engine: int = 0
     open_requests: dict[int, list[Completion]] = field(default_factory=dict)

@@ -4,7 +4,7 @@ import os
 import re
 from urllib.parse import unquote
 
-from ..errors import InvalidJob, UnsupportedScheme
+from ..errors import InvalidValue, UnsupportedScheme
 from ..shown import shown
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)([^?#]*)", re.DOTALL)
@@ -16,7 +16,7 @@ def local_path(path: object) -> str:
     Raises UnsupportedScheme for other URIs, InvalidJob for what is no path at all.
     """
     if not isinstance(path, str) or not path:
-        raise InvalidJob(f"{shown(path)} is no path: expected a non-empty string")
+        raise InvalidValue("{} is no path: expected a non-empty string", shown(path))
     if uri := _URI.match(path):
         scheme, host, path = uri[1].lower(), uri[2].rpartition("@")[2], uri[3]
         if scheme != "file":
@@ -27,7 +27,7 @@ def local_path(path: object) -> str:
             raise UnsupportedScheme(f"file://{host}{path}", f"file on host {host}")
         path = unquote(path)
     if "\0" in path or not _is_utf8(path):
-        raise InvalidJob(f"{shown(path)} is no path: it holds a zero byte, or is not UTF-8")
+        raise InvalidValue("{} is no path: it holds a zero byte, or is not UTF-8", shown(path))
     return os.path.abspath(path)
 
 

@@ -13,6 +13,7 @@ from ..context import JobContext
 from ..errors import (
     InputChanged,
     InvalidJob,
+    InvalidValue,
     MissingColumn,
     OutputHoldsAnotherRun,
     RunCancelled,
@@ -72,8 +73,8 @@ def score_parquet(
             f"redo_damaged is {shown(redo_damaged)}, expected true or false: write redo_damaged:=true"
         )
     if queue is not None and (not isinstance(queue, str) or not 0 < len(queue) <= MAX_NAME_CHARS):
-        raise InvalidJob(
-            f"queue is {shown(queue)}, expected the name of a queue, at most {MAX_NAME_CHARS} characters"
+        raise InvalidValue(
+            f"queue is {{}}, expected the name of a queue, at most {MAX_NAME_CHARS} characters", shown(queue)
         )
     context.check_sampling(spec.sampling)
     submission = Submission(queue or context.queue_name, parse_model(model), redo_damaged)

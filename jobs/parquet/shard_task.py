@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..context import JobContext
-from ..errors import InvalidJob
+from ..errors import InvalidJob, InvalidValue
 from ..shown import shown
 from ..tasks import Completion, Request, Task
 from .names import is_run_id
@@ -61,11 +61,11 @@ class ShardTask(Task):
 def shard_task(run: str, plan: str, shard: int) -> ShardTask:
     """Return the task of jobs.score_shard. Raises InvalidJob when an argument is wrong."""
     if not is_run_id(run):
-        raise InvalidJob(
-            f"run is {shown(run)}, expected the id of a planned run: enqueue jobs.score_parquet instead"
+        raise InvalidValue(
+            "run is {}, expected the id of a planned run: enqueue jobs.score_parquet instead", shown(run)
         )
     if not isinstance(plan, str):
         raise InvalidJob(f"plan is {type(plan).__name__}, expected the path of a run's _plan.json")
     if not isinstance(shard, int) or isinstance(shard, bool) or shard < 0:
-        raise InvalidJob(f"shard is {shown(shard)}, expected the number of a shard")
+        raise InvalidValue("shard is {}, expected the number of a shard", shown(shard))
     return ShardTask(run, plan, shard)

@@ -10,7 +10,7 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
-from ..errors import InvalidJob
+from ..errors import InvalidJob, InvalidValue
 from ..prompts import parse_sampling
 from ..shown import shown
 from .paths import local_path
@@ -109,9 +109,9 @@ def check_num_files(found: int) -> None:
 
 def _name(argument: str, value: Any) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS:
-        raise InvalidJob(
-            f"{argument} is {shown(value)}, expected the name of a column, "
-            f"at most {MAX_NAME_CHARS} characters"
+        raise InvalidValue(
+            f"{argument} is {{}}, expected the name of a column, at most {MAX_NAME_CHARS} characters",
+            shown(value),
         )
     return value
 
@@ -126,15 +126,17 @@ def _sampling(value: Any) -> dict[str, Any]:
         )
     sampling = parse_sampling(value)
     if sampling.get("n", 1) != 1:
-        raise InvalidJob(f"n is {shown(sampling['n'])}, expected 1: a row of the output holds one completion")
+        raise InvalidValue(
+            "n is {}, expected 1: a row of the output holds one completion", shown(sampling["n"])
+        )
     return sampling
 
 
 def _rows_per_shard(value: Any) -> int:
     if isinstance(value, str):
-        raise InvalidJob(f"rows_per_shard arrived as the text {shown(value)}: write rows_per_shard:=1000")
+        raise InvalidValue("rows_per_shard arrived as the text {}: write rows_per_shard:=1000", shown(value))
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_ROWS_PER_SHARD:
-        raise InvalidJob(
-            f"rows_per_shard is {shown(value)}, expected an integer from 1 to {MAX_ROWS_PER_SHARD}"
+        raise InvalidValue(
+            f"rows_per_shard is {{}}, expected an integer from 1 to {MAX_ROWS_PER_SHARD}", shown(value)
         )
     return value

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-from ..errors import InvalidJob
+from ..errors import InvalidJob, InvalidValue
 from ..shown import shown
 
 #: The template is part of a run's job and of its plan; each of a million rows repeats it.
@@ -84,12 +84,12 @@ def _parse_text(text: str) -> Pieces:
     try:
         for literal, column, form, conversion in Formatter().parse(text):
             if form or conversion or (column is not None and (not column or set(column) & set(".[]"))):
-                raise InvalidJob(
-                    f"template field {shown(column)}: only a plain column name may stand in braces"
+                raise InvalidValue(
+                    "template field {}: only a plain column name may stand in braces", shown(column)
                 )
             pieces.append((literal, column))
     except ValueError as error:
-        raise InvalidJob(f"template {shown(text)}: {error}; write {{{{ and }}}} for braces") from None
+        raise InvalidValue("template {}: {}; write {{{{ and }}}} for braces", shown(text), error) from None
     return tuple(pieces)
 
 

@@ -125,7 +125,7 @@ def test_a_bad_prompt_fails_alone(shared: Engine, prompt: Any, error: type[Excep
         ({"stop_token_ids": [True]}, "stop_token_ids must be an integer, got True"),
         ({"min_tokens": False}, "min_tokens must be an integer, got False"),
         ({"stop": {"secret": "x" * 1000}}, "stop must be a string or a list of strings, got .{0,60}$"),
-        ({"max_token": 5}, "'max_token' is no sampling parameter; accepted are"),
+        ({"max_token": 5}, r"'max_token' is no sampling parameter; did you mean max_tokens\? accepted are"),
     ],
 )
 def test_bad_sampling_values_are_refused_by_name(values: dict[str, Any], message: str) -> None:

@@ -4,11 +4,14 @@ import copy
 import pickle
 import subprocess
 import sys
+import traceback
+from dataclasses import replace
 
 import pytest
 
 import jobs
 from jobs import errors
+from jobs._inline import check_sampling
 from jobs.context import JobContext
 from jobs.prompt_task import PromptTask
 from jobs.prompts import MAX_MESSAGES, MAX_PROMPT_BYTES, MAX_PROMPTS
@@ -72,7 +75,7 @@ def test_prompt_may_be_text_or_token_ids_or_a_list_of_either(prompt: object, exp
 
 def test_choices_keep_the_order_of_prompts_and_samples_and_count_each_prompt_once() -> None:
     requests = [Request(text, None, {"n": 2}) for text in "ab"]
-    task = PromptTask(requests, text_completion, clock=lambda: 12.9)
+    task = PromptTask(requests, {"n": 2}, text_completion, clock=lambda: 12.9)
     task.open(JobContext(None, "q", "j", "e", (), MODEL))  # type: ignore[arg-type]
     task.deliver(
         1,
@@ -100,14 +103,76 @@ def test_choices_keep_the_order_of_prompts_and_samples_and_count_each_prompt_onc
     assert response["usage"]["completion_tokens"] == 5
 
 
-def test_a_refused_prompt_fails_the_job_and_names_it(context: JobContext) -> None:
-    with pytest.raises(errors.RequestFailed, match=r"request 1 .*too long"):
-        run_task(
-            context,
-            "jobs.complete",
-            ["a", "b"],
-            answer=lambda request: refuse("too long") if request.prompt == "b" else shout(request),
-        )
+def refuse_b(request: Request) -> FakeCompletion:
+    return refuse("too long") if request.prompt == "b" else shout(request)
+
+
+def test_a_bad_prompt_of_a_list_fails_its_choices_and_not_its_neighbours(context: JobContext) -> None:
+    prompts = ["a", "b", None, "c", "\ud800"]
+    response = run_task(context, "jobs.complete", prompts, answer=refuse_b)
+    choices = response["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3, 4]
+    assert [choice["text"] for choice in choices] == ["A", "", "", "C", ""]
+    assert [choice["finish_reason"] for choice in choices] == ["stop", "error", "error", "stop", "error"]
+    assert [choice.get("error", "").partition(",")[0] for choice in choices[1:3]] == [
+        "too long",
+        "prompt 2 is NoneType",
+    ]
+    assert "error" not in choices[0]
+    assert response["usage"]["prompt_tokens"] == 2
+
+
+def test_a_failed_prompt_has_as_many_choices_as_the_others(context: JobContext) -> None:
+    task = open_task("jobs.complete", [["a", "b"]], {"n": 2})
+    assert task is not None
+    task.open(context)
+    task.deliver(0, [FakeCompletion("a1", 1), FakeCompletion(finish_reason="error", error="no memory")])
+    task.deliver(1, [FakeCompletion("b1", 1), FakeCompletion("b0", 0)])
+    choices = task.result()["choices"]
+    assert [(each["index"], each["text"]) for each in choices] == [(0, ""), (1, ""), (2, "b0"), (3, "b1")]
+    assert [each.get("error") for each in choices] == ["no memory", "no memory", None, None]
+
+
+def test_a_job_whose_prompts_were_all_refused_fails_and_names_the_first(context: JobContext) -> None:
+    with pytest.raises(errors.RequestFailed, match=r"request 0 .*too long"):
+        run_task(context, "jobs.complete", ["b", "b"], answer=refuse_b)
+
+
+def test_sampling_values_that_cannot_be_fail_the_job_before_its_prompts(context: JobContext) -> None:
+    context = replace(context, check_sampling=check_sampling)
+    with pytest.raises(errors.InvalidJob, match=r"'max_tokns' is no .*did you mean max_tokens\?"):
+        run_task(context, "jobs.complete", "a", max_tokns=5)
+    with pytest.raises(errors.InvalidJob, match=r"temperature must be between 0 and .*, got -1") as bad:
+        run_task(context, "jobs.chat", [{"role": "user", "content": "a"}], temperature=-1)
+    assert "-1" not in bad.value.log_text
+
+
+def test_a_message_for_the_log_leaves_out_what_may_be_a_prompt() -> None:
+    secret = "the patient in room 4"
+    found = [
+        errors.RequestFailed(0, f"the chat template refused these messages: {secret}"),
+        errors.InvalidValue("template field {}: only a plain column name may stand in braces", secret),
+    ]
+    with pytest.raises(errors.InvalidJob) as not_a_number:
+        open_task("jobs.complete", ["a"], {"max_tokens": secret})
+    for error in [*found, not_a_number.value]:
+        assert secret in str(error)
+        assert "patient" not in error.log_text
+        assert len(error.log_text) > 30
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [
+        (errors.InvalidJob("x"), "client"),
+        (errors.MissingColumn("a", "f", "b"), "client"),
+        (errors.DiskFull("p", "r"), "server"),
+        (errors.RunCancelled("r"), "cancelled"),
+    ],
+)
+def test_a_traceback_ends_with_a_line_that_classes_the_error(error: errors.JobsError, fault: str) -> None:
+    for each in (error, pickle.loads(pickle.dumps(error))):
+        assert traceback.format_exception(each)[-1] == f"tokenmill: {fault}\n"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +187,7 @@ def test_a_refused_prompt_fails_the_job_and_names_it(context: JobContext) -> Non
         ("jobs.complete", [None], {}, "prompt is NoneType"),
         ("jobs.complete", [True], {}, "prompt is bool"),
         ("jobs.complete", [[]], {}, "empty list"),
-        ("jobs.complete", [["a", 1]], {}, "prompt 1 is int"),
+        ("jobs.complete", [[None, 1]], {}, "prompt 0 is NoneType"),
         ("jobs.complete", [[[]]], {}, "prompt 0 is list"),
         ("jobs.complete", [[[True]]], {}, "prompt 0 is list"),
         ("jobs.complete", ["\ud800"], {}, "not valid Unicode"),

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from redis import Redis
-from rq import Queue, SimpleWorker
+from rq import Queue, Retry, SimpleWorker
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
@@ -77,10 +77,11 @@ def work(queue: Queue) -> None:
     worker.work(burst=True, logging_level="ERROR")
 
 
-def last_line(job: Job) -> str:
+def last_lines(job: Job) -> list[str]:
+    """What went wrong, and whose fault it is."""
     result = job.latest_result()
     assert result is not None
-    return (result.exc_string or "").strip().splitlines()[-1]
+    return (result.exc_string or "").strip().splitlines()[-2:]
 
 
 def test_prompts_and_chats_are_answered(queue: Queue) -> None:
@@ -98,18 +99,32 @@ def test_prompts_and_chats_are_answered(queue: Queue) -> None:
         ({"prompt": "a", "max_tokens": "3"}, "max_tokens:=3"),
         (
             {"prompt": "a", "temprature": 1},
-            "request 0 of this job failed: 'temprature' is no sampling parameter",
+            "'temprature' is no sampling parameter; did you mean temperature?",
         ),
-        ({"prompt": ["a", ""]}, "request 1 of this job failed: prompt is empty"),
-        ({"prompt": ["a", "b", "breaks"]}, "request 2 of this job failed: it broke"),
+        ({"prompt": ["", ""]}, "request 0 of this job failed: prompt is empty"),
+        ({"prompt": "breaks"}, "request 0 of this job failed: it broke"),
     ],
 )
-def test_a_bad_request_fails_its_job_by_name(queue: Queue, arguments: dict[str, Any], says: str) -> None:
-    bad, good = queue.enqueue("jobs.complete", **arguments), queue.enqueue("jobs.complete", "fine")
+def test_a_bad_request_fails_its_job_by_name_at_the_first_try(
+    queue: Queue, arguments: dict[str, Any], says: str
+) -> None:
+    bad = queue.enqueue("jobs.complete", kwargs=arguments, retry=Retry(max=2))
+    good = queue.enqueue("jobs.complete", "fine")
     work(queue)
     assert bad.get_status() == JobStatus.FAILED
-    assert says in last_line(bad)
+    problem, fault = last_lines(bad)
+    assert says in problem
+    assert fault == "tokenmill: client"
+    assert len(bad.results()) == 1
     assert good.get_status() == JobStatus.FINISHED
+
+
+def test_a_bad_prompt_of_a_list_fails_its_choice_alone(queue: Queue) -> None:
+    job = queue.enqueue("jobs.complete", ["a", "", "breaks"])
+    work(queue)
+    choices = job.return_value()["choices"]
+    assert [choice["text"] for choice in choices] == ["a!0", "", ""]
+    assert [choice.get("error") for choice in choices] == [None, "prompt is empty", "it broke"]
 
 
 def test_a_job_that_timed_out_leaves_nothing_to_the_next_one(queue: Queue, engine: EchoEngine) -> None:
@@ -142,7 +157,7 @@ def test_sampling_that_no_request_could_use_fails_the_planning(queue: Queue, tmp
         sampling={"temperature": -1},
     )
     work(queue)
-    assert "temperature" in last_line(plan)
+    assert "temperature" in last_lines(plan)[0]
     assert not (tmp_path / "out").exists()
 
 

@@ -170,12 +170,54 @@ def test_retries_are_used_up_and_then_the_job_fails(workers: Workers) -> None:
 
 
 def test_a_retry_with_an_interval_is_scheduled(workers: Workers) -> None:
-    job = workers.queue("bulk").enqueue("jobs.complete", "refuse", retry=Retry(max=1, interval=600))
+    job = workers.queue("bulk").enqueue(F + "boom", "no", retry=Retry(max=1, interval=600))
     workers.burst()
     assert job.get_status() == JobStatus.SCHEDULED
     registry = ScheduledJobRegistry("bulk", connection=workers.redis, serializer=JSONSerializer)
     assert registry.get_job_ids() == [job.id]
     assert leftovers(workers.redis, "bulk") == []
+
+
+def test_a_failure_that_no_other_try_can_mend_uses_up_no_retry(workers: Workers) -> None:
+    queue, retry = workers.queue("bulk"), Retry(max=2)
+    jobs = [
+        queue.enqueue("jobs.complete", "refuse", retry=retry),
+        queue.enqueue("jobs.complete", "a", max_tokns=5, retry=retry),
+        queue.enqueue("jobs.score_parquet", "no/such.parquet", "out", retry=retry),
+    ]
+    log = workers.burst()
+    for job in jobs:
+        job.refresh()
+        assert (job.get_status(), job.retries_left) == (JobStatus.FAILED, 2)
+        assert (workers.result(job).exc_string or "").splitlines()[-1] == "tokenmill: client"
+    assert f"job {jobs[0].id} failed: RequestFailed: request 0 of this job failed: the prompt is empty" in log
+    assert f"job {jobs[1].id} failed: InvalidJob: 'max_tokns' is no sampling parameter; did you mean" in log
+    assert f"job {jobs[2].id} failed: InputNotFound: no Parquet file at" in log
+
+
+def test_a_failure_of_the_servers_is_tried_again_and_classed(workers: Workers) -> None:
+    job = workers.queue("bulk").enqueue("jobs.complete", "hang", job_timeout=1, retry=Retry(max=1))
+    log = workers.burst()
+    job.refresh()
+    assert (job.get_status(), job.retries_left) == (JobStatus.FAILED, 0)
+    assert (workers.result(job).exc_string or "").splitlines()[-1] == "tokenmill: server"
+    assert "JobTimeoutException: Task exceeded maximum timeout value (1 seconds)" in log
+
+
+def test_what_a_users_function_raises_is_neither_classed_nor_logged_in_its_words(workers: Workers) -> None:
+    job = workers.queue("bulk").enqueue(F + "boom", "secret words")
+    log = workers.burst()
+    assert (workers.result(job).exc_string or "").splitlines()[-1] == "ValueError: secret words"
+    assert f"job {job.id} failed: ValueError" in log
+    assert "secret words" not in log
+
+
+def test_a_stopped_job_is_classed_as_cancelled(workers: Workers) -> None:
+    hang = workers.queue("bulk").enqueue("jobs.complete", "hang")
+    workers.start("--name", "w")
+    wait_until_started(hang)
+    send_stop_job_command(workers.redis, hang.id, serializer=JSONSerializer)
+    assert (workers.result(hang).exc_string or "").splitlines()[-1] == "tokenmill: cancelled"
 
 
 def test_a_returned_retry_runs_the_function_again(workers: Workers) -> None:
