@@ -68,7 +68,7 @@ _SCRIPTS = {
 }
 """Each script, and the shared heads it begins with after `holding`, which all begin with."""
 
-Mode = Literal["given_back", "engine_died", "abandoned"]
+Mode = Literal["given_back", "engine_died", "fault", "abandoned"]
 EndStatus = Literal["finished", "failed", "stopped"]
 FinishReply = Literal["done", "again", "lost", "dependents", "refused"]
 

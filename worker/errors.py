@@ -7,6 +7,7 @@ WorkerError
 │   └── ForeignJobsPackage the importable `jobs` is not Tokenmill's
 ├── EngineFailed           the engine raised in the middle of a step; its jobs were given back
 ├── TooManyStuckThreads functions hang beyond their timeouts; what the worker held was given back
+├── FaultySurroundings     a missing module, a lack of memory or the like, met by jobs in a row
 ├── IoThreadFailed         the thread that talks to Redis raised; leases run out and others take over
 ├── JobSetAside            a job that took too many workers with it
 └── JobRefused             a job that must not run here: payload, function or callback
@@ -81,6 +82,21 @@ class TooManyStuckThreads(WorkerError):
             f"{self.num_stuck} threads hang in functions or callbacks that nothing could interrupt, more "
             f"than TOKENMILL_MAX_STUCK_THREADS={self.most}: what it holds is given back, and only its "
             "end frees them; the log says where each hangs"
+        )
+
+
+class FaultySurroundings(WorkerError):
+    """Jobs in a row met faults of the worker's own surroundings: (how many, the last one). All were given
+    back."""
+
+    def __init__(self, in_a_row: int, last: str) -> None:
+        super().__init__(in_a_row, last)
+        self.in_a_row, self.last = in_a_row, last
+
+    def __str__(self) -> str:
+        return (
+            f"{self.in_a_row} faults in a row of this worker, not of its jobs (the last: {self.last}): it "
+            "gives back what it holds and leaves; mend its installation, memory, disk or limits, and restart"
         )
 
 

@@ -20,7 +20,8 @@ from rq.queue import Queue
 from jobs.keys import worker_key
 from worker._rq import ClaimedJob, JobStore, Mode, Wanted
 from worker.engine_loop import EngineDied, Halt, Order, Stepped
-from worker.errors import TooManyStuckThreads, WorkerError
+from worker.errors import FaultySurroundings, TooManyStuckThreads, WorkerError
+from worker.faults import MAX_IN_A_ROW, PAUSE_S, WorkerFault
 from worker.job_runner import JobRunner
 from worker.packing import Packer
 
@@ -162,6 +163,7 @@ class IoLoop:
         self._leave_by = float("inf")
         self._to_release: list[ClaimedJob] = []
         self._release_mode: Mode = "given_back"
+        self._faults: list[WorkerFault] = []
         self._polls = [Timer(POLL_S) for _ in queues]
         self._renew = Timer(limits.renew_period_s)
         self._show = Timer(STATS_PERIOD_S)
@@ -228,9 +230,13 @@ class IoLoop:
     def _check_deadlines(self) -> None:
         self._runner.check_deadlines()
         stuck, most = self._runner.num_stuck, self._limits.max_stuck_threads
-        if stuck > most and self._phase is not Phase.LEAVING:
-            self.failure = TooManyStuckThreads(stuck, most)
-            self._log.error("%s", self.failure)
+        if stuck > most:
+            self._leave_because_of(TooManyStuckThreads(stuck, most))
+
+    def _leave_because_of(self, failure: WorkerError) -> None:
+        if self._phase is not Phase.LEAVING:
+            self.failure = failure
+            self._log.error("%s", failure)
             self._start_leaving()
 
     def _handle(self, event: Any) -> None:
@@ -279,6 +285,23 @@ class IoLoop:
         if self._tokens:  # whatever has changed since: jobs that nobody renews would count as abandoned
             self._take_up(list(self._tokens), [0] * len(self._tokens))
         self._release([], self._release_mode)
+        self._give_back_faulty()
+
+    def _give_back_faulty(self) -> None:
+        """Put jobs back that met a fault of this worker's; leave where that happens time and again."""
+        self._faults += self._runner.faults.take()
+        deaths = self._limits.max_worker_deaths
+        while self._faults:
+            fault = self._faults[0]
+            mode: Mode = "fault" if fault.counts else "given_back"
+            for claimed in self._store.release([fault.claimed], mode, deaths):
+                self._runner.take_over(claimed, deaths, fault)
+            del self._faults[0]
+            self._claimed -= 1
+            for poll in self._polls:
+                poll.postpone(self._clock() + PAUSE_S)
+            if self._runner.faults.in_a_row >= MAX_IN_A_ROW:
+                self._leave_because_of(FaultySurroundings(self._runner.faults.in_a_row, str(fault)))
 
     def _ride_out(self, moment: float, error: RedisError) -> None:
         self._log.error(

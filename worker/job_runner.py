@@ -33,6 +33,7 @@ from worker._rq import (
 from worker.admission import Admission, FunctionCall
 from worker.engine_loop import Abort, Add, Order
 from worker.errors import BadPayload, JobRefused, JobSetAside
+from worker.faults import WorkerFault, WorkerFaults, is_fault
 from worker.functions import FunctionPool, JobStopped, timeout_error
 from worker.interrupts import check_interrupted
 from worker.job_ends import JobEnds
@@ -113,6 +114,7 @@ class JobRunner:
         self._jobs: dict[int, RunningJob] = {}
         self._changed: dict[int, RunningJob] = {}
         self._surplus: list[ClaimedJob] = []
+        self.faults = WorkerFaults()
         self.tally = Tally()
 
     @property
@@ -193,7 +195,7 @@ class JobRunner:
 
     def _opened(self, job: RunningJob, _: Any, error: BaseException | None) -> None:
         if error is not None:
-            self._ends.fail(job, error)
+            self._raised(job, error)
         else:
             assert job.task is not None
             job.requests = job.task.requests()
@@ -209,14 +211,31 @@ class JobRunner:
             self._calls.submit(self._functions, partial(perform, rq_job), job, self._valued, ended)
         else:
             ours = partial(own, context, *call.args, **call.kwargs)
-            self._calls.submit(self._functions, ours, job, self._valued, ended, ours=True)
+            self._calls.submit(self._functions, ours, job, self._own_valued, ended, ours=True)
 
     def _valued(self, job: RunningJob, value: Any, error: BaseException | None) -> None:
-        """A job's value is known, or what it raised."""
+        """The value of a user's function is known, or what it raised."""
         if error is not None:
             self._ends.fail(job, error)
         else:
             self._ends.succeed(job, value)
+
+    def _own_valued(self, job: RunningJob, value: Any, error: BaseException | None) -> None:
+        """The value of a job of our own is known, or what our code raised."""
+        if error is not None:
+            self._raised(job, error)
+        else:
+            self.faults.passed(job.claimed)
+            self._ends.succeed(job, value)
+
+    def _raised(self, job: RunningJob, error: BaseException) -> None:
+        """Our own code raised: the job fails, or goes back where the fault is that of this worker."""
+        if not is_fault(error):
+            self._ends.fail(job, error)
+            return
+        self._withdraw_all([job])
+        fault = self.faults.met(job.claimed, error)
+        self._log.error("job %s is given back, the fault is this worker's: %s", job.claimed.job.id, fault)
 
     def _call_now(
         self,
@@ -247,7 +266,7 @@ class JobRunner:
                 continue
             if job.broken is not None:
                 self._withdraw(job, JobStopped)
-                self._ends.fail(job, job.broken)
+                self._raised(job, job.broken)
             elif job.is_complete:
                 self._collect(job)
 
@@ -277,9 +296,9 @@ class JobRunner:
         assert task is not None
         job.closing = True
         if task.blocking:
-            self._calls.submit(self._files, task.result, job, self._valued, ours=True)
+            self._calls.submit(self._files, task.result, job, self._own_valued, ours=True)
         else:
-            self._call_now(task.result, job, self._valued)
+            self._call_now(task.result, job, self._own_valued)
 
     # End
 
@@ -389,8 +408,8 @@ class JobRunner:
             if job.call is None:
                 self._close(job)
 
-    def take_over(self, claimed: ClaimedJob, deaths: int) -> None:
-        """Bring a job to its end that is held here because its worker is gone.
+    def take_over(self, claimed: ClaimedJob, deaths: int, fault: WorkerFault | None = None) -> None:
+        """Bring a job to its end that is held here because its worker is gone or had a fault.
 
         It has taken too many workers with it, or only its dependents are to be queued.
         """
@@ -400,11 +419,13 @@ class JobRunner:
             self._ends.queue_dependents(job, None)
             return
         claimed.job.retries_left = None
+        last = f", or met a fault, of which the last is {fault}" if fault is not None else ""
         self._ends.fail(
             job,
             JobSetAside(
-                f"{deaths} workers died while they ran this job (TOKENMILL_MAX_WORKER_DEATHS={deaths}): "
-                "it is set aside; look at the workers' logs before you enqueue it again"
+                f"{deaths} workers died while they ran this job{last} "
+                f"(TOKENMILL_MAX_WORKER_DEATHS={deaths}): it is set aside; look at the workers' logs before "
+                "you enqueue it again"
             ),
         )
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from worker._rq import OUTAGES
+from worker.faults import is_fault
 from worker.functions import FunctionPool
 from worker.packing import RunningJob
 
@@ -66,7 +67,7 @@ class PoolCalls:
                 self._late(job)
                 return
             job.call = None
-            if ours and isinstance(error, OUTAGES):
+            if ours and isinstance(error, OUTAGES) and not is_fault(error):
                 self._log.error("job %s: Redis did not answer (%s); trying again", job.claimed.job.id, error)
                 self.later(start_again)
             else:

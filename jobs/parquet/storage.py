@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import glob
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from ..errors import CorruptParquet, DiskFull, InputNotFound, OutputNotWritable,
 from .paths import local_path
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_SIZE_ASKED = re.compile(r"of size (\d+)")  # pyarrow's error has no other place for it
 _NO_SUCH_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 _NOT_WRITABLE = {
     errno.EACCES,
@@ -138,9 +140,16 @@ def glob_chars(pattern: str) -> set[str]:
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Name the file in what goes wrong while it is read. Raises InputNotFound or CorruptParquet."""
+    """Name the file in what goes wrong while it is read. Raises InputNotFound or CorruptParquet.
+
+    A lack of memory passes as it is, unless the file asks for more than this machine has in all.
+    """
     try:
         yield
+    except pa.ArrowMemoryError as error:
+        if not _is_absurd(error):
+            raise
+        raise CorruptParquet(path, _first_line(error)) from error
     except (pa.ArrowException, UnicodeDecodeError) as error:
         raise CorruptParquet(path, _first_line(error)) from error
     except OSError as error:
@@ -163,6 +172,12 @@ def writing(path: str) -> Iterator[None]:
         if error.errno in _NOT_WRITABLE:
             raise OutputNotWritable(path, reason) from error
         raise
+
+
+def _is_absurd(error: pa.ArrowMemoryError) -> bool:
+    """Whether pyarrow tried to take more than all the machine's memory: a size that a broken file names."""
+    size = _SIZE_ASKED.search(str(error))
+    return size is not None and int(size[1]) > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _first_line(error: BaseException) -> str:

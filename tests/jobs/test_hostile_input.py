@@ -23,12 +23,19 @@ from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.run_folder import RunFolder
 from jobs.parquet.shard_work import ShardWork, trusted_plan
 from jobs.parquet.spec import RunSpec
-from jobs.parquet.storage import Storage
+from jobs.parquet.storage import Storage, reading
 from jobs.run_state import RunState
 from jobs.shared_files import SharedFiles
 from tests.jobs.answering import MODEL, feed, queued_jobs, run_task, score_parquet, shout, work_off
 
 MakeContext = Callable[[], JobContext]
+
+
+def test_a_lack_of_memory_is_not_taken_for_a_broken_file_nor_a_broken_size_for_a_lack() -> None:
+    with pytest.raises(MemoryError), reading("in.parquet"):
+        raise pa.ArrowMemoryError("malloc of size 65536 failed")
+    with pytest.raises(errors.CorruptParquet, match=r"in\.parquet"), reading("in.parquet"):
+        pa.allocate_buffer(1 << 60)
 
 
 @pytest.fixture

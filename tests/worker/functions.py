@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import re
 import socket
 import threading
@@ -212,3 +213,10 @@ def hang_on_success(job: Job, connection: Redis, result: Any) -> None:
 
 class OwnJob(Job):
     """What a user may give to `--job-class`."""
+
+
+def lack(what: str) -> None:
+    """Raise what would be a fault of the worker's surroundings in code of its own."""
+    if what == "import":
+        import not_installed_here  # noqa: F401
+    raise MemoryError if what == "memory" else OSError(errno.EMFILE, "Too many open files")

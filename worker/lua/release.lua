@@ -1,6 +1,6 @@
 -- Take a job from its holder and put it at the head of its queue, or behind the function that its claim left
 -- there before it.
--- ARGV: queue, job id, execution id, mode ('given_back', 'engine_died' or 'abandoned'), max_deaths,
+-- ARGV: queue, job id, execution id, mode ('given_back', 'engine_died', 'fault' or 'abandoned'), max_deaths,
 --       then for a job that has died too often: new execution id, worker, now_iso, now_ts, lease_s, far_score;
 --       id of that function, or ''; what the job was found to be ('function'), or ''
 -- Returns {'queued'}; {'alive'} when the lease of an 'abandoned' one still runs; {'gone'} when it is

@@ -1,0 +1,76 @@
+"""Faults of the worker's own surroundings: they say nothing of the job that met them."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from worker._rq import ClaimedJob
+
+MAX_IN_A_ROW = 3
+"""So many faults with jobs of one function, none of which ended well in between, and the worker leaves."""
+
+PAUSE_S = 1.0
+"""How long a worker claims nothing after a fault, so that another one takes the job it has given back."""
+
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT}
+
+
+def is_fault(error: BaseException | None) -> bool:
+    """Whether code of our own raised this for want of a module, memory, descriptors, or room on a local disk.
+
+    What a job's files lack has names of its own (jobs.errors), DiskFull among them.
+    """
+    if isinstance(error, RedisConnectionError):
+        return is_fault(error.__cause__ or error.__context__)  # a socket that could not be opened
+    if isinstance(error, OSError):
+        return error.errno in _EXHAUSTED
+    return isinstance(error, ImportError | MemoryError)
+
+
+@dataclass(frozen=True)
+class WorkerFault:
+    """A job that met a fault. counts: whether it is held against the job too."""
+
+    claimed: ClaimedJob
+    error: BaseException
+    counts: bool
+
+    def __str__(self) -> str:
+        return f"{type(self.error).__name__}: {self.error}"
+
+
+class WorkerFaults:
+    """The faults that a worker has met, by function, since a job of that function ended well.
+
+    Against each job one of these counts: several in a row speak against the worker, and one that comes again
+    where others end well speaks against the job.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[str | None, list[str]] = {}
+        self._new: list[WorkerFault] = []
+
+    @property
+    def in_a_row(self) -> int:
+        """Faults with jobs of one function; the highest number."""
+        return max(map(len, self._rows.values()), default=0)
+
+    def met(self, claimed: ClaimedJob, error: BaseException) -> WorkerFault:
+        """Note a fault."""
+        row = self._rows.setdefault(claimed.job.func_name, [])
+        fault = WorkerFault(claimed, error, counts=claimed.job.id not in row)
+        row.append(claimed.job.id)
+        self._new.append(fault)
+        return fault
+
+    def passed(self, claimed: ClaimedJob) -> None:
+        """A job ended well."""
+        self._rows.pop(claimed.job.func_name, None)
+
+    def take(self) -> list[WorkerFault]:
+        """What was met since the last call; the caller gives the jobs back."""
+        new, self._new = self._new, []
+        return new
