@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,27 +18,10 @@ from .progress import progress
 from .run_control import cancel_run, submit_run
 from .run_output import RunOutput, named_run
 from .run_snapshot import RunSnapshot, failure_text, planned_run, read_snapshot
-from .shown import shown
+from .submit_options import json_value, run_arguments
 
 #: Failed shards shown by name; the rest are counted.
 MAX_SHOWN = 5
-
-
-def json_value(kind: type) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """Return the callback of an option that holds JSON of one type."""
-
-    def parse(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
-        if text is None:
-            return None
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise click.BadParameter(f"{shown(text)} is not JSON: {error}", context, parameter) from None
-        if not isinstance(value, kind):
-            raise click.BadParameter(f"{shown(text)} is JSON, but no {kind.__name__}", context, parameter)
-        return value
-
-    return parse
 
 
 @click.group()
@@ -66,13 +48,14 @@ def main(context: click.Context, url: str) -> None:
 
 
 @main.command()
-@click.argument("file")
+@click.argument("files", metavar="FILE...", nargs=-1, required=True)
 @click.argument("output", metavar="OUT")
 @click.option("--wait", is_flag=True, help="Show progress until the run ends; exit with 1 if it fails.")
 @click.option("--queue", default="bulk", show_default=True)
-@click.option("--prompt-column", default="prompt", show_default=True, help="Text to complete as it stands.")
+@click.option("--prompt-column", help="Text to complete as it stands; by default the column `prompt`.")
 @click.option("--messages-column", help="Chats instead: lists of role and content, or their JSON.")
 @click.option("--template", help="A prompt text instead, with {column} where a row's value goes.")
+@click.option("--template-file", type=click.Path(), help="The same from a file, without its last line break.")
 @click.option(
     "--messages-template",
     callback=json_value(list),
@@ -94,12 +77,12 @@ def main(context: click.Context, url: str) -> None:
 @click.option("--rows-per-shard", type=int, default=1000, show_default=True)
 @click.pass_obj
 def submit(connection: redis.Redis, /, wait: bool, queue: str, **options: Any) -> None:
-    """Score every row of FILE (a file, a folder or a glob) into the folder OUT.
+    """Score every row of the FILEs (files, folders or globs) into the folder OUT.
 
     Prints the run's id. Submitting the same again resumes the run.
     """
     with _errors_told():
-        run = submit_run(connection, queue, **_run_arguments(options))
+        run = submit_run(connection, queue, **run_arguments(options))
         click.echo(run)
         if wait:
             _wait(connection, run)
@@ -143,30 +126,6 @@ def check_jobs_package() -> None:
         raise ForeignJobsPackage(getattr(found, "__file__", None) or "a folder without __init__.py")
 
 
-def _run_arguments(options: dict[str, Any]) -> dict[str, Any]:
-    """Turn the options of `submit` into the arguments of jobs.score_parquet."""
-    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
-    given = {name: options[name] for name in names if options[name] is not None}
-    sampling = {**options["sampling"], **given}
-    if options["stop"]:
-        sampling["stop"] = list(options["stop"])
-    templates = [options["template"], options["messages_template"]]
-    if None not in templates:
-        raise click.UsageError("--template and --messages-template both say what to ask: give one of them")
-    return {
-        "input": options["file"],
-        "output": options["output"],
-        "prompt_column": options["prompt_column"],
-        "messages_column": options["messages_column"],
-        "template": next((template for template in templates if template is not None), None),
-        "sampling": sampling,
-        "rows_per_shard": options["rows_per_shard"],
-        "filename_column": options["filename_column"],
-        "model": options["model"],
-        "redo_damaged": options["redo_damaged"],
-    }
-
-
 def _wait(connection: redis.Redis, run: str) -> None:
     """Show progress until the run ends. Exits with 1 when it failed, with 130 on Ctrl-C."""
     display = progress(time.monotonic)
@@ -203,6 +162,8 @@ def _tell_end(connection: redis.Redis, followed: Followed) -> None:
     _tell_failures(connection, snapshot)
     if followed.end is End.CANCELLED:
         raise click.ClickException(f"run {snapshot.run} was cancelled: submit it again to resume it")
+    if followed.end is End.FORGOTTEN:
+        raise click.ClickException(f"{followed.end.value}; its parts stay: submit it again to resume it")
     if followed.end is End.STRANDED:
         raise click.ClickException(f"{followed.end.value}: submit it again, which also repairs its end")
     raise click.ClickException(f"{followed.end.value}: repair what is named above, then submit again")

@@ -10,6 +10,7 @@ from typing import Protocol
 from redis.exceptions import ConnectionError, TimeoutError
 from rq.job import JobStatus
 
+from .errors import UnknownRun
 from .run_snapshot import RunSnapshot
 
 #: Between two looks at Redis; longer, up to MAX_POLL_S, where a run of many shards makes a look long.
@@ -25,6 +26,7 @@ class End(enum.Enum):
     PLAN_FAILED = "planning failed"
     SHARDS_FAILED = "shards failed"
     STRANDED = "nothing is left to run, and the run did not finish"
+    FORGOTTEN = "this Redis no longer knows the run: it was flushed, or came back without its data"
 
 
 class Display(Protocol):
@@ -53,21 +55,27 @@ def follow(
 
     clock: seconds, any zero. Raises what the first look raises.
     """
-    started_at = clock()
+    started_at = counted_from = clock()
     first = previous = look()
     snapshot = first
     has_worker, took_s = True, clock() - started_at
     while True:
-        seconds = clock() - started_at
+        now = clock()
+        if snapshot.is_planning or snapshot.tokens < previous.tokens:
+            first, counted_from = snapshot, now  # parts that were there, or went, are no work of this submit
+        seconds = now - counted_from
         display.show(snapshot, (snapshot.tokens - first.tokens) / seconds if seconds > 0 else 0.0)
         if end := _end(snapshot, previous):
-            return Followed(snapshot, end, seconds)
+            return Followed(snapshot, end, now - started_at)
         if has_worker != (snapshot.workers > 0):
             has_worker = not has_worker
             display.warn(_about_workers(snapshot))
         sleep(min(MAX_POLL_S, max(POLL_S, took_s / LOOK_SHARE)))
         looked_at = clock()
-        previous, snapshot = snapshot, _look_again(look, display, sleep)
+        try:
+            previous, snapshot = snapshot, _look_again(look, display, sleep)
+        except UnknownRun:
+            return Followed(snapshot, End.FORGOTTEN, clock() - started_at)
         took_s = clock() - looked_at
 
 

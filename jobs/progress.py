@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Protocol, TextIO
@@ -29,8 +30,9 @@ class Bar:
         self._bar = tqdm(unit="row", total=0, dynamic_ncols=True, desc="planning", file=file)
 
     def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
-        if snapshot.rows is not None and self._bar.total != snapshot.rows:
-            # What an earlier submit finished is not this one's speed.
+        # What an earlier submit finished, or planning finds done, is not this one's speed.
+        begins = self._bar.total != snapshot.rows or snapshot.is_planning or snapshot.rows_done < self._bar.n
+        if snapshot.rows is not None and begins:
             self._bar.reset(snapshot.rows)
             self._bar.initial = self._bar.n = snapshot.rows_done
         self._bar.set_description_str(snapshot.state, refresh=False)
@@ -51,7 +53,7 @@ class Lines:
     def __init__(self, file: TextIO, clock: Callable[[], float]) -> None:
         self._file, self._clock = file, clock
         self._state, self._shown_at = "", 0.0
-        self._began: tuple[float, int] | None = None  # seconds and rows done when the rows were first known
+        self._began: tuple[float, int] | None = None  # seconds and rows done when this submit's work began
 
     def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
         now = self._clock()
@@ -64,7 +66,9 @@ class Lines:
             self.warn(", ".join([*self._rows(snapshot, snapshot.rows, now), _speed(snapshot, tokens_per_s)]))
 
     def _rows(self, snapshot: RunSnapshot, rows: int, now: float) -> list[str]:
-        began_at, first = self._began = self._began or (now, snapshot.rows_done)
+        if self._began is None or snapshot.is_planning or snapshot.rows_done < self._began[1]:
+            self._began = (now, snapshot.rows_done)
+        began_at, first = self._began
         text = f"{snapshot.state}: {snapshot.rows_done} of {rows} rows"
         if not first < snapshot.rows_done < rows:
             return [text]
@@ -80,7 +84,15 @@ class Lines:
 
 def progress(clock: Callable[[], float]) -> Progress:
     """Return the display that suits standard error as it is now. clock: seconds, any zero."""
-    return Bar(sys.stderr) if sys.stderr.isatty() else Lines(sys.stderr, clock)
+    return Bar(sys.stderr) if _has_columns(sys.stderr) else Lines(sys.stderr, clock)
+
+
+def _has_columns(file: TextIO) -> bool:
+    """Whether a bar can be drawn: some consoles and CI runners give a terminal of no size."""
+    try:
+        return file.isatty() and os.get_terminal_size(file.fileno()).columns > 0
+    except (OSError, ValueError):
+        return False
 
 
 def _speed(snapshot: RunSnapshot, tokens_per_s: float) -> str:

@@ -12,6 +12,7 @@ from rq.exceptions import InvalidJobOperation, NoSuchJobError
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
+from ._inline import check_sampling
 from .keys import MODEL_FIELD
 from .parquet.names import shard_job_id
 from .parquet.paths import local_path
@@ -54,6 +55,7 @@ def submit_run(
     Raises InvalidJob or UnsupportedScheme before anything is enqueued.
     """
     spec, model = RunSpec.from_arguments(**arguments), parse_model(model)
+    check_sampling(spec.sampling)
     plan_job = f"{spec.run}-plan"
     state = RunState(connection, spec.run)
     with state.lock():

@@ -25,6 +25,9 @@ MAX_FILES = 100_000
 #: Column and queue names: they stand in every error about them.
 MAX_NAME_CHARS = 255
 
+#: What is completed where nothing is named; naming it beside another source is no contradiction.
+DEFAULT_PROMPT_COLUMN = "prompt"
+
 TemplateSpec = str | list[dict[str, str]]
 
 
@@ -46,7 +49,7 @@ class RunSpec:
         cls,
         input: Any,
         output: Any,
-        prompt_column: Any = "prompt",
+        prompt_column: Any = DEFAULT_PROMPT_COLUMN,
         messages_column: Any = None,
         template: Any = None,
         sampling: Any = None,
@@ -54,10 +57,7 @@ class RunSpec:
         filename_column: Any = None,
     ) -> RunSpec:
         """Check and normalise the arguments. Raises InvalidJob or UnsupportedScheme."""
-        if messages_column is not None and template is not None:
-            raise InvalidJob("messages_column and template both say what to ask: give one of them")
-        if template is not None:
-            Template.parse(template)
+        _check_one_prompt(prompt_column, messages_column, template)
         from_prompt = messages_column is None and template is None
         return cls(
             input=_inputs(input),
@@ -89,6 +89,23 @@ class RunSpec:
         return [
             field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)
         ]
+
+
+def _check_one_prompt(prompt_column: Any, messages_column: Any, template: Any) -> None:
+    """Raise InvalidJob unless one source says what to ask, of each row another thing."""
+    named = {
+        "prompt_column": prompt_column not in (None, DEFAULT_PROMPT_COLUMN),
+        "messages_column": messages_column is not None,
+        "template": template is not None,
+    }
+    given = [name for name, is_given in named.items() if is_given]
+    if len(given) > 1:
+        raise InvalidJob(f"{' and '.join(given)} each say what to ask: give one of them")
+    if template is not None and not Template.parse(template).columns:
+        raise InvalidJob(
+            "the template names no column, so that every row would ask the same: "
+            "write {column} where a row's value goes"
+        )
 
 
 def _inputs(value: Any) -> list[str]:

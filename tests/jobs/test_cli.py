@@ -26,6 +26,7 @@ from jobs.parquet.names import shard_job_id
 from jobs.run_snapshot import RunSnapshot, read_snapshot
 from jobs.run_state import RunState
 from tests.jobs.answering import queued_jobs, run_task, score_parquet, work_off
+from tests.jobs.test_progress import snapshot
 
 MakeContext = Callable[[], JobContext]
 Invoke = Callable[..., click.testing.Result]
@@ -103,6 +104,12 @@ def test_submitting_twice_plans_once_and_again_after_the_end(
         (["--template", "{a.b}"], "plain column name"),
         (["--template", "a", "--messages-template", "[]"], "give one"),
         (["--template", "a", "--messages-column", "b"], "give one"),
+        (["--template", "{a}", "--prompt-column", "prompt"], "--prompt-column and --template each say"),
+        (["--template", "Is it good?"], "names no column"),
+        (["--messages-template", '[{"role": "user", "content": "hi"}]'], "names no column"),
+        (["--template-file", "/no/such/file"], "--template-file /no/such/file cannot be read: No such file"),
+        (["--temperature", "-1"], "temperature must be between 0 and 1000000, got -1"),
+        (["--sampling", '{"max_tokns": 5}'], "did you mean max_tokens?"),
         (["--rows-per-shard", "0"], "from 1"),
     ],
 )
@@ -114,6 +121,31 @@ def test_wrong_options_fail_before_anything_is_enqueued(
     assert says in result.output
     assert queued_jobs(redis) == []
     assert "Traceback" not in result.output
+
+
+def test_a_template_may_come_from_a_file(invoke: Invoke, redis: Redis, source: Path, tmp_path: Path) -> None:
+    template = tmp_path / "template.txt"
+    template.write_text("Is this good?\n\n{prompt}\n")
+    assert invoke("submit", source, tmp_path / "out", "--template-file", template).exit_code == 0
+    (job,) = queued_jobs(redis)
+    assert job.kwargs["template"] == "Is this good?\n\n{prompt}"
+
+
+def test_several_inputs_make_one_run(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"prompt": ["z"]}), tmp_path / "more.parquet")
+    assert invoke("submit", source, tmp_path / "more.parquet", tmp_path / "out").exit_code == 0
+    assert work_off(redis, make_context)[0]["rows"] == 6
+
+
+def test_a_forgotten_output_folder_is_named_before_an_input_is_taken_for_it(
+    invoke: Invoke, redis: Redis, source: Path, tmp_path: Path
+) -> None:
+    result = invoke("submit", tmp_path / "more.parquet", source)
+    assert result.exit_code == 2
+    assert f"OUT is the file {source}" in result.output
+    assert queued_jobs(redis) == []
 
 
 def test_status_counts_what_is_done_started_queued_and_failed(
@@ -306,6 +338,32 @@ def test_following_shows_rows_and_speed_until_the_run_ends(
     assert shown.rows == [0, 2, 4, 5]
     assert shown.speeds == [0.0, 4.0, 4.0, pytest.approx(4 / 1.5)]
     assert shown.warnings == []
+
+
+def test_speed_counts_from_the_end_of_planning_and_is_never_negative(redis: Redis) -> None:
+    looks = iter(
+        [
+            snapshot(tokens=9000, plan_status=JobStatus.STARTED),
+            snapshot(tokens=0, plan_status=JobStatus.STARTED),
+            snapshot(tokens=5000, plan_status=JobStatus.STARTED),
+            snapshot(tokens=5010),
+            snapshot(tokens=4000),
+            snapshot(tokens=4010),
+            snapshot(tokens=4020, finished=True),
+        ]
+    )
+    clock, shown = WorkersClock(*[lambda: None] * 6), Shown()
+    follow(lambda: next(looks), shown, clock, clock.sleep)
+    assert shown.speeds == [0.0, 0.0, 0.0, 20.0, 0.0, 20.0, 20.0]
+
+
+def test_following_ends_when_redis_was_flushed(
+    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    run = score_parquet(make_context(), str(source), str(tmp_path / "out"))["run"]
+    clock = WorkersClock(redis.flushall)
+    followed = follow(lambda: read_snapshot(redis, run), Shown(), clock, clock.sleep)
+    assert followed.end is End.FORGOTTEN
 
 
 def test_following_keeps_waiting_and_says_that_no_worker_listens(

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import pty
 import re
+import struct
+import sys
+import termios
 from typing import Any
 
+import pytest
 from rq.job import JobStatus
 
-from jobs.progress import LINE_EVERY_S, Bar, Lines
+from jobs.progress import LINE_EVERY_S, Bar, Lines, progress
 from jobs.run_snapshot import RunSnapshot
 
 
@@ -80,3 +87,38 @@ def test_a_log_gets_a_line_for_each_state_and_every_few_seconds() -> None:
         "running: 20 of 100 rows, 40 s left, 3 tok/s",
         "finished: 100 of 100 rows, 5 tok/s",
     ]
+
+
+def test_progress_begins_anew_when_planning_has_found_what_is_done() -> None:
+    screen = io.StringIO()
+    bar = Bar(screen)
+    bar.show(snapshot(rows_done=0, plan_status=JobStatus.STARTED, started=0), 0.0)
+    bar.show(snapshot(rows_done=90), 0.0)
+    bar.show(snapshot(rows_done=40), 0.0)
+    bar.close()
+    assert "40/100 [00:00<?, ?row/s" in screen.getvalue().split("\r")[-1]
+
+
+def test_the_time_left_counts_no_row_of_an_earlier_submit() -> None:
+    log, now = io.StringIO(), 0.0
+    lines = Lines(log, lambda: now)
+    lines.show(snapshot(rows_done=0, plan_status=JobStatus.STARTED, started=0), 0.0)
+    lines.show(snapshot(rows_done=80, plan_status=JobStatus.STARTED, started=1), 0.0)
+    now = 2 * LINE_EVERY_S
+    lines.show(snapshot(rows_done=80, plan_status=JobStatus.STARTED), 0.0)
+    now = 3 * LINE_EVERY_S
+    lines.show(snapshot(rows_done=90), 0.0)
+    assert log.getvalue().splitlines()[-1] == "running: 90 of 100 rows, 10 s left, 0 tok/s"
+
+
+@pytest.mark.parametrize(("columns", "kind"), [(0, Lines), (80, Bar)])
+def test_a_terminal_without_size_gets_lines(
+    columns: int, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
+    with os.fdopen(terminal, "w") as file, os.fdopen(controller):
+        monkeypatch.setattr(sys, "stderr", file)
+        display = progress(lambda: 0.0)
+        display.close()
+    assert isinstance(display, kind)

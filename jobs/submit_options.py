@@ -1,0 +1,83 @@
+"""The options of `tokenmill submit` as the arguments of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from .parquet.spec import DEFAULT_PROMPT_COLUMN
+from .shown import shown
+
+#: Sampling values that have an option of their own.
+SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
+
+#: Each says what to ask; a run has one of them.
+PROMPT_OPTIONS = ("prompt_column", "messages_column", "template", "template_file", "messages_template")
+
+
+def json_value(kind: type) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """Return the callback of an option that holds JSON of one type."""
+
+    def parse(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
+        if text is None:
+            return None
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise click.BadParameter(f"{shown(text)} is not JSON: {error}", context, parameter) from None
+        if not isinstance(value, kind):
+            raise click.BadParameter(f"{shown(text)} is JSON, but no {kind.__name__}", context, parameter)
+        return value
+
+    return parse
+
+
+def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `submit_run`. Raises UsageError for options that contradict each other."""
+    given = [name for name in PROMPT_OPTIONS if options[name] is not None]
+    if len(given) > 1:
+        names = " and ".join("--" + name.replace("_", "-") for name in given)
+        raise click.UsageError(f"{names} each say what to ask: give one of them")
+    template = options["template"]
+    if options["template_file"] is not None:
+        template = _read_template(options["template_file"])
+    prompt_column = options["prompt_column"]
+    return {
+        "input": _inputs(options["files"], options["output"]),
+        "output": options["output"],
+        "prompt_column": DEFAULT_PROMPT_COLUMN if prompt_column is None else prompt_column,
+        "messages_column": options["messages_column"],
+        "template": options["messages_template"] if template is None else template,
+        "sampling": _sampling(options),
+        "rows_per_shard": options["rows_per_shard"],
+        "model": options["model"],
+        "filename_column": options["filename_column"],
+        "redo_damaged": options["redo_damaged"],
+    }
+
+
+def _inputs(files: Sequence[str], output: str) -> list[str]:
+    if os.path.isfile(output):
+        raise click.UsageError(f"OUT is the file {output}: name a new or empty folder behind the inputs")
+    return list(files)
+
+
+def _sampling(options: dict[str, Any]) -> dict[str, Any]:
+    given = {name: options[name] for name in SAMPLING_OPTIONS if options[name] is not None}
+    stop = {"stop": list(options["stop"])} if options["stop"] else {}
+    return {**options["sampling"], **given, **stop}
+
+
+def _read_template(path: str) -> str:
+    """Return a file's text without the last line break, which most editors add."""
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise click.UsageError(f"--template-file {path} cannot be read: {reason}") from None
+    return text.removesuffix("\n").removesuffix("\r")
