@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import click
 import redis
 
-from .errors import ForeignJobsPackage, JobsError, UnknownRun
+from .cli_errors import errors_told
+from .errors import ForeignJobsPackage, UnknownRun
 from .follow import End, Followed, follow
 from .progress import progress
+from .queue_commands import info, requeue_command
 from .run_control import cancel_run, submit_run
 from .run_output import RunOutput, named_run
 from .run_snapshot import RunSnapshot, failure_text, planned_run, read_snapshot
@@ -35,7 +35,7 @@ MAX_SHOWN = 5
 @click.pass_context
 def main(context: click.Context, url: str) -> None:
     """Score Parquet files with the workers of a Redis queue."""
-    with _errors_told():
+    with errors_told():
         check_jobs_package()
     try:
         context.obj = redis.Redis.from_url(url)
@@ -81,7 +81,7 @@ def submit(connection: redis.Redis, /, wait: bool, queue: str, **options: Any) -
 
     Prints the run's id. Submitting the same again resumes the run.
     """
-    with _errors_told():
+    with errors_told():
         run = submit_run(connection, queue, **run_arguments(options))
         click.echo(run)
         if wait:
@@ -93,7 +93,7 @@ def submit(connection: redis.Redis, /, wait: bool, queue: str, **options: Any) -
 @click.pass_obj
 def status(connection: redis.Redis, /, run: str) -> None:
     """Print what is known of RUN: a run's id or its output folder, which is enough where Redis lost it."""
-    with _errors_told():
+    with errors_told():
         run, output = named_run(run)
         try:
             snapshot = _look(connection, run)
@@ -114,9 +114,13 @@ def cancel(connection: redis.Redis, /, run: str) -> None:
 
     Finished parts stay; submitting the run again resumes it.
     """
-    with _errors_told():
+    with errors_told():
         cancelled = cancel_run(connection, _look(connection, named_run(run)[0]).run)
         click.echo(f"cancelled: {cancelled.removed} jobs removed, {cancelled.stopped} told to stop")
+
+
+main.add_command(info)
+main.add_command(requeue_command)
 
 
 def check_jobs_package() -> None:
@@ -227,17 +231,3 @@ def _output_text(output: RunOutput) -> str:
             *([] if output.finished else ["submit it again with the same arguments: that resumes it"]),
         ]
     )
-
-
-@contextmanager
-def _errors_told() -> Iterator[None]:
-    """Turn errors that a user can act on into one line and exit status 1."""
-    try:
-        yield
-    except JobsError as error:
-        raise click.ClickException(f"{type(error).__name__}: {error}") from error
-    except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
-        text = f"no Redis ({error}): start it, or name it with --url or RQ_REDIS_URL"
-        raise click.ClickException(text) from error
-    except redis.exceptions.RedisError as error:
-        raise click.ClickException(f"Redis refused ({type(error).__name__}): {error}") from error

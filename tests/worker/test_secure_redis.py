@@ -103,10 +103,12 @@ def test_a_worker_and_a_producer_do_their_work_over_tls_with_the_users_we_docume
     assert "cancelled" in tokenmill(workers, url, "cancel", "out")
     printed += command(workers, workers.url, *RQ, "info", "--raw", "--worker-class", "worker.BatchWorker")
     assert "worker w" in printed
+    assert "worker w: " in tokenmill(workers, url, "info")
     assert server.admin.hget("rq:worker:w", "ip_address") != b"unknown"
     process.terminate()
     assert process.wait(timeout=60) == 0
     assert leftovers(server.admin, "bulk") == []
+    assert "requeued 1 jobs" in tokenmill(workers, url, "requeue", "--queue", "bulk", failed.id)
     # redis-py introduces itself by CLIENT SETINFO and more, which this server does not know.
     refused = [entry for entry in server.admin.acl_log() if entry["object"] != "client"]
     assert refused == [], "a user was refused something that it needs"

@@ -1,0 +1,25 @@
+"""How the command line tells errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+import redis
+
+from .errors import JobsError
+
+
+@contextmanager
+def errors_told() -> Iterator[None]:
+    """Turn errors that a user can act on into one line and exit status 1."""
+    try:
+        yield
+    except JobsError as error:
+        raise click.ClickException(f"{type(error).__name__}: {error}") from error
+    except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
+        text = f"no Redis ({error}): start it, or name it with --url or RQ_REDIS_URL"
+        raise click.ClickException(text) from error
+    except redis.exceptions.RedisError as error:
+        raise click.ClickException(f"Redis refused ({type(error).__name__}): {error}") from error

@@ -1,0 +1,96 @@
+"""`tokenmill info` and `tokenmill requeue`: RQ's commands, for queues whose jobs nobody vouches for."""
+
+from __future__ import annotations
+
+import os
+
+import click
+import redis
+
+from .cli_errors import errors_told
+from .queue_tools import (
+    QueueCounts,
+    WorkerSeen,
+    count_queues,
+    list_workers,
+    queue_names,
+    requeue,
+    requeue_all,
+)
+from .shown import safe_name
+
+#: Failed jobs that `requeue --all` puts back at most, unless told otherwise.
+REQUEUE_LIMIT = 10_000
+
+#: Ids shown of jobs that were not requeued; the rest are counted.
+MAX_SHOWN = 5
+
+
+@click.command()
+@click.argument("queues", nargs=-1)
+@click.pass_obj
+def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
+    """Print how many jobs are in QUEUES (all of them, where none is named), and the workers.
+
+    Unlike `rq info` it reads no job, so no pickle, and changes nothing.
+    """
+    with errors_told():
+        names = [os.fsencode(name) for name in queues] or queue_names(connection)
+        for counts in count_queues(connection, names):
+            click.echo(_queue_line(counts))
+        for worker in list_workers(connection):
+            click.echo(_worker_line(worker))
+
+
+@click.command("requeue")
+@click.option("--queue", required=True, help="The queue whose failed jobs are meant.")
+@click.option("--all", "is_all", is_flag=True, help="All failed jobs of the queue, the oldest first.")
+@click.option("--limit", type=click.IntRange(1), default=REQUEUE_LIMIT, show_default=True, help="With --all.")
+@click.argument("job_ids", nargs=-1)
+@click.pass_obj
+def requeue_command(
+    connection: redis.Redis, /, queue: str, is_all: bool, limit: int, job_ids: tuple[str, ...]
+) -> None:
+    """Put failed jobs back on their queue: those with JOB_IDS, or --all.
+
+    Unlike `rq requeue` it reads no job, so no pickle. Exits with 1 where a named job could not be requeued.
+    """
+    if bool(job_ids) == is_all:
+        raise click.UsageError("name the jobs, or give --all")
+    with errors_told():
+        if not is_all:
+            found = requeue(connection, queue, [os.fsencode(job_id) for job_id in job_ids])
+            click.echo(f"requeued {len(found.done)} jobs")
+            if found.left:
+                raise click.ClickException(
+                    f"not among the failed jobs of {safe_name(queue)}: {_ids(found.left)}"
+                )
+            return
+        done = 0
+        left: list[bytes] = []
+        for chunk in requeue_all(connection, queue, limit):
+            done += len(chunk.done)
+            left += chunk.left
+        click.echo(f"requeued {done} jobs")
+        if left:
+            click.echo(f"{len(left)} are listed as failed but gone: {_ids(left)}", err=True)
+
+
+def _ids(job_ids: list[bytes] | tuple[bytes, ...]) -> str:
+    more = f" and {len(job_ids) - MAX_SHOWN} more" if len(job_ids) > MAX_SHOWN else ""
+    return ", ".join(map(safe_name, job_ids[:MAX_SHOWN])) + more
+
+
+def _queue_line(seen: QueueCounts) -> str:
+    counts = (f"{'?' if count is None else count} {name}" for name, count in seen.counts.items())
+    return f"queue {safe_name(seen.name)}: {', '.join(counts)}"
+
+
+def _worker_line(worker: WorkerSeen) -> str:
+    shown = {name: safe_name(value) for name, value in worker.fields.items()}
+    job = f", job {shown['current_job']}" if "current_job" in shown else ""
+    return (
+        f"worker {safe_name(worker.name)}: {shown.get('state', '?')} on {shown.get('queues', '?')}{job}; "
+        f"{shown.get('successful_job_count', 0)} finished, {shown.get('failed_job_count', 0)} failed; "
+        f"last seen {shown.get('last_heartbeat', '?')}"
+    )

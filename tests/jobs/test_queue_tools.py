@@ -1,0 +1,142 @@
+"""`tokenmill info` and `tokenmill requeue`: RQ's commands without reading, and running, what a job holds."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from redis import Redis
+from rq import Queue
+from rq.job import Job, JobStatus
+from rq.registry import FailedJobRegistry
+from rq.serializers import JSONSerializer
+
+from jobs.cli import main
+from tests.rq_workers import Workers
+from tests.worker.test_hostile_jobs import Bomb
+
+
+@pytest.fixture
+def queue(redis: Redis) -> Queue:
+    return Queue("bulk", connection=redis, serializer=JSONSerializer)
+
+
+def tokenmill(url: str, *args: str) -> Result:
+    return CliRunner().invoke(main, ["--url", url, *args])
+
+
+def failed_jobs(queue: Queue, *job_ids: str, **options: Any) -> list[Job]:
+    """Put jobs among the queue's failed ones as a worker would, the first one longest ago."""
+    jobs = []
+    for i, job_id in enumerate(job_ids):
+        job = queue.enqueue("jobs.complete", "a", job_id=job_id, **options)
+        queue.remove(job)
+        job.set_status(JobStatus.FAILED)
+        queue.connection.zadd(FailedJobRegistry(queue=queue).key, {job_id: 1e12 + i})
+        queue.connection.hset(
+            job.key, mapping={"ended_at": "2026-01-01T00:00:00.000000Z", "worker_deaths": 5}
+        )
+        queue.connection.expire(job.key, 1000)
+        jobs.append(job)
+    return jobs
+
+
+def test_a_pickle_written_as_a_job_runs_under_rqs_commands_and_not_under_ours(
+    redis: Redis, redis_url: str, queue: Queue, tmp_path: Path
+) -> None:
+    mark = tmp_path / "mark"
+    bomb = pickle.dumps(Bomb(mark))
+    for job in (*failed_jobs(queue, "failed"), queue.enqueue("jobs.complete", "a", job_id="abandoned")):
+        redis.hset(
+            job.key, mapping={"data": bomb, "meta": bomb, "result": bomb, "success_callback_name": "x"}
+        )
+    redis.zadd("rq:wip:bulk", {"abandoned:execution": 1})
+    redis.hset("rq:worker:w", mapping={"state": "busy", "queues": "bulk", "current_job": "failed"})
+    redis.sadd("rq:workers", "rq:worker:w")
+    shown = tokenmill(redis_url, "info")
+    assert shown.exit_code == 0
+    assert "1 waiting, 1 executing, 0 scheduled, 0 deferred, 0 finished, 1 failed" in shown.output
+    assert "worker w: busy on bulk, job failed" in shown.output
+    assert tokenmill(redis_url, "requeue", "--queue", "bulk", "failed").output == "requeued 1 jobs\n"
+    assert queue.job_ids == ["abandoned", "failed"]
+    assert not mark.exists()
+    workers = Workers(redis_url, tmp_path)
+    workers.rq("info")  # why ours exist
+    workers.redis.close()
+    assert mark.exists()
+
+
+def test_a_requeued_job_is_as_rq_leaves_it_and_its_deaths_are_forgotten(
+    redis: Redis, redis_url: str, queue: Queue
+) -> None:
+    ours, rqs = failed_jobs(queue, "ours", "rqs")
+    assert tokenmill(redis_url, "requeue", "--queue", "bulk", "ours").exit_code == 0
+    rqs.requeue()
+    assert queue.job_ids == ["ours", "rqs"]
+    assert queue.failed_job_registry.get_job_ids(cleanup=False) == []
+    left, expected = (Job.fetch(job.id, redis, JSONSerializer).to_dict() for job in (ours, rqs))
+    for field in ("enqueued_at", "created_at", "exc_info", "last_heartbeat"):
+        left.pop(field, None), expected.pop(field, None)
+    assert left == expected
+    assert redis.hget(ours.key, "worker_deaths") is None
+    assert redis.ttl(ours.key) == -1, "a queued job would have gone when the failed one was to go"
+
+
+def test_requeue_all_takes_the_oldest_up_to_its_limit_and_names_those_that_are_gone(
+    redis: Redis, redis_url: str, queue: Queue
+) -> None:
+    ids = [f"job-{i:03}" for i in range(250)]
+    jobs = failed_jobs(queue, *ids)
+    redis.delete(jobs[0].key)
+    assert tokenmill(redis_url, "requeue", "--queue", "bulk", "--all", "--limit", "3").output == (
+        "requeued 2 jobs\n1 are listed as failed but gone: job-000\n"
+    )
+    assert queue.job_ids == ids[1:3]
+    assert tokenmill(redis_url, "requeue", "--queue", "bulk", "--all").output.startswith(
+        "requeued 247 jobs\n"
+    )
+    assert queue.job_ids == ids[1:]
+
+
+def test_requeue_of_what_has_not_failed_changes_nothing_and_says_so(
+    redis: Redis, redis_url: str, queue: Queue
+) -> None:
+    queue.enqueue("jobs.complete", "a", job_id="waiting")
+    before = redis.hgetall("rq:job:waiting")
+    shown = tokenmill(redis_url, "requeue", "--queue", "bulk", "waiting", "no\x1b[2Jsuch")
+    assert shown.exit_code == 1
+    assert "not among the failed jobs of bulk: waiting, no\\x1b[2Jsuch" in shown.output
+    assert queue.job_ids == ["waiting"]
+    assert redis.hgetall("rq:job:waiting") == before
+
+
+@pytest.mark.parametrize("key", ["rq:queue:bulk", "rq:failed:bulk", "rq:queues", "rq:job:job"])
+def test_a_key_of_another_type_stops_a_requeue_before_anything_is_written(
+    redis: Redis, redis_url: str, queue: Queue, key: str
+) -> None:
+    failed_jobs(queue, "job")
+    redis.delete(key)
+    redis.set(key, "text")
+    before = {each: redis.dump(each) for each in redis.scan_iter()}
+    assert tokenmill(redis_url, "requeue", "--queue", "bulk", "job").exit_code == 1
+    assert {each: redis.dump(each) for each in redis.scan_iter()} == before
+
+
+def test_info_shows_names_that_others_chose_escaped_and_cut_and_odd_keys_as_unknown(
+    redis: Redis, redis_url: str
+) -> None:
+    name = b"red\x1b[31m\n\xff" + b"x" * 300
+    redis.sadd("rq:queues", b"rq:queue:" + name)
+    redis.set(b"rq:queue:" + name, "text")
+    redis.sadd("rq:workers", "rq:worker:w", "rq:worker:odd", "rq:worker:gone")
+    redis.hset("rq:worker:w", mapping={"state": "busy\r", "current_job": "\x9b2J"})
+    redis.set("rq:worker:odd", "text")
+    shown = tokenmill(redis_url, "info").output
+    assert shown.startswith(r"queue red\x1b[31m\n\xffxxx")
+    assert "xxx...: ? waiting, 0 executing" in shown
+    assert r"worker w: busy\r on ?, job \x9b2J; 0 finished" in shown
+    assert len(shown.splitlines()) == 2
+    assert all(line.isprintable() for line in shown.splitlines())
