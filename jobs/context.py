@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .answer_memo import AnswerMemo
 from .served_model import ServedModel
 from .shared_files import SharedFiles
 
@@ -31,7 +32,7 @@ class JobContext:
     model: what this process serves.
     check_sampling: raises InvalidJob for sampling values that no request could use, so that a run of
         a million rows fails once at planning and not in every row, and a job of prompts once.
-    files: shared by the shards that this process runs.
+    files, answers: shared by the shards that this process runs.
     check_interrupted: raises where the job was stopped or taken over or has passed its timeout; long work
         calls it between its steps, since nothing is raised into it from outside.
     """
@@ -44,4 +45,5 @@ class JobContext:
     model: ServedModel
     check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling
     files: SharedFiles = field(default_factory=SharedFiles)
+    answers: AnswerMemo = field(default_factory=AnswerMemo)
     check_interrupted: Callable[[], None] = never_interrupted

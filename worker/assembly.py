@@ -6,6 +6,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from jobs._inline import check_sampling
+from jobs.answer_memo import AnswerMemo
 from jobs.served_model import ServedModel
 from jobs.table import ALLOWED_FUNCTIONS
 from jobs.version import code_version
@@ -56,6 +57,7 @@ def assemble(
             served,
             check_sampling,
             settings.function_grace_s,
+            answers=AnswerMemo(settings.answer_memo_bytes),
         ),
         orders=orders,
         files=FunctionPool(FILE_THREADS, "tokenmill-files"),

@@ -16,6 +16,7 @@ from rq.queue import Queue
 from rq.timeouts import JobTimeoutException
 
 from engine import Completion
+from jobs.answer_memo import AnswerMemo
 from jobs.context import JobContext
 from jobs.keys import FUNCTION
 from jobs.served_model import ServedModel
@@ -53,6 +54,7 @@ class Surroundings:
     check_sampling: Callable[[Any], Any]
     function_grace_s: float = 5.0
     files: SharedFiles = field(default_factory=SharedFiles)
+    answers: AnswerMemo = field(default_factory=AnswerMemo)
 
 
 @dataclass
@@ -178,6 +180,7 @@ class JobRunner:
             model=self._surroundings.model,
             check_sampling=self._surroundings.check_sampling,
             files=self._surroundings.files,
+            answers=self._surroundings.answers,
             check_interrupted=check_interrupted,
         )
 

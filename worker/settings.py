@@ -11,6 +11,7 @@ from dotenv import dotenv_values
 from pydantic import ByteSize, Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from jobs.answer_memo import DEFAULT_BYTES
 from jobs.served_model import ServedModel
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.errors import SettingsError
@@ -61,6 +62,9 @@ class WorkerSettings(BaseSettings):
 
     max_job_bytes: ByteSize = Field(default=ByteSize(1 << 26), ge=1 << 10)
     """A job whose payload is larger, unpacked, is failed without being read."""
+
+    answer_memo_bytes: ByteSize = Field(default=ByteSize(DEFAULT_BYTES), ge=0)
+    """Memory for the answers of greedy rows, each computed once for all shards of its run; 0 keeps none."""
 
     max_worker_deaths: int = Field(default=5, ge=1)
     """A job that was running when its worker died this many times is failed."""

@@ -4,21 +4,37 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
+from ..answer_memo import AnswerMemo
 from ..tasks import Completion, Request
 from .part import Answer
 from .prompt_source import RowProblem
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows that one request answers. key: names the prompt in the memo; None where tokens are drawn."""
+
+    text: str
+    rows: list[int]
+    key: bytes | None
 
 
 class ShardRequests:
     """Holds one answer for each row.
 
     rows: the text of each row, or why it has none. sampling: as in the plan. row_seed: the seed of a row,
-    counted within the shard; used when tokens are drawn.
+    counted within the shard; used when tokens are drawn. run, memo: where the answers of other shards are.
 
     Requests come sorted by text, so that shared prefixes meet in the cache. With temperature 0 equal texts
-    have equal answers, and are one request.
+    have equal answers: they are one request, and none where another shard of the run, on the same worker,
+    has the answer. A prompt that another shard is at comes last, when its answer may be there; if it is not,
+    it is computed here too, so that no shard waits for another.
+
+    Made in any thread; then all methods belong to one, but `close`, which comes last.
     """
 
     def __init__(
@@ -27,6 +43,8 @@ class ShardRequests:
         sampling: Mapping[str, Any],
         row_seed: Callable[[int], int],
         is_chat: bool,
+        run: str = "",
+        memo: AnswerMemo | None = None,
     ) -> None:
         self._answers: list[Answer | None] = [
             Answer(None, "error", 0, 0, 0, str(row)) if isinstance(row, RowProblem) else None for row in rows
@@ -35,11 +53,13 @@ class ShardRequests:
         self._sampling = dict(sampling)
         self._row_seed = row_seed
         self._is_chat = is_chat
-        self._texts: list[str] = []
-        self._rows_of: list[list[int]] = []
-        self._group(rows)
+        self._memo = AnswerMemo(0) if memo is None else memo
+        self._sent: list[_Group] = []
+        self._begun: set[bytes] = set()
         self.rows_done = sum(answer is not None for answer in self._answers)
         self.generated_tokens = 0
+        groups = _grouped(rows, run.encode()) if self._is_greedy else _one_by_one(rows)
+        self._unsent = [group for group in groups if not self._take_known(group)]
 
     @property
     def num_rows(self) -> int:
@@ -47,22 +67,27 @@ class ShardRequests:
 
     @property
     def num_requests(self) -> int:
-        return len(self._texts)
+        """Requests that were pulled, and at most so many more."""
+        return len(self._sent) + len(self._unsent)
 
     def requests(self) -> Iterator[Request]:
-        for text, rows in zip(self._texts, self._rows_of, strict=True):
-            sampling = (
-                self._sampling if self._is_greedy else {**self._sampling, "seed": self._row_seed(rows[0])}
-            )
-            if self._is_chat:
-                yield Request(prompt=None, messages=json.loads(text), sampling=sampling)
+        postponed = []
+        while self._unsent:
+            group = self._unsent.pop()
+            if self._take_known(group):
+                continue
+            if self._begin(group):
+                yield self._send(group)
             else:
-                yield Request(prompt=text, messages=None, sampling=sampling)
+                postponed.append(group)
+        for group in postponed:
+            if not self._take_known(group):
+                yield self._send(group)
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
         """Take the one sample of a request and give it to every row that asked for it."""
         (completion,) = completions
-        failed = completion.finish_reason == "error"
+        group, failed = self._sent[index], completion.finish_reason == "error"
         answer = Answer(
             completion=None if failed else completion.text,
             finish_reason=completion.finish_reason,
@@ -71,10 +96,12 @@ class ShardRequests:
             cached_tokens=completion.num_cached_tokens,
             error=(completion.error or "the engine gave no reason") if failed else None,
         )
-        for row in self._rows_of[index]:
-            self._answers[row] = answer
-        self.rows_done += len(self._rows_of[index])
+        self._answer(group, answer)
         self.generated_tokens += answer.completion_tokens
+        if group.key is not None:
+            if not failed:
+                self._memo.put(group.key, answer)
+            self._end(group.key)
 
     def answers(self) -> list[Answer]:
         """Return the answers in row order, once every request was delivered."""
@@ -82,11 +109,60 @@ class ShardRequests:
         assert len(answers) == self.num_rows, "answers() before every request was delivered"
         return answers
 
-    def _group(self, rows: Sequence[str | RowProblem]) -> None:
-        ordered = sorted((row, number) for number, row in enumerate(rows) if isinstance(row, str))
-        for text, number in ordered:
-            if self._is_greedy and self._texts and self._texts[-1] == text:
-                self._rows_of[-1].append(number)
-            else:
-                self._texts.append(text)
-                self._rows_of.append([number])
+    def close(self) -> None:
+        """Leave to others what was sent and not delivered; may be called more than once."""
+        for key in list(self._begun):
+            self._end(key)
+
+    def _send(self, group: _Group) -> Request:
+        self._sent.append(group)
+        sampling = (
+            self._sampling if self._is_greedy else {**self._sampling, "seed": self._row_seed(group.rows[0])}
+        )
+        if self._is_chat:
+            return Request(prompt=None, messages=json.loads(group.text), sampling=sampling)
+        return Request(prompt=group.text, messages=None, sampling=sampling)
+
+    def _take_known(self, group: _Group) -> bool:
+        """Answer a group with what another shard has computed; return whether there was such."""
+        answer = None if group.key is None else self._memo.get(group.key)
+        if answer is None:
+            return False
+        self._answer(group, answer)
+        return True
+
+    def _answer(self, group: _Group, answer: Answer) -> None:
+        for row in group.rows:
+            self._answers[row] = answer
+        self.rows_done += len(group.rows)
+
+    def _begin(self, group: _Group) -> bool:
+        """Take a group on; return False where another shard is at its prompt."""
+        if group.key is not None:
+            if not self._memo.begin(group.key):
+                return False
+            self._begun.add(group.key)
+        return True
+
+    def _end(self, key: bytes) -> None:
+        if key in self._begun:
+            self._begun.discard(key)
+            self._memo.end(key)
+
+
+def _grouped(rows: Sequence[str | RowProblem], run: bytes) -> Iterator[_Group]:
+    """Yield the rows of each text together, the last text first."""
+    rows_of: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        if isinstance(row, str):
+            rows_of.setdefault(row, []).append(number)
+    for text in sorted(rows_of, reverse=True):
+        key = blake2b(text.encode(), digest_size=16, key=run).digest()
+        yield _Group(text, rows_of[text], key)
+
+
+def _one_by_one(rows: Sequence[str | RowProblem]) -> Iterator[_Group]:
+    """Yield each row by itself, the last text first."""
+    ordered = sorted(((row, number) for number, row in enumerate(rows) if isinstance(row, str)), reverse=True)
+    for text, number in ordered:
+        yield _Group(text, [number], None)

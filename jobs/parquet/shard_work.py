@@ -45,6 +45,7 @@ class ShardWork:
         self._temporary = folder.temporary_path(part_name(shard))
         self._requests: ShardRequests | None = None
         self._files, self._entered = context.files, False
+        self._memo = context.answers
         folder.state.check_not_cancelled()
         if not folder.has_part(shard):
             _check_model(folder.plan, context.model)
@@ -105,6 +106,8 @@ class ShardWork:
 
     def close(self) -> None:
         self._leave()
+        if self._requests is not None:
+            self._requests.close()
         self._folder.storage.delete(self._temporary)
 
     def _leave(self) -> None:
@@ -164,7 +167,12 @@ class ShardWork:
                 rows += render_rows(source, self._with_added(batch))
         first_row = plan.first_row(self._number)
         return ShardRequests(
-            rows, plan.spec.sampling, lambda row: row_seed(plan.seed, first_row + row), source.is_chat
+            rows,
+            plan.spec.sampling,
+            lambda row: row_seed(plan.seed, first_row + row),
+            source.is_chat,
+            plan.run,
+            self._memo,
         )
 
     def _with_added(self, batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -14,6 +14,7 @@ import sys
 from ops.load.flood import flood
 from ops.load.inflight import inflight
 from ops.load.queued import queued
+from ops.load.repeats import repeats
 from ops.load.report import Report
 from ops.load.rows import SIZES, rows
 from ops.load.sharing import workers
@@ -37,6 +38,11 @@ def main() -> int:
     command.add_argument("--row-group-rows", type=int, default=10_000)
     command.add_argument("--rows-per-shard", type=int, default=1000)
     command.add_argument("--workers", type=int, default=1)
+    command = commands.add_parser("repeats", help="a greedy run whose prompts repeat")
+    command.add_argument("--rows", type=int, default=200_000)
+    command.add_argument("--distinct", type=int, default=2772)
+    command.add_argument("--workers", type=int, default=1)
+    command.add_argument("--memo-bytes", type=int, help="the worker's setting; 0 keeps no answers")
     command = commands.add_parser("inflight", help="jobs in flight for longer than every time to live")
     command.add_argument("--jobs", type=int, default=500)
     command.add_argument("--seconds", type=float, default=90.0)
@@ -60,6 +66,8 @@ def _run(options: argparse.Namespace) -> Report:
         return queued(options.jobs, options.workers)
     if options.scenario == "workers":
         return workers(options.count, options.jobs, options.shards)
+    if options.scenario == "repeats":
+        return repeats(options.rows, options.distinct, options.workers, options.memo_bytes)
     if options.scenario == "inflight":
         return inflight(options.jobs, options.seconds)
     if options.scenario == "flood":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ops.load.flood import flood
 from ops.load.inflight import inflight
 from ops.load.queued import queued
+from ops.load.repeats import repeats
 from ops.load.report import Report
 from ops.load.rows import rows
 from ops.load.sharing import workers
@@ -27,6 +28,10 @@ def test_workers_share_prompts_and_shards_and_double_nothing() -> None:
 
 def test_a_run_leaves_every_row_once_and_nothing_else() -> None:
     check(rows(sizes=(3000,), row_group_rows=700, rows_per_shard=250))
+
+
+def test_prompts_that_repeat_are_computed_once_on_a_worker() -> None:
+    check(repeats(num_rows=5000, distinct=200))
 
 
 def test_jobs_in_flight_outlive_their_leases() -> None:
