@@ -1,0 +1,28 @@
+"""RQ's own tests of what becomes of jobs hold for BatchWorker, but for the departures in the table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.rq_suite.runner import run
+from tests.rq_suite.sdist import CannotFetch, rq_tests
+from tests.rq_suite.table import CHOSEN, DEPARTURES
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_rq_itself_is_content_with_batch_worker_in_the_place_of_its_workers() -> None:
+    try:
+        suite = rq_tests()
+    except CannotFetch as error:
+        pytest.skip(f"RQ's sdist cannot be fetched: {error}")
+    summary = run(suite, CHOSEN, slow=False)
+    assert not summary.wrong, summary.text()
+    assert len(summary.passed) >= 40, summary.text()
+
+
+def test_every_departure_from_rq_is_in_the_readme() -> None:
+    text = " ".join(README.read_text().split())
+    assert [why for why in DEPARTURES if why not in text] == []
