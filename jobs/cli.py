@@ -12,16 +12,20 @@ import redis
 
 from .cli_errors import errors_told
 from .errors import ForeignJobsPackage, UnknownRun
-from .follow import End, Followed, follow
+from .follow import REFUSED, End, Followed, follow
 from .progress import progress
 from .queue_commands import info, requeue_command
-from .run_control import cancel_run, submit_run
+from .run_control import cancel_run, describe_again, submit_run
+from .run_obstacles import listened_queues, obstacles
 from .run_output import RunOutput, named_run
-from .run_snapshot import RunSnapshot, failure_text, planned_run, read_snapshot
+from .run_snapshot import RunSnapshot, failure_text, plan_result, read_snapshot
 from .submit_options import json_value, run_arguments
 
 #: Failed shards shown by name; the rest are counted.
 MAX_SHOWN = 5
+
+#: How long `submit` waits for its planning to accept the run, and between two looks.
+PLAN_WAIT_S, PLAN_POLL_S = 10.0, 0.1
 
 
 @click.group()
@@ -83,9 +87,11 @@ def submit(connection: redis.Redis, /, wait: bool, queue: str, **options: Any) -
     """
     with errors_told():
         run = submit_run(connection, queue, **run_arguments(options))
-        click.echo(run)
         if wait:
+            click.echo(run)
             _wait(connection, run)
+        else:
+            _await_plan(connection, run)
 
 
 @main.command()
@@ -94,7 +100,7 @@ def submit(connection: redis.Redis, /, wait: bool, queue: str, **options: Any) -
 def status(connection: redis.Redis, /, run: str) -> None:
     """Print what is known of RUN: a run's id or its output folder, which is enough where Redis lost it."""
     with errors_told():
-        run, output = named_run(run)
+        run, output = named_run(connection, run)
         try:
             snapshot = _look(connection, run)
         except UnknownRun:
@@ -103,6 +109,8 @@ def status(connection: redis.Redis, /, run: str) -> None:
             click.echo(_output_text(output))
             return
         click.echo(_status_text(snapshot))
+        for obstacle in obstacles(connection, snapshot):
+            click.echo(f"waits    {obstacle}")
         _tell_failures(connection, snapshot)
 
 
@@ -115,7 +123,14 @@ def cancel(connection: redis.Redis, /, run: str) -> None:
     Finished parts stay; submitting the run again resumes it.
     """
     with errors_told():
-        cancelled = cancel_run(connection, _look(connection, named_run(run)[0]).run)
+        run, output = named_run(connection, run)
+        try:
+            snapshot = _look(connection, run)
+        except UnknownRun:
+            if output is None or not describe_again(connection, output):
+                raise
+            snapshot = _look(connection, run)
+        cancelled = cancel_run(connection, snapshot.run)
         click.echo(f"cancelled: {cancelled.removed} jobs removed, {cancelled.stopped} told to stop")
 
 
@@ -130,18 +145,61 @@ def check_jobs_package() -> None:
         raise ForeignJobsPackage(getattr(found, "__file__", None) or "a folder without __init__.py")
 
 
+def _await_plan(connection: redis.Redis, run: str) -> None:
+    """Print a submitted run's id, once its planning has accepted it, or takes longer than PLAN_WAIT_S.
+
+    Exits with 1 where the planning refuses the run, with 130 on Ctrl-C, which leaves it going.
+    """
+    until = time.monotonic() + PLAN_WAIT_S
+    try:
+        while _is_planned_now(snapshot := _look(connection, run)) and time.monotonic() < until:
+            time.sleep(PLAN_POLL_S)
+    except KeyboardInterrupt:
+        click.echo(_goes_on(run), err=True)
+        sys.exit(130)
+    if snapshot.plan_status in REFUSED:
+        _tell_failures(connection, snapshot)
+        raise click.ClickException("planning failed: repair what is named above, then submit again")
+    click.echo(run)
+    for line in [*_awaits(snapshot), *obstacles(connection, snapshot)]:
+        click.echo(line, err=True)
+    if snapshot.finished and not snapshot.is_planning:
+        _tell_if_already_finished(connection, snapshot)
+
+
+def _is_planned_now(snapshot: RunSnapshot) -> bool:
+    """Whether a worker plans a run, or is soon to."""
+    return snapshot.is_planning and snapshot.workers > 0 and snapshot.awaited_model is None
+
+
+def _tell_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) -> None:
+    planned = plan_result(connection, snapshot.plan_job) if snapshot.plan_job else None
+    if planned is not None and planned.get("already_finished"):
+        text = f"the run is already finished: its {snapshot.rows} rows are in {snapshot.output}"
+        click.echo(text, err=True)
+
+
+def _goes_on(run: str) -> str:
+    return (
+        f"the run goes on: `tokenmill status {run}` shows it, the same submit with --wait follows it, "
+        f"`tokenmill cancel {run}` ends it"
+    )
+
+
 def _wait(connection: redis.Redis, run: str) -> None:
     """Show progress until the run ends. Exits with 1 when it failed, with 130 on Ctrl-C."""
     display = progress(time.monotonic)
     try:
-        followed = follow(lambda: _look(connection, run), display, time.monotonic, time.sleep)
+        followed = follow(
+            lambda: _look(connection, run),
+            display,
+            time.monotonic,
+            time.sleep,
+            lambda: listened_queues(connection),
+        )
     except KeyboardInterrupt:
         display.close()
-        click.echo(
-            f"the run goes on: `tokenmill status {run}` shows it, the same submit with --wait follows it, "
-            f"`tokenmill cancel {run}` ends it",
-            err=True,
-        )
+        click.echo(_goes_on(run), err=True)
         sys.exit(130)
     finally:
         display.close()
@@ -152,9 +210,9 @@ def _look(connection: redis.Redis, run: str) -> RunSnapshot:
     """Read a run's progress, or that of the run planned for it where the worker's real paths differ."""
     snapshot = read_snapshot(connection, run)
     if snapshot.shards is None and snapshot.plan_job is not None and not snapshot.is_planning:
-        planned = planned_run(connection, snapshot.plan_job)
-        if planned is not None and planned != run:
-            return read_snapshot(connection, planned)
+        planned = plan_result(connection, snapshot.plan_job)
+        if planned is not None and planned.get("run", run) != run:
+            return read_snapshot(connection, planned["run"])
     return snapshot
 
 
@@ -162,6 +220,7 @@ def _tell_end(connection: redis.Redis, followed: Followed) -> None:
     snapshot = followed.snapshot
     click.echo(_status_text(snapshot))
     if followed.end is End.FINISHED:
+        _tell_if_already_finished(connection, snapshot)
         return
     _tell_failures(connection, snapshot)
     if followed.end is End.CANCELLED:

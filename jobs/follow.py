@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,11 +11,16 @@ from redis.exceptions import ConnectionError, TimeoutError
 from rq.job import JobStatus
 
 from .errors import UnknownRun
+from .run_obstacles import no_worker_text
 from .run_snapshot import RunSnapshot
 
 #: Between two looks at Redis; longer, up to MAX_POLL_S, where a run of many shards makes a look long.
 POLL_S, MAX_POLL_S = 0.5, 5.0
 LOOK_SHARE = 0.1
+
+
+#: States of a planning job that refused the run.
+REFUSED = (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
 
 
 class End(enum.Enum):
@@ -50,10 +55,11 @@ def follow(
     display: Display,
     clock: Callable[[], float],
     sleep: Callable[[float], None],
+    listened: Callable[[], Sequence[str]] = tuple,
 ) -> Followed:
     """Look at a run until it ends, however long no worker takes it up or Redis is away.
 
-    clock: seconds, any zero. Raises what the first look raises.
+    clock: seconds, any zero. listened: the queues on which workers listen. Raises what the first look raises.
     """
     started_at = counted_from = clock()
     first = previous = look()
@@ -69,7 +75,7 @@ def follow(
             return Followed(snapshot, end, now - started_at)
         if has_worker != (snapshot.workers > 0):
             has_worker = not has_worker
-            display.warn(_about_workers(snapshot))
+            display.warn(_about_workers(snapshot, listened))
         sleep(min(MAX_POLL_S, max(POLL_S, took_s / LOOK_SHARE)))
         looked_at = clock()
         try:
@@ -97,7 +103,7 @@ def _look_again(
 def _end(snapshot: RunSnapshot, previous: RunSnapshot) -> End | None:
     if snapshot.cancelled and not snapshot.finished:
         return End.CANCELLED
-    if snapshot.plan_status in (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED):
+    if snapshot.plan_status in REFUSED:
         return End.PLAN_FAILED  # also of a run that had finished: this submission was refused
     if snapshot.finished and not snapshot.is_planning:
         return End.FINISHED
@@ -119,10 +125,7 @@ def _is_idle(snapshot: RunSnapshot) -> bool:
     return not (snapshot.queued and snapshot.queue_length)
 
 
-def _about_workers(snapshot: RunSnapshot) -> str:
+def _about_workers(snapshot: RunSnapshot, listened: Callable[[], Sequence[str]]) -> str:
     if snapshot.workers:
         return f"{snapshot.workers} worker(s) listen on queue {snapshot.queue!r} now"
-    return (
-        f"no worker listens on queue {snapshot.queue!r}: start one with "
-        f"`rq worker --worker-class worker.BatchWorker -S json {snapshot.queue}`; still waiting"
-    )
+    return f"{no_worker_text(snapshot.queue, listened())}; still waiting"

@@ -3,6 +3,7 @@
 tokenmill:worker:<name>        string, JSON: the worker's statistics
 tokenmill:run:<run>            hash: what the CLI shows of a run (RunState)
 tokenmill:run:<run>:parts      hash: shard number -> JSON statistics of its part; `total` -> number of shards
+tokenmill:run:folder:<hash>    string: the run that was last submitted for an output folder
 tokenmill:run:<run>:lock       string: token of whoever plans or cancels the run
 
 Those by which workers tell whose a job is, a call that was sent twice, or whose turn it is, belong to
@@ -14,6 +15,8 @@ tokenmill:claim:<token>        list: job ids that one claim has taken, until the
 tokenmill:removed:<execution>  string: id of a job that ended and was not to be kept, for 2 minutes
 tokenmill:maintenance          string: the worker that looks for abandoned jobs in this period
 """
+
+from hashlib import blake2b
 
 #: A field of our own in RQ's job hash: how many sequences a job brings, where not one. A worker claims
 #: by it, so that one worker does not take every shard of a run at once.
@@ -32,6 +35,10 @@ FUNCTION = "function"
 RUN_TTL_S = 30 * 24 * 3600
 
 
+#: A worker's statistics are kept so long after it wrote them last.
+WORKER_STATS_TTL_S = 3600
+
+
 def worker_key(name: str) -> str:
     return f"tokenmill:worker:{name}"
 
@@ -42,6 +49,12 @@ def held_key(queue: str) -> str:
 
 def run_key(run: str) -> str:
     return f"tokenmill:run:{run}"
+
+
+def run_folder_key(folder: str) -> str:
+    """Return the key for the real path of a run's output folder."""
+    path = folder.encode("utf-8", "surrogatepass")
+    return f"{run_key('folder')}:{blake2b(path, digest_size=16).hexdigest()}"
 
 
 def run_parts_key(run: str) -> str:

@@ -14,9 +14,11 @@ from rq.serializers import JSONSerializer
 
 from ._inline import check_sampling
 from .keys import MODEL_FIELD
+from .parquet.local_check import check_columns_here
 from .parquet.names import shard_job_id
 from .parquet.paths import local_path
 from .parquet.spec import RunSpec
+from .run_output import RunOutput
 from .run_state import RunState
 from .served_model import parse_model
 
@@ -56,6 +58,7 @@ def submit_run(
     """
     spec, model = RunSpec.from_arguments(**arguments), parse_model(model)
     check_sampling(spec.sampling)
+    check_columns_here(spec)
     plan_job = f"{spec.run}-plan"
     state = RunState(connection, spec.run)
     with state.lock():
@@ -66,6 +69,20 @@ def submit_run(
             own = {"output": output, "queue": queue_name, "model": model, "redo_damaged": redo_damaged}
             _enqueue_planning(connection, queue_name, plan_job, {**_planning_arguments(spec), **own})
     return spec.run
+
+
+def describe_again(connection: Redis, output: RunOutput) -> bool:
+    """Tell Redis of a run whose keys it has lost, but not every job; return False where none is left."""
+    with connection.pipeline() as pipe:
+        for shard in range(output.shards):
+            pipe.hget(Job.key_for(shard_job_id(output.run, shard)), "origin")
+        origins = {origin.decode() for origin in pipe.execute() if origin}
+    if not origins:
+        return False
+    size = {"rows": output.rows, "shards": output.shards}
+    facts = {"output": output.folder, "queue": min(origins), **size}
+    RunState(connection, output.run).describe(facts)
+    return True
 
 
 def cancel_run(connection: Redis, run: str) -> Cancelled:

@@ -1,15 +1,20 @@
-"""What a run's output folder tells without Redis. Needs no pyarrow: the command line uses it."""
+"""Which run a folder is the output of, and what it tells without Redis. Needs no pyarrow."""
 
 from __future__ import annotations
 
 import json
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from .errors import PlanDamaged, UnknownRun
+from .keys import run_folder_key
 from .parquet.names import MANIFEST, PLAN, SUCCESS, is_run_id, part_shard
 from .parquet.paths import local_path
 from .parquet.plan import Plan
+
+if TYPE_CHECKING:
+    from redis import Redis
 
 
 @dataclass(frozen=True)
@@ -25,14 +30,21 @@ class RunOutput:
     errors: int | None
 
 
-def named_run(name: str) -> tuple[str, RunOutput | None]:
+def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
     """Return the run that an id, or the path of a run's output folder, names; for a folder what it holds.
 
-    Raises UnknownRun when there is no run at the path, PlanDamaged when its plan is unreadable.
+    A folder that is not planned yet, or not on this machine, is known to Redis alone. Raises UnknownRun when
+    neither knows of a run there, PlanDamaged when its plan is unreadable.
     """
     if is_run_id(name):
         return name, None
-    output = _read_output(name)
+    try:
+        output = _read_output(name)
+    except UnknownRun:
+        run: Any = connection.get(run_folder_key(os.path.realpath(local_path(name))))
+        if run is None:
+            raise
+        return run.decode(), None
     return output.run, output
 
 

@@ -136,11 +136,11 @@ def failure_text(connection: Redis, job_id: str) -> str:
     return lines[-1] if lines else "it left no error"
 
 
-def planned_run(connection: Redis, plan_job: str) -> str | None:
-    """Return the run that a finished planning job returned, or None when Redis no longer has its result."""
+def plan_result(connection: Redis, plan_job: str) -> dict[str, Any] | None:
+    """Return what a finished planning job returned, or None when Redis no longer has its result."""
     result = _latest_result(connection, plan_job)
     value = result.return_value if result else None
-    return value.get("run") if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def _latest_result(connection: Redis, job_id: str) -> Result | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from redis.exceptions import LockError, LockNotOwnedError
 
 from .errors import RunBusy, RunCancelled, UnknownRun
-from .keys import RUN_TTL_S, run_key, run_lock_key, run_parts_key
+from .keys import RUN_TTL_S, run_folder_key, run_key, run_lock_key, run_parts_key
 from .part_stats import PartStats
 from .run_lock import RunLock
 
@@ -72,6 +72,7 @@ class RunState:
         self._redis.hdel(self._key, "cancelled", "plan_model")
         asked_for = {} if model is None else {"plan_model": model}
         self.describe({"output": output, "queue": queue, "plan_job": plan_job, **asked_for})
+        self._redis.set(run_folder_key(output), self.run, ex=RUN_TTL_S)
 
     def was_submitted_by(self, plan_job: str) -> bool:
         """Say whether this job is the last one that submitted the run."""

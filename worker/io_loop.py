@@ -17,7 +17,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 from rq.queue import Queue
 
-from jobs.keys import worker_key
+from jobs.keys import WORKER_STATS_TTL_S, worker_key
 from worker._rq import ClaimedJob, JobStore, Mode, Wanted
 from worker.engine_loop import EngineDied, Halt, Order, Stepped
 from worker.errors import FaultySurroundings, TooManyStuckThreads, WorkerError
@@ -27,7 +27,6 @@ from worker.packing import Packer
 
 POLL_S = 0.05
 STATS_PERIOD_S = 2.0
-STATS_TTL_S = 3600
 OTHERS_PERIOD_S = 5.0
 PROGRESS_PERIOD_S = 0.5
 DEADLINE_PERIOD_S = 0.25
@@ -104,7 +103,7 @@ class Presence:
         """Write heartbeat, state, one running job and the statistics (kept for an hour)."""
         self._beat(self._client, state, job_id)
         stats = {**self._facts, **counters, "updated_at": time.time()}
-        self._client.set(self._key, json.dumps(stats), ex=STATS_TTL_S)
+        self._client.set(self._key, json.dumps(stats), ex=WORKER_STATS_TTL_S)
 
 
 class Timer:

@@ -97,7 +97,7 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
     _open_submission(state, context.job_id, spec.output, submission)
     found = find_files(storage, spec.input, spec.output)
     inputs = read_inputs(storage, found, spec.filename_column, context.check_interrupted)
-    _check_columns(spec, inputs)
+    check_columns(spec, inputs)
     plan = _agreed_plan(context, storage, spec, inputs, submission.model)
     folder = RunFolder(storage, plan, state, context.execution_id)
     if plan.rows == 0:
@@ -119,6 +119,7 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
         "shards_missing": len(missing),
         "shards_enqueued": enqueued,
         "run_finished": finished,
+        "already_finished": finished and had_ended,
     }
 
 
@@ -135,7 +136,8 @@ def _open_submission(state: RunState, job_id: str, output: str, submission: Subm
         raise
 
 
-def _check_columns(spec: RunSpec, inputs: Inputs) -> None:
+def check_columns(spec: RunSpec, inputs: Inputs) -> None:
+    """Raise MissingColumn, WrongColumnType or ColumnConflict for columns that the run cannot be made of."""
     source, schema = prompt_source(spec), inputs.schema
     for column in source.columns:
         if column not in schema.names:

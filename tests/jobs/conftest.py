@@ -4,12 +4,16 @@ import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import click.testing
 import pytest
 from redis import Redis
 
+from jobs import cli
 from jobs.context import JobContext
 from tests.jobs.answering import MODEL
 from tests.redis_server import running_redis_server
+
+Invoke = Callable[..., click.testing.Result]
 
 
 @pytest.fixture(scope="session")
@@ -42,3 +46,11 @@ def make_context(redis: Redis, tmp_path: Path) -> Callable[[], JobContext]:
 @pytest.fixture
 def context(make_context: Callable[[], JobContext]) -> JobContext:
     return make_context()
+
+
+@pytest.fixture
+def invoke(redis: Redis, redis_url: str) -> Invoke:
+    def run(*arguments: object) -> click.testing.Result:
+        return click.testing.CliRunner().invoke(cli.main, ["--url", redis_url, *map(str, arguments)])
+
+    return run

@@ -26,10 +26,10 @@ from jobs.parquet.names import shard_job_id
 from jobs.run_snapshot import RunSnapshot, read_snapshot
 from jobs.run_state import RunState
 from tests.jobs.answering import queued_jobs, run_task, score_parquet, work_off
+from tests.jobs.conftest import Invoke
 from tests.jobs.test_progress import snapshot
 
 MakeContext = Callable[[], JobContext]
-Invoke = Callable[..., click.testing.Result]
 
 
 @pytest.fixture
@@ -37,14 +37,6 @@ def source(tmp_path: Path) -> Path:
     path = tmp_path / "in.parquet"
     pq.write_table(pa.table({"prompt": [*"abcd", None]}), path)
     return path
-
-
-@pytest.fixture
-def invoke(redis: Redis, redis_url: str) -> Invoke:
-    def run(*arguments: object) -> click.testing.Result:
-        return click.testing.CliRunner().invoke(cli.main, ["--url", redis_url, *map(str, arguments)])
-
-    return run
 
 
 def fail(redis: Redis, job: Job, text: str) -> None:

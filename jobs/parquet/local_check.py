@@ -1,0 +1,31 @@
+"""Checks a run's columns where it is submitted, if its files and pyarrow are there."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from ..errors import ColumnConflict, InputError, MissingColumn, WrongColumnType
+from .spec import RunSpec
+
+
+def check_columns_here(spec: RunSpec) -> None:
+    """Raise MissingColumn, WrongColumnType or ColumnConflict where the input's first file shows it.
+
+    Says nothing of an input that is not on this machine: the paths are those of the workers' machines.
+    """
+    try:
+        from .find_files import find_files
+        from .inputs import read_inputs
+        from .planner import check_columns
+        from .storage import Storage
+    except ImportError:  # no pyarrow: a producer's install has none
+        return
+    with suppress(OSError):
+        try:
+            storage = Storage(("/",))
+            found = find_files(storage, spec.input, spec.output)
+            check_columns(spec, read_inputs(storage, found[:1], spec.filename_column, lambda: None))
+        except (ColumnConflict, MissingColumn, WrongColumnType):
+            raise
+        except InputError:  # the planning says so, if it finds the same
+            return

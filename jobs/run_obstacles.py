@@ -1,0 +1,123 @@
+"""What holds a run up: no worker listens, other jobs come first, or the worker that had it is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rq import Queue
+from rq.job import Job, JobStatus
+from rq.serializers import JSONSerializer
+from rq.worker_registration import REDIS_WORKER_KEYS
+
+from .keys import WORKER_STATS_TTL_S, worker_key
+from .parquet.names import is_run_id, job_shard
+from .run_snapshot import RunSnapshot
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+#: How much of a queue is looked through for the run's first job.
+MAX_AHEAD = 1000
+
+#: A worker tells of itself every two seconds; one that has not for so long is frozen, cut off or dead.
+SILENT_S = 10
+
+
+def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
+    """Return a sentence for each thing that keeps a run from going on; none for one that has ended."""
+    if snapshot.finished or snapshot.cancelled:
+        return []
+    waits = snapshot.is_planning or snapshot.queued > 0
+    found = _silent_workers(connection, snapshot) if snapshot.started else []
+    if waits and not snapshot.workers:
+        found.append(no_worker_text(snapshot.queue, listened_queues(connection)))
+    elif waits and not snapshot.started and snapshot.plan_status != JobStatus.STARTED:
+        found += _others_first(connection, snapshot)
+    return found
+
+
+def no_worker_text(queue: str, others: Sequence[str]) -> str:
+    """Say that no worker listens on a queue. others: queues on which workers do."""
+    listening = f" (workers listen on {', '.join(map(repr, others))})" if others else ""
+    return (
+        f"no worker listens on queue {queue!r}{listening}: start one with "
+        f"`rq worker --worker-class worker.BatchWorker -S json {queue}`"
+    )
+
+
+def listened_queues(connection: Redis) -> list[str]:
+    """Return the names of the queues on which a living worker listens, sorted."""
+    keys: Any = connection.smembers(REDIS_WORKER_KEYS)
+    with connection.pipeline() as pipe:
+        for key in keys:
+            pipe.hget(key.decode(), "queues")  # gone with the key of a worker that was killed
+        names = [text.decode().split(",") for text in pipe.execute() if text]
+    return sorted({name for each in names for name in each})
+
+
+def _others_first(connection: Redis, snapshot: RunSnapshot) -> list[str]:
+    queue = Queue(snapshot.queue, connection=connection, serializer=JSONSerializer)
+    with connection.pipeline() as pipe:
+        pipe.lrange(queue.key, 0, MAX_AHEAD - 1)
+        pipe.zrange(queue.started_job_registry.key, 0, -1)
+        waiting, started = pipe.execute()
+    ids = [each.decode() for each in waiting]
+    ours = (place for place, job_id in enumerate(ids) if _is_of(snapshot, job_id))
+    ahead = ids[: next(ours, len(ids))]
+    running = [entry.decode().partition(":")[0] for entry in started]
+    if not ahead and not running:
+        return []
+    count = f"{len(ahead)}{' or more' if len(ahead) == MAX_AHEAD else ''}"
+    runs = _runs([*running, *ahead])
+    of_runs = f", of run {', '.join(runs)} among others" if runs else ""
+    return [
+        f"it is behind {count} waiting and {len(running)} running jobs on queue {snapshot.queue!r}{of_runs}"
+    ]
+
+
+def _is_of(snapshot: RunSnapshot, job_id: str) -> bool:
+    return job_id == snapshot.plan_job or job_shard(snapshot.run, job_id) is not None
+
+
+def _runs(job_ids: Iterable[str]) -> list[str]:
+    """Return the runs to which jobs belong, in order."""
+    names = (job_id.rpartition("-")[0] for job_id in job_ids)
+    return list(dict.fromkeys(name for name in names if is_run_id(name)))
+
+
+def _silent_workers(connection: Redis, snapshot: RunSnapshot) -> list[str]:
+    """Name the workers that hold shards of the run and no longer tell of themselves."""
+    leases = _leases(connection, snapshot)
+    with connection.pipeline() as pipe:
+        for worker in leases:
+            pipe.ttl(worker_key(worker))
+        stats_ttls_s = pipe.execute()
+    found = []
+    for (worker, left_s), stats_ttl_s in zip(leases.items(), stats_ttls_s, strict=True):
+        silent_s = WORKER_STATS_TTL_S - stats_ttl_s
+        # One without statistics is none of ours: a stock worker tells of itself elsewhere.
+        if stats_ttl_s >= 0 and silent_s > SILENT_S:
+            found.append(
+                f"worker {worker!r}, silent for {silent_s} s, holds {len(left_s)} of its shards: "
+                f"others take them over in about {max(left_s)} s"
+            )
+    return found
+
+
+def _leases(connection: Redis, snapshot: RunSnapshot) -> dict[str, list[int]]:
+    """Return for each worker the seconds left of its lease of each shard of the run that it holds."""
+    queue = Queue(snapshot.queue, connection=connection, serializer=JSONSerializer)
+    started: Any = connection.zrange(queue.started_job_registry.key, 0, -1)
+    entries = [entry.decode() for entry in started]
+    with connection.pipeline() as pipe:
+        for entry in entries:
+            if job_shard(snapshot.run, entry.partition(":")[0]) is not None:
+                pipe.hget(f"rq:execution:{entry}", "worker_name")
+                pipe.ttl(f"rq:execution:{entry}")
+                pipe.hget(Job.key_for(entry.partition(":")[0]), "worker_name")
+        replies = pipe.execute()
+    leases: dict[str, list[int]] = {}
+    for holder, left_s, named in zip(replies[::3], replies[1::3], replies[2::3], strict=True):
+        leases.setdefault((holder or named or b"").decode(), []).append(max(0, left_s))
+    return leases
