@@ -14,6 +14,7 @@ tokenmill:held:<queue>         hash: `<job>:<execution>` of each job that is cla
 tokenmill:claim:<token>        list: job ids that one claim has taken, until the next one or for 10 minutes
 tokenmill:removed:<execution>  string: id of a job that ended and was not to be kept, for 2 minutes
 tokenmill:maintenance          string: the worker that looks for abandoned jobs in this period
+tokenmill:maintenance:stock    string: that one looks for jobs that RQ's own workers left, in this period
 """
 
 from hashlib import blake2b

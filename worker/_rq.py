@@ -34,6 +34,7 @@ from rq import Queue
 from rq.connections import get_connection_kwargs
 from rq.defaults import DEFAULT_FAILURE_TTL, DEFAULT_RESULT_TTL
 from rq.executions import Execution
+from rq.group import Group
 from rq.job import Job, JobStatus, _job_stack
 from rq.job import Retry as JobRetry
 from rq.registry import FailedJobRegistry, FinishedJobRegistry
@@ -65,6 +66,7 @@ _SCRIPTS = {
     "queue_dependent": [],
     "release": ["open_execution"],
     "progress": [],
+    "adopt": ["open_execution"],
 }
 """Each script, and the shared heads it begins with after `holding`, which all begin with."""
 
@@ -108,6 +110,24 @@ class ClaimedJob:
     def address(self) -> tuple[str, str, str]:
         """Queue, job id, execution id: how the scripts find it."""
         return self.queue_name, self.job.id, self.execution.id
+
+
+@dataclass(frozen=True)
+class LeftJob:
+    """A job that one of RQ's own workers left behind, with the reason to give for its failure.
+
+    execution_id: '' for one that was taken from its queue and not begun.
+    """
+
+    queue: str
+    job_id: str
+    execution_id: str
+    reason: str
+
+    @property
+    def address(self) -> tuple[str, str, str]:
+        """As that of a job that was claimed."""
+        return self.queue, self.job_id, self.execution_id
 
 
 @dataclass(frozen=True)
@@ -478,6 +498,18 @@ class JobStore:
         dead = [(member, "", "") for member, lives in zip(members, alive, strict=True) if not lives]
         return self._release(dead, "abandoned", max_deaths)
 
+    def adopt(self, left: Sequence[LeftJob]) -> list[tuple[ClaimedJob, str]]:
+        """Take over jobs that RQ's own workers left behind; return those that this worker holds then."""
+        now_iso, now_ts = self._stamp()
+        tail = (self._worker_name, now_iso, now_ts, self._lease_s, repr(self._clock() + FAR_S))
+        calls = [("adopt", (*each.address, now_ts, uuid4().hex, *tail)) for each in left]
+        replies = self._call_many(calls, keep_refusals=True)
+        return [
+            (self._restore(each.queue, reply[1]), each.reason)
+            for each, reply in zip(left, replies, strict=True)
+            if not isinstance(reply, RedisError) and reply[0] == b"taken"
+        ]
+
     def show_progress(self, shown: Sequence[tuple[ClaimedJob, dict[str, Any]]]) -> None:
         """Write `job.meta` of running jobs."""
         calls = [("progress", (*claimed.address, JSONSerializer.dumps(meta))) for claimed, meta in shown]
@@ -485,7 +517,7 @@ class JobStore:
             self._call_many(calls, keep_refusals=True)
 
     def clean_registries(self, queues: Sequence[Queue]) -> None:
-        """Drop expired entries of finished and failed jobs, and workers that are gone.
+        """Drop expired entries of finished and failed jobs, workers that are gone, and members of groups.
 
         RQ's own cleanup of started jobs is left out: it would judge by score, and runs callbacks.
         """
@@ -493,6 +525,7 @@ class JobStore:
             for registry in (FinishedJobRegistry, FailedJobRegistry):
                 registry(queue.name, connection=self._client, serializer=JSONSerializer).cleanup()
             clean_worker_registry(Queue(queue.name, connection=self._client, serializer=JSONSerializer))
+        Group.clean_registries(self._client)
 
     def count_queued(self, queue_names: Sequence[str]) -> int:
         """Jobs that wait in these queues."""
@@ -653,6 +686,11 @@ def callback_names(job: Job) -> list[tuple[str, str]]:
 
 def strip_hooks(job: Job) -> None:
     """Take callbacks, webhooks and retries from a job that is refused, so that none of them runs."""
-    job._success_callback_name = job._failure_callback_name = job._stopped_callback_name = None
+    strip_callbacks(job)
     job.webhooks = []
     job.retries_left = None
+
+
+def strip_callbacks(job: Job) -> None:
+    """Take a job's callbacks from it, so that none of them runs."""
+    job._success_callback_name = job._failure_callback_name = job._stopped_callback_name = None

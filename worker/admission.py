@@ -10,7 +10,7 @@ from urllib.parse import urlparse
 from rq.exceptions import DeserializationError
 from rq.job import Job
 
-from worker._rq import callback_names
+from worker._rq import callback_names, strip_callbacks
 from worker.errors import BadPayload, NotAllowed, TooLarge
 
 MAX_ID_CHARS = 255
@@ -51,8 +51,17 @@ class Admission:
         for role, name in callback_names(job):
             if name not in self._allowed:
                 raise NotAllowed(role, name)
-        job.webhooks = [hook for hook in job.webhooks if urlparse(hook.url).hostname in self._webhook_hosts]
+        self._keep_allowed_webhooks(job)
         return call
+
+    def keep_allowed_hooks(self, job: Job) -> None:
+        """Take off a job that is only to be ended what may not be called here, and leave it its retries."""
+        if any(name not in self._allowed for _, name in callback_names(job)):
+            strip_callbacks(job)
+        self._keep_allowed_webhooks(job)
+
+    def _keep_allowed_webhooks(self, job: Job) -> None:
+        job.webhooks = [hook for hook in job.webhooks if urlparse(hook.url).hostname in self._webhook_hosts]
 
 
 def _decode(job: Job) -> FunctionCall:

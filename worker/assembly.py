@@ -18,6 +18,8 @@ from worker.interrupts import shield_imports
 from worker.io_loop import IoLoop, Limits, Presence
 from worker.job_runner import JobRunner, Surroundings
 from worker.packing import Packer
+from worker.stock_jobs import StockJobs
+from worker.upkeep import Upkeep
 
 if TYPE_CHECKING:
     from worker.batch_worker import BatchWorker
@@ -47,6 +49,8 @@ def assemble(
     pool_client = own_client(worker.connection, REDIS_TIMEOUT_S)
     user_client = own_client(worker.connection, REDIS_TIMEOUT_S, resend=True)
     packer = Packer(len(worker.queues), settings.max_num_seqs, settings.prefetch, settings.function_threads)
+    enders = FunctionPool(settings.function_threads, "tokenmill-ends")
+    ends_store = JobStore(pool_client, worker.name, lease_s)
     runner = JobRunner(
         packer=packer,
         admission=Admission(
@@ -62,25 +66,26 @@ def assemble(
         orders=orders,
         files=FunctionPool(FILE_THREADS, "tokenmill-files"),
         functions=FunctionPool(settings.function_threads, "tokenmill-functions"),
-        enders=FunctionPool(settings.function_threads, "tokenmill-ends"),
+        enders=enders,
         pool_client=pool_client,
         user_client=user_client,
         callbacks=Callbacks(worker, pool_client, user_client, ThreadDeathPenalty),
-        ends_store=JobStore(pool_client, worker.name, lease_s),
+        ends_store=ends_store,
         post=events.put,
         log=worker.log,
     )
+    store = JobStore(
+        io_client,
+        worker.name,
+        lease_s,
+        not worker.disable_default_exception_handler,
+        settings.max_job_bytes,
+        served.names,
+        default_result_ttl_s=worker.default_result_ttl,
+    )
     io = IoLoop(
         queues=worker.queues,
-        store=JobStore(
-            io_client,
-            worker.name,
-            lease_s,
-            not worker.disable_default_exception_handler,
-            settings.max_job_bytes,
-            served.names,
-            default_result_ttl_s=worker.default_result_ttl,
-        ),
+        store=store,
         runner=runner,
         packer=packer,
         presence=Presence(io_client, worker.name, worker.beat, _facts(worker.name, served)),
@@ -91,10 +96,17 @@ def assemble(
             max_idle_s,
             lease_s,
             settings.max_worker_deaths,
-            worker.maintenance_interval,
             settings.max_stuck_threads,
         ),
-        keep_up=worker.keep_scheduler,
+        upkeep=Upkeep(
+            ends_store,
+            worker.queues,
+            enders,
+            worker.keep_scheduler,
+            worker.maintenance_interval,
+            worker.log,
+        ),
+        stock=StockJobs(io_client, store),
         log=worker.log,
         events=events,
     )

@@ -24,10 +24,12 @@ from worker.errors import FaultySurroundings, TooManyStuckThreads, WorkerError
 from worker.faults import MAX_IN_A_ROW, PAUSE_S, WorkerFault
 from worker.job_runner import JobRunner
 from worker.packing import Packer
+from worker.stock_jobs import StockJobs
+from worker.timer import Timer
+from worker.upkeep import Upkeep
 
 POLL_S = 0.05
 STATS_PERIOD_S = 2.0
-OTHERS_PERIOD_S = 5.0
 PROGRESS_PERIOD_S = 0.5
 DEADLINE_PERIOD_S = 0.25
 LOG_PERIOD_S = 10.0
@@ -68,7 +70,6 @@ class Limits:
     max_idle_s: float | None
     lease_s: int
     max_worker_deaths: int
-    maintenance_interval_s: float
     max_stuck_threads: int
 
     @property
@@ -106,29 +107,10 @@ class Presence:
         self._client.set(self._key, json.dumps(stats), ex=WORKER_STATS_TTL_S)
 
 
-class Timer:
-    """Says when a period has passed; the first time at once."""
-
-    def __init__(self, period_s: float) -> None:
-        self._period_s, self._next = period_s, float("-inf")
-
-    def postpone(self, moment: float) -> None:
-        """Be due at `moment`, not before."""
-        self._next = moment
-
-    def due(self, moment: float) -> bool:
-        """Whether the period is over at `moment` (monotonic seconds); starts the next one."""
-        if moment < self._next:
-            return False
-        self._next = moment + self._period_s
-        return True
-
-
 class IoLoop:
     """One thread that moves jobs between Redis and the engine's orders.
 
     Everything reaches it through `post`, safe from any thread and from signal handlers.
-    keep_up: called every few seconds, to start again what the worker has in other processes.
     """
 
     def __init__(
@@ -141,14 +123,15 @@ class IoLoop:
         presence: Presence,
         orders: SimpleQueue[Order],
         limits: Limits,
-        keep_up: Callable[[], None],
+        upkeep: Upkeep,
+        stock: StockJobs,
         log: logging.Logger,
         events: SimpleQueue[Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._queues, self._store, self._runner, self._packer = queues, store, runner, packer
         self._presence, self._orders, self._limits, self._log = presence, orders, limits, log
-        self._events, self._clock, self._keep_others_up = events, clock, keep_up
+        self._events, self._clock, self._upkeep, self._stock = events, clock, upkeep, stock
         self._phase = Phase.SERVING
         self._thread = threading.Thread(target=self._guarded_run, name="tokenmill-io", daemon=True)
         self._stats: Mapping[str, int] = {}
@@ -169,9 +152,7 @@ class IoLoop:
         self._progress = Timer(PROGRESS_PERIOD_S)
         self._deadlines = Timer(DEADLINE_PERIOD_S)
         self._sweep = Timer(limits.sweep_period_s)
-        self._maintain = Timer(limits.maintenance_interval_s)
         self._report = Timer(LOG_PERIOD_S)
-        self._others = Timer(OTHERS_PERIOD_S)
         self.error: BaseException | None = None
         self.engine_error: BaseException | None = None
         self.failure: WorkerError | None = None
@@ -394,10 +375,7 @@ class IoLoop:
             self._show_presence()
         if self._phase is Phase.SERVING and self._sweep.due(moment):
             self._take_up_abandoned()
-        if self._maintain.due(moment):
-            self._store.clean_registries(self._queues)
-        if self._others.due(moment):
-            self._keep_others_up()
+        self._upkeep.do_what_is_due(moment)
         if self._runner.num_held and self._report.due(moment):
             self._log_throughput()
 
@@ -434,6 +412,8 @@ class IoLoop:
         names = [queue.name for queue in self._queues]
         for claimed in self._store.reclaim_abandoned(names, self._limits.sweep_period_s, deaths):
             self._runner.take_over(claimed, deaths)
+        for claimed, error in self._stock.take_over(names, self._limits.sweep_period_s):
+            self._runner.fail_stock_job(claimed, error)
 
     # Leave
 

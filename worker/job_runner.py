@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from redis import Redis
+from rq.exceptions import AbandonedJobError
 from rq.queue import Queue
 from rq.timeouts import JobTimeoutException
 
@@ -431,6 +432,13 @@ class JobRunner:
                 "you enqueue it again"
             ),
         )
+
+    def fail_stock_job(self, claimed: ClaimedJob, error: AbandonedJobError) -> None:
+        """Fail a job that one of RQ's own workers left behind, or retry it where it has retries left."""
+        job = RunningJob(next(self._numbers), claimed, 0, closing=True)
+        self._jobs[job.number] = job
+        self._admission.keep_allowed_hooks(claimed.job)
+        self._ends.fail(job, error)
 
     def withdraw_unstarted(self) -> list[ClaimedJob]:
         """Let go of the jobs of which nothing has run yet; the caller gives them back."""

@@ -18,7 +18,6 @@ def test_lease_and_sweep_keep_the_promised_time_to_recovery(interval_s: int) -> 
         max_idle_s=None,
         lease_s=interval_s + LEASE_MARGIN_S,
         max_worker_deaths=5,
-        maintenance_interval_s=600,
         max_stuck_threads=16,
     )
     # At worst the worker dies right after it renewed, and the lease ends right after a sweep.

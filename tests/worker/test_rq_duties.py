@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from rq import Queue, Retry
+from rq.group import Group
 from rq.webhook import Webhook
 
 from tests.rq_workers import Workers, wait_until
@@ -68,3 +69,15 @@ def test_a_scheduler_that_is_killed_is_started_again(workers: Workers) -> None:
     assert "The scheduler ended (exit status -9): starting it again" in workers.log(worker)
     worker.terminate()
     assert worker.wait(timeout=60) == 0
+
+
+def test_groups_are_cleaned_of_jobs_that_are_gone_and_of_empty_groups(workers: Workers) -> None:
+    bulk = workers.queue("bulk")
+    for name in ("some-gone", "all-gone"):
+        Group(workers.redis, name).enqueue_many(
+            bulk, [Queue.prepare_data(F + "add", (1, 1), job_id=f"{name}-{n}") for n in range(2)]
+        )
+    workers.redis.delete("rq:job:some-gone-0", "rq:job:all-gone-0", "rq:job:all-gone-1")
+    workers.burst()
+    assert workers.redis.smembers("rq:groups") == {b"some-gone"}
+    assert workers.redis.smembers("rq:group:some-gone") == {b"some-gone-1"}

@@ -1,0 +1,33 @@
+-- Take over a job that one of RQ's own workers left behind: the caller holds it then, to end it.
+-- ARGV: queue, job id, execution id ('' for a job in the intermediate queue), now_ts, then new execution id,
+--       worker, now_iso, now_ts, lease_s, far_score
+-- Returns {'taken', claimed}; {'alive'} where it is not there any more, or its worker has shown a sign of life
+-- since the caller looked; {'dropped'} where it has ended, waits elsewhere, or is gone: then nothing but the
+-- trace of its worker was removed.
+local queue, id, eid = ARGV[1], ARGV[2], ARGV[3]
+local job, wip, member = 'rq:job:' .. id, 'rq:wip:' .. queue, id .. ':' .. eid
+local intermediate = 'rq:queue:' .. queue .. ':intermediate'
+
+if eid == '' then
+  if redis.call('LREM', intermediate, 1, id) == 0 then return {'alive'} end
+  redis.call('DEL', intermediate .. ':first_seen:' .. id)
+else
+  local score = tonumber(redis.call('ZSCORE', wip, member) or '')
+  if not score or score < 0 or score > tonumber(ARGV[4]) then return {'alive'} end
+  let_go(queue, id, eid)
+end
+
+-- Where a job of each status is listed that needs nobody: a saved copy may have brought any status back.
+local registries = {
+  finished = 'rq:finished:', failed = 'rq:failed:', stopped = 'rq:failed:', canceled = 'rq:canceled:',
+  scheduled = 'rq:scheduled:', deferred = 'rq:deferred:'
+}
+local function needs_nobody()
+  local status = redis.call('HGET', job, 'status')
+  if not status or redis.call('ZCARD', 'rq:executions:' .. id) > 0 then return true end
+  if status == 'queued' then return redis.call('LPOS', 'rq:queue:' .. queue, id) end
+  return registries[status] and redis.call('ZSCORE', registries[status] .. queue, id) or false
+end
+
+if guarded(needs_nobody) ~= false then return {'dropped'} end
+return {'taken', open_execution(queue, id, ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10])}

@@ -1,0 +1,93 @@
+"""Jobs that RQ's own workers left behind when they were killed, so that both kinds can share queues."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from redis import Redis
+from redis.exceptions import ResponseError
+from rq.exceptions import AbandonedJobError
+from rq.queue import Queue
+from rq.serializers import JSONSerializer
+
+from worker._rq import ClaimedJob, JobStore, LeftJob
+
+_LOCK = "tokenmill:maintenance:stock"
+_MOST = 1000
+"""Jobs looked at in each period: the rest has its turn in the next ones."""
+
+_STUCK_S = 60
+"""Once seen in an intermediate queue a job is left there this long, as RQ does."""
+
+_SEEN_TTL_S = 24 * 3600
+
+
+class StockJobs:
+    """Finds them by RQ's own signs, and takes them over one by one, each in one step.
+
+    A started job is left behind once its score in rq:wip has passed: its worker has not beaten for a minute.
+    One in an intermediate queue is, if it stays there for a minute without an execution. RQ's own cleanup
+    goes by the same signs; here its lock on a queue is taken first, so that no job is ended twice.
+    """
+
+    def __init__(self, client: Redis, store: JobStore, clock: Callable[[], float] = time.time) -> None:
+        self._client, self._store, self._clock = client, store, clock
+
+    def take_over(
+        self, queue_names: Sequence[str], period_s: float
+    ) -> list[tuple[ClaimedJob, AbandonedJobError]]:
+        """Take over what was left behind; at most one worker looks in each period.
+
+        Returns the jobs, which this worker holds then, and the reason to fail each with.
+        """
+        if not self._client.set(_LOCK, 1, nx=True, px=int(period_s * 1000)):
+            return []
+        taken = []
+        for name in queue_names:
+            left = self._started(name) + self._intermediate(name)
+            queue = Queue(name, connection=self._client, serializer=JSONSerializer)
+            if left and queue.acquire_maintenance_lock():
+                try:
+                    taken += self._store.adopt(left)
+                finally:
+                    queue.release_maintenance_lock()
+        return [(claimed, AbandonedJobError(why)) for claimed, why in taken]
+
+    def _read(self, read: Callable[[Any], Any]) -> list[Any]:
+        """The replies to the commands that `read` gives; [] where a stranger's key stands in the place."""
+        with self._client.pipeline(transaction=False) as pipe:
+            read(pipe)
+            replies = pipe.execute(raise_on_error=False)
+        for reply in replies:
+            if isinstance(reply, Exception) and not isinstance(reply, ResponseError):
+                raise reply
+        return [[] if isinstance(reply, ResponseError) else reply for reply in replies]
+
+    def _started(self, queue: str) -> list[LeftJob]:
+        passed = self._clock()
+        [members] = self._read(lambda pipe: pipe.zrangebyscore(f"rq:wip:{queue}", 0, passed, 0, _MOST))
+        ids = [member.decode().rsplit(":", 1) for member in members if b":" in member]
+        why = "the worker that ran it is gone"
+        return [LeftJob(queue, job_id, execution_id, why) for job_id, execution_id in ids]
+
+    def _intermediate(self, queue: str) -> list[LeftJob]:
+        key, moment = f"rq:queue:{queue}:intermediate", self._clock()
+        [found] = self._read(lambda pipe: pipe.lrange(key, 0, _MOST - 1))
+        ids = [job_id.decode() for job_id in found]
+        if not ids:
+            return []
+
+        def look(pipe: Any) -> None:
+            for job_id in ids:
+                pipe.zcard(f"rq:executions:{job_id}")
+                pipe.set(f"{key}:first_seen:{job_id}", moment, nx=True, ex=_SEEN_TTL_S)
+                pipe.get(f"{key}:first_seen:{job_id}")
+
+        seen = self._read(look)
+        return [
+            LeftJob(queue, job_id, "", "it was stuck in the intermediate queue: its worker is gone")
+            for job_id, executions, first in zip(ids, seen[::3], seen[2::3], strict=True)
+            if not executions and moment - float(first or moment) > _STUCK_S
+        ]

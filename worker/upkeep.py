@@ -1,0 +1,46 @@
+"""What a worker does for all of them every now and then, beside its jobs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rq.queue import Queue
+
+from worker._rq import JobStore
+from worker.functions import FunctionPool
+from worker.timer import Timer
+
+_SCHEDULER_PERIOD_S = 5.0
+
+
+class Upkeep:
+    """Cleans RQ's registries, in a thread of `pool`, and keeps the scheduler's process up.
+
+    store: for the threads of `pool`. keep_scheduler: starts the process again where it has ended.
+    """
+
+    def __init__(
+        self,
+        store: JobStore,
+        queues: Sequence[Queue],
+        pool: FunctionPool,
+        keep_scheduler: Callable[[], None],
+        period_s: float,
+        log: logging.Logger,
+    ) -> None:
+        self._store, self._queues, self._pool, self._log = store, queues, pool, log
+        self._keep_scheduler = keep_scheduler
+        self._clean, self._look = Timer(period_s), Timer(_SCHEDULER_PERIOD_S)
+
+    def do_what_is_due(self, moment: float) -> None:
+        """Start what is due at `moment` (monotonic seconds)."""
+        if self._look.due(moment):
+            self._keep_scheduler()
+        if self._clean.due(moment):
+            self._pool.submit(lambda: self._store.clean_registries(self._queues), self._cleaned)
+
+    def _cleaned(self, _: Any, error: BaseException | None) -> None:
+        if error is not None:
+            self._log.error("could not clean the registries (%s); trying again in the next period", error)
