@@ -25,6 +25,7 @@ import jobs
 from worker._rq import MIN_REDIS_VERSION, called_by_rq_command
 from worker.errors import EngineFailed, ForeignJobsPackage, IoThreadFailed, StartupError
 from worker.imports import load_functions, load_parts
+from worker.plain_log import keep_plain
 from worker.process_memory import share_freed_memory
 from worker.scheduler import Scheduler
 
@@ -79,6 +80,7 @@ class BatchWorker(BaseWorker):
         cold shutdown.
         """
         setup_loghandlers(logging_level, date_format, log_format)  # `bootstrap` does so too late
+        keep_plain(self.log)
         try:
             settings = self._check_start(dequeue_strategy)
         except StartupError as error:

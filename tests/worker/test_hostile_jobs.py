@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 import zlib
 from pathlib import Path
@@ -15,6 +16,7 @@ from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
 from tests.rq_workers import Workers, leftovers, wait_until, wait_until_started
+from worker.plain_log import PlainLine
 
 
 class Bomb:
@@ -244,3 +246,33 @@ def test_an_end_that_redis_refuses_holds_up_no_other(workers: Workers) -> None:
     for job in good:
         workers.result(job)
     wait_until(lambda: f"job {bad.id}: the server refuses to write its end" in workers.log(process))
+
+
+def test_an_id_or_a_command_that_would_steer_a_terminal_is_escaped_and_cut_in_the_log(
+    workers: Workers,
+) -> None:
+    odd = "x\x1b[2J\x1b[8m\r\n12:00:00 job good finished \u202e\x9b2J" + "y" * 100_000
+    for queue in ("high", "bulk"):
+        job = workers.queue(queue).enqueue("jobs.complete", "a", max_tokens=1)
+        workers.redis.lrem(f"rq:queue:{queue}", 1, job.id)
+        workers.redis.rename(job.key, f"rq:job:{queue}{odd}")
+        workers.redis.rpush(f"rq:queue:{queue}", queue + odd)
+    hang = workers.queue("bulk").enqueue("jobs.complete", "hang")
+    process = workers.start("--name", "w")
+    wait_until_started(hang)
+    for command in ("stop-job", odd):
+        message = json.dumps({"command": command, "job_id": odd}, ensure_ascii=False)
+        workers.redis.publish("rq:pubsub:w", message)
+    wait_until(lambda: "ignored" in workers.log(process).partition("not working on job")[2])
+    shown = workers.log(process)
+    assert r"bulkx\x1b[2J\x1b[8m\r\n12:00:00 job good finished \u202e\x9b2Jyyy" in shown
+    assert all(line.isprintable() and len(line) < 3000 for line in shown.split("\n"))
+    assert not [line for line in shown.split("\n") if line.startswith("12:00:00 job good")]
+
+
+def test_rqs_colours_on_a_terminal_stay() -> None:
+    record = logging.LogRecord(
+        "rq.worker", logging.INFO, "", 0, "on %s\n, %.1f s", ("\x1b[32;01mb\x1b[39;49;00m\x1b[8m", 0.25), None
+    )
+    assert PlainLine().filter(record)
+    assert record.getMessage() == "on \x1b[32;01mb\x1b[39;49;00m\\x1b[8m\\n, 0.2 s"

@@ -1,0 +1,45 @@
+"""Keeps each record of the log one line that a terminal shows as it is, whatever producers wrote."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+from jobs.shown import printable
+
+MAX_ARGUMENT_CHARS = 1000
+"""Of each value in a message. A job's id is logged before anybody has looked at its length."""
+
+_COLOUR = re.compile(r"(\x1b\[(?:0[1-6]|3\d(?:;01)?|39;49;00)m)")
+"""What RQ puts around names on a terminal."""
+
+
+class PlainLine(logging.Filter):
+    """Cuts the values of a record's message and escapes what is not printable: ends of lines, commands to a
+    terminal, marks that turn the direction of a text."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Change the record; never drop it."""
+        if isinstance(record.args, tuple):
+            record.args = tuple(map(_cut, record.args))
+        text = record.getMessage()
+        if not text.isprintable():
+            pieces = _COLOUR.split(text)
+            pieces[::2] = map(printable, pieces[::2])
+            text = "".join(pieces)
+        record.msg, record.args = text, None
+        return True
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, (int, float)):
+        return value
+    text = str(value)
+    return value if len(text) <= MAX_ARGUMENT_CHARS else f"{text[:MAX_ARGUMENT_CHARS]}..."
+
+
+def keep_plain(logger: logging.Logger) -> None:
+    """Put every record of this logger through PlainLine, once."""
+    if not any(isinstance(each, PlainLine) for each in logger.filters):
+        logger.addFilter(PlainLine())
