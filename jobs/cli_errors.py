@@ -9,6 +9,12 @@ import click
 import redis
 
 from .errors import JobsError
+from .shown import MAX_TEXT_CHARS, safe_name
+
+
+def _shown(error: Exception) -> str:
+    """An error's text may repeat paths and names from Redis or a plan, which others wrote."""
+    return safe_name(str(error), MAX_TEXT_CHARS)
 
 
 @contextmanager
@@ -17,9 +23,9 @@ def errors_told() -> Iterator[None]:
     try:
         yield
     except JobsError as error:
-        raise click.ClickException(f"{type(error).__name__}: {error}") from error
+        raise click.ClickException(f"{type(error).__name__}: {_shown(error)}") from error
     except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
-        text = f"no Redis ({error}): start it, or name it with --url or RQ_REDIS_URL"
+        text = f"no Redis ({_shown(error)}): start it, or name it with --url or RQ_REDIS_URL"
         raise click.ClickException(text) from error
     except redis.exceptions.RedisError as error:
-        raise click.ClickException(f"Redis refused ({type(error).__name__}): {error}") from error
+        raise click.ClickException(f"Redis refused ({type(error).__name__}): {_shown(error)}") from error

@@ -18,6 +18,7 @@ from .errors import FAULT_PREFIX
 from .keys import worker_key
 from .parquet.names import job_shard, shard_job_id
 from .run_state import RunState
+from .shown import MAX_TEXT_CHARS, safe_name
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -32,11 +33,12 @@ WORKER_PREFIX = BaseWorker.redis_worker_namespace_prefix
 class RunSnapshot:
     """A run's progress.
 
-    rows, shards: None until the run is planned. plan_status: of the planning job; None when it is not known.
-    done, started, failed: shards by state; `queued` is the rest. rows_done, tokens: running shards included;
-    tokens are those generated. errors: rows with an error in finished shards. workers: those that listen on
-    the queue. queue_length: jobs of any run on the queue. failed_jobs: ids of the failed shards' jobs.
-    awaited_model: the run's model, where none of those workers serves it; None where one does.
+    output, awaited_model: as they may be shown. rows, shards: None until the run is planned. plan_status: of
+    the planning job; None when it is not known. done, started, failed: shards by state; `queued` is the rest.
+    rows_done, tokens: running shards included; tokens are those generated. errors: rows with an error in
+    finished shards. workers: those that listen on the queue. queue_length: jobs of any run on the queue.
+    failed_jobs: ids of the failed shards' jobs. awaited_model: the run's model, where none of those workers
+    serves it; None where one does.
     """
 
     run: str
@@ -98,7 +100,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     rows_running, tokens_running = _read_progress(connection, run, running)
     return RunSnapshot(
         run=run,
-        output=facts["output"],
+        output=safe_name(facts["output"], MAX_TEXT_CHARS),
         queue=facts["queue"],
         cancelled="cancelled" in facts,
         finished="finished" in facts,
@@ -124,7 +126,9 @@ def _awaited_model(facts: dict[str, str], seen: _QueueSeen) -> str | None:
         needed = shown = facts.get("plan_model")
     else:
         needed, shown = facts.get("model"), facts.get("model_text")
-    return None if needed is None or needed in seen.models else shown
+    if needed is None or needed in seen.models:
+        return None
+    return shown and safe_name(shown, MAX_TEXT_CHARS)
 
 
 def failure_text(connection: Redis, job_id: str) -> str:
@@ -133,7 +137,7 @@ def failure_text(connection: Redis, job_id: str) -> str:
     lines = (result.exc_string or "").strip().splitlines() if result else []
     if lines and lines[-1].startswith(FAULT_PREFIX):
         lines.pop()
-    return lines[-1] if lines else "it left no error"
+    return safe_name(lines[-1], MAX_TEXT_CHARS) if lines else "it left no error"
 
 
 def plan_result(connection: Redis, plan_job: str) -> dict[str, Any] | None:

@@ -14,8 +14,11 @@ def shown(value: object) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
 
-#: Characters of a name, such as a job's id, that a message shows. Ours have fewer.
+#: Characters of a name: of a column or a queue at most, and of a job's id as much as a message shows.
 MAX_NAME_CHARS = 255
+
+#: The same of a longer text, such as a path or the line that says what went wrong.
+MAX_TEXT_CHARS = 2000
 
 
 def printable(text: str | bytes, kept: str = "") -> str:
@@ -30,7 +33,7 @@ def printable(text: str | bytes, kept: str = "") -> str:
     )
 
 
-def safe_name(name: str | bytes) -> str:
-    """Return a name as a message may show it: printable, and cut after MAX_NAME_CHARS characters."""
-    cut = name[:MAX_NAME_CHARS]
+def safe_name(name: str | bytes, most: int = MAX_NAME_CHARS) -> str:
+    """Return what others chose as a message may show it: printable, and cut after `most` characters."""
+    cut = name[:most]
     return printable(cut) if len(cut) == len(name) else f"{printable(cut)}..."

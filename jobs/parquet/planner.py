@@ -21,7 +21,7 @@ from ..errors import (
 )
 from ..run_state import RunState
 from ..served_model import ServedModel, parse_model
-from ..shown import shown
+from ..shown import MAX_NAME_CHARS, shown
 from ..version import code_version
 from .enqueue import enqueue_shards
 from .find_files import find_files
@@ -31,7 +31,7 @@ from .part import output_schema, part_stats, write_part
 from .plan import PinnedModel, Plan, PlannedFile, cut_shards
 from .prompt_source import prompt_source
 from .run_folder import RunFolder, create_plan, load_plan
-from .spec import MAX_NAME_CHARS, RunSpec
+from .spec import RunSpec
 from .storage import Storage, writing
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import InvalidJob, InvalidValue
 from ..prompts import parse_sampling
-from ..shown import shown
+from ..shown import MAX_NAME_CHARS, shown
 from .paths import local_path
 from .template import Template
 
@@ -21,9 +21,6 @@ MAX_ROWS_PER_SHARD = 1_000_000
 
 #: Files are opened one by one to plan a run, and every shard's worker holds the plan that lists them.
 MAX_FILES = 100_000
-
-#: Column and queue names: they stand in every error about them.
-MAX_NAME_CHARS = 255
 
 #: What is completed where nothing is named; naming it beside another source is no contradiction.
 DEFAULT_PROMPT_COLUMN = "prompt"

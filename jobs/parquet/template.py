@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-from ..errors import InvalidJob, InvalidValue
-from ..shown import shown
+from ..errors import InvalidJob
+from ..shown import MAX_NAME_CHARS
 
 #: The template is part of a run's job and of its plan; each of a million rows repeats it.
 MAX_TEMPLATE_CHARS = 1 << 18
@@ -35,7 +35,7 @@ class Template:
         """Parse a text, or a list of {'role', 'content'} with texts as content. Raises InvalidJob."""
         if isinstance(template, str):
             _check_size(len(template))
-            return cls((_parse_text(template),), None)
+            return cls((_parse_text(template, "the template"),), None)
         if not isinstance(template, list) or not template:
             raise InvalidJob("template must be a text or a non-empty list of {'role': ..., 'content': ...}")
         if len(template) > MAX_TEMPLATE_MESSAGES:
@@ -49,7 +49,10 @@ class Template:
             if not all(isinstance(value, str) for value in message.values()):
                 raise InvalidJob(f"message {number} of the template: role and content must be strings")
         _check_size(sum(len(value) for message in template for value in message.values()))
-        texts = tuple(_parse_text(message["content"]) for message in template)
+        texts = tuple(
+            _parse_text(message["content"], f"message {number} of the template")
+            for number, message in enumerate(template)
+        )
         return cls(texts, tuple(message["role"] for message in template))
 
     @property
@@ -79,18 +82,24 @@ def _check_size(chars: int) -> None:
         )
 
 
-def _parse_text(text: str) -> Pieces:
-    pieces = []
+def _parse_text(text: str, what: str) -> Pieces:
+    """Cut a text at its braces. what: its name in errors, which say where to look and repeat none of it."""
+    pieces: list[tuple[str, str | None]] = []
     try:
         for literal, column, form, conversion in Formatter().parse(text):
-            if form or conversion or (column is not None and (not column or set(column) & set(".[]"))):
-                raise InvalidValue(
-                    "template field {}: only a plain column name may stand in braces", shown(column)
+            if form or conversion or (column is not None and not _is_plain(column)):
+                field = 1 + sum(column is not None for _, column in pieces)
+                raise InvalidJob(
+                    f"{what}: field {field} is no plain column name; write {{{{ and }}}} for braces of text"
                 )
             pieces.append((literal, column))
     except ValueError as error:
-        raise InvalidValue("template {}: {}; write {{{{ and }}}} for braces", shown(text), error) from None
+        raise InvalidJob(f"{what}: {error}; write {{{{ and }}}} for braces of text") from None
     return tuple(pieces)
+
+
+def _is_plain(column: str) -> bool:
+    return 0 < len(column) <= MAX_NAME_CHARS and not set(column) & set(".[]")
 
 
 def _piece(literal: str, column: str | None, values: Mapping[str, object]) -> str:

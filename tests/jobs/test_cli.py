@@ -572,3 +572,20 @@ def test_another_package_named_jobs_is_refused(invoke: Invoke, monkeypatch: pyte
     result = invoke("status", "0" * 16)
     assert result.exit_code == 1
     assert "/elsewhere/jobs.py" in result.output
+
+
+def test_what_others_wrote_into_a_run_steers_no_terminal(
+    invoke: Invoke, redis: Redis, source: Path, tmp_path: Path
+) -> None:
+    run = invoke("submit", source, tmp_path / "out").stdout.strip()
+    (job,) = queued_jobs(redis)
+    fail(redis, job, "ValueError: \x1b[2J\x1b]0;title\x07" + "x" * 5000)
+    redis.hset(run_key(run), mapping={"output": "a\nrows  5 of 5\x1b[1m", "plan_model": "\x9b2J"})
+    shown = invoke("status", run)
+    assert r"output   a\nrows  5 of 5\x1b[1m" in shown.output
+    assert r"planning: ValueError: \x1b[2J\x1b]0;title\x07xxx" in shown.stderr
+    refused = invoke("status", "no\x1b[2Jsuch\nrun")
+    assert refused.exit_code == 1
+    for line in (shown.output + refused.output).split("\n"):
+        assert line.isprintable()
+        assert len(line) < 3000

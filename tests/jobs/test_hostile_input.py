@@ -481,6 +481,28 @@ def test_sizes_beyond_their_bounds_are_refused_and_say_what_was_found(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('the patient: {text} {"name": "Ann"}', "field 2 is no plain column name"),
+        ("the patient {text.name}", "field 1 is no plain column name"),
+        ("the patient {}", "field 1 is no plain column name"),
+        ("the patient {" + "x" * 256 + "}", "field 1 is no plain column name"),
+        ("the patient {text", "expected '}' before end of string"),
+        ("the patient }", "Single '}' encountered"),
+    ],
+)
+def test_what_is_wrong_with_a_template_is_said_without_a_word_of_it(
+    context: JobContext, source: Path, tmp_path: Path, text: str, problem: str
+) -> None:
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": text}]
+    for template, where in ((text, "the template: "), (chat, "message 1 of the template: ")):
+        error = fails(errors.InvalidJob, context, source, tmp_path / "out", template=template)
+        assert f"{where}{problem}" in str(error)
+        assert "patient" not in str(error)
+        assert 'name"' not in str(error)
+
+
 def test_a_template_that_a_rows_values_blow_up_fails_that_row_before_it_is_built(
     redis: Redis, make_context: MakeContext, tmp_path: Path
 ) -> None:
