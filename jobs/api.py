@@ -43,6 +43,7 @@ def score_parquet(
     model: str | None = None,
     filename_column: str | None = None,
     redo_damaged: bool = False,
+    max_errors: int | str | None = None,
 ) -> dict[str, Any]:
     """Plan a Parquet run and enqueue its shards, or resume it; return the run's id and counts.
 
@@ -60,6 +61,7 @@ def score_parquet(
         "model": model,
         "filename_column": filename_column,
         "redo_damaged": redo_damaged,
+        "max_errors": max_errors,
     }
     return run_own_function("jobs.score_parquet", (input, output), options)  # type: ignore[no-any-return]
 

@@ -78,6 +78,10 @@ def main(context: click.Context, url: str) -> None:
 @click.option("--model", help="Only a worker that serves this model, by name, path or hub id, plans the run.")
 @click.option("--filename-column", help="Add a column of this name that holds each row's file.")
 @click.option("--redo-damaged", is_flag=True, help="Remove parts that the run has not written so; redo them.")
+@click.option(
+    "--max-errors",
+    help="Stop the run when more rows than this have an error: a number, or a share like 5%; by default 90%.",
+)
 @click.option("--rows-per-shard", type=int, default=1000, show_default=True)
 @click.pass_obj
 def submit(connection: redis.Redis, /, wait: bool, queue: str, **options: Any) -> None:
@@ -224,6 +228,8 @@ def _tell_end(connection: redis.Redis, followed: Followed) -> None:
         return
     _tell_failures(connection, snapshot)
     if followed.end is End.CANCELLED:
+        if snapshot.stopped is not None:
+            raise click.ClickException(f"run {snapshot.run} was stopped: {snapshot.stopped}")
         raise click.ClickException(f"run {snapshot.run} was cancelled: submit it again to resume it")
     if followed.end is End.FORGOTTEN:
         raise click.ClickException(f"{followed.end.value}; its parts stay: submit it again to resume it")
@@ -265,6 +271,9 @@ def _status_text(snapshot: RunSnapshot) -> str:
 
 
 def _awaits(snapshot: RunSnapshot) -> list[str]:
+    """Say what a run needs to go on: another submit, or a worker that serves its model."""
+    if snapshot.stopped is not None:
+        return [f"because  {snapshot.stopped}"]
     if snapshot.awaited_model is None or snapshot.finished or snapshot.cancelled:
         return []
     return [

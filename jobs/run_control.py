@@ -13,6 +13,7 @@ from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
 from ._inline import check_sampling
+from .error_limit import ErrorLimit
 from .keys import MODEL_FIELD
 from .parquet.local_check import check_columns_here
 from .parquet.names import shard_job_id
@@ -47,26 +48,33 @@ def submit_run(
     *,
     model: str | None = None,
     redo_damaged: bool = False,
+    max_errors: int | str | None = None,
     **arguments: Any,
 ) -> str:
     """Enqueue the planning of a run unless it is already under way; return the run's id.
 
     model: only a worker that serves it by this name plans the run, or resumes it. redo_damaged: parts that
-    are not what the run has written are removed and computed again.
+    are not what the run has written are removed and computed again. max_errors: see jobs.score_parquet.
     arguments: those of jobs.score_parquet; relative paths start at the working directory.
     Raises InvalidJob or UnsupportedScheme before anything is enqueued.
     """
     spec, model = RunSpec.from_arguments(**arguments), parse_model(model)
+    limit = ErrorLimit.parse(max_errors)
     check_sampling(spec.sampling)
     check_columns_here(spec)
     plan_job = f"{spec.run}-plan"
     state = RunState(connection, spec.run)
     with state.lock():
-        state.submit(plan_job, spec.output, queue_name, model)
+        state.submit(plan_job, spec.output, queue_name, model, limit)
         if not _is_under_way(connection, plan_job):
             # The output as it was named: which real path it has is for the worker to say.
-            output = local_path(arguments["output"])
-            own = {"output": output, "queue": queue_name, "model": model, "redo_damaged": redo_damaged}
+            own = {
+                "output": local_path(arguments["output"]),
+                "queue": queue_name,
+                "model": model,
+                "redo_damaged": redo_damaged,
+                "max_errors": max_errors,
+            }
             _enqueue_planning(connection, queue_name, plan_job, {**_planning_arguments(spec), **own})
     return spec.run
 
@@ -106,6 +114,13 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
             removed += _remove_queued(queue, chunk)
             stopped += _stop_started(connection, chunk)
     return Cancelled(removed, stopped)
+
+
+def remove_waiting(connection: Redis, queue_name: str, job_ids: Sequence[str]) -> int:
+    """Take those of the jobs from their queue that wait on it; return how many."""
+    queue = Queue(queue_name, connection=connection, serializer=JSONSerializer)
+    chunks = (job_ids[start : start + CHUNK] for start in range(0, len(job_ids), CHUNK))
+    return sum(_remove_queued(queue, chunk) for chunk in chunks)
 
 
 def _enqueue_planning(connection: Redis, queue_name: str, plan_job: str, arguments: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ class RunSnapshot:
     rows_done, tokens: running shards included; tokens are those generated. errors: rows with an error in
     finished shards. workers: those that listen on the queue. queue_length: jobs of any run on the queue.
     failed_jobs: ids of the failed shards' jobs. awaited_model: the run's model, where none of those workers
-    serves it; None where one does.
+    serves it; None where one does. stopped: why the run was cancelled without anyone's word.
     """
 
     run: str
@@ -59,6 +59,7 @@ class RunSnapshot:
     workers: int
     queue_length: int
     awaited_model: str | None
+    stopped: str | None
 
     @property
     def failed(self) -> int:
@@ -78,7 +79,7 @@ class RunSnapshot:
         if self.finished and not self.is_planning:
             return "finished"
         if self.cancelled:
-            return "cancelled"
+            return "cancelled" if self.stopped is None else "stopped"
         if self.is_planning:
             return "planning"
         if self.shards is None:
@@ -117,6 +118,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         workers=seen.workers,
         queue_length=seen.length,
         awaited_model=_awaited_model(facts, seen),
+        stopped=safe_name(facts["stopped"], MAX_TEXT_CHARS) if "stopped" in facts else None,
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from redis.exceptions import LockError, LockNotOwnedError
 
+from .error_limit import DEFAULT_LIMIT, ErrorLimit
 from .errors import RunBusy, RunCancelled, UnknownRun
 from .keys import RUN_TTL_S, run_folder_key, run_key, run_lock_key, run_parts_key
 from .part_stats import PartStats
@@ -40,7 +41,7 @@ class RunState:
     """The keys of one run."""
 
     def __init__(self, connection: Redis, run: str) -> None:
-        self._redis = connection
+        self.connection = self._redis = connection
         self.run = run
         self._key, self._parts_key = run_key(run), run_parts_key(run)
 
@@ -63,15 +64,25 @@ class RunState:
             raise UnknownRun(self.run)
         return facts
 
-    def submit(self, plan_job: str, output: str, queue: str, model: str | None = None) -> None:
-        """Take back a cancellation: a new planning job submits the run.
+    def submit(
+        self,
+        plan_job: str,
+        output: str,
+        queue: str,
+        model: str | None = None,
+        limit: ErrorLimit = DEFAULT_LIMIT,
+    ) -> None:
+        """Take back a cancellation or a stop: a new planning job submits the run.
 
         An end stays until the planning finds that it is none: what is refused there changes no finished run.
-        model: the name of the only model that may plan it, if one was asked for.
+        model: the name of the only model that may plan it, if one was asked for. limit: counts what finishes
+        from now on.
         """
-        self._redis.hdel(self._key, "cancelled", "plan_model")
+        self._redis.hdel(self._key, "cancelled", "stopped", "plan_model", "judged_rows", "judged_errors")
         asked_for = {} if model is None else {"plan_model": model}
-        self.describe({"output": output, "queue": queue, "plan_job": plan_job, **asked_for})
+        self.describe(
+            {"output": output, "queue": queue, "plan_job": plan_job, "max_errors": str(limit), **asked_for}
+        )
         self._redis.set(run_folder_key(output), self.run, ex=RUN_TTL_S)
 
     def was_submitted_by(self, plan_job: str) -> bool:
@@ -92,6 +103,25 @@ class RunState:
 
     def mark_cancelled(self) -> None:
         self.describe({"cancelled": 1})
+
+    def stop(self, reason: str) -> None:
+        """Cancel the run for a reason of its own."""
+        self.describe({"cancelled": 1, "stopped": reason})
+
+    def judge(self, stats: PartStats) -> str | None:
+        """Count a part's errors, each time; return why the run is to be stopped, or None."""
+        with self._redis.pipeline() as pipe:
+            pipe.hincrby(self._key, "judged_rows", stats.rows)
+            pipe.hincrby(self._key, "judged_errors", stats.errors)
+            pipe.hget(self._key, "max_errors")
+            rows, errors, text = pipe.execute()
+        limit = ErrorLimit.parse(text.decode() if text else None)
+        if not limit.is_passed(rows, errors):
+            return None
+        return (
+            f"{errors} of {rows} rows have an error, more than --max-errors {limit} allows: look at column "
+            "`error` of its parts, then submit another input, or the same again with a higher limit to resume"
+        )
 
     def mark_finished(self) -> None:
         self.describe({"finished": 1})

@@ -57,6 +57,7 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
         "model": options["model"],
         "filename_column": options["filename_column"],
         "redo_damaged": options["redo_damaged"],
+        "max_errors": options["max_errors"],
     }
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..context import JobContext
+from ..error_limit import DEFAULT_LIMIT, ErrorLimit
 from ..errors import (
     InputChanged,
     InvalidJob,
@@ -48,6 +49,7 @@ def score_parquet(
     model: str | None = None,
     filename_column: str | None = None,
     redo_damaged: bool = False,
+    max_errors: int | str | None = None,
 ) -> dict[str, Any]:
     """Plan a run and enqueue its shards; called again with the same arguments, resume it.
 
@@ -62,6 +64,8 @@ def score_parquet(
     model: by a name of it; the run is that of the model served here, and another name is refused.
     filename_column: adds a column of this name with each row's file.
     redo_damaged: removes parts that are not what this run has written, and computes their rows again.
+    max_errors: the run is stopped, as if it was cancelled, when more finished rows have an error: a number of
+    rows, or a share like "5%", from the hundredth row on; by default "90%".
     Returns the run's id and counts. Raises RunError or InvalidJob, before any shard is enqueued unless it is
     RunBusy: another process took the run over.
     """
@@ -77,7 +81,8 @@ def score_parquet(
             f"queue is {{}}, expected the name of a queue, at most {MAX_NAME_CHARS} characters", shown(queue)
         )
     context.check_sampling(spec.sampling)
-    submission = Submission(queue or context.queue_name, parse_model(model), redo_damaged)
+    limit = ErrorLimit.parse(max_errors)
+    submission = Submission(queue or context.queue_name, parse_model(model), redo_damaged, limit)
     return plan_run(context, Storage(context.data_roots), spec, submission)
 
 
@@ -88,6 +93,7 @@ class Submission:
     queue: str
     model: str | None = None
     redo_damaged: bool = False
+    limit: ErrorLimit = DEFAULT_LIMIT
 
 
 def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: Submission) -> dict[str, Any]:
@@ -127,7 +133,7 @@ def _open_submission(state: RunState, job_id: str, output: str, submission: Subm
     """Tell Redis of the run. Raises RunCancelled when this job was cancelled, and runs again because its
     worker died: that is no new submission."""
     if not state.was_submitted_by(job_id):
-        state.submit(job_id, output, submission.queue, submission.model)
+        state.submit(job_id, output, submission.queue, submission.model, submission.limit)
         return
     try:
         state.check_not_cancelled()

@@ -11,8 +11,18 @@ from dataclasses import asdict
 
 from ..errors import InputNotFound, OutputHoldsForeignFiles, PartDamaged, PlanDamaged, RunError
 from ..part_stats import COUNTED, PartStats
+from ..run_control import remove_waiting
 from ..run_state import RunState
-from .names import MANIFEST, PLAN, SUCCESS, TEMPORARY_PREFIX, part_name, part_shard, temporary_name
+from .names import (
+    MANIFEST,
+    PLAN,
+    SUCCESS,
+    TEMPORARY_PREFIX,
+    part_name,
+    part_shard,
+    shard_job_id,
+    temporary_name,
+)
 from .part import read_part_stats
 from .plan import Plan
 from .storage import Storage, reading, writing
@@ -88,7 +98,15 @@ class RunFolder:
         count = self.state.record_part(stats)
         if count.total is None:  # Redis lost our keys: in doubt, the parts themselves are counted
             return self.recount(queue)
-        return count.done >= count.total and self._finish()
+        if count.done >= count.total:
+            return self._finish()
+        reason = self.state.judge(stats)
+        if reason is not None:
+            self.state.stop(reason)
+            waiting = sorted(set(range(count.total)) - self.state.parts().keys())
+            ids = [shard_job_id(self.plan.run, shard) for shard in waiting]
+            remove_waiting(self.state.connection, queue, ids)
+        return False
 
     def recount(self, queue: str) -> bool:
         """Rebuild the run's state from the parts that are there; end the run if none is missing.

@@ -40,6 +40,7 @@ def snapshot(**changed: Any) -> RunSnapshot:
         "workers": 1,
         "queue_length": 9,
         "awaited_model": None,
+        "stopped": None,
     }
     return RunSnapshot(**{**facts, **changed})
 

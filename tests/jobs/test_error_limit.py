@@ -1,0 +1,100 @@
+"""A run of which too many rows fail is stopped, says so, and can be resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from redis import Redis
+
+from jobs.context import JobContext
+from jobs.error_limit import ErrorLimit
+from jobs.errors import InvalidValue
+from tests.jobs.answering import FakeCompletion, queued_jobs, refuse, run_task, shout, work_off
+from tests.jobs.conftest import Invoke
+
+MakeContext = Callable[[], JobContext]
+
+
+def refuse_all(request: object) -> FakeCompletion:
+    return refuse("too long")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"prompt": [f"{row}" for row in range(500)]}), path)
+    return path
+
+
+def submit(invoke: Invoke, source: Path, *options: object) -> str:
+    result = invoke("submit", source, source.parent / "out", "--rows-per-shard", 100, *options)
+    assert result.exit_code == 0, result.output
+    return str(result.stdout.strip())
+
+
+def test_a_run_whose_rows_all_fail_is_stopped_and_named(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path
+) -> None:
+    run = submit(invoke, source)
+    work_off(redis, make_context)  # the planning
+    first = queued_jobs(redis)[0]
+    run_task(make_context(), first.func_name, *first.args, answer=refuse_all)
+    assert [job.id for job in queued_jobs(redis)] == [first.id]  # what waited is gone; this one runs
+    text = invoke("status", run).stdout
+    assert f"run {run}: stopped" in text
+    assert "100 of 100 rows have an error, more than --max-errors 90% allows" in text
+    first.delete()
+
+
+def test_a_stopped_run_is_resumed_with_a_higher_limit(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path
+) -> None:
+    submit(invoke, source)
+    work_off(redis, make_context)
+    first = queued_jobs(redis)[0]
+    run_task(make_context(), first.func_name, *first.args, answer=refuse_all)
+    redis.delete("rq:queue:bulk")
+    submit(invoke, source, "--max-errors", "100%")
+    assert work_off(redis, make_context)[0]["shards_missing"] == 4
+    work_off(redis, make_context, answer=refuse_all)
+    assert (source.parent / "out" / "_SUCCESS").exists()
+
+
+def test_fewer_errors_than_the_limit_stop_nothing(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path
+) -> None:
+    submit(invoke, source, "--max-errors", 20)
+    work_off(redis, make_context)
+    some = lambda request: refuse("x") if request.prompt.endswith("00") else shout(request)  # noqa: E731
+    work_off(redis, make_context, answer=some)
+    assert (source.parent / "out" / "_SUCCESS").exists()
+
+
+@pytest.mark.parametrize(
+    ("limit", "rows", "errors", "passed"),
+    [
+        (None, 1000, 900, False),
+        (None, 1000, 901, True),
+        (None, 99, 99, False),  # too few to judge
+        ("5%", 100, 6, True),
+        ("0%", 100, 1, True),
+        (3, 4, 3, False),
+        ("3", 4, 4, True),
+        (0, 1, 1, True),
+    ],
+)
+def test_the_limit_is_a_number_of_rows_or_a_share(
+    limit: int | str | None, rows: int, errors: int, passed: bool
+) -> None:
+    assert ErrorLimit.parse(limit).is_passed(rows, errors) is passed
+    assert ErrorLimit.parse(str(ErrorLimit.parse(limit))) == ErrorLimit.parse(limit)
+
+
+@pytest.mark.parametrize("limit", ["many", "-1", -1, "120%", "%", 0.5, True, "9" * 20, []])
+def test_a_limit_that_is_none_is_refused(limit: object) -> None:
+    with pytest.raises(InvalidValue, match=r"max_errors is .*, expected a number of rows, or a share"):
+        ErrorLimit.parse(limit)
