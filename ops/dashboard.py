@@ -13,6 +13,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import click
+from flask import abort, current_app
+from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from rq import Queue, Worker
 from rq.exceptions import DeserializationError, NoSuchJobError
@@ -21,6 +23,8 @@ from rq.serializers import DefaultSerializer, JSONSerializer
 from rq_dashboard import web
 from rq_dashboard.cli import make_flask_app
 
+from jobs.queue_commands import REQUEUE_LIMIT
+from jobs.queue_tools import requeue, requeue_all
 from ops.dashboard_guard import guard
 
 #: Characters of a function's name that a page shows: it is whatever a producer wrote.
@@ -92,6 +96,27 @@ def show_servers(urls: str | Sequence[str]) -> list[str]:
     return [f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}" for url in addresses]
 
 
+def _redis() -> Redis:
+    app: Any = current_app  # rq-dashboard puts it there
+    connection: Redis = app.redis_conn
+    return connection
+
+
+def requeue_one(job_id: str) -> dict[str, Any]:
+    """Answer the requeue button of a job."""
+    redis = _redis()
+    origin: Any = redis.hget(Job.key_for(job_id), "origin") or b""
+    if not requeue(redis, origin.decode(errors="replace"), [job_id.encode()]).done:
+        abort(409, "this job is not among the failed ones of its queue")
+    return {"status": "OK"}
+
+
+def requeue_failed(queue_name: str) -> dict[str, Any]:
+    """Answer the button that requeues a whole list; RQ's own way stops at the first job it cannot read."""
+    chunks = requeue_all(_redis(), queue_name, REQUEUE_LIMIT)
+    return {"status": "OK", "count": sum(len(chunk.done) for chunk in chunks)}
+
+
 def never_unpickle() -> None:
     """Make this process read JSON wherever RQ, or rq-dashboard, would load a pickle: that runs its code."""
     DefaultSerializer.loads = JSONSerializer.loads
@@ -116,6 +141,8 @@ def main(redis_url: str, port: int, hosts: tuple[str, ...], show_prompts: bool) 
         web.format_job_description = function_name
         web.serialize_current_job = show_job
     app = make_flask_app(None, None, None, "")
+    app.view_functions["rq_dashboard.requeue_job_view"] = requeue_one
+    app.view_functions["rq_dashboard.requeue_all"] = requeue_failed
     app.config["RQ_DASHBOARD_REDIS_URL"] = redis_url
     app.config["RQ_DASHBOARD_DISABLE_DELETE"] = True
     app.config["DEPRECATED_OPTIONS"] = []

@@ -135,6 +135,18 @@ def test_an_action_needs_post_and_the_token_of_the_dashboards_own_pages(
     assert "SameSite=Strict" in ask(dashboard, "/").headers["Set-Cookie"]
 
 
+def test_a_job_that_cannot_be_read_keeps_no_other_from_being_requeued(
+    workers: Workers, dashboard: str
+) -> None:
+    bad, gone, good = (failed_job(workers, job_id) for job_id in ("a-bad", "b-gone", "c-good"))
+    workers.redis.hset(bad.key, mapping={"timeout": "abc", "data": b"\x80\x04junk"})
+    workers.redis.delete(gone.key)
+    assert act(dashboard, "/requeue/bulk").text.strip() == '{"count":2,"status":"OK"}'
+    assert workers.queue("bulk").job_ids == [bad.id, good.id]
+    for job in (good, gone):
+        assert act(dashboard, f"/job/{job.id}/requeue").status == 409
+
+
 def test_a_name_that_others_point_at_this_machine_gets_no_answer(workers: Workers, dashboard: str) -> None:
     failed_job(workers, "my-job")
     for path in ("/", "/0/data/jobs/bulk/failed/8/asc/1.json"):
