@@ -128,7 +128,7 @@ def fill_pending(token_ids: Tensor, step: StepBatch, sampled: Tensor | None) -> 
     if len(step.pending_rows):
         assert sampled is not None, "only a step that follows another has pending rows"
         rows, samples = upload([step.pending_rows, step.pending_samples], token_ids.device)
-        token_ids[rows] = sampled[samples]
+        token_ids[rows] = sampled[samples].clamp_(min=0)  # -1 is no token: what follows it is dropped
 
 
 def build_sampling_batch(batch: ScheduledBatch, slots: SlotTable) -> SamplingBatch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from itertools import zip_longest
@@ -12,7 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from engine.batch import build_sampling_batch, build_step_batch
 from engine.block_manager import BlockManager
 from engine.checkpoint import resolve_model
 from engine.config import EngineConfig
@@ -22,21 +20,19 @@ from engine.errors import (
     EngineClosed,
     InvalidPrompt,
     InvalidRequest,
-    RankFailed,
-    StepFailed,
+    SequenceFailed,
 )
 from engine.fingerprint import ModelIdentity, model_identity
 from engine.layers.parallel import TensorParallel
 from engine.model_config import ModelConfig, read_model_config
 from engine.model_runner import ModelRunner, Runner, resolve_device
 from engine.outputs import Completion, EngineStats
-from engine.pending_tokens import PendingTokens
 from engine.progress import Progress
 from engine.prompts import Prompt, PromptReader
 from engine.sampling_params import SamplingParams
-from engine.scheduled_batch import ScheduledBatch
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from engine.stepper import Stepper
 from engine.stop_strings import StopStrings
 from engine.tensor_parallel.rank_group import RankGroup
 from engine.tokenizer import Tokenizer
@@ -79,9 +75,9 @@ class Engine:
         self._prompts = PromptReader(self._tokenizer, model.vocab_size, pool.max_model_len)
         self._unfinished: dict[str, list[Sequence]] = {}
         self._seeds = random.Random(config.seed)
-        self._overlaps = _overlaps(config)
-        self._pending: deque[PendingTokens] = deque()  # of launched steps, the oldest first
-        self._num_steps = 0
+        self._stepper = Stepper(
+            self._scheduler, self._live_runner, self._tokenizer.decode, overlaps=_overlaps(config)
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -95,8 +91,8 @@ class Engine:
         """Free the model and the KV pool, end the ranks, forget all requests. A second call does nothing."""
         if self._live_runner is not None:
             self._live_runner.close()
+            self._stepper.close()
         self._live_runner = None
-        self._pending.clear()
         self._unfinished.clear()
 
     @property
@@ -175,34 +171,21 @@ class Engine:
 
         With async_scheduling this launches one batch and returns what finished in the one launched before,
         which ran meanwhile; the first such step returns [].
-        Raises StepFailed if scheduling or a forward pass raised: nothing is lost, the next step repeats it.
+        A request that makes a step raise, and raises alone too, ends with finish_reason "error"; the others
+        go on. Raises StepFailed if none is to blame: nothing is lost, the next step repeats it.
         With tensor parallelism whatever a rank raises ends all of them: RankFailed, then and on later calls.
         """
-        runner = self._open_runner()
-        if not self._unfinished and not self._pending:
+        self._open_runner()
+        if not self._unfinished and not self._stepper.in_flight:
             return []
-        arrived = []
-        try:
-            batch = self._scheduler.schedule()
-            num_left_running = 1 if batch.num_tokens and self._overlaps else 0
-            if batch.num_tokens:
-                self._launch(runner, batch)
-            while len(self._pending) > num_left_running:
-                arrived.append(self._pending.popleft().wait())
-        except BaseException as error:
-            self._pending.clear()
-            self._scheduler.withdraw()
-            if isinstance(error, Exception) and not isinstance(error, RankFailed):
-                raise StepFailed(f"a step failed: {error!r}") from error
-            raise
-        self._num_steps += len(arrived)
-        return [self._finish(seq) for token_ids in arrived for seq in self._scheduler.receive(token_ids)]
+        completions = map(self._finish, self._stepper.take())
+        return [completion for completion in completions if completion is not None]
 
     def stats(self) -> EngineStats:
         """Counters since start and the state of now."""
         scheduler = self._scheduler
         return EngineStats(
-            num_steps=self._num_steps,
+            num_steps=self._stepper.num_steps,
             num_running=len(scheduler.running),
             max_running=scheduler.max_running,
             num_waiting=scheduler.num_waiting,
@@ -282,29 +265,27 @@ class Engine:
             return None
         return StopStrings(params.stop, self._tokenizer.decode, min_tokens=params.min_tokens)
 
-    def _launch(self, runner: Runner, batch: ScheduledBatch) -> None:
-        slots = self._scheduler.slots
-        step, sampling = build_step_batch(batch, slots), build_sampling_batch(batch, slots)
-        self._pending.append(runner.launch(step, sampling))
-        self._scheduler.advance(batch)
+    def _finish(self, seq: Sequence) -> Completion | None:
+        """Turn a finished sequence into its completion and forget it, its siblings too if it has failed.
 
-    def _finish(self, seq: Sequence) -> Completion:
-        """Turn a finished sequence into its completion and forget it."""
-        siblings = self._unfinished[seq.request_id]
+        None if its request is no more: a sibling has failed before it.
+        """
+        siblings = self._unfinished.get(seq.request_id, [])
+        if seq not in siblings:
+            return None
         siblings.remove(seq)
-        if not siblings:
-            del self._unfinished[seq.request_id]
-        token_ids = seq.generated_token_ids
-        text = seq.stop_strings.text if seq.stop_strings is not None else None
+        if seq.error is not None or not siblings:
+            self.abort(seq.request_id)
         assert seq.finish_reason is not None
         return Completion(
             request_id=seq.request_id,
             index=seq.index,
-            token_ids=token_ids,
-            text=self._tokenizer.decode(token_ids) if text is None else text,
+            token_ids=seq.generated_token_ids,
+            text=seq.text,
             finish_reason=seq.finish_reason,
             num_prompt_tokens=seq.num_prompt_tokens,
             num_cached_tokens=seq.num_cached_tokens or 0,
+            error=None if seq.error is None else str(SequenceFailed(seq.error)),
         )
 
 

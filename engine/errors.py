@@ -13,7 +13,9 @@ EngineError
 │   └── DuplicateRequest     the id is already in use
 ├── EngineClosed             a call after close()
 ├── EngineBusy               generate() while other requests are unfinished
-├── StepFailed               a step raised; its sequences wait again
+├── StepFailed               steps raise whatever is in them; their sequences wait again
+├── SequenceFailed           the error of a completion: a step raised with this request and not without it
+├── NoToken                  a sequence's logits leave no token to choose: fails its request
 ├── RankFailed               a tensor-parallel rank died or raised; the engine is down
 ├── CollectiveFailed         inside a rank: another one has left a sum or a gather
 ├── OutOfBlocks              a block was asked for and none is free: a bug in the scheduler
@@ -86,11 +88,30 @@ class EngineBusy(EngineError):
 
 
 class StepFailed(EngineError):
-    """Raised by `step()` when scheduling or the forward pass raised; the original error is its `__cause__`.
+    """Raised by `step()` when no single sequence is to blame; the original error is its `__cause__`.
 
-    No block leaks and no half-computed block can be hit: every running sequence is waiting again and
-    recomputes. The caller may call `step()` again, abort some requests, or stop.
+    Memory ran out, the device is lost, or steps go on raising whatever is in them. No block leaks and no
+    half-computed block can be hit: every running sequence is waiting again and recomputes. The caller may
+    call `step()` again, abort some requests, or stop.
     """
+
+
+class SequenceFailed(EngineError):
+    """Never raised: the `error` of a completion whose request made a step raise: (what it raised)."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return (
+            f"the engine cannot go on with this request, and can with others: {type(self.cause).__name__}: "
+            f"{str(self.cause)[:200]}; change its prompt or its sampling values, and report the error"
+        )
+
+
+class NoToken(EngineError):
+    """Raised for a sequence whose logits are NaN or infinite, or whose every token is banned so early."""
 
 
 class RankFailed(EngineError):

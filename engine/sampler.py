@@ -22,20 +22,22 @@ ROWS_AT_ONCE = 64  # bounds the float64 scratch: 64 rows of 152k tokens are 78 M
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Choose one token for each row: [samples] int64 on the logits' device.
+    """Choose one token for each row: [samples] int64 on the logits' device; -1 where there is none to choose.
 
+    There is none where a logit is NaN or plus infinity, or every token is banned.
     logits: [samples, vocabulary] float32, changed in place. The host waits for the device in one case only:
     rows with top_p and without top_k, whose nucleus may be wider than the candidates looked at first.
     """
     if batch.banned:
         _ban(logits, batch.banned)
-    chosen = logits.argmax(dim=-1)
+    chosen = logits.argmax(dim=-1)  # NaN counts as the highest
+    highest = logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
     drawn = np.flatnonzero(batch.temperature > 0)
     for start in range(0, len(drawn), ROWS_AT_ONCE):
         rows = drawn[start : start + ROWS_AT_ONCE]
         there, token_ids = _draw(logits, rows, batch)
         chosen[there] = token_ids
-    return chosen
+    return chosen.masked_fill_(~highest.isfinite(), -1)
 
 
 def _ban(logits: Tensor, banned: dict[int, list[int]]) -> None:

@@ -19,6 +19,8 @@ class ScheduledBatch:
     A sequence of which every token is then computed samples its next one: `sampling`, in the order of
     `seqs`, known once the step is launched. num_decode_tokens: those of `decodes` that were generated; a
     prompt's last chunk may be one token too. published: blocks that can be hit from this step on.
+    refused: a sequence that could not be admitted, still the first to wait in its lane, and what it raised.
+    launched: whether the books count what the step computes.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -28,12 +30,39 @@ class ScheduledBatch:
     num_decode_tokens: int = 0
     published: list[Block] = field(default_factory=list)
     sampling: list[Sequence] = field(default_factory=list)
+    refused: tuple[Sequence, Exception] | None = None
+    launched: bool = False
 
     def add_prefill(self, seq: Sequence, num_new_tokens: int) -> None:
         """Compute the next `num_new_tokens` tokens of `seq`."""
         self.prefills.append(seq)
         self.prefill_lens.append(num_new_tokens)
         self.num_tokens += num_new_tokens
+
+    def split(self) -> tuple[ScheduledBatch, ScheduledBatch]:
+        """Two steps that do the same, before it is launched. The first must run first.
+
+        A block that is hit in the very step that computes it is hit by sequences after the one it belongs to.
+        """
+        middle = len(self.seqs) // 2
+        cut = max(0, middle - len(self.decodes))
+        first, second = (
+            ScheduledBatch(
+                decodes,
+                prefills,
+                lens,
+                num_tokens=len(decodes) + sum(lens),
+                num_decode_tokens=sum(seq.num_tokens > seq.num_prompt_tokens for seq in decodes),
+            )
+            for decodes, prefills, lens in (
+                (self.decodes[:middle], self.prefills[:cut], self.prefill_lens[:cut]),
+                (self.decodes[middle:], self.prefills[cut:], self.prefill_lens[cut:]),
+            )
+        )
+        own = {block_id for seq in first.seqs for block_id in seq.block_table}
+        for block in self.published:
+            (first if block.block_id in own else second).published.append(block)
+        return first, second
 
     @cached_property
     def seqs(self) -> list[Sequence]:

@@ -62,7 +62,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # by (lane, arrival): the last one is the first to be preempted
         self._overtakes: Counter[int] = Counter()
         self._num_arrivals = 0
-        self._in_flight: deque[ScheduledBatch] = deque()  # scheduled and not received, the oldest first
+        self.in_flight: deque[ScheduledBatch] = deque()  # scheduled and not received, the oldest first
         self.max_running = 0
         self.num_preemptions = 0
         self.prefill_tokens = 0
@@ -89,13 +89,18 @@ class Scheduler:
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = "abort"
 
+    def fail(self, seq: Sequence, error: Exception) -> None:
+        """As `abort`, for a sequence that cannot go on because of `error`."""
+        self.abort(seq)
+        seq.fail(error)
+
     def schedule(self) -> ScheduledBatch:
         """Choose the next step and reserve all it needs; there is nothing to do if it has no tokens.
 
         Follow with `advance` when it is launched, or `withdraw`. At most one step may be in flight before it.
         """
         batch = ScheduledBatch()
-        self._in_flight.append(batch)
+        self.in_flight.append(batch)
         for lane in sorted({seq.lane for seq in self.running}.union(self.waiting)):
             prefills = self._schedule_decodes(lane, batch)
             self._schedule_prefills(lane, prefills, batch)
@@ -103,11 +108,12 @@ class Scheduler:
         self.waiting = {lane: queue for lane, queue in self.waiting.items() if queue}
         self.max_running = max(self.max_running, len(self.running))
         if not batch.num_tokens:
-            self._in_flight.pop()
+            self.in_flight.pop()
         return batch
 
     def advance(self, batch: ScheduledBatch) -> None:
         """The step just scheduled is launched: count what it computes, and a pending token per sample."""
+        batch.launched = True
         num_new = batch.num_new_tokens
         self.slots.advance(batch.slots, num_new)
         ending = []
@@ -130,7 +136,7 @@ class Scheduler:
         token_ids: [samples] int64. Those of sequences that are gone by now are dropped: they were aborted
         while the step ran, or ended with the token before.
         """
-        batch = self._in_flight.popleft()
+        batch = self.in_flight.popleft()
         slots = np.array([seq.slot for seq in batch.sampling], np.int64)
         held = slots >= 0
         self.slots.add_known(slots[held], token_ids[held])
@@ -138,7 +144,13 @@ class Scheduler:
         self.decode_tokens += batch.num_decode_tokens - (0 if held.all() else batch.num_dropped)
         finished = []
         for seq, token_id in zip(batch.sampling, token_ids.tolist(), strict=True):
-            if seq.status is not SequenceStatus.FINISHED and seq.append(token_id):
+            if seq.status is SequenceStatus.FINISHED:
+                continue
+            try:
+                if seq.append(token_id):
+                    finished.append(seq)
+            except Exception as error:  # noqa: BLE001 - what its text raises is this sequence's end alone
+                seq.fail(error)
                 finished.append(seq)
         for seq in finished:
             self._leave(seq)
@@ -150,17 +162,55 @@ class Scheduler:
 
         What steps in flight published cannot be hit, and their tokens will be sampled again.
         """
-        for batch in self._in_flight:
+        for batch in self.in_flight:
             self.blocks.withdraw(batch.published)
             for seq in batch.sampling:
                 seq.num_tokens = len(seq.token_ids)
                 if seq.status is SequenceStatus.ENDING:
                     self._wait_again(seq)
-        self._in_flight.clear()
+        self.in_flight.clear()
         for seq in self.running:
             self._release(seq)
             self._wait_again(seq)
         self.running = []
+
+    def split(self) -> None:
+        """The first step in flight becomes two that do the same, one after the other; it is not launched."""
+        self.in_flight.extendleft(reversed(self.in_flight.popleft().split()))
+
+    def set_aside(self) -> Sequence:
+        """The first step in flight, which is of one sequence, is not computed: that one waits again.
+
+        So do all that run, if any of them builds on what that step would have computed.
+        """
+        batch = self.in_flight.popleft()
+        (seq,) = batch.seqs
+        self.blocks.withdraw(batch.published)
+        missing = {block.block_id for block in batch.published}
+        self.running.remove(seq)
+        self._release(seq)
+        self._wait_again(seq)
+        if not all(missing.isdisjoint(other.block_table) for other in self.running):
+            self.withdraw()
+        return seq
+
+    def schedule_alone(self, seq: Sequence) -> ScheduledBatch:
+        """A step of a short sequence that is in no queue, beside all others. Follow with `release_alone`.
+
+        If all is taken, which it is not after `set_aside`, the least urgent gives way.
+        """
+        while not self.slots.num_free or not self.blocks.num_free_blocks:
+            self._preempt(self.running[-1])
+        self.blocks.allocate(seq, [])
+        self.slots.assign(seq)
+        batch = ScheduledBatch()
+        batch.add_prefill(seq, seq.num_tokens)
+        return batch
+
+    def release_alone(self, seq: Sequence) -> None:
+        """Take back what `schedule_alone` gave, also where it raised."""
+        if seq.slot >= 0:
+            self._release(seq)
 
     def check_accounting(self) -> None:
         """Raise BlockAccountingError unless blocks, references and block tables agree."""
@@ -228,9 +278,14 @@ class Scheduler:
             cached = self.blocks.find_cached(seq)
             if not self._make_room(seq, cached):
                 return
-            queue.popleft()
             self.blocks.allocate(seq, cached)
-            self.slots.assign(seq)
+            try:
+                self.slots.assign(seq)
+            except Exception as error:  # noqa: BLE001 - its own values; the caller judges whose fault it is
+                self._release(seq)
+                batch.refused = seq, error
+                return
+            queue.popleft()
             seq.status = SequenceStatus.RUNNING
             insort(self.running, seq, key=_urgency)
             self.cached_tokens += seq.num_computed_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import NamedTuple
 
+from engine.errors import NoToken
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
 from engine.stop_strings import StopStrings
@@ -32,16 +33,17 @@ class Sequence:
     `token_ids` is prompt and completion as far as they are known. `num_tokens` also counts the pending
     tokens behind them, which steps that are launched and have not come back sample. The first
     `num_computed_tokens` have their keys and values in the blocks of `block_table`, in order, once the
-    launched steps have run. At `max_len` tokens it ends. `block_keys` holds one key per full block, made
-    once and kept over preemption. `arrival` orders sequences of one lane. `slot` is the row in the runner's
-    arrays while running. The scheduler owns status, lane, slot, num_tokens and max_len; the block manager
-    owns table and keys.
+    launched steps have run. At `max_len` tokens it ends; then `text` is its completion, or `error` says why
+    there is none. `block_keys` holds one key per full block, made once and kept over preemption. `arrival`
+    orders sequences of one lane. `slot` is the row in the runner's arrays while running. The scheduler owns
+    status, lane, slot, num_tokens and max_len; the block manager owns table and keys.
     """
 
     __slots__ = (
         "arrival",
         "block_keys",
         "block_table",
+        "error",
         "finish_reason",
         "index",
         "lane",
@@ -58,6 +60,7 @@ class Sequence:
         "status",
         "stop_strings",
         "stop_token_ids",
+        "text",
         "token_ids",
     )
 
@@ -94,6 +97,8 @@ class Sequence:
         self.slot = -1
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
+        self.error: Exception | None = None
+        self.text = ""
 
     def __repr__(self) -> str:
         return (
@@ -111,8 +116,17 @@ class Sequence:
         """The completion so far, as a new list."""
         return self.token_ids[self.num_prompt_tokens :]
 
+    def fail(self, error: Exception) -> None:
+        """Nothing can go on with this sequence, and nothing else is the matter."""
+        self.finish_reason, self.error = "error", error
+
     def append(self, token_id: int) -> FinishReason | None:
-        """Learn the first pending token; return why the sequence ends with it, or None if it goes on."""
+        """Learn the first pending token; return why the sequence ends with it, or None if it goes on.
+
+        Raises NoToken for a negative one, and whatever decoding the text raises.
+        """
+        if token_id < 0:
+            raise NoToken("no token could be chosen: the model's logits are no finite numbers, or all banned")
         self.token_ids.append(token_id)
         num_known = len(self.token_ids)
         text_stops = self.stop_strings is not None and self.stop_strings.add(token_id)

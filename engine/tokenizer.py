@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,8 @@ class Tokenizer:
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of token ids, without special tokens."""
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        with _no_panic():
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         assert isinstance(text, str)
         return text
 
@@ -74,7 +77,19 @@ class Tokenizer:
         except UnicodeEncodeError as error:  # a lone surrogate
             raise InvalidPrompt(f"the prompt is no valid Unicode text: {error}") from error
         # verbose=False: a text beyond the model's length is our error to name, not a warning to print
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+        with _no_panic():
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+
+@contextmanager
+def _no_panic() -> Iterator[None]:
+    """Turn a panic of the Rust library into InvalidPrompt: as a BaseException it would end the process."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise InvalidPrompt(f"the tokenizer broke down: {error}") from error
 
 
 def _check_messages(messages: object) -> None:

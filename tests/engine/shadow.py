@@ -220,7 +220,7 @@ class ShadowEngine:
             assert not len(step.pending_rows)
 
     def _receive(self, sampled: NDArray[np.int64]) -> None:
-        batch = self.scheduler._in_flight[0]
+        batch = self.scheduler.in_flight[0]
         self.num_overruns += sum(seq.status is SequenceStatus.FINISHED for seq in batch.sampling)
         done = self.scheduler.receive(sampled)
         self.finished += done

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import Engine, EngineConfig
+from engine import Engine, EngineConfig, StepFailed
 from engine.attention.torch_backend import TorchAttention
 from engine.batch import ForwardBatch, StepBatch
 from engine.decode_graphs import CudaCapture, DecodeGraphs, StaticInputs, batch_sizes
@@ -172,7 +172,7 @@ def test_logits_of_padding_are_caught(
         return hidden
 
     monkeypatch.setattr(DecodeGraphs, "run", run_and_keep_padding)
-    with pytest.raises(IndexError, match="did not match"):
+    with pytest.raises(StepFailed, match="did not match"):
         differences(few[FAULTY_SHAPE.name])
 
 

@@ -129,7 +129,7 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_waited_for(f
 
     with start(folder, LateRunner(last_step=5), overlap=False) as built:
         built.add("a", [1, 2, 1], FREE)
-        with pytest.raises(StepFailed, match="step 0 is waited for before the next launch"):
+        with pytest.raises(StepFailed, match="is waited for before the next launch"):
             drain(built)
 
 
@@ -143,7 +143,7 @@ def test_it_is_off_on_a_cpu_and_with_tensor_parallelism_unless_asked_for(
         with Engine(config, start_runner=lambda *args: LateRunner()) as built:
             built.add("a", [1, 2, 1], FREE)
             built.step()
-            return bool(built._pending)
+            return bool(built._stepper._pending)
 
     assert not overlaps(device="cpu")
     assert overlaps(device="cpu", async_scheduling=True)
@@ -215,10 +215,9 @@ def test_a_failure_with_two_steps_in_flight_loses_nothing(
         for i in range(400):
             if not built.has_unfinished:
                 break
-            if i % 3 == 2 and built._pending:
+            if i % 3 == 2 and built._stepper._pending:
                 runner.failures[where] = ValueError("broken")
-                with pytest.raises(StepFailed, match="broken"):
-                    built.step()
+                assert built.step() == []
                 assert built.stats().free_blocks == built.stats().num_blocks
                 assert built.stats().num_running == 0
                 runner.failures.clear()

@@ -1,0 +1,232 @@
+"""Stepper: takes the engine's steps, and where one raises finds out whose fault that is.
+
+A step that raised is computed once more, with nothing else in flight, then by halves, until a sequence
+raises alone. It is to blame if a control goes well, a step of one token that is the engine's own: then this
+sequence fails and all others go on. If the control raises too, the fault is the engine's, as are lack of
+memory, a rank's death, and several steps in a row that raise with nobody to blame: StepFailed. So a fault of
+the device is known after about log2(sequences) tries.
+
+A step that was not launched yet is repeated where it is: its neighbours compute nothing twice. If steps are
+in flight, all of them are withdrawn, and what was in them is computed anew, one step at a time, until each of
+those sequences is past where it was.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.batch import build_sampling_batch, build_step_batch
+from engine.errors import BlockAccountingError, OutOfBlocks, RankFailed, StepFailed
+from engine.model_runner import Runner
+from engine.pending_tokens import PendingTokens
+from engine.sampling_params import SamplingParams
+from engine.scheduled_batch import ScheduledBatch
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence, SequenceStatus
+from engine.stop_strings import StopStrings
+
+logger = logging.getLogger(__name__)
+
+NEVER_A_SEQUENCE = (
+    MemoryError, torch.OutOfMemoryError, RankFailed, StepFailed, OutOfBlocks, BlockAccountingError
+)  # fmt: skip
+MAX_UNEXPLAINED = 3  # steps in a row that raise with nobody to blame
+
+# Goes every way that a request's values can take a step: cuts, a ban, a draw.
+CONTROL = SamplingParams(max_tokens=2, min_tokens=1, top_k=9, top_p=0.5, min_p=0.1, seed=0)
+
+
+class Stepper:
+    """Owner of what is launched and not waited for.
+
+    overlaps: launch a step before the tokens of the one before are there. decode: token ids to text.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, decode: Callable[[list[int]], str], *, overlaps: bool
+    ) -> None:
+        self.overlaps = overlaps
+        self.num_steps = 0
+        self._scheduler, self._runner, self._decode = scheduler, runner, decode
+        self._pending: deque[PendingTokens] = deque()  # of launched steps, the oldest first
+        self._finished: list[Sequence] = []
+        self._suspects: dict[Sequence, int] = {}  # the tokens each had when steps in flight were withdrawn
+        self._num_unexplained = 0
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a launched step has not been waited for."""
+        return bool(self._pending)
+
+    def close(self) -> None:
+        """Wait for nothing that is in flight, and let go of the runner. No call may follow."""
+        self._pending.clear()
+        del self._runner
+
+    def take(self) -> list[Sequence]:
+        """Compute one batch; return the sequences that finished, or failed, in it or in the one before.
+
+        Raises StepFailed if no sequence is to blame, and RankFailed; nothing is lost then, not even what
+        finished meanwhile: the next call returns it.
+        """
+        try:
+            self._take()
+            for seq in self._finished:
+                self._end(seq)
+        except BaseException as error:
+            self._pending.clear()
+            self._scheduler.withdraw()
+            if isinstance(error, Exception) and not isinstance(error, (RankFailed, StepFailed)):
+                raise StepFailed(f"a step failed: {error!r}") from error
+            raise
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _take(self) -> None:
+        batch = self._scheduler.schedule()
+        if self._suspects and self._is_careful():
+            self._run_apart()
+        else:
+            self._run(batch)
+        if batch.refused is not None:
+            self._blame(*batch.refused)
+
+    def _run(self, batch: ScheduledBatch) -> None:
+        """Launch the batch; take in what has arrived."""
+        overlaps = self.overlaps and batch.num_tokens and batch.refused is None
+        arrived = []
+        try:
+            if batch.num_tokens:
+                self._pending.append(self._launch(batch))
+                self._scheduler.advance(batch)
+            while len(self._pending) > (1 if overlaps else 0):
+                arrived.append(self._pending.popleft().wait())
+        except Exception as error:  # noqa: BLE001 - whatever one sequence makes a step raise
+            self._note(error)
+            if any(step.launched for step in self._scheduler.in_flight):
+                self._start_over()
+            else:
+                self._run_apart()
+            return
+        self._num_unexplained = 0
+        for token_ids in arrived:
+            self._receive(token_ids)
+
+    def _run_apart(self) -> None:
+        """Compute what is scheduled and not launched; if it raises, by halves, down to who makes it raise."""
+        while self._scheduler.in_flight:
+            batch = self._scheduler.in_flight[0]
+            try:
+                token_ids = self._launch(batch).wait()
+            except Exception as error:  # noqa: BLE001 - whatever one sequence makes a step raise
+                if len(batch.seqs) > 1:
+                    self._check_may_be_a_sequences(error)
+                    self._scheduler.split()
+                else:
+                    self._blame(self._scheduler.set_aside(), error)
+            else:
+                self._scheduler.advance(batch)
+                self._receive(token_ids)
+
+    def _launch(self, batch: ScheduledBatch) -> PendingTokens:
+        slots = self._scheduler.slots
+        return self._runner.launch(build_step_batch(batch, slots), build_sampling_batch(batch, slots))
+
+    def _receive(self, token_ids: NDArray[np.int64]) -> None:
+        self.num_steps += 1
+        self._finished += self._scheduler.receive(token_ids)
+
+    def _end(self, seq: Sequence) -> None:
+        """Write the text of a sequence that has finished. Raises StepFailed if that fails for any."""
+        try:
+            if seq.error is not None:
+                raise seq.error
+            seq.text = self._text_of(seq)
+        except Exception as error:  # noqa: BLE001 - whatever its text raises
+            self._check_may_be_a_sequences(error)
+            self._check_decoding(error)
+            seq.fail(error)
+            _log_failure(seq, error)
+
+    def _text_of(self, seq: Sequence) -> str:
+        cut = seq.stop_strings.text if seq.stop_strings is not None else None
+        return self._decode(seq.generated_token_ids) if cut is None else cut
+
+    def _start_over(self) -> None:
+        """Withdraw what is in flight; its sequences are suspects until they are past it."""
+        self._suspects = {seq: seq.num_tokens for step in self._scheduler.in_flight for seq in step.seqs}
+        self._pending.clear()
+        self._scheduler.withdraw()
+
+    def _is_careful(self) -> bool:
+        """Whether a suspect has still to get past where it was."""
+        self._suspects = {
+            seq: num_tokens
+            for seq, num_tokens in self._suspects.items()
+            if seq.status is not SequenceStatus.FINISHED and len(seq.token_ids) <= num_tokens
+        }
+        return bool(self._suspects)
+
+    def _note(self, error: Exception) -> None:
+        """A step has raised. Raises StepFailed where looking for a sequence to blame is of no use."""
+        self._check_may_be_a_sequences(error)
+        self._num_unexplained += 1
+        if self._num_unexplained > MAX_UNEXPLAINED:
+            raise StepFailed(
+                f"{self._num_unexplained} steps in a row raised, and no sequence alone: {error!r}"
+            ) from error
+        logger.warning("a step raised %s: looking for the sequence to blame", type(error).__name__)
+
+    def _check_may_be_a_sequences(self, error: Exception) -> None:
+        if isinstance(error, NEVER_A_SEQUENCE):
+            raise error
+
+    def _blame(self, seq: Sequence, error: Exception) -> None:
+        """Fail a sequence, which waits, for what a step raised with it alone. Raises StepFailed instead."""
+        self._check_may_be_a_sequences(error)
+        self._check_control(error)
+        self._scheduler.fail(seq, error)
+        self._finished.append(seq)
+        self._num_unexplained = 0
+
+    def _check_control(self, error: Exception) -> None:
+        """Raise StepFailed if a step raises whatever is in it. Nothing that was launched may be in flight."""
+        control = Sequence("the engine's own", [0], CONTROL, stop_token_ids=frozenset((1,)))
+        try:
+            self._launch(self._scheduler.schedule_alone(control)).wait()
+        except Exception as own_error:  # noqa: BLE001 - it says what is broken
+            raise StepFailed(
+                f"a step failed: {error!r}; one of the engine's own failed too: {own_error!r}"
+            ) from error
+        finally:
+            self._scheduler.release_alone(control)
+
+    def _check_decoding(self, error: Exception) -> None:
+        """Raise StepFailed if the texts of all sequences fail, not of one alone."""
+        self._check_may_be_a_sequences(error)
+        try:
+            StopStrings(("a",), self._decode, min_tokens=0).add(0)
+        except Exception:  # noqa: BLE001 - as above
+            raise StepFailed(f"decoding failed, of token 0 too: {error!r}") from error
+
+
+def _log_failure(seq: Sequence, error: Exception) -> None:
+    """Without the error's text, which may hold a part of the prompt."""
+    logger.error(
+        "request %s, sample %d failed alone, with %s in %s: its neighbours go on",
+        seq.request_id, seq.index, type(error).__name__, _where(error),
+    )  # fmt: skip
+
+
+def _where(error: Exception) -> str:
+    """File and line that raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "an unknown place" if trace is None else f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"

@@ -1,0 +1,388 @@
+"""A sequence that makes a step raise fails by itself; a fault that is no sequence's fails the engine soon."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from math import log2
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import engine.model_runner
+import engine.stepper
+from engine import Completion, Engine, EngineConfig, RankFailed, SamplingParams, StepFailed
+from engine.batch import SamplingBatch, StepBatch
+from engine.pending_tokens import PendingTokens
+from engine.sequence import Sequence
+from engine.slots import SlotTable
+from tests.engine.test_overlap import STOPPING, LateRunner, expected, start
+
+POISON = 666  # the seed of the sequence that makes a step raise
+WORD = 9  # a token that nothing but poison holds
+PARAMS = SamplingParams(max_tokens=12, temperature=0.8, ignore_eos=True)
+PREFIX = [7, 8] * 20
+
+
+class Poisoned(ValueError):
+    """What a poisoned sequence raises."""
+
+
+def prompts() -> list[tuple[str, list[int], SamplingParams]]:
+    """Thirteen requests, most with a common beginning; the seventh is poisoned."""
+    rng = random.Random(1)
+    made = []
+    for i in range(13):
+        tokens = PREFIX[: 40 * (i % 3 > 0)] + [rng.randrange(3, 500) for _ in range(1 + i)]
+        params = replace(PARAMS, seed=i, max_tokens=3 + i, stop=("zzz",) if i % 4 == 2 else ())
+        made.append((str(i), tokens, params))
+    made[6] = ("6", [*PREFIX, 11, 12, 13], replace(PARAMS, seed=POISON, n=2, stop=("zzz",)))
+    return made
+
+
+@pytest.fixture(params=[False, True], ids=["in turns", "overlap"])
+def built(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
+    config = EngineConfig(
+        str(folder), dtype="float32", kv_cache_bytes=1 << 20, max_num_seqs=8, max_num_batched_tokens=60,
+        async_scheduling=request.param,
+    )  # fmt: skip
+    with Engine(config) as made:
+        yield made
+        assert made.stats().free_blocks == made.stats().num_blocks
+        assert not made.has_unfinished
+        made._scheduler.check_accounting()
+
+
+def run(built: Engine) -> dict[tuple[str, int], Completion]:
+    for request_id, tokens, params in prompts():
+        built.add(request_id, tokens, params)
+    done = []
+    for _ in range(400):
+        done += built.step()
+    return {(completion.request_id, completion.index): completion for completion in done}
+
+
+def in_sample(monkeypatch: pytest.MonkeyPatch, *, step: int = 4) -> None:
+    """At the sequence's fourth token, as the sampler sees it."""
+    sample = engine.model_runner.sample
+
+    def poisoned(logits: Tensor, batch: SamplingBatch) -> Tensor:
+        if any(batch.position[batch.seed == POISON] == len(PREFIX) + 3 + step):
+            raise Poisoned("a part of the prompt")
+        return sample(logits, batch)
+
+    monkeypatch.setattr(engine.model_runner, "sample", poisoned)
+
+
+def in_first_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the very step that computes blocks which others share."""
+    in_sample(monkeypatch, step=0)
+
+
+def in_building(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an overflow in the step's arrays."""
+    build = engine.stepper.build_sampling_batch
+
+    def poisoned(batch: Any, slots: SlotTable) -> SamplingBatch:
+        made = build(batch, slots)
+        if POISON in made.seed:
+            raise Poisoned("a part of the prompt")
+        return made
+
+    monkeypatch.setattr(engine.stepper, "build_sampling_batch", poisoned)
+
+
+def in_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is admitted, as a value too wide for its array once was."""
+    assign = SlotTable.assign
+
+    def poisoned(slots: SlotTable, seq: Sequence) -> None:
+        assign(slots, seq)
+        if seq.seed == POISON:
+            raise Poisoned("a part of the prompt")
+
+    monkeypatch.setattr(SlotTable, "assign", poisoned)
+
+
+def in_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a token's text is looked at."""
+    append = Sequence.append
+
+    def poisoned(seq: Sequence, token_id: int) -> Any:
+        if seq.seed == POISON and len(seq.token_ids) == len(PREFIX) + 6:
+            raise Poisoned("a part of the prompt")
+        return append(seq, token_id)
+
+    monkeypatch.setattr(Sequence, "append", poisoned)
+
+
+def in_final_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When all its tokens are there."""
+    write = engine.stepper.Stepper._text_of
+
+    def poisoned(stepper: Any, seq: Sequence) -> str:
+        if seq.seed == POISON:
+            raise Poisoned("a part of the prompt")
+        return write(stepper, seq)
+
+    monkeypatch.setattr(engine.stepper.Stepper, "_text_of", poisoned)
+
+
+def in_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NaN, which a model in half precision gives for some prompts."""
+    sample = engine.model_runner.sample
+
+    def poisoned(logits: Tensor, batch: SamplingBatch) -> Tensor:
+        logits[torch.from_numpy(batch.seed == POISON)] = torch.nan
+        return sample(logits, batch)
+
+    monkeypatch.setattr(engine.model_runner, "sample", poisoned)
+
+
+PLACES = [
+    in_sample, in_first_sample, in_building, in_scheduling, in_stop_strings, in_final_text, in_logits
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("poison", PLACES)
+def test_a_sequence_that_makes_a_step_raise_fails_alone(
+    built: Engine,
+    poison: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its request, with both samples, ends with a named error; all others get what they get without it."""
+    clean = run(built)
+    with monkeypatch.context() as patch, caplog.at_level(logging.DEBUG):
+        poison(patch)
+        done = run(built)
+    errors = {key: completion for key, completion in done.items() if completion.finish_reason == "error"}
+    assert [key[0] for key in errors] == ["6"]
+    error = next(iter(errors.values())).error or ""
+    assert "cannot go on with this request" in error
+    assert ("NoToken: no token could be chosen" if poison is in_logits else "Poisoned") in error
+    others = {key for key in clean if key[0] != "6"}
+    assert {key for key in done if key[0] != "6"} == others
+    for key in others:
+        assert (done[key].token_ids, done[key].text) == (clean[key].token_ids, clean[key].text)
+    assert "request 6, sample" in caplog.text
+    assert "failed alone" in caplog.text
+    assert "a part of the prompt" not in caplog.text
+    monkeypatch.undo()
+    assert run(built) == run(built), "the engine is as good as new"
+
+
+def test_generate_answers_a_poisoned_prompt_with_an_error(
+    built: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_first_sample(monkeypatch)
+    params = [replace(PARAMS, seed=seed) for seed in (1, POISON, 2)]
+    before, bad, after = built.generate([[*PREFIX, 11, 12, 13]] * 3, params)
+    assert (before.finish_reason, bad.finish_reason, after.finish_reason) == ("length", "error", "length")
+
+
+class FaultyRunner(LateRunner):
+    """Raises `fault` in each launch for which `is_hit` says so; counts the launches."""
+
+    fault: BaseException = Poisoned("broken")
+    is_hit: Callable[[StepBatch, SamplingBatch], bool] = staticmethod(lambda step, sampling: False)
+    num_launches = 0
+    num_faults = 0
+
+    def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
+        self.num_launches += 1
+        if self.is_hit(step, sampling):
+            self.num_faults += 1
+            raise self.fault
+        return super().launch(step, sampling)
+
+
+def fill(built: Engine, num_requests: int) -> None:
+    for i in range(num_requests):
+        built.add(str(i), [1 + i % 2] * (1 + i % 7), STOPPING)
+
+
+def step_until_it_fails(built: Engine, num_steps: int) -> None:
+    for _ in range(num_steps):
+        built.step()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_good_steps", [0, 3])
+def test_a_fault_of_the_device_fails_the_engine_after_few_tries(
+    folder: Path, overlap: bool, num_good_steps: int
+) -> None:
+    """No request is blamed, nothing is lost: once the fault is gone, all end as if it had not been."""
+    runner = FaultyRunner(num_blocks=200)
+    with start(folder, runner, overlap=overlap, max_num_seqs=32, max_num_batched_tokens=200) as built:
+        fill(built, 32)
+        for _ in range(num_good_steps):
+            assert built.step() == []
+        runner.is_hit, runner.num_launches = lambda step, sampling: True, 0
+        with pytest.raises(StepFailed, match="one of the engine's own failed too") as failure:
+            step_until_it_fails(built, 2)
+        assert isinstance(failure.value.__cause__, Poisoned)
+        assert runner.num_launches <= log2(32) + 3
+        assert built.stats().free_blocks == built.stats().num_blocks
+        runner.is_hit = lambda step, sampling: False
+        done = {completion.request_id: completion for completion in drain(built)}
+        assert len(done) == 32
+        for i in range(32):
+            assert done[str(i)].token_ids == expected(runner, [1 + i % 2] * (1 + i % 7), STOPPING)
+
+
+@pytest.mark.parametrize("fault", [MemoryError(), torch.OutOfMemoryError("full"), RankFailed(1, "gone")])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_no_sequence_can_cause_is_not_looked_for(folder: Path, fault: Exception, overlap: bool) -> None:
+    runner = FaultyRunner(num_blocks=200)
+    with start(folder, runner, overlap=overlap, max_num_seqs=32, max_num_batched_tokens=200) as built:
+        fill(built, 32)
+        runner.fault, runner.is_hit = fault, lambda step, sampling: True
+        with pytest.raises(RankFailed if isinstance(fault, RankFailed) else StepFailed):
+            built.step()
+        assert runner.num_launches == 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_that_raise_with_nobody_to_blame_fail_the_engine(folder: Path, overlap: bool) -> None:
+    """A fault of large batches alone: halves go well, and the engine does not go on so for ever."""
+    runner = FaultyRunner(num_blocks=200)
+    with start(folder, runner, overlap=overlap, max_num_seqs=32, max_num_batched_tokens=200) as built:
+        fill(built, 32)
+        runner.is_hit = lambda step, sampling: len(step.query_lens) > 8
+        with pytest.raises(StepFailed, match="4 steps in a row raised, and no sequence alone"):
+            step_until_it_fails(built, 60)
+        runner.is_hit = lambda step, sampling: False
+        drain(built)
+
+
+def test_a_tokenizer_that_fails_for_all_fails_the_engine(
+    built: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what finished in the same step is not lost."""
+    for i, max_tokens in enumerate((2, 2, 9)):
+        built.add(str(i), PREFIX, replace(PARAMS, seed=1, max_tokens=max_tokens))
+    with monkeypatch.context() as patch:
+        patch.setattr(built._stepper, "_decode", lambda token_ids: 1 / 0)
+        with pytest.raises(StepFailed, match="decoding failed, of token 0 too"):
+            step_until_it_fails(built, 4)
+    done = drain(built)
+    assert sorted(completion.request_id for completion in done) == ["0", "1", "2"]
+
+
+def test_a_panic_of_the_tokenizer_is_an_error_like_any_other(
+    built: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rust's panics come as BaseException, which nobody up to the worker's main thread would catch."""
+    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+
+    class Panicking:
+        def encode(self, *args: Any, **options: Any) -> list[int]:
+            raise panic("index out of bounds")
+
+        def decode(self, token_ids: list[int], **options: Any) -> str:
+            if len(token_ids) > 1:
+                raise panic("index out of bounds")
+            return "a"
+
+    monkeypatch.setattr(built._tokenizer, "_tokenizer", Panicking())
+    text, ids = built.generate(["text", PREFIX], PARAMS)
+    assert "the tokenizer broke down" in (text.error or "")
+    assert "the tokenizer broke down" in (ids.error or "")
+
+
+def drain(built: Engine) -> list[Completion]:
+    done: list[Completion] = []
+    for _ in range(3000):
+        if not built.has_unfinished:
+            return done
+        done += built.step()
+    raise AssertionError("it does not end")
+
+
+class PoisonedRunner(FaultyRunner):
+    """Raises wherever a poisoned sequence is: at WORD in its prompt, or at one of its samples."""
+
+    def __init__(self, at_sample: dict[int, int], *, at_wait: bool) -> None:
+        super().__init__(num_blocks=13)
+        self._at_sample, self._at_wait = at_sample, at_wait
+        self.fault = Poisoned("poison")
+
+    def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
+        hit = WORD in step.token_ids or any(
+            position == self._at_sample.get(seed)
+            for seed, position in zip(sampling.seed.tolist(), sampling.position.tolist(), strict=True)
+        )
+        if hit and self._at_wait:
+            return Raising(self.fault)
+        self.is_hit = lambda step, sampling: hit
+        return super().launch(step, sampling)
+
+
+class Raising(PendingTokens):
+    """Tokens of a step that fails on its device."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def wait(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        raise self._error
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**32), st.booleans(), st.booleans())
+def test_random_histories_with_poisoned_sequences(
+    folder: Path, seed: int, overlap: bool, at_wait: bool
+) -> None:
+    """In a pool that is too small, with shared prefixes, lanes, aborts: every other gets its own tokens."""
+    rng = random.Random(seed)
+    at_sample: dict[int, int] = {}
+    runner = PoisonedRunner(at_sample, at_wait=at_wait)
+    wanted: dict[str, tuple[list[int], SamplingParams]] = {}
+    poisoned: set[str] = set()
+    prefix = [rng.randrange(1, 3) for _ in range(9)]
+    done: list[Completion] = []
+    with start(folder, runner, overlap=overlap) as built:
+        for i in range(rng.randrange(3, 14)):
+            prompt = prefix[: rng.choice([0, 9, 9])] + [
+                rng.randrange(1, 3) for _ in range(rng.randrange(1, 9))
+            ]
+            params = replace(STOPPING, max_tokens=rng.randrange(1, 24), n=rng.choice([1, 1, 2]), seed=i)
+            kind = rng.choice(["good", "good", "good", "word", "sample"])
+            if kind == "word":
+                prompt[rng.randrange(len(prompt))] = WORD
+                poisoned.add(str(i))
+            elif kind == "sample":
+                at_sample[i] = len(prompt) + rng.randrange(4)
+                num_samples = at_sample[i] - len(prompt)
+                if len(expected(runner, prompt, params)) > num_samples:
+                    poisoned.add(str(i))
+            wanted[str(i)] = prompt, params
+            built.add(str(i), prompt, params, lane=rng.choice([0, 0, 1]))
+            for _ in range(rng.randrange(4)):
+                done += built.step()
+            if rng.random() < 0.1:
+                gone = str(rng.randrange(i + 1))
+                built.abort(gone)
+                if gone not in {completion.request_id for completion in done}:
+                    wanted.pop(gone, None)
+        done += drain(built)
+        built._scheduler.check_accounting()
+        assert built.stats().free_blocks == built.stats().num_blocks
+    for key, (prompt, params) in wanted.items():
+        own = [completion for completion in done if completion.request_id == key]
+        if key in poisoned:
+            assert [completion.finish_reason for completion in own] == ["error"]
+        else:
+            assert {tuple(c.token_ids) for c in own} == {tuple(expected(runner, prompt, params))}
+            assert len(own) == params.n
+    bound = sum(2 * log2(8) + 3 for _ in poisoned)
+    assert runner.num_faults <= bound
