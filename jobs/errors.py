@@ -26,6 +26,7 @@ JobsError
     │   ├── PlanDamaged        the plan is missing, unreadable or of another run
     │   └── PartDamaged        a part is not what its shard promised
     ├── RunOfAnotherModel      a run's rows are another model's than the one served here
+    ├── PlanningUnderWay       a run is submitted otherwise than it is being planned
     ├── RunCancelled           `tokenmill cancel` was called
     ├── UnknownRun             neither Redis nor a folder has such a run
     └── RunBusy                another process holds the run's lock for too long
@@ -255,6 +256,15 @@ class RunOfAnotherModel(RunError):
     message = (
         "run {0} is of model {1}, not of {2}: start a worker that serves the run's model, or submit it with "
         "another output"
+    )
+
+
+class PlanningUnderWay(RunError):
+    """Raised when a run is being planned, but not as it is submitted now: (run, the model it asks for)."""
+
+    message = (
+        "run {0} is being planned already, for model {1}: wait for that, or `tokenmill cancel {0}`, then "
+        "submit it again"
     )
 
 

@@ -64,7 +64,7 @@ def follow(
     started_at = counted_from = clock()
     first = previous = look()
     snapshot = first
-    has_worker, took_s = True, clock() - started_at
+    has_worker, awaited, took_s = True, None, clock() - started_at
     while True:
         now = clock()
         if snapshot.is_planning or snapshot.tokens < previous.tokens:
@@ -76,6 +76,10 @@ def follow(
         if has_worker != (snapshot.workers > 0):
             has_worker = not has_worker
             display.warn(_about_workers(snapshot, listened))
+        if awaited != snapshot.awaited_model:
+            awaited = snapshot.awaited_model
+            if awaited is not None and snapshot.workers:
+                display.warn(f"no worker on queue {snapshot.queue!r} serves model {awaited}; still waiting")
         sleep(min(MAX_POLL_S, max(POLL_S, took_s / LOOK_SHARE)))
         looked_at = clock()
         try:

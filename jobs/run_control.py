@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rq import Queue
 from rq.command import send_stop_job_command
@@ -14,6 +14,7 @@ from rq.serializers import JSONSerializer
 
 from ._inline import check_sampling
 from .error_limit import ErrorLimit
+from .errors import PlanningUnderWay
 from .keys import MODEL_FIELD
 from .parquet.local_check import check_columns_here
 from .parquet.names import shard_job_id
@@ -65,8 +66,11 @@ def submit_run(
     plan_job = f"{spec.run}-plan"
     state = RunState(connection, spec.run)
     with state.lock():
+        is_under_way = _is_under_way(connection, plan_job)
+        if is_under_way:
+            _check_asks_the_same(connection, spec.run, plan_job, model)
         state.submit(plan_job, spec.output, queue_name, model, limit)
-        if not _is_under_way(connection, plan_job):
+        if not is_under_way:
             # The output as it was named: which real path it has is for the worker to say.
             own = {
                 "output": local_path(arguments["output"]),
@@ -88,7 +92,8 @@ def describe_again(connection: Redis, output: RunOutput) -> bool:
     if not origins:
         return False
     size = {"rows": output.rows, "shards": output.shards}
-    facts = {"output": output.folder, "queue": min(origins), **size}
+    model = {"model": output.model.fingerprint, "model_text": str(output.model)}
+    facts = {"output": output.folder, "queue": min(origins), **size, **model}
     RunState(connection, output.run).describe(facts)
     return True
 
@@ -157,6 +162,14 @@ def _is_under_way(connection: Redis, plan_job: str) -> bool:
         return True
     job.delete()
     return False
+
+
+def _check_asks_the_same(connection: Redis, run: str, plan_job: str, model: str | None) -> None:
+    """Raise PlanningUnderWay when the planning that waits or runs asks for another model."""
+    stored = cast("bytes | None", connection.hget(Job.key_for(plan_job), MODEL_FIELD))
+    asked_for = None if stored is None else stored.decode()
+    if asked_for != model:
+        raise PlanningUnderWay(run, "whichever plans it" if asked_for is None else repr(asked_for))
 
 
 def _is_on_its_queue(job: Job) -> bool:

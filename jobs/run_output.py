@@ -11,7 +11,7 @@ from .errors import PlanDamaged, UnknownRun
 from .keys import run_folder_key
 from .parquet.names import MANIFEST, PLAN, SUCCESS, is_run_id, part_shard
 from .parquet.paths import local_path
-from .parquet.plan import Plan
+from .parquet.plan import PinnedModel, Plan
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -23,6 +23,7 @@ class RunOutput:
 
     run: str
     folder: str
+    model: PinnedModel
     rows: int
     shards: int
     parts: int
@@ -63,6 +64,7 @@ def _read_output(name: str) -> RunOutput:
     return RunOutput(
         run=plan.run,
         folder=folder,
+        model=plan.model,
         rows=plan.rows,
         shards=len(plan.shards),
         parts=sum(part_shard(name) is not None for name in names),

@@ -38,7 +38,7 @@ class RunSnapshot:
     rows_done, tokens: running shards included; tokens are those generated. errors: rows with an error in
     finished shards. workers: those that listen on the queue. queue_length: jobs of any run on the queue.
     failed_jobs: ids of the failed shards' jobs. awaited_model: the run's model, where none of those workers
-    serves it; None where one does. stopped: why the run was cancelled without anyone's word.
+    serves it; None where one does, or may. stopped: why the run was cancelled without anyone's word.
     """
 
     run: str
@@ -128,7 +128,7 @@ def _awaited_model(facts: dict[str, str], seen: _QueueSeen) -> str | None:
         needed = shown = facts.get("plan_model")
     else:
         needed, shown = facts.get("model"), facts.get("model_text")
-    if needed is None or needed in seen.models:
+    if needed is None or seen.models is None or needed in seen.models:
         return None
     return shown and safe_name(shown, MAX_TEXT_CHARS)
 
@@ -158,14 +158,15 @@ def _latest_result(connection: Redis, job_id: str) -> Result | None:
 class _QueueSeen:
     """What RQ's keys say: started and failed are shards of the run, length and workers the queue's own.
 
-    models: the names by which jobs may ask for the models that those workers serve.
+    models: the names by which jobs may ask for the models that those workers serve; None where one of them
+    does not say, as RQ's own workers do not.
     """
 
     plan_status: JobStatus | None
     started: set[int]
     failed: set[int]
     workers: int
-    models: set[str]
+    models: set[str] | None
     length: int
 
 
@@ -190,16 +191,17 @@ def _read_queue(queue: Queue, run: str, plan_job: str | None) -> _QueueSeen:
     )
 
 
-def _read_workers(connection: Redis, keys: Sequence[str]) -> tuple[int, set[str]]:
-    """Return how many of these workers live, and all names of the models that they serve."""
+def _read_workers(connection: Redis, keys: Sequence[str]) -> tuple[int, set[str] | None]:
+    """Return how many of these workers live, and all names of the models that they serve, if all say that."""
     with connection.pipeline() as pipe:
         for key in keys:
             pipe.exists(key)  # a killed worker's own key expires, its entry in the set stays
             pipe.get(worker_key(key.removeprefix(WORKER_PREFIX)))
         replies = pipe.execute()
     facts = [fact for is_alive, fact in zip(replies[::2], replies[1::2], strict=True) if is_alive]
-    models = {name for fact in facts if fact is not None for name in json.loads(fact).get("models", ())}
-    return len(facts), models
+    if None in facts:
+        return len(facts), None
+    return len(facts), {name for fact in facts for name in json.loads(fact).get("models", ())}
 
 
 def _shards(run: str, entries: Iterable[bytes]) -> set[int]:

@@ -16,8 +16,11 @@ from redis import Redis
 from jobs import cli
 from jobs.context import JobContext
 from jobs.errors import InvalidJob, ModelNotServed, PlanDamaged, RunOfAnotherModel
+from jobs.follow import End, follow
 from jobs.keys import MODEL_FIELD, worker_key
 from jobs.parquet.plan import Plan
+from jobs.run_control import submit_run
+from jobs.run_snapshot import read_snapshot
 from jobs.served_model import ServedModel
 from tests.jobs.answering import MODEL, queued_jobs, run_task, score_parquet, work_off
 
@@ -126,7 +129,7 @@ def test_status_names_the_model_that_a_run_awaits(
         redis.set(worker_key(name), json.dumps({"models": model.names}))
 
     start_worker("w", MODEL)
-    run = invoke("submit", source, tmp_path / "out", "--model", "other").strip()
+    run = invoke("submit", source, tmp_path / "out", "--model", "other").splitlines()[0]
     (plan_job,) = queued_jobs(redis)
     assert redis.hget(plan_job.key, MODEL_FIELD) == b"other"
     assert "serves model other; none of the 1 there does" in invoke("status", run)
@@ -148,3 +151,52 @@ def test_a_plan_of_an_earlier_version_is_refused_by_name(
         score_parquet(make_context(), str(source), str(tmp_path / "out"))
     with pytest.raises(ValueError, match="not named by three texts"):
         Plan.from_text(json.dumps({**content, "model": {"name": 1, "fingerprint": 2, "dtype": 3}}))
+
+
+def test_a_waiting_planning_for_another_model_is_not_taken_for_this_submission(
+    redis: Redis, redis_url: str, source: Path, tmp_path: Path
+) -> None:
+    def invoke(*arguments: str) -> click.testing.Result:
+        return click.testing.CliRunner().invoke(cli.main, ["--url", redis_url, *arguments])
+
+    submission = ["submit", str(source), str(tmp_path / "out"), "--model"]
+    run = submit_run(redis, "bulk", input=str(source), output=str(tmp_path / "out"), model="mispelt")
+    refused = invoke(*submission, "other")
+    assert refused.exit_code == 1
+    assert f"is being planned already, for model 'mispelt': wait for that, or `tokenmill cancel {run}`" in (
+        refused.output
+    )
+    assert read_snapshot(redis, run).awaited_model == "mispelt"
+    assert invoke("cancel", run).exit_code == 0
+    assert invoke(*submission, "other").exit_code == 0
+    assert read_snapshot(redis, run).awaited_model == "other"
+
+
+def test_following_says_which_model_is_awaited(
+    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    run = score_parquet(make_context(), str(source), str(tmp_path / "out"))["run"]
+    redis.sadd("rq:workers:bulk", "rq:worker:w")
+    redis.hset("rq:worker:w", "state", "idle")
+    redis.set(worker_key("w"), json.dumps({"models": OTHER.names}))
+    warnings: list[str] = []
+
+    class Shown:
+        show = staticmethod(lambda snapshot, tokens_per_s: None)
+        warn = staticmethod(warnings.append)
+
+    def work(seconds: float) -> None:
+        work_off(redis, make_context)
+
+    assert follow(lambda: read_snapshot(redis, run), Shown(), lambda: 0.0, work).end is End.FINISHED
+    assert len(warnings) == 1
+    assert "no worker on queue 'bulk' serves model m (float32, " in warnings[0]
+
+
+def test_a_worker_of_rq_itself_may_serve_any_model(
+    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    run = score_parquet(make_context(), str(source), str(tmp_path / "out"))["run"]
+    redis.sadd("rq:workers:bulk", "rq:worker:stock")
+    redis.hset("rq:worker:stock", "state", "idle")
+    assert read_snapshot(redis, run).awaited_model is None
