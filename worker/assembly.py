@@ -15,9 +15,10 @@ from worker.admission import Admission
 from worker.engine_loop import EngineLike, EngineLoop, Order
 from worker.functions import FunctionPool, ThreadDeathPenalty
 from worker.interrupts import shield_imports
-from worker.io_loop import IoLoop, Limits, Presence
+from worker.io_loop import IoLoop, Limits
 from worker.job_runner import JobRunner, Surroundings
 from worker.packing import Packer
+from worker.presence import Presence
 from worker.stock_jobs import StockJobs
 from worker.upkeep import Upkeep
 
@@ -97,6 +98,7 @@ def assemble(
             lease_s,
             settings.max_worker_deaths,
             settings.max_stuck_threads,
+            settings.drain_s,
         ),
         upkeep=Upkeep(
             ends_store,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import json
 import logging
 import threading
 import time
@@ -13,17 +12,16 @@ from queue import Empty, SimpleQueue
 from typing import Any
 from uuid import uuid4
 
-from redis import Redis
 from redis.exceptions import RedisError
 from rq.queue import Queue
 
-from jobs.keys import WORKER_STATS_TTL_S, worker_key
 from worker._rq import ClaimedJob, JobStore, Mode, Wanted
 from worker.engine_loop import EngineDied, Halt, Order, Stepped
 from worker.errors import FaultySurroundings, TooManyStuckThreads, WorkerError
 from worker.faults import MAX_IN_A_ROW, PAUSE_S, WorkerFault
 from worker.job_runner import JobRunner
 from worker.packing import Packer
+from worker.presence import Presence
 from worker.stock_jobs import StockJobs
 from worker.timer import Timer
 from worker.upkeep import Upkeep
@@ -71,6 +69,7 @@ class Limits:
     lease_s: int
     max_worker_deaths: int
     max_stuck_threads: int
+    drain_s: float | None
 
     @property
     def last_life(self) -> float:
@@ -86,25 +85,6 @@ class Limits:
     def sweep_period_s(self) -> float:
         """How often abandoned jobs are looked for: adds to the lease in the time to recovery."""
         return min(self.lease_s / 4, 10.0)
-
-
-class Presence:
-    """How the worker shows itself in Redis: RQ's worker hash, and our statistics."""
-
-    def __init__(
-        self,
-        client: Redis,
-        worker_name: str,
-        beat: Callable[[Redis, str, str | None], None],
-        facts: Mapping[str, Any],
-    ) -> None:
-        self._client, self._key, self._beat, self._facts = client, worker_key(worker_name), beat, facts
-
-    def show(self, state: str, job_id: str | None, counters: Mapping[str, Any]) -> None:
-        """Write heartbeat, state, one running job and the statistics (kept for an hour)."""
-        self._beat(self._client, state, job_id)
-        stats = {**self._facts, **counters, "updated_at": time.time()}
-        self._client.set(self._key, json.dumps(stats), ex=WORKER_STATS_TTL_S)
 
 
 class IoLoop:
@@ -142,7 +122,7 @@ class IoLoop:
         self._idle_since = clock()
         self._backoff_s = FIRST_BACKOFF_S
         self._retry_at = float("-inf")
-        self._leave_by = float("inf")
+        self._drain_by = self._leave_by = float("inf")
         self._to_release: list[ClaimedJob] = []
         self._release_mode: Mode = "given_back"
         self._faults: list[WorkerFault] = []
@@ -193,6 +173,8 @@ class IoLoop:
             moment = self._clock()
             if self._deadlines.due(moment):
                 self._check_deadlines()
+            if self._phase is Phase.DRAINING and moment >= self._drain_by:
+                self._hand_back("TOKENMILL_DRAIN_S is over")
             if moment >= self._retry_at:
                 self._talk_to_redis(moment)
         self._say_goodbye()
@@ -231,12 +213,32 @@ class IoLoop:
             self.engine_error = event.error
             self._start_leaving()
         elif event is Shutdown.WARM:
-            if self._phase is Phase.SERVING:
-                self._phase = Phase.DRAINING
+            self._start_draining()
         elif event is Shutdown.COLD:
-            self._start_leaving()
+            self._hand_back("told to stop again")
         else:
             event()
+
+    def _start_draining(self) -> None:
+        if self._phase is not Phase.SERVING:
+            return
+        self._phase = Phase.DRAINING
+        drain_s, unstarted = self._limits.drain_s, self._runner.num_unstarted
+        rest = "at a second signal" if drain_s is None else f"after {drain_s:g} s or at a second signal"
+        self._log.info(
+            "stopping: %d jobs that have begun are finished, %d that have not are given back now, nothing "
+            "more is claimed; what still runs is given back %s",
+            self._runner.num_held - unstarted,
+            unstarted,
+            rest,
+        )
+        self._drain_by = self._clock() + (float("inf") if drain_s is None else drain_s)
+        self._show.postpone(float("-inf"))
+
+    def _hand_back(self, why: str) -> None:
+        if self._phase is not Phase.LEAVING:
+            self._log.info("%s: giving back the %d jobs that still run", why, self._runner.num_held)
+            self._start_leaving()
 
     def _start_leaving(self) -> None:
         if self._phase is not Phase.LEAVING:
@@ -382,6 +384,7 @@ class IoLoop:
     def _show_presence(self) -> None:
         held = self._runner.held
         state = "busy" if held else ("suspended" if self._suspended else "idle")
+        state = state if self._phase is Phase.SERVING else "draining"
         self._presence.show(state, held[0].job.id if held else None, self._counters())
 
     def _counters(self) -> dict[str, Any]:
@@ -463,6 +466,6 @@ class IoLoop:
     def _say_goodbye(self) -> None:
         """Leave the final statistics behind."""
         try:
-            self._presence.show("idle", None, self._counters())
+            self._presence.show("stopped", None, self._counters())
         except RedisError as error:
             self._log.error("could not write the last statistics: %s", error)

@@ -440,16 +440,21 @@ class JobRunner:
         self._admission.keep_allowed_hooks(claimed.job)
         self._ends.fail(job, error)
 
+    def _unstarted(self) -> list[RunningJob]:
+        return [job for job in self._jobs.values() if job.started_at is None and not job.closing]
+
+    @property
+    def num_unstarted(self) -> int:
+        """Jobs of which nothing has run yet."""
+        return len(self._unstarted())
+
     def withdraw_unstarted(self) -> list[ClaimedJob]:
         """Let go of the jobs of which nothing has run yet; the caller gives them back."""
-        return self._withdraw_all(
-            [job for job in self._jobs.values() if job.started_at is None and not job.closing]
-        )
+        return self._withdraw_all(self._unstarted())
 
     def withdraw_suspects(self, last_life: float) -> list[ClaimedJob]:
         """Let go of jobs that should run by themselves and have not begun; the caller gives them back."""
-        jobs = [job for job in self._jobs.values() if job.claimed.deaths >= last_life]
-        return self._withdraw_all([job for job in jobs if job.started_at is None and not job.closing])
+        return self._withdraw_all([job for job in self._unstarted() if job.claimed.deaths >= last_life])
 
     def withdraw_everything(self) -> list[ClaimedJob]:
         """Let go of every job whose end is not already on its way; the caller gives them back."""

@@ -83,6 +83,9 @@ class WorkerSettings(BaseSettings):
     """Seconds that a function or callback has to end after its timeout, or after it was stopped; then its
     thread is given up and another one takes its place."""
 
+    drain_s: float | None = Field(default=None, ge=0)
+    """Seconds from the first signal to stop after which what still runs is given back; without one, none."""
+
     max_stuck_threads: int = Field(default=16, ge=0)
     """With more threads given up that have not ended, the worker gives back what it holds and exits."""
 

@@ -19,6 +19,7 @@ def test_lease_and_sweep_keep_the_promised_time_to_recovery(interval_s: int) -> 
         lease_s=interval_s + LEASE_MARGIN_S,
         max_worker_deaths=5,
         max_stuck_threads=16,
+        drain_s=None,
     )
     # At worst the worker dies right after it renewed, and the lease ends right after a sweep.
     worst_s = limits.lease_s + limits.sweep_period_s + POLL_S

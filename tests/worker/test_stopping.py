@@ -1,0 +1,57 @@
+"""A worker that is told to stop says what it does, is seen to do it, and ends in the time it is given."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from rq.job import JobStatus
+
+from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until, wait_until_started
+
+F = "tests.worker.functions."
+
+
+def test_a_worker_that_drains_says_so_in_its_log_in_rq_info_and_in_its_key(
+    workers: Workers, tmp_path: Path
+) -> None:
+    gate = f"file:{tmp_path}/go"
+    jobs = [workers.queue("bulk").enqueue("jobs.complete", gate, max_tokens=1) for _ in range(2)]
+    process = workers.start("--name", "w")
+    wait_until_started(*jobs)
+    wait_until(lambda: stats_of(workers, "w").get("state") == "busy")
+    process.send_signal(signal.SIGTERM)
+    wait_until(lambda: stats_of(workers, "w").get("state") == "draining")
+    shown = workers.rq("info", "--raw", "-w", "worker.BatchWorker")
+    assert ") draining high, bulk" in shown.partition("worker w ")[2]
+    assert "draining" in workers.rq("info", "--by-queue")
+    assert (
+        "stopping: 2 jobs that have begun are finished, 0 that have not are given back now, nothing more is "
+        "claimed; what still runs is given back at a second signal"
+    ) in workers.log(process)
+    (tmp_path / "go").touch()
+    assert process.wait(timeout=60) == 0
+    assert [text_of(workers.result(job)) for job in jobs] == [f"echo:{gate}"] * 2
+    assert stats_of(workers, "w")["state"] == "stopped"
+
+
+def test_what_still_runs_when_the_time_to_drain_is_over_is_given_back(workers: Workers) -> None:
+    jobs = [workers.queue("bulk").enqueue("jobs.complete", "hang") for _ in range(3)]
+    jobs.append(workers.queue("bulk").enqueue(F + "linger"))
+    process = workers.start("--name", "w", TOKENMILL_DRAIN_S="0.2")
+    wait_until_started(*jobs)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+    assert "what still runs is given back after 0.2 s or at a second signal" in workers.log(process)
+    assert "TOKENMILL_DRAIN_S is over: giving back the 4 jobs that still run" in workers.log(process)
+    assert [job.get_status() for job in jobs] == [JobStatus.QUEUED] * 4
+    assert workers.queue("bulk").job_ids == [job.id for job in jobs]
+    assert leftovers(workers.redis, "bulk") == []
+
+
+def test_a_worker_with_nothing_left_to_do_does_not_wait_for_its_time_to_drain(workers: Workers) -> None:
+    process = workers.start("--name", "w", TOKENMILL_DRAIN_S="600")
+    wait_until(lambda: stats_of(workers, "w"))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+    assert stats_of(workers, "w")["state"] == "stopped"
