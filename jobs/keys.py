@@ -1,6 +1,6 @@
 """Every Redis key of our own. RQ's keys belong to RQ.
 
-tokenmill:worker:<name>        string, JSON: the worker's statistics
+tokenmill:worker:<name>        string, JSON: the model that the worker serves, and its statistics
 tokenmill:run:<run>            hash: what the CLI shows of a run (RunState)
 tokenmill:run:<run>:parts      hash: shard number -> JSON statistics of its part; `total` -> number of shards
 tokenmill:run:folder:<hash>    string: the run that was last submitted for an output folder
