@@ -60,10 +60,11 @@ _CLAIM_BATCH = 200
 _SCRIPTS = {
     "claim": ["open_execution"],
     "renew": [],
-    "finish": ["end_execution"],
-    "retry": ["end_execution"],
-    "close": ["end_execution"],
-    "queue_dependent": [],
+    "finish": ["rate_limit", "end_execution"],
+    "retry": ["rate_limit", "end_execution"],
+    "close": ["rate_limit", "end_execution"],
+    "queue_dependent": ["rate_limit"],
+    "rate_limits": ["rate_limit"],
     "release": ["open_execution"],
     "progress": [],
     "adopt": ["open_execution"],
@@ -413,7 +414,8 @@ class JobStore:
             if dependent is not None and self._may_run(dependent, job):
                 front = int(bool(dependent.enqueue_at_front))
                 ids = (dependent.origin, dependent.id, job.id)
-                calls.append(("queue_dependent", (*ids, self._stamp()[0], front)))
+                now_iso, now_ts = self._stamp()
+                calls.append(("queue_dependent", (*ids, now_iso, front, now_ts)))
         if calls:
             self._call_many(calls, keep_refusals=True)
 
@@ -526,6 +528,12 @@ class JobStore:
                 registry(queue.name, connection=self._client, serializer=JSONSerializer).cleanup()
             clean_worker_registry(Queue(queue.name, connection=self._client, serializer=JSONSerializer))
         Group.clean_registries(self._client)
+
+    def tend_rate_limits(self) -> None:
+        """Let jobs in that wait for the slot of one that was cancelled or deleted, as RQ 3 does."""
+        keys: Any = self._client.smembers("rq:rl-keys")
+        now_iso, now_ts = self._stamp()
+        self._call_many([("rate_limits", (key, now_iso, now_ts)) for key in keys], keep_refusals=True)
 
     def count_queued(self, queue_names: Sequence[str]) -> int:
         """Jobs that wait in these queues."""

@@ -13,10 +13,11 @@ from worker.functions import FunctionPool
 from worker.timer import Timer
 
 _SCHEDULER_PERIOD_S = 5.0
+_RATE_LIMITS_PERIOD_S = 10.0
 
 
 class Upkeep:
-    """Cleans RQ's registries, in a thread of `pool`, and keeps the scheduler's process up.
+    """Cleans RQ's registries and rate limits, in a thread of `pool`, and keeps the scheduler's process up.
 
     store: for the threads of `pool`. keep_scheduler: starts the process again where it has ended.
     """
@@ -33,14 +34,17 @@ class Upkeep:
         self._store, self._queues, self._pool, self._log = store, queues, pool, log
         self._keep_scheduler = keep_scheduler
         self._clean, self._look = Timer(period_s), Timer(_SCHEDULER_PERIOD_S)
+        self._rate_limits = Timer(_RATE_LIMITS_PERIOD_S)
 
     def do_what_is_due(self, moment: float) -> None:
         """Start what is due at `moment` (monotonic seconds)."""
         if self._look.due(moment):
             self._keep_scheduler()
+        if self._rate_limits.due(moment):
+            self._pool.submit(self._store.tend_rate_limits, self._report)
         if self._clean.due(moment):
-            self._pool.submit(lambda: self._store.clean_registries(self._queues), self._cleaned)
+            self._pool.submit(lambda: self._store.clean_registries(self._queues), self._report)
 
-    def _cleaned(self, _: Any, error: BaseException | None) -> None:
+    def _report(self, _: Any, error: BaseException | None) -> None:
         if error is not None:
-            self._log.error("could not clean the registries (%s); trying again in the next period", error)
+            self._log.error("could not clean up in Redis (%s); trying again in the next period", error)

@@ -76,6 +76,12 @@ local function remove(keys)
   redis.call('SET', removed_by, id, 'EX', removed_by_ttl_s)
 end
 
+-- Free the slot of a job with a rate limit, unless it is queued again: at the 'front' or 'back'.
+local function leave_slot(when)
+  local key = redis.call('HGET', job, 'rate_limit_key')
+  if key and when ~= 'front' and when ~= 'back' then guarded(free_slot, key, id, ended_iso) end
+end
+
 -- Whether the job runs once more by itself: scheduled or deferred again under its id while it ran.
 local function runs_later()
   local origin = redis.call('HGET', job, 'origin') or queue

@@ -17,6 +17,7 @@ if score ~= '' then
 end
 count(status == 'finished' and 'successful_job_count' or 'failed_job_count')
 add_result(13)
+leave_slot(next_run)
 if redis.call('EXISTS', job .. ':dependents') == 1 then
   redis.call(
     'HSET', job, 'ended_by', eid, 'ended_as', status, 'ended_ttl', ttl, 'next_run', next_run,

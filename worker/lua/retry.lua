@@ -14,6 +14,7 @@ if #ARGV > 11 then
   expire_results(ttl)
 end
 put_back(when)
+leave_slot(when)
 count('failed_job_count')
 let_go(queue, id, eid)
 return 'done'
