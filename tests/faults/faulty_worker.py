@@ -7,9 +7,10 @@ import faulthandler
 import functools
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,6 +61,17 @@ STEPS: dict[str, tuple[Any, str]] = {
 
 Action = Literal["kill", "freeze", "disk full", "engine error", "clock jump"]
 
+FUNCTIONS = (
+    "add",
+    "ask_for_retry",
+    "ignore",
+    "hang_in_c",
+    "save_producers_copy",
+    "on_success_saves",
+    "on_failure_saves",
+)
+"""Those of tests.worker.functions that jobs may name."""
+
 SLOTS, PREFETCH = 8, 8
 """Few, so that the work is spread over all workers and each kill meets some."""
 
@@ -95,6 +107,10 @@ class WorkerPlan:
     """The pool of the real engine."""
     ranks: int = 1
     """Its tensor-parallel ranks."""
+    served: str = "fake"
+    """What the fake engine's model is called; another name also answers with it, in the place of `echo`."""
+    fresh: bool = False
+    """Under RQ's own command in a new interpreter, into which nothing was imported beforehand."""
 
     @property
     def mark(self) -> Path:
@@ -118,15 +134,15 @@ def serve(plan: WorkerPlan) -> None:
     os.dup2(log, 2)
     faulthandler.register(signal.SIGUSR1)
     os.chdir(plan.cwd or plan.folder)
-    functions = ("add", "ask_for_retry", "ignore")
     os.environ.update(
-        TOKENMILL_MODEL=str(plan.model or "fake"),
+        TOKENMILL_MODEL=str(plan.model or plan.served),
         TOKENMILL_LEASE_S=str(plan.lease_s),
         TOKENMILL_MAX_NUM_SEQS=str(SLOTS),
         TOKENMILL_PREFETCH=str(PREFETCH),
         TOKENMILL_MAX_WORKER_DEATHS="1000000",
         TOKENMILL_DATA_ROOTS=str(plan.folder),
-        TOKENMILL_ALLOWED_FUNCTIONS=",".join(f"tests.worker.functions.{name}" for name in functions),
+        TOKENMILL_ALLOWED_FUNCTIONS=",".join(f"tests.worker.functions.{name}" for name in FUNCTIONS),
+        TOKENMILL_FUNCTION_GRACE_S="0.5",
         FAKE_STEP_S="0.02",
     )
     if plan.model is not None:
@@ -137,6 +153,10 @@ def serve(plan: WorkerPlan) -> None:
             TOKENMILL_TORCH_THREADS="1",
             TOKENMILL_TENSOR_PARALLEL_SIZE=str(plan.ranks),
         )
+    if plan.fresh:
+        _become_fresh(plan)
+    if plan.served != "fake":
+        _answer_as(plan.served)
     run_state.LOCK_TTL_S = plan.lease_s  # a planner's lease, as short as a job's
     _before(JobRunner, "begin", plan.has_work.touch)
     if plan.strike is not None:
@@ -150,6 +170,24 @@ def serve(plan: WorkerPlan) -> None:
         ["high", "bulk"], name=plan.name, connection=Redis.from_url(plan.url), serializer=JSONSerializer
     )
     worker.work(logging_level="INFO")
+
+
+def _become_fresh(plan: WorkerPlan) -> None:
+    """Go on as `rq worker`, under the same process id."""
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    program = [sys.executable, "-m", "rq.cli", "worker", "--worker-class", "tests.faults.fresh.FreshWorker"]
+    how = ["-S", "json", "--url", plan.url, "--name", plan.name, "high", "bulk"]
+    os.execv(sys.executable, [*program, *how])
+
+
+def _answer_as(served: str) -> None:
+    answer = FakeEngine._answer
+
+    def answered(self: FakeEngine, *args: Any) -> Any:
+        completion = answer(self, *args)
+        return replace(completion, text=completion.text.replace("echo:", f"{served}:", 1))
+
+    FakeEngine._answer = answered  # type: ignore[method-assign]
 
 
 def _before(owner: Any, name: str, call: Callable[[], None]) -> None:

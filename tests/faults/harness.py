@@ -68,9 +68,9 @@ class Harness:
         with (self.folder / "logs" / "harness").open("a") as log:
             log.write(f"{time.strftime('%H:%M:%S')}.{time.time() % 1:.3f} {text}\n"[:2000])
 
-    def count(self, kind: str) -> None:
+    def count(self, kind: str, times: int = 1) -> None:
         """Count a fault, for the table."""
-        self.faults[kind] += 1
+        self.faults[kind] += times
         self.note(kind)
 
     def wrong(self, what: str) -> None:

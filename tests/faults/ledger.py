@@ -74,6 +74,8 @@ class Run:
     output: Path
     rows: int
     rows_per_shard: int
+    models: tuple[str, ...] = ()
+    """Any of these may compute the run, if it does so alone; a single one is asked for by name."""
     planning: list[str] = field(default_factory=list)
 
     @property
@@ -159,6 +161,39 @@ class Ledger:
         )
         self._expected[child.id] = Expected(f"echo:{prompt}")
 
+    def ask_saving_jobs(self, count: int) -> list[Job]:
+        """Enqueue jobs whose code saves them; return the copies that their producer keeps."""
+        copies = []
+        saves = {
+            "on_success": Callback(F + "on_success_saves"),
+            "on_failure": Callback(F + "on_failure_saves"),
+        }
+        for _ in range(count):
+            self._count += 1
+            queue = Queue(self._rng.choice(QUEUES), connection=self._redis, serializer=JSONSerializer)
+            prompt, kind = f"prompt {self._count}", self._count % 4
+            arguments, answer = [("jobs.complete", prompt), ("jobs.complete", "refuse")][kind % 2], "failed"
+            if kind == 0:
+                answer = f"echo:{prompt}"
+            if kind == 2:
+                arguments, answer = (F + "save_producers_copy",), "saved"
+            options: dict[str, Any] = {"retry": Retry(max=2)} if kind == 3 else {}
+            options |= {"result_ttl": -1, "failure_ttl": -1, "timeout": -1, **saves}
+            job = queue.create_job(arguments[0], arguments[1:], **options)
+            self._expected[job.id] = Expected(answer)
+            if kind == 0:
+                self._ask_child(job, queue, f"after {self._count}")
+            copies.append(queue.enqueue_job(job))
+        return copies
+
+    def ask_frozen_functions(self, count: int) -> None:
+        """Enqueue functions that hang where nothing can interrupt them, beyond their timeout of a second."""
+        queue = Queue(self._rng.choice(QUEUES), connection=self._redis, serializer=JSONSerializer)
+        for _ in range(count):
+            where = self._rng.choice(("sleep", "lock", "socket"))
+            job = queue.enqueue(F + "hang_in_c", where, job_timeout=1, failure_ttl=-1)
+            self._expected[job.id] = Expected("failed")
+
     def expect_job(self, job_id: str, answer: str) -> None:
         """Audit also a job that a scenario has enqueued itself."""
         self._expected[job_id] = Expected(answer)
@@ -170,11 +205,12 @@ class Ledger:
         output: Path | None = None,
         rows: int = ROWS,
         submitters: int = 1,
+        models: tuple[str, ...] = (),
     ) -> Run:
         """Enqueue the planning of a Parquet run into a new folder, by several submitters at once."""
         self._num_runs += 1
         output = output or self._folder / f"out-{self._num_runs}"
-        run = Run(source or self._source, output, rows, rows_per_shard)
+        run = Run(source or self._source, output, rows, rows_per_shard, models)
         self._runs.append(run)
         for _ in range(submitters):
             self.submit(run)
@@ -184,16 +220,23 @@ class Ledger:
         """Enqueue the planning of a run, or submit it again: that forgets how its jobs have failed."""
         self._unnamed += [f"{run.output.name}: {text}" for text in self._without_name(run)]
         queue = Queue("bulk", connection=self._redis, serializer=JSONSerializer)
-        job = queue.enqueue(
-            "jobs.score_parquet",
-            str(run.source),
-            str(run.output),
-            sampling={"max_tokens": 2},
-            rows_per_shard=run.rows_per_shard,
-            job_timeout=-1,
-            result_ttl=-1,
-            failure_ttl=-1,
-        )
+        wanted = {"model": run.models[0]} if len(run.models) == 1 else {}
+        with self._redis.pipeline() as pipe:
+            job = queue.enqueue(
+                "jobs.score_parquet",
+                str(run.source),
+                str(run.output),
+                sampling={"max_tokens": 2},
+                rows_per_shard=run.rows_per_shard,
+                **wanted,
+                job_timeout=-1,
+                result_ttl=-1,
+                failure_ttl=-1,
+                pipeline=pipe,
+            )
+            if wanted:  # as `tokenmill submit --model` does
+                pipe.hset(Job.key_for(job.id), "tokenmill_model", wanted["model"])
+            pipe.execute()
         run.planning.append(job.id)
         return job
 
@@ -219,11 +262,8 @@ class Ledger:
         """Whether every job has an end and every run its mark; orphans are the audit's."""
         if not self.is_idle() or not all(run.has_ended for run in self._runs):
             return False
-        with self._redis.pipeline(transaction=False) as pipe:
-            for job_id in self._expected:
-                pipe.hget(Job.key_for(job_id), "status")
-            if not all(status in (b"finished", b"failed") for status in pipe.execute()):
-                return False
+        if self._expected.keys() - self._listed().keys():  # a job's status is whatever was saved last
+            return False
         return not leftovers(self._redis, *QUEUES)
 
     def audit(self) -> Findings:
@@ -242,11 +282,16 @@ class Ledger:
         self._runs = []
         return found
 
-    def _audit_jobs(self, found: Findings) -> None:
+    def _listed(self) -> Counter[str]:
+        """How often each job is in a registry of jobs that have ended."""
         listed: Counter[str] = Counter()
         for name in QUEUES:
             for registry in ("finished", "failed"):
                 listed.update(i.decode() for i in self._redis.zrange(f"rq:{registry}:{name}", 0, -1))
+        return listed
+
+    def _audit_jobs(self, found: Findings) -> None:
+        listed = self._listed()
         with self._redis.pipeline(transaction=False) as pipe:
             for job_id in self._expected:
                 pipe.hmget(Job.key_for(job_id), "status", "worker_deaths")
@@ -286,7 +331,10 @@ class Ledger:
         times = Counter(table["id"])
         lost = sum(times[i] == 0 for i in range(run.rows))
         doubled = sum(count - 1 for count in times.values())
-        wrong = sum(text != f"echo:row {i}" for i, text in zip(table["id"], table["completion"], strict=True))
+        answered = list(zip(table["id"], table["completion"], strict=True))
+        wrong = min(
+            sum(text != f"{word}:row {i}" for i, text in answered) for word in (run.models or ("echo",))
+        )
         found.delivered += run.rows - lost - wrong
         found.lost += lost + wrong
         found.doubled += doubled

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.faults import engine_faults, file_faults, server_faults, worker_faults
+from tests.faults import (
+    code_faults,
+    engine_faults,
+    file_faults,
+    fleet_faults,
+    server_faults,
+    worker_faults,
+)
 from tests.faults.harness import Harness
 from tests.faults.mounts import MountRefused
 
@@ -15,6 +22,10 @@ SCENARIOS: dict[str, Callable[[Harness, int], None]] = {
     "shutdowns": worker_faults.shutdowns,
     "engine_errors": worker_faults.engine_errors,
     "clock_jumps": worker_faults.clock_jumps,
+    "thaws": fleet_faults.thaws,
+    "two_models": fleet_faults.two_models,
+    "saving_code": code_faults.saving_code,
+    "frozen_functions": code_faults.frozen_functions,
     "cut_connections": server_faults.cut_connections,
     "lost_replies": server_faults.lost_replies,
     "server_faults": server_faults.server_faults,
