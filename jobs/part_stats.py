@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from .stored import count
+
 #: What a manifest sums up over the parts.
 COUNTED = ("rows", "errors", "prompt_tokens", "completion_tokens", "cached_tokens", "generated_tokens")
 
@@ -44,6 +46,9 @@ class PartStats:
     def from_text(cls, text: str | bytes) -> PartStats:
         """Read what `to_text` wrote. Raises ValueError for anything else."""
         try:
-            return cls(**json.loads(text))
-        except TypeError as error:
+            found = cls(**json.loads(text))
+        except (TypeError, RecursionError) as error:
             raise ValueError(str(error)) from None
+        if any(count(getattr(found, name)) is None for name in ("shard", *COUNTED)):
+            raise ValueError("a count is no integer from 0 on")
+        return found

@@ -12,6 +12,7 @@ from rq.exceptions import InvalidJobOperation, NoSuchJobError
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
+from . import stored
 from ._inline import check_sampling
 from .error_limit import ErrorLimit
 from .errors import PlanningUnderWay
@@ -19,6 +20,7 @@ from .keys import MODEL_FIELD
 from .parquet.local_check import check_columns_here
 from .parquet.names import shard_job_id
 from .parquet.paths import local_path
+from .parquet.plan import MAX_SHARDS
 from .parquet.spec import RunSpec
 from .run_output import RunOutput
 from .run_state import RunState
@@ -88,12 +90,12 @@ def describe_again(connection: Redis, output: RunOutput) -> bool:
     with connection.pipeline() as pipe:
         for shard in range(output.shards):
             pipe.hget(Job.key_for(shard_job_id(output.run, shard)), "origin")
-        origins = {origin.decode() for origin in pipe.execute() if origin}
+        origins = {stored.text(origin) for origin in pipe.execute() if origin}
     if not origins:
         return False
     size = {"rows": output.rows, "shards": output.shards}
     model = {"model": output.model.fingerprint, "model_text": str(output.model)}
-    facts = {"output": output.folder, "queue": min(origins), **size, **model}
+    facts: dict[str, str | int] = {"output": output.folder, "queue": min(origins), **size, **model}
     RunState(connection, output.run).describe(facts)
     return True
 
@@ -108,7 +110,8 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
     with state.lock() as lock:  # a planner is either done enqueueing, or will see the mark
         state.mark_cancelled()
         done = state.parts()
-        ids = [shard_job_id(run, shard) for shard in range(int(facts.get("shards", 0))) if shard not in done]
+        num_shards = min(stored.count(facts.get("shards")) or 0, MAX_SHARDS)
+        ids = [shard_job_id(run, shard) for shard in range(num_shards) if shard not in done]
         if "plan_job" in facts:
             ids.append(facts["plan_job"])
         queue = Queue(facts["queue"], connection=connection, serializer=JSONSerializer)

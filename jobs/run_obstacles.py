@@ -10,6 +10,7 @@ from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 from rq.worker_registration import REDIS_WORKER_KEYS
 
+from . import stored
 from .keys import WORKER_STATS_TTL_S, worker_key
 from .parquet.names import is_run_id, job_shard
 from .run_snapshot import RunSnapshot
@@ -51,8 +52,9 @@ def listened_queues(connection: Redis) -> list[str]:
     keys: Any = connection.smembers(REDIS_WORKER_KEYS)
     with connection.pipeline() as pipe:
         for key in keys:
-            pipe.hget(key.decode(), "queues")  # gone with the key of a worker that was killed
-        names = [text.decode().split(",") for text in pipe.execute() if text]
+            pipe.hget(key, "queues")  # gone with the key of a worker that was killed
+        replies = pipe.execute(raise_on_error=False)
+    names = [stored.text(each).split(",") for each in replies if isinstance(each, bytes)]
     return sorted({name for each in names for name in each})
 
 
@@ -62,10 +64,10 @@ def _others_first(connection: Redis, snapshot: RunSnapshot) -> list[str]:
         pipe.lrange(queue.key, 0, MAX_AHEAD - 1)
         pipe.zrange(queue.started_job_registry.key, 0, -1)
         waiting, started = pipe.execute()
-    ids = [each.decode() for each in waiting]
+    ids = [stored.text(each) for each in waiting]
     ours = (place for place, job_id in enumerate(ids) if _is_of(snapshot, job_id))
     ahead = ids[: next(ours, len(ids))]
-    running = [entry.decode().partition(":")[0] for entry in started]
+    running = [stored.text(entry).partition(":")[0] for entry in started]
     if not ahead and not running:
         return []
     count = f"{len(ahead)}{' or more' if len(ahead) == MAX_AHEAD else ''}"
@@ -109,7 +111,7 @@ def _leases(connection: Redis, snapshot: RunSnapshot) -> dict[str, list[int]]:
     """Return for each worker the seconds left of its lease of each shard of the run that it holds."""
     queue = Queue(snapshot.queue, connection=connection, serializer=JSONSerializer)
     started: Any = connection.zrange(queue.started_job_registry.key, 0, -1)
-    entries = [entry.decode() for entry in started]
+    entries = [stored.text(entry) for entry in started]
     with connection.pipeline() as pipe:
         for entry in entries:
             if job_shard(snapshot.run, entry.partition(":")[0]) is not None:
@@ -119,5 +121,5 @@ def _leases(connection: Redis, snapshot: RunSnapshot) -> dict[str, list[int]]:
         replies = pipe.execute()
     leases: dict[str, list[int]] = {}
     for holder, left_s, named in zip(replies[::3], replies[1::3], replies[2::3], strict=True):
-        leases.setdefault((holder or named or b"").decode(), []).append(max(0, left_s))
+        leases.setdefault(stored.text(holder or named or b""), []).append(max(0, left_s))
     return leases

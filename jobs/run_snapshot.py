@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from rq.serializers import JSONSerializer
 from rq.worker.base import BaseWorker
 from rq.worker_registration import WORKERS_BY_QUEUE_KEY
 
+from . import stored
 from .errors import FAULT_PREFIX
 from .keys import worker_key
 from .parquet.names import job_shard, shard_job_id
@@ -107,8 +107,8 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         finished="finished" in facts,
         plan_job=plan_job,
         plan_status=seen.plan_status,
-        rows=int(facts["rows"]) if "rows" in facts else None,
-        shards=int(facts["shards"]) if "shards" in facts else None,
+        rows=stored.count(facts.get("rows")),
+        shards=stored.count(facts.get("shards")),
         done=len(parts),
         started=len(running),
         failed_jobs=tuple(shard_job_id(run, shard) for shard in sorted(seen.failed - parts.keys() - running)),
@@ -184,29 +184,32 @@ def _read_queue(queue: Queue, run: str, plan_job: str | None) -> _QueueSeen:
         pipe.llen(queue.key)
         pipe.llen(queue.intermediate_queue_key)
         status, started, failed, workers, waiting, popped = pipe.execute()
-    plan_status = JobStatus(status.decode()) if status else None
-    alive, models = _read_workers(connection, [key.decode() for key in workers])
+    plan_status = next((each for each in JobStatus if each.encode() == status), None)
+    alive, models = _read_workers(connection, workers)
     return _QueueSeen(
         plan_status, _shards(run, started), _shards(run, failed), alive, models, waiting + popped
     )
 
 
-def _read_workers(connection: Redis, keys: Sequence[str]) -> tuple[int, set[str] | None]:
+def _read_workers(connection: Redis, keys: Iterable[bytes]) -> tuple[int, set[str] | None]:
     """Return how many of these workers live, and all names of the models that they serve, if all say that."""
     with connection.pipeline() as pipe:
         for key in keys:
             pipe.exists(key)  # a killed worker's own key expires, its entry in the set stays
-            pipe.get(worker_key(key.removeprefix(WORKER_PREFIX)))
-        replies = pipe.execute()
+            pipe.get(worker_key(stored.text(key).removeprefix(WORKER_PREFIX)))
+        replies = pipe.execute(raise_on_error=False)
     facts = [fact for is_alive, fact in zip(replies[::2], replies[1::2], strict=True) if is_alive]
-    if None in facts:
+    told = [stored.json_object(fact) for fact in facts]
+    if {} in told:
         return len(facts), None
-    return len(facts), {name for fact in facts for name in json.loads(fact).get("models", ())}
+    served = [each.get("models") for each in told]
+    models = {name for names in served if isinstance(names, list) for name in names if isinstance(name, str)}
+    return len(facts), models
 
 
 def _shards(run: str, entries: Iterable[bytes]) -> set[int]:
     """Return this run's shards among a registry's entries, `<job>` or `<job>:<execution>`."""
-    shards = (job_shard(run, entry.decode().partition(":")[0]) for entry in entries)
+    shards = (job_shard(run, stored.text(entry).partition(":")[0]) for entry in entries)
     return {shard for shard in shards if shard is not None}
 
 
@@ -215,5 +218,8 @@ def _read_progress(connection: Redis, run: str, shards: Iterable[int]) -> tuple[
     with connection.pipeline() as pipe:
         for shard in shards:
             pipe.hget(Job.key_for(shard_job_id(run, shard)), "meta")
-        metas: list[dict[str, Any]] = [json.loads(meta) for meta in pipe.execute() if meta]
-    return sum(meta.get("rows_done", 0) for meta in metas), sum(meta.get("tokens", 0) for meta in metas)
+        metas = [stored.json_object(meta) for meta in pipe.execute(raise_on_error=False)]
+    rows, tokens = (
+        sum(stored.count(meta.get(name)) or 0 for meta in metas) for name in ("rows_done", "tokens")
+    )
+    return rows, tokens

@@ -6,12 +6,13 @@ Nothing here is needed to resume: parts on disk are the truth, and the planner r
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from redis.exceptions import LockError, LockNotOwnedError
 
+from . import stored
 from .error_limit import DEFAULT_LIMIT, ErrorLimit
 from .errors import RunBusy, RunCancelled, UnknownRun
 from .keys import RUN_TTL_S, run_folder_key, run_key, run_lock_key, run_parts_key
@@ -58,8 +59,8 @@ class RunState:
 
         Raises UnknownRun when Redis has no such run, or lost all but a mark of it.
         """
-        stored = cast("dict[bytes, bytes]", self._redis.hgetall(self._key))
-        facts = {key.decode(): value.decode() for key, value in stored.items()}
+        found = cast("dict[bytes, bytes]", self._redis.hgetall(self._key))
+        facts = {stored.text(key): stored.text(value) for key, value in found.items()}
         if not facts.keys() >= {"output", "queue"}:
             raise UnknownRun(self.run)
         return facts
@@ -162,9 +163,13 @@ class RunState:
         return PartCount(length - 1, total)
 
     def parts(self) -> dict[int, PartStats]:
-        """Return the recorded parts by shard."""
-        stored = cast("dict[bytes, bytes]", self._redis.hgetall(self._parts_key))
-        return {int(field): PartStats.from_text(text) for field, text in stored.items() if field != _TOTAL}
+        """Return the recorded parts by shard; what is no record of ours counts as none."""
+        found = cast("dict[bytes, bytes]", self._redis.hgetall(self._parts_key))
+        parts = {}
+        for field, record in found.items():
+            with suppress(ValueError):  # `total` is none either
+                parts[int(field)] = PartStats.from_text(record)
+        return parts
 
     @contextmanager
     def lock(self) -> Iterator[RunLock]:

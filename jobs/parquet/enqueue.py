@@ -10,6 +10,7 @@ from rq.job import Job, JobStatus
 from rq.results import Result
 from rq.serializers import JSONSerializer
 
+from .. import stored
 from ..context import JobContext
 from ..keys import MODEL_FIELD, SEQUENCES_FIELD
 from .names import PLAN, shard_job_id
@@ -86,11 +87,11 @@ def _look(
         for job_id in job_ids:
             pipe.hmget(Job.key_for(job_id), "status", "origin")
         replies = pipe.execute()
-    return replies[len(keys) :], {job_id.decode() for ids in replies[: len(keys)] for job_id in ids}
+    return replies[len(keys) :], {stored.text(job_id) for ids in replies[: len(keys)] for job_id in ids}
 
 
 def _is_alive(queue: Queue, job_id: str, state: list[bytes | None], in_queue: set[str]) -> bool:
-    status, origin = (field.decode() if field else None for field in state)
+    status, origin = (stored.text(field) if field else None for field in state)
     if status not in _ALIVE:
         return False
     # A worker that was killed between taking a job and starting it may leave it "queued" on no queue.

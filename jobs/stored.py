@@ -1,0 +1,32 @@
+"""Reads values out of Redis, where any producer may have written anything: what is no value is none."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+#: Ours are far smaller; a larger one is not read.
+MAX_OBJECT_BYTES = 1 << 20
+
+
+def text(raw: bytes) -> str:
+    """Return a stored name; bytes that are no UTF-8 become escapes, which no name of ours holds."""
+    return raw.decode(errors="backslashreplace")
+
+
+def json_object(raw: object) -> dict[str, Any]:
+    """Return a stored JSON object, {} for anything else: none, another type, an error of Redis."""
+    if not isinstance(raw, bytes) or len(raw) > MAX_OBJECT_BYTES:
+        return {}
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def count(value: object) -> int | None:
+    """Return a stored count, an int or its digits; None for anything else."""
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 19:
+        return int(value)
+    return value if type(value) is int and 0 <= value < 1 << 63 else None
