@@ -178,8 +178,17 @@ class Engine:
         self._open_runner()
         if not self._unfinished and not self._stepper.in_flight:
             return []
+        self._scheduler.first_scheduled = []
         completions = map(self._finish, self._stepper.take())
         return [completion for completion in completions if completion is not None]
+
+    @property
+    def started(self) -> list[str]:
+        """Ids of the requests of which the last step scheduled a sequence for the first time.
+
+        One of several samples may be there more than once; a preempted one does not come again.
+        """
+        return self._scheduler.first_scheduled
 
     def stats(self) -> EngineStats:
         """Counters since start and the state of now."""

@@ -63,6 +63,7 @@ class Scheduler:
         self._overtakes: Counter[int] = Counter()
         self._num_arrivals = 0
         self.in_flight: deque[ScheduledBatch] = deque()  # scheduled and not received, the oldest first
+        self.first_scheduled: list[str] = []  # request ids of sequences, in that order; the engine empties it
         self.max_running = 0
         self.num_preemptions = 0
         self.prefill_tokens = 0
@@ -291,6 +292,7 @@ class Scheduler:
             self.cached_tokens += seq.num_computed_tokens
             if seq.num_cached_tokens is None:
                 seq.num_cached_tokens = seq.num_computed_tokens
+                self.first_scheduled.append(seq.request_id)
             self._schedule_chunk(seq, budget, batch)
             self._count_overtakes(lane)
             self._move_up_overtaken(lane)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from rq import Queue
-from rq.command import send_stop_job_command
-from rq.exceptions import InvalidJobOperation, NoSuchJobError
+from rq.command import send_command
+from rq.exceptions import NoSuchJobError
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
@@ -16,6 +16,7 @@ from . import stored
 from ._inline import check_sampling
 from .error_limit import ErrorLimit
 from .errors import PlanningUnderWay
+from .holders import executions_key, holders
 from .keys import MODEL_FIELD
 from .parquet.local_check import check_columns_here
 from .parquet.names import shard_job_id
@@ -39,7 +40,7 @@ CHUNK = 500
 
 @dataclass(frozen=True)
 class Cancelled:
-    """How many jobs of a run were taken from the queue, and how many running ones were told to stop."""
+    """How many jobs of a run were taken from the queue, and how many were stopped in a worker."""
 
     removed: int
     stopped: int
@@ -120,7 +121,7 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
             state.keep(lock)
             chunk = ids[start : start + CHUNK]
             removed += _remove_queued(queue, chunk)
-            stopped += _stop_started(connection, chunk)
+            stopped += _stop_held(connection, chunk)
     return Cancelled(removed, stopped)
 
 
@@ -161,7 +162,9 @@ def _is_under_way(connection: Redis, plan_job: str) -> bool:
     except NoSuchJobError:
         return False
     status = job.get_status()
-    if status == JobStatus.STARTED or (status == JobStatus.QUEUED and _is_on_its_queue(job)):
+    if status == JobStatus.STARTED or connection.exists(executions_key(plan_job)):
+        return True
+    if status == JobStatus.QUEUED and _is_on_its_queue(job):
         return True
     job.delete()
     return False
@@ -194,22 +197,9 @@ def _remove_queued(queue: Queue, job_ids: Sequence[str]) -> int:
     return len(taken)
 
 
-def _stop_started(connection: Redis, job_ids: Sequence[str]) -> int:
-    """Tell the workers of those of the jobs that run to stop them."""
-    with connection.pipeline() as pipe:
-        for job_id in job_ids:
-            pipe.hget(Job.key_for(job_id), "status")
-        started = [
-            job_id
-            for job_id, status in zip(job_ids, pipe.execute(), strict=True)
-            if status == JobStatus.STARTED.encode()
-        ]
-    return sum(_stop(connection, job_id) for job_id in started)
-
-
-def _stop(connection: Redis, job_id: str) -> bool:
-    try:
-        send_stop_job_command(connection, job_id, serializer=JSONSerializer)
-    except (NoSuchJobError, InvalidJobOperation):  # it ended in between
-        return False
-    return True
+def _stop_held(connection: Redis, job_ids: Sequence[str]) -> int:
+    """Tell the workers that hold some of the jobs to stop them; return how many those are."""
+    held = holders(connection, job_ids)
+    for job_id, worker in held.items():
+        send_command(connection, worker, "stop-job", job_id=job_id)
+    return len(held)

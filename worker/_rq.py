@@ -282,7 +282,7 @@ class JobStore:
 
         A call that failed may have claimed: make it again with the same tokens.
         """
-        tail = (self._worker_name, *self._stamp(), self._lease_s, repr(self._clock() + FAR_S), last_life)
+        tail = (self._worker_name, self._stamp()[1], self._lease_s, repr(self._clock() + FAR_S), last_life)
         calls: list[tuple[str, list[Any]]] = [
             (
                 "claim",
@@ -308,12 +308,20 @@ class JobStore:
 
     def renew(self, held: Sequence[ClaimedJob]) -> list[ClaimedJob]:
         """Extend the leases of the jobs held; return those that are no longer ours."""
+        return self._renew([(claimed, "") for claimed in held])
+
+    def begin(self, begun: Sequence[tuple[ClaimedJob, datetime]]) -> list[ClaimedJob]:
+        """Show that jobs began then, as RQ shows it; return those that are no longer ours."""
+        return self._renew([(claimed, utcformat(moment)) for claimed, moment in begun])
+
+    def _renew(self, held: Sequence[tuple[ClaimedJob, str]]) -> list[ClaimedJob]:
         if not held:
             return []
-        args: list[Any] = [self._worker_name, *self._stamp(), self._lease_s]
-        for claimed in held:
-            args.extend(claimed.address)
-        return [held[i - 1] for i in self._call_many([("renew", args)])[0]]
+        far = repr(self._clock() + FAR_S)
+        args: list[Any] = [self._worker_name, *self._stamp(), self._lease_s, far]
+        for claimed, started_iso in held:
+            args.extend((*claimed.address, started_iso))
+        return [held[i - 1][0] for i in self._call_many([("renew", args)])[0]]
 
     def finish(self, outcomes: Sequence[Outcome]) -> list[FinishReply]:
         """Write the ends of jobs, each at once or not at all; see finish.lua for the replies.
@@ -462,9 +470,8 @@ class JobStore:
         self, places: Sequence[tuple[tuple[str, str, str], str, str]], mode: Mode, max_deaths: int
     ) -> list[ClaimedJob]:
         """places: of each job its address, and what release.lua takes at the end."""
-        now_iso, now_ts = self._stamp()
         far = repr(self._clock() + FAR_S)
-        tail = (self._worker_name, now_iso, now_ts, self._lease_s, far)
+        tail = (self._worker_name, self._stamp()[1], self._lease_s, far)
         calls = [
             ("release", (*address, mode, max_deaths, uuid4().hex, *tail, left_before, kind))
             for address, left_before, kind in places
@@ -502,8 +509,8 @@ class JobStore:
 
     def adopt(self, left: Sequence[LeftJob]) -> list[tuple[ClaimedJob, str]]:
         """Take over jobs that RQ's own workers left behind; return those that this worker holds then."""
-        now_iso, now_ts = self._stamp()
-        tail = (self._worker_name, now_iso, now_ts, self._lease_s, repr(self._clock() + FAR_S))
+        now_ts = self._stamp()[1]
+        tail = (self._worker_name, now_ts, self._lease_s, repr(self._clock() + FAR_S))
         calls = [("adopt", (*each.address, now_ts, uuid4().hex, *tail)) for each in left]
         replies = self._call_many(calls, keep_refusals=True)
         return [

@@ -51,6 +51,11 @@ class EngineLike(Protocol):
         """Run one step; return what finished in it."""
         ...
 
+    @property
+    def started(self) -> Sequence[str]:
+        """Ids of requests that the last step scheduled for the first time, some perhaps more than once."""
+        ...
+
     def stats(self) -> Any:
         """A dataclass of counters."""
         ...
@@ -88,10 +93,16 @@ class Halt:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """Report: completions of one or more steps, and the engine's counters after them."""
+    """Report: completions of one or more steps, and the engine's counters after them.
+
+    started: ids of the requests of which a step has scheduled the first sequence. at: monotonic seconds when
+    the last step began.
+    """
 
     completions: Sequence[Completion]
     stats: Mapping[str, int]
+    started: Sequence[str]
+    at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +144,12 @@ class EngineLoop:
         """Take the orders that wait, step once, report what finished. False where a Halt was among them."""
         if not self._take_orders():
             return False
-        self._hand_out(self._engine.step() if self._engine.has_unfinished else [])
+        began_at = self._clock()
+        if self._engine.has_unfinished:
+            finished = self._engine.step()
+            self._hand_out(finished, self._engine.started, began_at)
+        else:
+            self._hand_out([], [], began_at)
         return True
 
     def _take_orders(self) -> bool:
@@ -170,9 +186,8 @@ class EngineLoop:
             failure = InvalidRequest(f"{type(error).__name__}: {error}")
             self._refused.append(Completion.refused(order.request_id, failure))
 
-    def _hand_out(self, finished: list[Completion]) -> None:
-        now = self._clock()
-        if finished or self._refused or now - self._reported_at >= STATS_PERIOD_S:
+    def _hand_out(self, finished: list[Completion], started: Sequence[str], began_at: float) -> None:
+        if finished or started or self._refused or began_at - self._reported_at >= STATS_PERIOD_S:
             completions, self._refused = self._refused + finished, []
-            self._reported_at = now
-            self._report(Stepped(completions, asdict(self._engine.stats())))
+            self._reported_at = began_at
+            self._report(Stepped(completions, asdict(self._engine.stats()), started, began_at))

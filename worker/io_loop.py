@@ -204,7 +204,8 @@ class IoLoop:
     def _handle(self, event: Any) -> None:
         if isinstance(event, Stepped):
             self._stats = event.stats
-            self._runner.deliver(event.completions)
+            self._runner.started(event.started, event.at)
+            self._runner.deliver(event.completions, event.at)
         elif isinstance(event, StopJob):
             if not self._runner.stop(event.job_id):
                 self._log.info("not working on job %s, stop command ignored", event.job_id)
@@ -264,6 +265,8 @@ class IoLoop:
     def _settle(self) -> None:
         """Complete what earlier turns began: ends to write, claims without a reply, jobs to release."""
         self._runner.flush(self._store)
+        if self._phase is not Phase.LEAVING:
+            self._runner.show_begun(self._store)
         if self._tokens:  # whatever has changed since: jobs that nobody renews would count as abandoned
             self._take_up(list(self._tokens), [0] * len(self._tokens))
         self._release([], self._release_mode)
@@ -349,6 +352,7 @@ class IoLoop:
             surplus += self._runner.withdraw_suspects(self._limits.last_life)
         self._claimed -= len(surplus)
         self._release(surplus, "given_back")
+        self._runner.show_begun(self._store)
         return sum(len(claim.jobs) for claim in claims) - len(surplus)
 
     def _jobs_left(self) -> int:

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
@@ -118,9 +117,8 @@ class JobEnds:
     ) -> None:
         """Bring a job to its end: first what user code it calls, then the writing."""
         job.closing = True
-        ended_at, working_s = now(), self._clock() - job.started_at if job.started_at is not None else 0.0
-        started_at = ended_at - timedelta(seconds=working_s)
-        outcome = Outcome(job.claimed, status, value, ended_at, working_s, started_at, retries=retries)
+        working_s = self._clock() - job.started_at if job.started_at is not None else 0.0
+        outcome = Outcome(job.claimed, status, value, now(), working_s, job.began_at, retries=retries)
         if self._callbacks.has_callback(outcome):
             self._call_back(job, outcome, error)
         else:
@@ -130,7 +128,7 @@ class JobEnds:
         exc_info = (type(error), error, error.__traceback__) if error is not None else (None, None, None)
 
         def call_back() -> bool:
-            if self._store.renew([outcome.claimed]):
+            if self._store.begin([(outcome.claimed, outcome.started_at or outcome.ended_at)]):
                 return False
             try:
                 self._callbacks.call_back(outcome, exc_info)

@@ -33,6 +33,7 @@ from worker._rq import (
     strip_hooks,
 )
 from worker.admission import Admission, FunctionCall
+from worker.beginnings import Beginnings
 from worker.engine_loop import Abort, Add, Order
 from worker.errors import BadPayload, JobRefused, JobSetAside
 from worker.faults import WorkerFault, WorkerFaults, is_fault
@@ -104,6 +105,7 @@ class JobRunner:
         self._pool_client, self._user_client = pool_client, user_client
         self._log, self._clock = log, clock
         self._calls = PoolCalls(post, self._close, log, clock)
+        self._beginnings = Beginnings(clock)
         self._ends = JobEnds(
             callbacks=callbacks,
             store=ends_store,
@@ -190,7 +192,6 @@ class JobRunner:
         assert task is not None
         self._packer.opening(job)
         if task.blocking:
-            job.started_at = self._clock()
             opened = self._packer.opened
             self._calls.submit(self._files, lambda: task.open(context), job, self._opened, opened, ours=True)
         else:
@@ -208,14 +209,17 @@ class JobRunner:
     def _run_function(self, job: RunningJob, call: FunctionCall) -> None:
         own, context, rq_job = own_function(call.name), self._context(job), job.claimed.job
         rq_job.connection = self._user_client
-        job.started_at = self._clock()
         self._packer.function_started(job)
-        ended = self._packer.function_ended
-        if own is None:
-            self._calls.submit(self._functions, partial(perform, rq_job), job, self._valued, ended)
-        else:
-            ours = partial(own, context, *call.args, **call.kwargs)
-            self._calls.submit(self._functions, ours, job, self._own_valued, ended, ours=True)
+        function: Callable[[], Any] = partial(perform, rq_job)
+        if own is not None:
+            function = partial(own, context, *call.args, **call.kwargs)
+        then, ended = self._valued if own is None else self._own_valued, self._packer.function_ended
+        args = (self._functions, function, job, then, ended, own is not None)
+        self._beginnings.run(job, lambda: self._calls.submit(*args))
+
+    def show_begun(self, store: JobStore) -> None:
+        """Show in Redis which jobs have begun, and hand functions over. After a RedisError call it again."""
+        self.drop(self._beginnings.show(store))
 
     def _valued(self, job: RunningJob, value: Any, error: BaseException | None) -> None:
         """The value of a user's function is known, or what it raised."""
@@ -259,8 +263,6 @@ class JobRunner:
     def feed(self) -> None:
         """Send the engine what it has room for."""
         for job, index, request in self._packer.pull():
-            if job.started_at is None:
-                job.started_at = self._clock()
             add = Add(job.request_id(index), request.prompt, request.messages, request.sampling, job.lane)
             self._orders.put(add)
         self._changed.update((job.number, job) for job in self._packer.take_dry())
@@ -274,13 +276,21 @@ class JobRunner:
             elif job.is_complete:
                 self._collect(job)
 
-    def deliver(self, completions: Iterable[Completion]) -> None:
-        """Route what the engine finished to the jobs that asked for it."""
+    def started(self, request_ids: Iterable[str], moment: float) -> None:
+        """The engine has scheduled the first sequences of these requests, at `moment` (monotonic seconds)."""
+        for request_id in request_ids:
+            job = self._jobs.get(int(request_id.partition(".")[0]))
+            if job is not None and not job.closing:
+                self._beginnings.began(job, moment)
+
+    def deliver(self, completions: Iterable[Completion], moment: float) -> None:
+        """Route what the engine finished in the step of `moment` to the jobs that asked for it."""
         for completion in completions:
             number, index = map(int, completion.request_id.split("."))
             job = self._jobs.get(number)
             if job is None or index not in job.open_requests:
                 continue  # stopped or lost while the engine was at it
+            self._beginnings.began(job, moment)  # one that was refused was never scheduled
             self.tally.completion_tokens += len(completion.token_ids)
             samples = job.open_requests[index]
             samples.append(completion)
@@ -298,6 +308,7 @@ class JobRunner:
         """Every completion is in: ask the task for the job's value."""
         task = job.task
         assert task is not None
+        self._beginnings.began(job, self._clock())  # where no request of it needed the engine
         job.closing = True
         if task.blocking:
             self._calls.submit(self._files, task.result, job, self._own_valued, ours=True)
@@ -315,6 +326,7 @@ class JobRunner:
         """Forget a job. outcome: how it ended; None where another worker has counted that."""
         if self._jobs.pop(job.number, None) is None:
             return
+        self._beginnings.forget(job)
         if not written:
             self._log.warning(
                 "job %s was cancelled or taken over: its end here was dropped", job.claimed.job.id
@@ -354,6 +366,8 @@ class JobRunner:
         if job.request_ids:
             self._orders.put(Abort(job.request_ids))
         self._packer.forget(job)
+        if self._beginnings.forget(job):
+            self._packer.function_ended(job)
         job.open_requests.clear()
         job.exhausted = False
         if job.call is not None:

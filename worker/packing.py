@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from engine import Completion
@@ -20,7 +21,8 @@ class RunningJob:
     number: names it in request ids, `<number>.<index>`.
     lane: place of its queue on the command line; 0 is the most urgent.
     requests: what is left to send to the engine; None until the task is open, or for a plain function.
-    started_at: monotonic seconds when its first request or its function began; None before.
+    started_at: monotonic seconds when its first sequence was scheduled or its function began; None before.
+    began_at: the same moment as a date.
     ticket: names the pool call whose report is awaited; a report with another one comes too late.
     closing: its end is being worked out or written; nothing may interrupt that.
     broken: what its stream of requests raised.
@@ -35,6 +37,7 @@ class RunningJob:
     requests: Iterator[Request] | None = None
     exhausted: bool = False
     started_at: float | None = None
+    began_at: datetime | None = None
     closing: bool = False
     interrupted: bool = False
     ticket: object = None

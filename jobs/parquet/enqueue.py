@@ -12,6 +12,7 @@ from rq.serializers import JSONSerializer
 
 from .. import stored
 from ..context import JobContext
+from ..holders import executions_key
 from ..keys import MODEL_FIELD, SEQUENCES_FIELD
 from .names import PLAN, shard_job_id
 from .run_folder import RunFolder
@@ -66,7 +67,7 @@ def _enqueue_chunk(queue: Queue, folder: RunFolder, shards: Sequence[int]) -> in
 def _without_live_jobs(queue: Queue, ids: dict[int, str]) -> list[int]:
     """Return the shards that need a job."""
     states, in_queue = _look(queue, ids.values(), with_queue=False)
-    if any(status == JobStatus.QUEUED.encode() for status, _ in states):
+    if any(state[0] == JobStatus.QUEUED.encode() for state in states):
         # Only now: the queue may hold a million jobs of others. Both from one snapshot.
         states, in_queue = _look(queue, ids.values(), with_queue=True)
     return [
@@ -78,20 +79,27 @@ def _without_live_jobs(queue: Queue, ids: dict[int, str]) -> list[int]:
 
 def _look(
     queue: Queue, job_ids: Iterable[str], with_queue: bool
-) -> tuple[list[list[bytes | None]], set[str]]:
-    """Return status and origin of each job, and the ids on the queue, all of one moment."""
+) -> tuple[list[tuple[bytes | None, bytes | None, int]], set[str]]:
+    """Return status, origin and executions of each job, and the ids on the queue, all of one moment."""
     keys = (queue.key, queue.intermediate_queue_key) if with_queue else ()
     with queue.connection.pipeline() as pipe:
         for key in keys:
             pipe.lrange(key, 0, -1)
         for job_id in job_ids:
             pipe.hmget(Job.key_for(job_id), "status", "origin")
+            pipe.zcard(executions_key(job_id))
         replies = pipe.execute()
-    return replies[len(keys) :], {stored.text(job_id) for ids in replies[: len(keys)] for job_id in ids}
+    fields, executions = replies[len(keys) :: 2], replies[len(keys) + 1 :: 2]
+    states = [(status, origin, held) for (status, origin), held in zip(fields, executions, strict=True)]
+    return states, {stored.text(job_id) for ids in replies[: len(keys)] for job_id in ids}
 
 
-def _is_alive(queue: Queue, job_id: str, state: list[bytes | None], in_queue: set[str]) -> bool:
-    status, origin = (stored.text(field) if field else None for field in state)
+def _is_alive(
+    queue: Queue, job_id: str, state: tuple[bytes | None, bytes | None, int], in_queue: set[str]
+) -> bool:
+    status, origin = (stored.text(field) if field else None for field in state[:2])
+    if state[2]:
+        return True
     if status not in _ALIVE:
         return False
     # A worker that was killed between taking a job and starting it may leave it "queued" on no queue.

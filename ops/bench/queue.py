@@ -48,6 +48,7 @@ class InstantEngine:
 
     def __init__(self) -> None:
         self._waiting: list[str] = []
+        self.started: list[str] = []
         self._steps = 0
 
     def add(self, request_id: str, prompt: str | list[int], params: SamplingParams, *, lane: int = 0) -> None:
@@ -56,7 +57,7 @@ class InstantEngine:
 
     def step(self) -> list[Completion]:
         done = [Completion(each, 0, [1], "yes", "stop", 1, 0) for each in self._waiting]
-        self._waiting.clear()
+        self.started, self._waiting = self._waiting, []
         self.has_unfinished = False
         self._steps += 1
         return done

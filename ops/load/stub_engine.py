@@ -60,6 +60,7 @@ class StubEngine:
         self._slots, self._step_s, self._busy_s, self._hold = slots, step_s, busy_s, hold
         self._waiting: dict[int, deque[StubSequence]] = {}
         self._running: list[StubSequence] = []
+        self.started: list[str] = []
         self._overtaken = self._num_steps = self._max_running = self._answered = 0
 
     @property
@@ -80,6 +81,7 @@ class StubEngine:
     def step(self) -> list[Completion]:
         self._spend_time()
         self._num_steps += 1
+        self.started = []
         self._admit()
         self._max_running = max(self._max_running, len(self._running))
         is_held = self._hold is not None and not self._hold.exists()
@@ -125,11 +127,15 @@ class StubEngine:
                 lower = next((self._waiting[other] for other in lanes if other > lane), None)
                 if lower and self._overtaken >= MAX_OVERTAKES:
                     self._overtaken = 0
-                    self._running.append(lower.popleft())
+                    self._run(lower)
                     self._running[-1].lane = lane  # moved up: nobody of this lane takes its slot
                     continue
                 self._overtaken += bool(lower)
-                self._running.append(waiting.popleft())
+                self._run(waiting)
+
+    def _run(self, waiting: deque[StubSequence]) -> None:
+        self._running.append(waiting.popleft())
+        self.started.append(self._running[-1].request_id)
 
     def _preempt(self, lane: int) -> bool:
         victim = next((each for each in reversed(self._running) if each.lane > lane), None)

@@ -28,6 +28,21 @@ def test_an_urgent_sequence_takes_a_slot_from_the_latest_bulk_one(overlap: bool)
     shadow.drain()
 
 
+def test_a_sequence_is_told_as_started_in_its_first_step_alone(overlap: bool) -> None:
+    """Also one that is preempted and scheduled again; and none before it leaves the queue."""
+    shadow = ShadowEngine(overlap=overlap, max_num_seqs=2, num_blocks=40)
+    unending(shadow)
+    seqs = [shadow.add([1, 2, i % 2 + 1], lane=1, max_tokens=8) for i in range(3)]
+    shadow.step()
+    assert shadow.scheduler.first_scheduled == [seq.request_id for seq in seqs[:2]]
+    urgent = shadow.add([2, 2, 1], lane=0, max_tokens=4)
+    while shadow.unfinished:
+        shadow.step()
+    assert shadow.scheduler.num_preemptions > 0
+    in_order = [*seqs[:2], urgent, seqs[2]]
+    assert shadow.scheduler.first_scheduled == [seq.request_id for seq in in_order]
+
+
 def test_an_urgent_sequence_takes_blocks_from_the_least_urgent_lane(overlap: bool) -> None:
     """The pool is full: blocks come from lane 2 before lane 1, and no more than needed are taken."""
     shadow = ShadowEngine(overlap=overlap, num_blocks=12, max_num_seqs=5, max_num_batched_tokens=100)

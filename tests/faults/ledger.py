@@ -18,6 +18,7 @@ from rq.job import Dependency, Job
 from rq.results import Result
 from rq.serializers import JSONSerializer
 
+from jobs.keys import held_key
 from tests.fuzz.named import NAMED
 from tests.rq_workers import leftovers
 
@@ -111,7 +112,8 @@ class Ledger:
 
     def is_idle(self) -> bool:
         """Whether no job waits and none runs."""
-        return not self.backlog() and not any(self._redis.zcard(f"rq:wip:{name}") for name in QUEUES)
+        held = (self._redis.zcard(f"rq:wip:{name}") + self._redis.hlen(held_key(name)) for name in QUEUES)
+        return not self.backlog() and not any(held)
 
     def state(self) -> tuple[int, ...]:
         """Counts of what waits, runs, has ended and is written: they stand still where nothing goes on."""

@@ -11,11 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from redis import Redis
-from rq.command import send_stop_job_command
 from rq.job import JobStatus
-from rq.serializers import JSONSerializer
 
 from jobs import cli
+from jobs.keys import held_key
 from jobs.parquet.names import part_name, shard_job_id
 from tests.rq_workers import Workers, leftovers, wait_until
 
@@ -36,9 +35,9 @@ def tokenmill(workers: Workers, *arguments: object) -> str:
     return result.stdout
 
 
-def started_shards(workers: Workers, run: str) -> list[int]:
+def held_shards(workers: Workers, run: str) -> list[int]:
     """What a worker holds of a run."""
-    held = set(workers.queue("bulk").started_job_registry.get_job_ids(cleanup=False))
+    held = {member.decode().partition(":")[0] for member in workers.redis.hkeys(held_key("bulk"))}
     return [shard for shard in range(NUM_SHARDS) if shard_job_id(run, shard) in held]
 
 
@@ -53,13 +52,13 @@ def test_cancel_stops_the_shards_that_run_and_a_later_submit_resumes(
     workers.start(TOKENMILL_MAX_NUM_SEQS="12", TOKENMILL_PREFETCH="0")
     run = tokenmill(workers, *submit).strip()
     # Of the shards that are claimed together any may fill the batch first: let them all end.
-    wait_until(lambda: started_shards(workers, run))
-    first = started_shards(workers, run)
+    wait_until(lambda: held_shards(workers, run))
+    first = held_shards(workers, run)
     for shard in first:
         gates[shard].touch()
     wait_until(lambda: all((output / part_name(shard)).exists() for shard in first))
-    wait_until(lambda: len(set(started_shards(workers, run)) - set(first)) >= 4)  # as many fill the batch
-    wait_until(lambda: not set(started_shards(workers, run)) & set(first))
+    wait_until(lambda: len(set(held_shards(workers, run)) - set(first)) >= 4)  # as many fill the batch
+    wait_until(lambda: not set(held_shards(workers, run)) & set(first))
 
     cancelled = tokenmill(workers, "cancel", output)
     left = NUM_SHARDS - len(first)
@@ -97,8 +96,9 @@ def test_a_shard_that_is_stopped_while_it_opens_opens_to_its_end_and_closes(
     pq.write_table(pa.table({"prompt": ["a", "b"]}), tmp_path / "in.parquet")
     worker = workers.start(OPEN_GATE=str(gate), worker_class="tests.worker.slow_files.GatedOpenWorker")
     run = tokenmill(workers, "submit", tmp_path / "in.parquet", output).strip()
-    wait_until(lambda: started_shards(workers, run) == [0])
-    send_stop_job_command(redis, shard_job_id(run, 0), serializer=JSONSerializer)
+    wait_until(lambda: held_shards(workers, run) == [0])
+    assert workers.job(shard_job_id(run, 0)).get_status() == JobStatus.QUEUED, "no row of it has begun"
+    assert "1 told to stop" in tokenmill(workers, "cancel", run)
     wait_until(lambda: not leftovers(redis, "bulk"))
     gate.touch()
     worker.terminate()

@@ -153,6 +153,17 @@ def test_a_running_shard_is_not_enqueued_again(
     assert score_parquet(make_context(), source, str(tmp_path / "out"))["shards_enqueued"] == 0
 
 
+def test_a_shard_that_a_worker_holds_is_not_enqueued_again(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    """Until its first row is scheduled there it still says "queued", and is on no queue."""
+    source = write(tmp_path / "in.parquet", ["a"])
+    run = score_parquet(make_context(), source, str(tmp_path / "out"))["run"]
+    redis.delete("rq:queue:bulk")
+    redis.zadd(f"rq:executions:{shard_job_id(run, 0)}", {"an execution": 9e9})
+    assert score_parquet(make_context(), source, str(tmp_path / "out"))["shards_enqueued"] == 0
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_resume_enqueues_exactly_the_shards_without_part(

@@ -39,6 +39,7 @@ class FakeEngine:
     step_s: float = 0.001
     waiting: deque[_Sequence] = field(default_factory=deque)
     running: list[_Sequence] = field(default_factory=list)
+    started: list[str] = field(default_factory=list)
     num_steps: int = 0
     max_running: int = 0
     identity: ModelIdentity = field(default_factory=lambda: ModelIdentity("fake", "float32"))
@@ -60,10 +61,12 @@ class FakeEngine:
     def step(self) -> list[Completion]:
         time.sleep(self.step_s)  # what a forward pass takes: without it a hanging prompt spins a core
         self.num_steps += 1
+        self.started = []
         while self.waiting and len(self.running) < self.slots:
             first = min(self.waiting, key=lambda s: s.lane)
             self.waiting.remove(first)
             self.running.append(first)
+            self.started.append(first.request_id)
         self.max_running = max(self.max_running, len(self.running))
         done = []
         for sequence in list(self.running):

@@ -106,6 +106,24 @@ def save_producers_copy(message: str = "") -> str:
     return "saved"
 
 
+def own_state() -> list[Any]:
+    """What the job's own copy and Redis say of the job that runs."""
+    job = get_current_job()
+    assert job is not None
+    kept = Job.fetch(job.id, connection=job.connection, serializer=JSONSerializer)
+    return [_state(job), _state(kept)]
+
+
+def _state(job: Job) -> list[Any]:
+    held = job.started_job_registry.get_job_count(cleanup=False)
+    return [job.get_status(refresh=False), job.started_at is not None, job.worker_name, held]
+
+
+def on_success_state(job: Job, connection: Redis, result: Any) -> None:
+    kept = Job.fetch(job.id, connection=connection, serializer=JSONSerializer)
+    connection.rpush("states", " ".join(str(getattr(each, "value", each)) for each in _state(kept)))
+
+
 def on_success_saves(job: Job, connection: Redis, result: Any) -> None:
     job.meta["seen"] = "success"
     job.save()

@@ -122,7 +122,7 @@ def test_a_plain_function_on_the_allow_list_runs_beside_the_engine(workers: Work
     job = queue.enqueue(F + "add", 2, b=3)
     workers.start()
     assert workers.result(job).return_value == 5
-    assert hang.get_status() == JobStatus.STARTED
+    wait_until_started(hang)
 
 
 def test_functions_beyond_the_threads_stay_queued_in_order_for_other_workers(workers: Workers) -> None:

@@ -1,6 +1,6 @@
 -- Take over a job that one of RQ's own workers left behind: the caller holds it then, to end it.
 -- ARGV: queue, job id, execution id ('' for a job in the intermediate queue), now_ts, then new execution id,
---       worker, now_iso, now_ts, lease_s, far_score
+--       worker, now_ts, lease_s, far_score
 -- Returns {'taken', claimed}; {'alive'} where it is not there any more, or its worker has shown a sign of life
 -- since the caller looked; {'dropped'} where it has ended, waits elsewhere, or is gone: then nothing but the
 -- trace of its worker was removed.
@@ -30,4 +30,4 @@ local function needs_nobody()
 end
 
 if guarded(needs_nobody) ~= false then return {'dropped'} end
-return {'taken', open_execution(queue, id, ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10])}
+return {'taken', open_execution(queue, id, ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9])}

@@ -1,7 +1,7 @@
 -- Take jobs of one queue and open their executions, until they bring `limit` sequences: one each, or what
 -- the job's own field `sequences` says.
--- ARGV: queue, limit, token, worker, now_iso, now_ts, lease_s, far_score, last_life, alone, models,
---       max_functions, then the tokens of claims whose records nobody needs any more
+-- ARGV: queue, limit, token, worker, now_ts, lease_s, far_score, last_life, alone, models, max_functions, then
+--       the tokens of claims whose records nobody needs any more
 -- To stand in the queue is all that a job needs to be run, as with RQ's own workers, whatever its status
 -- says. Dropped are: jobs that are gone; cancelled ones, a second entry of which is left; and what this claim
 -- or a running execution has taken already, where the job was not enqueued again since.
@@ -12,15 +12,14 @@
 -- that were merely near another one when it killed its worker are told from that one; elsewhere such jobs
 -- go to the end of the queue.
 -- Returns {{{job id, execution id, job hash, id of the last function left before it}, ...}, jobs left for
--- other models}. Sent again with the same
--- token it returns the same jobs, less those that were taken from this worker since, and claims no others.
--- With a limit of 0 it asks what an earlier call has claimed, and makes sure that one still on its way
--- claims nothing.
+-- other models}. Sent again with the same token it returns the same jobs, less those that were taken from
+-- this worker since, and claims no others. With a limit of 0 it asks what an earlier call has claimed, and
+-- makes sure that one still on its way claims nothing.
 local queue, limit, token, worker = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 local record = 'tokenmill:claim:' .. token
 local claimed = {}
 
-for i = 13, #ARGV do redis.call('DEL', 'tokenmill:claim:' .. ARGV[i]) end
+for i = 12, #ARGV do redis.call('DEL', 'tokenmill:claim:' .. ARGV[i]) end
 local earlier = redis.call('LRANGE', record, 0, -1)
 if #earlier > 0 then
   for i = 1, #earlier, 2 do
@@ -37,9 +36,9 @@ if limit == 0 then
   return {claimed, 0}
 end
 
-local last_life, alone, max_functions = tonumber(ARGV[9]), ARGV[10] == '1', tonumber(ARGV[12])
+local last_life, alone, max_functions = tonumber(ARGV[8]), ARGV[9] == '1', tonumber(ARGV[11])
 local is_served = {}
-for name in string.gmatch(ARGV[11], '[^\n]+') do is_served[name] = true end
+for name in string.gmatch(ARGV[10], '[^\n]+') do is_served[name] = true end
 local waiting = 'rq:queue:' .. queue
 local sequences, left, postponed, num_foreign, is_full = 0, {}, {}, 0, false
 local functions, left_function = 0, ''
@@ -73,7 +72,7 @@ local function consider(id)
     postponed[#postponed + 1] = id
   else
     local eid = token .. string.format('%08x', #claimed + 1)
-    claimed[#claimed + 1] = open_execution(queue, id, eid, worker, ARGV[5], ARGV[6], ARGV[7], ARGV[8])
+    claimed[#claimed + 1] = open_execution(queue, id, eid, worker, ARGV[5], ARGV[6], ARGV[7])
     claimed[#claimed][4] = left_function
     redis.call('RPUSH', record, id, left_function)
     functions = functions + (is_function and 1 or 0)

@@ -1,7 +1,7 @@
 -- Shared head of claim.lua and release.lua: `open_execution` makes this worker the holder of a job.
--- The entry in rq:wip is for show; its score lies years ahead, where no stock cleanup reaches. The lease is
--- the time to live of the execution hash; only release.lua acts on its end.
-local function open_execution(queue, id, eid, worker, now_iso, now_ts, lease_s, far_score)
+-- The lease is the time to live of the execution hash; only release.lua acts on its end. The job looks as
+-- it did in the queue until it begins (renew.lua).
+local function open_execution(queue, id, eid, worker, now_ts, lease_s, far_score)
   local job, execution, executions = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid, 'rq:executions:' .. id
   -- Enqueued again while it was held: the earlier execution holds it no longer (see holding.lua).
   redis.call('DEL', executions)
@@ -11,8 +11,6 @@ local function open_execution(queue, id, eid, worker, now_iso, now_ts, lease_s, 
   local facts = (redis.call('ZSCORE', 'rq:canceled:' .. queue, id) or '')
     .. '|' .. (redis.call('HGET', job, 'enqueued_at') or '')
   redis.call('HSET', 'tokenmill:held:' .. queue, id .. ':' .. eid, facts)
-  redis.call('ZADD', 'rq:wip:' .. queue, far_score, id .. ':' .. eid)
-  redis.call('HSET', job, 'status', 'started', 'started_at', now_iso, 'last_heartbeat', now_iso, 'worker_name', worker)
   -- A job's ttl bounds its time in the queue, not its run.
   redis.call('PERSIST', job)
   return {id, eid, redis.call('HGETALL', job)}

@@ -1,7 +1,7 @@
 -- Take a job from its holder and put it at the head of its queue, or behind the function that its claim left
 -- there before it.
 -- ARGV: queue, job id, execution id, mode ('given_back', 'engine_died', 'fault' or 'abandoned'), max_deaths,
---       then for a job that has died too often: new execution id, worker, now_iso, now_ts, lease_s, far_score;
+--       then for a job that has died too often: new execution id, worker, now_ts, lease_s, far_score;
 --       id of that function, or ''; what the job was found to be ('function'), or ''
 -- Returns {'queued'}; {'alive'} when the lease of an 'abandoned' one still runs; {'gone'} when it is
 -- held no longer; {'dropped'} when its job was cancelled, deleted or enqueued again; {'exhausted', claimed}
@@ -18,8 +18,8 @@ if not fields then
   return {'dropped'}
 end
 if fields[1] == eid then
-  redis.call('HSET', execution, 'id', eid, 'created_at', ARGV[9], 'last_heartbeat', ARGV[9], 'worker_name', ARGV[7])
-  redis.call('EXPIRE', execution, ARGV[10])
+  redis.call('HSET', execution, 'id', eid, 'created_at', ARGV[8], 'last_heartbeat', ARGV[8], 'worker_name', ARGV[7])
+  redis.call('EXPIRE', execution, ARGV[9])
   return {'ended', {id, eid, redis.call('HGETALL', job)}}
 end
 local is_queued = is_queued_again(queue, id, eid)
@@ -29,13 +29,13 @@ if is_queued then return {'dropped'} end
 -- A count that is no number must not end this script half way: the next claim fails such a job for it.
 local deaths = mode ~= 'given_back' and redis.pcall('HINCRBY', job, 'worker_deaths', 1)
 if type(deaths) == 'number' and deaths >= tonumber(ARGV[5]) then
-  return {'exhausted', open_execution(queue, id, ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10], ARGV[11])}
+  return {'exhausted', open_execution(queue, id, ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10])}
 end
-redis.call('HSET', job, 'status', 'queued', 'worker_name', '')
-if ARGV[13] ~= '' then redis.call('HSET', job, 'tokenmill_kind', ARGV[13]) end
+redis.call('HSET', job, 'status', 'queued', 'started_at', '', 'worker_name', '')
+if ARGV[12] ~= '' then redis.call('HSET', job, 'tokenmill_kind', ARGV[12]) end
 expire_in_queue(job, fields[2])
 redis.call('SADD', 'rq:queues', 'rq:queue:' .. queue)
-if ARGV[12] == '' or redis.call('LINSERT', 'rq:queue:' .. queue, 'AFTER', ARGV[12], id) < 1 then
+if ARGV[11] == '' or redis.call('LINSERT', 'rq:queue:' .. queue, 'AFTER', ARGV[11], id) < 1 then
   redis.call('LPUSH', 'rq:queue:' .. queue, id)
 end
 return {'queued'}

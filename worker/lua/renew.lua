@@ -1,25 +1,40 @@
--- Extend the leases of the jobs that a worker holds, and tell which it holds no longer.
--- ARGV: worker, now_iso, now_ts, lease_s, then queue, job id, execution id for each
+-- Extend the leases of the jobs that a worker holds, show which have begun, and tell which it holds no longer.
+-- ARGV: worker, now_iso, now_ts, lease_s, far_score, then queue, job id, execution id for each, and when it
+--       began ('' where that is not news)
 -- Returns the positions (from 1) of the lost ones. A lease that ran out unnoticed is taken up again:
 -- while the execution holds the job nobody else has it.
-local worker, now_iso, now_ts, lease_s = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local worker, now_iso, now_ts, lease_s, far_score = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 
-local function renew(queue, id, eid)
+-- As RQ shows a job that runs. The score in rq:wip lies years ahead, where no stock cleanup reaches.
+local function show_begun(queue, id, eid, started_iso)
+  local job = 'rq:job:' .. id
+  if redis.call('HGET', job, 'ended_by') == eid then return end -- held up on its way, until after the end
+  redis.call('ZADD', 'rq:wip:' .. queue, far_score, id .. ':' .. eid)
+  redis.call(
+    'HSET', job, 'status', 'started', 'started_at', started_iso, 'last_heartbeat', now_iso, 'worker_name', worker
+  )
+end
+
+local function renew(queue, id, eid, started_iso)
   local execution = 'rq:execution:' .. id .. ':' .. eid
   if not holds(queue, id, eid) then return false end
   redis.call('HSET', execution, 'id', eid, 'last_heartbeat', now_ts, 'worker_name', worker)
   redis.call('HSETNX', execution, 'created_at', now_ts)
   redis.call('EXPIRE', execution, lease_s)
-  redis.call('HSET', 'rq:job:' .. id, 'last_heartbeat', now_iso)
+  if started_iso ~= '' then
+    show_begun(queue, id, eid, started_iso)
+  elseif redis.call('ZSCORE', 'rq:wip:' .. queue, id .. ':' .. eid) then
+    redis.call('HSET', 'rq:job:' .. id, 'last_heartbeat', now_iso)
+  end
   return true
 end
 
 local lost = {}
-for i = 5, #ARGV, 3 do
+for i = 6, #ARGV, 4 do
   local queue, id, eid = ARGV[i], ARGV[i + 1], ARGV[i + 2]
-  if not guarded(renew, queue, id, eid) then -- cancelled, deleted, damaged or given to another worker
+  if not guarded(renew, queue, id, eid, ARGV[i + 3]) then -- cancelled, deleted, damaged or given to another
     let_go(queue, id, eid)
-    lost[#lost + 1] = (i - 5) / 3 + 1
+    lost[#lost + 1] = (i - 6) / 4 + 1
   end
 end
 return lost

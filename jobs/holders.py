@@ -1,0 +1,32 @@
+"""Which workers hold jobs. RQ's executions tell: a job that waits inside a worker still says "queued"."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .stored import text
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+
+def executions_key(job_id: str) -> str:
+    """RQ's registry of a job's executions: there while a worker holds the job."""
+    return f"rq:executions:{job_id}"
+
+
+def holders(connection: Redis, job_ids: Sequence[str]) -> dict[str, str]:
+    """Return the worker's name for each of the jobs that is held by one whose lease runs."""
+    with connection.pipeline() as pipe:
+        for job_id in job_ids:
+            pipe.zrange(executions_key(job_id), 0, -1)
+        held = [
+            (job_id, text(execution))
+            for job_id, executions in zip(job_ids, pipe.execute(), strict=True)
+            for execution in executions
+        ]
+        for job_id, execution in held:
+            pipe.hget(f"rq:execution:{job_id}:{execution}", "worker_name")
+        names = pipe.execute()
+    return {job_id: text(name) for (job_id, _), name in zip(held, names, strict=True) if name}
