@@ -20,6 +20,7 @@ from .run_obstacles import listened_queues, obstacles
 from .run_output import RunOutput, named_run
 from .run_snapshot import RunSnapshot, failure_text, plan_result, read_snapshot
 from .submit_options import json_value, run_arguments
+from .version import code_version
 
 #: Failed shards shown by name; the rest are counted.
 MAX_SHOWN = 5
@@ -36,6 +37,7 @@ PLAN_WAIT_S, PLAN_POLL_S = 10.0, 0.1
     show_default=True,
     help="Redis to use; RQ_REDIS_URL sets it too.",
 )
+@click.version_option(code_version(), prog_name="tokenmill")
 @click.pass_context
 def main(context: click.Context, url: str) -> None:
     """Score Parquet files with the workers of a Redis queue."""

@@ -22,6 +22,8 @@ from rq.utils import now, utcformat
 from rq.worker.base import BaseWorker, DequeueStrategy
 
 import jobs
+from jobs.served_model import model_text
+from jobs.version import code_version
 from worker._rq import MIN_REDIS_VERSION, called_by_rq_command
 from worker.errors import EngineFailed, ForeignJobsPackage, IoThreadFailed, StartupError
 from worker.imports import load_functions, load_parts
@@ -96,7 +98,7 @@ class BatchWorker(BaseWorker):
         try:
             started = time.monotonic()
             engine = self._load(settings)
-            self.log.info("Worker %s: model ready after %.1f s", self.name, time.monotonic() - started)
+            self._tell_ready(engine, settings, time.monotonic() - started)
             try:
                 self.bootstrap(logging_level, date_format, log_format)
                 try:
@@ -120,6 +122,17 @@ class BatchWorker(BaseWorker):
         except (StartupError, ConfigError) as error:
             self._tell_no_start(error)
             raise
+
+    def _tell_ready(self, engine: EngineLike, settings: WorkerSettings, seconds: float) -> None:
+        served = settings.served_model(engine.identity, engine.attention_backend)
+        self.log.info(
+            "Worker %s: model ready after %.1f s: %s, attention backend %s, Tokenmill %s",
+            self.name,
+            seconds,
+            model_text(served.name, served.dtype, served.fingerprint),
+            served.attention_backend,
+            code_version(),
+        )
 
     def _tell_no_start(self, error: Exception) -> None:
         """Say what a person can mend in one line, where RQ's command would print a traceback.

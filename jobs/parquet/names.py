@@ -27,8 +27,11 @@ def part_shard(name: str) -> int | None:
 
 
 def temporary_name(execution_id: str, name: str) -> str:
-    """Return the name under which one execution writes `name` before it is published."""
-    return f"{TEMPORARY_PREFIX}{execution_id}.{name}"
+    """Return the name under which one execution writes `name` before it is published.
+
+    None that a reader's `*.parquet` matches: the file is not whole.
+    """
+    return f"{TEMPORARY_PREFIX}{execution_id}.{name}.tmp"
 
 
 def shard_job_id(run: str, shard: int) -> str:

@@ -25,6 +25,7 @@ from jobs.keys import run_key, run_parts_key
 from jobs.parquet.names import shard_job_id
 from jobs.run_snapshot import RunSnapshot, read_snapshot
 from jobs.run_state import RunState
+from jobs.version import code_version
 from tests.jobs.answering import queued_jobs, run_task, score_parquet, work_off
 from tests.jobs.conftest import Invoke
 from tests.jobs.test_progress import snapshot
@@ -589,3 +590,9 @@ def test_what_others_wrote_into_a_run_steers_no_terminal(
     for line in (shown.output + refused.output).split("\n"):
         assert line.isprintable()
         assert len(line) < 3000
+
+
+def test_the_version_is_told() -> None:
+    result = click.testing.CliRunner().invoke(cli.main, ["--version"])
+    assert result.exit_code == 0
+    assert result.output.strip() == f"tokenmill, version {code_version()}"

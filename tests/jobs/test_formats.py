@@ -13,13 +13,15 @@ import duckdb
 import pandas as pd
 import polars as pl
 import pyarrow as pa
+import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
 from jobs.context import JobContext
+from jobs.parquet.names import part_name, temporary_name
 from jobs.parquet.part import OUTPUT_FIELDS
-from tests.jobs.answering import score_parquet, work_off
+from tests.jobs.answering import queued_jobs, run_task, score_parquet, work_off
 
 MakeContext = Callable[[], JobContext]
 CHAT = [{"role": "user", "content": "hi"}]
@@ -120,6 +122,33 @@ def test_pandas_polars_and_duckdb_read_the_output(
     assert pl.read_parquet(parts)["completion"].to_list() == expected
     rows = duckdb.sql(f"select completion from '{parts}'").fetchall()
     assert [row[0] for row in rows] == expected
+
+
+READERS: list[Callable[[str], int]] = [
+    lambda folder: len(pd.read_parquet(folder)),
+    lambda folder: pyarrow.dataset.dataset(folder).count_rows(),
+    lambda folder: pl.read_parquet(f"{folder}/*.parquet").height,
+    lambda folder: pl.scan_parquet(folder, hidden_file_prefix="_").collect().height,
+    lambda folder: len(duckdb.sql(f"select completion from '{folder}/*.parquet'").fetchall()),
+]
+
+
+@pytest.mark.parametrize("read", READERS, ids=["pandas", "arrow", "polars-glob", "polars-folder", "duckdb"])
+@pytest.mark.filterwarnings("ignore:The `hidden_file_prefix` parameter")
+def test_readers_take_a_folder_of_a_run_that_goes_on_and_of_one_that_ended(
+    read: Callable[[str], int], redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"prompt": ["a", "b", "c"]}), tmp_path / "in.parquet")
+    score_parquet(make_context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"), rows_per_shard=1)
+    first, *_ = queued_jobs(redis)
+    run_task(make_context(), first.func_name, *first.args)
+    first.delete()
+    half_written = temporary_name("execution", part_name(1))
+    (tmp_path / "out" / half_written).write_bytes(b"PAR1")
+    assert read(str(tmp_path / "out")) == 1
+    work_off(redis, make_context)
+    assert (tmp_path / "out" / "_SUCCESS").exists()
+    assert read(str(tmp_path / "out")) == 3
 
 
 def test_chats_written_by_other_tools_are_chats(

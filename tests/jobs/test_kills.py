@@ -199,7 +199,9 @@ def test_the_file_of_a_straggler_killed_after_its_run_ended_is_removed_by_the_ne
     straggler = open_work(make_context(), spec, 1, storage)
     with pytest.raises(Killed):
         finish(killed)
-    assert [path.name for path in Path(spec.output).glob("_tmp.*")] == ["_tmp.execution2.part-00000.parquet"]
+    assert [path.name for path in Path(spec.output).glob("_tmp.*")] == [
+        "_tmp.execution2.part-00000.parquet.tmp"
+    ]
     if next_one == "a submitter":
         plan_run(make_context(), storage, spec, Submission("bulk"))
     else:
@@ -323,7 +325,8 @@ def test_contents_reach_the_disk_before_their_name_and_the_name_before_the_count
     sync, link, put = os.fsync, os.link, os.replace
 
     def note_sync(descriptor: int) -> None:
-        calls.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")).split(".", 2)[-1]))
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")).removesuffix(".tmp")
+        calls.append(("sync", name.split(".", 2)[-1]))
         sync(descriptor)
 
     def note(kind: str, move: Callable[[str, str], None]) -> Callable[[str, str], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -209,3 +210,9 @@ def test_an_allowed_function_that_cannot_be_imported_stops_the_start(
     assert "TOKENMILL_ALLOWED_FUNCTIONS names 'my_functions.my_function'" in log
     assert reason in log
     assert "Traceback" not in log
+
+
+def test_the_log_names_model_dtype_backend_and_version(workers: Workers) -> None:
+    log = workers.burst()
+    (line,) = [line for line in log.splitlines() if "model ready after" in line]
+    assert re.search(r"s: fake \(\w+, \w+\), attention backend \w+, Tokenmill \S+$", line)
