@@ -1,4 +1,4 @@
-"""Workers whose shards take their time over files."""
+"""Workers whose shards, or whose model, take their time over files."""
 
 from __future__ import annotations
 
@@ -52,4 +52,13 @@ class GatedOpenWorker(FakeEngineWorker):
             open_now(task, context)
 
         ShardTask.open = open_gated  # type: ignore[method-assign]
+        return super().load_engine(settings)
+
+
+class SlowLoadingWorker(FakeEngineWorker):
+    """FakeEngineWorker that makes the file LOADING and then loads for ever."""
+
+    def load_engine(self, settings: WorkerSettings) -> FakeEngine:
+        Path(os.environ["LOADING"]).touch()
+        threading.Event().wait()
         return super().load_engine(settings)

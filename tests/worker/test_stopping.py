@@ -55,3 +55,12 @@ def test_a_worker_with_nothing_left_to_do_does_not_wait_for_its_time_to_drain(wo
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 0
     assert stats_of(workers, "w")["state"] == "stopped"
+
+
+def test_a_signal_while_the_model_loads_ends_the_worker_at_once(workers: Workers, tmp_path: Path) -> None:
+    loading = tmp_path / "loading"
+    slow = "tests.worker.slow_files.SlowLoadingWorker"
+    process = workers.start("--with-scheduler", worker_class=slow, LOADING=str(loading))
+    wait_until(loading.exists)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
