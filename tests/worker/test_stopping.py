@@ -35,6 +35,21 @@ def test_a_worker_that_drains_says_so_in_its_log_in_rq_info_and_in_its_key(
     assert stats_of(workers, "w")["state"] == "stopped"
 
 
+def test_what_has_not_begun_is_given_back_at_once_and_in_order(workers: Workers, tmp_path: Path) -> None:
+    gate = f"file:{tmp_path}/go"
+    queue = workers.queue("bulk")
+    jobs = [queue.enqueue("jobs.complete", gate, max_tokens=1) for _ in range(6)]
+    process = workers.start("--name", "w", TOKENMILL_MAX_NUM_SEQS="2", TOKENMILL_PREFETCH="8")
+    wait_until(lambda: stats_of(workers, "w").get("jobs_held") == 6)
+    wait_until_started(*jobs[:2])
+    process.send_signal(signal.SIGTERM)
+    wait_until(lambda: queue.job_ids == [job.id for job in jobs[2:]])
+    assert "2 jobs that have begun are finished, 4 that have not are given back now" in workers.log(process)
+    (tmp_path / "go").touch()
+    assert process.wait(timeout=60) == 0
+    assert [job.get_status() for job in jobs] == [JobStatus.FINISHED] * 2 + [JobStatus.QUEUED] * 4
+
+
 def test_what_still_runs_when_the_time_to_drain_is_over_is_given_back(workers: Workers) -> None:
     jobs = [workers.queue("bulk").enqueue("jobs.complete", "hang") for _ in range(3)]
     jobs.append(workers.queue("bulk").enqueue(F + "linger"))
