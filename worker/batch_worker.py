@@ -252,6 +252,8 @@ class BatchWorker(BaseWorker):
             return
         if command == "stop-job" and self._io is not None:
             self._io.post(StopJob(str(payload.get("job_id"))))
+        elif command == "stop-execution" and self._io is not None:  # sent by RQ 3
+            self._io.post(StopJob(str(payload.get("job_id")), str(payload.get("execution_id"))))
         elif command == "shutdown":
             self.log.info("Worker %s: received shutdown command", self.name)
             os.kill(os.getpid(), signal.SIGINT)

@@ -54,9 +54,10 @@ class Shutdown(enum.Enum):
 
 @dataclass(frozen=True)
 class StopJob:
-    """A person asked for one job to be stopped."""
+    """A person asked for one job to be stopped; with an execution's id, only while that one runs it."""
 
     job_id: str
+    execution_id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ class IoLoop:
             self._runner.started(event.started, event.at)
             self._runner.deliver(event.completions, event.at)
         elif isinstance(event, StopJob):
-            if not self._runner.stop(event.job_id):
+            if not self._runner.stop(event.job_id, event.execution_id):
                 self._log.info("not working on job %s, stop command ignored", event.job_id)
         elif isinstance(event, EngineDied):
             self._log.error("the engine failed: %s", event.error)

@@ -374,10 +374,13 @@ class JobRunner:
             job.call.interrupt(error)
         job.ticket = None
 
-    def stop(self, job_id: str) -> bool:
-        """Stop one running job on a person's word. False: it is not running here, or already ending."""
+    def stop(self, job_id: str, execution_id: str | None = None) -> bool:
+        """Stop one running job on a person's word. False: it is not running here, or already ending.
+
+        execution_id: the one execution that is meant; None for whichever this worker has.
+        """
         job = self._find(job_id)
-        if job is None or job.closing:
+        if job is None or job.closing or execution_id not in (None, job.claimed.execution.id):
             return False
         self._withdraw(job, JobStopped)
         self._ends.stop(job)

@@ -29,6 +29,19 @@ def rq_tests() -> Path:
     return kept
 
 
+def rq_3() -> Path:
+    """A folder to import RQ 3 from, apart from the RQ of the environment. Raises CannotFetch."""
+    kept = _cache() / "rq-3"
+    if not (kept / "rq" / "__init__.py").exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=kept.parent) as folder:
+            new = Path(folder) / "new"
+            pip("install", "--quiet", "--no-deps", "--target", str(new), "rq>=3,<4")
+            if not kept.exists():
+                new.rename(kept)
+    return kept
+
+
 def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenmill" / "rq_suite"
 
@@ -37,7 +50,7 @@ def _fetch(release: str, kept: Path) -> None:
     kept.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=kept.parent) as folder:
         wanted = ["--no-binary", ":all:", "--no-deps", "--dest", folder, f"rq=={release}"]
-        pip_download(*wanted)
+        pip("download", *wanted)
         (archive,) = Path(folder).glob("*.tar.gz")
         with tarfile.open(archive) as packed:
             packed.extractall(folder, filter="data")
@@ -48,11 +61,6 @@ def _fetch(release: str, kept: Path) -> None:
             (unpacked / name).rename(new / name)
         if not kept.exists():
             new.rename(kept)
-
-
-def pip_download(*arguments: str) -> None:
-    """Run `pip download`. Raises CannotFetch with pip's last line."""
-    pip("download", *arguments)
 
 
 def pip(*arguments: str) -> None:
