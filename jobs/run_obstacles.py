@@ -14,6 +14,7 @@ from . import stored
 from .keys import WORKER_STATS_TTL_S, worker_key
 from .parquet.names import is_run_id, job_shard
 from .run_snapshot import RunSnapshot
+from .shown import safe_name
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -43,7 +44,7 @@ def no_worker_text(queue: str, others: Sequence[str]) -> str:
     listening = f" (workers listen on {', '.join(map(repr, others))})" if others else ""
     return (
         f"no worker listens on queue {queue!r}{listening}: start one with "
-        f"`rq worker --worker-class worker.BatchWorker -S json {queue}`"
+        f"`rq worker --worker-class worker.BatchWorker -S json {safe_name(queue)}`"
     )
 
 

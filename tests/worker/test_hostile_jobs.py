@@ -6,6 +6,7 @@ import json
 import logging
 import pickle
 import zlib
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rq.command import send_stop_job_command
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
-from tests.rq_workers import Workers, leftovers, wait_until, wait_until_started
+from tests.rq_workers import Workers, leftovers, text_of, wait_until, wait_until_started
 from worker.plain_log import PlainLine
 
 
@@ -88,6 +89,32 @@ def test_a_pickle_payload_is_never_loaded(workers: Workers, tmp_path: Path) -> N
     workers.burst()
     assert "not JSON" in failure_of(workers, workers.job(pickled.id))
     assert meta.get_status() == JobStatus.FINISHED
+    assert not mark.exists()
+
+
+def test_a_pickle_waiting_in_a_registry_or_behind_another_job_is_never_loaded(
+    workers: Workers, tmp_path: Path
+) -> None:
+    mark, bomb = tmp_path / "mark", pickle.dumps(Bomb(tmp_path / "mark"))
+    queue = workers.queue("bulk")
+    first = queue.enqueue("jobs.complete", "a", max_tokens=1)
+    dependent = queue.enqueue("jobs.complete", "b", max_tokens=1, depends_on=first)
+    late = queue.enqueue_at(datetime(2026, 1, 1, tzinfo=UTC), "jobs.complete", "c", max_tokens=1)
+    abandoned = queue.enqueue("jobs.complete", "d", max_tokens=1)
+    queue.remove(abandoned)
+    workers.redis.zadd("rq:wip:bulk", {f"{abandoned.id}:execution": 1})
+    workers.redis.hset(abandoned.key, mapping={"status": "started", "started_at": "", "retries_left": 1})
+    for job in (dependent, late, abandoned):
+        meta = {} if job is late else {"meta": bomb}  # RQ's scheduler ends at one that is no JSON
+        workers.redis.hset(job.key, mapping={"data": bomb, "result": bomb, **meta})
+        workers.redis.sadd("rq:group:g", job.id)
+        workers.redis.xadd(f"rq:results:{job.id}", {"type": 1, "return_value": bomb, "created_at": "0"})
+    workers.redis.sadd("rq:groups", "g")
+    workers.burst("--with-scheduler")
+    workers.burst()  # what the first one's scheduler and upkeep have queued
+    assert text_of(workers.result(first)) == "echo:a"
+    for job in (dependent, late):
+        assert workers.redis.hget(job.key, "status") == b"failed"
     assert not mark.exists()
 
 
