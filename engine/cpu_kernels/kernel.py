@@ -18,6 +18,7 @@ from numba import njit, types
 from numba.misc.appdirs import AppDirs
 from torch import Tensor
 
+from engine.cpu_kernels.private_folder import close_to_others, exposure, make_private
 from engine.cpu_kernels.vectors import fetch_add
 
 FIRST_ARGUMENT = 3  # before it: the next task, the next worker, the number of tasks
@@ -45,7 +46,7 @@ class Kernel:
 
     function(parameters) is compiled by Numba; parameters are int64 from FIRST_ARGUMENT on: a tensor's address
     or an integer each, a float's bits (vectors.float_of). It takes tasks with `next_task` until that says -1.
-    The machine code is kept in the user's cache folder where that can be written.
+    The machine code is kept in the user's cache folder, where that can be written and by nobody else.
     """
 
     def __init__(self, function: Callable[[Any], None]) -> None:
@@ -73,13 +74,21 @@ def _as_int64(argument: Tensor | int | float) -> int:
 
 
 def _compile(function: Callable[[Any], None]) -> Any:
-    """Machine code of the function, from the cache or for it; without a cache that serves, anew."""
+    """Machine code of the function, from the cache or for it; without a cache that serves, anew.
+
+    What is in the cache is run, so it is not read where another user may have written it.
+    """
     users = numba.config.CACHE_DIR
     root = Path(users or Path(AppDirs("tokenmill", appauthor=False).user_cache_dir) / "kernels")
     folder = root / _digest(function)
     numba.config.CACHE_DIR = str(folder)
     try:
-        return numba.cfunc(SIGNATURE, cache=True, **OPTIONS)(function)
+        make_private(folder)
+        if problem := exposure(folder.resolve()):
+            raise PermissionError(f"{problem}; correct that, or remove {folder}")
+        compiled = numba.cfunc(SIGNATURE, cache=True, **OPTIONS)(function)
+        close_to_others(folder)
+        return compiled
     except Exception as error:  # noqa: BLE001 - whatever unpickling a damaged file raises; a real one comes again
         logger.warning(
             "CPU kernels are compiled at each start, a few seconds: %s does not serve (%r)", folder, error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from engine.attention.cpu_backend import CpuAttention
 from engine.attention.torch_backend import TorchAttention
 from engine.cpu_kernels import kernel as kernel_module
 from engine.cpu_kernels.kernel import Kernel, next_task
+from engine.cpu_kernels.private_folder import exposure
 from engine.cpu_kernels.vectors import pointer_to, rows_at_once
 from engine.errors import ConfigError
 from engine.kv_cache import LayerKVCache
@@ -211,3 +213,72 @@ def test_it_refuses_other_devices_and_larger_heads(backend: CpuAttention) -> Non
         load_backend("cpu", torch.device("cuda"), torch.float32)
     with pytest.raises(ConfigError, match="up to 256 numbers, this model has 320"):
         Attention(backend, 320)
+
+
+def expose_folder(cached: Path) -> None:
+    cached.parent.chmod(0o770)
+
+
+def expose_file(cached: Path) -> None:
+    cached.chmod(0o666)
+
+
+def expose_parent(cached: Path) -> None:
+    """Whoever may write there can put another folder in its place."""
+    cached.parents[2].chmod(0o777)
+
+
+def link_elsewhere(cached: Path) -> None:
+    other = cached.rename(cached.parents[3] / "elsewhere")
+    cached.symlink_to(other)
+
+
+@pytest.mark.parametrize("expose", [expose_folder, expose_file, expose_parent, link_elsewhere])
+def test_machine_code_that_another_user_may_have_written_is_not_run(
+    expose: Callable[[Path], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is compiled anew, and the log names the path; nobody's file is changed."""
+    root = tmp_path / "cache"
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(root))
+    assert kernel_module._compile(count_task).cache_hits == 0
+    assert kernel_module._compile(count_task).cache_hits == 1
+    cached = next(root.rglob("*.nbi"))
+    expose(cached)
+    before = cached.read_bytes()
+    with caplog.at_level(logging.WARNING):
+        assert sum(kernel_module._compile(count_task).cache_hits for _ in range(2)) == 0
+    assert "does not serve" in caplog.text
+    assert str(root) in caplog.text
+    assert cached.read_bytes() == before
+
+
+def test_what_another_user_owns_is_exposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its mode, except what root owns, who could do all the same."""
+    (tmp_path / "own").mkdir(mode=0o700)
+    assert exposure(tmp_path / "own") is None
+    owner = (tmp_path / "own").stat().st_uid
+    monkeypatch.setattr("os.geteuid", lambda: owner + 1)
+    lstat = Path.lstat
+
+    def as_user(path: Path) -> os.stat_result:
+        values = list(lstat(path))
+        values[4] = owner + 2  # st_uid
+        return os.stat_result(values)
+
+    monkeypatch.setattr(Path, "lstat", as_user)
+    assert f"belongs to user {owner + 2}" in (exposure(tmp_path / "own") or "")
+
+
+def test_the_cache_is_made_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the user's umask lets the group write: else the next start would not read it."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache" / "kernels"))
+    before = os.umask(0o002)
+    try:
+        hits = [kernel_module._compile(count_task).cache_hits for _ in range(2)]
+    finally:
+        os.umask(before)
+    assert hits == [0, 1]
+    assert {path.stat().st_mode & 0o077 for path in (tmp_path / "cache").rglob("*")} == {0}
