@@ -209,9 +209,10 @@ class Engine:
     def chat_token_ids(self, messages: list[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation with the model's chat template, ready for its answer.
 
-        Raises InvalidPrompt if the tokenizer has no template or the template refuses the messages.
+        Raises InvalidPrompt if the tokenizer has no template or the template refuses the messages, and
+        PromptTooLong if the text is so long that it need not be tokenized to know.
         """
-        return self._tokenizer.chat_token_ids(messages)
+        return self._tokenizer.chat_token_ids(messages, limit=self.max_model_len - 1)
 
     def generate(
         self,

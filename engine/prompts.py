@@ -30,7 +30,7 @@ class PromptReader:
     def token_ids(self, prompt: object) -> list[int]:
         """Token ids of a text, or a checked copy of token ids. Raises InvalidPrompt or PromptTooLong."""
         if isinstance(prompt, str):
-            token_ids = self._encode(prompt)
+            token_ids = self._tokenizer.encode(prompt, limit=self._max_model_len - 1)
         elif isinstance(prompt, (list, tuple)):
             token_ids = list(prompt)
         else:
@@ -50,12 +50,3 @@ class PromptReader:
             if not 0 <= token_id < self._vocab_size:
                 raise InvalidPrompt(f"token id {token_id} is outside the vocabulary of {self._vocab_size}")
         return token_ids
-
-    def _encode(self, prompt: str) -> list[int]:
-        at_least = self._tokenizer.min_tokens(prompt)
-        if at_least >= self._max_model_len:
-            raise PromptTooLong(
-                f"the prompt has {len(prompt)} characters, so at least {at_least} tokens; "
-                f"this engine takes at most {self._max_model_len - 1}"
-            )
-        return self._tokenizer.encode(prompt)

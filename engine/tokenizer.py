@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError, InvalidPrompt
+from engine.errors import ConfigError, InvalidPrompt, PromptTooLong
+from engine.token_bound import TokenBound
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -22,10 +23,14 @@ class Tokenizer:
             # transformers 5 would make an empty tokenizer of the model's class
             raise ConfigError(f"{folder} holds none of {', '.join(VOCABULARIES)}; add the model's tokenizer")
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except (OSError, ValueError, ImportError) as error:
+            with _no_panic():
+                # trust_remote_code: unless it is said, code in the folder makes transformers ask the terminal
+                self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                    str(folder), local_files_only=True, trust_remote_code=False
+                )
+        except Exception as error:  # whatever it makes of what is in the files
             raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
-        self._max_token_chars = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
+        self.min_tokens = TokenBound(getattr(self._tokenizer, "backend_tokenizer", None))
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -33,19 +38,13 @@ class Tokenizer:
         token_id = self._tokenizer.eos_token_id
         return frozenset() if token_id is None else frozenset((token_id,))
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, limit: int | None = None) -> list[int]:
         """Token ids of a prompt, with the special tokens the model's tokenizer adds to every text.
 
-        Raises InvalidPrompt for a text that is no valid Unicode.
+        limit: tokens at most, so that a text which must have more is not tokenized at all; others may have
+        more. Raises PromptTooLong for such a text, InvalidPrompt for one that is no valid Unicode.
         """
-        return self._encode(text, add_special_tokens=True)
-
-    def min_tokens(self, text: str) -> int:
-        """A lower bound of the tokens of `text`, known without tokenizing it.
-
-        Normalization can shorten a text; a factor of four allows for that.
-        """
-        return len(text) // (4 * self._max_token_chars)
+        return self._encode(text, limit, add_special_tokens=True)
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of token ids, without special tokens."""
@@ -54,11 +53,11 @@ class Tokenizer:
         assert isinstance(text, str)
         return text
 
-    def chat_token_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+    def chat_token_ids(self, messages: list[dict[str, Any]], *, limit: int | None = None) -> list[int]:
         """Token ids of a conversation, ready for the model's answer.
 
         messages: [{"role": ..., "content": ...}, ...]. Raises InvalidPrompt if they are not of that shape,
-        or the tokenizer has no chat template, or its template refuses them.
+        or the tokenizer has no chat template, or its template refuses them. limit: as in `encode`.
         """
         from jinja2 import TemplateError
 
@@ -69,13 +68,18 @@ class Tokenizer:
             text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise InvalidPrompt(f"the chat template refused these messages: {error}") from error
-        return self._encode(text, add_special_tokens=False)
+        return self._encode(text, limit, add_special_tokens=False)
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, limit: int | None, *, add_special_tokens: bool) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:  # a lone surrogate
             raise InvalidPrompt(f"the prompt is no valid Unicode text: {error}") from error
+        if limit is not None and (at_least := self.min_tokens(text)) > limit:
+            raise PromptTooLong(
+                f"the prompt has {len(text)} characters, so at least {at_least} tokens; "
+                f"this engine takes at most {limit}"
+            )
         # verbose=False: a text beyond the model's length is our error to name, not a warning to print
         with _no_panic():
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))

@@ -1,0 +1,179 @@
+"""A tokenizer's bound holds for every text, and hostile tokenizer files end in a named error."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as FastTokenizer
+
+from engine import ConfigError, Engine, EngineConfig, PromptTooLong, SamplingParams
+from engine.token_bound import MOST_NFC_SAVES, TokenBound
+from engine.tokenizer import Tokenizer
+
+SPECIAL = "<|im_end|>"
+LINES = [
+    "the quick brown fox",
+    "        ========",
+    "ein März, naïvement",
+    "日本語の文",
+    "aaaaaaaaaaaaaaaa",
+    "1987-03-03",
+]
+
+
+def make(normalizer: Any = None, splits: Any = None, special: AddedToken | str = SPECIAL) -> FastTokenizer:
+    made = FastTokenizer(models.BPE())
+    if normalizer is not None:
+        made.normalizer = normalizer
+    made.pre_tokenizer = splits or pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    made.train_from_iterator(LINES * 9, trainer)
+    made.add_special_tokens([special])
+    return made
+
+
+QWEN_LIKE = pre_tokenizers.Sequence(
+    [
+        pre_tokenizers.Split("[a-z]+| ?[^a-z]", "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+)
+TOKENIZERS = [make(), make(normalizers.NFC()), make(normalizers.NFC(), QWEN_LIKE)]
+TEXTS = st.lists(
+    st.one_of(
+        st.text(max_size=20),
+        st.sampled_from(
+            [*LINES, SPECIAL, "a" * 300, " " * 200, "\u212a" * 50, "e\u0301" * 30, ">\u0338" * 9]
+        ),
+        st.sampled_from(["\u1fbe\u0308\u0301" * 20, "\u1112\u1161\u11ab" * 20, SPECIAL + "\u0338"]),
+    ),
+    max_size=12,
+).map("".join)
+
+
+@settings(max_examples=400, deadline=None)
+@given(TEXTS)
+def test_no_text_has_fewer_tokens_than_the_bound(text: str) -> None:
+    """Of byte-level tokenizers with and without NFC, in text that it changes or leaves alone."""
+    for tokenizer in TOKENIZERS:
+        assert TokenBound(tokenizer)(text) <= len(tokenizer.encode(text).ids)
+
+
+def test_the_bound_is_not_far_from_the_truth() -> None:
+    """Of plain text, of text in other scripts, and of text that NFC changes."""
+    for tokenizer in TOKENIZERS:
+        bound = TokenBound(tokenizer)
+        for text in ("quick fox " * 500, "é日" * 500, "x" * 500):
+            assert bound(text) > len(tokenizer.encode(text).ids) / 25
+        assert bound("\u212aab" * 500) > 10
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        make(normalizers.StripAccents()),
+        make(normalizers.Replace("a", "")),
+        make(splits=pre_tokenizers.Whitespace()),
+        make(
+            splits=pre_tokenizers.Sequence(
+                [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            )
+        ),
+        make(special=AddedToken(SPECIAL, lstrip=True)),
+        FastTokenizer(models.WordLevel({"a": 0}, unk_token="a")),
+        None,
+    ],
+)
+def test_a_tokenizer_that_may_drop_text_has_no_bound(tokenizer: FastTokenizer | None) -> None:
+    assert TokenBound(tokenizer)("a b " * 1000) == 0
+
+
+def test_nfc_never_saves_more_than_the_bound_allows() -> None:
+    """By the tables of Unicode: each part of a character written as the longest that becomes this part."""
+    chars = [chr(code) for code in range(0x110000) if not 0xD800 <= code <= 0xDFFF]
+    longest: dict[str, int] = {}
+    for char in chars:
+        parts = unicodedata.normalize("NFD", char)
+        longest[parts] = max(longest.get(parts, 0), len(char.encode()))
+    worst = max(
+        sum(longest.get(part, len(part.encode())) for part in unicodedata.normalize("NFD", char))
+        / len(char.encode())
+        for char in chars
+        if unicodedata.is_normalized("NFC", char)
+    )
+    assert 3 < worst <= MOST_NFC_SAVES
+
+
+def test_a_prompt_that_cannot_fit_is_not_tokenized(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As text and as a chat; one that just fits is."""
+    rng = random.Random(0)
+    text = "".join(rng.choice("abcdefghij ") for _ in range(20_000))
+    with Engine(EngineConfig(str(folder), kv_cache_bytes=1 << 22)) as built:
+        tokenized: list[str] = []
+        inner = built._tokenizer._tokenizer
+        assert len(inner.encode(text)) > 5 * built.max_model_len
+        encode = inner._encode_plus if hasattr(inner, "_encode_plus") else inner.encode
+
+        def count(text: str, *args: Any, **options: Any) -> Any:
+            tokenized.append(text)
+            return encode(text, *args, **options)
+
+        monkeypatch.setattr(inner, encode.__name__, count)
+        with pytest.raises(PromptTooLong, match="20000 characters, so at least"):
+            built.add("a", text, SamplingParams())
+        with pytest.raises(PromptTooLong, match="characters, so at least"):
+            built.chat_token_ids([{"role": "user", "content": text}])
+        assert tokenized == []
+        built.add("a", "short", SamplingParams())
+        assert tokenized == ["short"]
+
+
+def hostile(folder: Path, into: Path, how: str) -> Path:
+    """A copy of a model folder whose tokenizer asks for code of its own, or is no tokenizer."""
+    shutil.copytree(folder, into)
+    config = json.loads((into / "tokenizer_config.json").read_text())
+    if how == "code":
+        (into / "evil.py").write_text("open('mark', 'w')\nclass T: pass\n")
+        config |= {"auto_map": {"AutoTokenizer": ["evil.T", None]}, "tokenizer_class": "T"}
+        (into / "tokenizer_config.json").write_text(json.dumps(config))
+    elif how == "configuration code":
+        (into / "evil.py").write_text("open('mark', 'w')\nclass T: pass\n")
+        config.pop("tokenizer_class", None)
+        (into / "tokenizer_config.json").write_text(json.dumps(config))
+        model = json.loads((into / "config.json").read_text())
+        model |= {"auto_map": {"AutoConfig": "evil.T"}, "model_type": "evil"}
+        (into / "config.json").write_text(json.dumps(model))
+    elif how == "nesting":
+        (into / "tokenizer.json").write_text("[" * 100_000)
+    else:
+        (into / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "Evil"}}')
+    return into
+
+
+@pytest.mark.parametrize("how", ["code", "configuration code", "nesting", "no tokenizer"])
+def test_a_hostile_tokenizer_is_refused_by_name_and_asks_nobody(
+    folder: Path, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sits at the terminal, and would say yes."""
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "y")
+    monkeypatch.chdir(tmp_path)
+    made = hostile(folder, tmp_path / "model", how)
+    try:
+        Tokenizer(made)
+    except ConfigError as error:
+        assert str(made) in str(error)  # noqa: PT017 - it may also load, without the code
+    assert asked == []
+    assert not (tmp_path / "mark").exists()
