@@ -228,10 +228,13 @@ class BatchWorker(BaseWorker):
 
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
         """Take nothing new and finish what runs; while the model loads, leave at once."""
-        from worker.io_loop import Shutdown
-
+        self._stop_requested = True
         if self._io is None:
             raise SystemExit
+        from worker.io_loop import (
+            Shutdown,
+        )  # whole by now: before, it may be half imported in this very thread
+
         if self._shutdown_requested_date is None:
             self._shutdown_requested_date = now()
             self._io.post(Shutdown.WARM)

@@ -57,6 +57,9 @@ DEPARTURES: dict[str, tuple[str, ...]] = {
     "a payload that cannot be read fails its job with a warning; RQ logs an error": (
         "test_worker.py::*::test_deserializing_failure_is_handled",
     ),
+    "a worker that leaves shows as `draining`, then as `stopped`; RQ's as `busy` or `idle`": (
+        "test_commands.py::*::test_stop_job_command",
+    ),
     "a worker goes on listening for commands whatever goes wrong there; RQ's gives up on some errors": (
         "test_commands.py::*::test_pubsub_thread_exits_other_error",
     ),

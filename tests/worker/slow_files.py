@@ -1,11 +1,15 @@
-"""Workers whose shards, or whose model, take their time over files."""
+"""Workers whose shards or model take their time over files, or that are told to stop while they import."""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import threading
 import time
+from importlib.abc import MetaPathFinder
 from pathlib import Path
+from typing import Any
 
 from jobs.context import JobContext
 from jobs.parquet.shard_task import ShardTask
@@ -62,3 +66,17 @@ class SlowLoadingWorker(FakeEngineWorker):
         Path(os.environ["LOADING"]).touch()
         threading.Event().wait()
         return super().load_engine(settings)
+
+
+class SignalledWhileImporting(FakeEngineWorker):
+    """FakeEngineWorker that gets SIGTERM while its I/O loop's module is half imported."""
+
+    def _install_signal_handlers(self) -> None:
+        super()._install_signal_handlers()
+        sys.meta_path.insert(0, _Signaller())
+
+
+class _Signaller(MetaPathFinder):
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+        if fullname == "worker.packing":  # what worker.io_loop imports
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -79,3 +79,8 @@ def test_a_signal_while_the_model_loads_ends_the_worker_at_once(workers: Workers
     wait_until(loading.exists)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 0
+
+
+def test_a_signal_while_the_worker_imports_its_own_modules_ends_it_at_once(workers: Workers) -> None:
+    process = workers.start(worker_class="tests.worker.slow_files.SignalledWhileImporting")
+    assert process.wait(timeout=60) == 0, workers.log(process)
