@@ -58,7 +58,9 @@ local function consider(id)
     redis.call, 'HMGET', 'rq:job:' .. id,
     'status', 'enqueued_at', 'worker_deaths', 'sequences', 'tokenmill_model', 'tokenmill_kind'
   )
-  if not fields or redis.call('HSTRLEN', 'rq:job:' .. id, 'data') == 0 then return end
+  if not fields then return end
+  -- A hash without what every enqueueing writes may be one that a late write left of a deleted job.
+  if not (fields[1] and fields[2]) and redis.call('HSTRLEN', 'rq:job:' .. id, 'data') == 0 then return end
   local is_cancelled = fields[1] == 'canceled' and redis.call('ZSCORE', 'rq:canceled:' .. queue, id)
   if is_cancelled or is_taken(id, fields[2] or '') then return end
   local is_foreign = fields[5] and not is_served[fields[5]]

@@ -17,9 +17,10 @@ end
 
 -- The reply where this execution does not hold the job to end it; then nothing of ours is left behind.
 local function not_held()
-  if holds(queue, id, eid) then
+  local taken_at = holds(queue, id, eid)
+  if taken_at then
     if redis.call('HGET', job, 'ended_by') == eid then return 'dependents' end
-    if not is_queued_again(queue, id, eid) then return nil end
+    if not is_queued_again(queue, id, taken_at) then return nil end
   end
   let_go(queue, id, eid)
   return was_ended_before() and 'again' or 'lost'
@@ -30,10 +31,11 @@ local function count(counter)
   redis.call('HINCRBYFLOAT', 'rq:worker:' .. ARGV[5], 'total_working_time', ARGV[6])
 end
 
--- What RQ writes of a run, whatever copies of the job were saved while it ran.
-local function write_run()
+-- What RQ writes of a run, whatever copies of the job were saved while it ran, and one more field.
+local function write_run(name, value)
   redis.call(
-    'HSET', job, 'started_at', ARGV[7], 'ended_at', ended_iso, 'last_heartbeat', ended_iso, 'worker_name', ARGV[5]
+    'HSET', job, 'started_at', ARGV[7], 'ended_at', ended_iso, 'last_heartbeat', ended_iso, 'worker_name', ARGV[5],
+    name, value
   )
 end
 

@@ -10,8 +10,7 @@ local status, ttl, score, next_run, repeats_left = ARGV[8], ARGV[9], ARGV[10], A
 local reply = not_held()
 if reply then return reply end
 
-write_run()
-redis.call('HSET', job, 'status', status)
+write_run('status', status)
 if score ~= '' then
   redis.call('ZADD', (status == 'finished' and 'rq:finished:' or 'rq:failed:') .. queue, score, id)
 end

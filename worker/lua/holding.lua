@@ -11,11 +11,13 @@ local function at_claim(queue, id, eid)
   return string.match(value, '^(.-)|(.*)$')
 end
 
+-- False, or the `enqueued_at` that the execution answers ('' for none).
 local function holds(queue, id, eid)
-  local cancelled_before = at_claim(queue, id, eid)
+  local cancelled_before, taken_at = at_claim(queue, id, eid)
   if not cancelled_before or not redis.call('ZSCORE', 'rq:executions:' .. id, eid) then return false end
   local cancelled = redis.call('ZSCORE', 'rq:canceled:' .. queue, id)
-  return (not cancelled or cancelled == cancelled_before) and redis.call('EXISTS', 'rq:job:' .. id) == 1
+  if cancelled and cancelled ~= cancelled_before then return false end
+  return redis.call('EXISTS', 'rq:job:' .. id) == 1 and taken_at
 end
 
 -- Leave nothing of an execution behind.
@@ -26,12 +28,11 @@ local function let_go(queue, id, eid)
   redis.pcall('ZREM', 'rq:executions:' .. id, eid)
 end
 
--- Whether the job stands in a queue once more, because it was enqueued again since this execution took it.
+-- Whether the job stands in a queue once more, because it was enqueued again since it was taken (see `holds`).
 -- Looked for only where its `enqueued_at` is another one: the queue may be long.
-local function is_queued_again(queue, id, eid)
-  local _, before = at_claim(queue, id, eid)
+local function is_queued_again(queue, id, taken_at)
   local fields = redis.call('HMGET', 'rq:job:' .. id, 'enqueued_at', 'origin')
-  if before == (fields[1] or '') then return false end
+  if taken_at == (fields[1] or '') then return false end
   return redis.call('LPOS', 'rq:queue:' .. queue, id)
     or redis.call('LPOS', 'rq:queue:' .. (fields[2] or queue), id)
 end

@@ -12,7 +12,8 @@ local job, execution = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid
 
 if redis.call('HEXISTS', 'tokenmill:held:' .. queue, id .. ':' .. eid) == 0 then return {'gone'} end
 if mode == 'abandoned' and redis.call('EXISTS', execution) == 1 then return {'alive'} end
-local fields = guarded(holds, queue, id, eid) and guarded(redis.call, 'HMGET', job, 'ended_by', 'ttl')
+local taken_at = guarded(holds, queue, id, eid)
+local fields = taken_at and guarded(redis.call, 'HMGET', job, 'ended_by', 'ttl')
 if not fields then
   let_go(queue, id, eid)
   return {'dropped'}
@@ -22,7 +23,7 @@ if fields[1] == eid then
   redis.call('EXPIRE', execution, ARGV[9])
   return {'ended', {id, eid, redis.call('HGETALL', job)}}
 end
-local is_queued = is_queued_again(queue, id, eid)
+local is_queued = is_queued_again(queue, id, taken_at)
 let_go(queue, id, eid)
 if is_queued then return {'dropped'} end
 

@@ -7,8 +7,7 @@ local when, ttl = ARGV[8], ARGV[11]
 local reply = not_held()
 if reply then return reply end
 
-write_run()
-redis.call('HSET', job, ARGV[9], ARGV[10])
+write_run(ARGV[9], ARGV[10])
 if #ARGV > 11 then
   add_result(12)
   expire_results(ttl)
