@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from reprlib import repr as shown  # short
 
-from engine.errors import MissingWeights, ModelNotFound
+from engine.errors import ConfigError, MissingWeights, ModelNotFound
 from engine.model_config import read_json
 
 INDEX = "model.safetensors.index.json"
@@ -32,7 +33,7 @@ def list_weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint. Raises MissingWeights, naming a shard that is not there."""
     index = folder / INDEX
     if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        names = _shard_names(index)
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise MissingWeights(
@@ -44,6 +45,18 @@ def list_weight_files(folder: Path) -> list[Path]:
     if not files:
         raise MissingWeights(f"{folder} holds no .safetensors file; other weight formats are not read")
     return files
+
+
+def _shard_names(index: Path) -> list[str]:
+    """The files that an index names, none of them in another folder. Raises ConfigError."""
+    weight_map = read_json(index).get("weight_map", {})
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else [weight_map]
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise ConfigError(
+                f"weight_map in {index} must name .safetensors files beside it, got {shown(name)}"
+            )
+    return sorted(set(names))
 
 
 def _fetch(model: str) -> Path:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from reprlib import repr as shown  # short
 from typing import Any
 
 from engine.errors import ConfigError, MissingWeights, UnsupportedModel
 
+MAX_SIZE = 2**31
+MAX_JSON_BYTES = 64 << 20  # the index of a thousand shards has some ten of them
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -49,13 +53,14 @@ def read_model_config(folder: Path) -> ModelConfig:
 
     Raises UnsupportedModel for a feature that is not built, ConfigError for an unreadable file.
     """
-    config = read_json(folder / "config.json")
+    path = folder / "config.json"
+    config = read_json(path)
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
-    _refuse_unbuilt(config)
-    architectures = config.get("architectures") or ["none named"]
     try:
-        return ModelConfig(
+        _refuse_unbuilt(config)
+        architectures = config.get("architectures") or ["none named"]
+        read = ModelConfig(
             architecture=architectures[0],
             vocab_size=config["vocab_size"],
             hidden_size=config["hidden_size"],
@@ -67,24 +72,52 @@ def read_model_config(folder: Path) -> ModelConfig:
             rms_norm_eps=config["rms_norm_eps"],
             rope_theta=_rope_theta(config),
             max_position_embeddings=config["max_position_embeddings"],
-            tie_word_embeddings=config.get("tie_word_embeddings", False),
-            attention_bias=config.get("attention_bias", False),
+            tie_word_embeddings=config.get("tie_word_embeddings") or False,
+            attention_bias=config.get("attention_bias") or False,
             dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
             eos_token_ids=_token_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
         )
     except KeyError as error:
-        raise ConfigError(
-            f"{folder / 'config.json'} has no {error.args[0]!r}, which a decoder needs"
-        ) from error
+        raise ConfigError(f"{path} has no {error.args[0]!r}, which a decoder needs") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
+        raise ConfigError(f"{path} or {generation_file} holds a value of a wrong kind: {error}") from error
+    _check_values(read, path)
+    return read
+
+
+def _check_values(read: ModelConfig, path: Path) -> None:
+    """Raise ConfigError unless every value is of its kind, and every size one that can be."""
+    for field in fields(read):
+        value = getattr(read, field.name)
+        if field.type == "int" and (type(value) is not int or not 0 < value < MAX_SIZE):
+            raise ConfigError(
+                f"{path}: {field.name} must be between 1 and {MAX_SIZE - 1}, got {shown(value)}"
+            )
+        if field.type == "float" and (type(value) not in (int, float) or not 0 < value < math.inf):
+            raise ConfigError(f"{path}: {field.name} must be a number above 0, got {shown(value)}")
+        if field.type == "bool" and type(value) is not bool:
+            raise ConfigError(f"{path}: {field.name} must be true or false, got {shown(value)}")
+        if field.type == "str" and type(value) is not str:
+            raise ConfigError(f"{path}: {field.name} must be a text, got {shown(value)}")
+    for token_id in read.eos_token_ids:
+        if type(token_id) is not int or not 0 <= token_id < read.vocab_size:
+            raise ConfigError(
+                f"{path}: the end token {shown(token_id)} is outside the vocabulary of {read.vocab_size}; "
+                "correct eos_token_id there or in generation_config.json"
+            )
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises MissingWeights if the file is absent, ConfigError if it is none."""
     try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ConfigError(
+                f"{path} has {path.stat().st_size} bytes, more than any checkpoint's; fetch it again"
+            )
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise MissingWeights(f"{path} is missing; the model folder is incomplete, fetch it again") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold a JSON object, found {type(value).__name__}")

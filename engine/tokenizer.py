@@ -12,6 +12,8 @@ from engine.token_bound import TokenBound
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
+MAX_FILE_BYTES = 256 << 20
+
 
 class Tokenizer:
     """The tokenizer of a model folder. Raises ConfigError if there is none that can be read."""
@@ -22,6 +24,11 @@ class Tokenizer:
         if not any((folder / name).is_file() for name in VOCABULARIES):
             # transformers 5 would make an empty tokenizer of the model's class
             raise ConfigError(f"{folder} holds none of {', '.join(VOCABULARIES)}; add the model's tokenizer")
+        for path in folder.glob("*.json"):
+            if path.stat().st_size > MAX_FILE_BYTES:
+                raise ConfigError(
+                    f"{path} has {path.stat().st_size} bytes, more than any tokenizer's; fetch it again"
+                )
         try:
             with _no_panic():
                 # trust_remote_code: unless it is said, code in the folder makes transformers ask the terminal

@@ -275,3 +275,59 @@ def test_a_chat_template_that_refuses_says_why(copy: Path) -> None:
     messages = [{"role": "system", "content": "hi"}]
     with Engine(EngineConfig(str(copy), **SMALL)) as built, pytest.raises(InvalidPrompt, match="no system"):
         built.chat_token_ids(messages)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("config.json", {"vocab_size": "512"}, "vocab_size must be between 1 and"),
+        ("config.json", {"hidden_size": 10**30}, "hidden_size must be between 1 and"),
+        ("config.json", {"num_attention_heads": 0, "head_dim": None}, "config.json"),
+        ("config.json", {"num_hidden_layers": -1}, "num_layers must be between 1 and"),
+        ("config.json", {"rms_norm_eps": [1]}, "rms_norm_eps must be a number above 0"),
+        ("config.json", {"architectures": {"a": 1}}, "config.json"),
+        ("config.json", {"architectures": 7}, "value of a wrong kind"),
+        ("config.json", {"rope_parameters": "x"}, "value of a wrong kind"),
+        ("config.json", {"layer_types": 5}, "value of a wrong kind"),
+        ("config.json", {"quantization_config": [1]}, "value of a wrong kind"),
+        ("config.json", {"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
+        (
+            "generation_config.json",
+            {"eos_token_id": [1, 512]},
+            "end token 512 is outside the vocabulary of 512",
+        ),
+        ("generation_config.json", {"eos_token_id": [[1]]}, "value of a wrong kind"),
+        ("generation_config.json", {"eos_token_id": "2"}, "end token '2' is outside"),
+        ("model.safetensors.index.json", {"weight_map": [1]}, "must name .safetensors files beside it"),
+        ("model.safetensors.index.json", {"weight_map": {"a": 5}}, "must name .safetensors files beside it"),
+        (
+            "model.safetensors.index.json",
+            {"weight_map": {"a": "../b.safetensors"}},
+            "files beside it, got '../b",
+        ),
+    ],
+)
+def test_a_hostile_model_folder_is_refused_by_name(
+    folder: Path, tmp_path: Path, file: str, change: dict[str, Any], words: str
+) -> None:
+    made = tmp_path / "model"
+    shutil.copytree(folder, made)
+    content = json.loads((made / file).read_text()) if (made / file).exists() else {}
+    (made / file).write_text(json.dumps(content | change))
+    with pytest.raises(ConfigError, match=words):
+        Engine(EngineConfig(str(made), **SMALL))
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
+def test_a_file_that_is_far_too_large_or_deep_is_refused_by_name(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
+    made = tmp_path / "model"
+    shutil.copytree(folder, made)
+    (made / name).write_text("[" * 200_000)
+    with pytest.raises(ConfigError):
+        Engine(EngineConfig(str(made), **SMALL))
+    with (made / name).open("r+b") as file:
+        file.truncate(1 << 40)  # a hole: it takes no space
+    with pytest.raises(ConfigError, match=f"{name} has {1 << 40} bytes"):
+        Engine(EngineConfig(str(made), **SMALL))
