@@ -19,7 +19,7 @@ from rq.job import Job
 from rq.logutils import setup_loghandlers
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
-from rq.worker.base import BaseWorker, DequeueStrategy
+from rq.worker.base import BaseWorker, DequeueStrategy, WorkerStatus
 
 import jobs
 from jobs.served_model import model_text
@@ -228,7 +228,6 @@ class BatchWorker(BaseWorker):
 
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
         """Take nothing new and finish what runs; while the model loads, leave at once."""
-        self._stop_requested = True
         if self._io is None:
             raise SystemExit
         from worker.io_loop import (
@@ -236,6 +235,7 @@ class BatchWorker(BaseWorker):
         )  # whole by now: before, it may be half imported in this very thread
 
         if self._shutdown_requested_date is None:
+            self._stop_requested = self.get_state() == WorkerStatus.BUSY  # as RQ's own workers
             self._shutdown_requested_date = now()
             self._io.post(Shutdown.WARM)
         elif now() - self._shutdown_requested_date >= timedelta(seconds=1):

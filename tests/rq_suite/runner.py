@@ -132,6 +132,7 @@ def _run_tests(suite: Path, tests: Sequence[str], env: dict[str, str]) -> dict[s
 
 def _environment(suite: Path, url: str, folder: Path, slow: bool) -> dict[str, str]:
     """What shim.py and the workers read. RQ's tests start `rqworker` by name: it gets the shim too."""
+    (folder / "sitecustomize.py").write_text("import redirect\n")
     program = folder / "rqworker"
     program.write_text(f"#!{sys.executable}\nimport shim\nimport rq.cli\n\nrq.cli.worker()\n")
     program.chmod(0o700)
@@ -139,7 +140,7 @@ def _environment(suite: Path, url: str, folder: Path, slow: bool) -> dict[str, s
     return {
         **{key: value for key, value in os.environ.items() if not key.startswith(ours)},
         "PATH": f"{folder}:{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join(map(str, (suite, HERE, ROOT))),
+        "PYTHONPATH": os.pathsep.join(map(str, (folder, suite, HERE, ROOT))),
         "PYTHONDONTWRITEBYTECODE": "1",
         "RQ_SUITE_SOCKET": url.removeprefix("unix://"),
         "RQ_SUITE_ENGINE": str(ROOT / "tests" / "worker" / "fake_engine.py"),

@@ -1,9 +1,8 @@
 """A pytest plugin that puts BatchWorker in the place of RQ's workers, for RQ's own tests.
 
 It runs in a process of its own, in which `tests` is RQ's package: nothing of ours is imported from there.
-The environment says where Redis listens (RQ_SUITE_SOCKET), where the engine that computes nothing is
-(RQ_SUITE_ENGINE), where to write what came out (RQ_SUITE_REPORT) and which workers were made, in whichever
-process (RQ_SUITE_MADE).
+The environment says where the engine that computes nothing is (RQ_SUITE_ENGINE), where to write what came out
+(RQ_SUITE_REPORT) and whether workers were made, in whichever process (RQ_SUITE_MADE).
 """
 
 from __future__ import annotations
@@ -13,14 +12,12 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import redis.connection
 import rq
 import rq.serializers
 import rq.worker
@@ -71,18 +68,8 @@ class SuiteWorker(_FakeEngineWorker):  # type: ignore[misc, valid-type]
         self.perform_job(job, queue)
 
 
-def _connect(self: redis.connection.Connection) -> socket.socket:
-    """Reach our server wherever RQ's tests name localhost."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(self.socket_connect_timeout)
-    connection.connect(os.environ["RQ_SUITE_SOCKET"])
-    connection.settimeout(self.socket_timeout)
-    return connection
-
-
 def _install() -> None:
     load_parts()  # here, so that the workers that RQ's tests fork start as soon as RQ's own
-    redis.connection.Connection._connect = _connect
     json_only = rq.serializers.JSONSerializer  # where a test names no serializer
     rq.serializers.PickleSerializer = rq.serializers.DefaultSerializer = json_only
     places = [module for name, module in sys.modules.items() if name.split(".")[0] == "rq"]

@@ -1,0 +1,22 @@
+"""Reaches our server wherever RQ's tests name localhost; every interpreter of a run imports it at its start.
+
+The environment says where Redis listens (RQ_SUITE_SOCKET).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import redis.connection
+
+
+def _connect(self: redis.connection.Connection) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(self.socket_connect_timeout)
+    connection.connect(os.environ["RQ_SUITE_SOCKET"])
+    connection.settimeout(self.socket_timeout)
+    return connection
+
+
+redis.connection.Connection._connect = _connect
