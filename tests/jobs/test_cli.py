@@ -13,6 +13,7 @@ import pytest
 from redis import Redis
 from redis import exceptions as redis_errors
 from rq import Queue
+from rq.executions import Execution
 from rq.job import Job, JobStatus
 from rq.results import Result
 from rq.serializers import JSONSerializer
@@ -196,7 +197,9 @@ def test_cancel_takes_waiting_jobs_stops_running_ones_and_submit_resumes(
     run_task(make_context(), done.func_name, *done.args)
     done.delete()
     redis.lrem("rq:queue:bulk", 1, started.id)
-    redis.hset(started.key, mapping={"status": "started", "worker_name": "w1"})
+    with redis.pipeline() as pipe:
+        execution = Execution.create(started, ttl=60, pipeline=pipe, worker_name="w1")
+        pipe.execute()
     with redis.pubsub() as listener:
         listener.subscribe("rq:pubsub:w1")
         assert listener.get_message(timeout=5)["type"] == "subscribe"
@@ -208,7 +211,10 @@ def test_cancel_takes_waiting_jobs_stops_running_ones_and_submit_resumes(
     assert "cancelled" in invoke("status", run).stdout
     with pytest.raises(RunCancelled):  # a shard that was claimed just before
         run_task(make_context(), started.func_name, *started.args)
-    redis.hset(started.key, "status", "stopped")
+    with redis.pipeline() as pipe:
+        execution.delete(job=started, pipeline=pipe)
+        pipe.hset(started.key, "status", "stopped")
+        pipe.execute()
     assert score_parquet(make_context(), str(source), str(tmp_path / "out"), rows_per_shard=1)["run"] == run
     assert len(queued_jobs(redis)) == 4
     work_off(redis, make_context)
