@@ -18,15 +18,20 @@ def find_files(storage: Storage, inputs: Sequence[str], output: str) -> list[Fou
     """Return the files that a run reads, in order.
 
     A folder gives its *.parquet, and those of its folders named key=value, at any depth; a glob what it
-    matches, with the key=value of the folders that it searches. Both come sorted, without names that start
-    with a dot or an underscore (unless a glob spells one out). Files below the output are never input.
-    Raises InputNotFound, PathOutsideRoots, InvalidJob, or NestedFolders for a folder that holds Parquet files
-    deeper down in folders of plain names: whether they belong to it is for the caller to say.
+    matches, files and, unless it holds **, folders, with the key=value of the folders that it searches. Both
+    come sorted, without names that start with a dot or an underscore (unless a glob spells one out). Several
+    inputs have the key=value of the folders below the one that holds them all: a shell expands a glob to such
+    a list. Files below the output are never input. Raises InputNotFound, PathOutsideRoots, InvalidJob, or
+    NestedFolders for a folder that holds Parquet files deeper down in folders of plain names: whether they
+    belong to it is for the caller to say.
     """
     found: list[FoundFile] = []
-    for item in inputs:
+    folders = [_searched_folder(storage, item) for item in inputs]
+    common = os.path.commonpath(folders)
+    for item, folder in zip(inputs, folders, strict=True):
+        keys = _keys(os.path.relpath(folder, common).split("/"))
         with reading(item):
-            files = [file for file in _expand(storage, item, output) if not _is_below(output, file.path)]
+            files = [f for f in _expand(storage, item, keys, output) if not _is_below(output, f.path)]
         if not files:
             raise InputNotFound(item)
         found += files
@@ -37,31 +42,58 @@ def find_files(storage: Storage, inputs: Sequence[str], output: str) -> list[Fou
     return found
 
 
-def _expand(storage: Storage, item: str, output: str) -> list[FoundFile]:
-    if glob_chars(item) and not os.path.lexists(item):
-        return list(_matches(storage, item))
+def _searched_folder(storage: Storage, item: str) -> str:
+    """Return the folder that an input is, or that holds it; of a glob the one that it searches."""
+    if _is_glob(item):
+        return "/".join(item.split("/")[: _first_glob_segment(item)]) or "/"
+    with reading(item):
+        return item if storage.is_folder(item) else os.path.dirname(item)
+
+
+def _expand(storage: Storage, item: str, keys: Keys, output: str) -> list[FoundFile]:
+    if _is_glob(item):
+        return list(_matches(storage, item, keys, output))
     path = storage.resolve(item)
-    if not storage.is_folder(path):
-        return [FoundFile(path)] if storage.stat(path) is not None else []
+    if storage.is_folder(path):
+        return _folder_files(storage, path, keys, output)
+    return [FoundFile(path, keys)] if storage.stat(path) is not None else []
+
+
+def _matches(storage: Storage, pattern: str, above: Keys, output: str) -> Iterator[FoundFile]:
+    searched = pattern.split("/")
+    fixed = _first_glob_segment(pattern)
+    names_hidden = any(_is_hidden(segment) for segment in searched[fixed:])
+    for named, path in storage.expand(pattern):
+        segments = named.split("/")[fixed:]
+        if not names_hidden and any(map(_is_hidden, segments)):
+            continue
+        if not storage.is_folder(path):
+            yield FoundFile(path, (*above, *_keys(segments[:-1])))
+        elif "**" not in searched and path != output:  # which finds a folder's files by itself
+            yield from _folder_files(storage, path, (*above, *_keys(segments)), output)
+
+
+def _folder_files(storage: Storage, path: str, keys: Keys, output: str) -> list[FoundFile]:
+    """Return a folder's files. Raises NestedFolders."""
     walk = _Walk(storage, output)
-    files = list(walk.files(path, ()))
+    files = list(walk.files(path, keys))
     plain = [folder for folder in walk.plain_folders if folder != output]
     if (nested := _first_nested(plain, output)) is not None:
         raise NestedFolders(path, os.path.relpath(nested, path))
     return files
 
 
-def _matches(storage: Storage, pattern: str) -> Iterator[FoundFile]:
-    searched = pattern.split("/")
-    fixed = next(place for place, segment in enumerate(searched) if glob_chars(segment))
-    names_hidden = any(_is_hidden(segment) for segment in searched[fixed:])
-    for named, path in storage.expand(pattern):
-        segments = named.split("/")[fixed:]
-        if not names_hidden and any(map(_is_hidden, segments)):
-            continue
-        if storage.stat(path) is not None:
-            keys = (folder_key(segment) for segment in segments[:-1])
-            yield FoundFile(path, tuple(key for key in keys if key is not None))
+def _is_glob(item: str) -> bool:
+    return bool(glob_chars(item)) and not os.path.lexists(item)
+
+
+def _first_glob_segment(pattern: str) -> int:
+    return next(place for place, segment in enumerate(pattern.split("/")) if glob_chars(segment))
+
+
+def _keys(names: Sequence[str]) -> Keys:
+    """Return the key=value among the names of folders."""
+    return tuple(key for key in map(folder_key, names) if key is not None)
 
 
 class _Walk:

@@ -77,7 +77,7 @@ class Storage:
         return FileStat(info.size, info.mtime_ns) if info.type == FileType.File else None
 
     def is_folder(self, path: str) -> bool:
-        return bool(self._files.get_file_info(path).type == FileType.Directory)
+        return os.path.isdir(path)  # pyarrow takes no name that is not UTF-8
 
     def names(self, folder: str) -> list[str]:
         """Return the sorted names in a folder."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,42 @@ def test_a_glob_gives_the_columns_of_the_folders_it_searches(
         write(tmp_path / "in" / f"year={year}" / "deep" / "x.parquet")
     assert score(f"{tmp_path}/in/**/*.parquet")["year"].to_pylist() == [1, 2]
     assert "year" not in score(f"{tmp_path}/in/year=1/deep/*.parquet", "below").column_names
+
+
+@pytest.mark.parametrize("named", [["lang=de/x.parquet", "lang=en/x.parquet"], ["lang=de", "lang=en"]])
+def test_folders_and_files_that_a_shell_found_have_the_columns_of_the_glob(
+    score: Callable[..., pa.Table], tmp_path: Path, named: list[str]
+) -> None:
+    for lang in ("de", "en"):
+        write(tmp_path / "run=7" / f"lang={lang}" / "x.parquet")
+    table = score([str(tmp_path / "run=7" / each) for each in named])
+    assert table["lang"].to_pylist() == ["de", "en"]
+    assert "run" not in table.column_names  # above all of them: it tells none from another
+    for number, pattern in enumerate(("lang=*", "lang=*/", "*/*.parquet")):
+        assert score(f"{tmp_path}/run=7/{pattern}", f"{number}")["lang"].to_pylist() == ["de", "en"]
+
+
+def test_a_folder_that_a_glob_matches_is_read_and_not_left_out_in_silence(
+    score: Callable[..., pa.Table], tmp_path: Path
+) -> None:
+    write(tmp_path / "in" / "2023.parquet" / "part-0.parquet", "a")  # as Spark writes a table
+    write(tmp_path / "in" / "2024.parquet", "b")
+    assert score(f"{tmp_path}/in/*.parquet")["prompt"].to_pylist() == ["a", "b"]
+    assert score(f"{tmp_path}/in/**/*.parquet", "deep")["prompt"].to_pylist() == ["a", "b"]
+    (tmp_path / "in" / "2025.parquet").symlink_to("nowhere")
+    with pytest.raises(errors.InputNotFound, match="nowhere"):
+        score(f"{tmp_path}/in/*.parquet", "broken")
+
+
+def test_a_name_that_is_not_utf8_matters_only_where_it_is_input(
+    score: Callable[..., pa.Table], tmp_path: Path
+) -> None:
+    write(tmp_path / "in" / "x.parquet")
+    Path(os.fsdecode(os.fsencode(tmp_path / "in") + b"/\xff.txt")).touch()
+    assert len(score(str(tmp_path / "in"))) == 1
+    os.rename(tmp_path / "in" / "x.parquet", os.fsencode(tmp_path / "in") + b"/\xff.parquet")
+    with pytest.raises(errors.InvalidValue, match="not UTF-8"):
+        score(str(tmp_path / "in"), "other")
 
 
 @pytest.mark.parametrize("has_first_level", [False, True])
