@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..errors import ColumnConflict, CorruptParquet, PartDamaged
+from ..errors import ColumnConflict, CorruptParquet, InputNotFound, PartDamaged
 from ..part_stats import PartStats
 from ..served_model import ServedModel
 from ..version import code_version
@@ -25,6 +25,9 @@ OUTPUT_FIELDS = (
     pa.field("cached_tokens", pa.int64()),
     pa.field("error", pa.string()),
 )
+
+#: Of a Parquet file besides data and footer: its mark at either end, and the footer's length.
+FRAME_BYTES = 12
 
 #: The key of our JSON in a part's key-value metadata.
 METADATA_KEY = "tokenmill"
@@ -46,7 +49,7 @@ def output_schema(schema: pa.Schema) -> pa.Schema:
     """Return the input's schema and metadata with the output's columns added. Raises ColumnConflict."""
     for field in OUTPUT_FIELDS:
         if field.name in schema.names:
-            raise ColumnConflict(field.name, "rename the input's column")
+            raise ColumnConflict(field.name, "rename it in the input, in its folders, or as filename_column")
     return pa.schema([*schema, *OUTPUT_FIELDS], metadata=schema.metadata)
 
 
@@ -108,8 +111,12 @@ def read_part_stats(storage: Storage, path: str, run: str, shard: int, rows: int
         with open_parquet(storage, path) as file:
             metadata: dict[bytes, bytes] = file.metadata.metadata or {}
             num_rows: int = file.metadata.num_rows
+            stat = storage.stat(path)
+            _check_holds_its_data(file, path, stat.size if stat else 0)
     except CorruptParquet as error:
         raise PartDamaged(path, str(error)) from error
+    except InputNotFound:  # its name is there
+        raise PartDamaged(path, "it is a link to a file that is gone") from None
     stats = _parse(path, metadata.get(METADATA_KEY.encode()))
     if (stats.run, stats.shard) != (run, shard):
         raise PartDamaged(path, f"it belongs to shard {stats.shard} of run {stats.run}")
@@ -117,6 +124,17 @@ def read_part_stats(storage: Storage, path: str, run: str, shard: int, rows: int
     if num_rows != expected or stats.rows != expected:
         raise PartDamaged(path, f"it has {num_rows} rows, expected {expected}")
     return stats
+
+
+def _check_holds_its_data(file: pq.ParquetFile, path: str, size: int) -> None:
+    """Raise PartDamaged when data was cut out of a file whose footer is whole. size: the file's, in bytes."""
+    footer = file.metadata
+    groups = (footer.row_group(number) for number in range(footer.num_row_groups))
+    chunks = (group.column(number) for group in groups for number in range(group.num_columns))
+    data = sum(chunk.total_compressed_size for chunk in chunks)
+    needed = data + footer.serialized_size + FRAME_BYTES
+    if size < needed:
+        raise PartDamaged(path, f"it has {size} bytes, and its footer tells of {needed}")
 
 
 def _parse(path: str, text: Any) -> PartStats:

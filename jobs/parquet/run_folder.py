@@ -57,11 +57,16 @@ class RunFolder:
 
     def shards_with_parts(self) -> set[int]:
         """Return the shards whose part is there. Raises PartDamaged for a part that no shard has."""
-        found = {shard for name in self.storage.names(self._path) if (shard := part_shard(name)) is not None}
+        found = self._numbers_of_parts()
         if found and max(found) >= len(self.plan.shards):
-            foreign = self.path(part_name(max(found)))
-            raise PartDamaged(foreign, f"this run has {len(self.plan.shards)} shards")
+            raise self._part_of_no_shard(max(found))
         return found
+
+    def _numbers_of_parts(self) -> set[int]:
+        return {shard for name in self.storage.names(self._path) if (shard := part_shard(name)) is not None}
+
+    def _part_of_no_shard(self, number: int) -> PartDamaged:
+        return PartDamaged(self.path(part_name(number)), f"this run has {len(self.plan.shards)} shards")
 
     def part_stats(self, shard: int) -> PartStats:
         """Read a part's statistics. Raises PartDamaged unless it holds exactly its shard's rows."""
@@ -69,14 +74,16 @@ class RunFolder:
         return read_part_stats(self.storage, self.path(part_name(shard)), self.plan.run, shard, rows)
 
     def damaged_parts(self, check_interrupted: Callable[[], None]) -> dict[int, PartDamaged]:
-        """Look into every part that is there; return what is wrong with those that are not this run's.
+        """Look into every part that is there; return, by number, what is wrong with those not this run's.
 
         check_interrupted: called before each part; what it raises ends the search.
         """
         damaged = {}
-        for shard in sorted(self.shards_with_parts()):
+        for shard in sorted(self._numbers_of_parts()):
             check_interrupted()
             try:
+                if shard >= len(self.plan.shards):
+                    raise self._part_of_no_shard(shard)
                 self.part_stats(shard)
             except PartDamaged as error:
                 damaged[shard] = error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,7 +63,22 @@ def replace_by_fewer_rows(part: Path) -> None:
     pq.write_table(table.slice(1), part)
 
 
-@pytest.mark.parametrize("damage", [truncate, replace_by_another_table, replace_by_fewer_rows])
+def cut_out_data(part: Path) -> None:
+    """Keep mark and footer, as a copy that skipped a block may."""
+    whole = part.read_bytes()
+    part.unlink()
+    part.write_bytes(whole[:4] + whole[50:])
+
+
+def link_to_nowhere(part: Path) -> None:
+    part.unlink()
+    part.symlink_to("unmounted")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [truncate, replace_by_another_table, replace_by_fewer_rows, cut_out_data, link_to_nowhere],
+)
 def test_a_damaged_part_of_a_finished_run_is_named_and_redone_on_wish(
     redis: Redis,
     make_context: MakeContext,
@@ -97,6 +113,30 @@ def test_a_part_of_another_run_is_no_part_of_this_one(
     os.replace(tmp_path / "other" / "part-00000.parquet", tmp_path / "out" / "part-00000.parquet")
     with pytest.raises(errors.PartDamaged, match="belongs to shard 0 of run"):
         submit()
+
+
+def test_a_part_that_no_shard_of_the_run_has_is_named_and_removed_on_wish(
+    submit: Callable[..., dict[str, object]], run: str, tmp_path: Path
+) -> None:
+    foreign = tmp_path / "out" / "part-00007.parquet"
+    shutil.copy(tmp_path / "out" / "part-00000.parquet", foreign)
+    with pytest.raises(
+        errors.PartDamaged, match=r"part-00007\.parquet.*this run has 3 shards.*--redo-damaged"
+    ):
+        submit()
+    again = submit(redo_damaged=True)
+    assert (again["run_finished"], again["shards_enqueued"]) == (True, 0)
+    assert not foreign.exists()
+
+
+def test_a_wish_to_redo_that_is_none_is_refused_and_not_logged(
+    submit: Callable[..., dict[str, object]], run: str
+) -> None:
+    with pytest.raises(
+        errors.InvalidValue, match=r"redo_damaged is 'my prompt'.*redo_damaged:=true"
+    ) as refused:
+        submit(redo_damaged="my prompt")
+    assert "my prompt" not in refused.value.log_text
 
 
 def test_a_finished_run_that_is_whole_is_finished(
