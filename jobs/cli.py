@@ -227,6 +227,8 @@ def _tell_end(connection: redis.Redis, followed: Followed) -> None:
     click.echo(_status_text(snapshot))
     if followed.end is End.FINISHED:
         _tell_if_already_finished(connection, snapshot)
+        if snapshot.too_many_errors is not None:
+            raise click.ClickException(f"run {snapshot.run} is finished, but {snapshot.too_many_errors}")
         return
     _tell_failures(connection, snapshot)
     if followed.end is End.CANCELLED:
@@ -274,6 +276,8 @@ def _status_text(snapshot: RunSnapshot) -> str:
 
 def _awaits(snapshot: RunSnapshot) -> list[str]:
     """Say what a run needs to go on: another submit, or a worker that serves its model."""
+    if snapshot.state == "finished":
+        return [] if snapshot.too_many_errors is None else [f"but      {snapshot.too_many_errors}"]
     if snapshot.stopped is not None:
         return [f"because  {snapshot.stopped}"]
     if snapshot.awaited_model is None or snapshot.finished or snapshot.cancelled:

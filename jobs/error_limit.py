@@ -45,6 +45,15 @@ class ErrorLimit:
         assert self.share is not None
         return rows >= MIN_JUDGED_ROWS and errors > self.share * rows
 
+    def told(self, rows: int, errors: int) -> str | None:
+        """Say how rows pass the limit; None where they do not."""
+        if not self.is_passed(rows, errors):
+            return None
+        return (
+            f"{errors} of {rows} rows have an error, more than --max-errors {self} allows: look at column "
+            "`error` of its parts"
+        )
+
     def __str__(self) -> str:
         return str(self.rows) if self.share is None else f"{self.share * 100:g}%"
 

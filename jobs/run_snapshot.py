@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,11 @@ from rq.worker.base import BaseWorker
 from rq.worker_registration import WORKERS_BY_QUEUE_KEY
 
 from . import stored
-from .errors import FAULT_PREFIX
+from .error_limit import ErrorLimit
+from .errors import FAULT_PREFIX, InvalidValue
 from .keys import worker_key
 from .parquet.names import job_shard, shard_job_id
+from .part_stats import PartStats
 from .run_state import RunState
 from .shown import MAX_TEXT_CHARS, safe_name
 
@@ -39,6 +41,7 @@ class RunSnapshot:
     finished shards. workers: those that listen on the queue. queue_length: jobs of any run on the queue.
     failed_jobs: ids of the failed shards' jobs. awaited_model: the run's model, where none of those workers
     serves it; None where one does, or may. stopped: why the run was cancelled without anyone's word.
+    too_many_errors: how its finished rows pass the limit of the last submission; None where they do not.
     """
 
     run: str
@@ -60,6 +63,7 @@ class RunSnapshot:
     queue_length: int
     awaited_model: str | None
     stopped: str | None
+    too_many_errors: str | None
 
     @property
     def failed(self) -> int:
@@ -119,7 +123,16 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         queue_length=seen.length,
         awaited_model=_awaited_model(facts, seen),
         stopped=safe_name(facts["stopped"], MAX_TEXT_CHARS) if "stopped" in facts else None,
+        too_many_errors=_too_many_errors(facts, parts.values()),
     )
+
+
+def _too_many_errors(facts: dict[str, str], parts: Collection[PartStats]) -> str | None:
+    try:
+        limit = ErrorLimit.parse(facts.get("max_errors"))
+    except InvalidValue:  # others may write into Redis
+        return None
+    return limit.told(sum(part.rows for part in parts), sum(part.errors for part in parts))
 
 
 def _awaited_model(facts: dict[str, str], seen: _QueueSeen) -> str | None:

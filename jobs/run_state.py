@@ -117,12 +117,8 @@ class RunState:
             pipe.hget(self._key, "max_errors")
             rows, errors, text = pipe.execute()
         limit = ErrorLimit.parse(text.decode() if text else None)
-        if not limit.is_passed(rows, errors):
-            return None
-        return (
-            f"{errors} of {rows} rows have an error, more than --max-errors {limit} allows: look at column "
-            "`error` of its parts, then submit another input, or the same again with a higher limit to resume"
-        )
+        told = limit.told(rows, errors)
+        return told and f"{told}, then submit another input, or the same again with a higher limit to resume"
 
     def mark_finished(self) -> None:
         self.describe({"finished": 1})

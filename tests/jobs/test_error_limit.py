@@ -10,9 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
+from jobs import cli
 from jobs.context import JobContext
 from jobs.error_limit import ErrorLimit
 from jobs.errors import InvalidValue
+from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, queued_jobs, refuse, run_task, shout, work_off
 from tests.jobs.conftest import Invoke
 
@@ -62,6 +64,29 @@ def test_a_stopped_run_is_resumed_with_a_higher_limit(
     assert work_off(redis, make_context)[0]["shards_missing"] == 4
     work_off(redis, make_context, answer=refuse_all)
     assert (source.parent / "out" / "_SUCCESS").exists()
+
+
+@pytest.mark.parametrize("rows_per_shard", [100, 500])
+def test_a_finished_run_that_passes_the_limit_says_so_with_exit_status_1(
+    invoke: Invoke,
+    redis: Redis,
+    make_context: MakeContext,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rows_per_shard: int,
+) -> None:
+    def answer(request: Request) -> FakeCompletion:  # the run's last rows alone fail: nothing is left to stop
+        return refuse("x") if int(str(request.prompt)) >= 400 else shout(request)
+
+    monkeypatch.setattr(cli.time, "sleep", lambda seconds: work_off(redis, make_context, answer=answer))
+    for limit, status in (("99", 1), ("99", 1), ("100", 0)):
+        options = ("--wait", "--rows-per-shard", rows_per_shard, "--max-errors", limit)
+        result = invoke("submit", source, source.parent / "out", *options)
+        assert "finished" in result.stdout
+        assert result.exit_code == status, result.output
+        told = "100 of 500 rows have an error, more than --max-errors 99 allows"
+        shown = invoke("status", source.parent / "out").stdout
+        assert (told in result.stderr, told in shown) == (bool(status), bool(status))
 
 
 def test_fewer_errors_than_the_limit_stop_nothing(

@@ -41,6 +41,7 @@ def snapshot(**changed: Any) -> RunSnapshot:
         "queue_length": 9,
         "awaited_model": None,
         "stopped": None,
+        "too_many_errors": None,
     }
     return RunSnapshot(**{**facts, **changed})
 
