@@ -22,7 +22,7 @@ from .parquet.local_check import check_columns_here
 from .parquet.names import shard_job_id
 from .parquet.paths import local_path
 from .parquet.plan import MAX_SHARDS
-from .parquet.spec import RunSpec
+from .parquet.spec import RunSpec, check_queue_name
 from .run_output import RunOutput
 from .run_state import RunState
 from .served_model import parse_model
@@ -64,6 +64,7 @@ def submit_run(
     """
     spec, model = RunSpec.from_arguments(**arguments), parse_model(model)
     limit = ErrorLimit.parse(max_errors)
+    check_queue_name(queue_name)
     check_sampling(spec.sampling)
     check_columns_here(spec)
     plan_job = f"{spec.run}-plan"

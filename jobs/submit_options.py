@@ -74,9 +74,9 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_template(path: str) -> str:
-    """Return a file's text without the last line break, which most editors add."""
+    """Return a file's text without what editors add: a byte order mark, and the last line break."""
     try:
-        with open(path, encoding="utf-8", newline="") as file:
+        with open(path, encoding="utf-8-sig", newline="") as file:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"

@@ -55,7 +55,7 @@ def read_inputs(
     check_interrupted: called before each file; what it raises ends the reading.
     Raises CorruptParquet, SchemaMismatch when the files differ, or ColumnConflict for the filename column.
     """
-    *_, schema = _read_footer(storage, found[0].path)
+    schema, columns, rows = read_columns(storage, found, filename_column)
     files, row_groups = [], []
     for each in found:
         check_interrupted()
@@ -64,14 +64,25 @@ def read_inputs(
             raise SchemaMismatch(each.path, f"its columns are {_columns(own, schema)}")
         files.append(file)
         row_groups.append(groups)
+    files = [replace(file, values=tuple(values)) for file, values in zip(files, rows, strict=True)]
+    return Inputs(tuple(files), tuple(row_groups), schema, tuple(columns))
+
+
+def read_columns(
+    storage: Storage, found: Sequence[FoundFile], filename_column: str | None
+) -> tuple[pa.Schema, list[AddedColumn], list[list[Any]]]:
+    """Read the first file's footer; return its schema, the added columns, and each file's values in them.
+
+    Raises CorruptParquet, SchemaMismatch when the folders differ, or ColumnConflict for the filename column.
+    """
+    *_, schema = _read_footer(storage, found[0].path)
     columns, rows = partition_columns(found, schema.names)
     if filename_column is not None:
         if filename_column in (*schema.names, *(column.name for column in columns)):
             raise ColumnConflict(filename_column, "give filename_column another name")
         columns.append(AddedColumn(filename_column, "string"))
         rows = [[*values, each.path] for values, each in zip(rows, found, strict=True)]
-    files = [replace(file, values=tuple(values)) for file, values in zip(files, rows, strict=True)]
-    return Inputs(tuple(files), tuple(row_groups), schema, tuple(columns))
+    return schema, columns, rows
 
 
 @contextmanager
@@ -128,6 +139,10 @@ def _read_footer(storage: Storage, path: str) -> tuple[PlannedFile, tuple[int, .
 
 def _columns(schema: pa.Schema, first: pa.Schema) -> str:
     """Describe the fields in which a schema differs from the first file's."""
-    ours, theirs = ({f"{field.name}: {field.type}" for field in each} for each in (schema, first))
+    ours, theirs = ({_column(field) for field in each} for each in (schema, first))
     extra, missing = sorted(ours - theirs), sorted(theirs - ours)
     return f"not the first file's (more: {extra or 'none'}; missing: {missing or 'none'}; order counts too)"
+
+
+def _column(field: pa.Field) -> str:
+    return f"{field.name}: {field.type}{'' if field.nullable else ' not null'}"

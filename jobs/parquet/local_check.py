@@ -14,8 +14,9 @@ def check_columns_here(spec: RunSpec) -> None:
     Says nothing of an input that is not on this machine: the paths are those of the workers' machines.
     """
     try:
+        from .added_columns import with_added_fields
         from .find_files import find_files
-        from .inputs import read_inputs
+        from .inputs import read_columns
         from .planner import check_columns
         from .storage import Storage
     except ImportError:  # no pyarrow: a producer's install has none
@@ -24,7 +25,8 @@ def check_columns_here(spec: RunSpec) -> None:
         try:
             storage = Storage(("/",))
             found = find_files(storage, spec.input, spec.output)
-            check_columns(spec, read_inputs(storage, found[:1], spec.filename_column, lambda: None))
+            schema, added, _ = read_columns(storage, found, spec.filename_column)
+            check_columns(spec, with_added_fields(schema, added), found[0].path)
         except (ColumnConflict, MissingColumn, WrongColumnType):
             raise
         except InputError:  # the planning says so, if it finds the same

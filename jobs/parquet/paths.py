@@ -28,7 +28,12 @@ def local_path(path: object) -> str:
         path = unquote(path)
     if "\0" in path or not _is_utf8(path):
         raise InvalidValue("{} is no path: it holds a zero byte, or is not UTF-8", shown(path))
-    return os.path.abspath(path)
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError:
+        raise InvalidValue(
+            "{} is relative to a working directory that is gone: give an absolute path", shown(path)
+        ) from None
 
 
 def _is_utf8(path: str) -> bool:

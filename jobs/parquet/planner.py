@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
+
 from ..context import JobContext
 from ..error_limit import DEFAULT_LIMIT, ErrorLimit
 from ..errors import (
     InputChanged,
-    InvalidJob,
     InvalidValue,
     MissingColumn,
     OutputHoldsAnotherRun,
@@ -22,7 +23,7 @@ from ..errors import (
 )
 from ..run_state import RunState
 from ..served_model import ServedModel, parse_model
-from ..shown import MAX_NAME_CHARS, shown
+from ..shown import shown
 from ..version import code_version
 from .enqueue import enqueue_shards
 from .find_files import find_files
@@ -32,7 +33,7 @@ from .part import output_schema, part_stats, write_part
 from .plan import PinnedModel, Plan, PlannedFile, cut_shards
 from .prompt_source import prompt_source
 from .run_folder import RunFolder, create_plan, load_plan
-from .spec import RunSpec
+from .spec import RunSpec, check_queue_name
 from .storage import Storage, writing
 
 
@@ -73,13 +74,11 @@ def score_parquet(
         input, output, prompt_column, messages_column, template, sampling, rows_per_shard, filename_column
     )
     if not isinstance(redo_damaged, bool):
-        raise InvalidJob(
-            f"redo_damaged is {shown(redo_damaged)}, expected true or false: write redo_damaged:=true"
-        )
-    if queue is not None and (not isinstance(queue, str) or not 0 < len(queue) <= MAX_NAME_CHARS):
         raise InvalidValue(
-            f"queue is {{}}, expected the name of a queue, at most {MAX_NAME_CHARS} characters", shown(queue)
+            "redo_damaged is {}, expected true or false: write redo_damaged:=true", shown(redo_damaged)
         )
+    if queue is not None:
+        check_queue_name(queue)
     context.check_sampling(spec.sampling)
     limit = ErrorLimit.parse(max_errors)
     submission = Submission(queue or context.queue_name, parse_model(model), redo_damaged, limit)
@@ -103,7 +102,7 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
     _open_submission(state, context.job_id, spec.output, submission)
     found = find_files(storage, spec.input, spec.output)
     inputs = read_inputs(storage, found, spec.filename_column, context.check_interrupted)
-    check_columns(spec, inputs)
+    check_columns(spec, inputs.schema, found[0].path)
     plan = _agreed_plan(context, storage, spec, inputs, submission.model)
     folder = RunFolder(storage, plan, state, context.execution_id)
     if plan.rows == 0:
@@ -142,12 +141,15 @@ def _open_submission(state: RunState, job_id: str, output: str, submission: Subm
         raise
 
 
-def check_columns(spec: RunSpec, inputs: Inputs) -> None:
-    """Raise MissingColumn, WrongColumnType or ColumnConflict for columns that the run cannot be made of."""
-    source, schema = prompt_source(spec), inputs.schema
+def check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
+    """Raise MissingColumn, WrongColumnType or ColumnConflict for columns that the run cannot be made of.
+
+    schema: the added columns included. path: of one of the files, for the error.
+    """
+    source = prompt_source(spec)
     for column in source.columns:
         if column not in schema.names:
-            raise MissingColumn(column, inputs.files[0].path, ", ".join(map(repr, schema.names)))
+            raise MissingColumn(column, path, ", ".join(map(repr, schema.names)))
     source.check(schema)
     output_schema(schema)
 

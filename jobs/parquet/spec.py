@@ -121,6 +121,15 @@ def check_num_files(found: int) -> None:
         )
 
 
+def check_queue_name(value: Any) -> None:
+    """Raise InvalidValue for what can be no queue's name."""
+    if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= MAX_NAME_CHARS:
+        raise InvalidValue(
+            f"queue is {{}}, expected a queue's name, printable and at most {MAX_NAME_CHARS} characters",
+            shown(value),
+        )
+
+
 def _name(argument: str, value: Any) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS:
         raise InvalidValue(

@@ -105,6 +105,9 @@ def test_submitting_twice_plans_once_and_again_after_the_end(
         (["--temperature", "-1"], "temperature must be between 0 and 1000000, got -1"),
         (["--sampling", '{"max_tokns": 5}'], "did you mean max_tokens?"),
         (["--rows-per-shard", "0"], "from 1"),
+        (["--queue", ""], "queue is '', expected a queue's name"),
+        (["--queue", "q" * 256], "expected a queue's name, printable and at most 255"),
+        (["--queue", "bulk\n"], "expected a queue's name"),
     ],
 )
 def test_wrong_options_fail_before_anything_is_enqueued(
@@ -119,10 +122,35 @@ def test_wrong_options_fail_before_anything_is_enqueued(
 
 def test_a_template_may_come_from_a_file(invoke: Invoke, redis: Redis, source: Path, tmp_path: Path) -> None:
     template = tmp_path / "template.txt"
-    template.write_text("Is this good?\n\n{prompt}\n")
-    assert invoke("submit", source, tmp_path / "out", "--template-file", template).exit_code == 0
-    (job,) = queued_jobs(redis)
-    assert job.kwargs["template"] == "Is this good?\n\n{prompt}"
+    for text in ("Is this good?\n\n{prompt}\n", "\ufeffIs this good?\n\n{prompt}\r\n"):  # as editors save it
+        template.write_bytes(text.encode())
+        assert invoke("submit", source, tmp_path / "out", "--template-file", template).exit_code == 0
+        (job,) = queued_jobs(redis)
+        assert job.kwargs["template"] == "Is this good?\n\n{prompt}"
+        redis.flushall()
+
+
+def test_a_working_directory_that_is_gone_is_one_line(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for command in (("submit", "in.parquet", "out"), ("status", "out")):
+        result = invoke(*command)
+        assert result.exit_code == 1
+        assert "relative to a working directory that is gone: give an absolute path" in result.output
+
+
+def test_columns_are_checked_as_the_planning_will_see_them(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    for word in ("1", "two"):  # text for the whole input, though the first alone would be a number
+        (tmp_path / "in" / f"word={word}").mkdir(parents=True)
+        pq.write_table(pa.table({"x": [0]}), tmp_path / "in" / f"word={word}" / "x.parquet")
+    result = invoke("submit", tmp_path / "in", tmp_path / "out", "--prompt-column", "word")
+    assert result.exit_code == 0, result.output
+    assert work_off(redis, make_context)[0]["rows"] == 2
 
 
 def test_several_inputs_make_one_run(
