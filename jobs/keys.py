@@ -39,6 +39,9 @@ RUN_TTL_S = 30 * 24 * 3600
 #: A worker's statistics are kept so long after it wrote them last.
 WORKER_STATS_TTL_S = 3600
 
+#: A worker tells of itself every two seconds; one that has not for so long is frozen, cut off or dead.
+SILENT_S = 10
+
 
 def worker_key(name: str) -> str:
     return f"tokenmill:worker:{name}"

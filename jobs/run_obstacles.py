@@ -11,7 +11,7 @@ from rq.serializers import JSONSerializer
 from rq.worker_registration import REDIS_WORKER_KEYS
 
 from . import stored
-from .keys import WORKER_STATS_TTL_S, worker_key
+from .keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
 from .parquet.names import is_run_id, job_shard
 from .run_snapshot import RunSnapshot
 from .shown import safe_name
@@ -22,15 +22,13 @@ if TYPE_CHECKING:
 #: How much of a queue is looked through for the run's first job.
 MAX_AHEAD = 1000
 
-#: A worker tells of itself every two seconds; one that has not for so long is frozen, cut off or dead.
-SILENT_S = 10
-
 
 def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
     """Return a sentence for each thing that keeps a run from going on; none for one that has ended."""
     if snapshot.finished or snapshot.cancelled:
         return []
-    waits = snapshot.is_planning or snapshot.queued > 0
+    # A shard that was started waits too, once the worker that had it is gone.
+    waits = snapshot.is_planning or snapshot.queued > 0 or snapshot.started > 0
     found = _silent_workers(connection, snapshot) if snapshot.started else []
     if waits and not snapshot.workers:
         found.append(no_worker_text(snapshot.queue, listened_queues(connection)))

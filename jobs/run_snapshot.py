@@ -16,7 +16,7 @@ from rq.worker_registration import WORKERS_BY_QUEUE_KEY
 from . import stored
 from .error_limit import ErrorLimit
 from .errors import FAULT_PREFIX, InvalidValue
-from .keys import worker_key
+from .keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
 from .parquet.names import job_shard, shard_job_id
 from .part_stats import PartStats
 from .run_state import RunState
@@ -172,7 +172,7 @@ class _QueueSeen:
     """What RQ's keys say: started and failed are shards of the run, length and workers the queue's own.
 
     models: the names by which jobs may ask for the models that those workers serve; None where one of them
-    does not say, as RQ's own workers do not.
+    does not say, as RQ's own workers do not. Those of a silent worker are not among them.
     """
 
     plan_status: JobStatus | None
@@ -210,12 +210,14 @@ def _read_workers(connection: Redis, keys: Iterable[bytes]) -> tuple[int, set[st
         for key in keys:
             pipe.exists(key)  # a killed worker's own key expires, its entry in the set stays
             pipe.get(worker_key(stored.text(key).removeprefix(WORKER_PREFIX)))
+            pipe.ttl(worker_key(stored.text(key).removeprefix(WORKER_PREFIX)))
         replies = pipe.execute(raise_on_error=False)
-    facts = [fact for is_alive, fact in zip(replies[::2], replies[1::2], strict=True) if is_alive]
-    told = [stored.json_object(fact) for fact in facts]
-    if {} in told:
+    each = zip(replies[::3], replies[1::3], replies[2::3], strict=True)
+    facts = [(stored.json_object(fact), left_s) for is_alive, fact, left_s in each if is_alive]
+    if any(told == {} for told, _ in facts):
         return len(facts), None
-    served = [each.get("models") for each in told]
+    # A killed worker's key lives on for minutes, and what it served with it; it tells nothing new.
+    served = [told.get("models") for told, left_s in facts if not 0 <= left_s < WORKER_STATS_TTL_S - SILENT_S]
     models = {name for names in served if isinstance(names, list) for name in names if isinstance(name, str)}
     return len(facts), models
 

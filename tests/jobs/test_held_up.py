@@ -151,6 +151,18 @@ def test_status_says_behind_how_many_jobs_and_which_run_a_run_is(
     assert "it is behind" not in invoke("status", tmp_path / "first").stdout
 
 
+def test_status_says_that_no_worker_listens_also_where_every_shard_is_a_dead_ones(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    score_parquet(make_context(), str(source), str(tmp_path / "out"))
+    (job,) = queued_jobs(redis)
+    redis.lrem("rq:queue:bulk", 1, job.id)
+    redis.zadd("rq:wip:bulk", {f"{job.id}:e": 9e12})
+    assert "waits    no worker listens on queue 'bulk'" in invoke("status", tmp_path / "out").stdout
+    add_worker(redis, "w")
+    assert "waits" not in invoke("status", tmp_path / "out").stdout
+
+
 def test_status_names_the_silent_worker_that_holds_shards_and_says_when_others_take_them_over(
     invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from jobs import cli
 from jobs.context import JobContext
 from jobs.errors import InvalidJob, ModelNotServed, PlanDamaged, RunOfAnotherModel
 from jobs.follow import End, follow
-from jobs.keys import MODEL_FIELD, worker_key
+from jobs.keys import MODEL_FIELD, SILENT_S, WORKER_STATS_TTL_S, worker_key
 from jobs.parquet.plan import Plan
 from jobs.run_control import submit_run
 from jobs.run_snapshot import read_snapshot
@@ -138,6 +138,8 @@ def test_status_names_the_model_that_a_run_awaits(
     assert "serves model other (bfloat16, " in invoke("status", run)
     start_worker("x", OTHER)
     assert "awaits" not in invoke("status", run)
+    redis.expire(worker_key("x"), WORKER_STATS_TTL_S - 2 * SILENT_S)  # killed: RQ's key of it lives on
+    assert "serves model other (bfloat16, " in invoke("status", run)
 
 
 def test_a_plan_of_an_earlier_version_is_refused_by_name(
