@@ -91,7 +91,10 @@ _MAX_COUNT = 2**53
 
 @dataclass(frozen=True)
 class ClaimedJob:
-    """A job this worker holds: what to do, and the one execution that may finish it."""
+    """A job this worker holds: what to do, and the one execution that may finish it.
+
+    job: its user's code gets this very object, as with RQ, and may leave anything in it.
+    """
 
     job: Job
     execution: Execution
@@ -108,9 +111,14 @@ class ClaimedJob:
     """FUNCTION for one that was found to be a plain function without a place on this worker."""
 
     @property
+    def job_id(self) -> str:
+        """The job's id, whatever its code makes of that in its copy."""
+        return self.execution.job_id
+
+    @property
     def address(self) -> tuple[str, str, str]:
         """Queue, job id, execution id: how the scripts find it."""
-        return self.queue_name, self.job.id, self.execution.id
+        return self.queue_name, self.job_id, self.execution.id
 
 
 @dataclass(frozen=True)
@@ -170,6 +178,8 @@ class Claim:
     jobs: list[ClaimedJob]
     num_foreign: int
     """Jobs that were seen and left in the queue, because they may run on another model only."""
+    num_dropped: int = 0
+    """Entries that were dropped, because no job can have such an id."""
 
 
 def own_client(connection: Redis, socket_timeout_s: float, resend: bool = False) -> Redis:
@@ -184,6 +194,15 @@ def own_client(connection: Redis, socket_timeout_s: float, resend: bool = False)
     retry = Retry(ExponentialBackoff(cap=2.0, base=0.1), 10) if resend else Retry(NoBackoff(), 0)
     kwargs.update(socket_timeout=socket_timeout_s, retry=retry, retry_on_error=[])
     return Redis(connection_pool=ConnectionPool(connection_class=pool.connection_class, **kwargs))
+
+
+def is_text(raw: bytes) -> bool:
+    """Whether bytes that a stranger may have written are UTF-8."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _is_wrong_type(error: RedisError) -> bool:
@@ -301,10 +320,18 @@ class JobStore:
         self._unanswered -= tokens
         # Of a claim that was sent twice the first sending may still be on its way: its record expires.
         self._answered = first_sent
-        return [
-            Claim([self._restore(each.queue, entry) for entry in entries], num_foreign)
-            for each, (entries, num_foreign) in zip(wanted, replies, strict=True)
-        ]
+        claims = []
+        for each, (entries, num_foreign) in zip(wanted, replies, strict=True):
+            nobodys = [(each.queue, *entry[:2]) for entry in entries if not is_text(entry[0])]
+            self._forget(nobodys)
+            jobs = [self._restore(each.queue, entry) for entry in entries if is_text(entry[0])]
+            claims.append(Claim(jobs, num_foreign, len(nobodys)))
+        return claims
+
+    def _forget(self, addresses: Sequence[tuple[str, bytes, bytes]]) -> None:
+        """Let go of what was claimed under ids that are no UTF-8: no client of RQ's can name such a job."""
+        if addresses:
+            self._call_many([("close", (*address, self._stamp()[0])) for address in addresses])
 
     def renew(self, held: Sequence[ClaimedJob]) -> list[ClaimedJob]:
         """Extend the leases of the jobs held; return those that are no longer ours."""
@@ -388,7 +415,7 @@ class JobStore:
         """Fields and values of the entry in rq:results."""
         claimed, failed = outcome.claimed, kind is Result.Type.FAILED
         result = Result(
-            claimed.job.id,
+            claimed.job_id,
             kind,
             connection=self._client,
             return_value=None if failed else outcome.value,
@@ -418,7 +445,7 @@ class JobStore:
         job.connection, job._status = self._client, JobStatus(ended_as.decode())
         calls = []
         for member in self._dependents(job):
-            dependent = self._fetch(member.decode())
+            dependent = self._fetch(member.decode()) if is_text(member) else None
             if dependent is not None and self._may_run(dependent, job):
                 front = int(bool(dependent.enqueue_at_front))
                 ids = (dependent.origin, dependent.id, job.id)
@@ -444,6 +471,8 @@ class JobStore:
         except RedisError as error:
             if not _is_wrong_type(error):
                 raise
+            return False
+        except ValueError:  # a status that is no text: nobody can say whether that job has ended well
             return False
 
     def _fetch(self, job_id: str) -> Job | None:
@@ -495,17 +524,19 @@ class JobStore:
         with self._client.pipeline(transaction=False) as pipe:
             for name in queue_names:
                 pipe.hkeys(held_key(name))
-            members = [
-                (name, *member.decode().rsplit(":", 1))
-                for name, found in zip(queue_names, pipe.execute(), strict=True)
-                for member in found
+            found = [
+                (name, *member.rsplit(b":", 1))
+                for name, members in zip(queue_names, pipe.execute(), strict=True)
+                for member in members
             ]
         with self._client.pipeline(transaction=False) as pipe:
-            for _, job_id, execution_id in members:
-                pipe.exists(f"rq:execution:{job_id}:{execution_id}")
-            alive = pipe.execute() if members else []
-        dead = [(member, "", "") for member, lives in zip(members, alive, strict=True) if not lives]
-        return self._release(dead, "abandoned", max_deaths)
+            for _, job_id, execution_id in found:
+                pipe.exists(b"rq:execution:%b:%b" % (job_id, execution_id))
+            alive = pipe.execute() if found else []
+        dead = [member for member, lives in zip(found, alive, strict=True) if not lives]
+        self._forget([member for member in dead if not is_text(member[1])])
+        places = [((n, j.decode(), e.decode()), "", "") for n, j, e in dead if is_text(j)]
+        return self._release(places, "abandoned", max_deaths)
 
     def adopt(self, left: Sequence[LeftJob]) -> list[tuple[ClaimedJob, str]]:
         """Take over jobs that RQ's own workers left behind; return those that this worker holds then."""
@@ -633,7 +664,10 @@ def perform(job: Job) -> Any:
 
 def printable(error: BaseException) -> str:
     """An error's traceback, in characters that Redis can take."""
-    text = "".join(traceback.format_exception(error))
+    try:
+        text = "".join(traceback.format_exception(error))
+    except Exception:  # noqa: BLE001  # an error's class may have any methods
+        text = f"{type(error).__module__}.{type(error).__qualname__}: its traceback cannot be shown\n"
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -667,11 +701,33 @@ def _check(job: Job, values: Mapping[bytes, bytes]) -> None:
         text = values.get(name.encode())
         if text and not (_COUNT.fullmatch(text) and abs(int(text)) <= _MAX_COUNT):
             raise ValueError(f"{name} is {text[:40]!r}, expected a whole number up to {_MAX_COUNT}")
+    _check_fields(job)
+
+
+def _check_fields(job: Job) -> None:
+    """Raise where what says when a job runs again, or how long it is kept, is of a wrong kind."""
     if job.should_retry:
         _interval(job.get_retry_interval())
     if job.repeats_left and job.repeats_left > 0:
         for interval_s in job.repeat_intervals or ():
             _interval(interval_s)
+    for ttl_s in (job.result_ttl, job.failure_ttl):
+        _bounded_ttl(ttl_s or 0)
+
+
+def sound_outcome(outcome: Outcome) -> Outcome:
+    """The outcome, or that of a failed job where its code has left in its copy what no end can be written
+    with, such as a text for `result_ttl`: RQ's own worker fails such a job too."""
+    job, value = outcome.claimed.job, outcome.value
+    try:
+        _check_fields(job)
+        if isinstance(value, JobRetry) and _takes_retry(job, value):
+            _interval(JobRetry.get_interval(job.number_of_retries or 0, value.intervals))
+    except Exception as error:  # noqa: BLE001  # a user's object may raise anything
+        job.result_ttl = job.failure_ttl = None
+        job.retries_left = job.repeats_left = None
+        return replace(outcome, status="failed", value=printable(error), retries=False)
+    return outcome
 
 
 def _interval(interval_s: Any) -> int:
@@ -680,7 +736,7 @@ def _interval(interval_s: Any) -> int:
 
 
 def _bounded_ttl(ttl_s: int) -> int:
-    return max(-1, min(ttl_s, _MAX_TTL_S))
+    return max(-1, min(int(ttl_s), _MAX_TTL_S))
 
 
 def called_by_rq_command() -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from rq.job import JobStatus
+from rq.queue import Queue
 from rq.utils import now
 
 from worker._rq import ClaimedJob, JobStore
@@ -67,5 +68,6 @@ def _start_clock(job: RunningJob, moment: float, present: float) -> None:
     job.started_at = moment
     job.began_at = now() - timedelta(seconds=present - moment)
     rq_job = job.claimed.job
+    job.limit_s = rq_job.timeout or Queue.DEFAULT_TIMEOUT  # what the job's code makes of it comes too late
     rq_job._status, rq_job.worker_name = JobStatus.STARTED, job.claimed.execution.worker_name
     rq_job.started_at = rq_job.last_heartbeat = job.began_at

@@ -61,8 +61,8 @@ class WorkerFaults:
     def met(self, claimed: ClaimedJob, error: BaseException) -> WorkerFault:
         """Note a fault."""
         row = self._rows.setdefault(claimed.job.func_name, [])
-        fault = WorkerFault(claimed, error, counts=claimed.job.id not in row)
-        row.append(claimed.job.id)
+        fault = WorkerFault(claimed, error, counts=claimed.job_id not in row)
+        row.append(claimed.job_id)
         self._new.append(fault)
         return fault
 

@@ -344,6 +344,12 @@ class IoLoop:
             del self._tokens[lane]
             self._foreign[lane] = claim.num_foreign
             self._claimed += len(claim.jobs)
+            if claim.num_dropped:
+                self._log.warning(
+                    "%s: %d ids that are no UTF-8 were dropped from the queue: no job can have them",
+                    self._queues[lane].name,
+                    claim.num_dropped,
+                )
             if claim.jobs:
                 self._polls[lane].postpone(float("-inf"))
             for job in claim.jobs:
@@ -390,7 +396,7 @@ class IoLoop:
         held = self._runner.held
         state = "busy" if held else ("suspended" if self._suspended else "idle")
         state = state if self._phase is Phase.SERVING else "draining"
-        self._presence.show(state, held[0].job.id if held else None, self._counters())
+        self._presence.show(state, held[0].job_id if held else None, self._counters())
 
     def _counters(self) -> dict[str, Any]:
         tally = self._runner.tally

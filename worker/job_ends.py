@@ -14,7 +14,7 @@ from rq.timeouts import JobTimeoutException
 from rq.utils import now
 
 from jobs.errors import Fault, JobsError, fault_line
-from worker._rq import Callbacks, EndStatus, JobStore, Outcome, printable
+from worker._rq import Callbacks, EndStatus, JobStore, Outcome, printable, sound_outcome
 from worker.errors import JobRefused, JobSetAside, WorkerError
 from worker.functions import FunctionPool
 from worker.packing import RunningJob
@@ -87,7 +87,7 @@ class JobEnds:
         """End a job with what went wrong, at once where another try would end alike."""
         fault = fault_of(job, error)
         self._log.warning(
-            "%s: job %s failed: %s", job.claimed.queue_name, job.claimed.job.id, log_text(job, error)
+            "%s: job %s failed: %s", job.claimed.queue_name, job.claimed.job_id, log_text(job, error)
         )
         if fault is not None and fault_line(fault) not in getattr(error, "__notes__", ()):
             error.add_note(fault_line(fault))
@@ -156,7 +156,14 @@ class JobEnds:
             self._write(job, replace(outcome, value=printable(failure)))
 
     def _write(self, job: RunningJob, outcome: Outcome) -> None:
-        self._outcomes[job.number] = (job, outcome)
+        sound = sound_outcome(outcome)
+        if sound is not outcome:
+            self._log.warning(
+                "%s: job %s failed: its code has left values in it that no end can be written with",
+                job.claimed.queue_name,
+                job.claimed.job_id,
+            )
+        self._outcomes[job.number] = (job, sound)
 
     def flush(self, store: JobStore) -> None:
         """Write the ends that wait, in one round trip. After a RedisError call it again."""
@@ -170,7 +177,7 @@ class JobEnds:
                 self.queue_dependents(job, outcome)
             elif reply in ("lost", "refused"):
                 if reply == "refused":
-                    self._log.error("job %s: the server refuses to write its end", outcome.claimed.job.id)
+                    self._log.error("job %s: the server refuses to write its end", outcome.claimed.job_id)
                 self._ended(job, outcome, written=False)
             else:
                 self._announce(job, outcome)
@@ -180,7 +187,12 @@ class JobEnds:
         claimed = job.claimed
 
         def queue_and_close() -> None:
-            self._store.queue_dependents(claimed)
+            try:
+                self._store.queue_dependents(claimed)
+            except RedisError:
+                raise
+            except Exception as error:  # noqa: BLE001  # what cannot be read today cannot be read tomorrow
+                self._log.error("job %s: its dependents cannot be queued: %s", claimed.job_id, error)
             self._store.close(claimed)
 
         self._persist(job, queue_and_close, lambda _: self._announce(job, outcome))
@@ -200,7 +212,7 @@ class JobEnds:
             if failure is None:
                 then(value)
                 return
-            job_id = job.claimed.job.id
+            job_id = job.claimed.job_id
             self._log.error("job %s: its end could not be written (%s); trying again", job_id, failure)
             self._calls.later(lambda: self._calls.submit(self._pool, write, job, report))
 

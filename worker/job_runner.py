@@ -13,7 +13,6 @@ from typing import Any
 
 from redis import Redis
 from rq.exceptions import AbandonedJobError
-from rq.queue import Queue
 from rq.timeouts import JobTimeoutException
 
 from engine import Completion
@@ -177,7 +176,7 @@ class JobRunner:
         return JobContext(
             connection=self._pool_client,
             queue_name=job.claimed.queue_name,
-            job_id=job.claimed.job.id,
+            job_id=job.claimed.job_id,
             execution_id=job.claimed.execution.id,
             data_roots=self._surroundings.data_roots,
             model=self._surroundings.model,
@@ -243,7 +242,7 @@ class JobRunner:
             return
         self._withdraw_all([job])
         fault = self.faults.met(job.claimed, error)
-        self._log.error("job %s is given back, the fault is this worker's: %s", job.claimed.job.id, fault)
+        self._log.error("job %s is given back, the fault is this worker's: %s", job.claimed.job_id, fault)
 
     def _call_now(
         self,
@@ -329,13 +328,13 @@ class JobRunner:
         self._beginnings.forget(job)
         if not written:
             self._log.warning(
-                "job %s was cancelled or taken over: its end here was dropped", job.claimed.job.id
+                "job %s was cancelled or taken over: its end here was dropped", job.claimed.job_id
             )
         elif outcome is not None and outcome.status != "finished":
             self.tally.failed += 1
         elif outcome is not None:
             self.tally.finished += 1
-            self._log.debug("%s: job %s finished", job.claimed.queue_name, job.claimed.job.id)
+            self._log.debug("%s: job %s finished", job.claimed.queue_name, job.claimed.job_id)
         self._close(job)
 
     def _close(self, job: RunningJob) -> None:
@@ -349,7 +348,7 @@ class JobRunner:
 
     def _closed(self, job: RunningJob, error: BaseException | None) -> None:
         if error is not None:
-            self._log.error("job %s: could not remove its temporary files: %s", job.claimed.job.id, error)
+            self._log.error("job %s: could not remove its temporary files: %s", job.claimed.job_id, error)
 
     def close(self, timeout_s: float) -> None:
         """End the threads; wait until the files of the jobs that ended are closed, at most `timeout_s`."""
@@ -387,14 +386,14 @@ class JobRunner:
         return True
 
     def _find(self, job_id: str) -> RunningJob | None:
-        return next((job for job in self._jobs.values() if job.claimed.job.id == job_id), None)
+        return next((job for job in self._jobs.values() if job.claimed.job_id == job_id), None)
 
     def check_deadlines(self) -> None:
         """Fail the jobs that have run longer than their timeout; give up threads that do not heed theirs."""
         moment = self._clock()
         self._give_up_threads()
         for job in list(self._jobs.values()):
-            limit = job.claimed.job.timeout or Queue.DEFAULT_TIMEOUT
+            limit = job.limit_s
             if job.started_at is None or job.closing or limit <= 0 or moment - job.started_at <= limit:
                 continue
             if job.call is not None and job.task is None:  # a function: the pool reports its end
@@ -423,7 +422,7 @@ class JobRunner:
         for job in [job for job in self._jobs.values() if job.claimed.execution.id in gone]:
             if job.closing:
                 continue  # finish.lua or RQ's path finds out for itself
-            self._log.warning("job %s was cancelled, deleted or taken over: stopped here", job.claimed.job.id)
+            self._log.warning("job %s was cancelled, deleted or taken over: stopped here", job.claimed.job_id)
             self._withdraw(job, JobStopped)
             del self._jobs[job.number]
             if job.call is None:

@@ -23,6 +23,7 @@ class RunningJob:
     requests: what is left to send to the engine; None until the task is open, or for a plain function.
     started_at: monotonic seconds when its first sequence was scheduled or its function began; None before.
     began_at: the same moment as a date.
+    limit_s: the job's timeout at that moment; 0 or less for none.
     ticket: names the pool call whose report is awaited; a report with another one comes too late.
     closing: its end is being worked out or written; nothing may interrupt that.
     broken: what its stream of requests raised.
@@ -38,6 +39,7 @@ class RunningJob:
     exhausted: bool = False
     started_at: float | None = None
     began_at: datetime | None = None
+    limit_s: float = 0.0
     closing: bool = False
     interrupted: bool = False
     ticket: object = None

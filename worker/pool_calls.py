@@ -68,7 +68,7 @@ class PoolCalls:
                 return
             job.call = None
             if ours and isinstance(error, OUTAGES) and not is_fault(error):
-                self._log.error("job %s: Redis did not answer (%s); trying again", job.claimed.job.id, error)
+                self._log.error("job %s: Redis did not answer (%s); trying again", job.claimed.job_id, error)
                 self.later(start_again)
             else:
                 always(job)

@@ -16,12 +16,17 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 from rq import Queue
+from rq.job import Job
 from rq.logutils import setup_loghandlers
+from rq.registry import ScheduledJobRegistry
 from rq.scheduler import RQScheduler, run
+from rq.utils import current_timestamp, now, utcformat
 
-from worker._rq import own_client
+from worker._rq import OUTAGES, own_client
 
 _REDIS_TIMEOUT_S, _PAUSE_S = 10.0, 2.0
+_MOST = 1000
+"""Scheduled jobs that are looked at in each round: as many as RQ takes."""
 
 _CHILD = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); pickle.load(sys.stdin.buffer)()"
 """What the process runs: it finds modules where its worker does, and gets its task through its standard
@@ -105,9 +110,47 @@ class Scheduler(RQScheduler):
     def keep_alive(self) -> None:
         """Start the process again if it has ended."""
         process: Any = self._process
-        if process is not None and not process.is_alive():
-            self.log.error("The scheduler ended (exit status %s): starting it again", process.exit_status)
+        if process is None or process.is_alive():
+            return
+        self.log.error("The scheduler ended (exit status %s): starting it again", process.exit_status)
+        try:
             self.start()
+        except OSError as error:  # such as "too many open files": no reason to end the worker
+            self._process = process
+            self.log.error("The scheduler cannot be started (%s): trying again", error)
+
+    def enqueue_scheduled_jobs(self) -> None:
+        """Enqueue what is due. RQ's own way ends the scheduler at the first job that it cannot read: such
+        a one is queued as it stands, for a worker to fail it by name."""
+        if not self._scheduled_job_registries and self._acquired_locks:
+            self.prepare_registries()
+        for registry in self._scheduled_job_registries:
+            for raw in self._unreadable(registry):
+                self.log.error("Scheduled job %r cannot be read: it is queued as it stands", raw)
+                with self.connection.pipeline() as pipe:
+                    pipe.hset(b"rq:job:" + raw, mapping={"status": "queued", "enqueued_at": utcformat(now())})
+                    pipe.rpush(f"rq:queue:{registry.name}", raw)
+                    pipe.zrem(registry.key, raw)
+                    pipe.execute(raise_on_error=False)
+        super().enqueue_scheduled_jobs()
+
+    def _unreadable(self, registry: ScheduledJobRegistry) -> list[bytes]:
+        """The ids that are due and whose jobs RQ's client cannot read or write."""
+        due: Any = self.connection.zrangebyscore(registry.key, 0, current_timestamp(), 0, _MOST)
+        if not due or self._can_enqueue(due):
+            return []
+        return [raw for raw in due if not self._can_enqueue([raw])]
+
+    def _can_enqueue(self, raw_ids: Sequence[bytes]) -> bool:
+        try:
+            for job in Job.fetch_many([raw.decode() for raw in raw_ids], self.connection, self.serializer):
+                if job is not None:
+                    job.to_dict()  # RQ writes it anew
+        except OUTAGES:
+            raise
+        except Exception:  # noqa: BLE001  # a hash may hold anything
+            return False
+        return True
 
     def work(self) -> None:
         """Run until stopped, or until the worker is gone; RQ's own ends with the first error of Redis."""

@@ -12,7 +12,7 @@ from rq.exceptions import AbandonedJobError
 from rq.queue import Queue
 from rq.serializers import JSONSerializer
 
-from worker._rq import ClaimedJob, JobStore, LeftJob
+from worker._rq import ClaimedJob, JobStore, LeftJob, is_text
 
 _LOCK = "tokenmill:maintenance:stock"
 _MOST = 1000
@@ -68,14 +68,14 @@ class StockJobs:
     def _started(self, queue: str) -> list[LeftJob]:
         passed = self._clock()
         [members] = self._read(lambda pipe: pipe.zrangebyscore(f"rq:wip:{queue}", 0, passed, 0, _MOST))
-        ids = [member.decode().rsplit(":", 1) for member in members if b":" in member]
+        ids = [member.decode().rsplit(":", 1) for member in members if b":" in member and is_text(member)]
         why = "the worker that ran it is gone"
         return [LeftJob(queue, job_id, execution_id, why) for job_id, execution_id in ids]
 
     def _intermediate(self, queue: str) -> list[LeftJob]:
         key, moment = f"rq:queue:{queue}:intermediate", self._clock()
         [found] = self._read(lambda pipe: pipe.lrange(key, 0, _MOST - 1))
-        ids = [job_id.decode() for job_id in found]
+        ids = [job_id.decode() for job_id in found if is_text(job_id)]
         if not ids:
             return []
 
@@ -89,5 +89,13 @@ class StockJobs:
         return [
             LeftJob(queue, job_id, "", "it was stuck in the intermediate queue: its worker is gone")
             for job_id, executions, first in zip(ids, seen[::3], seen[2::3], strict=True)
-            if not executions and moment - float(first or moment) > _STUCK_S
+            if not executions and moment - _seconds(first, moment) > _STUCK_S
         ]
+
+
+def _seconds(text: Any, otherwise: float) -> float:
+    """The moment that a key holds; `otherwise` where a stranger has written something else there."""
+    try:
+        return float(text)
+    except (TypeError, ValueError):
+        return otherwise

@@ -37,6 +37,45 @@ def meet(key: str) -> str:
     return str(found.decode())
 
 
+def alter(field: str, value: Any, key: str = "") -> None:
+    """Set an attribute of the copy of the job that its code gets; then wait for a push to `key`, or fail."""
+    job = get_current_job()
+    assert job is not None
+    connection = job.connection
+    setattr(job, field, value)
+    if not key:
+        raise ValueError("altered")
+    connection.blpop([key], timeout=60)
+
+
+def ask_for_retry_at_no_time() -> Retry:
+    return Retry(max=3, interval=[float("nan")])
+
+
+class Unshowable(Exception):
+    """Of which no traceback can be made."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name}")
+
+
+def raise_unshowable() -> None:
+    raise Unshowable
+
+
+def on_success_alters(job: Job, connection: Redis, result: Any) -> None:
+    job.result_ttl = "soon"  # type: ignore[assignment]
+
+
+def on_success_alters_and_saves(job: Job, connection: Redis, result: Any) -> None:
+    on_success_alters(job, connection, result)
+    job.save()
+
+
+def on_failure_alters(job: Job, connection: Redis, kind: Any, value: Any, trace: Any) -> None:
+    job.failure_ttl = "soon"  # type: ignore[assignment]
+
+
 def ask_for_retry(times: int) -> Any:
     job = get_current_job()
     assert job is not None

@@ -105,8 +105,7 @@ def test_a_pickle_waiting_in_a_registry_or_behind_another_job_is_never_loaded(
     workers.redis.zadd("rq:wip:bulk", {f"{abandoned.id}:execution": 1})
     workers.redis.hset(abandoned.key, mapping={"status": "started", "started_at": "", "retries_left": 1})
     for job in (dependent, late, abandoned):
-        meta = {} if job is late else {"meta": bomb}  # RQ's scheduler ends at one that is no JSON
-        workers.redis.hset(job.key, mapping={"data": bomb, "result": bomb, **meta})
+        workers.redis.hset(job.key, mapping={"data": bomb, "result": bomb, "meta": bomb})
         workers.redis.sadd("rq:group:g", job.id)
         workers.redis.xadd(f"rq:results:{job.id}", {"type": 1, "return_value": bomb, "created_at": "0"})
     workers.redis.sadd("rq:groups", "g")
