@@ -12,13 +12,13 @@ import redis
 
 from .cli_errors import errors_told
 from .errors import ForeignJobsPackage, UnknownRun
-from .follow import REFUSED, End, Followed, follow
+from .follow import End, Followed, follow
 from .progress import progress
 from .queue_commands import info, requeue_command
 from .run_control import cancel_run, describe_again, submit_run
 from .run_obstacles import listened_queues, obstacles
 from .run_output import RunOutput, named_run
-from .run_snapshot import RunSnapshot, failure_text, plan_result, read_snapshot
+from .run_snapshot import REFUSED, RunSnapshot, failure_text, plan_result, read_snapshot
 from .submit_options import json_value, run_arguments
 from .version import code_version
 
@@ -280,8 +280,8 @@ def _awaits(snapshot: RunSnapshot) -> list[str]:
         return [] if snapshot.too_many_errors is None else [f"but      {snapshot.too_many_errors}"]
     if snapshot.stopped is not None:
         return [f"because  {snapshot.stopped}"]
-    if snapshot.awaited_model is None or snapshot.finished or snapshot.cancelled:
-        return []
+    if snapshot.awaited_model is None or snapshot.finished or snapshot.cancelled or not snapshot.workers:
+        return []  # where there is no worker at all, that is said
     return [
         f"awaits   a worker on queue {snapshot.queue!r} that serves model {snapshot.awaited_model}; "
         f"none of the {snapshot.workers} there does"
@@ -289,7 +289,7 @@ def _awaits(snapshot: RunSnapshot) -> list[str]:
 
 
 def _rest(snapshot: RunSnapshot) -> str:
-    if snapshot.cancelled:
+    if snapshot.cancelled or (snapshot.plan_status in REFUSED and snapshot.is_idle):
         return f"{snapshot.queued + snapshot.failed} left for another submit"
     return f"{snapshot.queued} queued, {snapshot.failed} failed"
 

@@ -260,10 +260,10 @@ class RunOfAnotherModel(RunError):
 
 
 class PlanningUnderWay(RunError):
-    """Raised when a run is being planned, but not as it is submitted now: (run, the model it asks for)."""
+    """Raised when a run is being planned, but not as it is submitted now: (run, how)."""
 
     message = (
-        "run {0} is being planned already, for model {1}: wait for that, or `tokenmill cancel {0}`, then "
+        "run {0} is being planned already, {1}: wait for that, or `tokenmill cancel {0}`, then "
         "submit it again"
     )
 

@@ -8,19 +8,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from redis.exceptions import ConnectionError, TimeoutError
-from rq.job import JobStatus
 
 from .errors import UnknownRun
 from .run_obstacles import no_worker_text
-from .run_snapshot import RunSnapshot
+from .run_snapshot import REFUSED, RunSnapshot
 
 #: Between two looks at Redis; longer, up to MAX_POLL_S, where a run of many shards makes a look long.
 POLL_S, MAX_POLL_S = 0.5, 5.0
 LOOK_SHARE = 0.1
-
-
-#: States of a planning job that refused the run.
-REFUSED = (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
 
 
 class End(enum.Enum):
@@ -67,7 +62,7 @@ def follow(
     has_worker, awaited, took_s = True, None, clock() - started_at
     while True:
         now = clock()
-        if snapshot.is_planning or snapshot.tokens < previous.tokens:
+        if snapshot.awaits_plan or snapshot.tokens < previous.tokens:
             first, counted_from = snapshot, now  # parts that were there, or went, are no work of this submit
         seconds = now - counted_from
         display.show(snapshot, (snapshot.tokens - first.tokens) / seconds if seconds > 0 else 0.0)
@@ -111,22 +106,12 @@ def _end(snapshot: RunSnapshot, previous: RunSnapshot) -> End | None:
         return End.PLAN_FAILED  # also of a run that had finished: this submission was refused
     if snapshot.finished and not snapshot.is_planning:
         return End.FINISHED
-    if not _is_idle(snapshot):
+    if not snapshot.is_idle:
         return None
     if snapshot.failed:
         return End.SHARDS_FAILED
     # A look is not one instant: the last shard may have ended between two of its reads.
-    return End.STRANDED if snapshot is not previous and _is_idle(previous) else None
-
-
-def _is_idle(snapshot: RunSnapshot) -> bool:
-    """Say whether no job of the run waits or runs."""
-    if snapshot.is_planning or snapshot.started:
-        return False
-    if snapshot.shards is None:
-        return snapshot.plan_status is None  # someone deleted its planning
-    # On an empty queue no shard waits: someone emptied it.
-    return not (snapshot.queued and snapshot.queue_length)
+    return End.STRANDED if snapshot is not previous and previous.is_idle else None
 
 
 def _about_workers(snapshot: RunSnapshot, listened: Callable[[], Sequence[str]]) -> str:

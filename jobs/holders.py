@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from .stored import text
 
 if TYPE_CHECKING:
     from redis import Redis
+
+#: Jobs that are looked up in one round trip.
+_CHUNK = 1000
 
 
 def executions_key(job_id: str) -> str:
@@ -30,3 +34,11 @@ def holders(connection: Redis, job_ids: Sequence[str]) -> dict[str, str]:
             pipe.hget(f"rq:execution:{job_id}:{execution}", "worker_name")
         names = pipe.execute()
     return {job_id: text(name) for (job_id, _), name in zip(held, names, strict=True) if name}
+
+
+def num_held(connection: Redis, job_ids: Iterable[str]) -> int:
+    """Return how many of the jobs a worker holds, begun or not."""
+    left, found = iter(job_ids), 0
+    while chunk := [executions_key(job_id) for job_id in islice(left, _CHUNK)]:
+        found += int(connection.exists(*chunk))
+    return found

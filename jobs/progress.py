@@ -31,7 +31,7 @@ class Bar:
 
     def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
         # What an earlier submit finished, or planning finds done, is not this one's speed.
-        begins = self._bar.total != snapshot.rows or snapshot.is_planning or snapshot.rows_done < self._bar.n
+        begins = self._bar.total != snapshot.rows or snapshot.awaits_plan or snapshot.rows_done < self._bar.n
         if snapshot.rows is not None and begins:
             self._bar.reset(snapshot.rows)
             self._bar.initial = self._bar.n = snapshot.rows_done
@@ -66,7 +66,7 @@ class Lines:
             self.warn(", ".join([*self._rows(snapshot, snapshot.rows, now), _speed(snapshot, tokens_per_s)]))
 
     def _rows(self, snapshot: RunSnapshot, rows: int, now: float) -> list[str]:
-        if self._began is None or snapshot.is_planning or snapshot.rows_done < self._began[1]:
+        if self._began is None or snapshot.awaits_plan or snapshot.rows_done < self._began[1]:
             self._began = (now, snapshot.rows_done)
         began_at, first = self._began
         text = f"{snapshot.state}: {snapshot.rows_done} of {rows} rows"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from redis.exceptions import WatchError
 from rq import Queue
 from rq.command import send_command
 from rq.exceptions import NoSuchJobError
@@ -69,21 +71,23 @@ def submit_run(
     check_columns_here(spec)
     plan_job = f"{spec.run}-plan"
     state = RunState(connection, spec.run)
+    # The output as it was named: which real path it has is for the worker to say.
+    own = {
+        "output": local_path(arguments["output"]),
+        "queue": queue_name,
+        "model": model,
+        "redo_damaged": redo_damaged,
+        "max_errors": max_errors,
+    }
+    planning = {**_planning_arguments(spec), **own}
     with state.lock():
         is_under_way = _is_under_way(connection, plan_job)
         if is_under_way:
             _check_asks_the_same(connection, spec.run, plan_job, model)
+            _renew_planning(connection, spec.run, plan_job, planning)
         state.submit(plan_job, spec.output, queue_name, model, limit)
         if not is_under_way:
-            # The output as it was named: which real path it has is for the worker to say.
-            own = {
-                "output": local_path(arguments["output"]),
-                "queue": queue_name,
-                "model": model,
-                "redo_damaged": redo_damaged,
-                "max_errors": max_errors,
-            }
-            _enqueue_planning(connection, queue_name, plan_job, {**_planning_arguments(spec), **own})
+            _enqueue_planning(connection, queue_name, plan_job, planning)
     return spec.run
 
 
@@ -176,7 +180,32 @@ def _check_asks_the_same(connection: Redis, run: str, plan_job: str, model: str 
     stored = cast("bytes | None", connection.hget(Job.key_for(plan_job), MODEL_FIELD))
     asked_for = None if stored is None else stored.decode()
     if asked_for != model:
-        raise PlanningUnderWay(run, "whichever plans it" if asked_for is None else repr(asked_for))
+        name = "whichever plans it" if asked_for is None else repr(asked_for)
+        raise PlanningUnderWay(run, f"for model {name}")
+
+
+def _renew_planning(connection: Redis, run: str, plan_job: str, arguments: dict[str, Any]) -> None:
+    """Give a planning that waits the newest arguments, where it stands in the queue.
+
+    A wish to redo damaged parts stays.
+    Raises PlanningUnderWay when it was claimed already, and would not redo damaged parts as is asked now.
+    """
+    job = Job.fetch(plan_job, connection, JSONSerializer)
+    redoes_already = bool((job.kwargs or {}).get("redo_damaged"))
+    job.kwargs = {**arguments, "redo_damaged": arguments["redo_damaged"] or redoes_already}
+    with connection.pipeline() as pipe:
+        pipe.watch(executions_key(plan_job))  # type: ignore[no-untyped-call]
+        if not pipe.exists(executions_key(plan_job)):
+            pipe.multi()
+            pipe.hset(job.key, "data", zlib.compress(job.data))
+            try:
+                pipe.execute()
+            except WatchError:  # claimed just now
+                pass
+            else:
+                return
+    if arguments["redo_damaged"] and not redoes_already:
+        raise PlanningUnderWay(run, "without redoing damaged parts")
 
 
 def _is_on_its_queue(job: Job) -> bool:

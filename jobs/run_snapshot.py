@@ -16,8 +16,10 @@ from rq.worker_registration import WORKERS_BY_QUEUE_KEY
 from . import stored
 from .error_limit import ErrorLimit
 from .errors import FAULT_PREFIX, InvalidValue
+from .holders import num_held
 from .keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
 from .parquet.names import job_shard, shard_job_id
+from .parquet.plan import MAX_SHARDS
 from .part_stats import PartStats
 from .run_state import RunState
 from .shown import MAX_TEXT_CHARS, safe_name
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 #: States of a job that has not ended.
 WAITING = (JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.DEFERRED)
 
+#: States of a planning job that has ended without a plan.
+REFUSED = (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
+
 WORKER_PREFIX = BaseWorker.redis_worker_namespace_prefix
 
 
@@ -37,6 +42,7 @@ class RunSnapshot:
 
     output, awaited_model: as they may be shown. rows, shards: None until the run is planned. plan_status: of
     the planning job; None when it is not known. done, started, failed: shards by state; `queued` is the rest.
+    claimed: those of the rest that wait inside a worker; looked for only where none waits on the queue.
     rows_done, tokens: running shards included; tokens are those generated. errors: rows with an error in
     finished shards. workers: those that listen on the queue. queue_length: jobs of any run on the queue.
     failed_jobs: ids of the failed shards' jobs. awaited_model: the run's model, where none of those workers
@@ -55,6 +61,7 @@ class RunSnapshot:
     shards: int | None
     done: int
     started: int
+    claimed: int
     failed_jobs: tuple[str, ...]
     rows_done: int
     errors: int
@@ -78,16 +85,36 @@ class RunSnapshot:
         return self.plan_status in WAITING
 
     @property
+    def awaits_plan(self) -> bool:
+        """Whether the run is planned now, or has to be before it moves on.
+
+        Submitted again while its shards run, its planning waits behind them, and they count as its progress.
+        """
+        return self.is_planning and (self.plan_status is JobStatus.STARTED or not self.started)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job of the run waits or runs."""
+        if self.is_planning or self.started or self.claimed:
+            return False
+        if self.shards is None:
+            return self.plan_status is None  # someone deleted its planning
+        # On an empty queue no shard waits: someone emptied it.
+        return not (self.queued and self.queue_length)
+
+    @property
     def state(self) -> str:
         """One word for an operator."""
         if self.finished and not self.is_planning:
             return "finished"
         if self.cancelled:
             return "cancelled" if self.stopped is None else "stopped"
-        if self.is_planning:
+        if self.awaits_plan:
             return "planning"
         if self.shards is None:
             return "not planned"
+        if self.plan_status in REFUSED and self.is_idle:
+            return "failed"
         if self.started or self.queued:
             return "running"
         return "failed" if self.failed else "ending"
@@ -103,6 +130,11 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     seen = _read_queue(queue, run, plan_job)
     running = {shard for shard in seen.started if shard not in parts}
     rows_running, tokens_running = _read_progress(connection, run, running)
+    shards = stored.count(facts.get("shards"))
+    claimed = 0
+    if shards and not running and not seen.length:
+        rest = (shard for shard in range(min(shards, MAX_SHARDS)) if shard not in parts)
+        claimed = num_held(connection, (shard_job_id(run, shard) for shard in rest))
     return RunSnapshot(
         run=run,
         output=safe_name(facts["output"], MAX_TEXT_CHARS),
@@ -112,9 +144,10 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         plan_job=plan_job,
         plan_status=seen.plan_status,
         rows=stored.count(facts.get("rows")),
-        shards=stored.count(facts.get("shards")),
+        shards=shards,
         done=len(parts),
         started=len(running),
+        claimed=claimed,
         failed_jobs=tuple(shard_job_id(run, shard) for shard in sorted(seen.failed - parts.keys() - running)),
         rows_done=rows_running + sum(part.rows for part in parts.values()),
         errors=sum(part.errors for part in parts.values()),

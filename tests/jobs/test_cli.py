@@ -436,6 +436,31 @@ def test_following_ends_when_the_last_shard_died_before_the_end(
     assert followed.end is End.STRANDED
 
 
+def test_following_goes_on_while_shards_wait_inside_a_worker(
+    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    run = score_parquet(make_context(), str(source), str(tmp_path / "out"), rows_per_shard=3)["run"]
+    jobs = queued_jobs(redis)
+
+    def claim_all() -> None:  # taken from the queue, not begun: in no registry of RQ's
+        redis.delete("rq:queue:bulk")
+        for job in jobs:
+            redis.zadd(f"rq:executions:{job.id}", {"e": 1})
+
+    def finish_all() -> None:
+        for job in jobs:
+            run_task(make_context(), job.func_name, *job.args)
+            redis.delete(f"rq:executions:{job.id}")
+
+    clock = WorkersClock(claim_all, lambda: None, lambda: None, finish_all)
+    assert follow(lambda: read_snapshot(redis, run), Shown(), clock, clock.sleep).end is End.FINISHED
+
+
+def test_a_run_that_is_submitted_again_while_its_shards_run_is_shown_as_running() -> None:
+    assert snapshot(plan_status=JobStatus.QUEUED).state == "running"
+    assert snapshot(plan_status=JobStatus.QUEUED, started=0).state == "planning"
+
+
 def test_following_ends_when_someone_emptied_the_queue(
     redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path, invoke: Invoke
 ) -> None:

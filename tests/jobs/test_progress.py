@@ -33,6 +33,7 @@ def snapshot(**changed: Any) -> RunSnapshot:
         "shards": 10,
         "done": 0,
         "started": 1,
+        "claimed": 0,
         "failed_jobs": (),
         "rows_done": 0,
         "errors": 0,

@@ -13,11 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from redis import Redis
+from rq.job import Job
+from rq.serializers import JSONSerializer
 
 from jobs import cli, errors
 from jobs.context import JobContext
 from jobs.parquet.fingerprint import WHOLE_BYTES, file_fingerprint
 from jobs.parquet.storage import Storage
+from jobs.run_control import submit_run
 from jobs.run_snapshot import read_snapshot
 from jobs.table import open_task
 from tests.jobs.answering import feed, queued_jobs, run_task, score_parquet, work_off
@@ -98,6 +101,41 @@ def test_a_damaged_part_of_a_finished_run_is_named_and_redone_on_wish(
     assert read_snapshot(redis, run).finished
     assert (output / "_SUCCESS").exists()
     assert pq.read_table(output)["completion"].to_pylist() == [*"ABCDEF"]
+
+
+def test_a_refused_submission_leaves_nothing_that_seems_to_wait(
+    redis: Redis, redis_url: str, submit: Callable[..., dict[str, object]], run: str, tmp_path: Path
+) -> None:
+    truncate(tmp_path / "out" / "part-00001.parquet")
+    with pytest.raises(errors.PartDamaged):
+        submit()
+    redis.hset(f"rq:job:{run}-plan", mapping={"status": "failed", "data": b""})
+    redis.hset(f"tokenmill:run:{run}", "plan_job", f"{run}-plan")
+    told = click.testing.CliRunner().invoke(cli.main, ["--url", redis_url, "status", run]).stdout
+    assert f"run {run}: failed" in told
+    assert "1 left for another submit" in told
+
+
+def test_a_wish_to_redo_parts_reaches_a_planning_that_waits_and_is_refused_by_one_that_runs(
+    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    arguments = {"input": str(source), "output": str(tmp_path / "new")}
+    name = submit_run(redis, "bulk", **arguments)
+
+    def redoes() -> bool:
+        job = Job.fetch(f"{name}-plan", redis, JSONSerializer)
+        return bool(job.kwargs["redo_damaged"])
+
+    assert not redoes()
+    redis.zadd(f"rq:executions:{name}-plan", {"e": 1})
+    with pytest.raises(errors.PlanningUnderWay, match="without redoing damaged parts"):
+        submit_run(redis, "bulk", redo_damaged=True, **arguments)
+    redis.delete(f"rq:executions:{name}-plan")
+    submit_run(redis, "bulk", redo_damaged=True, **arguments)
+    assert redoes()
+    submit_run(redis, "bulk", **arguments)
+    assert redoes(), "who only wants to follow the run takes no wish back"
+    assert redis.lrange("rq:queue:bulk", 0, -1) == [f"{name}-plan".encode()]
 
 
 def test_a_part_of_another_run_is_no_part_of_this_one(
