@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 from urllib.parse import urlparse
 
@@ -47,10 +48,10 @@ class Admission:
             )
         call = _decode(job)
         if call.name not in self._allowed:
-            raise NotAllowed("function", call.name)
+            raise NotAllowed("function", call.name, self._nearest(call.name))
         for role, name in callback_names(job):
             if name not in self._allowed:
-                raise NotAllowed(role, name)
+                raise NotAllowed(role, name, self._nearest(name))
         self._keep_allowed_webhooks(job)
         return call
 
@@ -62,6 +63,10 @@ class Admission:
 
     def _keep_allowed_webhooks(self, job: Job) -> None:
         job.webhooks = [hook for hook in job.webhooks if urlparse(hook.url).hostname in self._webhook_hosts]
+
+    def _nearest(self, name: str) -> str | None:
+        near = get_close_matches(name[:MAX_ID_CHARS], self._allowed, n=1, cutoff=0.8)
+        return near[0] if near else None
 
 
 def _decode(job: Job) -> FunctionCall:

@@ -125,12 +125,14 @@ class TooLarge(JobRefused):
 class NotAllowed(JobRefused):
     """The job names a function that is not on the allow list."""
 
-    def __init__(self, role: str, name: str) -> None:
-        super().__init__(role, name)
-        self.role, self.name = role, name
+    def __init__(self, role: str, name: str, nearest: str | None = None) -> None:
+        """nearest: the name on the list that may have been meant."""
+        super().__init__(role, name, nearest)
+        self.role, self.name, self.nearest = role, name, nearest
 
     def __str__(self) -> str:
+        meant = "" if self.nearest is None else f"; did you mean {self.nearest!r}?"
         return (
             f"{self.role} {self.name!r} is not on this worker's allow list, so it was neither imported nor "
-            f"run: add its exact name to TOKENMILL_ALLOWED_FUNCTIONS if it is meant to run here"
+            f"run: add its exact name to TOKENMILL_ALLOWED_FUNCTIONS if it is meant to run here{meant}"
         )

@@ -1,0 +1,22 @@
+"""What is said to whoever names a function that may not run here."""
+
+from __future__ import annotations
+
+import pytest
+from redis import Redis
+from rq.job import Job
+from rq.serializers import JSONSerializer
+
+from jobs.table import ALLOWED_FUNCTIONS
+from worker.admission import Admission
+from worker.errors import NotAllowed
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("jobs.complte", "did you mean 'jobs.complete'?"), ("os.system", "run here")]
+)
+def test_a_misspelt_function_is_refused_with_the_nearest_one_that_may_run(name: str, meant: str) -> None:
+    job = Job.create(name, connection=Redis(), serializer=JSONSerializer)
+    with pytest.raises(NotAllowed) as refused:
+        Admission(ALLOWED_FUNCTIONS, ()).admit(job)
+    assert str(refused.value).endswith(meant)
