@@ -89,7 +89,7 @@ def test_a_scheduled_job_that_cannot_be_read_is_queued_and_fails_and_no_other(
     workers.redis.delete(gone.key)
     workers.redis.hset(bad.key, field, b"\xff soon")
     log = workers.burst("--with-scheduler")
-    assert f"{bad.id!r} cannot be read: it is queued as it stands" in log.replace("b'", "'")
+    assert f"{bad.id.encode()!r} cannot be read: it is queued as it stands" in log
     assert text_of(workers.result(good)) == "echo:b"
     assert workers.redis.hget(bad.key, "status") in (b"failed", b"finished")
     assert workers.redis.zcard(queue.scheduled_job_registry.key) == 0
