@@ -16,7 +16,7 @@ from worker.errors import NotAllowed
     ("name", "meant"), [("jobs.complte", "did you mean 'jobs.complete'?"), ("os.system", "run here")]
 )
 def test_a_misspelt_function_is_refused_with_the_nearest_one_that_may_run(name: str, meant: str) -> None:
-    job = Job.create(name, connection=Redis(), serializer=JSONSerializer)
+    job = Job.create(name, args=[], connection=Redis(), serializer=JSONSerializer)
     with pytest.raises(NotAllowed) as refused:
         Admission(ALLOWED_FUNCTIONS, ()).admit(job)
     assert str(refused.value).endswith(meant)
