@@ -52,7 +52,7 @@ class BatchWorker(BaseWorker):
     """
 
     _io: IoLoop | None = None
-    _cold = False
+    _cold = _told_early = False
 
     def load_engine(self, settings: WorkerSettings) -> EngineLike:
         """Load the model; override to serve with another engine."""
@@ -100,6 +100,7 @@ class BatchWorker(BaseWorker):
             engine = self._load(settings)
             self._tell_ready(engine, settings, time.monotonic() - started)
             try:
+                self._heed_early_stop()
                 self.bootstrap(logging_level, date_format, log_format)
                 try:
                     return self._serve(engine, settings, burst, max_jobs, max_idle_time)
@@ -203,6 +204,7 @@ class BatchWorker(BaseWorker):
 
         loop, io = assemble(self, engine, settings, burst, max_jobs, max_idle_s)
         self._io = io
+        self._heed_early_stop()
         io.start()
         loop.run()
         io.join()
@@ -229,6 +231,7 @@ class BatchWorker(BaseWorker):
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
         """Take nothing new and finish what runs; while the model loads, leave at once."""
         if self._io is None:
+            self._told_early = True  # what runs in this thread now may keep the error to itself
             raise SystemExit
         from worker.io_loop import (
             Shutdown,
@@ -242,6 +245,11 @@ class BatchWorker(BaseWorker):
             # Within the first second it is the same wish, sent twice: by a pool and by the terminal.
             self._cold = True
             self._io.post(Shutdown.COLD)
+
+    def _heed_early_stop(self) -> None:
+        """Raise SystemExit again where code that was being imported or loaded has swallowed it."""
+        if self._told_early:
+            raise SystemExit
 
     def handle_payload(self, message: dict[str, Any]) -> None:
         """Carry out a command from `rq.command`; called in the subscriber's thread."""

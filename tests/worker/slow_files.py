@@ -68,6 +68,17 @@ class SlowLoadingWorker(FakeEngineWorker):
         return super().load_engine(settings)
 
 
+class DeafLoadingWorker(FakeEngineWorker):
+    """FakeEngineWorker that gets SIGTERM in code that keeps every error to itself, as some extensions do."""
+
+    def load_engine(self, settings: WorkerSettings) -> FakeEngine:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except SystemExit:
+            Path(os.environ["LOADING"]).touch()
+        return super().load_engine(settings)
+
+
 class SignalledWhileImporting(FakeEngineWorker):
     """FakeEngineWorker that gets SIGTERM while its I/O loop's module is half imported."""
 

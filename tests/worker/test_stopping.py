@@ -81,6 +81,16 @@ def test_a_signal_while_the_model_loads_ends_the_worker_at_once(workers: Workers
     assert process.wait(timeout=60) == 0
 
 
+def test_a_signal_that_loading_code_keeps_to_itself_ends_the_worker_before_it_serves(
+    workers: Workers, tmp_path: Path
+) -> None:
+    loading, job = tmp_path / "loading", workers.queue("high").enqueue("jobs.complete", prompt="x")
+    process = workers.start(worker_class="tests.worker.slow_files.DeafLoadingWorker", LOADING=str(loading))
+    assert process.wait(timeout=60) == 0
+    assert loading.exists()
+    assert job.get_status() == JobStatus.QUEUED
+
+
 def test_a_signal_while_the_worker_imports_its_own_modules_ends_it_at_once(workers: Workers) -> None:
     process = workers.start(worker_class="tests.worker.slow_files.SignalledWhileImporting")
     assert process.wait(timeout=60) == 0, workers.log(process)
