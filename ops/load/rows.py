@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from redis import Redis
 
+from jobs.parquet.names import PLAN
 from jobs.run_snapshot import read_snapshot
 from ops.load.report import Report
 from ops.load.site import MIB, Site, site, unended
@@ -106,7 +107,7 @@ def count_rows(output: Path, size: int) -> Any:
 
 def _status_s(redis: Redis, output: Path) -> float:
     """Seconds that `tokenmill status` looks at Redis."""
-    (run,) = {key.decode().split(":")[2] for key in redis.scan_iter("tokenmill:run:*", count=1000)}
+    run = json.loads((output / PLAN).read_text())["run"]
     started = time.monotonic()
     assert read_snapshot(redis, run).finished, output
     return time.monotonic() - started

@@ -111,9 +111,13 @@ class Ledger:
         return sum(self._redis.llen(f"rq:queue:{name}") for name in QUEUES)
 
     def is_idle(self) -> bool:
-        """Whether no job waits and none runs."""
-        held = (self._redis.zcard(f"rq:wip:{name}") + self._redis.hlen(held_key(name)) for name in QUEUES)
-        return not self.backlog() and not any(held)
+        """Whether no job waits and none runs, at one moment: one that repeats goes from worker to queue."""
+        with self._redis.pipeline() as pipe:
+            for name in QUEUES:
+                pipe.llen(f"rq:queue:{name}")
+                pipe.zcard(f"rq:wip:{name}")
+                pipe.hlen(held_key(name))
+            return not any(pipe.execute())
 
     def state(self) -> tuple[int, ...]:
         """Counts of what waits, runs, has ended and is written: they stand still where nothing goes on."""

@@ -99,7 +99,7 @@ def test_what_a_users_function_lacks_fails_its_job_as_in_rq(workers: Workers) ->
 
 
 def claimed(job_id: str, function: str) -> Any:
-    return SimpleNamespace(job=SimpleNamespace(id=job_id, func_name=function))
+    return SimpleNamespace(job_id=job_id, job=SimpleNamespace(func_name=function))
 
 
 def test_faults_in_a_row_speak_against_the_worker_and_one_that_comes_again_against_the_job() -> None:
