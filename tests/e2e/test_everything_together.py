@@ -20,8 +20,8 @@ from rq.registry import FinishedJobRegistry
 from rq.serializers import JSONSerializer
 
 from engine import Completion, Engine, EngineConfig, SamplingParams
-from ops.demo.prompts import BARE_PROMPT, CHAT_PROMPT
 from jobs.keys import held_key
+from ops.demo.prompts import BARE_PROMPT, CHAT_PROMPT
 from tests.e2e.conftest import DATES, MODEL, RealWorkers
 from tests.rq_workers import RQ, leftovers, stats_of, wait_until
 
