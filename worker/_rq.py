@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from importlib import resources
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -23,7 +22,6 @@ from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import (
     ExecAbortError,
-    NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
@@ -48,6 +46,7 @@ from rq.worker_registration import clean_worker_registry
 
 from jobs.keys import held_key
 from worker.errors import TooLarge
+from worker.scripts import Scripts, is_wrong_type
 
 MIN_REDIS_VERSION = (6, 2, 0)
 
@@ -56,20 +55,6 @@ FAR_S = 10 * 365 * 86_400
 
 _MAINTENANCE_LOCK = "tokenmill:maintenance"
 _CLAIM_BATCH = 200
-
-_SCRIPTS = {
-    "claim": ["open_execution"],
-    "renew": [],
-    "finish": ["rate_limit", "end_execution"],
-    "retry": ["rate_limit", "end_execution"],
-    "close": ["rate_limit", "end_execution"],
-    "queue_dependent": ["rate_limit"],
-    "rate_limits": ["rate_limit"],
-    "release": ["open_execution"],
-    "progress": [],
-    "adopt": ["open_execution"],
-}
-"""Each script, and the shared heads it begins with after `holding`, which all begin with."""
 
 Mode = Literal["given_back", "engine_died", "fault", "abandoned"]
 EndStatus = Literal["finished", "failed", "stopped"]
@@ -205,10 +190,6 @@ def is_text(raw: bytes) -> bool:
     return True
 
 
-def _is_wrong_type(error: RedisError) -> bool:
-    return "WRONGTYPE" in str(error)  # inside a script Redis gives this error no class of its own
-
-
 class JobStore:
     """The jobs of some queues as one worker claims, holds and ends them in Redis.
 
@@ -237,42 +218,9 @@ class JobStore:
         self._lease_s = lease_s
         self._records_failures = records_failures
         self._max_job_bytes, self._clock = max_job_bytes, clock
-        folder = resources.files("worker") / "lua"
-        self._sources = {
-            name: "".join((folder / f"{part}.lua").read_text() for part in ("holding", *heads, name))
-            for name, heads in _SCRIPTS.items()
-        }
-        self._shas: dict[str, str] = {}
+        self._call_many = Scripts(client).call_many
         self._unanswered: set[str] = set()
         self._answered: set[str] = set()
-
-    def _call_many(
-        self, calls: Sequence[tuple[str, Sequence[Any]]], keep_refusals: bool = False
-    ) -> list[Any]:
-        """Run (script name, arguments) pairs in one round trip; load the scripts where they are missing.
-
-        keep_refusals: return the error of a call that met a key of another type in the place of its reply.
-        Any other error may be the server's own state, such as a full disk, and is worth another try.
-        """
-        if not self._shas:
-            self._shas = {name: self._client.script_load(text) for name, text in self._sources.items()}
-        replies: dict[int, Any] = {}
-        waiting = list(range(len(calls)))
-        while waiting:
-            with self._client.pipeline(transaction=False) as pipe:
-                for i in waiting:
-                    name, args = calls[i]
-                    pipe.evalsha(self._shas[name], 0, *args)
-                answers = pipe.execute(raise_on_error=False)
-            replies.update(zip(waiting, answers, strict=True))
-            waiting = [i for i in waiting if isinstance(replies[i], NoScriptError)]
-            if waiting:  # the server was restarted or its scripts were flushed
-                self._shas = {name: self._client.script_load(text) for name, text in self._sources.items()}
-        answered = [replies[i] for i in range(len(calls))]
-        for reply in answered:
-            if isinstance(reply, RedisError) and not (keep_refusals and _is_wrong_type(reply)):
-                raise reply
-        return answered
 
     def _stamp(self) -> tuple[str, str]:
         return utcformat(now()), repr(self._clock())
@@ -459,7 +407,7 @@ class JobStore:
         try:
             return self._client.smembers(job.dependents_key)
         except RedisError as error:
-            if not _is_wrong_type(error):
+            if not is_wrong_type(error):
                 raise
             return ()
 
@@ -469,7 +417,7 @@ class JobStore:
             # What it has ended as is known here: its status may be that of a copy that was saved since.
             return bool(dependent.dependencies_are_met(parent_job=ended, refresh_job_status=False))
         except RedisError as error:
-            if not _is_wrong_type(error):
+            if not is_wrong_type(error):
                 raise
             return False
         except ValueError:  # a status that is no text: nobody can say whether that job has ended well
@@ -480,7 +428,7 @@ class JobStore:
         try:
             return Job.fetch(job_id, connection=self._client, serializer=JSONSerializer)
         except RedisError as error:
-            if not _is_wrong_type(error):
+            if not is_wrong_type(error):
                 raise
             return None
         except Exception:  # noqa: BLE001  # a hash may hold anything; it must not stop the others

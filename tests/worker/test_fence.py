@@ -109,15 +109,16 @@ def test_the_record_of_a_claim_that_was_sent_twice_outlasts_the_first_sending(
 ) -> None:
     """Held up on its way, that one finds what was claimed and claims no more, however late it comes."""
     ids = [bulk.enqueue("f").id for _ in range(2)]
-    jobs, call_many = store(redis), JobStore._call_many
+    jobs = store(redis)
+    call_many = jobs._call_many
     wanted = [Wanted("bulk", 1, "a" * 24, alone=True)]
 
-    def lose_the_reply(self: JobStore, *args: Any) -> None:
-        call_many(self, *args)
+    def lose_the_reply(*args: Any) -> None:
+        call_many(*args)
         raise RedisConnectionError("lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(JobStore, "_call_many", lose_the_reply)
+        patch.setattr(jobs, "_call_many", lose_the_reply)
         with pytest.raises(RedisConnectionError):
             jobs.claim(wanted, float("inf"))
     again = [replace(wanted[0], most=0)]

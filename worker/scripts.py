@@ -1,0 +1,76 @@
+"""Loads the scripts of `lua/` into Redis and runs them, many in one round trip."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from redis import Redis
+from redis.exceptions import NoScriptError, RedisError
+
+_SCRIPTS = {
+    "claim": ["open_execution"],
+    "renew": [],
+    "finish": ["rate_limit", "end_execution"],
+    "retry": ["rate_limit", "end_execution"],
+    "close": ["rate_limit", "end_execution"],
+    "queue_dependent": ["rate_limit"],
+    "rate_limits": ["rate_limit"],
+    "release": ["open_execution"],
+    "progress": [],
+    "adopt": ["open_execution"],
+}
+"""Each script, and the shared heads it begins with after `holding`, which all begin with."""
+
+
+@cache
+def _sources() -> Mapping[str, str]:
+    folder = resources.files("worker") / "lua"
+    return {
+        name: "".join((folder / f"{part}.lua").read_text() for part in ("holding", *heads, name))
+        for name, heads in _SCRIPTS.items()
+    }
+
+
+def is_wrong_type(error: RedisError) -> bool:
+    """Whether a command met a key of another type; inside a script Redis gives this error no class."""
+    return "WRONGTYPE" in str(error)
+
+
+class Scripts:
+    """The scripts on one server. Not thread-safe."""
+
+    def __init__(self, client: Redis) -> None:
+        self._client = client
+        self._shas: dict[str, str] = {}
+
+    def call_many(self, calls: Sequence[tuple[str, Sequence[Any]]], keep_refusals: bool = False) -> list[Any]:
+        """Run (script name, arguments) pairs in one round trip; load the scripts where they are missing.
+
+        keep_refusals: return the error of a call that met a key of another type in the place of its reply.
+        Any other error may be the server's own state, such as a full disk, and is worth another try.
+        """
+        if not self._shas:
+            self._load()
+        replies: dict[int, Any] = {}
+        waiting = list(range(len(calls)))
+        while waiting:
+            with self._client.pipeline(transaction=False) as pipe:
+                for i in waiting:
+                    name, args = calls[i]
+                    pipe.evalsha(self._shas[name], 0, *args)
+                answers = pipe.execute(raise_on_error=False)
+            replies.update(zip(waiting, answers, strict=True))
+            waiting = [i for i in waiting if isinstance(replies[i], NoScriptError)]
+            if waiting:  # the server was restarted or its scripts were flushed
+                self._load()
+        answered = [replies[i] for i in range(len(calls))]
+        for reply in answered:
+            if isinstance(reply, RedisError) and not (keep_refusals and is_wrong_type(reply)):
+                raise reply
+        return answered
+
+    def _load(self) -> None:
+        self._shas = {name: self._client.script_load(text) for name, text in _sources().items()}
