@@ -27,10 +27,10 @@ SEQUENCES_FIELD = "sequences"
 #: that serves another leaves the job where it is in its queue, for others.
 MODEL_FIELD = "tokenmill_model"
 
-#: A field of our own there: FUNCTION once a worker has found that the job calls a plain function. While all
-#: places for functions are taken, such jobs are left where they are.
+#: A field of our own there: FUNCTION once a worker has found that the job calls a plain function, FILE of a
+#: shard. While all places for such jobs are taken, they are left where they are.
 KIND_FIELD = "tokenmill_kind"
-FUNCTION = "function"
+FUNCTION, FILE = "function", "file"
 
 #: A run's keys are kept this long after the last write; the files alone are enough to resume it.
 RUN_TTL_S = 30 * 24 * 3600

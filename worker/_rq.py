@@ -91,9 +91,9 @@ class ClaimedJob:
     deaths: int = 0
     """How many workers have died with it."""
     left_before: str = ""
-    """Id of the last function that its claim left in the queue before it."""
+    """Id of the last job that its claim left in the queue before it, for want of a place."""
     kind: str = ""
-    """FUNCTION for one that was found to be a plain function without a place on this worker."""
+    """FUNCTION or FILE for one that was found to be such and has no place on this worker."""
 
     @property
     def job_id(self) -> str:
@@ -147,13 +147,14 @@ OUTAGES = (RedisConnectionError, RedisTimeoutError, OutOfMemoryError, ReadOnlyEr
 @dataclass(frozen=True)
 class Wanted:
     """A claim on one queue: at most how many sequences' worth of jobs, a token of 24 hex digits, whether
-    the worker has nothing else, and at most how many jobs known to be functions."""
+    the worker has nothing else, and at most how many jobs known to be functions, and to be files."""
 
     queue: str
     most: int
     token: str
     alone: bool
     max_functions: int = _CLAIM_BATCH
+    max_files: int = _CLAIM_BATCH
 
 
 @dataclass(frozen=True)
@@ -255,7 +256,7 @@ class JobStore:
                 "claim",
                 [
                     *(each.queue, min(each.most, _CLAIM_BATCH), each.token, *tail),
-                    *(int(each.alone), self._models, each.max_functions),
+                    *(int(each.alone), self._models, each.max_functions, each.max_files),
                 ],
             )
             for each in wanted

@@ -20,6 +20,7 @@ from worker.job_runner import JobRunner, Surroundings
 from worker.packing import Packer
 from worker.presence import Presence
 from worker.stock_jobs import StockJobs
+from worker.task_files import MAX_OPENING
 from worker.upkeep import Upkeep
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from worker.settings import WorkerSettings
 
 REDIS_TIMEOUT_S = 10.0
-FILE_THREADS = 2
 LEASE_MARGIN_S = 45
 """Added to --job-monitoring-interval: with the sweep's period it stays within the promised 60 s."""
 
@@ -49,7 +49,13 @@ def assemble(
     io_client = own_client(worker.connection, REDIS_TIMEOUT_S)
     pool_client = own_client(worker.connection, REDIS_TIMEOUT_S)
     user_client = own_client(worker.connection, REDIS_TIMEOUT_S, resend=True)
-    packer = Packer(len(worker.queues), settings.max_num_seqs, settings.prefetch, settings.function_threads)
+    packer = Packer(
+        len(worker.queues),
+        settings.max_num_seqs,
+        settings.prefetch,
+        settings.function_threads,
+        MAX_OPENING,
+    )
     enders = FunctionPool(settings.function_threads, "tokenmill-ends")
     ends_store = JobStore(pool_client, worker.name, lease_s)
     runner = JobRunner(
@@ -62,10 +68,10 @@ def assemble(
             served,
             check_sampling,
             settings.function_grace_s,
+            settings.file_timeout_s,
             answers=AnswerMemo(settings.answer_memo_bytes),
         ),
         orders=orders,
-        files=FunctionPool(FILE_THREADS, "tokenmill-files"),
         functions=FunctionPool(settings.function_threads, "tokenmill-functions"),
         enders=enders,
         pool_client=pool_client,

@@ -9,6 +9,7 @@ WorkerError
 ├── TooManyStuckThreads functions hang beyond their timeouts; what the worker held was given back
 ├── FaultySurroundings     a missing module, a lack of memory or the like, met by jobs in a row
 ├── IoThreadFailed         the thread that talks to Redis raised; leases run out and others take over
+├── FileTimeout            a job's files kept it waiting for too long
 ├── JobSetAside            a job that took too many workers with it
 └── JobRefused             a job that must not run here: payload, function or callback
     ├── BadPayload         the payload is no JSON list of (function, instance, args, kwargs)
@@ -102,6 +103,34 @@ class FaultySurroundings(WorkerError):
 
 class IoThreadFailed(WorkerError):
     """The thread that talks to Redis raised; other workers take over when its leases run out."""
+
+
+class FileTimeout(WorkerError):
+    """A job is failed because its files kept it waiting: (what went on, seconds).
+
+    It is not given back: it may cost the next worker as much, and so on for ever.
+    """
+
+    def __init__(self, what: str, limit_s: float) -> None:
+        super().__init__(what, limit_s)
+        self.what, self.limit_s = what, limit_s
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what} for more than {self.limit_s:g} s (TOKENMILL_FILE_TIMEOUT_S): look at the disk or "
+            "mount; where it is only slow, raise the limit, or give fewer rows_per_shard and files of "
+            "smaller row groups; then submit the run again"
+        )
+
+
+def file_timeout(what: str, limit_s: float) -> type[FileTimeout]:
+    """Return a class of this error that needs no arguments: only classes can be raised in another thread."""
+
+    def __init__(self: FileTimeout) -> None:
+        super(FileTimeout, self).__init__(what, limit_s)
+        self.what, self.limit_s = what, limit_s
+
+    return type("FileTimeout", (FileTimeout,), {"__init__": __init__, "__module__": FileTimeout.__module__})
 
 
 class JobSetAside(WorkerError):

@@ -33,9 +33,10 @@ class Call(Interruptible):
         done: Callable[[Any, BaseException | None], None],
         raises: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        late: Callable[[], Any] | None = None,
     ) -> None:
         super().__init__(raises, clock)
-        self._function, self._done = function, done
+        self._function, self._done, self._late = function, done, late
         self._given_up = False
 
     def give_up(self, grace_s: float) -> str | None:
@@ -65,6 +66,8 @@ class Call(Interruptible):
         try:
             if not self._given_up:
                 self._done(value, failure)
+            elif self._late is not None:
+                self._late()
         finally:
             failure = None  # its traceback holds this frame: together they would keep what the call has used
         return not self._given_up
@@ -114,22 +117,28 @@ class FunctionPool:
             self._running[thread] = call
             goes_on = call.run()
             del self._running[thread], call
-            if not goes_on:
+            if not goes_on or self._was_relieved(thread):
                 with self._lock:  # not before it was counted
                     self._stuck.discard(thread)
                 return
+
+    def _was_relieved(self, thread: threading.Thread) -> bool:
+        """Whether another thread has the place of this one already, which ends after its call."""
+        return False
 
     def submit(
         self,
         function: Callable[[], Any],
         done: Callable[[Any, BaseException | None], None],
         raises: bool = True,
+        late: Callable[[], Any] | None = None,
     ) -> Call:
         """Run `function()` in a thread, then `done(value, error)`, there too unless it is given up.
 
         raises: False for our own code, which bears no error from outside and asks for it (interrupts.py).
+        late: called in the thread where the function of a call that was given up ends after all.
         """
-        call = Call(function, done, raises, self._clock)
+        call = Call(function, done, raises, self._clock, late)
         self._calls.put(call)
         return call
 
@@ -145,20 +154,21 @@ class FunctionPool:
                 if place is None:
                     continue
                 self._stuck.add(thread)
-            self._threads.remove(thread)
-            self._add_thread()
+            if not self._was_relieved(thread):
+                self._threads.remove(thread)
+                self._add_thread()
             places.append(f"{thread.name} in {place}")
         return places
 
     def end(self) -> None:
         """Let the threads end once the calls given so far are done."""
-        for _ in self._threads:
+        for _ in list(self._threads):
             self._calls.put(None)
 
     def join(self, timeout_s: float) -> None:
         """Wait for the threads to end, but for stuck ones, at most `timeout_s`."""
         until = time.monotonic() + timeout_s
-        for thread in self._threads:
+        for thread in list(self._threads):
             thread.join(max(0.0, until - time.monotonic()))
 
     def close(self, timeout_s: float) -> None:

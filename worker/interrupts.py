@@ -30,6 +30,8 @@ class Interruptible:
     that wait for its import: while a module is imported the error waits, and comes right after. `raises`
     False is for our own code, which is not safe from errors between any two bytecodes: it asks, with
     `check_interrupted`.
+
+    began_at, alive_at: when the work began and last asked, in the clock's seconds; None before.
     """
 
     def __init__(self, raises: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
@@ -37,6 +39,8 @@ class Interruptible:
         self._lock = threading.Lock()
         self._thread_id: int | None = None
         self.error: type[BaseException] | None = None
+        self.began_at: float | None = None
+        self.alive_at: float | None = None
         self._interrupted_at: float | None = None
         self._waiting: type[BaseException] | None = None
         self._importing = False  # only the thread itself changes it, under the lock
@@ -59,6 +63,12 @@ class Interruptible:
         else:
             _raise_in(self._thread_id, error)
 
+    def check(self) -> None:
+        """Raise what the work was interrupted with, if it was; else note that it is alive."""
+        if self.error is not None:
+            raise self.error
+        self.alive_at = self._clock()
+
     def heeded(self) -> None:
         """The last interrupt has ended what it was meant for; what follows in this work may take its time."""
         with self._lock:
@@ -72,6 +82,7 @@ class Interruptible:
                 if self.error is not None:
                     raise self.error
                 self._thread_id = threading.get_ident()
+            self.began_at = self.alive_at = self._clock()
             return function()
         finally:
             _current.work = None
@@ -106,8 +117,8 @@ def current_work() -> Interruptible | None:
 def check_interrupted() -> None:
     """Raise what this thread's work was interrupted with, if it was."""
     work = current_work()
-    if work is not None and work.error is not None:
-        raise work.error
+    if work is not None:
+        work.check()
 
 
 def _one_at_a_time(load: Callable[[], Any]) -> Any:

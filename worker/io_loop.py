@@ -128,6 +128,7 @@ class IoLoop:
         self._release_mode: Mode = "given_back"
         self._faults: list[WorkerFault] = []
         self._polls = [Timer(POLL_S) for _ in queues]
+        self._looks = [Timer(POLL_S) for _ in queues]
         self._renew = Timer(limits.renew_period_s)
         self._show = Timer(STATS_PERIOD_S)
         self._progress = Timer(PROGRESS_PERIOD_S)
@@ -311,7 +312,8 @@ class IoLoop:
             return
         lanes = [lane for lane in range(len(self._queues)) if self._packer.claim_room(lane) > 0]
         # A lane without room leaves its timer alone: it claims in the very turn in which it has some.
-        due = [lane for lane in lanes if self._polls[lane].due(moment)]
+        due = [lane for lane in lanes if self._is_due(lane, moment)]
+        lanes = [lane for lane in lanes if lane in due or self._packer.claimable_files(lane)]
         if not due or self._is_suspended() or self._has_suspect():
             return
         # In one round trip, but where --max-jobs counts: what one lane leaves over is the next one's.
@@ -319,6 +321,11 @@ class IoLoop:
         if sum([self._claim_for(turn) for turn in turns]):
             self._idle_since = moment
             self._runner.feed()
+
+    def _is_due(self, lane: int, moment: float) -> bool:
+        """Whether it is time to claim; where no file may come, to look for prompts between them."""
+        timer = self._polls[lane] if self._packer.claimable_files(lane) else self._looks[lane]
+        return timer.due(moment)
 
     def _claim_for(self, lanes: Sequence[int]) -> int:
         rooms = [min(self._packer.claim_room(lane), self._jobs_left()) for lane in lanes]
@@ -337,8 +344,8 @@ class IoLoop:
             # Kept until the call has come through: sent again, it claims nothing twice.
             token = self._tokens.setdefault(lane, uuid4().hex[:24])
             alone = is_idle and place == self._turn % len(lanes)
-            functions = self._packer.free_functions
-            wanted.append(Wanted(self._queues[lane].name, room, token, alone, functions))
+            places = self._packer.free_functions, self._packer.claimable_files(lane)
+            wanted.append(Wanted(self._queues[lane].name, room, token, alone, *places))
         claims = self._store.claim(wanted, self._limits.last_life)
         for lane, claim in zip(lanes, claims, strict=True):
             del self._tokens[lane]
@@ -352,6 +359,7 @@ class IoLoop:
                 )
             if claim.jobs:
                 self._polls[lane].postpone(float("-inf"))
+                self._looks[lane].postpone(self._clock() + POLL_S)
             for job in claim.jobs:
                 self._runner.begin(job, lane)
         surplus = self._runner.take_surplus()

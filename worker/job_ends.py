@@ -15,13 +15,13 @@ from rq.utils import now
 
 from jobs.errors import Fault, JobsError, fault_line
 from worker._rq import Callbacks, EndStatus, JobStore, Outcome, printable, sound_outcome
-from worker.errors import JobRefused, JobSetAside, WorkerError
+from worker.errors import FileTimeout, JobRefused, JobSetAside, WorkerError
 from worker.functions import FunctionPool
 from worker.packing import RunningJob
 from worker.pool_calls import PoolCalls
 
 MAX_REASON_CHARS = 400
-_FREE_OF_PROMPTS = (JobRefused, JobSetAside, JobTimeoutException)
+_FREE_OF_PROMPTS = (FileTimeout, JobRefused, JobSetAside, JobTimeoutException)
 
 
 class CallbackFailed(WorkerError):

@@ -18,7 +18,7 @@ from rq.timeouts import JobTimeoutException
 from engine import Completion
 from jobs.answer_memo import AnswerMemo
 from jobs.context import JobContext
-from jobs.keys import FUNCTION
+from jobs.keys import FILE, FUNCTION
 from jobs.served_model import ServedModel
 from jobs.shared_files import SharedFiles
 from jobs.table import ALLOWED_FUNCTIONS as OWN_NAMES
@@ -41,6 +41,7 @@ from worker.interrupts import check_interrupted
 from worker.job_ends import JobEnds
 from worker.packing import Packer, RunningJob
 from worker.pool_calls import PoolCalls
+from worker.task_files import TaskFiles
 
 _FUNCTIONS_LEAVE_S = 1.0
 """How long a worker that leaves waits for functions and callbacks to end that it has interrupted."""
@@ -54,6 +55,7 @@ class Surroundings:
     model: ServedModel
     check_sampling: Callable[[Any], Any]
     function_grace_s: float = 5.0
+    file_timeout_s: float = 300.0
     files: SharedFiles = field(default_factory=SharedFiles)
     answers: AnswerMemo = field(default_factory=AnswerMemo)
 
@@ -75,7 +77,7 @@ class Tally:
 class JobRunner:
     """Owns every job that this worker holds. All methods belong to the I/O thread.
 
-    files: pool for the files of tasks. functions: pool for user code. enders: pool for callbacks and
+    functions: pool for user code and planning. enders: pool for callbacks and
     dependents, which must not wait for user code. All report back through `post`, which queues a call
     for the I/O thread. pool_client: what our own code uses in their threads. user_client: what user code
     gets.
@@ -88,7 +90,6 @@ class JobRunner:
         admission: Admission,
         surroundings: Surroundings,
         orders: SimpleQueue[Order],
-        files: FunctionPool,
         functions: FunctionPool,
         enders: FunctionPool,
         pool_client: Redis,
@@ -100,10 +101,11 @@ class JobRunner:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._packer, self._admission, self._surroundings = packer, admission, surroundings
-        self._orders, self._files, self._functions, self._enders = orders, files, functions, enders
+        self._orders, self._functions, self._enders = orders, functions, enders
         self._pool_client, self._user_client = pool_client, user_client
         self._log, self._clock = log, clock
         self._calls = PoolCalls(post, self._close, log, clock)
+        self._files = TaskFiles(packer, self._calls, surroundings.file_timeout_s, log, clock)
         self._beginnings = Beginnings(clock)
         self._ends = JobEnds(
             callbacks=callbacks,
@@ -129,7 +131,7 @@ class JobRunner:
     @property
     def num_stuck(self) -> int:
         """Threads that were given up and go on in code that nothing can interrupt."""
-        return self._functions.num_stuck + self._enders.num_stuck
+        return self._functions.num_stuck + self._enders.num_stuck + self._files.num_stuck
 
     @property
     def held(self) -> list[ClaimedJob]:
@@ -156,16 +158,21 @@ class JobRunner:
         except Exception as error:  # noqa: BLE001  # a payload may be anything; it fails its own job
             self._ends.fail(job, error)
         else:
-            if job.task is not None:
+            if job.is_file and self._packer.free_files <= 0:
+                self._leave_to_others(job, FILE)
+            elif job.task is not None:
                 self._open(job)
             elif self._packer.free_functions <= 0:
-                del self._jobs[job.number]
-                self._surplus.append(replace(claimed, kind=FUNCTION))
+                self._leave_to_others(job, FUNCTION)
             else:
                 self._run_function(job, call)
 
+    def _leave_to_others(self, job: RunningJob, kind: str) -> None:
+        del self._jobs[job.number]
+        self._surplus.append(replace(job.claimed, kind=kind))
+
     def take_surplus(self) -> list[ClaimedJob]:
-        """Functions that were claimed beyond what the threads can take; the caller gives them back.
+        """Functions and files that were claimed beyond what the threads can take; the caller gives them back.
 
         What a job is shows only when it is claimed; it is marked then, and the next claims leave it there.
         """
@@ -189,12 +196,9 @@ class JobRunner:
     def _open(self, job: RunningJob) -> None:
         task, context = job.task, self._context(job)
         assert task is not None
-        self._packer.opening(job)
         if task.blocking:
-            opened = self._packer.opened
-            self._calls.submit(self._files, lambda: task.open(context), job, self._opened, opened, ours=True)
+            self._files.open(job, context, self._opened)
         else:
-            self._packer.opened(job)
             self._call_now(lambda: task.open(context), job, self._opened)
 
     def _opened(self, job: RunningJob, _: Any, error: BaseException | None) -> None:
@@ -310,7 +314,7 @@ class JobRunner:
         self._beginnings.began(job, self._clock())  # where no request of it needed the engine
         job.closing = True
         if task.blocking:
-            self._calls.submit(self._files, task.result, job, self._own_valued, ours=True)
+            self._files.finish(job, self._own_valued)
         else:
             self._call_now(task.result, job, self._own_valued)
 
@@ -342,13 +346,9 @@ class JobRunner:
         if task is None:
             return
         if task.blocking:
-            self._files.submit(task.close, lambda _, error: self._closed(job, error))
+            self._files.close(job)
         else:
             task.close()
-
-    def _closed(self, job: RunningJob, error: BaseException | None) -> None:
-        if error is not None:
-            self._log.error("job %s: could not remove its temporary files: %s", job.claimed.job_id, error)
 
     def close(self, timeout_s: float) -> None:
         """End the threads; wait until the files of the jobs that ended are closed, at most `timeout_s`."""
@@ -391,9 +391,12 @@ class JobRunner:
     def check_deadlines(self) -> None:
         """Fail the jobs that have run longer than their timeout; give up threads that do not heed theirs."""
         moment = self._clock()
+        self._files.check()
         self._give_up_threads()
         for job in list(self._jobs.values()):
             limit = job.limit_s
+            if job.is_ours and job.task is None and not job.closing:
+                self._files.interrupt_silent(job)
             if job.started_at is None or job.closing or limit <= 0 or moment - job.started_at <= limit:
                 continue
             if job.call is not None and job.task is None:  # a function: the pool reports its end
@@ -408,7 +411,8 @@ class JobRunner:
 
     def _give_up_threads(self) -> None:
         grace_s = self._surroundings.function_grace_s
-        for place in self._functions.give_up_stuck(grace_s) + self._enders.give_up_stuck(grace_s):
+        pools = (self._functions, self._enders, self._files)
+        for place in [place for pool in pools for place in pool.give_up_stuck(grace_s)]:
             self._log.error(
                 "%s goes on %g s after its interrupt: given up, another thread takes its place (%d stuck)",
                 place,

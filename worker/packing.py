@@ -111,25 +111,54 @@ class Packer:
     scheduler then gives a waiting lower lane its share.
     """
 
-    def __init__(self, num_lanes: int, slots: int, prefetch: int, max_functions: int) -> None:
+    def __init__(self, num_lanes: int, slots: int, prefetch: int, max_functions: int, max_files: int) -> None:
+        """max_functions, max_files: that run, and that are opened, at the same time at most."""
         self._slots = slots
         self._floor = self._reserve = max(1, prefetch)
-        self._max_functions = max_functions
+        self._max_functions, self._max_files = max_functions, max_files
         self._streams: list[deque[RunningJob]] = [deque() for _ in range(num_lanes)]
         self._in_engine = [0] * num_lanes
-        self._opening = [0] * num_lanes
+        self._opening: list[set[RunningJob]] = [set() for _ in range(num_lanes)]
+        self._slow: set[RunningJob] = set()
         self._functions = 0
         self._dry: list[RunningJob] = []
         self._left = 0
         self._bursts: deque[int] = deque(maxlen=_BURSTS_REMEMBERED)
 
     def opening(self, job: RunningJob) -> None:
-        """A task is being opened in the pool: how many prompts it holds is not known yet."""
-        self._opening[job.lane] += 1
+        """A file is being opened: how many prompts it holds is not known yet."""
+        self._opening[job.lane].add(job)
+
+    def opens_slowly(self, job: RunningJob) -> None:
+        """The lane waits for this file no longer: it may take the next one."""
+        self._opening[job.lane].discard(job)
+        self._slow.add(job)
 
     def opened(self, job: RunningJob) -> None:
-        """The task is open, or could not be opened."""
-        self._opening[job.lane] -= 1
+        """The file is open, or could not be opened."""
+        self._opening[job.lane].discard(job)
+        self._slow.discard(job)
+
+    def opening_now(self) -> list[RunningJob]:
+        """The files that are being opened, but for slow ones."""
+        return [job for jobs in self._opening for job in jobs]
+
+    @property
+    def num_opening(self) -> int:
+        """Files that are being opened, of all lanes."""
+        return len(self._slow) + sum(map(len, self._opening))
+
+    @property
+    def free_files(self) -> int:
+        """How many more files the worker can open at the same time."""
+        return self._max_files - self.num_opening
+
+    def claimable_files(self, lane: int) -> int:
+        """How many files the lane may claim now: none while one opens whose size is not known.
+
+        It may fill the batch; the next ones are for other workers to take.
+        """
+        return 0 if self._opening[lane] else max(0, self.free_files)
 
     def stream(self, job: RunningJob) -> None:
         """Serve a job's requests after those of the jobs before it on its lane."""
@@ -165,10 +194,9 @@ class Packer:
         """How many more sequences' worth of jobs the lane should claim now.
 
         After a file the next one is claimed before the last row is read, when less than one batch is left:
-        it takes many steps to open. Functions neither take room nor wait for it.
+        it takes many steps to open. Functions neither take room nor wait for it, and a file takes none before
+        it is open: prompts behind it are claimed (see `claimable_files`).
         """
-        if self._opening[lane]:
-            return 0
         unread = sum(job.unread for job in self._streams[lane])
         if unread == 0:
             return self._refill(lane)

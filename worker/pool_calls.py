@@ -42,17 +42,18 @@ class PoolCalls:
         then: Callable[[RunningJob, Any, BaseException | None], None],
         always: Callable[[RunningJob], None] = lambda job: None,
         ours: bool = False,
+        late: Callable[[], Any] | None = None,
     ) -> None:
         """Run a function in a pool; then `always` and, if the job was not withdrawn, `then` run here.
 
         ours: the function is our own, which asks whether it is interrupted, and may be run again after any
-        step of it: an outage delays it only.
+        step of it: an outage delays it only. late: see FunctionPool.submit.
         """
         ticket = job.ticket = object()
 
         def start() -> None:
             job.call = pool.submit(
-                function, lambda value, error: self._post(lambda: report(value, error)), raises=not ours
+                function, lambda value, error: self._post(lambda: report(value, error)), not ours, late
             )
 
         def start_again() -> None:

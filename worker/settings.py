@@ -83,6 +83,10 @@ class WorkerSettings(BaseSettings):
     """Seconds that a function or callback has to end after its timeout, or after it was stopped; then its
     thread is given up and another one takes its place."""
 
+    file_timeout_s: float = Field(default=300, gt=0)
+    """Seconds in which a shard must be open, and without a sign of progress in which a run must be planned, a
+    part written: else the job fails, and with the grace above its thread is given up."""
+
     drain_s: float | None = Field(default=None, ge=0)
     """Seconds from the first signal to stop after which what still runs is given back; without one, none."""
 

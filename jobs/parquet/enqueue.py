@@ -13,7 +13,7 @@ from rq.serializers import JSONSerializer
 from .. import stored
 from ..context import JobContext
 from ..holders import executions_key
-from ..keys import MODEL_FIELD, SEQUENCES_FIELD
+from ..keys import FILE, KIND_FIELD, MODEL_FIELD, SEQUENCES_FIELD
 from .names import PLAN, shard_job_id
 from .run_folder import RunFolder
 
@@ -58,6 +58,7 @@ def _enqueue_chunk(queue: Queue, folder: RunFolder, shards: Sequence[int]) -> in
             fields: dict[Any, Any] = {
                 SEQUENCES_FIELD: folder.plan.shards[shard].rows,
                 MODEL_FIELD: folder.plan.model.fingerprint,
+                KIND_FIELD: FILE,
             }
             pipe.hset(Job.key_for(ids[shard]), mapping=fields)
         pipe.execute()

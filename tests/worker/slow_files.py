@@ -13,6 +13,7 @@ from typing import Any
 
 from jobs.context import JobContext
 from jobs.parquet.shard_task import ShardTask
+from jobs.parquet.storage import Storage
 from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
 from worker.settings import WorkerSettings
 
@@ -56,6 +57,22 @@ class GatedOpenWorker(FakeEngineWorker):
             open_now(task, context)
 
         ShardTask.open = open_gated  # type: ignore[method-assign]
+        return super().load_engine(settings)
+
+
+class HangingFilesWorker(FakeEngineWorker):
+    """FakeEngineWorker with inputs that hang in the kernel as on a dead mount: those beside which a FIFO of
+    their name and ".hangs" stands into which nobody writes."""
+
+    def load_engine(self, settings: WorkerSettings) -> FakeEngine:
+        open_now = Storage.open_input
+
+        def open_hanging(storage: Storage, path: str) -> Any:
+            if os.path.exists(f"{path}.hangs"):
+                os.close(os.open(f"{path}.hangs", os.O_RDONLY))
+            return open_now(storage, path)
+
+        Storage.open_input = open_hanging  # type: ignore[method-assign]
         return super().load_engine(settings)
 
 

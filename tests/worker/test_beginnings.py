@@ -39,17 +39,16 @@ class ByHand:
         self.redis, self.store = redis, JobStore(redis, "w", lease_s=600)
         self.orders: SimpleQueue[Any] = SimpleQueue()
         self.events: SimpleQueue[Any] = SimpleQueue()
-        self.packer = Packer(1, slots, prefetch=32, max_functions=2)
+        self.packer = Packer(1, slots, prefetch=32, max_functions=2, max_files=2)
         self.engine = EngineLoop(FakeEngine(slots, 0.0), self.orders, self.events.put, lambda: self.moment)
-        self.pools = [FunctionPool(1, name) for name in ("files", "functions", "ends")]
-        files, functions, enders = self.pools
+        self.pools = [FunctionPool(1, name) for name in ("functions", "ends")]
+        functions, enders = self.pools
         worker: Any = SimpleNamespace(_exc_handlers=[])
         self.runner = JobRunner(
             packer=self.packer,
             admission=Admission(ALLOWED, ()),
             surroundings=Surroundings((), ServedModel("m", "f", "d"), SamplingParams.from_mapping),
             orders=self.orders,
-            files=files,
             functions=functions,
             enders=enders,
             pool_client=redis,
@@ -96,8 +95,7 @@ class ByHand:
             self.take_events(0.01)
 
     def close(self) -> None:
-        for pool in self.pools:
-            pool.close(10)
+        self.runner.close(10)
 
 
 @pytest.fixture

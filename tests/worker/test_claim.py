@@ -70,6 +70,17 @@ def test_known_functions_stay_while_their_places_are_taken(redis: Redis, bulk: Q
     assert ids(claim(redis)) == ["a", "c"]
 
 
+def test_known_files_stay_while_their_places_are_taken_and_functions_do_not_count_as_such(
+    redis: Redis, bulk: Queue
+) -> None:
+    for number, kind in enumerate(["file", "function", "file", "file", None]):
+        enqueue(bulk, f"j{number}", kind=kind)
+    assert ids(claim(redis, max_files=1, max_functions=1)) == ["j0", "j1", "j4"]
+    assert bulk.job_ids == ["j2", "j3"]
+    assert ids(claim(redis, max_files=0)) == []
+    assert ids(claim(redis, max_files=5, max_functions=0)) == ["j2", "j3"]
+
+
 def test_a_claim_sent_again_takes_no_more_and_leaves_the_order(redis: Redis, bulk: Queue) -> None:
     for job_id, model in (("a", "other"), ("b", None), ("c", "other"), ("d", None)):
         enqueue(bulk, job_id, model)

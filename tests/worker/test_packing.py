@@ -16,6 +16,7 @@ from engine import Completion, SamplingParams
 from jobs.tasks import Request
 from tests.worker.fake_engine import FakeEngine
 from worker.packing import Packer, RunningJob
+from worker.task_files import MAX_OPENING
 
 LANES, SLOTS, PREFETCH = 3, 8, 4
 
@@ -39,7 +40,7 @@ def job(number: int, lane: int, sizes: list[int], length: int | None = None) -> 
     )
 )
 def test_any_history_keeps_the_counts_the_order_and_the_room_of_urgent_lanes(history: list[Any]) -> None:
-    packer = Packer(LANES, SLOTS, PREFETCH, 4)
+    packer = Packer(LANES, SLOTS, PREFETCH, 4, 2)
     jobs: list[RunningJob] = []
     for kind, number, sizes in history:
         if kind == "stream":
@@ -75,7 +76,7 @@ def test_any_history_keeps_the_counts_the_order_and_the_room_of_urgent_lanes(his
 
 
 def test_a_full_bulk_batch_leaves_the_high_lane_all_its_room() -> None:
-    packer = Packer(2, SLOTS, PREFETCH, 4)
+    packer = Packer(2, SLOTS, PREFETCH, 4, 2)
     packer.stream(job(0, 1, [1] * 100))
     assert len(list(packer.pull())) == SLOTS + PREFETCH
     assert packer.claim_room(0) == SLOTS + PREFETCH
@@ -83,7 +84,7 @@ def test_a_full_bulk_batch_leaves_the_high_lane_all_its_room() -> None:
 
 
 def test_a_flooded_high_lane_leaves_bulk_a_few_places() -> None:
-    packer = Packer(2, SLOTS, PREFETCH, 4)
+    packer = Packer(2, SLOTS, PREFETCH, 4, 2)
     packer.stream(job(0, 0, [1] * 100))
     packer.stream(job(1, 1, [1] * 100))
     lanes = [pulled.lane for pulled, *_ in packer.pull()]
@@ -91,7 +92,7 @@ def test_a_flooded_high_lane_leaves_bulk_a_few_places() -> None:
 
 
 def test_the_next_job_of_a_lane_is_claimed_when_the_last_stream_is_dry() -> None:
-    packer = Packer(1, SLOTS, PREFETCH, 4)
+    packer = Packer(1, SLOTS, PREFETCH, 4, 2)
     long, short = job(0, 0, [1] * (SLOTS + PREFETCH + 1)), job(1, 0, [1])
     packer.stream(long)
     list(packer.pull())
@@ -106,7 +107,7 @@ def test_the_next_job_of_a_lane_is_claimed_when_the_last_stream_is_dry() -> None
 
 def test_the_next_job_is_claimed_before_a_stream_of_known_length_is_dry() -> None:
     """With a batch or more left to read nothing is claimed; then as much as fills the batch up."""
-    packer = Packer(1, SLOTS, PREFETCH, 4)
+    packer = Packer(1, SLOTS, PREFETCH, 4, 2)
     shard = job(0, 0, [1] * 30, length=30)
     packer.stream(shard)
     list(packer.pull())
@@ -115,12 +116,36 @@ def test_the_next_job_is_claimed_before_a_stream_of_known_length_is_dry() -> Non
     list(packer.pull())
     assert shard.unread < SLOTS
     assert packer.claim_room(0) == SLOTS - shard.unread
-    packer.opening(job(1, 0, [1]))
-    assert packer.claim_room(0) == 0
+
+
+def test_a_file_that_opens_keeps_no_prompt_of_its_lane_waiting_but_further_files() -> None:
+    """How many rows it brings is not known: they may fill the batch, and others can take the next file."""
+    packer = Packer(2, SLOTS, PREFETCH, 4, 2)
+    packer.opening(job(0, 1, [1]))
+    assert packer.claim_room(1) == SLOTS + PREFETCH
+    assert [packer.claimable_files(lane) for lane in (0, 1)] == [1, 0]
+    for number in range(SLOTS + PREFETCH):
+        packer.stream(job(1 + number, 1, [1], length=1))
+    list(packer.pull())
+    assert packer.claim_room(1) == 0, "prompts are claimed as the engine has room, and no others"
+
+
+def test_a_file_that_opens_slowly_costs_its_place_and_no_other_file_of_its_lane() -> None:
+    packer = Packer(1, SLOTS, PREFETCH, 4, 2)
+    slow = [job(number, 0, [1]) for number in range(2)]
+    packer.opening(slow[0])
+    packer.opens_slowly(slow[0])
+    assert packer.claimable_files(0) == 1
+    packer.opening(slow[1])
+    packer.opens_slowly(slow[1])
+    assert (packer.claimable_files(0), packer.free_files) == (0, 0), "more files than threads"
+    assert packer.claim_room(0) == SLOTS + PREFETCH
+    packer.opened(slow[0])
+    assert packer.claimable_files(0) == 1
 
 
 def test_a_worker_with_a_full_reserve_leaves_the_other_prompts_to_others() -> None:
-    packer = Packer(1, SLOTS, PREFETCH, 4)
+    packer = Packer(1, SLOTS, PREFETCH, 4, 2)
     for number in range(SLOTS + PREFETCH):
         packer.stream(job(number, 0, [1], length=1))
     assert len(list(packer.pull())) == SLOTS + PREFETCH
@@ -128,7 +153,7 @@ def test_a_worker_with_a_full_reserve_leaves_the_other_prompts_to_others() -> No
 
 
 def test_a_trickle_out_of_a_full_engine_is_no_reason_to_claim() -> None:
-    packer = Packer(1, SLOTS, PREFETCH, 4)
+    packer = Packer(1, SLOTS, PREFETCH, 4, 2)
     bulk = job(0, 0, [1] * (SLOTS + PREFETCH))
     packer.stream(bulk)
     list(packer.pull())
@@ -150,7 +175,7 @@ def steps_for(jobs: list[int], tokens: Callable[[int], int]) -> int:
     What leaves in a step is seen and made up for while the next one runs. A job of more than one row is a
     file, and streams only OPEN_STEPS steps after its claim.
     """
-    packer, engine = Packer(1, ENGINE_SLOTS, 4, 4), FakeEngine(ENGINE_SLOTS, step_s=0.0)
+    packer, engine = Packer(1, ENGINE_SLOTS, 4, 4, MAX_OPENING), FakeEngine(ENGINE_SLOTS, step_s=0.0)
     queued = [job(number, 0, [1] * rows, length=rows) for number, rows in enumerate(jobs)]
     by_number = dict(enumerate(queued))
     opening: deque[tuple[int, RunningJob]] = deque()
@@ -167,10 +192,11 @@ def steps_for(jobs: list[int], tokens: Callable[[int], int]) -> int:
             packer.opened(opened)
             packer.stream(opened)
         feed()
-        room = packer.claim_room(0)
-        while queued and room > 0:
+        room, files = packer.claim_room(0), packer.claimable_files(0)
+        while queued and room > 0 and (files > 0 or jobs[queued[0].number] == 1):
             claimed = queued.pop(0)
             room -= jobs[claimed.number]
+            files -= jobs[claimed.number] > 1
             if jobs[claimed.number] == 1:
                 packer.stream(claimed)
             else:

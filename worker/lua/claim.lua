@@ -1,17 +1,17 @@
 -- Take jobs of one queue and open their executions, until they bring `limit` sequences: one each, or what
 -- the job's own field `sequences` says.
--- ARGV: queue, limit, token, worker, now_ts, lease_s, far_score, last_life, alone, models, max_functions, then
---       the tokens of claims whose records nobody needs any more
+-- ARGV: queue, limit, token, worker, now_ts, lease_s, far_score, last_life, alone, models, max_functions,
+--       max_files, then the tokens of claims whose records nobody needs any more
 -- To stand in the queue is all that a job needs to be run, as with RQ's own workers, whatever its status
 -- says. Dropped are: jobs that are gone; cancelled ones, a second entry of which is left; and what this claim
 -- or a running execution has taken already, where the job was not enqueued again since.
 -- A job that this worker cannot begin stays where it is in the queue, for others: one whose field
 -- `tokenmill_model` is none of `models` (all names of the served one, a line each), and beyond
--- `max_functions` those whose `tokenmill_kind` is 'function'.
+-- `max_functions` those whose `tokenmill_kind` is 'function', beyond `max_files` those that are a 'file'.
 -- A job that has taken `last_life` workers with it is claimed by itself, where `alone` is 1, so that jobs
 -- that were merely near another one when it killed its worker are told from that one; elsewhere such jobs
 -- go to the end of the queue.
--- Returns {{{job id, execution id, job hash, id of the last function left before it}, ...}, jobs left for
+-- Returns {{{job id, execution id, job hash, id of the last such job left before it}, ...}, jobs left for
 -- other models}. Sent again with the same token it returns the same jobs, less those that were taken from
 -- this worker since, and claims no others. With a limit of 0 it asks what an earlier call has claimed, and
 -- makes sure that one still on its way claims nothing.
@@ -19,7 +19,7 @@ local queue, limit, token, worker = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 local record = 'tokenmill:claim:' .. token
 local claimed = {}
 
-for i = 12, #ARGV do redis.call('DEL', 'tokenmill:claim:' .. ARGV[i]) end
+for i = 13, #ARGV do redis.call('DEL', 'tokenmill:claim:' .. ARGV[i]) end
 local earlier = redis.call('LRANGE', record, 0, -1)
 if #earlier > 0 then
   for i = 1, #earlier, 2 do
@@ -36,12 +36,13 @@ if limit == 0 then
   return {claimed, 0}
 end
 
-local last_life, alone, max_functions = tonumber(ARGV[8]), ARGV[9] == '1', tonumber(ARGV[11])
+local last_life, alone = tonumber(ARGV[8]), ARGV[9] == '1'
+local places = {['function'] = tonumber(ARGV[11]), file = tonumber(ARGV[12])}
 local is_served = {}
 for name in string.gmatch(ARGV[10], '[^\n]+') do is_served[name] = true end
 local waiting = 'rq:queue:' .. queue
 local sequences, left, postponed, num_foreign, is_full = 0, {}, {}, 0, false
-local functions, left_function = 0, ''
+local last_left = ''
 
 -- Whether an execution has taken the job at its latest enqueueing, and is not over.
 local function is_taken(id, enqueued_at)
@@ -64,20 +65,20 @@ local function consider(id)
   local is_cancelled = fields[1] == 'canceled' and redis.call('ZSCORE', 'rq:canceled:' .. queue, id)
   if is_cancelled or is_taken(id, fields[2] or '') then return end
   local is_foreign = fields[5] and not is_served[fields[5]]
-  local is_function = fields[6] == 'function'
+  local free = places[fields[6] or '']
   local is_suspect = (tonumber(fields[3]) or 0) >= last_life
-  if is_foreign or (is_function and functions >= max_functions) then
+  if is_foreign or (free and free <= 0) then
     left[#left + 1] = id
     num_foreign = num_foreign + (is_foreign and 1 or 0)
-    left_function = is_foreign and left_function or id
+    last_left = is_foreign and last_left or id
   elseif is_suspect and (not alone or #claimed > 0) then
     postponed[#postponed + 1] = id
   else
     local eid = token .. string.format('%08x', #claimed + 1)
     claimed[#claimed + 1] = open_execution(queue, id, eid, worker, ARGV[5], ARGV[6], ARGV[7])
-    claimed[#claimed][4] = left_function
-    redis.call('RPUSH', record, id, left_function)
-    functions = functions + (is_function and 1 or 0)
+    claimed[#claimed][4] = last_left
+    redis.call('RPUSH', record, id, last_left)
+    if free then places[fields[6]] = free - 1 end
     sequences = sequences + math.max(1, tonumber(fields[4]) or 1)
     is_full = is_suspect or sequences >= limit
   end

@@ -1,8 +1,8 @@
--- Take a job from its holder and put it at the head of its queue, or behind the function that its claim left
+-- Take a job from its holder and put it at the head of its queue, or behind the job that its claim left
 -- there before it.
 -- ARGV: queue, job id, execution id, mode ('given_back', 'engine_died', 'fault' or 'abandoned'), max_deaths,
 --       then for a job that has died too often: new execution id, worker, now_ts, lease_s, far_score;
---       id of that function, or ''; what the job was found to be ('function'), or ''
+--       id of that job, or ''; what this one was found to be ('function' or 'file'), or ''
 -- Returns {'queued'}; {'alive'} when the lease of an 'abandoned' one still runs; {'gone'} when it is
 -- held no longer; {'dropped'} when its job was cancelled, deleted or enqueued again; {'exhausted', claimed}
 -- when it has taken max_deaths workers with it: then the caller holds it, to fail it. {'ended', claimed} when

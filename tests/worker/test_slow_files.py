@@ -1,0 +1,283 @@
+"""A file that is slow, or hangs with its mount, costs its own place: nothing else waits for it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from rq.job import JobStatus
+
+from jobs.context import JobContext
+from jobs.parquet.names import shard_job_id
+from jobs.served_model import ServedModel
+from jobs.tasks import Completion, Request, Task
+from tests.jobs.answering import score_parquet
+from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until
+from worker.errors import FileTimeout
+from worker.interrupts import check_interrupted
+from worker.packing import Packer, RunningJob
+from worker.pool_calls import PoolCalls
+from worker.task_files import MAX_OPENING, SLOW_S, THREADS, TaskFiles
+
+LIMIT_S, GRACE_S = 60.0, 5.0
+WORKER = "tests.worker.slow_files.HangingFilesWorker"
+
+
+class Hang:
+    """Blocks a thread where nothing can interrupt it, until it is let go."""
+
+    def __init__(self) -> None:
+        self.began, self._held = threading.Semaphore(0), threading.Semaphore(0)
+
+    def __call__(self) -> None:
+        self.began.release()
+        self._held.acquire()
+
+    def let_go(self, threads: int) -> None:
+        self._held.release(threads)
+
+
+class FileTask(Task):
+    """Whose blocking calls are what the test says."""
+
+    blocking = True
+
+    def __init__(self, **calls: Callable[[], Any]) -> None:
+        self._calls = calls
+        self.closed = threading.Event()
+
+    def open(self, context: JobContext) -> None:
+        self._calls.get("open", lambda: None)()
+
+    def requests(self) -> Iterator[Request]:
+        return iter(())
+
+    def deliver(self, index: int, completions: Sequence[Completion]) -> None:
+        raise AssertionError
+
+    def result(self) -> Any:
+        return self._calls["result"]()
+
+    def close(self) -> None:
+        self._calls.get("close", lambda: None)()
+        self.closed.set()
+
+
+class Files:
+    """TaskFiles with a clock that moves when told to, and what they report."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.packer = Packer(1, 8, 4, 4, MAX_OPENING)
+        self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.reports: list[tuple[int, Any, BaseException | None]] = []
+        log = logging.getLogger("files")
+        calls = PoolCalls(self._events.put, lambda job: None, log, self._clock)
+        self.files = TaskFiles(self.packer, calls, LIMIT_S, log, self._clock)
+        self._numbers = iter(range(100))
+
+    def _clock(self) -> float:
+        return self.now
+
+    def job(self, task: FileTask) -> RunningJob:
+        return RunningJob(next(self._numbers), cast(Any, SimpleNamespace(job_id="a")), 0, task)
+
+    def open(self, task: FileTask) -> RunningJob:
+        job = self.job(task)
+        self.files.open(job, cast(Any, None), self.note)
+        return job
+
+    def note(self, job: RunningJob, value: Any, error: BaseException | None) -> None:
+        self.reports.append((job.number, value, error))
+
+    def wait_for_reports(self, number: int) -> None:
+        while len(self.reports) < number:
+            self._events.get(timeout=30)()
+
+    def pass_time(self, seconds: float) -> list[str]:
+        self.now += seconds
+        self.files.check()
+        return self.files.give_up_stuck(GRACE_S)
+
+
+@pytest.fixture
+def files() -> Iterator[Files]:
+    files = Files()
+    yield files
+    files.files.end()
+    files.files.join(30)
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("tokenmill")] == []
+
+
+def num_threads(kind: str) -> int:
+    return sum(thread.name.startswith(f"tokenmill-{kind}-") for thread in threading.enumerate())
+
+
+def test_a_slow_file_holds_up_no_other_and_never_are_there_more_threads_than_the_bound(files: Files) -> None:
+    hang = Hang()
+    for held in range(1, MAX_OPENING):
+        files.open(FileTask(open=hang))
+        assert hang.began.acquire(timeout=30)
+        assert files.packer.claimable_files(0) == 0
+        files.pass_time(SLOW_S + 1)
+        assert files.packer.claimable_files(0) == MAX_OPENING - held
+        files.open(FileTask())
+        files.wait_for_reports(held)
+    assert num_threads("files") == MAX_OPENING
+    files.open(FileTask(open=hang))
+    assert hang.began.acquire(timeout=30)
+    files.pass_time(SLOW_S + 1)
+    assert files.packer.claimable_files(0) == 0
+    assert num_threads("files") == MAX_OPENING
+    hang.let_go(MAX_OPENING)
+    files.wait_for_reports(2 * MAX_OPENING - 1)
+    assert [error for _, _, error in files.reports] == [None] * len(files.reports)
+    assert files.packer.claimable_files(0) == MAX_OPENING
+    wait_until(lambda: num_threads("files") == THREADS)
+
+
+def test_files_that_hang_fail_by_name_at_their_limit_and_are_closed_when_they_thaw(files: Files) -> None:
+    hang = Hang()
+    tasks = [FileTask(open=hang) for _ in range(MAX_OPENING)]
+    for task in tasks:
+        files.open(task)
+    for _ in range(MAX_OPENING // THREADS):
+        for _ in range(THREADS):
+            assert hang.began.acquire(timeout=30)
+        assert files.pass_time(SLOW_S + 1) == []
+    assert files.pass_time(LIMIT_S) == []
+    assert len(files.pass_time(GRACE_S + 1)) == MAX_OPENING
+    assert files.files.num_stuck == MAX_OPENING
+    files.wait_for_reports(MAX_OPENING)
+    for _, _, error in files.reports:
+        assert isinstance(error, FileTimeout)
+        assert "opening its file went on for more than 60 s (TOKENMILL_FILE_TIMEOUT_S)" in str(error)
+    assert files.packer.claimable_files(0) == MAX_OPENING
+
+    files.open(FileTask())
+    files.wait_for_reports(MAX_OPENING + 1)
+    assert not any(task.closed.is_set() for task in tasks)
+    hang.let_go(MAX_OPENING)
+    assert all(task.closed.wait(30) for task in tasks), "opened by a thread that was given up, and left open"
+    wait_until(lambda: files.files.num_stuck == 0)
+
+
+def test_a_file_that_opens_for_too_long_stops_at_its_next_safe_point(files: Files) -> None:
+    began = threading.Event()
+
+    def walk() -> None:
+        while True:
+            began.set()
+            check_interrupted()
+
+    files.open(FileTask(open=walk))
+    assert began.wait(30)
+    files.pass_time(LIMIT_S + 1)
+    files.wait_for_reports(1)
+    assert isinstance(files.reports[0][2], FileTimeout)
+    assert files.files.num_stuck == 0
+
+
+def test_a_part_may_take_long_to_write_while_it_gives_signs_of_life(files: Files) -> None:
+    """Whoever writes a run's last part looks into all the others."""
+    turn, hang = Hang(), Hang()
+
+    def write() -> str:
+        for _ in range(3):
+            turn()
+            check_interrupted()
+        hang()
+        return "written"
+
+    files.files.finish(files.job(FileTask(result=write)), files.note)
+    for _ in range(3):
+        assert turn.began.acquire(timeout=30)
+        assert files.pass_time(LIMIT_S - 1) == []
+        turn.let_go(1)
+    assert hang.began.acquire(timeout=30)
+    files.pass_time(LIMIT_S + 1)
+    assert len(files.pass_time(GRACE_S + 1)) == 1
+    files.wait_for_reports(1)
+    assert "writing its part went on without a sign of life for more than 60 s" in str(files.reports[0][2])
+    hang.let_go(1)
+
+
+def test_tasks_whose_closing_hangs_keep_no_part_from_being_written(files: Files) -> None:
+    hang = Hang()
+    for _ in range(THREADS):
+        files.files.close(files.job(FileTask(close=hang)))
+        assert hang.began.acquire(timeout=30)
+    files.files.finish(files.job(FileTask(result=lambda: "written")), files.note)
+    files.pass_time(SLOW_S + 1)
+    files.wait_for_reports(1)
+    assert files.reports[0][1:] == ("written", None)
+    files.pass_time(LIMIT_S)
+    assert len(files.pass_time(GRACE_S + 1)) == THREADS
+    hang.let_go(THREADS)
+
+
+def plan(workers: Workers, folder: Path, name: str, rows: int) -> str:
+    """Plan and enqueue a run of one row a shard over a new file; return its id."""
+    pq.write_table(pa.table({"prompt": [f"{name}{row}" for row in range(rows)]}), folder / f"{name}.parquet")
+    model = ServedModel("fake", "fingerprint of fake", "auto")
+    roots = (str(folder.resolve()),)
+    context = JobContext(workers.redis, "bulk", f"plan-{name}", f"execution-{name}", roots, model)
+    return str(
+        score_parquet(context, str(folder / f"{name}.parquet"), str(folder / name), rows_per_shard=1)["run"]
+    )
+
+
+def test_prompts_and_other_files_of_a_lane_go_past_files_that_hang(workers: Workers, tmp_path: Path) -> None:
+    stuck = plan(workers, tmp_path, "stuck", rows=3)
+    os.mkfifo(tmp_path / "stuck.parquet.hangs")
+    plan(workers, tmp_path, "fine", rows=3)
+    bulk = workers.queue("bulk")
+    prompt = bulk.enqueue("jobs.complete", "a", max_tokens=1)
+    waits = {"TOKENMILL_FILE_TIMEOUT_S": "0.5", "TOKENMILL_FUNCTION_GRACE_S": "0.1"}
+    worker = workers.start("--name", "w", queues=("bulk",), worker_class=WORKER, **waits)
+    assert text_of(workers.result(prompt)) == "echo:a"
+    wait_until((tmp_path / "fine" / "_SUCCESS").exists)
+    for shard in range(3):
+        job = workers.job(shard_job_id(stuck, shard))
+        failure = str(workers.result(job).exc_string)
+        assert "FileTimeout: opening its file went on for more than 0.5 s" in failure
+        assert failure.rstrip().endswith("tokenmill: server")
+        assert job.get_status() == JobStatus.FAILED
+    wait_until(lambda: stats_of(workers, "w").get("stuck_threads") == 3)
+    assert "shard_work.py" in workers.log(worker) or "open_hanging" in workers.log(worker)
+    with (tmp_path / "stuck.parquet.hangs").open("w"):  # the mount is back
+        wait_until(lambda: stats_of(workers, "w").get("stuck_threads") == 0)
+    assert leftovers(workers.redis, "bulk") == []
+
+
+def test_a_shard_that_opens_keeps_no_prompt_waiting_and_its_runs_next_ones_in_the_queue(
+    workers: Workers, tmp_path: Path
+) -> None:
+    """Also shards of which nothing says that they are some."""
+    run = plan(workers, tmp_path, "in", rows=40)
+    for shard in range(40):
+        workers.redis.hset(f"rq:job:{shard_job_id(run, shard)}", "sequences", 1000)
+    for shard in range(20, 40):
+        workers.redis.hdel(f"rq:job:{shard_job_id(run, shard)}", "tokenmill_kind")
+    gate = tmp_path / "gate"
+    workers.start(
+        queues=("bulk",), worker_class="tests.worker.slow_files.GatedOpenWorker", OPEN_GATE=str(gate)
+    )
+    bulk = workers.queue("bulk")
+    wait_until(lambda: len(bulk.job_ids) < 40)
+    for text in ("a", "b"):
+        prompt = bulk.enqueue("jobs.complete", text, max_tokens=1)
+        assert text_of(workers.result(prompt)) == f"echo:{text}"
+    wait_until(lambda: len(bulk.job_ids) >= 40 - MAX_OPENING)
+    assert bulk.job_ids == sorted(bulk.job_ids)
+    gate.touch()
+    wait_until((tmp_path / "in" / "_SUCCESS").exists)
