@@ -6,6 +6,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 
 from engine.errors import InvalidSampling
@@ -106,12 +107,24 @@ class SamplingParams:
 
         Raises InvalidSampling for a name that is unknown or not built yet; none is ever ignored.
         """
-        accepted = {field.name for field in fields(cls)}
         for name in mapping:
-            if name not in accepted:
+            if name not in _NAMES:
                 problem = "is not built yet" if name in NOT_BUILT else "is no sampling parameter"
-                raise InvalidSampling(f"{shown(name)} {problem}; {_names_to_use(name, sorted(accepted))}")
+                raise InvalidSampling(f"{shown(name)} {problem}; {_names_to_use(name, sorted(_NAMES))}")
+        types = tuple(map(type, mapping.values()))
+        if _PLAIN.issuperset(types):
+            return _remembered(tuple(mapping.items()), types)
         return cls(**mapping)
+
+
+_NAMES = frozenset(field.name for field in fields(SamplingParams))
+_PLAIN = frozenset((int, float, bool, str, type(None)))
+
+
+@lru_cache(maxsize=256)
+def _remembered(items: tuple[tuple[str, Any], ...], types: tuple[type, ...]) -> SamplingParams:
+    """Thousands of jobs have the same few values. types: 1, 1.0 and True are one key, but not all allowed."""
+    return SamplingParams(**dict(items))
 
 
 def _names_to_use(name: object, accepted: Sequence[str]) -> str:

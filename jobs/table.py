@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 from .context import JobContext
@@ -34,8 +33,12 @@ def open_task(
     factory = _ENGINE_JOBS.get(function_name)
     if factory is None:
         return None
-    bound = _bound(function_name, factory, args, kwargs)
-    return factory(*bound.args, **bound.kwargs)
+    _check_kinds(function_name, args, kwargs)
+    try:
+        return factory(*args, **(kwargs or {}))
+    except TypeError:
+        _check_binding(function_name, factory, args, kwargs)  # only now: it takes longer than all the rest
+        raise
 
 
 def own_function(function_name: str) -> Callable[..., Any] | None:
@@ -46,23 +49,23 @@ def own_function(function_name: str) -> Callable[..., Any] | None:
 def _score_parquet(context: JobContext, *args: Any, **kwargs: Any) -> dict[str, Any]:
     from .parquet.planner import score_parquet  # pyarrow: only where a file is really read
 
-    bound = _bound("jobs.score_parquet", score_parquet, (context, *args), kwargs)
-    return score_parquet(*bound.args, **bound.kwargs)
+    _check_binding("jobs.score_parquet", score_parquet, (context, *args), kwargs)
+    return score_parquet(context, *args, **kwargs)
 
 
-def _bound(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> inspect.BoundArguments:
-    """Bind a job's arguments like a Python call would. Raises InvalidJob where that would raise TypeError."""
+def _check_kinds(name: str, args: object, kwargs: object) -> None:
     if not isinstance(args, (list, tuple)) or not isinstance(kwargs or {}, dict):
         raise InvalidJob(f"{name}: the job holds no list of arguments and mapping of keyword arguments")
+
+
+def _check_binding(
+    name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> None:
+    """Raise InvalidJob where a call with these arguments would raise TypeError for them."""
     try:
-        return _signature(function).bind(*args, **(kwargs or {}))
+        inspect.signature(function).bind(*args, **(kwargs or {}))
     except TypeError as error:
         raise InvalidJob(f"{name}: {str(error)[:200]}") from None
-
-
-@cache
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(function)
 
 
 _OWN_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"jobs.score_parquet": _score_parquet}

@@ -166,6 +166,16 @@ def test_sampling_values_are_taken_as_they_come_from_json() -> None:
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
 
 
+def test_equal_values_of_other_types_are_told_apart_by_a_reader_that_remembers() -> None:
+    assert SamplingParams.from_mapping({"max_tokens": 1, "temperature": 1}).max_tokens == 1
+    assert SamplingParams.from_mapping({"max_tokens": 1, "temperature": 1.0}).max_tokens == 1
+    for values in ({"max_tokens": True, "temperature": 1}, {"max_tokens": 1, "temperature": True}):
+        with pytest.raises(InvalidSampling, match="must be a"):
+            SamplingParams.from_mapping(values)
+    with pytest.raises(InvalidSampling, match="max_tokens must be an integer"):
+        SamplingParams.from_mapping({"max_tokens": 1.0, "temperature": 1})
+
+
 def test_errors_keep_their_type_across_processes() -> None:
     error = pickle.loads(pickle.dumps(PromptTooLong("too long")))
     assert isinstance(error, InvalidRequest)
