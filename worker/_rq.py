@@ -6,11 +6,9 @@ name keys that follow from job ids, so they need a server that is not sharded. R
 
 from __future__ import annotations
 
-import re
 import time
 import traceback
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Literal
@@ -46,6 +44,7 @@ from rq.worker_registration import clean_worker_registry
 
 from jobs.keys import held_key
 from worker.errors import TooLarge
+from worker.held_job import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, HeldJob, check_counts, max_hash_bytes
 from worker.scripts import Scripts, is_wrong_type
 
 MIN_REDIS_VERSION = (6, 2, 0)
@@ -60,18 +59,8 @@ Mode = Literal["given_back", "engine_died", "fault", "abandoned"]
 EndStatus = Literal["finished", "failed", "stopped"]
 FinishReply = Literal["done", "again", "lost", "dependents", "refused"]
 
-_DATES = ("created_at", "enqueued_at", "started_at", "ended_at", "last_heartbeat")
-
-_ZLIB_MAX_RATIO = 1100
-"""No more than 1,032 bytes come out of one, says zlib's author."""
-
 _MAX_TTL_S = 10 * 365 * 86_400
 """Redis refuses larger ones, in the middle of a script."""
-
-_COUNTS = ("retries_left", "number_of_retries", "repeats_left", "worker_deaths")
-_COUNT = re.compile(rb"-?(0|[1-9][0-9]{0,17})")
-_MAX_COUNT = 2**53
-"""Scripts add to these fields, and Redis refuses a sum it cannot write, also in the middle of a script."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +70,7 @@ class ClaimedJob:
     job: its user's code gets this very object, as with RQ, and may leave anything in it.
     """
 
-    job: Job
+    job: HeldJob
     execution: Execution
     queue_name: str
     damage: Exception | None = None
@@ -208,7 +197,7 @@ class JobStore:
         worker_name: str,
         lease_s: int,
         records_failures: bool = True,
-        max_job_bytes: int = 1 << 26,
+        max_job_bytes: int = DEFAULT_MAX_JOB_BYTES,
         models: Sequence[str] = (),
         default_result_ttl_s: int = DEFAULT_RESULT_TTL,
         clock: Callable[[], float] = time.time,
@@ -219,7 +208,8 @@ class JobStore:
         self._lease_s = lease_s
         self._records_failures = records_failures
         self._max_job_bytes, self._clock = max_job_bytes, clock
-        self._call_many = Scripts(client).call_many
+        bounds = {"max_hash_bytes": max_hash_bytes(max_job_bytes), "max_hash_fields": MAX_HASH_FIELDS}
+        self._call_many = Scripts(client, bounds).call_many
         self._unanswered: set[str] = set()
         self._answered: set[str] = set()
 
@@ -229,16 +219,17 @@ class JobStore:
     def _restore(self, queue_name: str, reply: Sequence[Any]) -> ClaimedJob:
         job_id, execution_id = reply[0].decode(), reply[1].decode()
         fields = reply[2]
-        job = Job(connection=self._client)
+        job = HeldJob(connection=self._client)
         job.serializer = JSONSerializer  # given to the constructor it would be inspected, once for each job
+        job.max_bytes = self._max_job_bytes
         job._id = job_id  # unchecked: an id that RQ's client would refuse is still a job to end
         damage, deaths = None, 0
         try:
-            values = dict(zip(fields[::2], fields[1::2], strict=True))
+            values = _values(fields, self._max_job_bytes)
             deaths = int(values.get(b"worker_deaths", 0))
-            _check_size(values.get(b"data", b""), self._max_job_bytes)
-            _restore_fields(job, values)
-            _check(job, values)
+            job.restore(values)
+            check_counts(values)
+            _check_fields(job)
         except Exception as error:  # noqa: BLE001  # a hash may hold anything; it must not stop the others
             damage = error
         execution = Execution(execution_id, job_id, self._client, worker_name=self._worker_name)
@@ -394,7 +385,7 @@ class JobStore:
         job.connection, job._status = self._client, JobStatus(ended_as.decode())
         calls = []
         for member in self._dependents(job):
-            dependent = self._fetch(member.decode()) if is_text(member) else None
+            dependent = self._fetch_dependent(member.decode()) if is_text(member) else None
             if dependent is not None and self._may_run(dependent, job):
                 front = int(bool(dependent.enqueue_at_front))
                 ids = (dependent.origin, dependent.id, job.id)
@@ -424,16 +415,19 @@ class JobStore:
         except ValueError:  # a status that is no text: nobody can say whether that job has ended well
             return False
 
-    def _fetch(self, job_id: str) -> Job | None:
-        """A job that can be read, None for one that is gone or damaged."""
+    def _fetch_dependent(self, job_id: str) -> Job | None:
+        """What decides when and where a job is queued; None for one that is gone or damaged in that."""
+        [fields] = self._call_many([("dependent", [job_id])], keep_refusals=True)
+        if isinstance(fields, RedisError) or not fields:
+            return None
         try:
-            return Job.fetch(job_id, connection=self._client, serializer=JSONSerializer)
-        except RedisError as error:
-            if not is_wrong_type(error):
-                raise
+            job = Job(job_id, self._client, JSONSerializer)
+            job.origin, front, allows_failures = (field.decode() for field in fields)
+            job.enqueue_at_front = bool(int(front or 0))
+            job.allow_dependency_failures = bool(int(allows_failures or 0))
+        except ValueError:  # an id that RQ would refuse, or no text, or no number
             return None
-        except Exception:  # noqa: BLE001  # a hash may hold anything; it must not stop the others
-            return None
+        return job
 
     def release(self, held: Sequence[ClaimedJob], mode: Mode, max_deaths: int) -> list[ClaimedJob]:
         """Put jobs back at the head of their queues.
@@ -601,6 +595,17 @@ def _takes_retry(job: Job, wish: JobRetry) -> bool:
     return (job.number_of_retries or 0) < wish.max
 
 
+def _values(fields: Any, max_job_bytes: int) -> dict[bytes, bytes]:
+    """The hash that job_hash.lua returned. Raises TooLarge where it gave its size instead."""
+    if isinstance(fields, int):
+        raise TooLarge(
+            f"the job takes {fields} bytes in Redis: it may have {MAX_HASH_FIELDS} fields and "
+            f"{max_hash_bytes(max_job_bytes)} bytes; shorten its arguments, description or meta, or raise "
+            "TOKENMILL_MAX_JOB_BYTES"
+        )
+    return dict(zip(fields[::2], fields[1::2], strict=True))
+
+
 def perform(job: Job) -> Any:
     """Call a job's function as RQ's `Job.perform` does, but for its own first command to Redis: a connection
     that is cut just then would fail the job, and the claim has made its hash persistent already."""
@@ -618,39 +623,6 @@ def printable(error: BaseException) -> str:
     except Exception:  # noqa: BLE001  # an error's class may have any methods
         text = f"{type(error).__module__}.{type(error).__qualname__}: its traceback cannot be shown\n"
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _check_size(data: bytes, most: int) -> None:
-    """Raise TooLarge for a payload that would unpack to more than `most` bytes, without unpacking more."""
-    if len(data) * _ZLIB_MAX_RATIO <= most:
-        return
-    try:
-        num_bytes = len(zlib.decompressobj().decompress(data, most + 1))
-    except zlib.error:  # RQ takes it as it stands
-        num_bytes = len(data)
-    if num_bytes > most:
-        raise TooLarge(
-            f"the payload has more than the limit of {most} bytes: split the job, score a Parquet file, "
-            "or raise TOKENMILL_MAX_JOB_BYTES"
-        )
-
-
-def _restore_fields(job: Job, values: dict[bytes, bytes]) -> None:
-    """Read a job's hash as RQ does, but for the dates: RQ's way takes as long as all the rest."""
-    dates = {name: values.pop(name.encode(), None) for name in _DATES}
-    job.restore(values)
-    for name, value in dates.items():
-        if value:
-            setattr(job, name, datetime.fromisoformat(value.decode()))
-
-
-def _check(job: Job, values: Mapping[bytes, bytes]) -> None:
-    """Raise for what would only be stumbled over when the job ends, by RQ or by a script."""
-    for name in _COUNTS:
-        text = values.get(name.encode())
-        if text and not (_COUNT.fullmatch(text) and abs(int(text)) <= _MAX_COUNT):
-            raise ValueError(f"{name} is {text[:40]!r}, expected a whole number up to {_MAX_COUNT}")
-    _check_fields(job)
 
 
 def _check_fields(job: Job) -> None:

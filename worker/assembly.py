@@ -57,7 +57,7 @@ def assemble(
         MAX_OPENING,
     )
     enders = FunctionPool(settings.function_threads, "tokenmill-ends")
-    ends_store = JobStore(pool_client, worker.name, lease_s)
+    ends_store = JobStore(pool_client, worker.name, lease_s, max_job_bytes=settings.max_job_bytes)
     runner = JobRunner(
         packer=packer,
         admission=Admission(

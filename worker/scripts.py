@@ -11,16 +11,17 @@ from redis import Redis
 from redis.exceptions import NoScriptError, RedisError
 
 _SCRIPTS = {
-    "claim": ["open_execution"],
+    "claim": ["job_hash", "open_execution"],
     "renew": [],
     "finish": ["rate_limit", "end_execution"],
     "retry": ["rate_limit", "end_execution"],
     "close": ["rate_limit", "end_execution"],
     "queue_dependent": ["rate_limit"],
     "rate_limits": ["rate_limit"],
-    "release": ["open_execution"],
+    "release": ["job_hash", "open_execution"],
     "progress": [],
-    "adopt": ["open_execution"],
+    "adopt": ["job_hash", "open_execution"],
+    "dependent": [],
 }
 """Each script, and the shared heads it begins with after `holding`, which all begin with."""
 
@@ -40,10 +41,11 @@ def is_wrong_type(error: RedisError) -> bool:
 
 
 class Scripts:
-    """The scripts on one server. Not thread-safe."""
+    """The scripts on one server. Not thread-safe. bounds: numbers that they name."""
 
-    def __init__(self, client: Redis) -> None:
+    def __init__(self, client: Redis, bounds: Mapping[str, int]) -> None:
         self._client = client
+        self._bounds = "".join(f"local {name} = {number}\n" for name, number in bounds.items())
         self._shas: dict[str, str] = {}
 
     def call_many(self, calls: Sequence[tuple[str, Sequence[Any]]], keep_refusals: bool = False) -> list[Any]:
@@ -73,4 +75,6 @@ class Scripts:
         return answered
 
     def _load(self) -> None:
-        self._shas = {name: self._client.script_load(text) for name, text in _sources().items()}
+        self._shas = {
+            name: self._client.script_load(self._bounds + text) for name, text in _sources().items()
+        }

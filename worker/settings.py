@@ -15,6 +15,7 @@ from jobs.answer_memo import DEFAULT_BYTES
 from jobs.served_model import ServedModel
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.errors import SettingsError
+from worker.held_job import DEFAULT_MAX_JOB_BYTES
 
 if TYPE_CHECKING:
     from engine import EngineConfig, ModelIdentity
@@ -60,8 +61,9 @@ class WorkerSettings(BaseSettings):
     allowed_webhook_hosts: Annotated[tuple[str, ...], NoDecode] = ()
     """Hosts that a job's webhooks may call; webhooks to others are dropped. Split at ','."""
 
-    max_job_bytes: ByteSize = Field(default=ByteSize(1 << 26), ge=1 << 10)
-    """A job whose payload is larger, unpacked, is failed without being read."""
+    max_job_bytes: ByteSize = Field(default=ByteSize(DEFAULT_MAX_JOB_BYTES), ge=1 << 10)
+    """A job whose payload is larger, unpacked, or holds more lists and objects than one for each 40 bytes of
+    this, is failed without being read."""
 
     answer_memo_bytes: ByteSize = Field(default=ByteSize(DEFAULT_BYTES), ge=0)
     """Memory for the answers of greedy rows, each computed once for all shards of its run; 0 keeps none."""

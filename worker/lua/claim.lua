@@ -11,7 +11,8 @@
 -- A job that has taken `last_life` workers with it is claimed by itself, where `alone` is 1, so that jobs
 -- that were merely near another one when it killed its worker are told from that one; elsewhere such jobs
 -- go to the end of the queue.
--- Returns {{{job id, execution id, job hash, id of the last such job left before it}, ...}, jobs left for
+-- It ends, too, once the hashes of what it has taken have `max_hash_bytes`.
+-- Returns {{{job id, execution id, job_hash, id of the last such job left before it}, ...}, jobs left for
 -- other models}. Sent again with the same token it returns the same jobs, less those that were taken from
 -- this worker since, and claims no others. With a limit of 0 it asks what an earlier call has claimed, and
 -- makes sure that one still on its way claims nothing.
@@ -25,7 +26,7 @@ if #earlier > 0 then
   for i = 1, #earlier, 2 do
     local id, eid = earlier[i], token .. string.format('%08x', (i + 1) / 2)
     if redis.call('HEXISTS', 'tokenmill:held:' .. queue, id .. ':' .. eid) == 1 then
-      claimed[#claimed + 1] = {id, eid, redis.call('HGETALL', 'rq:job:' .. id), earlier[i + 1]}
+      claimed[#claimed + 1] = {id, eid, job_hash(id), earlier[i + 1]}
     end
   end
   return {claimed, 0}
@@ -80,7 +81,7 @@ local function consider(id)
     redis.call('RPUSH', record, id, last_left)
     if free then places[fields[6]] = free - 1 end
     sequences = sequences + math.max(1, tonumber(fields[4]) or 1)
-    is_full = is_suspect or sequences >= limit
+    is_full = is_suspect or sequences >= limit or bytes_read >= max_hash_bytes
   end
 end
 

@@ -13,5 +13,5 @@ local function open_execution(queue, id, eid, worker, now_ts, lease_s, far_score
   redis.call('HSET', 'tokenmill:held:' .. queue, id .. ':' .. eid, facts)
   -- A job's ttl bounds its time in the queue, not its run.
   redis.call('PERSIST', job)
-  return {id, eid, redis.call('HGETALL', job)}
+  return {id, eid, job_hash(id)}
 end

@@ -21,7 +21,7 @@ end
 if fields[1] == eid then
   redis.call('HSET', execution, 'id', eid, 'created_at', ARGV[8], 'last_heartbeat', ARGV[8], 'worker_name', ARGV[7])
   redis.call('EXPIRE', execution, ARGV[9])
-  return {'ended', {id, eid, redis.call('HGETALL', job)}}
+  return {'ended', {id, eid, job_hash(id)}}
 end
 local is_queued = is_queued_again(queue, id, taken_at)
 let_go(queue, id, eid)

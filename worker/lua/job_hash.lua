@@ -1,0 +1,11 @@
+-- Shared head: what a job's hash holds, for a worker to read; the memory it takes, a number, where that is
+-- beyond `max_hash_bytes`, or the fields are more than `max_hash_fields`: such a hash leaves the server with none of it.
+local bytes_read = 0
+local function job_hash(id)
+  local job = 'rq:job:' .. id
+  local has_many = redis.call('HLEN', job) > max_hash_fields
+  local bytes = redis.call('MEMORY', 'USAGE', job, 'SAMPLES', has_many and 5 or 0) or 0
+  if has_many or bytes > max_hash_bytes then return bytes end
+  bytes_read = bytes_read + bytes
+  return redis.call('HGETALL', job)
+end
