@@ -25,6 +25,7 @@ JobsError
     │   ├── DiskFull
     │   ├── PlanDamaged        the plan is missing, unreadable or of another run
     │   └── PartDamaged        a part is not what its shard promised
+    ├── PathSwapped            a folder or file was swapped for a link, or moved, while a run used it
     ├── RunOfAnotherModel      a run's rows are another model's than the one served here
     ├── PlanningUnderWay       a run is submitted otherwise than it is being planned
     ├── RunCancelled           `tokenmill cancel` was called
@@ -247,6 +248,16 @@ class PartDamaged(OutputError):
     message = (
         "{0} is not the part that was planned ({1}): submit again with --redo-damaged, or redo_damaged of "
         "jobs.score_parquet, which deletes it and computes its rows again"
+    )
+
+
+class PathSwapped(RunError):
+    """Raised when a path leads elsewhere than when it was looked up: (path, what was found)."""
+
+    fault = "server"
+    message = (
+        "{0} is not where it was ({1}): put the folder or file itself back in its place, no link to it, then "
+        "submit again; finished parts stay"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..errors import ColumnConflict, CorruptParquet, InputNotFound, PartDamaged
+from ..errors import ColumnConflict, CorruptParquet, InputNotFound, PartDamaged, PathSwapped
 from ..part_stats import PartStats
 from ..served_model import ServedModel
 from ..version import code_version
@@ -115,8 +115,8 @@ def read_part_stats(storage: Storage, path: str, run: str, shard: int, rows: int
             _check_holds_its_data(file, path, stat.size if stat else 0)
     except CorruptParquet as error:
         raise PartDamaged(path, str(error)) from error
-    except InputNotFound:  # its name is there
-        raise PartDamaged(path, "it is a link to a file that is gone") from None
+    except (InputNotFound, PathSwapped):  # its name is there
+        raise PartDamaged(path, "it is a link, or no regular file") from None
     stats = _parse(path, metadata.get(METADATA_KEY.encode()))
     if (stats.run, stats.shard) != (run, shard):
         raise PartDamaged(path, f"it belongs to shard {stats.shard} of run {stats.run}")

@@ -9,15 +9,17 @@ import errno
 import glob
 import os
 import re
-from collections.abc import Iterator, Sequence
+import stat
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
-from pyarrow.fs import FileType, LocalFileSystem
 
-from ..errors import CorruptParquet, DiskFull, InputNotFound, OutputNotWritable, PathOutsideRoots
+from ..errors import CorruptParquet, DiskFull, InputNotFound, OutputNotWritable, PathOutsideRoots, PathSwapped
+from .confined import entered, links_refused, root_of
 from .paths import local_path
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -45,20 +47,19 @@ class FileStat:
 
 
 class Storage:
-    """Local files. Every method takes the real paths that `resolve` returned.
+    """Local files. Every method takes real paths: what `resolve` returned, or names in such a folder.
 
-    Whoever may write below the roots could still swap a folder for a symlink between `resolve` and the
-    use of its path: that is not defended against.
+    What is opened, listed, written or removed is reached without following a link (jobs.parquet.confined):
+    a folder or file that was swapped for one since `resolve` raises PathSwapped.
     """
 
     def __init__(self, roots: Sequence[str]) -> None:
         self._roots = tuple(os.path.realpath(root) for root in roots)
-        self._files = LocalFileSystem()
 
     def resolve(self, path: str) -> str:
         """Return the absolute path without symlinks and `..`. Raises PathOutsideRoots."""
         real = os.path.realpath(local_path(path))
-        if not any(real == root or real.startswith(root.rstrip("/") + "/") for root in self._roots):
+        if root_of(real, self._roots) is None:
             raise PathOutsideRoots(path, ":".join(self._roots))
         return real
 
@@ -73,64 +74,131 @@ class Storage:
 
     def stat(self, path: str) -> FileStat | None:
         """Return the state of a regular file, None for anything else: a FIFO would block its reader."""
-        info = self._files.get_file_info(path)
-        return FileStat(info.size, info.mtime_ns) if info.type == FileType.File else None
+        try:
+            with self._parent(path) as (folder, name):
+                info = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return FileStat(info.st_size, info.st_mtime_ns) if stat.S_ISREG(info.st_mode) else None
 
     def is_folder(self, path: str) -> bool:
-        return os.path.isdir(path)  # pyarrow takes no name that is not UTF-8
+        """Whether a path, real or not, leads to a folder."""
+        return os.path.isdir(path)
 
     def names(self, folder: str) -> list[str]:
         """Return the sorted names in a folder."""
-        return sorted(os.listdir(folder))
+        with entered(folder, self._roots) as descriptor, _opened(".", os.O_RDONLY, descriptor) as listed:
+            return sorted(os.listdir(listed))
 
     def make_folder(self, path: str) -> None:
-        self._files.create_dir(path, recursive=True)
+        """Make a folder, and what is missing above it."""
+        with entered(path, self._roots, create=True):
+            pass
 
     def open_input(self, path: str) -> Any:
-        return self._files.open_input_file(path)
+        """Open a regular file as pyarrow reads it. Raises InputNotFound for anything else."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # or a FIFO would block here
+        with self._parent(path) as (folder, name), links_refused(name, folder, path):
+            descriptor = os.open(name, flags, dir_fd=folder)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise InputNotFound(path)
+        return pa.PythonFile(os.fdopen(descriptor, "rb"), mode="r")
 
     def open_output(self, path: str) -> Any:
-        return self._files.open_output_stream(path)
+        """Open a new file for pyarrow to write; what had its name is removed."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with self._parent(path) as (folder, name):
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
+            descriptor = os.open(name, flags, mode=0o666, dir_fd=folder)
+        return pa.PythonFile(os.fdopen(descriptor, "wb"), mode="w")
 
     def publish(self, temporary: str, target: str) -> bool:
-        """Put a written file in its place without replacing; return False if the place was taken.
+        """Put a written file in its place, in the same folder, without replacing; return False if the place
+        was taken.
 
-        The contents reach the disk before the name does: a part that is there is whole.
+        The contents reach the disk before the name does: a part that is there is whole. Raises PathSwapped,
+        and takes the name back, if the folder was moved away meanwhile.
         """
-        try:
-            self._sync(temporary)
-            os.link(temporary, target)
-        except FileExistsError:
-            return False
-        except FileNotFoundError:
-            # Whoever finished the run removed leftovers, this file among them; that needs a published target.
-            if not os.path.exists(target):
+        with self._parent(target) as (folder, name):
+            try:
+                self._place(
+                    os.path.basename(temporary), name, folder, partial(os.link, follow_symlinks=False)
+                )
+            except FileExistsError:
+                return False
+            except FileNotFoundError:
+                # Whoever finished the run removed leftovers, this file among them; that needs a published
+                # target.
+                if not _exists(name, folder):
+                    raise
+                return False
+            try:
+                self._check_in_place(folder, target)
+            except PathSwapped:
+                for placed in (name, os.path.basename(temporary)):
+                    with suppress(FileNotFoundError):
+                        os.unlink(placed, dir_fd=folder)
                 raise
-            return False
-        self._sync(os.path.dirname(target))
         return True
 
     def replace(self, temporary: str, target: str) -> bool:
-        """Put a written file in its place, over what was there; return False if someone removed it first."""
-        try:
-            self._sync(temporary)
-            os.replace(temporary, target)
-        except FileNotFoundError:
-            return False
-        self._sync(os.path.dirname(target))
+        """Put a written file in its place, in the same folder, over what was there; return False if someone
+        removed it first. Raises PathSwapped if the folder was moved away meanwhile."""
+        with self._parent(target) as (folder, name):
+            try:
+                self._place(temporary, name, folder, os.replace)
+            except FileNotFoundError:
+                return False
+            self._check_in_place(folder, target)
         return True
 
     def delete(self, path: str) -> None:
         """Remove a file that may already be gone."""
-        with suppress(FileNotFoundError):
-            os.unlink(path)
+        with suppress(FileNotFoundError), self._parent(path) as (folder, name):
+            os.unlink(name, dir_fd=folder)
 
-    def _sync(self, path: str) -> None:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    @contextmanager
+    def _parent(self, path: str) -> Iterator[tuple[int, str]]:
+        """Lend the folder that holds a path, and give the path's name in it."""
+        with entered(os.path.dirname(path), self._roots) as folder:
+            yield folder, os.path.basename(path)
+
+    def _place(self, temporary: str, name: str, folder: int, move: Callable[..., None]) -> None:
+        written = os.path.basename(temporary)
+        _sync(written, folder)
+        move(written, name, src_dir_fd=folder, dst_dir_fd=folder)
+        _sync(".", folder)
+
+    def _check_in_place(self, folder: int, path: str) -> None:
+        """Raise PathSwapped unless the folder of a path is the one that was entered."""
+        with suppress(OSError), self._parent(path) as (found, _):
+            if os.path.sameopenfile(found, folder):
+                return
+        raise PathSwapped(path, "its folder was moved away")
+
+
+@contextmanager
+def _opened(name: str, flags: int, folder: int) -> Iterator[int]:
+    descriptor = os.open(name, flags | os.O_NOFOLLOW, dir_fd=folder)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _sync(name: str, folder: int) -> None:
+    with _opened(name, os.O_RDONLY, folder) as descriptor:
+        os.fsync(descriptor)
+
+
+def _exists(name: str, folder: int) -> bool:
+    try:
+        os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def glob_chars(pattern: str) -> set[str]:

@@ -49,8 +49,14 @@ class FusedStorage(Storage):
             super().make_folder(path)
 
     def open_output(self, path: str) -> Any:
-        with self._fuse.step():
-            return super().open_output(path)
+        self._fuse.tick()
+        opened = super().open_output(path)
+        try:
+            self._fuse.tick()
+        except Killed:
+            opened.close()  # as the system does for a process that was killed
+            raise
+        return opened
 
     def publish(self, temporary: str, target: str) -> bool:
         with self._fuse.step():

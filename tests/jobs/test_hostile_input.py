@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -392,13 +393,17 @@ def test_a_disk_that_refuses_fails_by_name_keeps_parts_and_leaves_no_leftovers(
     assert (tmp_path / "out" / "_SUCCESS").exists()
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
-def test_a_really_full_device_is_a_full_disk(tmp_path: Path) -> None:
+def test_a_file_beyond_what_its_owner_may_write_is_a_full_disk(tmp_path: Path) -> None:
     schema = pa.schema([("a", pa.string())])
-    batch = pa.record_batch([pa.array(["x" * 1000] * 1000)], schema=schema)
-    storage = Storage(("/",))
-    with pytest.raises(errors.DiskFull):
-        write_part(storage, "/dev/full", schema, [batch] * 100, some_stats())
+    batch = pa.record_batch([pa.array([str(number) * 1000 for number in range(1000)])], schema=schema)
+    storage = Storage((str(tmp_path),))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(errors.DiskFull):
+            write_part(storage, str(tmp_path / "part"), schema, [batch] * 100, some_stats())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def some_stats() -> Any:

@@ -329,10 +329,10 @@ def test_contents_reach_the_disk_before_their_name_and_the_name_before_the_count
         calls.append(("sync", name.split(".", 2)[-1]))
         sync(descriptor)
 
-    def note(kind: str, move: Callable[[str, str], None]) -> Callable[[str, str], None]:
-        def noted(temporary: str, target: str) -> None:
-            calls.append((kind, os.path.basename(target)))
-            move(temporary, target)
+    def note(kind: str, move: Callable[..., None]) -> Callable[..., None]:
+        def noted(temporary: str, target: str, **options: Any) -> None:
+            calls.append((kind, target))
+            move(temporary, target, **options)
 
         return noted
 
