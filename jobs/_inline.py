@@ -152,6 +152,7 @@ def _context(job: Job, attention_backend: str = "") -> JobContext:
         data_roots=settings.data_roots,
         model=settings.served_model(_identity(), attention_backend),
         check_sampling=check_sampling,
+        max_result_bytes=settings.max_result_bytes,
     )
 
 

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from redis import Redis
 
 
+#: Of a job's value, as JSON: Redis takes 512 MB at most, and whoever waits for an answer reads it whole.
+MAX_RESULT_BYTES = 16 << 20
+
+
 def accept_any_sampling(sampling: Mapping[str, Any]) -> None:
     """Stand in for the engine's check where no engine is at hand."""
 
@@ -35,6 +39,7 @@ class JobContext:
     files, answers: shared by the shards that this process runs.
     check_interrupted: raises where the job was stopped or taken over or has passed its timeout; long work
         calls it between its steps, since nothing is raised into it from outside.
+    max_result_bytes: of the job's value; a job that sees it will have a larger one need not go on.
     """
 
     connection: Redis
@@ -47,3 +52,4 @@ class JobContext:
     files: SharedFiles = field(default_factory=SharedFiles)
     answers: AnswerMemo = field(default_factory=AnswerMemo)
     check_interrupted: Callable[[], None] = never_interrupted
+    max_result_bytes: int = MAX_RESULT_BYTES

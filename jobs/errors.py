@@ -5,6 +5,7 @@ JobsError
 │   ├── InvalidValue           one of them has a value that cannot be
 │   └── ModelNotServed         a job asks for a model that this worker does not serve
 ├── RequestFailed              the engine refused every prompt of a job
+├── ResultTooLarge             a job's value is larger than a worker writes
 ├── ForeignJobsPackage         another package named `jobs` was imported
 └── RunError                   a Parquet run cannot be planned, resumed or finished
     ├── InputError
@@ -114,6 +115,15 @@ class RequestFailed(JobsError):
         """Without what follows a colon in the reason: a chat template's own words, for example."""
         index, reason = self.args
         return self.message.format(index, str(reason).partition(": ")[0])
+
+
+class ResultTooLarge(JobsError):
+    """Raised when a job's value is larger than a worker writes to Redis: (the limit in bytes)."""
+
+    message = (
+        "the job's result has more than the limit of {0} bytes: ask for less in one job, score a Parquet "
+        "file, or raise the worker's setting TOKENMILL_MAX_RESULT_BYTES"
+    )
 
 
 class ForeignJobsPackage(JobsError):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from .context import JobContext
+from .errors import ResultTooLarge
 from .prompts import Unusable, check_choices, parse_messages, parse_prompts, parse_sampling
 from .responses import Answers, FailedCompletion, chat_completion, check_answers, text_completion
 from .served_model import parse_model
@@ -41,6 +42,7 @@ class PromptTask(Task):
             self._failed(prompt.reason) if isinstance(prompt, Unusable) else () for prompt in prompts
         ]
         self._context: JobContext | None = None
+        self._num_chars = 0
 
     def open(self, context: JobContext) -> None:
         """Raise ModelNotServed when the job asks for another model than the one served here, InvalidJob for
@@ -57,6 +59,11 @@ class PromptTask(Task):
         return len(self._requests)
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
+        """Raises ResultTooLarge once the answers cannot be written any more."""
+        assert self._context is not None, "deliver() before open()"
+        self._num_chars += sum(len(sample.text) for sample in completions)
+        if self._num_chars > self._context.max_result_bytes:
+            raise ResultTooLarge(self._context.max_result_bytes)
         failed = next((sample for sample in completions if sample.finish_reason == "error"), None)
         samples = sorted(completions, key=lambda sample: sample.index)
         self._answers[self._places[index]] = samples if failed is None else self._failed(failed.error)

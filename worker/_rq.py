@@ -7,7 +7,7 @@ name keys that follow from job ids, so they need a server that is not sharded. R
 from __future__ import annotations
 
 import time
-import traceback
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -45,6 +45,7 @@ from rq.worker_registration import clean_worker_registry
 from jobs.keys import held_key
 from worker.errors import TooLarge
 from worker.held_job import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, HeldJob, check_counts, max_hash_bytes
+from worker.results import Raised, printable
 from worker.scripts import Scripts, is_wrong_type
 
 MIN_REDIS_VERSION = (6, 2, 0)
@@ -127,6 +128,14 @@ class Outcome:
     """None for one that ended before it began."""
     retries: bool = False
     """Whether a failed job that has retries left takes one."""
+    packed: bytes | None = None
+    """The value's JSON, once it is to be written; None for a None, too."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the value, as far as it is known."""
+        text = self.value if isinstance(self.value, str) and self.status != "finished" else ""
+        return len(text if self.packed is None else self.packed)
 
 
 OUTAGES = (RedisConnectionError, RedisTimeoutError, OutOfMemoryError, ReadOnlyError, ExecAbortError)
@@ -358,7 +367,7 @@ class JobStore:
             claimed.job_id,
             kind,
             connection=self._client,
-            return_value=None if failed else outcome.value,
+            return_value=outcome.value if isinstance(outcome.value, JobRetry) else None,
             exc_string=outcome.value if failed else None,
             worker_name=self._worker_name,
             execution_id=claimed.execution.id,
@@ -366,7 +375,10 @@ class JobStore:
             execution_ended_at=outcome.ended_at,
         )
         result.serializer = JSONSerializer  # as in _restore
-        return [item for pair in result.serialize().items() for item in pair]
+        fields = result.serialize()
+        if not failed and outcome.packed is not None:
+            fields["return_value"] = b64encode(outcome.packed)
+        return [item for pair in fields.items() for item in pair]
 
     def close(self, claimed: ClaimedJob) -> None:
         """Let go of a job that has ended, once its dependents are queued."""
@@ -608,21 +620,17 @@ def _values(fields: Any, max_job_bytes: int) -> dict[bytes, bytes]:
 
 def perform(job: Job) -> Any:
     """Call a job's function as RQ's `Job.perform` does, but for its own first command to Redis: a connection
-    that is cut just then would fail the job, and the claim has made its hash persistent already."""
+    that is cut just then would fail the job, and the claim has made its hash persistent already.
+
+    Returns a Raised for what the function raises, its interrupts too.
+    """
     _job_stack.push(job)
     try:
         return job._execute()
+    except BaseException as error:  # noqa: BLE001  # user code raises what it likes
+        return Raised(error, printable(error))
     finally:
         _job_stack.pop()
-
-
-def printable(error: BaseException) -> str:
-    """An error's traceback, in characters that Redis can take."""
-    try:
-        text = "".join(traceback.format_exception(error))
-    except Exception:  # noqa: BLE001  # an error's class may have any methods
-        text = f"{type(error).__module__}.{type(error).__qualname__}: its traceback cannot be shown\n"
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _check_fields(job: Job) -> None:
@@ -647,7 +655,7 @@ def sound_outcome(outcome: Outcome) -> Outcome:
     except Exception as error:  # noqa: BLE001  # a user's object may raise anything
         job.result_ttl = job.failure_ttl = None
         job.retries_left = job.repeats_left = None
-        return replace(outcome, status="failed", value=printable(error), retries=False)
+        return replace(outcome, status="failed", value=printable(error), retries=False, packed=None)
     return outcome
 
 

@@ -70,6 +70,7 @@ def assemble(
             settings.function_grace_s,
             settings.file_timeout_s,
             answers=AnswerMemo(settings.answer_memo_bytes),
+            max_result_bytes=settings.max_result_bytes,
         ),
         orders=orders,
         functions=FunctionPool(settings.function_threads, "tokenmill-functions"),

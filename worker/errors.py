@@ -11,6 +11,7 @@ WorkerError
 ├── IoThreadFailed         the thread that talks to Redis raised; leases run out and others take over
 ├── FileTimeout            a job's files kept it waiting for too long
 ├── JobSetAside            a job that took too many workers with it
+├── EndNotTaken            a job's end that Redis refuses time and again, as too large for it
 └── JobRefused             a job that must not run here: payload, function or callback
     ├── BadPayload         the payload is no JSON list of (function, instance, args, kwargs)
     ├── TooLarge           the payload or the id is beyond its bound
@@ -135,6 +136,22 @@ def file_timeout(what: str, limit_s: float) -> type[FileTimeout]:
 
 class JobSetAside(WorkerError):
     """The job is failed because workers died while they ran it: more tries would cost more of them."""
+
+
+class EndNotTaken(WorkerError):
+    """The job's end could not be written, by a server that takes others: (its bytes, what was raised)."""
+
+    fault = "client"
+
+    def __init__(self, num_bytes: int, reason: str) -> None:
+        super().__init__(num_bytes, reason)
+        self.num_bytes, self.reason = num_bytes, reason
+
+    def __str__(self) -> str:
+        return (
+            f"the job has ended, but Redis does not take the {self.num_bytes} bytes of its end "
+            f"({self.reason}): return less, write it to a file, or raise the server's proto-max-bulk-len"
+        )
 
 
 class JobRefused(WorkerError):

@@ -10,27 +10,27 @@ from functools import partial
 from typing import Any, Protocol
 
 from redis.exceptions import RedisError
+from rq.job import Retry
 from rq.timeouts import JobTimeoutException
 from rq.utils import now
 
-from jobs.errors import Fault, JobsError, fault_line
-from worker._rq import Callbacks, EndStatus, JobStore, Outcome, printable, sound_outcome
-from worker.errors import FileTimeout, JobRefused, JobSetAside, WorkerError
+from jobs.errors import Fault, JobsError, ResultTooLarge, fault_line
+from worker._rq import Callbacks, EndStatus, FinishReply, JobStore, Outcome, sound_outcome
+from worker.end_writer import EndWriter
+from worker.errors import FileTimeout, JobRefused, JobSetAside
 from worker.functions import FunctionPool
 from worker.packing import RunningJob
 from worker.pool_calls import PoolCalls
+from worker.results import Raised, is_small, pack, printable
 
 MAX_REASON_CHARS = 400
 _FREE_OF_PROMPTS = (FileTimeout, JobRefused, JobSetAside, JobTimeoutException)
-
-
-class CallbackFailed(WorkerError):
-    """A callback raised an error of Redis."""
+_FAULT_KNOWN = (JobRefused, JobSetAside, ResultTooLarge)
 
 
 def fault_of(job: RunningJob, error: BaseException) -> Fault | None:
     """Whose fault a failure is; None for what a function of the user's raised: that ends as in RQ."""
-    if isinstance(error, (JobRefused, JobSetAside)) or (job.is_ours and isinstance(error, JobsError)):
+    if isinstance(error, _FAULT_KNOWN) or (job.is_ours and isinstance(error, JobsError)):
         return error.fault
     return "server" if job.is_ours else None
 
@@ -38,7 +38,7 @@ def fault_of(job: RunningJob, error: BaseException) -> Fault | None:
 def log_text(job: RunningJob, error: BaseException) -> str:
     """Why a job failed, in one line without any part of a prompt: an error that is not ours may quote one."""
     name = type(error).__name__
-    if job.is_ours and isinstance(error, JobsError):
+    if isinstance(error, ResultTooLarge) or (job.is_ours and isinstance(error, JobsError)):
         text = error.log_text
     elif isinstance(error, _FREE_OF_PROMPTS) or (job.is_ours and isinstance(error, OSError)):
         text = str(error)
@@ -60,6 +60,7 @@ class Ended(Protocol):
 class JobEnds:
     """Ends jobs for the I/O thread, which calls every method.
 
+    max_result_bytes: of a value's JSON; a job with a larger one fails.
     store: holds and closes jobs from the threads of `pool`, which runs callbacks and queues dependents, so
     that they do not wait for user functions.
     """
@@ -72,26 +73,33 @@ class JobEnds:
         pool: FunctionPool,
         calls: PoolCalls,
         ended: Ended,
+        max_result_bytes: int,
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._callbacks, self._store, self._pool, self._calls = callbacks, store, pool, calls
         self._ended, self._log, self._clock = ended, log, clock
-        self._outcomes: dict[int, tuple[RunningJob, Outcome]] = {}
+        self._max_result_bytes = max_result_bytes
+        self._writer = EndWriter(self._written, log, clock)
 
     def succeed(self, job: RunningJob, value: Any) -> None:
         """End a job with its value."""
         self._end(job, "finished", value)
 
-    def fail(self, job: RunningJob, error: BaseException) -> None:
-        """End a job with what went wrong, at once where another try would end alike."""
+    def fail(self, job: RunningJob, error: BaseException, text: str | None = None) -> None:
+        """End a job with what went wrong, at once where another try would end alike.
+
+        text: the error's traceback, where user code has raised it.
+        """
         fault = fault_of(job, error)
         self._log.warning(
             "%s: job %s failed: %s", job.claimed.queue_name, job.claimed.job_id, log_text(job, error)
         )
         if fault is not None and fault_line(fault) not in getattr(error, "__notes__", ()):
             error.add_note(fault_line(fault))
-        self._end(job, "failed", printable(error), error, retries=fault in (None, "server"))
+            text = None if text is None else f"{text}{fault_line(fault)}\n"
+        text = printable(error) if text is None else text
+        self._end(job, "failed", text, error, retries=fault in (None, "server"))
 
     def stop(self, job: RunningJob) -> None:
         """End a job on a person's word."""
@@ -101,11 +109,11 @@ class JobEnds:
 
     def forget(self, job: RunningJob) -> None:
         """Drop an end that is not written yet."""
-        self._outcomes.pop(job.number, None)
+        self._writer.forget(job)
 
     def is_waiting(self, job: RunningJob) -> bool:
         """Whether a job's end waits for the next `flush`."""
-        return job.number in self._outcomes
+        return self._writer.is_waiting(job)
 
     def _end(
         self,
@@ -121,39 +129,61 @@ class JobEnds:
         outcome = Outcome(job.claimed, status, value, now(), working_s, job.began_at, retries=retries)
         if self._callbacks.has_callback(outcome):
             self._call_back(job, outcome, error)
+        elif status != "finished" or (job.is_ours and is_small(value)):
+            try:
+                self._write(job, self._packed(outcome))
+            except ResultTooLarge as too_large:
+                self.fail(job, too_large)
+        else:  # in a thread: it may be large, or hold objects whose methods are user code
+            self._calls.submit(self._pool, partial(self._packed, outcome), job, self._then_write)
+
+    def _packed(self, outcome: Outcome) -> Outcome:
+        """The outcome with its value as it is written. Raises ResultTooLarge."""
+        if outcome.status != "finished" or isinstance(outcome.value, Retry):
+            return outcome
+        return replace(outcome, packed=pack(outcome.value, self._max_result_bytes))
+
+    def _then_write(self, job: RunningJob, outcome: Any, failure: BaseException | None) -> None:
+        if failure is not None:
+            self.fail(job, failure)
         else:
             self._write(job, outcome)
 
     def _call_back(self, job: RunningJob, outcome: Outcome, error: BaseException | None) -> None:
         exc_info = (type(error), error, error.__traceback__) if error is not None else (None, None, None)
 
-        def call_back() -> bool:
+        def call_back() -> Outcome | Raised | None:
+            """None where the job is not ours any more."""
             if self._store.begin([(outcome.claimed, outcome.started_at or outcome.ended_at)]):
-                return False
+                return None
             try:
                 self._callbacks.call_back(outcome, exc_info)
-            except RedisError as failure:  # the user's, not ours: it is no reason to call again
-                raise CallbackFailed(str(failure)) from failure
-            return True
+            except BaseException as failure:  # noqa: BLE001  # user code raises what it likes
+                return Raised(failure, printable(failure))
+            return self._packed(outcome)
 
-        def then(job: RunningJob, ours: Any, failure: BaseException | None) -> None:
-            if isinstance(failure, RedisError):
+        def then(job: RunningJob, came: Any, failure: BaseException | None) -> None:
+            if isinstance(failure, RedisError):  # our own call's: it is no reason to fail the job
                 self._calls.later(lambda: self._calls.submit(self._pool, call_back, job, then))
             elif failure is not None:
-                self._callback_raised(job, outcome, failure)
-            elif ours:
-                self._write(job, outcome)
+                self._callback_raised(job, outcome, failure, None)
+            elif isinstance(came, Raised):
+                self._callback_raised(job, outcome, came.error, came.text)
+            elif came is not None:
+                self._write(job, came)
             else:
                 self._ended(job, outcome, written=False)
 
         self._calls.submit(self._pool, call_back, job, then)
 
-    def _callback_raised(self, job: RunningJob, outcome: Outcome, failure: BaseException) -> None:
+    def _callback_raised(
+        self, job: RunningJob, outcome: Outcome, failure: BaseException, text: str | None
+    ) -> None:
         """As in RQ, a success callback that raises fails the job, and any other gives its text to it."""
         if outcome.status == "finished":
-            self.fail(job, failure)
+            self.fail(job, failure, text)
         else:
-            self._write(job, replace(outcome, value=printable(failure)))
+            self._write(job, replace(outcome, value=printable(failure) if text is None else text))
 
     def _write(self, job: RunningJob, outcome: Outcome) -> None:
         sound = sound_outcome(outcome)
@@ -163,24 +193,21 @@ class JobEnds:
                 job.claimed.queue_name,
                 job.claimed.job_id,
             )
-        self._outcomes[job.number] = (job, sound)
+        self._writer.add(job, sound)
 
     def flush(self, store: JobStore) -> None:
-        """Write the ends that wait, in one round trip. After a RedisError call it again."""
-        if not self._outcomes:
-            return
-        waiting = list(self._outcomes.values())
-        replies = store.finish([outcome for _, outcome in waiting])
-        for (job, outcome), reply in zip(waiting, replies, strict=True):
-            del self._outcomes[job.number]
-            if reply == "dependents":
-                self.queue_dependents(job, outcome)
-            elif reply in ("lost", "refused"):
-                if reply == "refused":
-                    self._log.error("job %s: the server refuses to write its end", outcome.claimed.job_id)
-                self._ended(job, outcome, written=False)
-            else:
-                self._announce(job, outcome)
+        """Write the ends that wait. After a RedisError call it again."""
+        self._writer.flush(store)
+
+    def _written(self, job: RunningJob, outcome: Outcome, reply: FinishReply) -> None:
+        if reply == "dependents":
+            self.queue_dependents(job, outcome)
+        elif reply in ("lost", "refused"):
+            if reply == "refused":
+                self._log.error("job %s: the server refuses to write its end", outcome.claimed.job_id)
+            self._ended(job, outcome, written=False)
+        else:
+            self._announce(job, outcome)
 
     def queue_dependents(self, job: RunningJob, outcome: Outcome | None) -> None:
         """Queue the jobs that waited for one whose end is written, then close it."""

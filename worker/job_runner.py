@@ -17,7 +17,7 @@ from rq.timeouts import JobTimeoutException
 
 from engine import Completion
 from jobs.answer_memo import AnswerMemo
-from jobs.context import JobContext
+from jobs.context import MAX_RESULT_BYTES, JobContext
 from jobs.keys import FILE, FUNCTION
 from jobs.served_model import ServedModel
 from jobs.shared_files import SharedFiles
@@ -41,6 +41,7 @@ from worker.interrupts import check_interrupted
 from worker.job_ends import JobEnds
 from worker.packing import Packer, RunningJob
 from worker.pool_calls import PoolCalls
+from worker.results import Raised
 from worker.task_files import TaskFiles
 
 _FUNCTIONS_LEAVE_S = 1.0
@@ -58,6 +59,7 @@ class Surroundings:
     file_timeout_s: float = 300.0
     files: SharedFiles = field(default_factory=SharedFiles)
     answers: AnswerMemo = field(default_factory=AnswerMemo)
+    max_result_bytes: int = MAX_RESULT_BYTES
 
 
 @dataclass
@@ -113,6 +115,7 @@ class JobRunner:
             pool=enders,
             calls=self._calls,
             ended=self._ended,
+            max_result_bytes=surroundings.max_result_bytes,
             log=log,
             clock=clock,
         )
@@ -191,6 +194,7 @@ class JobRunner:
             files=self._surroundings.files,
             answers=self._surroundings.answers,
             check_interrupted=check_interrupted,
+            max_result_bytes=self._surroundings.max_result_bytes,
         )
 
     def _open(self, job: RunningJob) -> None:
@@ -228,6 +232,8 @@ class JobRunner:
         """The value of a user's function is known, or what it raised."""
         if error is not None:
             self._ends.fail(job, error)
+        elif isinstance(value, Raised):
+            self._ends.fail(job, value.error, value.text)
         else:
             self._ends.succeed(job, value)
 

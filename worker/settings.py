@@ -12,6 +12,7 @@ from pydantic import ByteSize, Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from jobs.answer_memo import DEFAULT_BYTES
+from jobs.context import MAX_RESULT_BYTES
 from jobs.served_model import ServedModel
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.errors import SettingsError
@@ -64,6 +65,9 @@ class WorkerSettings(BaseSettings):
     max_job_bytes: ByteSize = Field(default=ByteSize(DEFAULT_MAX_JOB_BYTES), ge=1 << 10)
     """A job whose payload is larger, unpacked, or holds more lists and objects than one for each 40 bytes of
     this, is failed without being read."""
+
+    max_result_bytes: ByteSize = Field(default=ByteSize(MAX_RESULT_BYTES), ge=1 << 10)
+    """A job whose value is larger, as JSON, fails."""
 
     answer_memo_bytes: ByteSize = Field(default=ByteSize(DEFAULT_BYTES), ge=0)
     """Memory for the answers of greedy rows, each computed once for all shards of its run; 0 keeps none."""

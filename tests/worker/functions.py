@@ -288,3 +288,27 @@ def die_at_first(key: str) -> str:
     if job.connection.incr(key) == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return "done"
+
+
+def give(kind: str, size: int) -> Any:
+    """A value of about so many bytes as JSON."""
+    if kind == "itself":
+        value: list[Any] = []
+        value.append(value)
+        return value
+    return {"text": "x" * size, "numbers": [1] * (size // 3), "nested": {"a": [["x" * size]]}}[kind]
+
+
+def raise_what_waits_to_be_shown(key: str) -> None:
+    """Raise an error whose text comes only once somebody has pushed to a key."""
+    job = get_current_job()
+    assert job is not None
+    connection = job.connection
+
+    class Waits(Exception):
+        def __str__(self) -> str:
+            connection.rpush(f"{key}:asked", "")
+            connection.blpop([key], timeout=0)
+            return "shown"
+
+    raise Waits
