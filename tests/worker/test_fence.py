@@ -19,6 +19,7 @@ from rq.utils import now
 from tests.rq_workers import leftovers
 from tests.worker.redis_state import state_of
 from worker._rq import ClaimedJob, JobStore, Outcome, Wanted
+from worker.results import pack
 
 END = Callable[[Queue], Job]
 
@@ -46,7 +47,7 @@ def claim(jobs: JobStore, queue: str = "bulk", most: int = 10) -> list[ClaimedJo
 def succeeded(claimed: ClaimedJob, value: Any = 1) -> Outcome:
     job = claimed.job
     job.result_ttl = 500 if job.result_ttl is None else job.result_ttl
-    return Outcome(claimed, "finished", value, now(), 1.0)
+    return Outcome(claimed, "finished", value, now(), 1.0, packed=pack(value, 1 << 20))
 
 
 def failed(claimed: ClaimedJob) -> Outcome:
@@ -228,7 +229,7 @@ def test_a_dependent_of_two_jobs_that_end_together_is_queued_once(redis: Redis, 
     assert bulk.job_ids == []
 
 
-def test_a_dependent_that_cannot_be_read_is_queued_to_fail_and_holds_up_no_other(redis: Redis, bulk: Queue) -> None:
+def test_an_unreadable_dependent_is_queued_to_fail_and_holds_up_no_other(redis: Redis, bulk: Queue) -> None:
     first = bulk.enqueue("f")
     bad, odd, good = (bulk.enqueue("f", depends_on=first) for _ in range(3))
     redis.hset(bad.key, "created_at", "yesterday")

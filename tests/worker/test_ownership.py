@@ -16,6 +16,7 @@ from rq.utils import now
 
 from tests.rq_workers import Workers, leftovers
 from worker._rq import ClaimedJob, JobStore, Outcome, Wanted
+from worker.results import pack
 
 F = "tests.worker.functions."
 STATUSES = list(JobStatus)
@@ -43,7 +44,7 @@ def claim(store: JobStore, most: int = 10) -> list[ClaimedJob]:
 
 
 def succeeded(claimed: ClaimedJob, value: Any = 1) -> Outcome:
-    return Outcome(claimed, "finished", value, now(), 1.0)
+    return Outcome(claimed, "finished", value, now(), 1.0, packed=pack(value, 1 << 20))
 
 
 def failed(claimed: ClaimedJob) -> Outcome:
