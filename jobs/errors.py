@@ -12,6 +12,7 @@ JobsError
     │   ├── PathOutsideRoots   a path leads outside the data roots
     │   ├── UnsupportedScheme  a path names a storage that is not built
     │   ├── InputNotFound      no file where one was named
+    │   ├── SearchTooLong      the folders of the input hold too many names to look for it
     │   ├── NestedFolders      a folder's files lie deeper down, in folders of plain names
     │   ├── CorruptParquet     a file is not readable Parquet
     │   ├── SchemaMismatch     input files, or columns of one file, contradict each other
@@ -161,6 +162,15 @@ class InputNotFound(InputError):
     """Raised when an input names nothing: (input)."""
 
     message = "no Parquet file at {0}: name a file, a folder that holds *.parquet, a glob, or a list of them"
+
+
+class SearchTooLong(InputError):
+    """Raised when the search for a run's input meets too many names: (folder of the last, limit)."""
+
+    message = (
+        "the search for the input has met more than {1} names, the last in {0}: name the folders that hold "
+        "the files, and keep other files out of them"
+    )
 
 
 class NestedFolders(InputError):

@@ -36,18 +36,19 @@ class SharedFiles:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._loading = threading.Lock()  # so that no two threads parse the same plan
-        self._plans: dict[Hashable, Plan] = {}
+        self._plans: dict[Hashable, _KeptPlan] = {}
         self._files: dict[str, _OpenFile] = {}
 
     def plan(self, key: Hashable, load: Callable[[], Plan]) -> Plan:
         """Return a plan as `load` gave it for the same key, which names one state of one file."""
-        with self._loading:
-            if key not in self._plans:
-                self._plans[key] = load()
-                while len(self._plans) > MAX_PLANS:
-                    del self._plans[next(iter(self._plans))]
-            return self._plans[key]
+        with self._lock:
+            kept = self._plans.setdefault(key, _KeptPlan())
+            while len(self._plans) > MAX_PLANS:
+                del self._plans[next(iter(self._plans))]
+        with kept.loading:
+            if kept.plan is None:
+                kept.plan = load()
+            return kept.plan
 
     def enter(self, path: str) -> None:
         """A shard of this file is open: it may read the file until it leaves."""
@@ -102,6 +103,14 @@ class SharedFiles:
                 reader.close()
                 raise
             kind.idle.append(reader)
+
+
+@dataclass
+class _KeptPlan:
+    """A plan, once it is read. loading: so that no two threads parse the same one."""
+
+    loading: threading.Lock = field(default_factory=threading.Lock)
+    plan: Plan | None = None
 
 
 @dataclass

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from ..errors import ColumnConflict, InputError, MissingColumn, WrongColumnType
+from ..errors import ColumnConflict, InputError, MissingColumn, SearchTooLong, WrongColumnType
 from .spec import RunSpec
 
 
 def check_columns_here(spec: RunSpec) -> None:
     """Raise MissingColumn, WrongColumnType or ColumnConflict where the input's first file shows it.
+
+    Raises SearchTooLong too, which is said before a worker tries.
 
     Says nothing of an input that is not on this machine: the paths are those of the workers' machines.
     """
@@ -27,7 +29,7 @@ def check_columns_here(spec: RunSpec) -> None:
             found = find_files(storage, spec.input, spec.output)
             schema, added, _ = read_columns(storage, found, spec.filename_column)
             check_columns(spec, with_added_fields(schema, added), found[0].path)
-        except (ColumnConflict, MissingColumn, WrongColumnType):
+        except (ColumnConflict, MissingColumn, SearchTooLong, WrongColumnType):
             raise
         except InputError:  # the planning says so, if it finds the same
             return

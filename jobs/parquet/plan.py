@@ -173,6 +173,8 @@ class Plan:
             raise ValueError("its arguments do not give its run id")
         if any(shard.file >= len(plan.files) for shard in plan.shards):
             raise ValueError("a shard names a file that the plan does not list")
+        if any(shard.rows > plan.spec.rows_per_shard for shard in plan.shards):
+            raise ValueError("a shard holds more rows than its arguments allow")
         return plan
 
     @classmethod

@@ -82,7 +82,7 @@ def score_parquet(
     context.check_sampling(spec.sampling)
     limit = ErrorLimit.parse(max_errors)
     submission = Submission(queue or context.queue_name, parse_model(model), redo_damaged, limit)
-    return plan_run(context, Storage(context.data_roots), spec, submission)
+    return plan_run(context, Storage(context.data_roots, context.check_interrupted), spec, submission)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -112,20 +112,22 @@ class TemplateSource(PromptSource):
 
 
 def prompt_source(spec: RunSpec) -> PromptSource:
-    """Return the source that a run's arguments name."""
+    """Return the source that a run's arguments name. Raises InvalidJob, as a plan may be made by hand."""
     if spec.template is not None:
-        return TemplateSource(Template.parse(spec.template))
+        template = Template.parse(spec.template)
+        template.check_cost(spec.rows_per_shard)
+        return TemplateSource(template)
     if spec.messages_column is not None:
         return MessagesColumn(spec.messages_column)
     assert spec.prompt_column is not None
     return PromptColumn(spec.prompt_column)
 
 
-def render_rows(source: PromptSource, batch: pa.RecordBatch) -> list[str | RowProblem]:
+def render_rows(source: PromptSource, batch: pa.RecordBatch) -> Iterator[str | RowProblem]:
     """Render each row of a batch to its text, or to the reason why it has none."""
     columns = [_values(batch.column(name)) for name in source.columns]
     rows = zip(*columns, strict=True) if columns else (() for _ in range(batch.num_rows))
-    return [_render(source, dict(zip(source.columns, row, strict=True))) for row in rows]
+    return (_render(source, dict(zip(source.columns, row, strict=True))) for row in rows)
 
 
 def _render(source: PromptSource, values: dict[str, Any]) -> str | RowProblem:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ..context import never_interrupted
 from ..errors import CorruptParquet
 from .inputs import open_parquet
 from .plan import Shard
@@ -52,10 +53,13 @@ class RowReader:
         """Whether the shard lies ahead, and no new reader would start nearer to it."""
         return shard.start - shard.skip <= self.next_row <= shard.start
 
-    def read(self, shard: Shard) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a shard that lies ahead."""
+    def read(
+        self, shard: Shard, check_interrupted: Callable[[], None] = never_interrupted
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of a shard that lies ahead. check_interrupted: called before rows are decoded."""
         end = shard.start + shard.rows
         while self.next_row < end:
+            check_interrupted()
             batch = self._next_batch(end - self.next_row)
             taken = min(batch.num_rows, end - self.next_row)
             ahead = min(taken, max(0, shard.start - self.next_row))

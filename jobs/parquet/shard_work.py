@@ -45,7 +45,7 @@ class ShardWork:
         self._temporary = folder.temporary_path(part_name(shard))
         self._requests: ShardRequests | None = None
         self._files, self._entered = context.files, False
-        self._memo = context.answers
+        self._memo, self._check_interrupted = context.answers, context.check_interrupted
         folder.state.check_not_cancelled()
         if not folder.has_part(shard):
             _check_model(folder.plan, context.model)
@@ -60,7 +60,7 @@ class ShardWork:
     @classmethod
     def open(cls, context: JobContext, run: str, plan_path: str, shard: int) -> ShardWork:
         """Find the shard in its plan. Raises PlanDamaged when the three do not belong together."""
-        storage = Storage(context.data_roots)
+        storage = Storage(context.data_roots, context.check_interrupted)
         plan = trusted_plan(storage, plan_path, run, context.files)
         if shard >= len(plan.shards):
             raise PlanDamaged(plan_path, f"it has {len(plan.shards)} shards, none numbered {shard}")
@@ -151,7 +151,7 @@ class ShardWork:
         self, reader: RowReader, answers: list[Answer], schema: pa.Schema
     ) -> Iterator[pa.RecordBatch]:
         start = 0
-        for batch in reader.read(self._shard):
+        for batch in reader.read(self._shard, self._check_interrupted):
             batch = self._with_added(batch)
             yield with_answers(batch, answers[start : start + batch.num_rows], schema)
             start += batch.num_rows
@@ -163,8 +163,8 @@ class ShardWork:
         in_file = tuple(name for name in source.columns if name not in added)
         rows: list[str | RowProblem] = []
         with self._reader(file, in_file) as reader:
-            for batch in reader.read(self._shard):
-                rows += render_rows(source, self._with_added(batch))
+            for batch in reader.read(self._shard, self._check_interrupted):
+                rows += self._heeded(render_rows(source, self._with_added(batch)))
         first_row = plan.first_row(self._number)
         return ShardRequests(
             rows,
@@ -174,6 +174,12 @@ class ShardWork:
             plan.run,
             self._memo,
         )
+
+    def _heeded(self, rows: Iterator[str | RowProblem]) -> Iterator[str | RowProblem]:
+        """Yield rows; before each of them the work heeds what interrupts it."""
+        for row in rows:
+            self._check_interrupted()
+            yield row
 
     def _with_added(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         return with_added_values(batch, self._folder.plan.added_columns, self._planned_file.values)

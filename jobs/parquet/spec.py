@@ -55,6 +55,9 @@ class RunSpec:
     ) -> RunSpec:
         """Check and normalise the arguments. Raises InvalidJob or UnsupportedScheme."""
         _check_one_prompt(prompt_column, messages_column, template)
+        rows = _rows_per_shard(rows_per_shard)
+        if template is not None:
+            _check_template(template, rows)
         from_prompt = messages_column is None and template is None
         return cls(
             input=_inputs(input),
@@ -63,7 +66,7 @@ class RunSpec:
             messages_column=None if messages_column is None else _name("messages_column", messages_column),
             template=template,
             sampling=_sampling(sampling),
-            rows_per_shard=_rows_per_shard(rows_per_shard),
+            rows_per_shard=rows,
             filename_column=None if filename_column is None else _name("filename_column", filename_column),
         )
 
@@ -98,11 +101,17 @@ def _check_one_prompt(prompt_column: Any, messages_column: Any, template: Any) -
     given = [name for name, is_given in named.items() if is_given]
     if len(given) > 1:
         raise InvalidJob(f"{' and '.join(given)} each say what to ask: give one of them")
-    if template is not None and not Template.parse(template).columns:
+
+
+def _check_template(template: Any, rows_per_shard: int) -> None:
+    """Raise InvalidJob for what is no template, fits no row or costs too much."""
+    parsed = Template.parse(template)
+    if not parsed.columns:
         raise InvalidJob(
             "the template names no column, so that every row would ask the same: "
             "write {column} where a row's value goes"
         )
+    parsed.check_cost(rows_per_shard)
 
 
 def _inputs(value: Any) -> list[str]:

@@ -6,7 +6,6 @@ An object store would be another class with these methods: `publish` is its cond
 from __future__ import annotations
 
 import errno
-import glob
 import os
 import re
 import stat
@@ -18,6 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from ..context import never_interrupted
 from ..errors import CorruptParquet, DiskFull, InputNotFound, OutputNotWritable, PathOutsideRoots, PathSwapped
 from .confined import entered, links_refused, root_of
 from .paths import local_path
@@ -53,7 +53,11 @@ class Storage:
     a folder or file that was swapped for one since `resolve` raises PathSwapped.
     """
 
-    def __init__(self, roots: Sequence[str]) -> None:
+    def __init__(
+        self, roots: Sequence[str], check_interrupted: Callable[[], None] = never_interrupted
+    ) -> None:
+        """check_interrupted: called before what may take time, and before any of it is done."""
+        self.check_interrupted = check_interrupted
         self._roots = tuple(os.path.realpath(root) for root in roots)
 
     def resolve(self, path: str) -> str:
@@ -63,17 +67,9 @@ class Storage:
             raise PathOutsideRoots(path, ":".join(self._roots))
         return real
 
-    def expand(self, pattern: str) -> list[tuple[str, str]]:
-        """Return what a glob names, sorted: each path as it matched, and its real path.
-
-        Raises PathOutsideRoots if one leads outside.
-        """
-        fixed = pattern[: min(pattern.index(char) for char in glob_chars(pattern))]
-        self.resolve(os.path.dirname(fixed))  # nothing outside the roots is even listed
-        return [(path, self.resolve(path)) for path in sorted(glob.glob(pattern, recursive=True))]
-
     def stat(self, path: str) -> FileStat | None:
         """Return the state of a regular file, None for anything else: a FIFO would block its reader."""
+        self.check_interrupted()
         try:
             with self._parent(path) as (folder, name):
                 info = os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -87,8 +83,19 @@ class Storage:
 
     def names(self, folder: str) -> list[str]:
         """Return the sorted names in a folder."""
-        with entered(folder, self._roots) as descriptor, _opened(".", os.O_RDONLY, descriptor) as listed:
-            return sorted(os.listdir(listed))
+        with self.scan(folder) as entries:
+            return sorted(entry.name for entry in entries)
+
+    @contextmanager
+    def scan(self, folder: str) -> Iterator[Iterator[os.DirEntry[str]]]:
+        """Lend what a folder holds, which is read from it little by little."""
+        self.check_interrupted()
+        with (
+            entered(folder, self._roots) as descriptor,
+            _opened(".", os.O_RDONLY, descriptor) as listed,
+            os.scandir(listed) as entries,
+        ):
+            yield entries
 
     def make_folder(self, path: str) -> None:
         """Make a folder, and what is missing above it."""
@@ -97,6 +104,7 @@ class Storage:
 
     def open_input(self, path: str) -> Any:
         """Open a regular file as pyarrow reads it. Raises InputNotFound for anything else."""
+        self.check_interrupted()
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # or a FIFO would block here
         with self._parent(path) as (folder, name), links_refused(name, folder, path):
             descriptor = os.open(name, flags, dir_fd=folder)
@@ -107,6 +115,7 @@ class Storage:
 
     def open_output(self, path: str) -> Any:
         """Open a new file for pyarrow to write; what had its name is removed."""
+        self.check_interrupted()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with self._parent(path) as (folder, name):
             with suppress(FileNotFoundError):

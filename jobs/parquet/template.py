@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from string import Formatter
 from typing import Any
 
@@ -13,6 +15,9 @@ from ..shown import MAX_NAME_CHARS
 #: The template is part of a run's job and of its plan; each of a million rows repeats it.
 MAX_TEMPLATE_CHARS = 1 << 18
 MAX_TEMPLATE_MESSAGES = 100
+
+#: Literals and values that a shard's prompts are put together from: some seconds of a thread.
+MAX_SHARD_PIECES = 20_000_000
 
 #: A text cut into (literal, column that follows it or None).
 Pieces = tuple[tuple[str, str | None], ...]
@@ -60,15 +65,37 @@ class Template:
         """The columns that are filled in, each once, in order of appearance."""
         return tuple(dict.fromkeys(column for text in self.texts for _, column in text if column is not None))
 
+    def check_cost(self, rows: int) -> None:
+        """Raise InvalidJob where the prompts of a shard of so many rows take more than MAX_SHARD_PIECES."""
+        pieces = sum(map(len, self.texts))
+        if pieces * rows > MAX_SHARD_PIECES:
+            raise InvalidJob(
+                f"the template has {pieces} pieces, {pieces * rows} in a shard of {rows} rows, more than the "
+                f"limit of {MAX_SHARD_PIECES}: shorten it, write what repeats into a column, or give fewer "
+                "rows_per_shard"
+            )
+
+    @cached_property
+    def _uses(self) -> Counter[str | None]:
+        """How often each column stands there."""
+        return Counter(column for text in self.texts for _, column in text)
+
+    @cached_property
+    def _literal_chars(self) -> int:
+        return sum(len(literal) for text in self.texts for literal, _ in text)
+
     def filled_chars(self, values: Mapping[str, object]) -> int:
         """Return how many characters `fill` would build: a few long values may stand there many times."""
-        chars = {column: len(f"{value}") for column, value in values.items()}
-        pieces = (piece for text in self.texts for piece in text)
-        return sum(len(literal) + (0 if column is None else chars[column]) for literal, column in pieces)
+        return self._literal_chars + sum(self._uses[name] * len(f"{value}") for name, value in values.items())
 
     def fill(self, values: Mapping[str, object]) -> str | list[dict[str, str]]:
         """Return the prompt, or the messages, for one row's values."""
-        filled = ["".join(_piece(literal, column, values) for literal, column in text) for text in self.texts]
+        parts: dict[str | None, str] = {column: f"{value}" for column, value in values.items()}
+        parts[None] = ""
+        filled = [
+            "".join([part for literal, name in text for part in (literal, parts[name])])
+            for text in self.texts
+        ]
         if self.roles is None:
             return filled[0]
         return [{"role": role, "content": text} for role, text in zip(self.roles, filled, strict=True)]
@@ -100,7 +127,3 @@ def _parse_text(text: str, what: str) -> Pieces:
 
 def _is_plain(column: str) -> bool:
     return 0 < len(column) <= MAX_NAME_CHARS and not set(column) & set(".[]")
-
-
-def _piece(literal: str, column: str | None, values: Mapping[str, object]) -> str:
-    return literal if column is None else f"{literal}{values[column]}"

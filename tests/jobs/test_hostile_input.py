@@ -514,7 +514,7 @@ def test_a_template_that_a_rows_values_blow_up_fails_that_row_before_it_is_built
     pq.write_table(pa.table({"text": ["a", "x" * 200_000]}), tmp_path / "in.parquet")
     template = "{text}" * 40_000  # eight gigabytes, if it were filled
     source, output = tmp_path / "in.parquet", tmp_path / "out"
-    score_parquet(make_context(), str(source), str(output), template=template)
+    score_parquet(make_context(), str(source), str(output), template=template, rows_per_shard=100)
     work_off(redis, make_context)
     fine, refused = pq.read_table(output)["error"].to_pylist()
     assert fine is None
