@@ -15,6 +15,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 import click
+from click.core import ParameterSource
 from redis import ConnectionPool, Redis
 from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -672,6 +673,12 @@ def called_by_rq_command() -> bool:
     """Whether `rq worker` or `rq worker-pool` is the caller, which prints any error's traceback."""
     context = click.get_current_context(silent=True)
     return context is not None and getattr(context.command.callback, "__module__", "").startswith("rq.cli")
+
+
+def import_path_is_chosen() -> bool:
+    """Whether somebody gave RQ's command a `--path`, which is the working directory otherwise."""
+    source = click.get_current_context().get_parameter_source("path")
+    return source not in (None, ParameterSource.DEFAULT)
 
 
 def callback_names(job: Job) -> list[tuple[str, str]]:

@@ -26,6 +26,7 @@ from jobs.served_model import model_text
 from jobs.version import code_version
 from worker._rq import MIN_REDIS_VERSION, called_by_rq_command
 from worker.errors import EngineFailed, ForeignJobsPackage, IoThreadFailed, StartupError
+from worker.import_path import leave_out_working_directory
 from worker.imports import load_functions, load_parts
 from worker.plain_log import keep_plain
 from worker.process_memory import share_freed_memory
@@ -81,6 +82,7 @@ class BatchWorker(BaseWorker):
         EngineFailed, IoThreadFailed or TooManyStuckThreads where the worker cannot go on, SystemExit on a
         cold shutdown.
         """
+        leave_out_working_directory()
         setup_loghandlers(logging_level, date_format, log_format)  # `bootstrap` does so too late
         keep_plain(self.log)
         try:

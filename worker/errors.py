@@ -49,8 +49,8 @@ class FunctionNotFound(StartupError):
     def __str__(self) -> str:
         return (
             f"TOKENMILL_ALLOWED_FUNCTIONS names {self.name!r}, which cannot be imported "
-            f"({type(self.reason).__name__}: {self.reason}): correct the name, or start the worker where "
-            "Python finds the module"
+            f"({type(self.reason).__name__}: {self.reason}): correct the name, or say where the module "
+            "is, with `--path .` for the working directory"
         )
 
 
