@@ -15,6 +15,8 @@ tokenmill:claim:<token>        list: job ids that one claim has taken, until the
 tokenmill:removed:<execution>  string: id of a job that ended and was not to be kept, for 2 minutes
 tokenmill:maintenance          string: the worker that looks for abandoned jobs in this period
 tokenmill:maintenance:stock    string: that one looks for jobs that RQ's own workers left, in this period
+tokenmill:quarantine           stream: what could not be used: the worker that found it, key, entry, reason
+tokenmill:quarantine:<key>     any type: the whole of such a key, for a week
 """
 
 from hashlib import blake2b
@@ -41,6 +43,10 @@ WORKER_STATS_TTL_S = 3600
 
 #: A worker tells of itself every two seconds; one that has not for so long is frozen, cut off or dead.
 SILENT_S = 10
+
+
+#: What workers have set aside, because nobody could use it (worker/lua/quarantine.lua).
+QUARANTINE = "tokenmill:quarantine"
 
 
 def worker_key(name: str) -> str:

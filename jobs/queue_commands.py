@@ -8,11 +8,13 @@ import click
 import redis
 
 from .cli_errors import errors_told
+from .keys import QUARANTINE
 from .queue_tools import (
     QueueCounts,
     WorkerSeen,
     count_queues,
     list_workers,
+    num_set_aside,
     queue_names,
     requeue,
     requeue_all,
@@ -30,7 +32,7 @@ MAX_SHOWN = 5
 @click.argument("queues", nargs=-1)
 @click.pass_obj
 def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
-    """Print how many jobs are in QUEUES (all of them, where none is named), and the workers.
+    """Print how many jobs are in QUEUES (all, where none is named), the workers, and what they set aside.
 
     Unlike `rq info` it reads no job, so no pickle, and changes nothing.
     """
@@ -40,6 +42,8 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
             click.echo(_queue_line(counts))
         for worker in list_workers(connection):
             click.echo(_worker_line(worker))
+        if set_aside := num_set_aside(connection):
+            click.echo(f"quarantine: {set_aside} entries or keys that no worker could use, in {QUARANTINE}")
 
 
 @click.command("requeue")

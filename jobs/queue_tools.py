@@ -11,13 +11,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from redis.exceptions import WatchError
+from redis.exceptions import ResponseError, WatchError
 from rq import Queue
 from rq.job import Job, JobStatus
 from rq.registry import FailedJobRegistry
 from rq.utils import now, utcformat
 from rq.worker.base import BaseWorker
 from rq.worker_registration import REDIS_WORKER_KEYS
+
+from .keys import QUARANTINE
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -78,6 +80,14 @@ def count_queues(connection: Redis, names: Sequence[bytes]) -> list[QueueCounts]
                 pipe.zcount(f"rq:{key}:".encode() + name, oldest, "+inf")
         replies = iter([None if isinstance(each, Exception) else each for each in pipe.execute(False)])
     return [QueueCounts(name, {shown: next(replies) for shown in ("waiting", *REGISTRIES)}) for name in names]
+
+
+def num_set_aside(connection: Redis) -> int | None:
+    """Count what workers have set aside in the quarantine; None where this user may not look there."""
+    try:
+        return int(connection.xlen(QUARANTINE))
+    except ResponseError:
+        return None
 
 
 def list_workers(connection: Redis) -> list[WorkerSeen]:

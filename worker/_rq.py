@@ -34,18 +34,18 @@ from rq.executions import Execution
 from rq.group import Group
 from rq.job import Job, JobStatus, _job_stack
 from rq.job import Retry as JobRetry
-from rq.registry import FailedJobRegistry, FinishedJobRegistry
 from rq.repeat import Repeat
 from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.suspension import WORKERS_SUSPENDED
 from rq.utils import now, utcformat
 from rq.worker.base import BaseWorker
-from rq.worker_registration import clean_worker_registry
+from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY
 
 from jobs.keys import held_key
 from worker.errors import TooLarge
 from worker.held_job import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, HeldJob, check_counts, max_hash_bytes
+from worker.quarantine import NO_EXECUTION, Entry, Quarantine
 from worker.results import Raised, printable
 from worker.scripts import Scripts, is_wrong_type
 
@@ -163,8 +163,6 @@ class Claim:
     jobs: list[ClaimedJob]
     num_foreign: int
     """Jobs that were seen and left in the queue, because they may run on another model only."""
-    num_dropped: int = 0
-    """Entries that were dropped, because no job can have such an id."""
 
 
 def own_client(connection: Redis, socket_timeout_s: float, resend: bool = False) -> Redis:
@@ -188,6 +186,11 @@ def is_text(raw: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+def names_execution(member: bytes) -> bool:
+    """Whether an entry is `<job>:<execution>`."""
+    return b":" in member and is_text(member)
 
 
 class JobStore:
@@ -219,7 +222,8 @@ class JobStore:
         self._records_failures = records_failures
         self._max_job_bytes, self._clock = max_job_bytes, clock
         bounds = {"max_hash_bytes": max_hash_bytes(max_job_bytes), "max_hash_fields": MAX_HASH_FIELDS}
-        self._call_many = Scripts(client, bounds).call_many
+        self._call_many = Scripts(client, worker_name, bounds).call_many
+        self.quarantine = Quarantine(client, worker_name)
         self._unanswered: set[str] = set()
         self._answered: set[str] = set()
 
@@ -270,18 +274,10 @@ class JobStore:
         self._unanswered -= tokens
         # Of a claim that was sent twice the first sending may still be on its way: its record expires.
         self._answered = first_sent
-        claims = []
-        for each, (entries, num_foreign) in zip(wanted, replies, strict=True):
-            nobodys = [(each.queue, *entry[:2]) for entry in entries if not is_text(entry[0])]
-            self._forget(nobodys)
-            jobs = [self._restore(each.queue, entry) for entry in entries if is_text(entry[0])]
-            claims.append(Claim(jobs, num_foreign, len(nobodys)))
-        return claims
-
-    def _forget(self, addresses: Sequence[tuple[str, bytes, bytes]]) -> None:
-        """Let go of what was claimed under ids that are no UTF-8: no client of RQ's can name such a job."""
-        if addresses:
-            self._call_many([("close", (*address, self._stamp()[0])) for address in addresses])
+        return [
+            Claim([self._restore(each.queue, entry) for entry in entries], num_foreign)
+            for each, (entries, num_foreign) in zip(wanted, replies, strict=True)
+        ]
 
     def renew(self, held: Sequence[ClaimedJob]) -> list[ClaimedJob]:
         """Extend the leases of the jobs held; return those that are no longer ours."""
@@ -480,19 +476,22 @@ class JobStore:
         with self._client.pipeline(transaction=False) as pipe:
             for name in queue_names:
                 pipe.hkeys(held_key(name))
-            found = [
-                (name, *member.rsplit(b":", 1))
+            held = [
+                (name, member)
                 for name, members in zip(queue_names, pipe.execute(), strict=True)
                 for member in members
             ]
+        names_nothing = [each for each in held if not names_execution(each[1])]
+        self.quarantine.set_aside(
+            [Entry(held_key(name).encode(), member, NO_EXECUTION) for name, member in names_nothing]
+        )
+        found = [(n, *member.decode().rsplit(":", 1)) for n, member in held if names_execution(member)]
         with self._client.pipeline(transaction=False) as pipe:
             for _, job_id, execution_id in found:
-                pipe.exists(b"rq:execution:%b:%b" % (job_id, execution_id))
-            alive = pipe.execute() if found else []
-        dead = [member for member, lives in zip(found, alive, strict=True) if not lives]
-        self._forget([member for member in dead if not is_text(member[1])])
-        places = [((n, j.decode(), e.decode()), "", "") for n, j, e in dead if is_text(j)]
-        return self._release(places, "abandoned", max_deaths)
+                pipe.ttl(f"rq:execution:{job_id}:{execution_id}")
+            left_s = pipe.execute() if found else []
+        dead = [(address, "", "") for address, s in zip(found, left_s, strict=True) if s < 0]
+        return self._release(dead, "abandoned", max_deaths)
 
     def adopt(self, left: Sequence[LeftJob]) -> list[tuple[ClaimedJob, str]]:
         """Take over jobs that RQ's own workers left behind; return those that this worker holds then."""
@@ -515,17 +514,37 @@ class JobStore:
     def clean_registries(self, queues: Sequence[Queue]) -> None:
         """Drop expired entries of finished and failed jobs, workers that are gone, and members of groups.
 
-        RQ's own cleanup of started jobs is left out: it would judge by score, and runs callbacks.
+        RQ's own cleanup of started jobs is left out: it would judge by score, and runs callbacks. Its own of
+        the others ends at the first entry that is no text, or at the first group that is no set.
         """
+        groups: Any = self._client.smembers(Group.REDIS_GROUP_KEY)
+        for name in groups:
+            key = Group.REDIS_GROUP_NAME_PREFIX.encode() + name
+            self.quarantine.check((), [("set", key)])
+            self._drop_gone(key, Job.redis_job_namespace_prefix)
+        self._drop_gone(Group.REDIS_GROUP_KEY, Group.REDIS_GROUP_NAME_PREFIX)
         for queue in queues:
-            for registry in (FinishedJobRegistry, FailedJobRegistry):
-                registry(queue.name, connection=self._client, serializer=JSONSerializer).cleanup()
-            clean_worker_registry(Queue(queue.name, connection=self._client, serializer=JSONSerializer))
-        Group.clean_registries(self._client)
+            for registry in (queue.finished_job_registry, queue.failed_job_registry):
+                self._client.zremrangebyscore(registry.key, 0, self._clock())
+            self._drop_gone(WORKERS_BY_QUEUE_KEY % queue.name)
+        self._drop_gone(REDIS_WORKER_KEYS)
+
+    def _drop_gone(self, key: str | bytes, prefix: str = "") -> None:
+        """Drop the members of a set of whose own keys, which begin with `prefix`, nothing is left."""
+        found: Any = self._client.smembers(key)
+        members = list(found)
+        for start in range(0, len(members), _CLAIM_BATCH):
+            chunk = members[start : start + _CLAIM_BATCH]
+            with self._client.pipeline(transaction=False) as pipe:
+                for member in chunk:
+                    pipe.exists(prefix.encode() + member)
+                gone = [m for m, exists in zip(chunk, pipe.execute(), strict=True) if not exists]
+            if gone:
+                self._client.srem(key, *gone)
 
     def tend_rate_limits(self) -> None:
         """Let jobs in that wait for the slot of one that was cancelled or deleted, as RQ 3 does."""
-        keys: Any = self._client.smembers("rq:rl-keys")
+        keys: Any = self._client.srandmember("rq:rl-keys", _CLAIM_BATCH)
         now_iso, now_ts = self._stamp()
         self._call_many([("rate_limits", (key, now_iso, now_ts)) for key in keys], keep_refusals=True)
 

@@ -30,6 +30,7 @@ from worker.import_path import leave_out_working_directory
 from worker.imports import load_functions, load_parts
 from worker.plain_log import keep_plain
 from worker.process_memory import share_freed_memory
+from worker.quarantine import Quarantine
 from worker.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class BatchWorker(BaseWorker):
             self._tell_ready(engine, settings, time.monotonic() - started)
             try:
                 self._heed_early_stop()
+                self._check_keys()
                 self.bootstrap(logging_level, date_format, log_format)
                 try:
                     return self._serve(engine, settings, burst, max_jobs, max_idle_time)
@@ -113,6 +115,12 @@ class BatchWorker(BaseWorker):
         finally:
             if self.scheduler:
                 self.stop_scheduler()
+
+    def _check_keys(self) -> None:
+        """Set aside what is of no use among the keys in which the worker registers."""
+        quarantine = Quarantine(self.connection, self.name)
+        quarantine.check(self.queue_names())
+        quarantine.tell(self.log)
 
     def _load(self, settings: WorkerSettings) -> EngineLike:
         """Import what jobs may need and load the model; until the first thread runs, this is the only one."""

@@ -22,6 +22,7 @@ from worker.faults import MAX_IN_A_ROW, PAUSE_S, WorkerFault
 from worker.job_runner import JobRunner
 from worker.packing import Packer
 from worker.presence import Presence
+from worker.scripts import is_wrong_type
 from worker.stock_jobs import StockJobs
 from worker.timer import Timer
 from worker.upkeep import Upkeep
@@ -135,6 +136,17 @@ class IoLoop:
         self._deadlines = Timer(DEADLINE_PERIOD_S)
         self._sweep = Timer(limits.sweep_period_s)
         self._report = Timer(LOG_PERIOD_S)
+        self._keys = Timer(STATS_PERIOD_S)
+        self._duties = (
+            self._look_at_keys,
+            self._settle,
+            self._take_or_give,
+            self._keep_leases,
+            self._show_progress,
+            self._show_presence,
+            self._take_up_abandoned,
+            upkeep.do_what_is_due,
+        )
         self.error: BaseException | None = None
         self.engine_error: BaseException | None = None
         self.failure: WorkerError | None = None
@@ -251,20 +263,42 @@ class IoLoop:
     def _talk_to_redis(self, moment: float) -> None:
         """All duties that need the server. An outage delays them; the engine goes on meanwhile."""
         try:
-            self._settle()
-            if self._phase is Phase.LEAVING:
-                self._give_back_everything()
-            elif self._phase is Phase.DRAINING:
-                self._release(self._runner.withdraw_unstarted(), "given_back")
-            else:
-                self._claim(moment)
-            self._keep_up(moment)
-            self._leave_if_done(moment)
+            done = [self._do(duty, moment) for duty in self._duties]
+            if all(done):
+                self._do(self._leave_if_done, moment)
             self._backoff_s = FIRST_BACKOFF_S
         except RedisError as error:
             self._ride_out(moment, error)
 
-    def _settle(self) -> None:
+    def _do(self, duty: Callable[[float], None], moment: float) -> bool:
+        """Carry out a duty. False: it met a key of another type, which is set aside now, and holds up no
+        other duty."""
+        try:
+            duty(moment)
+        except RedisError as error:
+            if not is_wrong_type(error) or not self._check_keys():
+                raise
+            return False
+        return True
+
+    def _look_at_keys(self, moment: float) -> None:
+        """Set aside what is of no use in the keys that all jobs share, and say so."""
+        if self._keys.due(moment):
+            self._check_keys()
+            self._store.quarantine.tell(self._log)
+
+    def _check_keys(self) -> int:
+        return self._store.quarantine.check([queue.name for queue in self._queues])
+
+    def _take_or_give(self, moment: float) -> None:
+        if self._phase is Phase.LEAVING:
+            self._give_back_everything()
+        elif self._phase is Phase.DRAINING:
+            self._release(self._runner.withdraw_unstarted(), "given_back")
+        else:
+            self._claim(moment)
+
+    def _settle(self, _: float) -> None:
         """Complete what earlier turns began: ends to write, claims without a reply, jobs to release."""
         self._runner.flush(self._store)
         if self._phase is not Phase.LEAVING:
@@ -351,12 +385,6 @@ class IoLoop:
             del self._tokens[lane]
             self._foreign[lane] = claim.num_foreign
             self._claimed += len(claim.jobs)
-            if claim.num_dropped:
-                self._log.warning(
-                    "%s: %d ids that are no UTF-8 were dropped from the queue: no job can have them",
-                    self._queues[lane].name,
-                    claim.num_dropped,
-                )
             if claim.jobs:
                 self._polls[lane].postpone(float("-inf"))
                 self._looks[lane].postpone(self._clock() + POLL_S)
@@ -385,22 +413,21 @@ class IoLoop:
 
     # Duties
 
-    def _keep_up(self, moment: float) -> None:
+    def _keep_leases(self, moment: float) -> None:
         if self._renew.due(moment):
             self._runner.drop(self._store.renew(self._runner.held))
+
+    def _show_progress(self, moment: float) -> None:
         if self._progress.due(moment):
             self._store.show_progress(self._runner.changed_progress())
-        busy = self._runner.num_held > 0
-        if self._show.due(moment) or busy != self._shown_busy:
-            self._shown_busy = busy
-            self._show_presence()
-        if self._phase is Phase.SERVING and self._sweep.due(moment):
-            self._take_up_abandoned()
-        self._upkeep.do_what_is_due(moment)
         if self._runner.num_held and self._report.due(moment):
             self._log_throughput()
 
-    def _show_presence(self) -> None:
+    def _show_presence(self, moment: float) -> None:
+        busy = self._runner.num_held > 0
+        if not self._show.due(moment) and busy == self._shown_busy:
+            return
+        self._shown_busy = busy
         held = self._runner.held
         state = "busy" if held else ("suspended" if self._suspended else "idle")
         state = state if self._phase is Phase.SERVING else "draining"
@@ -429,7 +456,9 @@ class IoLoop:
             tally.completion_tokens,
         )
 
-    def _take_up_abandoned(self) -> None:
+    def _take_up_abandoned(self, moment: float) -> None:
+        if self._phase is not Phase.SERVING or not self._sweep.due(moment):
+            return
         deaths = self._limits.max_worker_deaths
         names = [queue.name for queue in self._queues]
         for claimed in self._store.reclaim_abandoned(names, self._limits.sweep_period_s, deaths):
@@ -485,6 +514,7 @@ class IoLoop:
     def _say_goodbye(self) -> None:
         """Leave the final statistics behind."""
         try:
+            self._store.quarantine.tell(self._log)
             self._presence.show("stopped", None, self._counters())
         except RedisError as error:
             self._log.error("could not write the last statistics: %s", error)

@@ -22,6 +22,7 @@ from worker.functions import FunctionPool
 from worker.packing import RunningJob
 from worker.pool_calls import PoolCalls
 from worker.results import Raised, is_small, pack, printable
+from worker.scripts import is_wrong_type
 
 MAX_REASON_CHARS = 400
 _FREE_OF_PROMPTS = (FileTimeout, JobRefused, JobSetAside, JobTimeoutException)
@@ -216,9 +217,9 @@ class JobEnds:
         def queue_and_close() -> None:
             try:
                 self._store.queue_dependents(claimed)
-            except RedisError:
-                raise
-            except Exception as error:  # noqa: BLE001  # what cannot be read today cannot be read tomorrow
+            except Exception as error:  # what cannot be read today cannot be read tomorrow
+                if isinstance(error, RedisError) and not is_wrong_type(error):
+                    raise
                 self._log.error("job %s: its dependents cannot be queued: %s", claimed.job_id, error)
             self._store.close(claimed)
 

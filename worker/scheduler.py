@@ -10,23 +10,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from functools import partial
 from typing import Any
 
 from redis import Redis
 from redis.exceptions import RedisError
 from rq import Queue
-from rq.job import Job
 from rq.logutils import setup_loghandlers
-from rq.registry import ScheduledJobRegistry
 from rq.scheduler import RQScheduler, run
 from rq.utils import current_timestamp, now, utcformat
 
-from worker._rq import OUTAGES, own_client
+from worker._rq import own_client
+from worker.quarantine import Quarantine
+from worker.scripts import Scripts
 
 _REDIS_TIMEOUT_S, _PAUSE_S = 10.0, 2.0
+_REACQUIRE_S = 10.0
 _MOST = 1000
-"""Scheduled jobs that are looked at in each round: as many as RQ takes."""
+"""Scheduled jobs that are enqueued in each round: as many as RQ takes."""
 
 _CHILD = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); pickle.load(sys.stdin.buffer)()"
 """What the process runs: it finds modules where its worker does, and gets its task through its standard
@@ -85,6 +87,8 @@ class Scheduler(RQScheduler):
         date_format: str,
         log_format: str,
     ) -> None:
+        self._quarantine: Quarantine | None = None
+        self._scripts: Scripts | None = None
         self._logging: dict[str, Any] = {
             "level": logging_level,
             "date_format": date_format,
@@ -102,7 +106,8 @@ class Scheduler(RQScheduler):
     def start(self) -> Any:
         """Start the process, or a new one where that has ended."""
         self._status = self.Status.STARTED
-        self._connection = self._process = None  # neither can be handed to another process
+        # None of these can be handed to another process.
+        self._connection = self._process = self._quarantine = self._scripts = None
         process: Any = SchedulerProcess(self)
         self._process = process
         return process
@@ -119,38 +124,31 @@ class Scheduler(RQScheduler):
             self._process = process
             self.log.error("The scheduler cannot be started (%s): trying again", error)
 
-    def enqueue_scheduled_jobs(self) -> None:
-        """Enqueue what is due. RQ's own way ends the scheduler at the first job that it cannot read: such
-        a one is queued as it stands, for a worker to fail it by name."""
-        if not self._scheduled_job_registries and self._acquired_locks:
-            self.prepare_registries()
-        for registry in self._scheduled_job_registries:
-            for raw in self._unreadable(registry):
-                self.log.error("Scheduled job %r cannot be read: it is queued as it stands", raw)
-                with self.connection.pipeline() as pipe:
-                    pipe.hset(b"rq:job:" + raw, mapping={"status": "queued", "enqueued_at": utcformat(now())})
-                    pipe.rpush(f"rq:queue:{registry.name}", raw)
-                    pipe.zrem(registry.key, raw)
-                    pipe.execute(raise_on_error=False)
-        super().enqueue_scheduled_jobs()
-
-    def _unreadable(self, registry: ScheduledJobRegistry) -> list[bytes]:
-        """The ids that are due and whose jobs RQ's client cannot read or write."""
-        due: Any = self.connection.zrangebyscore(registry.key, 0, current_timestamp(), 0, _MOST)
-        if not due or self._can_enqueue(due):
-            return []
-        return [raw for raw in due if not self._can_enqueue([raw])]
-
-    def _can_enqueue(self, raw_ids: Sequence[bytes]) -> bool:
-        try:
-            for job in Job.fetch_many([raw.decode() for raw in raw_ids], self.connection, self.serializer):
-                if job is not None:
-                    job.to_dict()  # RQ writes it anew
-        except OUTAGES:
-            raise
-        except Exception:  # noqa: BLE001  # a hash may hold anything
+    @property
+    def should_reacquire_locks(self) -> bool:
+        """Whether to try for the locks that it lacks: RQ waits for minutes, also after one was damaged."""
+        taken: Any = self.lock_acquisition_time
+        if self._queue_names == self.acquired_locks:
             return False
-        return True
+        return taken is None or (datetime.now() - taken).total_seconds() > _REACQUIRE_S
+
+    def acquire_locks(self, auto_start: bool = False) -> set[str]:
+        """Take the locks of the queues that no other scheduler has; one that nobody set is in no way."""
+        if self._quarantine is None:
+            self._quarantine = Quarantine(self.connection, self.name)
+        self._quarantine.check(self._queue_names, [("hash", self.key)])
+        self._quarantine.tell(self.log)
+        taken: set[str] = super().acquire_locks(auto_start)
+        return taken
+
+    def enqueue_scheduled_jobs(self) -> None:
+        """Enqueue what is due. RQ's own way ends the scheduler at the first job that it cannot read, and
+        loses what is due where the key of its queue is damaged."""
+        if self._scripts is None:
+            self._scripts = Scripts(self.connection, self.name)
+        now_ts, now_iso = current_timestamp(), utcformat(now())
+        names = sorted(self._acquired_locks)
+        self._scripts.call_many([("enqueue_due", (name, now_ts, now_iso, _MOST)) for name in names])
 
     def work(self) -> None:
         """Run until stopped, or until the worker is gone; RQ's own ends with the first error of Redis."""

@@ -22,15 +22,20 @@ _SCRIPTS = {
     "progress": [],
     "adopt": ["job_hash", "open_execution"],
     "dependent": [],
+    "set_aside": [],
+    "check_types": [],
+    "enqueue_due": [],
 }
-"""Each script, and the shared heads it begins with after `holding`, which all begin with."""
+"""Each script, and the shared heads that it has after those of all."""
+
+_HEADS = ("quarantine", "holding")
 
 
 @cache
 def _sources() -> Mapping[str, str]:
     folder = resources.files("worker") / "lua"
     return {
-        name: "".join((folder / f"{part}.lua").read_text() for part in ("holding", *heads, name))
+        name: "".join((folder / f"{part}.lua").read_text() for part in (*_HEADS, *heads, name))
         for name, heads in _SCRIPTS.items()
     }
 
@@ -41,11 +46,14 @@ def is_wrong_type(error: RedisError) -> bool:
 
 
 class Scripts:
-    """The scripts on one server. Not thread-safe. bounds: numbers that they name."""
+    """The scripts on one server. Not thread-safe.
 
-    def __init__(self, client: Redis, bounds: Mapping[str, int]) -> None:
-        self._client = client
-        self._bounds = "".join(f"local {name} = {number}\n" for name, number in bounds.items())
+    worker_name: under which the quarantine has what a script set aside. bounds: numbers that scripts name.
+    """
+
+    def __init__(self, client: Redis, worker_name: str, bounds: Mapping[str, int] | None = None) -> None:
+        self._client, self._worker_name = client, worker_name
+        self._bounds = "".join(f"local {name} = {number}\n" for name, number in (bounds or {}).items())
         self._shas: dict[str, str] = {}
 
     def call_many(self, calls: Sequence[tuple[str, Sequence[Any]]], keep_refusals: bool = False) -> list[Any]:
@@ -62,7 +70,7 @@ class Scripts:
             with self._client.pipeline(transaction=False) as pipe:
                 for i in waiting:
                     name, args = calls[i]
-                    pipe.evalsha(self._shas[name], 0, *args)
+                    pipe.evalsha(self._shas[name], 0, *args, self._worker_name)
                 answers = pipe.execute(raise_on_error=False)
             replies.update(zip(waiting, answers, strict=True))
             waiting = [i for i in waiting if isinstance(replies[i], NoScriptError)]

@@ -12,7 +12,8 @@ from rq.exceptions import AbandonedJobError
 from rq.queue import Queue
 from rq.serializers import JSONSerializer
 
-from worker._rq import ClaimedJob, JobStore, LeftJob, is_text
+from worker._rq import ClaimedJob, JobStore, LeftJob, is_text, names_execution
+from worker.quarantine import NO_EXECUTION, NO_TEXT, Entry
 
 _LOCK = "tokenmill:maintenance:stock"
 _MOST = 1000
@@ -65,16 +66,23 @@ class StockJobs:
                 raise reply
         return [[] if isinstance(reply, ResponseError) else reply for reply in replies]
 
+    def _set_aside(self, key: str, unreadable: Sequence[bytes]) -> None:
+        """Out of the way, where they would be looked at in place of others in every period."""
+        reason = NO_EXECUTION if key.startswith("rq:wip:") else NO_TEXT
+        self._store.quarantine.set_aside([Entry(key.encode(), each, reason) for each in unreadable])
+
     def _started(self, queue: str) -> list[LeftJob]:
         passed = self._clock()
         [members] = self._read(lambda pipe: pipe.zrangebyscore(f"rq:wip:{queue}", 0, passed, 0, _MOST))
-        ids = [member.decode().rsplit(":", 1) for member in members if b":" in member and is_text(member)]
+        self._set_aside(f"rq:wip:{queue}", [each for each in members if not names_execution(each)])
+        ids = [member.decode().rsplit(":", 1) for member in members if names_execution(member)]
         why = "the worker that ran it is gone"
         return [LeftJob(queue, job_id, execution_id, why) for job_id, execution_id in ids]
 
     def _intermediate(self, queue: str) -> list[LeftJob]:
         key, moment = f"rq:queue:{queue}:intermediate", self._clock()
         [found] = self._read(lambda pipe: pipe.lrange(key, 0, _MOST - 1))
+        self._set_aside(key, [job_id for job_id in found if not is_text(job_id)])
         ids = [job_id.decode() for job_id in found if is_text(job_id)]
         if not ids:
             return []

@@ -44,6 +44,15 @@ def failed_jobs(queue: Queue, *job_ids: str, **options: Any) -> list[Job]:
     return jobs
 
 
+def test_info_counts_what_workers_have_set_aside(redis: Redis, redis_url: str) -> None:
+    assert "quarantine" not in tokenmill(redis_url, "info").stdout
+    redis.xadd("tokenmill:quarantine", {"key": "rq:wip:bulk", "entry": b"\xff", "reason": "no text"})
+    assert "quarantine: 1 entries or keys" in tokenmill(redis_url, "info").stdout
+    redis.delete("tokenmill:quarantine")
+    redis.set("tokenmill:quarantine", "of another type")
+    assert "quarantine" not in tokenmill(redis_url, "info").stdout
+
+
 def test_a_pickle_written_as_a_job_runs_under_rqs_commands_and_not_under_ours(
     redis: Redis, redis_url: str, queue: Queue, tmp_path: Path
 ) -> None:

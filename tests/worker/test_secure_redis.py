@@ -156,6 +156,8 @@ def test_the_users_we_document_reach_nothing_else(server: SecureRedis, user: str
         ("SET", "rq:scheduler-lock:bulk", "x"),
         ("SET", "tokenmill:maintenance", "x"),
         ("RPUSH", "tokenmill:claim:0", "x"),
+        ("XRANGE", "tokenmill:quarantine", "-", "+"),
+        ("GET", "tokenmill:quarantine:rq:wip:bulk"),
         ("RENAME", "rq:queue:bulk", "rq:queue:other"),
         ("BLPOP", "rq:queue:bulk", "0.1"),
         ("LCS", "rq:job:a", "rq:job:b"),

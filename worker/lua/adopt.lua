@@ -9,10 +9,10 @@ local job, wip, member = 'rq:job:' .. id, 'rq:wip:' .. queue, id .. ':' .. eid
 local intermediate = 'rq:queue:' .. queue .. ':intermediate'
 
 if eid == '' then
-  if redis.call('LREM', intermediate, 1, id) == 0 then return {'alive'} end
-  redis.call('DEL', intermediate .. ':first_seen:' .. id)
+  if call('LREM', intermediate, 1, id) == 0 then return {'alive'} end
+  call('DEL', intermediate .. ':first_seen:' .. id)
 else
-  local score = tonumber(redis.call('ZSCORE', wip, member) or '')
+  local score = tonumber(call('ZSCORE', wip, member) or '')
   if not score or score < 0 or score > tonumber(ARGV[4]) then return {'alive'} end
   let_go(queue, id, eid)
 end
@@ -23,11 +23,11 @@ local registries = {
   scheduled = 'rq:scheduled:', deferred = 'rq:deferred:'
 }
 local function needs_nobody()
-  local status = redis.call('HGET', job, 'status')
-  if not status or redis.call('ZCARD', 'rq:executions:' .. id) > 0 then return true end
-  if status == 'queued' then return redis.call('LPOS', 'rq:queue:' .. queue, id) end
-  return registries[status] and redis.call('ZSCORE', registries[status] .. queue, id) or false
+  local status = call('HGET', job, 'status')
+  if not status or call('ZCARD', 'rq:executions:' .. id) > 0 then return true end
+  if status == 'queued' then return call('LPOS', 'rq:queue:' .. queue, id) end
+  return registries[status] and call('ZSCORE', registries[status] .. queue, id) or false
 end
 
-if guarded(needs_nobody) ~= false then return {'dropped'} end
+if needs_nobody() then return {'dropped'} end
 return {'taken', open_execution(queue, id, ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9])}

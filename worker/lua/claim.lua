@@ -3,8 +3,9 @@
 -- ARGV: queue, limit, token, worker, now_ts, lease_s, far_score, last_life, alone, models, max_functions,
 --       max_files, then the tokens of claims whose records nobody needs any more
 -- To stand in the queue is all that a job needs to be run, as with RQ's own workers, whatever its status
--- says. Dropped are: jobs that are gone; cancelled ones, a second entry of which is left; and what this claim
--- or a running execution has taken already, where the job was not enqueued again since.
+-- says. Dropped are: ids that are no UTF-8 (no client of RQ's can name such a job); jobs that are gone; cancelled
+-- ones, a second entry of which is left; and what this claim or a running execution has taken already, where
+-- the job was not enqueued again since.
 -- A job that this worker cannot begin stays where it is in the queue, for others: one whose field
 -- `tokenmill_model` is none of `models` (all names of the served one, a line each), and beyond
 -- `max_functions` those whose `tokenmill_kind` is 'function', beyond `max_files` those that are a 'file'.
@@ -20,20 +21,20 @@ local queue, limit, token, worker = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 local record = 'tokenmill:claim:' .. token
 local claimed = {}
 
-for i = 13, #ARGV do redis.call('DEL', 'tokenmill:claim:' .. ARGV[i]) end
-local earlier = redis.call('LRANGE', record, 0, -1)
+for i = 13, #ARGV do call('DEL', 'tokenmill:claim:' .. ARGV[i]) end
+local earlier = call('LRANGE', record, 0, -1)
 if #earlier > 0 then
   for i = 1, #earlier, 2 do
     local id, eid = earlier[i], token .. string.format('%08x', (i + 1) / 2)
-    if redis.call('HEXISTS', 'tokenmill:held:' .. queue, id .. ':' .. eid) == 1 then
+    if call('HEXISTS', 'tokenmill:held:' .. queue, id .. ':' .. eid) == 1 then
       claimed[#claimed + 1] = {id, eid, job_hash(id), earlier[i + 1]}
     end
   end
   return {claimed, 0}
 end
 if limit == 0 then
-  redis.call('RPUSH', record, '')
-  redis.call('EXPIRE', record, 600)
+  call('RPUSH', record, '')
+  call('EXPIRE', record, 600)
   return {claimed, 0}
 end
 
@@ -47,7 +48,7 @@ local last_left = ''
 
 -- Whether an execution has taken the job at its latest enqueueing, and is not over.
 local function is_taken(id, enqueued_at)
-  for _, eid in ipairs(guarded(redis.call, 'ZRANGE', 'rq:executions:' .. id, 0, -1) or {}) do
+  for _, eid in ipairs(call('ZREVRANGE', 'rq:executions:' .. id, 0, 99)) do
     local _, taken_at = at_claim(queue, id, eid)
     if taken_at == enqueued_at then return true end
   end
@@ -56,14 +57,14 @@ end
 
 -- What becomes of the next id of the queue: a claim, a place among `left` or `postponed`, or nothing.
 local function consider(id)
-  local fields = guarded(
-    redis.call, 'HMGET', 'rq:job:' .. id,
+  if not is_text(id) then return note(waiting, id, 'bytes that are no UTF-8') end
+  local fields = call(
+    'HMGET', 'rq:job:' .. id,
     'status', 'enqueued_at', 'worker_deaths', 'sequences', 'tokenmill_model', 'tokenmill_kind'
   )
-  if not fields then return end
   -- A hash without what every enqueueing writes may be one that a late write left of a deleted job.
-  if not (fields[1] and fields[2]) and redis.call('HSTRLEN', 'rq:job:' .. id, 'data') == 0 then return end
-  local is_cancelled = fields[1] == 'canceled' and redis.call('ZSCORE', 'rq:canceled:' .. queue, id)
+  if not (fields[1] and fields[2]) and call('HSTRLEN', 'rq:job:' .. id, 'data') == 0 then return end
+  local is_cancelled = fields[1] == 'canceled' and call('ZSCORE', 'rq:canceled:' .. queue, id)
   if is_cancelled or is_taken(id, fields[2] or '') then return end
   local is_foreign = fields[5] and not is_served[fields[5]]
   local free = places[fields[6] or '']
@@ -78,7 +79,7 @@ local function consider(id)
     local eid = token .. string.format('%08x', #claimed + 1)
     claimed[#claimed + 1] = open_execution(queue, id, eid, worker, ARGV[5], ARGV[6], ARGV[7])
     claimed[#claimed][4] = last_left
-    redis.call('RPUSH', record, id, last_left)
+    call('RPUSH', record, id, last_left)
     if free then places[fields[6]] = free - 1 end
     sequences = sequences + math.max(1, tonumber(fields[4]) or 1)
     is_full = is_suspect or sequences >= limit or bytes_read >= max_hash_bytes
@@ -90,7 +91,7 @@ end
 local looked_at, bound, page = 0, limit + 1000, {}
 while looked_at < bound and not is_full do
   local place = looked_at % 100
-  if place == 0 then page = redis.call('LRANGE', waiting, looked_at, looked_at + 99) end
+  if place == 0 then page = call('LRANGE', waiting, looked_at, looked_at + 99) end
   if not page[place + 1] then break end
   looked_at = looked_at + 1
   consider(page[place + 1])
@@ -98,10 +99,10 @@ end
 
 -- Nothing is written where all that was seen stays: an idle worker looks many times a second.
 if looked_at > #left then
-  redis.call('LPOP', waiting, looked_at)
-  for i = #left, 1, -1 do redis.call('LPUSH', waiting, left[i]) end
-  for _, id in ipairs(postponed) do redis.call('RPUSH', waiting, id) end
+  call('LPOP', waiting, looked_at)
+  for i = #left, 1, -1 do call('LPUSH', waiting, left[i]) end
+  for _, id in ipairs(postponed) do call('RPUSH', waiting, id) end
 end
-if #claimed > 0 then redis.call('EXPIRE', record, 600) end
-if looked_at == bound and #claimed == 0 then num_foreign = redis.call('LLEN', waiting) end
+if #claimed > 0 then call('EXPIRE', record, 600) end
+if looked_at == bound and #claimed == 0 then num_foreign = call('LLEN', waiting) end
 return {claimed, num_foreign}

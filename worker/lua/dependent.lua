@@ -2,7 +2,7 @@
 -- Returns them, '' for one that is missing; false for a job that is gone or has no such queue: names are short.
 local job, found = 'rq:job:' .. ARGV[1], {}
 for i, name in ipairs({'origin', 'enqueue_at_front', 'allow_dependency_failures'}) do
-  if redis.call('HSTRLEN', job, name) > 1024 then return false end
-  found[i] = redis.call('HGET', job, name) or ''
+  if call('HSTRLEN', job, name) > 1024 then return false end
+  found[i] = call('HGET', job, name) or ''
 end
 return found[1] ~= '' and found

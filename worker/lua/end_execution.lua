@@ -7,8 +7,8 @@ local results = 'rq:results:' .. id
 local removed_by, removed_by_ttl_s = 'tokenmill:removed:' .. eid, 120
 
 local function was_ended_before()
-  if redis.call('EXISTS', removed_by) == 1 or redis.call('HGET', job, 'closed_by') == eid then return true end
-  local latest = (guarded(redis.call, 'XREVRANGE', results, '+', '-', 'COUNT', 1) or {})[1]
+  if call('EXISTS', removed_by) == 1 or call('HGET', job, 'closed_by') == eid then return true end
+  local latest = call('XREVRANGE', results, '+', '-', 'COUNT', 1)[1]
   for i = 1, latest and #latest[2] or 0, 2 do
     if latest[2][i] == 'execution_id' and latest[2][i + 1] == eid then return true end
   end
@@ -19,7 +19,7 @@ end
 local function not_held()
   local taken_at = holds(queue, id, eid)
   if taken_at then
-    if redis.call('HGET', job, 'ended_by') == eid then return 'dependents' end
+    if call('HGET', job, 'ended_by') == eid then return 'dependents' end
     if not is_queued_again(queue, id, taken_at) then return nil end
   end
   let_go(queue, id, eid)
@@ -27,13 +27,13 @@ local function not_held()
 end
 
 local function count(counter)
-  redis.call('HINCRBY', 'rq:worker:' .. ARGV[5], counter, 1)
-  redis.call('HINCRBYFLOAT', 'rq:worker:' .. ARGV[5], 'total_working_time', ARGV[6])
+  add('HINCRBY', 'rq:worker:' .. ARGV[5], counter, 1)
+  add('HINCRBYFLOAT', 'rq:worker:' .. ARGV[5], 'total_working_time', ARGV[6])
 end
 
 -- What RQ writes of a run, whatever copies of the job were saved while it ran, and one more field.
 local function write_run(name, value)
-  redis.call(
+  call(
     'HSET', job, 'started_at', ARGV[7], 'ended_at', ended_iso, 'last_heartbeat', ended_iso, 'worker_name', ARGV[5],
     name, value
   )
@@ -43,51 +43,47 @@ end
 -- field tells that this execution has ended it.
 local function add_result(first)
   if #ARGV >= first then
-    local function add() return redis.call('XADD', results, 'MAXLEN', '~', 10, '*', unpack(ARGV, first)) end
-    if not guarded(add) then
-      redis.call('DEL', results) -- no stream: whatever a stranger left there must not run the job for ever
-      add()
-    end
+    call('XADD', results, 'MAXLEN', '~', 10, '*', unpack(ARGV, first))
   else
-    redis.call('HSET', job, 'closed_by', eid)
+    call('HSET', job, 'closed_by', eid)
   end
 end
 
 local function expire_results(ttl)
-  if ttl == '-1' then redis.call('PERSIST', results) elseif ttl ~= '' then redis.call('EXPIRE', results, ttl) end
+  if ttl == '-1' then call('PERSIST', results) elseif ttl ~= '' then call('EXPIRE', results, ttl) end
 end
 
 -- Queue the job again, at the 'front' or 'back', or schedule it for a Unix time in seconds.
 local function put_back(when)
-  redis.call('SADD', 'rq:queues', 'rq:queue:' .. queue)
-  redis.call('HSET', job, 'closed_by', eid)
+  call('SADD', 'rq:queues', 'rq:queue:' .. queue)
+  call('HSET', job, 'closed_by', eid)
   if when == 'front' or when == 'back' then
-    redis.call('HSET', job, 'status', 'queued', 'enqueued_at', ended_iso)
-    redis.call(when == 'front' and 'LPUSH' or 'RPUSH', 'rq:queue:' .. queue, id)
+    call('HSET', job, 'status', 'queued', 'enqueued_at', ended_iso)
+    call(when == 'front' and 'LPUSH' or 'RPUSH', 'rq:queue:' .. queue, id)
   else
-    redis.call('HSET', job, 'status', 'scheduled')
-    redis.call('ZADD', 'rq:scheduled:' .. queue, when, id)
+    call('HSET', job, 'status', 'scheduled')
+    call('ZADD', 'rq:scheduled:' .. queue, when, id)
   end
-  expire_in_queue(job, redis.call('HGET', job, 'ttl'))
+  expire_in_queue(job, call('HGET', job, 'ttl'))
 end
 
 local function remove(keys)
-  local group = redis.call('HGET', job, 'group_id')
-  if group then redis.call('SREM', 'rq:group:' .. group, id) end
-  redis.call('DEL', results, unpack(keys))
-  redis.call('SET', removed_by, id, 'EX', removed_by_ttl_s)
+  local group = call('HGET', job, 'group_id')
+  if group then call('SREM', 'rq:group:' .. group, id) end
+  call('DEL', results, unpack(keys))
+  call('SET', removed_by, id, 'EX', removed_by_ttl_s)
 end
 
 -- Free the slot of a job with a rate limit, unless it is queued again: at the 'front' or 'back'.
 local function leave_slot(when)
-  local key = redis.call('HGET', job, 'rate_limit_key')
-  if key and when ~= 'front' and when ~= 'back' then guarded(free_slot, key, id, ended_iso) end
+  local key = call('HGET', job, 'rate_limit_key')
+  if key and when ~= 'front' and when ~= 'back' then free_slot(key, id, ended_iso) end
 end
 
 -- Whether the job runs once more by itself: scheduled or deferred again under its id while it ran.
 local function runs_later()
-  local origin = redis.call('HGET', job, 'origin') or queue
-  return redis.call('ZSCORE', 'rq:scheduled:' .. origin, id) or redis.call('ZSCORE', 'rq:deferred:' .. origin, id)
+  local origin = call('HGET', job, 'origin') or queue
+  return call('ZSCORE', 'rq:scheduled:' .. origin, id) or call('ZSCORE', 'rq:deferred:' .. origin, id)
 end
 
 -- What becomes of an ended job: `next_run` says when it runs again ('' never), then with `repeats_left`, else
@@ -95,7 +91,7 @@ end
 local function settle(ttl, next_run, repeats_left)
   local keys = {job, job .. ':dependents', 'rq:job::' .. id .. ':dependencies'}
   if next_run ~= '' then
-    redis.call('HSET', job, 'repeats_left', repeats_left)
+    call('HSET', job, 'repeats_left', repeats_left)
     expire_results(ttl)
     put_back(next_run)
   elseif runs_later() then
@@ -105,7 +101,7 @@ local function settle(ttl, next_run, repeats_left)
   else
     expire_results(ttl)
     for _, key in ipairs(keys) do
-      if ttl ~= '' and ttl ~= '-1' then redis.call('EXPIRE', key, ttl) end
+      if ttl ~= '' and ttl ~= '-1' then call('EXPIRE', key, ttl) end
     end
   end
   let_go(queue, id, eid)

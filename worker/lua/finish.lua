@@ -12,13 +12,13 @@ if reply then return reply end
 
 write_run('status', status)
 if score ~= '' then
-  redis.call('ZADD', (status == 'finished' and 'rq:finished:' or 'rq:failed:') .. queue, score, id)
+  call('ZADD', (status == 'finished' and 'rq:finished:' or 'rq:failed:') .. queue, score, id)
 end
 count(status == 'finished' and 'successful_job_count' or 'failed_job_count')
 add_result(13)
 leave_slot(next_run)
-if redis.call('EXISTS', job .. ':dependents') == 1 then
-  redis.call(
+if call('EXISTS', job .. ':dependents') == 1 then
+  call(
     'HSET', job, 'ended_by', eid, 'ended_as', status, 'ended_ttl', ttl, 'next_run', next_run,
     'next_repeats_left', repeats_left
   )

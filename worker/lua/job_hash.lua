@@ -3,9 +3,9 @@
 local bytes_read = 0
 local function job_hash(id)
   local job = 'rq:job:' .. id
-  local has_many = redis.call('HLEN', job) > max_hash_fields
-  local bytes = redis.call('MEMORY', 'USAGE', job, 'SAMPLES', has_many and 5 or 0) or 0
+  local has_many = call('HLEN', job) > max_hash_fields
+  local bytes = call('MEMORY', 'USAGE', job, 'SAMPLES', has_many and 5 or 0) or 0
   if has_many or bytes > max_hash_bytes then return bytes end
   bytes_read = bytes_read + bytes
-  return redis.call('HGETALL', job)
+  return call('HGETALL', job)
 end

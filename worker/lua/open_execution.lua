@@ -4,14 +4,12 @@
 local function open_execution(queue, id, eid, worker, now_ts, lease_s, far_score)
   local job, execution, executions = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid, 'rq:executions:' .. id
   -- Enqueued again while it was held: the earlier execution holds it no longer (see holding.lua).
-  redis.call('DEL', executions)
-  redis.call('HSET', execution, 'id', eid, 'created_at', now_ts, 'last_heartbeat', now_ts, 'worker_name', worker)
-  redis.call('EXPIRE', execution, lease_s)
-  redis.call('ZADD', executions, far_score, eid)
-  local facts = (redis.call('ZSCORE', 'rq:canceled:' .. queue, id) or '')
-    .. '|' .. (redis.call('HGET', job, 'enqueued_at') or '')
-  redis.call('HSET', 'tokenmill:held:' .. queue, id .. ':' .. eid, facts)
+  call('DEL', executions)
+  call('HSET', execution, 'id', eid, 'created_at', now_ts, 'last_heartbeat', now_ts, 'worker_name', worker)
+  call('EXPIRE', execution, lease_s)
+  call('ZADD', executions, far_score, eid)
+  write_claim(queue, id, eid)
   -- A job's ttl bounds its time in the queue, not its run.
-  redis.call('PERSIST', job)
+  call('PERSIST', job)
   return {id, eid, job_hash(id)}
 end

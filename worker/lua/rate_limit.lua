@@ -3,22 +3,22 @@
 -- end; the others wait in rq:rl:<key>:rate_limited, with that status and in no queue.
 local function let_in(key, now_iso)
   local limit = 'rq:rl:' .. key
-  local concurrency = tonumber(redis.call('HGET', limit, 'concurrency') or '') or 0
-  while redis.call('ZCARD', limit .. ':allowed') < concurrency do
-    local first = redis.call('ZPOPMIN', limit .. ':rate_limited')
+  local concurrency = tonumber(call('HGET', limit, 'concurrency') or '') or 0
+  while call('ZCARD', limit .. ':allowed') < concurrency do
+    local first = call('ZPOPMIN', limit .. ':rate_limited')
     local id, since = first[1], first[2]
     if not id then return end
     local job = 'rq:job:' .. id
-    local fields = guarded(redis.call, 'HMGET', job, 'origin', 'status', 'enqueue_at_front') or {}
+    local fields = call('HMGET', job, 'origin', 'status', 'enqueue_at_front')
     if fields[1] and fields[2] == 'rate_limited' then
-      redis.call('ZADD', limit .. ':allowed', since, id)
-      redis.call('HSET', job, 'status', 'queued', 'enqueued_at', now_iso)
-      redis.call(fields[3] == '1' and 'LPUSH' or 'RPUSH', 'rq:queue:' .. fields[1], id)
+      call('ZADD', limit .. ':allowed', since, id)
+      call('HSET', job, 'status', 'queued', 'enqueued_at', now_iso)
+      call(fields[3] == '1' and 'LPUSH' or 'RPUSH', 'rq:queue:' .. fields[1], id)
     end
   end
 end
 
 local function free_slot(key, id, now_iso)
-  redis.call('ZREM', 'rq:rl:' .. key .. ':allowed', id)
+  call('ZREM', 'rq:rl:' .. key .. ':allowed', id)
   let_in(key, now_iso)
 end

@@ -10,33 +10,33 @@
 local queue, id, eid, mode = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local job, execution = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid
 
-if redis.call('HEXISTS', 'tokenmill:held:' .. queue, id .. ':' .. eid) == 0 then return {'gone'} end
-if mode == 'abandoned' and redis.call('EXISTS', execution) == 1 then return {'alive'} end
-local taken_at = guarded(holds, queue, id, eid)
-local fields = taken_at and guarded(redis.call, 'HMGET', job, 'ended_by', 'ttl')
-if not fields then
+if not is_open(queue, id, eid) then return {'gone'} end
+if mode == 'abandoned' and call('TTL', execution) >= 0 then return {'alive'} end -- a lease has an end
+local taken_at = holds(queue, id, eid)
+if not taken_at then
   let_go(queue, id, eid)
   return {'dropped'}
 end
+local fields = call('HMGET', job, 'ended_by', 'ttl')
 if fields[1] == eid then
-  redis.call('HSET', execution, 'id', eid, 'created_at', ARGV[8], 'last_heartbeat', ARGV[8], 'worker_name', ARGV[7])
-  redis.call('EXPIRE', execution, ARGV[9])
+  call('HSET', execution, 'id', eid, 'created_at', ARGV[8], 'last_heartbeat', ARGV[8], 'worker_name', ARGV[7])
+  call('EXPIRE', execution, ARGV[9])
   return {'ended', {id, eid, job_hash(id)}}
 end
 local is_queued = is_queued_again(queue, id, taken_at)
 let_go(queue, id, eid)
 if is_queued then return {'dropped'} end
 
--- A count that is no number must not end this script half way: the next claim fails such a job for it.
-local deaths = mode ~= 'given_back' and redis.pcall('HINCRBY', job, 'worker_deaths', 1)
-if type(deaths) == 'number' and deaths >= tonumber(ARGV[5]) then
+-- The next claim fails a job for a count that is no number.
+local deaths = mode ~= 'given_back' and try_add('HINCRBY', job, 'worker_deaths', 1)
+if deaths and deaths >= tonumber(ARGV[5]) then
   return {'exhausted', open_execution(queue, id, ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10])}
 end
-redis.call('HSET', job, 'status', 'queued', 'started_at', '', 'worker_name', '')
-if ARGV[12] ~= '' then redis.call('HSET', job, 'tokenmill_kind', ARGV[12]) end
+call('HSET', job, 'status', 'queued', 'started_at', '', 'worker_name', '')
+if ARGV[12] ~= '' then call('HSET', job, 'tokenmill_kind', ARGV[12]) end
 expire_in_queue(job, fields[2])
-redis.call('SADD', 'rq:queues', 'rq:queue:' .. queue)
-if ARGV[11] == '' or redis.call('LINSERT', 'rq:queue:' .. queue, 'AFTER', ARGV[11], id) < 1 then
-  redis.call('LPUSH', 'rq:queue:' .. queue, id)
+call('SADD', 'rq:queues', 'rq:queue:' .. queue)
+if ARGV[11] == '' or call('LINSERT', 'rq:queue:' .. queue, 'AFTER', ARGV[11], id) < 1 then
+  call('LPUSH', 'rq:queue:' .. queue, id)
 end
 return {'queued'}

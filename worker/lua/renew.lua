@@ -8,9 +8,9 @@ local worker, now_iso, now_ts, lease_s, far_score = ARGV[1], ARGV[2], ARGV[3], A
 -- As RQ shows a job that runs. The score in rq:wip lies years ahead, where no stock cleanup reaches.
 local function show_begun(queue, id, eid, started_iso)
   local job = 'rq:job:' .. id
-  if redis.call('HGET', job, 'ended_by') == eid then return end -- held up on its way, until after the end
-  redis.call('ZADD', 'rq:wip:' .. queue, far_score, id .. ':' .. eid)
-  redis.call(
+  if call('HGET', job, 'ended_by') == eid then return end -- held up on its way, until after the end
+  call('ZADD', 'rq:wip:' .. queue, far_score, id .. ':' .. eid)
+  call(
     'HSET', job, 'status', 'started', 'started_at', started_iso, 'last_heartbeat', now_iso, 'worker_name', worker
   )
 end
@@ -18,13 +18,13 @@ end
 local function renew(queue, id, eid, started_iso)
   local execution = 'rq:execution:' .. id .. ':' .. eid
   if not holds(queue, id, eid) then return false end
-  redis.call('HSET', execution, 'id', eid, 'last_heartbeat', now_ts, 'worker_name', worker)
-  redis.call('HSETNX', execution, 'created_at', now_ts)
-  redis.call('EXPIRE', execution, lease_s)
+  call('HSET', execution, 'id', eid, 'last_heartbeat', now_ts, 'worker_name', worker)
+  call('HSETNX', execution, 'created_at', now_ts)
+  call('EXPIRE', execution, lease_s)
   if started_iso ~= '' then
     show_begun(queue, id, eid, started_iso)
-  elseif redis.call('ZSCORE', 'rq:wip:' .. queue, id .. ':' .. eid) then
-    redis.call('HSET', 'rq:job:' .. id, 'last_heartbeat', now_iso)
+  elseif call('ZSCORE', 'rq:wip:' .. queue, id .. ':' .. eid) then
+    call('HSET', 'rq:job:' .. id, 'last_heartbeat', now_iso)
   end
   return true
 end
@@ -32,7 +32,7 @@ end
 local lost = {}
 for i = 6, #ARGV, 4 do
   local queue, id, eid = ARGV[i], ARGV[i + 1], ARGV[i + 2]
-  if not guarded(renew, queue, id, eid, ARGV[i + 3]) then -- cancelled, deleted, damaged or given to another
+  if not renew(queue, id, eid, ARGV[i + 3]) then -- cancelled, deleted, damaged or given to another
     let_go(queue, id, eid)
     lost[#lost + 1] = (i - 6) / 4 + 1
   end
