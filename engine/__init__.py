@@ -41,6 +41,7 @@ from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+    from engine.prompts import PreparedPrompt
 
 __all__ = [
     "BlockAccountingError",
@@ -61,6 +62,7 @@ __all__ = [
     "ModelNotFound",
     "NoToken",
     "OutOfBlocks",
+    "PreparedPrompt",
     "PromptTooLong",
     "RankFailed",
     "SamplingParams",
@@ -77,4 +79,8 @@ def __getattr__(name: str) -> object:
         from engine.engine import Engine
 
         return Engine
+    if name == "PreparedPrompt":
+        from engine.prompts import PreparedPrompt
+
+        return PreparedPrompt
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

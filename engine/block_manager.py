@@ -52,7 +52,7 @@ class Block:
 
 
 class BlockManager:
-    """Hands out blocks and takes them back. Not thread-safe: the scheduler is its only caller.
+    """Hands out blocks and takes them back. Not thread-safe: but for `keys_of`, only the scheduler calls it.
 
     hash_block: (parent hash, token bytes) -> hash, replaceable so that tests can force collisions.
     """
@@ -84,14 +84,23 @@ class BlockManager:
         """Blocks that hold num_tokens tokens."""
         return -(-num_tokens // self.block_size)
 
+    def keys_of(self, token_ids: list[int]) -> list[BlockKey]:
+        """The keys of a prompt's full blocks. Any thread may call this."""
+        keys: list[BlockKey] = []
+        self._extend(keys, token_ids)
+        return keys
+
     def extend_keys(self, seq: Sequence) -> None:
         """Make the keys of the blocks full of known tokens that have none yet."""
+        self._extend(seq.block_keys, seq.token_ids)
+
+    def _extend(self, keys: list[BlockKey], token_ids: list[int]) -> None:
         if not self.enable_prefix_caching:
             return
-        size, keys = self.block_size, seq.block_keys
+        size = self.block_size
         parent_hash = keys[-1].hash if keys else ROOT
-        for start in range(len(keys) * size, len(seq.token_ids) - size + 1, size):
-            tokens = array("i", seq.token_ids[start : start + size]).tobytes()
+        for start in range(len(keys) * size, len(token_ids) - size + 1, size):
+            tokens = array("i", token_ids[start : start + size]).tobytes()
             parent_hash = self._hash_block(parent_hash, tokens)
             keys.append(BlockKey(parent_hash, tokens))
 

@@ -28,7 +28,7 @@ from engine.model_config import ModelConfig, read_model_config
 from engine.model_runner import ModelRunner, Runner, resolve_device
 from engine.outputs import Completion, EngineStats
 from engine.progress import Progress
-from engine.prompts import Prompt, PromptReader
+from engine.prompts import PreparedPrompt, Prompt, PromptReader
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
@@ -43,7 +43,9 @@ StartRunner = Callable[[EngineConfig, ModelConfig, Path], Runner]
 
 
 class Engine:
-    """A model with its KV pool, stepping one continuous batch. All calls must come from one thread.
+    """A model with its KV pool, stepping one continuous batch.
+
+    All calls must come from one thread, but for `prepare` and `chat_token_ids`, which any may call.
 
     Raises ConfigError or a subclass (ModelNotFound, UnsupportedModel, MissingWeights, WeightMismatch) if it
     cannot start. Use it in a `with` block or call `close()`; `add`, `step` and `generate` then raise
@@ -120,8 +122,18 @@ class Engine:
         """Whether any request waits or runs."""
         return bool(self._unfinished)
 
-    def add(self, request_id: str, prompt: Prompt, params: SamplingParams, *, lane: int = 0) -> None:
-        """Queue one request: text, or token ids. It gives params.n completions, from `step()`.
+    def prepare(self, prompt: Prompt) -> PreparedPrompt:
+        """Tokenize and check a prompt: the part of `add` that takes time with its length.
+
+        Any thread may call this, also beside a step. Raises InvalidPrompt or PromptTooLong.
+        """
+        token_ids = self._prompts.token_ids(prompt)
+        return PreparedPrompt(token_ids, self._scheduler.blocks.keys_of(token_ids))
+
+    def add(
+        self, request_id: str, prompt: Prompt | PreparedPrompt, params: SamplingParams, *, lane: int = 0
+    ) -> None:
+        """Queue one request: text or token ids, prepared or not. It gives params.n completions, by `step()`.
 
         lane: urgency, 0 the most urgent. A request of lane 0 is in the next step, at the cost of the latest
         requests of later lanes if need be; a waiting lane gets at least one admission in twenty.
@@ -136,7 +148,7 @@ class Engine:
         if isinstance(lane, bool) or not isinstance(lane, int) or lane < 0:
             raise InvalidRequest(f"lane must be an integer of 0 or more, got {lane!r}")
         self._prompts.check_params(params)
-        token_ids = self._prompts.token_ids(prompt)
+        ready = prompt if isinstance(prompt, PreparedPrompt) else self.prepare(prompt)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         end_token_ids = frozenset(params.stop_token_ids).union(
             () if params.ignore_eos else self._eos_token_ids
@@ -144,13 +156,14 @@ class Engine:
         seqs = [
             Sequence(
                 request_id,
-                token_ids,
+                ready.token_ids,
                 params,
                 index=index,
                 lane=lane,
                 seed=seed,
                 stop_token_ids=end_token_ids,
                 stop_strings=self._stop_strings(params),
+                block_keys=ready.block_keys,
             )
             for index in range(params.n)
         ]
@@ -207,7 +220,7 @@ class Engine:
         )
 
     def chat_token_ids(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Token ids of a conversation with the model's chat template, ready for its answer.
+        """Token ids of a conversation with the model's chat template, ready for its answer. For any thread.
 
         Raises InvalidPrompt if the tokenizer has no template or the template refuses the messages, and
         PromptTooLong if the text is so long that it need not be tokenized to know.

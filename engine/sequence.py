@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -76,8 +77,12 @@ class Sequence:
         seed: int = 0,
         stop_token_ids: frozenset[int] = frozenset(),
         stop_strings: StopStrings | None = None,
+        block_keys: Iterable[BlockKey] = (),
     ) -> None:
-        """stop_token_ids: every id that ends this sequence, the model's own included unless ignored."""
+        """stop_token_ids: every id that ends this sequence, the model's own included unless ignored.
+
+        block_keys: of the first full blocks of the prompt, where they are known; the scheduler adds the rest.
+        """
         self.request_id = request_id
         self.index = index
         self.params = params
@@ -93,7 +98,7 @@ class Sequence:
         self.num_cached_tokens: int | None = None
         self.num_published_blocks = 0
         self.block_table: list[int] = []
-        self.block_keys: list[BlockKey] = []
+        self.block_keys = list(block_keys)
         self.slot = -1
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None

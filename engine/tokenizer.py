@@ -16,7 +16,10 @@ MAX_FILE_BYTES = 256 << 20
 
 
 class Tokenizer:
-    """The tokenizer of a model folder. Raises ConfigError if there is none that can be read."""
+    """The tokenizer of a model folder, for any number of threads at once.
+
+    Raises ConfigError if there is none that can be read.
+    """
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
@@ -37,7 +40,12 @@ class Tokenizer:
                 )
         except Exception as error:  # whatever it makes of what is in the files
             raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
-        self.min_tokens = TokenBound(getattr(self._tokenizer, "backend_tokenizer", None))
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            # In its first call transformers would change what other threads are using.
+            backend.no_truncation()
+            backend.no_padding()
+        self.min_tokens = TokenBound(backend)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
