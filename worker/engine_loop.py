@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from engine import Completion, EngineError, InvalidRequest, ModelIdentity, SamplingParams
+from engine import Completion, ModelIdentity, SamplingParams
+from worker.intake import Intake
 
 STATS_PERIOD_S = 1.0
 SWITCH_INTERVAL_S = 0.0002
@@ -41,8 +42,12 @@ class EngineLike(Protocol):
         """Whether a step has anything to do."""
         ...
 
-    def add(self, request_id: str, prompt: str | list[int], params: SamplingParams, *, lane: int = 0) -> None:
-        """Queue a request; raises InvalidRequest."""
+    def add(self, request_id: str, prompt: Any, params: SamplingParams, *, lane: int = 0) -> None:
+        """Queue a request: text, token ids or what `prepare` made of them. Raises InvalidRequest."""
+
+    def prepare(self, prompt: str | list[int]) -> Any:
+        """The part of `add` that takes time with the prompt's length; for any thread, as `chat_token_ids`."""
+        ...
 
     def abort(self, request_id: str) -> None:
         """Forget a request."""
@@ -87,6 +92,11 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """Order: a thread of the loop's own has prepared a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
 class Halt:
     """Order: leave the loop."""
 
@@ -112,7 +122,7 @@ class EngineDied:
     error: BaseException
 
 
-Order = Add | Abort | Halt
+Order = Add | Abort | Look | Halt
 
 
 class EngineLoop:
@@ -126,6 +136,7 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine, self._orders, self._report, self._clock = engine, orders, report, clock
+        self._intake = Intake(engine, lambda: orders.put(Look()))
         self._refused: list[Completion] = []
         self._reported_at = clock()
 
@@ -139,6 +150,8 @@ class EngineLoop:
             self._report(EngineDied(error))
             while not isinstance(self._orders.get(), Halt):
                 pass
+        finally:
+            self._intake.close()
 
     def turn(self) -> bool:
         """Take the orders that wait, step once, report what finished. False where a Halt was among them."""
@@ -153,41 +166,35 @@ class EngineLoop:
         return True
 
     def _take_orders(self) -> bool:
-        """Carry out all waiting orders; wait for one where the engine is idle. False: leave."""
-        wait = not self._engine.has_unfinished and not self._refused
+        """Take all orders that wait, then requests as a turn has time for; False: leave.
+
+        Where there is nothing to do, wait for an order.
+        """
+        wait = not (self._engine.has_unfinished or self._refused or self._intake.has_ready)
         while True:
             try:
                 order = self._orders.get(wait, WAKE_PERIOD_S)
             except Empty:
-                return True
+                break
             if isinstance(order, Halt):
                 return False
             self._carry_out(order)
             wait = False
+        self._refused += self._intake.admit()
+        return True
 
-    def _carry_out(self, order: Add | Abort) -> None:
-        if isinstance(order, Abort):
+    def _carry_out(self, order: Add | Abort | Look) -> None:
+        if isinstance(order, Add):
+            self._intake.put(order)
+        elif isinstance(order, Abort):
+            self._intake.drop(order.request_ids)
             for request_id in order.request_ids:
                 self._engine.abort(request_id)
-            return
-        try:
-            params = SamplingParams.from_mapping(order.sampling)
-            prompt = order.prompt
-            if order.messages is not None:
-                prompt = self._engine.chat_token_ids(order.messages)
-            if prompt is None:
-                raise InvalidRequest("the request has neither a prompt nor messages")
-            self._engine.add(order.request_id, prompt, params, lane=order.lane)
-        except EngineError as error:
-            if not isinstance(error, InvalidRequest):
-                raise
-            self._refused.append(Completion.refused(order.request_id, error))
-        except Exception as error:  # noqa: BLE001  # what a request may hold is open; it fails itself alone
-            failure = InvalidRequest(f"{type(error).__name__}: {error}")
-            self._refused.append(Completion.refused(order.request_id, failure))
 
     def _hand_out(self, finished: list[Completion], started: Sequence[str], began_at: float) -> None:
         if finished or started or self._refused or began_at - self._reported_at >= STATS_PERIOD_S:
             completions, self._refused = self._refused + finished, []
             self._reported_at = began_at
-            self._report(Stepped(completions, asdict(self._engine.stats()), started, began_at))
+            stats = asdict(self._engine.stats())
+            stats["num_waiting"] += len(self._intake)
+            self._report(Stepped(completions, stats, started, began_at))

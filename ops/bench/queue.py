@@ -71,6 +71,9 @@ class InstantEngine:
     def chat_token_ids(self, messages: list[dict[str, Any]]) -> list[int]:
         return [1]
 
+    def prepare(self, prompt: str | list[int]) -> str | list[int]:
+        return prompt
+
     def close(self) -> None:
         pass
 

@@ -106,6 +106,9 @@ class StubEngine:
     def chat_token_ids(self, messages: list[dict[str, str]]) -> list[int]:
         return list(str(messages[-1]["content"]).encode())
 
+    def prepare(self, prompt: str | list[int]) -> str | list[int]:
+        return prompt
+
     def close(self) -> None:
         self._waiting.clear()
         self._running.clear()

@@ -114,6 +114,9 @@ class FakeEngine:
     def chat_token_ids(self, messages: list[dict[str, str]]) -> list[int]:
         return list(str(messages[-1]["content"]).encode())
 
+    def prepare(self, prompt: str | list[int]) -> str | list[int]:
+        return prompt
+
     def close(self) -> None:
         self.waiting.clear()
         self.running.clear()

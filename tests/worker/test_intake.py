@@ -1,0 +1,285 @@
+"""Requests on their way into the engine: tokenizing holds up nobody else, and keeps a lane's order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from engine import Completion, EngineClosed, InvalidPrompt, SamplingParams
+from tests.worker.fake_engine import FakeEngine
+from worker import intake
+from worker.engine_loop import Abort, Add, EngineDied, EngineLoop, Halt, Stepped
+from worker.intake import LONG, OVERHEAD, SHORT, TURN
+from worker.preparer import MAX_OVERTAKES, Preparer
+
+HIGH, BULK = 0, 1
+MEDIUM_CHARS, LONG_CHARS = SHORT + 1, LONG + 1
+WAIT_S = 20  # for what comes at once unless something is broken
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    prompt: str
+
+
+@dataclass
+class TokenizingEngine(FakeEngine):
+    """Its tokenizer stops at the prompts that are held, until they are let go, and raises where told to."""
+
+    held: dict[str, threading.Event] = field(default_factory=dict)
+    raised: dict[str, Exception] = field(default_factory=dict)
+    begun: SimpleQueue[str] = field(default_factory=SimpleQueue)
+    ended: SimpleQueue[str] = field(default_factory=SimpleQueue)
+    tokenized: list[str] = field(default_factory=list)
+    entered: list[str] = field(default_factory=list)
+
+    def _tokenize(self, prompt: str) -> Tokenized:
+        name = prompt.strip(".")
+        self.begun.put(name)
+        if name in self.held:
+            assert self.held[name].wait(WAIT_S)
+        if name in self.raised:
+            raise self.raised[name]
+        self.tokenized.append(name)
+        self.ended.put(name)
+        return Tokenized(prompt)
+
+    def prepare(self, prompt: Any) -> Any:
+        return self._tokenize(prompt)
+
+    def chat_token_ids(self, messages: list[dict[str, str]]) -> Any:
+        return messages[0]["content"]
+
+    def add(self, request_id: str, prompt: Any, params: SamplingParams, *, lane: int = 0) -> None:
+        ready = prompt if isinstance(prompt, Tokenized) else self._tokenize(prompt)
+        self.entered.append(request_id)
+        super().add(request_id, ready.prompt, params, lane=lane)
+
+
+class Loop:
+    """An engine's loop in a thread of its own, as in a worker."""
+
+    def __init__(self) -> None:
+        self.engine = TokenizingEngine(slots=4, step_s=0.0)
+        self.orders: SimpleQueue[Any] = SimpleQueue()
+        self.reports: SimpleQueue[Any] = SimpleQueue()
+        self.loop = EngineLoop(self.engine, self.orders, self.reports.put)
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self.loop.run)
+        self._thread.start()
+
+    def hold(self, *names: str) -> None:
+        self.engine.held.update({name: threading.Event() for name in names})
+
+    def let_go(self, *names: str) -> None:
+        for name in names or list(self.engine.held):
+            self.engine.held[name].set()
+
+    def send(self, name: str, lane: int, chars: int = 0, chat: bool = False) -> None:
+        """Order a completion of `name`, a prompt of so many characters; its request has the same name."""
+        prompt = name.ljust(chars, ".")
+        messages = [{"role": "user", "content": prompt}] if chat else None
+        self.orders.put(Add(name, None if chat else prompt, messages, {"max_tokens": 1}, lane))
+
+    def wait_for(self, *names: str) -> dict[str, Completion]:
+        """What came of the requests, which are the next ones that end."""
+        done: dict[str, Completion] = {}
+        while len(done) < len(names):
+            report = self.reports.get(timeout=WAIT_S)
+            assert isinstance(report, Stepped), report
+            done.update((completion.request_id, completion) for completion in report.completions)
+        assert set(done) == set(names)
+        return done
+
+    def halt(self) -> None:
+        self.orders.put(Halt())
+        if self._thread is not None:
+            self._thread.join(WAIT_S)
+            assert not self._thread.is_alive(), "the loop did not end"
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    made = Loop()
+    yield made
+    made.let_go()
+    made.halt()
+
+
+def numbered(kind: str, count: int) -> list[str]:
+    return [f"{kind}{number}" for number in range(count)]
+
+
+@pytest.mark.parametrize("chars", [MEDIUM_CHARS, LONG_CHARS])
+@pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
+def test_an_urgent_prompt_is_answered_while_forty_of_another_lane_are_tokenized(
+    loop: Loop, chars: int, chat: bool
+) -> None:
+    bulk = numbered("bulk", 40)
+    loop.hold(*bulk)
+    loop.start()
+    for name in bulk:
+        loop.send(name, BULK, chars, chat)
+    loop.engine.begun.get(timeout=WAIT_S)
+    loop.send("urgent", HIGH)
+    assert loop.wait_for("urgent")["urgent"].text == "echo:urgent"
+    assert loop.engine.tokenized == ["urgent"]
+    loop.let_go()
+    loop.wait_for(*bulk)
+    assert loop.engine.entered == ["urgent", *bulk]
+
+
+def test_an_urgent_prompt_that_is_not_short_waits_for_no_long_one(loop: Loop) -> None:
+    loop.hold("bulk")
+    loop.start()
+    loop.send("bulk", BULK, LONG_CHARS)
+    assert loop.engine.begun.get(timeout=WAIT_S) == "bulk"
+    loop.send("urgent", HIGH, LONG)
+    loop.wait_for("urgent")
+
+
+def test_requests_of_a_lane_enter_the_engine_in_the_order_they_came(loop: Loop) -> None:
+    """Whatever their lengths and whichever is tokenized first."""
+    lane = ["long", "medium", "short", "other"]
+    loop.hold(*lane)
+    loop.let_go("medium", "short")
+    loop.start()
+    for name, chars in zip(lane, (LONG_CHARS, MEDIUM_CHARS, 0, MEDIUM_CHARS), strict=True):
+        loop.send(name, BULK, chars)
+    assert loop.engine.ended.get(timeout=WAIT_S) == "medium"
+    loop.send("urgent", HIGH)
+    loop.wait_for("urgent")
+    assert loop.engine.entered == ["urgent"]
+    loop.let_go("long", "other")
+    loop.wait_for(*lane)
+    assert loop.engine.entered == ["urgent", *lane]
+
+
+def test_a_request_is_aborted_while_it_is_tokenized_or_waits_for_that(loop: Loop) -> None:
+    loop.hold("begun")
+    loop.start()
+    loop.send("begun", BULK, LONG_CHARS)
+    assert loop.engine.begun.get(timeout=WAIT_S) == "begun"
+    loop.send("waiting", BULK, LONG_CHARS)
+    loop.send("short", BULK)
+    loop.send("last", BULK, LONG_CHARS)
+    loop.orders.put(Abort(["begun", "waiting", "short", "unknown"]))
+    loop.send("urgent", HIGH)
+    loop.wait_for("urgent")
+    loop.let_go()
+    loop.wait_for("last")
+    assert loop.engine.entered == ["urgent", "last"]
+    assert "waiting" not in loop.engine.tokenized
+
+
+def test_what_tokenizing_raises_fails_that_request_alone(loop: Loop) -> None:
+    loop.engine.raised = {
+        "refused": InvalidPrompt("no valid Unicode"),
+        "broken": RuntimeError("the tokenizer is at a loss"),
+    }
+    loop.start()
+    names = ["before", "refused", "broken", "after"]
+    for name in names:
+        loop.send(name, BULK, MEDIUM_CHARS)
+    done = loop.wait_for(*names)
+    assert done["refused"].error == "no valid Unicode"
+    assert done["broken"].error == "RuntimeError: the tokenizer is at a loss"
+    assert loop.engine.entered == ["before", "after"]
+
+
+def test_an_error_of_the_engine_in_a_thread_ends_the_engine(loop: Loop) -> None:
+    loop.engine.raised = {"any": EngineClosed("closed")}
+    loop.start()
+    loop.send("any", BULK, MEDIUM_CHARS)
+    report = loop.reports.get(timeout=WAIT_S)
+    while isinstance(report, Stepped):
+        report = loop.reports.get(timeout=WAIT_S)
+    assert isinstance(report, EngineDied)
+    assert isinstance(report.error, EngineClosed)
+
+
+def test_the_loop_ends_while_a_prompt_is_tokenized(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without waiting for it, and the others that wait are never begun."""
+    monkeypatch.setattr(intake, "LEAVE_S", 0.01)
+    loop.hold("begun")
+    loop.start()
+    loop.send("begun", BULK, LONG_CHARS)
+    loop.send("waiting", BULK, LONG_CHARS)
+    assert loop.engine.begun.get(timeout=WAIT_S) == "begun"
+    loop.halt()
+    assert loop.engine.entered == []
+    assert loop.engine.begun.empty()
+
+
+def test_requests_that_are_tokenized_count_as_waiting(loop: Loop) -> None:
+    loop.hold("a", "b")
+    loop.send("a", BULK, MEDIUM_CHARS)
+    loop.send("b", BULK, LONG_CHARS)
+    loop.send("urgent", HIGH)
+    loop.loop.turn()
+    report = loop.reports.get(timeout=WAIT_S)
+    assert report.stats["num_waiting"] == 2
+
+
+def test_a_turn_tokenizes_so_much_and_urgent_lanes_first(loop: Loop) -> None:
+    chars = 1000
+    bulk, urgent = numbered("bulk", 200), numbered("urgent", 100)
+    for name in bulk:
+        loop.send(name, BULK, chars)
+    loop.loop.turn()
+    most = TURN // (chars + OVERHEAD) + 1
+    assert loop.engine.entered == bulk[:most]
+    for name in urgent:
+        loop.send(name, HIGH, chars)
+    loop.loop.turn()
+    assert loop.engine.entered[most:] == [bulk[most], *urgent[:most]]
+
+
+def test_the_smallest_prompts_are_bounded_in_number(loop: Loop) -> None:
+    for number in range(3 * TURN // OVERHEAD):
+        loop.send(str(number), BULK)
+    loop.loop.turn()
+    assert TURN // OVERHEAD // 2 <= len(loop.engine.entered) <= TURN // OVERHEAD
+
+
+@dataclass
+class Noted:
+    """Something to prepare, which waits for a gate."""
+
+    lane: int
+    note: Callable[[int], None]
+
+    def prepare(self) -> None:
+        self.note(self.lane)
+
+
+def test_threads_take_urgent_lanes_first_and_others_once_in_twenty() -> None:
+    gate, begun = threading.Event(), threading.Event()
+    order: list[int] = []
+    reports: SimpleQueue[None] = SimpleQueue()
+    preparer = Preparer(1, "test", lambda: reports.put(None))
+
+    def note(lane: int) -> None:
+        begun.set()
+        assert gate.wait(WAIT_S)
+        order.append(lane)
+
+    lanes = [BULK] * 4 + [HIGH] * 3 * (MAX_OVERTAKES + 1)
+    preparer.submit(Noted(BULK, note))
+    assert begun.wait(WAIT_S)
+    for lane in lanes:
+        preparer.submit(Noted(lane, note))
+    gate.set()
+    for _ in range(len(lanes) + 1):
+        reports.get(timeout=WAIT_S)
+    preparer.close()
+    preparer.join(WAIT_S)
+    places = [place for place, lane in enumerate(order[1:]) if lane == BULK]
+    assert places[:3] == [MAX_OVERTAKES, 2 * MAX_OVERTAKES + 1, 3 * MAX_OVERTAKES + 2]
