@@ -65,7 +65,8 @@ def engine() -> EchoEngine:
 
 @pytest.fixture
 def queue(redis: Redis, tmp_path: Path, engine: EchoEngine, monkeypatch: pytest.MonkeyPatch) -> Queue:
-    settings = SimpleNamespace(served_model=lambda *_: MODEL, data_roots=(str(tmp_path.resolve()),))
+    roots = (str(tmp_path.resolve()),)
+    settings = SimpleNamespace(served_model=lambda *_: MODEL, data_roots=roots, max_result_bytes=1 << 20)
     monkeypatch.setattr(_inline, "_identity", lambda: None)
     monkeypatch.setattr(_inline, "_settings", lambda: settings)
     monkeypatch.setattr(_inline, "_engine", lambda: engine)
