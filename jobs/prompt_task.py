@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from .context import JobContext
+from .context import MAX_RESULT_BYTES, JobContext
 from .errors import ResultTooLarge
 from .prompts import Unusable, check_choices, parse_messages, parse_prompts, parse_sampling
 from .responses import Answers, FailedCompletion, chat_completion, check_answers, text_completion
@@ -42,14 +42,14 @@ class PromptTask(Task):
             self._failed(prompt.reason) if isinstance(prompt, Unusable) else () for prompt in prompts
         ]
         self._context: JobContext | None = None
-        self._num_chars = 0
+        self._num_chars, self._max_bytes = 0, MAX_RESULT_BYTES
 
     def open(self, context: JobContext) -> None:
         """Raise ModelNotServed when the job asks for another model than the one served here, InvalidJob for
         sampling values that no request could use."""
         context.model.check_asked_for(self._model)
         context.check_sampling(self._sampling)
-        self._context = context
+        self._context, self._max_bytes = context, context.max_result_bytes
 
     def requests(self) -> Iterator[Request]:
         return iter(self._requests)
@@ -60,10 +60,9 @@ class PromptTask(Task):
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
         """Raises ResultTooLarge once the answers cannot be written any more."""
-        assert self._context is not None, "deliver() before open()"
         self._num_chars += sum(len(sample.text) for sample in completions)
-        if self._num_chars > self._context.max_result_bytes:
-            raise ResultTooLarge(self._context.max_result_bytes)
+        if self._num_chars > self._max_bytes:
+            raise ResultTooLarge(self._max_bytes)
         failed = next((sample for sample in completions if sample.finish_reason == "error"), None)
         samples = sorted(completions, key=lambda sample: sample.index)
         self._answers[self._places[index]] = samples if failed is None else self._failed(failed.error)
