@@ -158,9 +158,10 @@ class StubWorker(BatchWorker):
         return StubEngine(settings.max_num_seqs, step_s, busy_s, Path(hold) if hold else None)
 
 
-def peak_rss_bytes() -> int:
-    """Most memory this process has held; of Linux's /proc, because getrusage counts the parent's too."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+def peak_rss_bytes(process: int | str = "self") -> int:
+    """Most memory a process has held; of Linux's /proc, because getrusage counts the parent's too. 0 of one
+    that has ended."""
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return 0

@@ -90,7 +90,7 @@ def _ask_all(place: Site, report: Report, held: str, num_blocks: int, prompts: i
     report.tell(f"{held} held: preemptions", told["num_preemptions"])
     report.tell(f"{held} held: ms a step", 1000 * told["updated_at"] / told["num_steps"])
     _tell(report, f"{held} held: ms from enqueueing to the claim", seen.claimed)
-    report.at_most(f"{held} held: p99 of that", _quantile(seen.claimed, 0.99), MAX_CLAIM_MS, measured=True)
+    report.at_most(f"{held} held: p99 of that", quantile(seen.claimed, 0.99), MAX_CLAIM_MS, measured=True)
     _tell(report, f"{held} held: ms to the end", seen.ended)
     _tell(report, f"{held} held: ms to the answer, at its producer", seen.answered)
 
@@ -122,10 +122,10 @@ def _ask_one(place: Site, number: int, seen: Seen) -> None:
 
 
 def _tell(report: Report, what: str, values: Sequence[float]) -> None:
-    figures = ", ".join(f"{_quantile(values, share):.0f}" for share in (0.5, 0.99, 1.0))
+    figures = ", ".join(f"{quantile(values, share):.0f}" for share in (0.5, 0.99, 1.0))
     report.tell(f"{what}: p50, p99, most", figures)
 
 
-def _quantile(values: Sequence[float], share: float) -> float:
+def quantile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least a share of them does not exceed; infinite where there is none."""
     return sorted(values)[ceil(share * len(values)) - 1] if values else float("inf")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ops.load.flood import flood
+from ops.load.hostile import hostile
 from ops.load.inflight import inflight
 from ops.load.queued import queued
 from ops.load.repeats import repeats
@@ -44,6 +45,10 @@ def test_neither_lane_starves_the_other() -> None:
 
 def test_urgent_prompts_are_answered_while_bulk_work_holds_every_block() -> None:
     check(urgent(prompts=4, kinds=["blocks"]))
+
+
+def test_no_attack_costs_another_tenant_a_prompt() -> None:
+    check(hostile(seconds=0.5, rounds=1, scale=0.01, apart=False))
 
 
 def test_everything_at_once_ends_and_expires() -> None:
