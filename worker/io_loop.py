@@ -28,6 +28,8 @@ from worker.timer import Timer
 from worker.upkeep import Upkeep
 
 POLL_S = 0.05
+LOOK_S = 0.2
+"""How often a lane that can open no further file looks for prompts between those that wait in its queue."""
 STATS_PERIOD_S = 2.0
 PROGRESS_PERIOD_S = 0.5
 DEADLINE_PERIOD_S = 0.25
@@ -129,7 +131,7 @@ class IoLoop:
         self._release_mode: Mode = "given_back"
         self._faults: list[WorkerFault] = []
         self._polls = [Timer(POLL_S) for _ in queues]
-        self._looks = [Timer(POLL_S) for _ in queues]
+        self._looks = [Timer(LOOK_S) for _ in queues]
         self._renew = Timer(limits.renew_period_s)
         self._show = Timer(STATS_PERIOD_S)
         self._progress = Timer(PROGRESS_PERIOD_S)

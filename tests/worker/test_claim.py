@@ -113,6 +113,17 @@ def test_a_claim_looks_behind_a_thousand_jobs_that_stay_and_no_further(redis: Re
     assert bulk.job_ids[-1] == "last"
 
 
+def test_a_claim_looks_for_prompts_behind_two_hundred_files_and_no_further(redis: Redis, bulk: Queue) -> None:
+    """Each look costs the server time."""
+    for number in range(205):
+        enqueue(bulk, f"n{number}", kind="file" if number != 100 else None)
+    enqueue(bulk, "last")
+    assert ids(claim(redis, max_files=0)) == ["n100"]
+    assert ids(claim(redis, max_files=0)) == []
+    assert len(ids(claim(redis, max_files=6, most=6))) == 6
+    assert ids(claim(redis, max_files=0)) == ["last"]
+
+
 def test_a_burst_worker_leaves_what_only_another_model_may_run(workers: Workers) -> None:
     bulk = workers.queue("bulk")
     foreign, ours = (bulk.enqueue(PROMPT, text) for text in ("theirs", "ours"))

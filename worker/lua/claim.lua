@@ -44,7 +44,7 @@ local is_served = {}
 for name in string.gmatch(ARGV[10], '[^\n]+') do is_served[name] = true end
 local waiting = 'rq:queue:' .. queue
 local sequences, left, postponed, num_foreign, is_full = 0, {}, {}, 0, false
-local last_left = ''
+local last_left, files_left = '', 0
 
 -- Whether an execution has taken the job at its latest enqueueing, and is not over.
 local function is_taken(id, enqueued_at)
@@ -73,6 +73,7 @@ local function consider(id)
     left[#left + 1] = id
     num_foreign = num_foreign + (is_foreign and 1 or 0)
     last_left = is_foreign and last_left or id
+    files_left = files_left + (fields[6] == 'file' and 1 or 0)
   elseif is_suspect and (not alone or #claimed > 0) then
     postponed[#postponed + 1] = id
   else
@@ -87,9 +88,9 @@ local function consider(id)
 end
 
 -- Bounded, so that a queue of a million deleted jobs, or of another model's, does not stop the server for
--- the others: jobs behind more than 1,000 of these wait until they are gone.
+-- the others: jobs behind more than 1,000 of these wait until they are gone, and behind 200 files.
 local looked_at, bound, page = 0, limit + 1000, {}
-while looked_at < bound and not is_full do
+while looked_at < bound and files_left < 200 and not is_full do
   local place = looked_at % 100
   if place == 0 then page = call('LRANGE', waiting, looked_at, looked_at + 99) end
   if not page[place + 1] then break end
