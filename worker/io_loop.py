@@ -28,6 +28,8 @@ from worker.timer import Timer
 from worker.upkeep import Upkeep
 
 POLL_S = 0.05
+ALONE_S = 10.0
+"""How long a job on its last life runs by itself: what it does kills soon, and others wait for it."""
 LOOK_S = 0.2
 """How often a lane that can open no further file looks for prompts between those that wait in its queue."""
 STATS_PERIOD_S = 2.0
@@ -124,6 +126,8 @@ class IoLoop:
         self._claimed = self._turn = 0
         self._suspended = self._shown_busy = False
         self._idle_since = clock()
+        self._suspect: ClaimedJob | None = None
+        self._alone_until = float("-inf")
         self._backoff_s = FIRST_BACKOFF_S
         self._retry_at = float("-inf")
         self._drain_by = self._leave_by = float("inf")
@@ -350,7 +354,7 @@ class IoLoop:
         # A lane without room leaves its timer alone: it claims in the very turn in which it has some.
         due = [lane for lane in lanes if self._is_due(lane, moment)]
         lanes = [lane for lane in lanes if lane in due or self._packer.claimable_files(lane)]
-        if not due or self._is_suspended() or self._has_suspect():
+        if not due or self._is_suspended() or self._has_suspect(moment):
             return
         # In one round trip, but where --max-jobs counts: what one lane leaves over is the next one's.
         turns = [lanes] if self._limits.max_jobs is None else [[lane] for lane in lanes]
@@ -367,9 +371,13 @@ class IoLoop:
         rooms = [min(self._packer.claim_room(lane), self._jobs_left()) for lane in lanes]
         return self._take_up(lanes, rooms)
 
-    def _has_suspect(self) -> bool:
-        """Whether a job runs by itself, to show whether it is what kills its workers."""
-        return self._runner.num_held == 1 and self._runner.held[0].deaths >= self._limits.last_life
+    def _has_suspect(self, moment: float) -> bool:
+        """Whether a job runs by itself, to show whether it is what kills its workers; ALONE_S at most."""
+        if self._runner.num_held != 1 or self._runner.held[0].deaths < self._limits.last_life:
+            return False
+        if self._suspect is not self._runner.held[0]:
+            self._suspect, self._alone_until = self._runner.held[0], moment + ALONE_S
+        return moment < self._alone_until
 
     def _take_up(self, lanes: Sequence[int], rooms: Sequence[int]) -> int:
         """Claim for lanes, at most `rooms` each; return how many jobs were kept."""

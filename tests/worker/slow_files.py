@@ -76,6 +76,16 @@ class HangingFilesWorker(FakeEngineWorker):
         return super().load_engine(settings)
 
 
+class ImpatientWorker(FakeEngineWorker):
+    """FakeEngineWorker that leaves a job on its last life to itself for a moment only."""
+
+    def load_engine(self, settings: WorkerSettings) -> FakeEngine:
+        from worker import io_loop
+
+        io_loop.ALONE_S = 0.2
+        return super().load_engine(settings)
+
+
 class SlowLoadingWorker(FakeEngineWorker):
     """FakeEngineWorker that makes the file LOADING and then loads for ever."""
 

@@ -259,6 +259,21 @@ def test_prompts_and_other_files_of_a_lane_go_past_files_that_hang(workers: Work
     assert leftovers(workers.redis, "bulk") == []
 
 
+def test_a_planning_that_hangs_ends_by_name_whatever_its_own_timeout(
+    workers: Workers, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "in.parquet")
+    os.mkfifo(tmp_path / "in.parquet.hangs")
+    bulk = workers.queue("bulk")
+    paths = (str(tmp_path / "in.parquet"), str(tmp_path / "out"))
+    planning = bulk.enqueue("jobs.score_parquet", *paths, job_timeout=-1)
+    waits = {"TOKENMILL_FILE_TIMEOUT_S": "0.5", "TOKENMILL_FUNCTION_GRACE_S": "0.1"}
+    workers.start(worker_class=WORKER, TOKENMILL_FUNCTION_THREADS="1", **waits)
+    failure = str(workers.result(planning).exc_string)
+    assert "FileTimeout: planning went on without a sign of life for more than 0.5 s" in failure
+    assert workers.result(bulk.enqueue("tests.worker.functions.add", 1, 2)).return_value == 3
+
+
 def test_a_shard_that_opens_keeps_no_prompt_waiting_and_its_runs_next_ones_in_the_queue(
     workers: Workers, tmp_path: Path
 ) -> None:
