@@ -9,8 +9,10 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
+from rq.job import JobStatus
 
 from engine import Completion, EngineClosed, InvalidPrompt, SamplingParams
+from tests.rq_workers import Workers, text_of
 from tests.worker.fake_engine import FakeEngine
 from worker import intake
 from worker.engine_loop import Abort, Add, EngineDied, EngineLoop, Halt, Stepped
@@ -283,3 +285,14 @@ def test_threads_take_urgent_lanes_first_and_others_once_in_twenty() -> None:
     preparer.join(WAIT_S)
     places = [place for place, lane in enumerate(order[1:]) if lane == BULK]
     assert places[:3] == [MAX_OVERTAKES, 2 * MAX_OVERTAKES + 1, 3 * MAX_OVERTAKES + 2]
+
+
+def test_a_worker_answers_prompts_of_every_length(workers: Workers) -> None:
+    prompts = ["x" * chars for chars in (1, SHORT + 1, LONG + 1, 1 << 20)]
+    queue = workers.queue("bulk")
+    jobs = [queue.enqueue("jobs.complete", prompt, max_tokens=1) for prompt in prompts]
+    jobs.append(queue.enqueue("jobs.chat", [{"role": "user", "content": "y" * (LONG + 1)}], max_tokens=1))
+    workers.burst()
+    assert [job.get_status() for job in jobs] == [JobStatus.FINISHED] * len(jobs)
+    for job, prompt in zip(jobs[:-1], prompts, strict=True):
+        assert text_of(workers.result(job)) == f"echo:{prompt}"
