@@ -119,19 +119,21 @@ def _besiege(
 ) -> None:
     alone, beside = Stream(attack.lane), Stream(attack.lane)
     launch, exits, attack_s = attack.prepare(place, scale), keeper.exits, 0.0
-    _ask(
-        place, keeper, Stream(attack.lane), 1.0, lambda: True, rng
-    )  # whatever happens once, before the clock
+    first = Stream(attack.lane)  # for whatever happens once
+    _ask(place, keeper, first, 1.0, lambda: True, rng)
+    _await(place, keeper, first)
     for turn in range(rounds):
         _ask(place, keeper, alone, seconds, lambda: True, rng)
+        _await(place, keeper, alone)
         if turn == 0:
             calm_rss = keeper.peak_rss
         launch()
         attack_s = max(attack_s, _ask(place, keeper, beside, seconds, lambda: _is_over(place, beside), rng))
+        _await(place, keeper, beside)
         if attack_s > MAX_ATTACK_S:
             break
     for stream in (alone, beside):
-        _settle(place, keeper, stream)
+        _judge(place, stream)
     _tell(report, attack, alone, beside)
     report.equal(f"{attack.name}: ends of the worker", keeper.exits - exits, 0)
     growth = (keeper.peak_rss - calm_rss) / MIB
@@ -183,14 +185,18 @@ def _is_over(place: Site, stream: Stream) -> bool:
     return ids <= set(stream.ids)
 
 
-def _settle(place: Site, keeper: Keeper, stream: Stream) -> None:
-    """Wait for the last answers; count what has none, and how often a worker died with one of them."""
+def _await(place: Site, keeper: Keeper, stream: Stream) -> None:
+    """Wait for the last answers, but not for ever."""
     deadline = time.monotonic() + LAST_ANSWER_S
     left = list(stream.ids)
     while left and time.monotonic() < deadline:
         keeper.look()
         left = [job_id for job_id in left if not place.redis.exists(f"rq:results:{job_id}")]
         time.sleep(0.05)
+
+
+def _judge(place: Site, stream: Stream) -> None:
+    """Count the prompts without an answer, and those with which a worker died; note what others took."""
     for job_id in stream.ids:
         job = Job(job_id, connection=place.redis, serializer="json")
         result = job.latest_result()
