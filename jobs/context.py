@@ -27,6 +27,14 @@ def never_interrupted() -> None:
 
 
 @dataclass(frozen=True)
+class Lease:
+    """What tells in Redis that an execution still holds its job: `member` is in the sorted set `key`."""
+
+    key: str
+    member: str
+
+
+@dataclass(frozen=True)
 class JobContext:
     """What the process that runs a job lends to it.
 
@@ -40,6 +48,7 @@ class JobContext:
     check_interrupted: raises where the job was stopped or taken over or has passed its timeout; long work
         calls it between its steps, since nothing is raised into it from outside.
     max_result_bytes: of the job's value; a job that sees it will have a larger one need not go on.
+    lease: by which a write is refused that comes after the job was taken over; None where nobody takes it.
     """
 
     connection: Redis
@@ -53,3 +62,4 @@ class JobContext:
     answers: AnswerMemo = field(default_factory=AnswerMemo)
     check_interrupted: Callable[[], None] = never_interrupted
     max_result_bytes: int = MAX_RESULT_BYTES
+    lease: Lease | None = None

@@ -32,7 +32,8 @@ JobsError
     ├── PlanningUnderWay       a run is submitted otherwise than it is being planned
     ├── RunCancelled           `tokenmill cancel` was called
     ├── UnknownRun             neither Redis nor a folder has such a run
-    └── RunBusy                another process holds the run's lock for too long
+    ├── RunResubmitted         a run was submitted again while it was being cancelled
+    └── RunBusy                another process holds the run's lock for too long, or has taken the job over
 
 Every message says what was found, what was expected and what to do. All values are positional `args`,
 so that an error pickles and its text can be rebuilt in another process.
@@ -306,6 +307,15 @@ class RunCancelled(RunError):
     message = "run {0} was cancelled: submit it again with the same arguments to resume it"
 
 
+class RunResubmitted(RunError):
+    """Raised when a run that is being cancelled or stopped was submitted again meanwhile: (run)."""
+
+    message = (
+        "run {0} was submitted again while it was being cancelled, and goes on: cancel it once more if that "
+        "is meant"
+    )
+
+
 class UnknownRun(RunError):
     """Raised when Redis has no such run, and no folder holds it: (run, or path of a folder)."""
 
@@ -316,7 +326,7 @@ class UnknownRun(RunError):
 
 
 class RunBusy(RunError):
-    """Raised when a run's lock cannot be had or was lost: (run)."""
+    """Raised when a run's lock cannot be had or was lost, or the job that plans it is another's: (run)."""
 
     fault = "server"
     message = "another process is planning or cancelling run {0}: wait for it, then submit again"

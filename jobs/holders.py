@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from .keys import worker_key
 from .stored import text
 
 if TYPE_CHECKING:
@@ -20,8 +22,18 @@ def executions_key(job_id: str) -> str:
     return f"rq:executions:{job_id}"
 
 
-def holders(connection: Redis, job_ids: Sequence[str]) -> dict[str, str]:
-    """Return the worker's name for each of the jobs that is held by one whose lease runs."""
+@dataclass(frozen=True)
+class Holder:
+    """An execution whose lease runs, and its worker's name. is_ours: whether that is one of Tokenmill's."""
+
+    job_id: str
+    execution_id: str
+    worker: str
+    is_ours: bool
+
+
+def holders(connection: Redis, job_ids: Sequence[str]) -> list[Holder]:
+    """Return the executions that hold some of the jobs."""
     with connection.pipeline() as pipe:
         for job_id in job_ids:
             pipe.zrange(executions_key(job_id), 0, -1)
@@ -32,8 +44,15 @@ def holders(connection: Redis, job_ids: Sequence[str]) -> dict[str, str]:
         ]
         for job_id, execution in held:
             pipe.hget(f"rq:execution:{job_id}:{execution}", "worker_name")
-        names = pipe.execute()
-    return {job_id: text(name) for (job_id, _), name in zip(held, names, strict=True) if name}
+        names = [text(name) if name else "" for name in pipe.execute()]
+        for name in names:
+            pipe.exists(worker_key(name))
+        tell = pipe.execute()
+    return [
+        Holder(job_id, execution, name, bool(is_ours))
+        for (job_id, execution), name, is_ours in zip(held, names, tell, strict=True)
+        if name
+    ]
 
 
 def num_held(connection: Redis, job_ids: Iterable[str]) -> int:

@@ -1,7 +1,8 @@
 """Every Redis key of our own. RQ's keys belong to RQ.
 
 tokenmill:worker:<name>        string, JSON: the model that the worker serves, and its statistics
-tokenmill:run:<run>            hash: what the CLI shows of a run (RunState)
+tokenmill:run:<run>            hash: what the CLI shows of a run, and of which submissions the last one is and
+                               the last cancelled one (RunState)
 tokenmill:run:<run>:parts      hash: shard number -> JSON statistics of its part; `total` -> number of shards
 tokenmill:run:folder:<hash>    string: the run that was last submitted for an output folder
 tokenmill:run:<run>:lock       string: token of whoever plans or cancels the run
@@ -33,6 +34,9 @@ MODEL_FIELD = "tokenmill_model"
 #: shard. While all places for such jobs are taken, they are left where they are.
 KIND_FIELD = "tokenmill_kind"
 FUNCTION, FILE = "function", "file"
+
+#: A field of our own in a shard's job: the submission of its run that enqueued it, or took it over.
+SUBMISSION_FIELD = "tokenmill_submission"
 
 #: A run's keys are kept this long after the last write; the files alone are enough to resume it.
 RUN_TTL_S = 30 * 24 * 3600

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from redis.exceptions import WatchError
 from rq import Queue
-from rq.command import send_command
+from rq.command import PUBSUB_CHANNEL_TEMPLATE
 from rq.exceptions import NoSuchJobError
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
@@ -18,7 +19,7 @@ from . import stored
 from ._inline import check_sampling
 from .error_limit import ErrorLimit
 from .errors import PlanningUnderWay
-from .holders import executions_key, holders
+from .holders import Holder, executions_key, holders
 from .keys import MODEL_FIELD
 from .parquet.local_check import check_columns_here
 from .parquet.names import shard_job_id
@@ -31,6 +32,7 @@ from .served_model import parse_model
 
 if TYPE_CHECKING:
     from redis import Redis
+    from redis.client import Pipeline
 
 #: Reading the footers of many thousand files takes minutes; RQ's default is 3 minutes.
 PLAN_TIMEOUT_S = 3600
@@ -80,14 +82,19 @@ def submit_run(
         "max_errors": max_errors,
     }
     planning = {**_planning_arguments(spec), **own}
-    with state.lock():
-        is_under_way = _is_under_way(connection, plan_job)
-        if is_under_way:
-            _check_asks_the_same(connection, spec.run, plan_job, model)
-            _renew_planning(connection, spec.run, plan_job, planning)
-        state.submit(plan_job, spec.output, queue_name, model, limit)
-        if not is_under_way:
-            _enqueue_planning(connection, queue_name, plan_job, planning)
+
+    def enter(pipe: Pipeline) -> None:
+        under_way = _planning_under_way(connection, state, plan_job)
+        renewed = None if under_way is None else _renewed(connection, spec.run, under_way, planning)
+        state.submit(pipe, plan_job, spec.output, queue_name, model, limit, anew=under_way is None)
+        if under_way is None:
+            _enqueue_planning(pipe, connection, queue_name, plan_job, planning)
+        elif renewed is not None:
+            pipe.hset(under_way.key, "data", zlib.compress(renewed))
+        pipe.execute()
+
+    with state.lock() as lock:  # all at once: a submission that nobody plans would wait for ever
+        state.write(lock, enter, Job.key_for(plan_job), executions_key(plan_job))
     return spec.run
 
 
@@ -109,50 +116,61 @@ def describe_again(connection: Redis, output: RunOutput) -> bool:
 def cancel_run(connection: Redis, run: str) -> Cancelled:
     """Mark a run cancelled, take its jobs from the queue and stop those that run.
 
-    Finished parts stay; submitting the run again resumes it. Raises UnknownRun or RunBusy.
+    Finished parts stay; submitting the run again resumes it. Raises UnknownRun, RunBusy, or RunResubmitted
+    where that has happened before all its jobs were told.
     """
     state = RunState(connection, run)
-    facts = state.facts()
+    facts, submission = state.facts(), state.submission()
     with state.lock() as lock:  # a planner is either done enqueueing, or will see the mark
-        state.mark_cancelled()
-        done = state.parts()
-        num_shards = min(stored.count(facts.get("shards")) or 0, MAX_SHARDS)
-        ids = [shard_job_id(run, shard) for shard in range(num_shards) if shard not in done]
-        if "plan_job" in facts:
-            ids.append(facts["plan_job"])
-        queue = Queue(facts["queue"], connection=connection, serializer=JSONSerializer)
-        removed = stopped = 0
-        for start in range(0, len(ids), CHUNK):
-            state.keep(lock)
-            chunk = ids[start : start + CHUNK]
-            removed += _remove_queued(queue, chunk)
-            stopped += _stop_held(connection, chunk)
+        state.cancel(lock, submission)
+    done = state.parts()
+    num_shards = min(stored.count(facts.get("shards")) or 0, MAX_SHARDS)
+    ids = [shard_job_id(run, shard) for shard in range(num_shards) if shard not in done]
+    if "plan_job" in facts:
+        ids.append(facts["plan_job"])
+    removed = stopped = 0
+    for start in range(0, len(ids), CHUNK):
+        chunk = ids[start : start + CHUNK]
+        removed += remove_waiting(state, submission, facts["queue"], chunk)
+        stopped += state.as_of(submission, partial(_stop_held, connection, chunk))
     return Cancelled(removed, stopped)
 
 
-def remove_waiting(connection: Redis, queue_name: str, job_ids: Sequence[str]) -> int:
-    """Take those of the jobs from their queue that wait on it; return how many."""
-    queue = Queue(queue_name, connection=connection, serializer=JSONSerializer)
-    chunks = (job_ids[start : start + CHUNK] for start in range(0, len(job_ids), CHUNK))
-    return sum(_remove_queued(queue, chunk) for chunk in chunks)
+def remove_waiting(state: RunState, submission: int, queue_name: str, job_ids: Sequence[str]) -> int:
+    """Take those of the jobs from their queue that wait on it; return how many.
+
+    Raises RunResubmitted when the run was submitted again since `submission`.
+    """
+    queue = Queue(queue_name, connection=state.connection, serializer=JSONSerializer)
+    removed = 0
+    for start in range(0, len(job_ids), CHUNK):
+        chunk = job_ids[start : start + CHUNK]
+        taken = state.as_of(submission, partial(_take, queue, chunk))
+        state.as_of(submission, partial(_delete, taken))
+        removed += len(taken)
+    return removed
 
 
-def _enqueue_planning(connection: Redis, queue_name: str, plan_job: str, arguments: dict[str, Any]) -> None:
+def _enqueue_planning(
+    pipe: Pipeline, connection: Redis, queue_name: str, plan_job: str, arguments: dict[str, Any]
+) -> None:
+    """Put a planning job into the place of any earlier one."""
+    earlier = _fetch(connection, plan_job)
+    if earlier is not None:
+        earlier.delete(pipeline=pipe)
     queue = Queue(queue_name, connection=connection, serializer=JSONSerializer)
-    with connection.pipeline() as pipe:
-        queue.enqueue_call(
-            "jobs.score_parquet",
-            kwargs=arguments,
-            timeout=PLAN_TIMEOUT_S,
-            result_ttl=PLAN_RESULT_TTL_S,
-            failure_ttl=PLAN_RESULT_TTL_S,
-            description=f"plan run {plan_job.removesuffix('-plan')}",
-            job_id=plan_job,
-            pipeline=pipe,
-        )
-        if arguments["model"] is not None:
-            pipe.hset(Job.key_for(plan_job), MODEL_FIELD, arguments["model"])
-        pipe.execute()
+    queue.enqueue_call(
+        "jobs.score_parquet",
+        kwargs=arguments,
+        timeout=PLAN_TIMEOUT_S,
+        result_ttl=PLAN_RESULT_TTL_S,
+        failure_ttl=PLAN_RESULT_TTL_S,
+        description=f"plan run {plan_job.removesuffix('-plan')}",
+        job_id=plan_job,
+        pipeline=pipe,
+    )
+    if arguments["model"] is not None:
+        pipe.hset(Job.key_for(plan_job), MODEL_FIELD, arguments["model"])
 
 
 def _planning_arguments(spec: RunSpec) -> dict[str, Any]:
@@ -160,52 +178,41 @@ def _planning_arguments(spec: RunSpec) -> dict[str, Any]:
     return {name: value for name, value in spec.to_json().items() if value is not None}
 
 
-def _is_under_way(connection: Redis, plan_job: str) -> bool:
-    """Say whether the planning job waits or runs; remove one that is over."""
+def _fetch(connection: Redis, job_id: str) -> Job | None:
     try:
-        job = Job.fetch(plan_job, connection, JSONSerializer)
+        return Job.fetch(job_id, connection, JSONSerializer)
     except NoSuchJobError:
-        return False
+        return None
+
+
+def _planning_under_way(connection: Redis, state: RunState, plan_job: str) -> Job | None:
+    """Return the planning job that waits or runs; None for one that is over, or that is told to stop."""
+    job = None if state.is_cancelled() else _fetch(connection, plan_job)
+    if job is None:
+        return None
     status = job.get_status()
     if status == JobStatus.STARTED or connection.exists(executions_key(plan_job)):
-        return True
-    if status == JobStatus.QUEUED and _is_on_its_queue(job):
-        return True
-    job.delete()
-    return False
+        return job
+    return job if status == JobStatus.QUEUED and _is_on_its_queue(job) else None
 
 
-def _check_asks_the_same(connection: Redis, run: str, plan_job: str, model: str | None) -> None:
-    """Raise PlanningUnderWay when the planning that waits or runs asks for another model."""
-    stored = cast("bytes | None", connection.hget(Job.key_for(plan_job), MODEL_FIELD))
-    asked_for = None if stored is None else stored.decode()
-    if asked_for != model:
-        name = "whichever plans it" if asked_for is None else repr(asked_for)
-        raise PlanningUnderWay(run, f"for model {name}")
+def _renewed(connection: Redis, run: str, job: Job, arguments: dict[str, Any]) -> bytes | None:
+    """Return the newest arguments for a planning that waits, with a wish to redo damaged parts kept.
 
-
-def _renew_planning(connection: Redis, run: str, plan_job: str, arguments: dict[str, Any]) -> None:
-    """Give a planning that waits the newest arguments, where it stands in the queue.
-
-    A wish to redo damaged parts stays.
-    Raises PlanningUnderWay when it was claimed already, and would not redo damaged parts as is asked now.
+    None for one that was claimed already. Raises PlanningUnderWay when that asks for another model, or would
+    not redo damaged parts as is asked now.
     """
-    job = Job.fetch(plan_job, connection, JSONSerializer)
+    asked_for = cast("bytes | None", connection.hget(job.key, MODEL_FIELD))
+    if (asked_for and asked_for.decode()) != arguments["model"]:
+        name = "whichever plans it" if asked_for is None else repr(asked_for.decode())
+        raise PlanningUnderWay(run, f"for model {name}")
     redoes_already = bool((job.kwargs or {}).get("redo_damaged"))
-    job.kwargs = {**arguments, "redo_damaged": arguments["redo_damaged"] or redoes_already}
-    with connection.pipeline() as pipe:
-        pipe.watch(executions_key(plan_job))  # type: ignore[no-untyped-call]
-        if not pipe.exists(executions_key(plan_job)):
-            pipe.multi()
-            pipe.hset(job.key, "data", zlib.compress(job.data))
-            try:
-                pipe.execute()
-            except WatchError:  # claimed just now
-                pass
-            else:
-                return
+    if not connection.exists(executions_key(job.id)):
+        job.kwargs = {**arguments, "redo_damaged": arguments["redo_damaged"] or redoes_already}
+        return job.data
     if arguments["redo_damaged"] and not redoes_already:
         raise PlanningUnderWay(run, "without redoing damaged parts")
+    return None
 
 
 def _is_on_its_queue(job: Job) -> bool:
@@ -215,21 +222,34 @@ def _is_on_its_queue(job: Job) -> bool:
     return any(job.connection.lpos(key, job.id) is not None for key in keys)
 
 
-def _remove_queued(queue: Queue, job_ids: Sequence[str]) -> int:
-    """Delete those of the jobs that are still on the queue: what LREM took, no worker can claim."""
-    with queue.connection.pipeline() as pipe:
-        for job_id in job_ids:
-            pipe.lrem(queue.key, 1, job_id)
-        taken = [job_id for job_id, count in zip(job_ids, pipe.execute(), strict=True) if count]
-        for job_id in taken:
-            pipe.delete(Job.key_for(job_id))
-        pipe.execute()
-    return len(taken)
+def _take(queue: Queue, job_ids: Sequence[str], pipe: Pipeline) -> list[str]:
+    """Take those of the jobs from the queue that are still on it: what LREM took, no worker can claim."""
+    pipe.multi()
+    for job_id in job_ids:
+        pipe.lrem(queue.key, 1, job_id)
+    return [job_id for job_id, count in zip(job_ids, pipe.execute(), strict=True) if count]
 
 
-def _stop_held(connection: Redis, job_ids: Sequence[str]) -> int:
+def _delete(job_ids: Sequence[str], pipe: Pipeline) -> None:
+    pipe.multi()
+    for job_id in job_ids:
+        pipe.delete(Job.key_for(job_id))
+    pipe.execute()
+
+
+def _stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
     """Tell the workers that hold some of the jobs to stop them; return how many those are."""
     held = holders(connection, job_ids)
-    for job_id, worker in held.items():
-        send_command(connection, worker, "stop-job", job_id=job_id)
-    return len(held)
+    pipe.multi()
+    for holder in held:
+        pipe.publish(PUBSUB_CHANNEL_TEMPLATE % holder.worker, json.dumps(_stop_command(holder)))
+    pipe.execute()
+    return len({holder.job_id for holder in held})
+
+
+def _stop_command(holder: Holder) -> dict[str, str]:
+    """The one execution is named to a worker that knows such a command: whenever it hears of it, a later
+    execution of the same job is not meant. RQ's own workers know jobs alone."""
+    if holder.is_ours:
+        return {"command": "stop-execution", "job_id": holder.job_id, "execution_id": holder.execution_id}
+    return {"command": "stop-job", "job_id": holder.job_id}

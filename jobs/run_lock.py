@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from redis.client import Pipeline
 from redis.exceptions import LockNotOwnedError, WatchError
 from redis.lock import Lock
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+T = TypeVar("T")
+
+
+def transact(client: Redis, change: Callable[[Pipeline], T], *watched: str) -> T:
+    """Return what `change` returns of a pipeline that watches these keys, once none changed under its hands.
+
+    change: reads, calls `multi`, queues commands and executes them; is called again where a key has changed.
+    """
+    with client.pipeline() as pipe:
+        while True:
+            try:
+                if watched:
+                    pipe.watch(*watched)  # type: ignore[no-untyped-call]
+                return change(pipe)
+            except WatchError:  # changed meanwhile, or the connection broke: look again
+                continue
+            finally:
+                pipe.reset()
 
 
 class RunLock(Lock):
@@ -31,17 +53,26 @@ class RunLock(Lock):
         """Not offered: `reacquire` does what runs need."""
         raise NotImplementedError("a RunLock is held on with `reacquire`")
 
+    @property
+    def key(self) -> str:
+        return str(self.name)
+
+    def checked(self, change: Callable[[Pipeline], T], pipe: Pipeline) -> T:
+        """Return what `change` returns. pipe: watches the lock's key. Raises LockNotOwnedError."""
+        self._check(pipe, self.local.token)
+        return change(pipe)
+
+    def _check(self, pipe: Pipeline, token: Any) -> None:
+        if pipe.get(self.name) != token:
+            raise LockNotOwnedError("the lock has run out", lock_name=self.name)
+
     def _if_owned(self, token: Any, change: Callable[[Pipeline], Any]) -> None:
         """Change the lock's key while it holds this token, or raise LockNotOwnedError."""
-        with self.redis.pipeline() as pipe:
-            while True:
-                try:
-                    pipe.watch(self.name)
-                    if pipe.get(self.name) != token:
-                        raise LockNotOwnedError("the lock has run out", lock_name=self.name)
-                    pipe.multi()
-                    change(pipe)
-                    pipe.execute()
-                except WatchError:  # it has changed hands, or the connection broke: look again
-                    continue
-                return
+
+        def checked(pipe: Pipeline) -> None:
+            self._check(pipe, token)
+            pipe.multi()
+            change(pipe)
+            pipe.execute()
+
+        transact(self.redis, checked, self.key)

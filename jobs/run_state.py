@@ -1,26 +1,37 @@
 """A run's state in Redis: what the CLI shows, and the count that tells the last shard that it is the last.
 
 Nothing here is needed to resume: parts on disk are the truth, and the planner rebuilds these keys from them.
+
+Whoever writes here may have been frozen since it looked, for any time. So each write that rests on a look is
+one transaction, which is carried out only while what was looked at is as it was: the lock is held
+(submitting, cancelling, enqueueing), the job is (what a planner writes), no other submission came
+(cancelling), no part was recorded and no end marked or withdrawn since (counting and ending).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from redis.exceptions import LockError, LockNotOwnedError
 
 from . import stored
+from .context import Lease
 from .error_limit import DEFAULT_LIMIT, ErrorLimit
-from .errors import RunBusy, RunCancelled, UnknownRun
+from .errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
 from .keys import RUN_TTL_S, run_folder_key, run_key, run_lock_key, run_parts_key
 from .part_stats import PartStats
-from .run_lock import RunLock
+from .run_lock import RunLock, transact
 
 if TYPE_CHECKING:
     from redis import Redis
+    from redis.client import Pipeline
+
+T = TypeVar("T")
 
 _TOTAL = b"total"
 
@@ -38,21 +49,41 @@ class PartCount:
     total: int | None
 
 
-class RunState:
-    """The keys of one run."""
+@dataclass(frozen=True)
+class End:
+    """Whether a run is marked finished, and how often such a mark was withdrawn."""
 
-    def __init__(self, connection: Redis, run: str) -> None:
+    finished: bool
+    withdrawals: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a run is to be stopped, and the submission whose limit says so."""
+
+    reason: str
+    submission: int
+
+
+class RunState:
+    """The keys of one run. lease: of the job that writes what a planner writes, where it may lose it."""
+
+    def __init__(self, connection: Redis, run: str, lease: Lease | None = None) -> None:
         self.connection = self._redis = connection
-        self.run = run
+        self.run, self._lease = run, lease
         self._key, self._parts_key = run_key(run), run_parts_key(run)
 
     def describe(self, facts: Mapping[str, str | int]) -> None:
         """Store facts for the CLI: output, queue, plan_job, plan_model, rows, shards, model, model_text."""
-        with self._redis.pipeline() as pipe:
-            fields: dict[Any, Any] = dict(facts)
+        fields: dict[Any, Any] = dict(facts)
+
+        def write(pipe: Pipeline) -> None:
+            pipe.multi()
             pipe.hset(self._key, mapping=fields)
             pipe.expire(self._key, RUN_TTL_S)
             pipe.execute()
+
+        self._change(write)
 
     def facts(self) -> dict[str, str]:
         """Return what `describe` stored, and the marks `cancelled` and `finished`.
@@ -65,68 +96,174 @@ class RunState:
             raise UnknownRun(self.run)
         return facts
 
+    # Submissions and cancellations
+
+    def submission(self) -> int:
+        """Return the number of the last submission: each is greater than all before, and than any that was
+        cancelled; 0 where Redis knows of none."""
+        return self._submission(self._redis)
+
+    def _submission(self, client: Redis) -> int:
+        return _number(client.hget(self._key, "submission"))
+
+    def cancelled_submission(self) -> int:
+        """Return the last submission that was cancelled: jobs of it and of those before are told to stop, or
+        will be, whenever that reaches them."""
+        return _number(self._redis.hget(self._key, "cancelled_submission"))
+
     def submit(
         self,
+        pipe: Pipeline,
         plan_job: str,
         output: str,
         queue: str,
         model: str | None = None,
         limit: ErrorLimit = DEFAULT_LIMIT,
+        *,
+        anew: bool = True,
     ) -> None:
         """Take back a cancellation or a stop: a new planning job submits the run.
 
+        Leaves `pipe`, which watches the run's key or its lock, in a transaction that is to be executed.
+
         An end stays until the planning finds that it is none: what is refused there changes no finished run.
         model: the name of the only model that may plan it, if one was asked for. limit: counts what finishes
-        from now on.
+        from now on. anew: False where the planning that is under way serves.
         """
-        self._redis.hdel(self._key, "cancelled", "stopped", "plan_model", "judged_rows", "judged_errors")
+        found: Any = pipe.hmget(self._key, "submission", "cancelled_submission")
+        number = max(*map(_number, found), _now_ms()) + 1 if anew else _number(found[0])
+        facts = {"output": output, "queue": queue, "plan_job": plan_job, "max_errors": str(limit)}
         asked_for = {} if model is None else {"plan_model": model}
-        self.describe(
-            {"output": output, "queue": queue, "plan_job": plan_job, "max_errors": str(limit), **asked_for}
-        )
-        self._redis.set(run_folder_key(output), self.run, ex=RUN_TTL_S)
+        fields: dict[Any, Any] = {**facts, **asked_for, "submission": number}
+        pipe.multi()
+        pipe.hdel(self._key, "cancelled", "stopped", "plan_model", "judged_rows", "judged_errors")
+        pipe.hset(self._key, mapping=fields)
+        pipe.expire(self._key, RUN_TTL_S)
+        pipe.set(run_folder_key(output), self.run, ex=RUN_TTL_S)
 
-    def was_submitted_by(self, plan_job: str) -> bool:
-        """Say whether this job is the last one that submitted the run."""
-        return bool(self._redis.hget(self._key, "plan_job") == plan_job.encode())
+    def open_submission(
+        self, plan_job: str, output: str, queue: str, model: str | None, limit: ErrorLimit
+    ) -> None:
+        """Submit the run with the job that plans it, unless that is what submitted it.
 
-    def forget_submission(self) -> None:
-        """Take a planning job of this id, should there be one again, for a new submission."""
-        self._redis.hdel(self._key, "plan_job")
+        Raises RunCancelled when the run was cancelled since: the job runs again because its worker died, and
+        that is no new submission. RunBusy when it is not this execution's job any more.
+        """
 
-    def withdraw_finished(self) -> None:
-        """Take back an end that is no longer true."""
-        self._redis.hdel(self._key, "finished")
+        def enter(pipe: Pipeline) -> None:
+            found: Any = pipe.hmget(self._key, "plan_job", "cancelled")
+            if found[0] != plan_job.encode():
+                self.submit(pipe, plan_job, output, queue, model, limit)
+                pipe.execute()
+            elif found[1] is not None:
+                pipe.multi()
+                pipe.hdel(self._key, "plan_job")  # one that is enqueued once more is a new submission
+                pipe.execute()
+                raise RunCancelled(self.run)
 
-    def has_finished(self) -> bool:
-        """Say whether the run was marked finished, and that was not taken back."""
-        return bool(self._redis.hexists(self._key, "finished"))
+        self._change(enter, self._key)
 
-    def mark_cancelled(self) -> None:
-        self.describe({"cancelled": 1})
+    def cancel(self, lock: RunLock, submission: int) -> None:
+        """Mark a submission cancelled, and all before it. Raises RunResubmitted when another one came."""
 
-    def stop(self, reason: str) -> None:
-        """Cancel the run for a reason of its own."""
-        self.describe({"cancelled": 1, "stopped": reason})
+        def mark(pipe: Pipeline) -> None:
+            self._check_is_last(pipe, submission)
+            self._mark_cancelled(pipe, submission, {})
 
-    def judge(self, stats: PartStats) -> str | None:
+        self.write(lock, mark, self._key)
+
+    def stop(self, verdict: Verdict) -> None:
+        """Cancel a submission for a reason of its own. Raises RunResubmitted when it is not the last one."""
+        reason = {"stopped": verdict.reason}
+        self.as_of(verdict.submission, lambda pipe: self._mark_cancelled(pipe, verdict.submission, reason))
+
+    def _mark_cancelled(self, pipe: Pipeline, submission: int, reason: dict[str, str]) -> None:
+        # By the clock too: of the jobs of a run that Redis lost, nobody knows which submission they are of.
+        number = max(submission, _now_ms())
+        fields: dict[Any, Any] = {"cancelled": 1, "cancelled_submission": number, **reason}
+        pipe.multi()
+        pipe.hset(self._key, mapping=fields)
+        pipe.expire(self._key, RUN_TTL_S)
+        pipe.execute()
+
+    def as_of(self, submission: int, change: Callable[[Pipeline], T]) -> T:
+        """Make a change, as `write` does, while no later submission came. Raises RunResubmitted."""
+
+        def checked(pipe: Pipeline) -> T:
+            self._check_is_last(pipe, submission)
+            return change(pipe)
+
+        return transact(self._redis, checked, self._key)
+
+    def _check_is_last(self, pipe: Pipeline, submission: int) -> None:
+        if self._submission(pipe) != submission:
+            raise RunResubmitted(self.run)
+
+    def check_not_cancelled(self) -> None:
+        """Raise RunCancelled after `cancel`, until the run is submitted again."""
+        if self.is_cancelled():
+            raise RunCancelled(self.run)
+
+    def is_cancelled(self) -> bool:
+        return bool(self._redis.hexists(self._key, "cancelled"))
+
+    def judge(self, stats: PartStats) -> Verdict | None:
         """Count a part's errors, each time; return why the run is to be stopped, or None."""
         with self._redis.pipeline() as pipe:
             pipe.hincrby(self._key, "judged_rows", stats.rows)
             pipe.hincrby(self._key, "judged_errors", stats.errors)
-            pipe.hget(self._key, "max_errors")
-            rows, errors, text = pipe.execute()
+            pipe.hmget(self._key, "max_errors", "submission")
+            rows, errors, (text, submission) = pipe.execute()
         limit = ErrorLimit.parse(text.decode() if text else None)
         told = limit.told(rows, errors)
-        return told and f"{told}, then submit another input, or the same again with a higher limit to resume"
+        if told is None:
+            return None
+        reason = f"{told}, then submit another input, or the same again with a higher limit to resume"
+        return Verdict(reason, _number(submission))
 
-    def mark_finished(self) -> None:
-        self.describe({"finished": 1})
+    # The end
 
-    def check_not_cancelled(self) -> None:
-        """Raise RunCancelled after `mark_cancelled`, until the run is submitted again."""
-        if self._redis.hexists(self._key, "cancelled"):
-            raise RunCancelled(self.run)
+    def end(self) -> End:
+        found: Any = self._redis.hmget(self._key, "finished", "withdrawals")
+        return _end(found)
+
+    def mark_finished(self, seen: End) -> bool:
+        """Mark the run finished, on the strength of a look at its parts after `seen` was read.
+
+        Returns False where an end was withdrawn since: look again.
+        """
+
+        def mark(pipe: Pipeline) -> bool:
+            found: Any = pipe.hmget(self._key, "finished", "withdrawals")
+            if _end(found).withdrawals != seen.withdrawals:
+                return False
+            pipe.multi()
+            pipe.hset(self._key, "finished", "1")
+            pipe.expire(self._key, RUN_TTL_S)
+            pipe.execute()
+            return True
+
+        return transact(self._redis, mark, self._key)
+
+    def withdraw_finished(self, seen: End) -> bool:
+        """Take back an end that is no longer true, on the strength of a look after `seen` was read.
+
+        Returns False where the run has ended since: look again.
+        """
+
+        def withdraw(pipe: Pipeline) -> bool:
+            found: Any = pipe.hmget(self._key, "finished", "withdrawals")
+            if _end(found) != seen:
+                return False
+            pipe.multi()
+            pipe.hdel(self._key, "finished")
+            pipe.hset(self._key, "withdrawals", str(seen.withdrawals + 1))
+            pipe.execute()
+            return True
+
+        return self._change(withdraw, self._key)
+
+    # Parts
 
     def record_part(self, stats: PartStats) -> PartCount:
         """Record a finished shard; recording it again changes nothing but its statistics."""
@@ -139,33 +276,47 @@ class RunState:
             *_, length, total = pipe.execute()
         return PartCount(length, None) if total is None else PartCount(length - 1, int(total))
 
-    def forget_part(self, shard: int) -> None:
-        """Drop the record of a part that is not what it says."""
-        self._redis.hdel(self._parts_key, str(shard))
-
-    def amend_parts(self, found: Mapping[int, PartStats], gone: Collection[int], total: int) -> PartCount:
+    def amend_parts(self, found: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int) -> PartCount:
         """Add parts that a listing found and drop those it did not; the others stay as they are.
 
-        Never replaces the whole record: a shard may finish between the listing and this call.
+        Never replaces the whole record: a shard may finish between the listing and this call. For the same
+        reason `gone` has the records as they were before the listing: another is of a part that came since.
         """
         fields: dict[Any, Any] = {str(shard): stats.to_text() for shard, stats in found.items()}
-        with self._redis.pipeline() as pipe:
-            if gone:
-                pipe.hdel(self._parts_key, *map(str, gone))
+        dropped = {str(shard): record for shard, record in gone.items()}
+
+        def amend(pipe: Pipeline) -> PartCount:
+            now: Any = pipe.hmget(self._parts_key, list(dropped)) if dropped else []
+            names = [name for name, record in zip(dropped, now, strict=True) if record == dropped[name]]
+            pipe.multi()
+            if names:
+                pipe.hdel(self._parts_key, *names)
             pipe.hset(self._parts_key, mapping={**fields, _TOTAL: total})
             pipe.expire(self._parts_key, RUN_TTL_S)
             pipe.hlen(self._parts_key)
             *_, length = pipe.execute()
-        return PartCount(length - 1, total)
+            return PartCount(length - 1, total)
+
+        return transact(self._redis, amend, *([self._parts_key] if dropped else []))
+
+    def records(self) -> dict[int, bytes]:
+        """Return the recorded parts by shard, as they are stored."""
+        found = cast("dict[bytes, bytes]", self._redis.hgetall(self._parts_key))
+        records = {}
+        for field, record in found.items():
+            with suppress(ValueError):  # `total` is none
+                records[int(field)] = record
+        return records
 
     def parts(self) -> dict[int, PartStats]:
         """Return the recorded parts by shard; what is no record of ours counts as none."""
-        found = cast("dict[bytes, bytes]", self._redis.hgetall(self._parts_key))
         parts = {}
-        for field, record in found.items():
-            with suppress(ValueError):  # `total` is none either
-                parts[int(field)] = PartStats.from_text(record)
+        for shard, record in self.records().items():
+            with suppress(ValueError):
+                parts[shard] = PartStats.from_text(record)
         return parts
+
+    # Who may write
 
     @contextmanager
     def lock(self) -> Iterator[RunLock]:
@@ -196,3 +347,41 @@ class RunState:
         except LockNotOwnedError:
             if not lock.acquire(blocking=False):
                 raise
+
+    def write(self, lock: RunLock, change: Callable[[Pipeline], T], *watched: str) -> T:
+        """Make a change while the lock is held, and return what `change` returns.
+
+        change: looks at what it rests on, calls `multi`, queues commands and executes them. It is called
+        again where one of the keys `watched` has changed meanwhile, or the lock ran out and was taken anew.
+        Raises as `keep` does, and RunBusy when the job that the lease is of is another's.
+        """
+        while True:
+            self.keep(lock)
+            with suppress(LockNotOwnedError):
+                return self._change(partial(lock.checked, change), lock.key, *watched)
+
+    def _change(self, change: Callable[[Pipeline], T], *watched: str) -> T:
+        """Make a change while the job is held that the lease is of, where there is one."""
+        lease = self._lease
+        if lease is None:
+            return transact(self._redis, change, *watched)
+
+        def checked(pipe: Pipeline) -> T:
+            if pipe.zscore(lease.key, lease.member) is None:
+                raise RunBusy(self.run)
+            return change(pipe)
+
+        return transact(self._redis, checked, lease.key, *watched)
+
+
+def _number(raw: Any) -> int:
+    """Return a stored number; 0 for none, and for what is no number: others may write into Redis."""
+    return stored.count(stored.text(raw)) or 0 if isinstance(raw, bytes) else 0
+
+
+def _end(found: list[bytes | None]) -> End:
+    return End(found[0] is not None, _number(found[1]))
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)

@@ -17,7 +17,8 @@ from rq.timeouts import JobTimeoutException
 
 from engine import Completion
 from jobs.answer_memo import AnswerMemo
-from jobs.context import MAX_RESULT_BYTES, JobContext
+from jobs.context import MAX_RESULT_BYTES, JobContext, Lease
+from jobs.holders import executions_key
 from jobs.keys import FILE, FUNCTION
 from jobs.served_model import ServedModel
 from jobs.shared_files import SharedFiles
@@ -195,6 +196,7 @@ class JobRunner:
             answers=self._surroundings.answers,
             check_interrupted=check_interrupted,
             max_result_bytes=self._surroundings.max_result_bytes,
+            lease=Lease(executions_key(job.claimed.job_id), job.claimed.execution.id),
         )
 
     def _open(self, job: RunningJob) -> None:
@@ -384,15 +386,17 @@ class JobRunner:
 
         execution_id: the one execution that is meant; None for whichever this worker has.
         """
-        job = self._find(job_id)
-        if job is None or job.closing or execution_id not in (None, job.claimed.execution.id):
+        job = self._find(job_id, execution_id)
+        if job is None or job.closing:
             return False
         self._withdraw(job, JobStopped)
         self._ends.stop(job)
         return True
 
-    def _find(self, job_id: str) -> RunningJob | None:
-        return next((job for job in self._jobs.values() if job.claimed.job_id == job_id), None)
+    def _find(self, job_id: str, execution_id: str | None) -> RunningJob | None:
+        """Return a job of this id. Of one that was enqueued again while it ran here there may be two."""
+        found = (job for job in self._jobs.values() if job.claimed.job_id == job_id)
+        return next((job for job in found if execution_id in (None, job.claimed.execution.id)), None)
 
     def check_deadlines(self) -> None:
         """Fail the jobs that have run longer than their timeout; give up threads that do not heed theirs."""

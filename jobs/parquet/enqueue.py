@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from rq import Queue
 from rq.job import Job, JobStatus
@@ -13,9 +15,12 @@ from rq.serializers import JSONSerializer
 from .. import stored
 from ..context import JobContext
 from ..holders import executions_key
-from ..keys import FILE, KIND_FIELD, MODEL_FIELD, SEQUENCES_FIELD
+from ..keys import FILE, KIND_FIELD, MODEL_FIELD, SEQUENCES_FIELD, SUBMISSION_FIELD
 from .names import PLAN, shard_job_id
 from .run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from redis.client import Pipeline
 
 #: A run's own record is its parts; RQ's results only help while someone looks.
 RESULT_TTL_S = 24 * 3600
@@ -27,91 +32,139 @@ CHUNK = 100
 _ALIVE = {JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.DEFERRED, JobStatus.CREATED}
 
 
-def enqueue_shards(context: JobContext, queue_name: str, folder: RunFolder, shards: Sequence[int]) -> int:
+def enqueue_shards(
+    context: JobContext, queue_name: str, folder: RunFolder, shards: Sequence[int], redo: bool = False
+) -> int:
     """Enqueue those of the shards that no live job is working on; return how many.
 
-    Raises RunBusy when another planner holds the run's lock, RunCancelled when `cancel` came in between, and
-    between two chunks what interrupts the job.
+    redo: a shard's job replaces a part that is not what this run has written.
+    Raises RunBusy when another planner holds the run's lock, or has this one's job, RunCancelled when
+    `cancel` came in between, and between two chunks what interrupts the job.
     """
     queue = Queue(queue_name, connection=context.connection, serializer=JSONSerializer)
     enqueued = 0
     with folder.state.lock() as lock:
         for start in range(0, len(shards), CHUNK):
             context.check_interrupted()
-            folder.state.keep(lock)  # fails when another has it, so that two planners never write at once
-            folder.state.check_not_cancelled()
-            enqueued += _enqueue_chunk(queue, folder, shards[start : start + CHUNK])
+            chunk = partial(_enqueue_chunk, queue, folder, shards[start : start + CHUNK], redo)
+            enqueued += folder.state.write(lock, chunk)  # or not at all: two planners never write at once
     return enqueued
 
 
-def _enqueue_chunk(queue: Queue, folder: RunFolder, shards: Sequence[int]) -> int:
+def _enqueue_chunk(queue: Queue, folder: RunFolder, shards: Sequence[int], redo: bool, pipe: Pipeline) -> int:
+    folder.state.check_not_cancelled()
+    submission = folder.state.submission()
     ids = {shard: shard_job_id(folder.plan.run, shard) for shard in shards}
-    waiting = _without_live_jobs(queue, ids)
+    look = _look(queue, ids.values(), folder.state.cancelled_submission())
+    waiting = [shard for shard, job_id in ids.items() if not look.is_alive(job_id)]
     old_jobs = Job.fetch_many([ids[shard] for shard in waiting], queue.connection, JSONSerializer)
-    with queue.connection.pipeline() as pipe:
-        for job in old_jobs:
-            if job is not None:
-                job.delete(pipeline=pipe, remove_from_queue=False)
-                pipe.delete(Result.get_key(job.id))  # type: ignore[no-untyped-call]
-        queue.enqueue_many([_job_data(folder, shard, ids[shard]) for shard in waiting], pipeline=pipe)
-        for shard in waiting:
-            fields: dict[Any, Any] = {
-                SEQUENCES_FIELD: folder.plan.shards[shard].rows,
-                MODEL_FIELD: folder.plan.model.fingerprint,
-                KIND_FIELD: FILE,
-            }
-            pipe.hset(Job.key_for(ids[shard]), mapping=fields)
-        pipe.execute()
+    pipe.multi()
+    for job in old_jobs:
+        if job is not None:
+            job.delete(pipeline=pipe, remove_from_queue=job.origin != queue.name)
+            pipe.delete(Result.get_key(job.id))  # type: ignore[no-untyped-call]
+    if waiting:  # also of one that is stopped while this is prepared
+        pipe.zrem(queue.failed_job_registry.key, *(ids[shard] for shard in waiting))
+    queue.enqueue_many([_job_data(folder, shard, ids[shard], redo) for shard in waiting], pipeline=pipe)
+    for shard in waiting:
+        fields: dict[Any, Any] = {
+            SEQUENCES_FIELD: folder.plan.shards[shard].rows,
+            MODEL_FIELD: folder.plan.model.fingerprint,
+            SUBMISSION_FIELD: submission,
+            KIND_FIELD: FILE,
+        }
+        pipe.hset(Job.key_for(ids[shard]), mapping=fields)
+    for job_id in look.reprieved:
+        pipe.hset(Job.key_for(job_id), SUBMISSION_FIELD, str(submission))
+    pipe.execute()
     return len(waiting)
 
 
-def _without_live_jobs(queue: Queue, ids: dict[int, str]) -> list[int]:
-    """Return the shards that need a job."""
-    states, in_queue = _look(queue, ids.values(), with_queue=False)
-    if any(state[0] == JobStatus.QUEUED.encode() for state in states):
-        # Only now: the queue may hold a million jobs of others. Both from one snapshot.
-        states, in_queue = _look(queue, ids.values(), with_queue=True)
-    return [
-        shard
-        for (shard, job_id), state in zip(ids.items(), states, strict=True)
-        if not _is_alive(queue, job_id, state, in_queue)
-    ]
+@dataclass(frozen=True)
+class _JobSeen:
+    """A shard's job at one moment. is_held: by a worker. submission: of which it is."""
+
+    status: str | None
+    origin: str | None
+    submission: int
+    is_held: bool
+    in_queue: bool
+
+    @classmethod
+    def parse(cls, fields: Sequence[bytes | None], num_executions: int, in_queue: bool) -> _JobSeen:
+        status, origin, submission = (stored.text(field) if field else None for field in fields)
+        return cls(status, origin, stored.count(submission) or 0, num_executions > 0, in_queue)
 
 
-def _look(
-    queue: Queue, job_ids: Iterable[str], with_queue: bool
-) -> tuple[list[tuple[bytes | None, bytes | None, int]], set[str]]:
-    """Return status, origin and executions of each job, and the ids on the queue, all of one moment."""
+@dataclass(frozen=True)
+class _Look:
+    """The jobs of some shards at one moment.
+
+    queue: where they are enqueued. cancelled: the last submission of the run that was.
+    """
+
+    queue: str
+    cancelled: int
+    jobs: dict[str, _JobSeen]
+
+    def is_alive(self, job_id: str) -> bool:
+        """Whether the job will bring its shard to an end.
+
+        One that a worker holds since before the run was cancelled will not, even where the word to stop has
+        not reached that worker yet: enqueued again, it is taken from it.
+        """
+        job = self.jobs[job_id]
+        if self._was_cancelled(job):
+            return self._waits_here(job)
+        if job.is_held:
+            return True
+        # A worker that was killed between taking a job and starting it may leave it "queued" on no queue.
+        is_lost = job.status == JobStatus.QUEUED and job.origin == self.queue and not job.in_queue
+        return job.status in _ALIVE and not is_lost
+
+    @property
+    def reprieved(self) -> list[str]:
+        """Jobs that still wait on the queue since before the run was cancelled: they are the newest
+        submission's from now on."""
+        return [
+            job_id for job_id, job in self.jobs.items() if self._was_cancelled(job) and self._waits_here(job)
+        ]
+
+    def _was_cancelled(self, job: _JobSeen) -> bool:
+        return 0 < self.cancelled >= job.submission
+
+    def _waits_here(self, job: _JobSeen) -> bool:
+        return job.status == JobStatus.QUEUED and job.in_queue and not job.is_held
+
+
+def _look(queue: Queue, job_ids: Iterable[str], cancelled: int) -> _Look:
+    """Look at jobs, and where it matters at which of them are on the queue: it may hold a million others."""
+    jobs = _read(queue, job_ids, with_queue=False)
+    if any(job.status == JobStatus.QUEUED for job in jobs.values()):
+        jobs = _read(queue, job_ids, with_queue=True)
+    return _Look(queue.name, cancelled, jobs)
+
+
+def _read(queue: Queue, job_ids: Iterable[str], with_queue: bool) -> dict[str, _JobSeen]:
+    """Read the jobs, and whether they are on the queue, all of one moment."""
     keys = (queue.key, queue.intermediate_queue_key) if with_queue else ()
     with queue.connection.pipeline() as pipe:
         for key in keys:
             pipe.lrange(key, 0, -1)
         for job_id in job_ids:
-            pipe.hmget(Job.key_for(job_id), "status", "origin")
+            pipe.hmget(Job.key_for(job_id), "status", "origin", SUBMISSION_FIELD)
             pipe.zcard(executions_key(job_id))
         replies = pipe.execute()
-    fields, executions = replies[len(keys) :: 2], replies[len(keys) + 1 :: 2]
-    states = [(status, origin, held) for (status, origin), held in zip(fields, executions, strict=True)]
-    return states, {stored.text(job_id) for ids in replies[: len(keys)] for job_id in ids}
+    in_queue = {stored.text(job_id) for ids in replies[: len(keys)] for job_id in ids}
+    read = zip(job_ids, replies[len(keys) :: 2], replies[len(keys) + 1 :: 2], strict=True)
+    return {job_id: _JobSeen.parse(fields, held, job_id in in_queue) for job_id, fields, held in read}
 
 
-def _is_alive(
-    queue: Queue, job_id: str, state: tuple[bytes | None, bytes | None, int], in_queue: set[str]
-) -> bool:
-    status, origin = (stored.text(field) if field else None for field in state[:2])
-    if state[2]:
-        return True
-    if status not in _ALIVE:
-        return False
-    # A worker that was killed between taking a job and starting it may leave it "queued" on no queue.
-    is_lost = status == JobStatus.QUEUED and origin == queue.name and job_id not in in_queue
-    return not is_lost
-
-
-def _job_data(folder: RunFolder, shard: int, job_id: str) -> Any:
+def _job_data(folder: RunFolder, shard: int, job_id: str, redo: bool) -> Any:
     return Queue.prepare_data(
         "jobs.score_shard",
         args=(folder.plan.run, folder.path(PLAN), shard),
+        kwargs={"redo_damaged": True} if redo else None,
         timeout=-1,
         result_ttl=RESULT_TTL_S,
         failure_ttl=FAILURE_TTL_S,

@@ -7,6 +7,9 @@ MANIFEST = "_manifest.json"
 SUCCESS = "_SUCCESS"
 TEMPORARY_PREFIX = "_tmp."
 
+#: Where one execution's claim to withdraw SUCCESS is called like a file of that name.
+WITHDRAWAL = "_WITHDRAWN"
+
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 _PART = re.compile(r"part-(\d{5,})\.parquet")
 
@@ -32,6 +35,11 @@ def temporary_name(execution_id: str, name: str) -> str:
     None that a reader's `*.parquet` matches: the file is not whole.
     """
     return f"{TEMPORARY_PREFIX}{execution_id}.{name}.tmp"
+
+
+def is_temporary(name: str, of: str) -> bool:
+    """Whether this is what some execution calls its file for `of` before it is published."""
+    return name.startswith(TEMPORARY_PREFIX) and name.endswith(f".{of}.tmp")
 
 
 def shard_job_id(run: str, shard: int) -> str:

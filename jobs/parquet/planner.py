@@ -18,7 +18,6 @@ from ..errors import (
     InvalidValue,
     MissingColumn,
     OutputHoldsAnotherRun,
-    RunCancelled,
     RunOfAnotherModel,
 )
 from ..run_state import RunState
@@ -98,8 +97,8 @@ class Submission:
 def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: Submission) -> dict[str, Any]:
     """Plan or resume the run of a checked spec. Raises RunError, or ModelNotServed for a new run."""
     storage.resolve(spec.output)
-    state, queue = RunState(context.connection, spec.run), submission.queue
-    _open_submission(state, context.job_id, spec.output, submission)
+    state, queue = RunState(context.connection, spec.run, context.lease), submission.queue
+    state.open_submission(context.job_id, spec.output, queue, submission.model, submission.limit)
     found = find_files(storage, spec.input, spec.output)
     inputs = read_inputs(storage, found, spec.filename_column, context.check_interrupted)
     check_columns(spec, inputs.schema, found[0].path)
@@ -107,15 +106,12 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
     folder = RunFolder(storage, plan, state, context.execution_id)
     if plan.rows == 0:
         _publish_empty_part(folder, inputs, context.model)
-    # Looked for first: the marks of a run that ends while this planner is frozen stay.
-    had_ended = folder.has_success() or state.has_finished()
-    _check_parts(folder, submission.redo_damaged, context.check_interrupted)
-    missing = sorted(set(range(len(plan.shards))) - folder.shards_with_parts())
-    if missing and had_ended:
-        folder.withdraw_success()
+    had_ended = folder.has_success() or state.end().finished
+    damaged = _check_parts(folder, submission.redo_damaged, context.check_interrupted)
+    missing = folder.withdraw_end(damaged)
     context.check_interrupted()
-    finished = folder.recount(queue)  # before any shard runs: from here on the last one knows that it is
-    enqueued = 0 if finished else enqueue_shards(context, queue, folder, missing)
+    finished = folder.recount(queue, damaged)  # before any shard runs: from here on the last one knows it is
+    enqueued = 0 if finished else enqueue_shards(context, queue, folder, missing, bool(damaged))
     return {
         "run": plan.run,
         "output": spec.output,
@@ -126,19 +122,6 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
         "run_finished": finished,
         "already_finished": finished and had_ended,
     }
-
-
-def _open_submission(state: RunState, job_id: str, output: str, submission: Submission) -> None:
-    """Tell Redis of the run. Raises RunCancelled when this job was cancelled, and runs again because its
-    worker died: that is no new submission."""
-    if not state.was_submitted_by(job_id):
-        state.submit(job_id, output, submission.queue, submission.model, submission.limit)
-        return
-    try:
-        state.check_not_cancelled()
-    except RunCancelled:
-        state.forget_submission()
-        raise
 
 
 def check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
@@ -154,21 +137,23 @@ def check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
     output_schema(schema)
 
 
-def _check_parts(folder: RunFolder, redo: bool, check_interrupted: Callable[[], None]) -> None:
+def _check_parts(folder: RunFolder, redo: bool, check_interrupted: Callable[[], None]) -> set[int]:
     """Look into every part that is there; raise PartDamaged for one that this run has not written so.
 
-    redo: remove such parts instead. Either way the run has not finished any more.
+    redo: return such parts' shards instead, whose jobs will replace them. Either way the run has not finished
+    any more.
     """
-    damaged = folder.damaged_parts(check_interrupted)
-    if not damaged:
-        return
-    folder.withdraw_success()
-    for shard in damaged:
-        if redo:
-            folder.delete_part(shard)
-        folder.state.forget_part(shard)
-    if not redo:
-        raise next(iter(damaged.values()))
+    recorded = folder.state.records()
+    found = folder.damaged_parts(check_interrupted)
+    if redo:
+        folder.delete_surplus(found)
+        return found.keys() & set(range(len(folder.plan.shards)))
+    if found:
+        folder.withdraw_end(found.keys())
+        gone = {shard: record for shard, record in recorded.items() if shard in found}
+        folder.state.amend_parts({}, gone, len(folder.plan.shards))
+        raise next(iter(found.values()))
+    return set()
 
 
 def _agreed_plan(

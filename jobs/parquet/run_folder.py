@@ -1,15 +1,31 @@
-"""A planned run on disk: its plan, its parts, and the check that ends it."""
+"""A planned run on disk: its plan, its parts, and the check that ends it.
+
+Files know no transactions, and whoever is about to rename or remove one may have been frozen since it
+looked. So nothing here takes a whole part away, and the mark of the end changes only by renames of files that
+each execution names for itself, its claims: who ends the run makes one, removes all claims to withdraw its
+end, looks at every part, and renames its claim to `_SUCCESS`; who finds a part missing makes one, removes all
+claims to end, looks, and renames its own. Of two that meet, the later look is the newer, and has removed the
+claim of the other, whose rename fails, and who looks again. A mark that is withdrawn is a link to nowhere: to
+remove it could hit the one that comes after it.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 
-from ..errors import InputNotFound, OutputHoldsForeignFiles, PartDamaged, PlanDamaged, RunError
+from ..errors import (
+    InputNotFound,
+    OutputHoldsForeignFiles,
+    PartDamaged,
+    PlanDamaged,
+    RunError,
+    RunResubmitted,
+)
 from ..part_stats import COUNTED, PartStats
 from ..run_control import remove_waiting
 from ..run_state import RunState
@@ -18,6 +34,8 @@ from .names import (
     PLAN,
     SUCCESS,
     TEMPORARY_PREFIX,
+    WITHDRAWAL,
+    is_temporary,
     part_name,
     part_shard,
     shard_job_id,
@@ -30,6 +48,9 @@ from .storage import Storage, reading, writing
 #: A plan of ten million rows in shards of one thousand has about 0.3 MB.
 MAX_PLAN_BYTES = 256 << 20
 
+
+#: What a listing shows of a mark that was withdrawn.
+_WITHDRAWN_TEXT = "withdrawn: a part is missing"
 
 #: What a manifest says of the workers that answered; where they differed, all of it.
 _SERVED = ("model", "fingerprint", "dtype", "attention_backend", "version")
@@ -89,16 +110,43 @@ class RunFolder:
                 damaged[shard] = error
         return damaged
 
-    def delete_part(self, shard: int) -> None:
-        """Remove a part. Raises OutputNotWritable."""
-        path = self.path(part_name(shard))
-        with writing(path):
-            self.storage.delete(path)
+    def delete_surplus(self, shards: Iterable[int]) -> None:
+        """Remove parts that no shard of the run has: none come in their place. Raises OutputNotWritable."""
+        for path in (self.path(part_name(shard)) for shard in shards if shard >= len(self.plan.shards)):
+            with writing(path):
+                self.storage.delete(path)
 
     def publish(self, temporary: str, name: str) -> bool:
         """Put a written file in place; return False when the place was taken. Raises OutputNotWritable."""
         with writing(self.path(name)):
             return self.storage.publish(temporary, self.path(name))
+
+    def publish_over_damaged(self, temporary: str, shard: int) -> bool:
+        """Put a part in place, also of one that is damaged; return False when a whole one was there."""
+        name = part_name(shard)
+        if self.publish(temporary, name):
+            return True
+        if self.has_whole_part(shard):
+            return False
+        with writing(self.path(name)):
+            return self.storage.replace(temporary, self.path(name))
+
+    def has_whole_part(self, shard: int) -> bool:
+        """Whether the part is there and is what this run has written."""
+        try:
+            self.part_stats(shard)
+        except PartDamaged:
+            return False
+        return True
+
+    def _whole_parts(self, suspects: Collection[int]) -> set[int]:
+        """Return the shards whose part is there; only suspects are looked into."""
+        planned = self._numbers_of_parts() & set(range(len(self.plan.shards)))
+        return {shard for shard in planned if shard not in suspects or self.has_whole_part(shard)}
+
+    def missing_shards(self, suspects: Collection[int] = ()) -> list[int]:
+        """Return the shards that have no part, or a damaged one; only suspects are looked into for that."""
+        return sorted(set(range(len(self.plan.shards))) - self._whole_parts(suspects))
 
     def record_part(self, stats: PartStats, queue: str) -> bool:
         """Count a published part and end the run if it was the last; return whether the run has ended."""
@@ -107,56 +155,105 @@ class RunFolder:
             return self.recount(queue)
         if count.done >= count.total:
             return self._finish()
-        reason = self.state.judge(stats)
-        if reason is not None:
-            self.state.stop(reason)
-            waiting = sorted(set(range(count.total)) - self.state.parts().keys())
-            ids = [shard_job_id(self.plan.run, shard) for shard in waiting]
-            remove_waiting(self.state.connection, queue, ids)
+        self._stop_where_too_many_fail(stats, count.total, queue)
         return False
 
-    def recount(self, queue: str) -> bool:
+    def _stop_where_too_many_fail(self, stats: PartStats, shards: int, queue: str) -> None:
+        verdict = self.state.judge(stats)
+        if verdict is None:
+            return
+        with suppress(RunResubmitted):  # perhaps with another limit, which judges the next parts
+            self.state.stop(verdict)
+            waiting = sorted(set(range(shards)) - self.state.parts().keys())
+            ids = [shard_job_id(self.plan.run, shard) for shard in waiting]
+            remove_waiting(self.state, verdict.submission, queue, ids)
+
+    def recount(self, queue: str, damaged: Collection[int] = ()) -> bool:
         """Rebuild the run's state from the parts that are there; end the run if none is missing.
 
-        queue: where the run's shards are enqueued.
+        queue: where the run's shards are enqueued. damaged: parts that count as missing while they are.
         """
         size: dict[str, str | int] = {"rows": self.plan.rows, "shards": len(self.plan.shards)}
         model = {"model": self.plan.model.fingerprint, "model_text": str(self.plan.model)}
         self.state.describe({"output": self._path, "queue": queue, **size, **model})
-        recorded = set(self.state.parts())  # before the listing: what is in both is certain
-        present = self.shards_with_parts()
-        found = {shard: self.part_stats(shard) for shard in present - recorded}
-        count = self.state.amend_parts(found, recorded - present, len(self.plan.shards))
+        recorded = self.state.records()  # before the listing: what is in both is certain
+        self.shards_with_parts()
+        present = self._whole_parts(damaged)
+        found = {shard: self.part_stats(shard) for shard in present - recorded.keys()}
+        gone = {shard: record for shard, record in recorded.items() if shard not in present}
+        count = self.state.amend_parts(found, gone, len(self.plan.shards))
         return count.done >= len(self.plan.shards) and self._finish()
 
     def has_success(self) -> bool:
         return self.storage.stat(self.path(SUCCESS)) is not None
 
-    def withdraw_success(self) -> None:
-        """Take back an end that is no longer true."""
-        self.state.withdraw_finished()
-        with writing(self.path(SUCCESS)):  # last: a planner that is killed before finds it, and goes on
-            self.storage.delete(self.path(SUCCESS))
+    def withdraw_end(self, suspects: Collection[int] = ()) -> list[int]:
+        """Take back the end of a run with a part missing, damaged, or of no shard; return what is missing.
+
+        suspects: as for missing_shards. Raises OutputNotWritable.
+        """
+        while True:
+            end = self.state.end()
+            if self._is_whole(suspects):
+                return []
+            if self.state.withdraw_finished(end) and self._withdraw_success(suspects):
+                return self.missing_shards(suspects)
+
+    def _is_whole(self, suspects: Collection[int]) -> bool:
+        planned = set(range(len(self.plan.shards)))
+        return self._numbers_of_parts() <= planned and self._whole_parts(suspects) == planned
+
+    def _withdraw_success(self, suspects: Collection[int]) -> bool:
+        """Take the mark back; return False when an end came in between, or is right after all."""
+        claim, mark = self.temporary_path(WITHDRAWAL), self.path(SUCCESS)
+        with writing(mark):
+            self.storage.make_void(claim, _WITHDRAWN_TEXT)
+            self._delete_temporary(SUCCESS)
+            self._delete_temporary(MANIFEST)
+            if self._is_whole(suspects):
+                self.storage.delete(claim)
+                return False
+            if self.has_success():
+                return self.storage.rename(claim, mark)
+            return self.storage.remove(claim)
+
+    def _delete_temporary(self, of: str) -> None:
+        """Remove what executions have written of a file and not published."""
+        for name in self.storage.names(self._path):
+            if is_temporary(name, of):
+                self.storage.delete(self.path(name))
 
     def _finish(self) -> bool:
         """Check every part, then write the manifest and the mark; return False when a part is missing.
 
         Doing it twice, or at two places at once, writes the same files.
         """
-        if self.shards_with_parts() != set(range(len(self.plan.shards))):
-            return False
-        if not self.has_success():
-            # First, because it checks every part.
-            text = manifest_text(self.plan, map(self.part_stats, range(len(self.plan.shards))))
-            self._remove_leftovers()
-            self._replace(MANIFEST, text)
-            self._replace(SUCCESS, "")
-        else:
-            # Of whoever thawed after the end, and was killed while it wrote. A finished run may be read-only.
-            with suppress(RunError):
-                self._remove_leftovers()
-        self.state.mark_finished()
-        return True
+        planned = set(range(len(self.plan.shards)))
+        while self.shards_with_parts() == planned:
+            end = self.state.end()
+            if (self.has_success() or self._write_end()) and self.state.mark_finished(end):
+                # Also of whoever thawed after the end, and was killed while it wrote.
+                with suppress(RunError):  # a finished run may be read-only
+                    self._remove_leftovers()
+                return True
+        return False
+
+    def _write_end(self) -> bool:
+        """Write the manifest, then the mark; return False when a claim was removed: a part may be missing."""
+        targets = [self.path(MANIFEST), self.path(SUCCESS)]
+        claims = [self.temporary_path(MANIFEST), self.temporary_path(SUCCESS)]
+        try:
+            with writing(self._path):
+                for claim in claims:
+                    write_text(self.storage, claim, "")
+                self._delete_temporary(WITHDRAWAL)
+                text = manifest_text(self.plan, map(self.part_stats, range(len(self.plan.shards))))
+                return self.storage.rewrite(claims[0], text.encode()) and all(
+                    self.storage.replace(claim, target) for claim, target in zip(claims, targets, strict=True)
+                )
+        finally:
+            for claim in claims:
+                self.storage.delete(claim)
 
     def _remove_leftovers(self) -> None:
         """Remove the temporary files of all executions; one that still runs finds its part there."""
@@ -164,14 +261,6 @@ class RunFolder:
             if name.startswith(TEMPORARY_PREFIX):
                 with writing(self.path(name)):
                     self.storage.delete(self.path(name))
-
-    def _replace(self, name: str, text: str) -> None:
-        temporary, target = self.temporary_path(name), self.path(name)
-        with writing(target):
-            write_text(self.storage, temporary, text)
-            # Whoever ends the run at the same time takes our file for a leftover, at most once each.
-            while not self.storage.replace(temporary, target):
-                write_text(self.storage, temporary, text)
 
 
 def manifest_text(plan: Plan, parts: Iterable[PartStats]) -> str:

@@ -20,15 +20,15 @@ class ShardTask(Task):
 
     blocking = True
 
-    def __init__(self, run: str, plan: str, shard: int) -> None:
-        self._run, self._plan, self._shard = run, plan, shard
+    def __init__(self, run: str, plan: str, shard: int, redo_damaged: bool) -> None:
+        self._run, self._plan, self._shard, self._redo = run, plan, shard, redo_damaged
         self._work: ShardWork | None = None
 
     def open(self, context: JobContext) -> None:
         """Read the shard's rows, or find its part there already. Raises RunError."""
         from .shard_work import ShardWork
 
-        self._work = ShardWork.open(context, self._run, self._plan, self._shard)
+        self._work = ShardWork.open(context, self._run, self._plan, self._shard, self._redo)
 
     def requests(self) -> Iterator[Request]:
         return self._opened().requests()
@@ -58,7 +58,7 @@ class ShardTask(Task):
         return self._work
 
 
-def shard_task(run: str, plan: str, shard: int) -> ShardTask:
+def shard_task(run: str, plan: str, shard: int, redo_damaged: bool = False) -> ShardTask:
     """Return the task of jobs.score_shard. Raises InvalidJob when an argument is wrong."""
     if not is_run_id(run):
         raise InvalidValue(
@@ -68,4 +68,6 @@ def shard_task(run: str, plan: str, shard: int) -> ShardTask:
         raise InvalidJob(f"plan is {type(plan).__name__}, expected the path of a run's _plan.json")
     if not isinstance(shard, int) or isinstance(shard, bool) or shard < 0:
         raise InvalidValue("shard is {}, expected the number of a shard", shown(shard))
-    return ShardTask(run, plan, shard)
+    if not isinstance(redo_damaged, bool):
+        raise InvalidValue("redo_damaged is {}, expected true or false", shown(redo_damaged))
+    return ShardTask(run, plan, shard, redo_damaged)

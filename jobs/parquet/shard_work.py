@@ -36,10 +36,18 @@ class ShardWork:
     """A shard between open and close. With its part already there it has no requests and only counts it."""
 
     def __init__(
-        self, context: JobContext, folder: RunFolder, shard: int, clock: Callable[[], float] = time.time
+        self,
+        context: JobContext,
+        folder: RunFolder,
+        shard: int,
+        redo_damaged: bool = False,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """Read the shard's rows. Raises RunError. clock: Unix time in seconds."""
-        self._folder, self._number, self._clock = folder, shard, clock
+        """Read the shard's rows. Raises RunError.
+
+        redo_damaged: a part that is not what this run has written is replaced. clock: Unix time in seconds.
+        """
+        self._folder, self._number, self._redo, self._clock = folder, shard, redo_damaged, clock
         self._model, self._queue = context.model, context.queue_name
         self._started_at = clock()
         self._temporary = folder.temporary_path(part_name(shard))
@@ -47,7 +55,7 @@ class ShardWork:
         self._files, self._entered = context.files, False
         self._memo, self._check_interrupted = context.answers, context.check_interrupted
         folder.state.check_not_cancelled()
-        if not folder.has_part(shard):
+        if not self._has_part():
             _check_model(folder.plan, context.model)
             self._files.enter(self._planned_file.path)
             self._entered = True
@@ -58,14 +66,16 @@ class ShardWork:
                 raise
 
     @classmethod
-    def open(cls, context: JobContext, run: str, plan_path: str, shard: int) -> ShardWork:
+    def open(
+        cls, context: JobContext, run: str, plan_path: str, shard: int, redo_damaged: bool = False
+    ) -> ShardWork:
         """Find the shard in its plan. Raises PlanDamaged when the three do not belong together."""
         storage = Storage(context.data_roots, context.check_interrupted)
         plan = trusted_plan(storage, plan_path, run, context.files)
         if shard >= len(plan.shards):
             raise PlanDamaged(plan_path, f"it has {len(plan.shards)} shards, none numbered {shard}")
         state = RunState(context.connection, run)
-        return cls(context, RunFolder(storage, plan, state, context.execution_id), shard)
+        return cls(context, RunFolder(storage, plan, state, context.execution_id), shard, redo_damaged)
 
     def requests(self) -> Iterator[Request]:
         return self._requests.requests() if self._requests else iter(())
@@ -115,16 +125,25 @@ class ShardWork:
             self._entered = False
             self._files.leave(self._planned_file.path)
 
+    def _has_part(self) -> bool:
+        """Whether there is nothing left to compute."""
+        if self._redo:
+            return self._folder.has_whole_part(self._number)
+        return self._folder.has_part(self._number)
+
     def _publish(self, requests: ShardRequests) -> PartStats | None:
         """Write and publish the part; return None when the place was taken."""
-        if self._folder.has_part(self._number):  # redone while this worker was frozen: nobody awaits the file
+        if self._has_part():  # redone while this worker was frozen: nobody awaits the file
             return None
         try:
             stats = self._write(requests)
-            published = self._folder.publish(self._temporary, part_name(self._number))
+            if self._redo:
+                published = self._folder.publish_over_damaged(self._temporary, self._number)
+            else:
+                published = self._folder.publish(self._temporary, part_name(self._number))
         except (OSError, RunError):
             # Of two executions the slower one may find the run ended and its own file, or the input, removed.
-            if not self._folder.has_part(self._number):
+            if not self._has_part():
                 raise
             return None
         return stats if published else None

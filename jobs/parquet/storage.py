@@ -123,6 +123,23 @@ class Storage:
             descriptor = os.open(name, flags, mode=0o666, dir_fd=folder)
         return pa.PythonFile(os.fdopen(descriptor, "wb"), mode="w")
 
+    def rewrite(self, path: str, contents: bytes) -> bool:
+        """Write a file that is there anew; return False if someone removed it."""
+        flags = os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW
+        try:
+            with self._parent(path) as (folder, name):
+                descriptor = os.open(name, flags, dir_fd=folder)
+        except FileNotFoundError:
+            return False
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(contents)
+        return True
+
+    def make_void(self, path: str, text: str) -> None:
+        """Make a name that leads to no file, and tells whoever lists the folder why."""
+        with self._parent(path) as (folder, name), suppress(FileExistsError):
+            os.symlink(text, name, dir_fd=folder)
+
     def publish(self, temporary: str, target: str) -> bool:
         """Put a written file in its place, in the same folder, without replacing; return False if the place
         was taken.
@@ -163,10 +180,29 @@ class Storage:
             self._check_in_place(folder, target)
         return True
 
+    def rename(self, path: str, target: str) -> bool:
+        """As `replace`, for what is no file with contents."""
+        with self._parent(target) as (folder, name):
+            try:
+                os.replace(os.path.basename(path), name, src_dir_fd=folder, dst_dir_fd=folder)
+            except FileNotFoundError:
+                return False
+            _sync(".", folder)
+            self._check_in_place(folder, target)
+        return True
+
     def delete(self, path: str) -> None:
         """Remove a file that may already be gone."""
-        with suppress(FileNotFoundError), self._parent(path) as (folder, name):
-            os.unlink(name, dir_fd=folder)
+        self.remove(path)
+
+    def remove(self, path: str) -> bool:
+        """Remove a file; return False if someone else did before."""
+        try:
+            with self._parent(path) as (folder, name):
+                os.unlink(name, dir_fd=folder)
+        except FileNotFoundError:
+            return False
+        return True
 
     @contextmanager
     def _parent(self, path: str) -> Iterator[tuple[int, str]]:

@@ -66,10 +66,23 @@ class FusedStorage(Storage):
         with self._fuse.step():
             return super().replace(temporary, target)
 
-    def delete(self, path: str) -> None:
-        if not self._fuse.burnt:
-            with self._fuse.step():
-                super().delete(path)
+    def rename(self, path: str, target: str) -> bool:
+        with self._fuse.step():
+            return super().rename(path, target)
+
+    def rewrite(self, path: str, contents: bytes) -> bool:
+        with self._fuse.step():
+            return super().rewrite(path, contents)
+
+    def make_void(self, path: str, text: str) -> None:
+        with self._fuse.step():
+            super().make_void(path, text)
+
+    def remove(self, path: str) -> bool:
+        if self._fuse.burnt:
+            return False
+        with self._fuse.step():
+            return super().remove(path)
 
 
 class FusedRedis(Redis):

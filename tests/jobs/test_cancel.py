@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from redis import Redis
 from rq.job import JobStatus
 
 from jobs import cli
-from jobs.keys import held_key
+from jobs.keys import held_key, worker_key
 from jobs.parquet.names import part_name, shard_job_id
 from tests.rq_workers import Workers, leftovers, wait_until
 
@@ -105,3 +107,34 @@ def test_a_shard_that_is_stopped_while_it_opens_opens_to_its_end_and_closes(
     assert worker.wait(timeout=60) == 0
     assert [path.name for path in tmp_path.glob("gate*")] == ["gate"]
     assert [path.name for path in output.iterdir()] == ["_plan.json"]
+
+
+def jobs_held(redis: Redis, worker: str) -> int | None:
+    """What a worker's statistics say, None before it serves."""
+    told = redis.get(worker_key(worker))
+    return None if told is None else json.loads(told)["jobs_held"]
+
+
+def test_a_run_that_is_submitted_again_outlives_the_stops_of_the_cancel_before(
+    workers: Workers, redis: Redis, tmp_path: Path
+) -> None:
+    """A worker that is frozen in between hears of the cancel after the planner has counted its shards."""
+    gate, output = tmp_path / "gate", tmp_path / "out"
+    pq.write_table(pa.table({"prompt": [f"file:{gate}"] * 4, "id": range(4)}), tmp_path / "in.parquet")
+    submit = ("submit", tmp_path / "in.parquet", output, "--rows-per-shard", 2)
+    frozen = workers.start("--name", "frozen", TOKENMILL_LEASE_S="120")
+    run = tokenmill(workers, *submit).strip()
+    wait_until(lambda: jobs_held(redis, "frozen") == 2)
+    frozen.send_signal(signal.SIGSTOP)
+    assert "0 jobs removed, 2 told to stop" in tokenmill(workers, "cancel", run)
+    workers.start("--name", "other", TOKENMILL_LEASE_S="120")
+    tokenmill(workers, *submit)
+    wait_until(lambda: workers.job(f"{run}-plan").get_status() == JobStatus.FINISHED)
+    frozen.send_signal(signal.SIGCONT)
+    wait_until(lambda: jobs_held(redis, "frozen") == 0)
+    gate.touch()
+    wait_until((output / "_SUCCESS").exists)
+    assert pq.read_table(output)["id"].to_pylist() == [*range(4)]
+    wait_until(lambda: f"run {run}: finished" in tokenmill(workers, "status", run))
+    wait_until(lambda: not leftovers(redis, "bulk"))
+    assert workers.queue("bulk").failed_job_registry.get_job_count(cleanup=False) == 0

@@ -307,7 +307,8 @@ def test_status_survives_redis_losing_the_runs_keys(
     redis.delete(run_key(run))
     first, *rest = queued_jobs(redis)
     run_task(make_context(), first.func_name, *first.args)
-    RunState(redis, run).mark_finished()  # all that Redis would know if the last shard had ended now
+    state = RunState(redis, run)
+    state.mark_finished(state.end())  # all that Redis would know if the last shard had ended now
     assert "knows no run" in invoke("status", run).output
     redis.delete(run_key(run), run_parts_key(run))
     for job in rest:

@@ -231,27 +231,27 @@ def test_a_planner_that_slept_while_another_planned_and_the_run_ended_leaves_its
     redis: Redis, make_context: MakeContext, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has listed the parts before any was there, and is interrupted before it counts them."""
-    list_parts = RunFolder.shards_with_parts
+    list_parts = RunFolder._numbers_of_parts
 
     def sleep_after_the_listing(folder: RunFolder) -> set[int]:
-        monkeypatch.setattr(RunFolder, "shards_with_parts", list_parts)
+        monkeypatch.setattr(RunFolder, "_numbers_of_parts", list_parts)
         found = list_parts(folder)
         score_parquet(make_context(), spec.input[0], spec.output, sampling=spec.sampling, rows_per_shard=2)
         work_off(redis, make_context)
         assert_finished(spec)
         return found
 
-    def interrupted(folder: RunFolder, queue: str) -> bool:
+    def interrupted(*args: Any) -> bool:
         raise Killed
 
     context = make_context()
     recount = RunFolder.recount
-    monkeypatch.setattr(RunFolder, "shards_with_parts", sleep_after_the_listing)
+    monkeypatch.setattr(RunFolder, "_numbers_of_parts", sleep_after_the_listing)
     monkeypatch.setattr(
         RunFolder,
         "recount",
-        lambda folder, queue: (interrupted if folder._execution_id == context.execution_id else recount)(
-            folder, queue
+        lambda folder, *args: (interrupted if folder._execution_id == context.execution_id else recount)(
+            folder, *args
         ),
     )
     with pytest.raises(Killed):

@@ -117,7 +117,9 @@ def test_a_slow_planner_sees_what_was_cancelled_meanwhile(
     class IsSlow(RunState):
         def keep(self, lock: Lock) -> None:
             redis.delete(run_lock_key(self.run))
-            self.mark_cancelled()
+            canceller = RunState(redis, self.run)
+            with canceller.lock() as theirs:
+                canceller.cancel(theirs, canceller.submission())
             super().keep(lock)
 
     with pytest.raises(RunCancelled):
