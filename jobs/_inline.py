@@ -18,6 +18,7 @@ from rq.job import Job
 
 from .context import JobContext
 from .errors import InvalidJob, InvalidValue, JobsError
+from .shard_bytes import ShardBytes
 from .table import open_task, own_function
 from .tasks import Request, Task
 
@@ -153,6 +154,7 @@ def _context(job: Job, attention_backend: str = "") -> JobContext:
         model=settings.served_model(_identity(), attention_backend),
         check_sampling=check_sampling,
         max_result_bytes=settings.max_result_bytes,
+        shard_bytes=ShardBytes(settings.max_shard_bytes),
     )
 
 

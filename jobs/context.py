@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .answer_memo import AnswerMemo
 from .served_model import ServedModel
+from .shard_bytes import ShardBytes
 from .shared_files import SharedFiles
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class JobContext:
     model: what this process serves.
     check_sampling: raises InvalidJob for sampling values that no request could use, so that a run of
         a million rows fails once at planning and not in every row, and a job of prompts once.
-    files, answers: shared by the shards that this process runs.
+    files, answers, shard_bytes: shared by the shards that this process runs.
     check_interrupted: raises where the job was stopped or taken over or has passed its timeout; long work
         calls it between its steps, since nothing is raised into it from outside.
     max_result_bytes: of the job's value; a job that sees it will have a larger one need not go on.
@@ -60,6 +61,7 @@ class JobContext:
     check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling
     files: SharedFiles = field(default_factory=SharedFiles)
     answers: AnswerMemo = field(default_factory=AnswerMemo)
+    shard_bytes: ShardBytes = field(default_factory=ShardBytes)
     check_interrupted: Callable[[], None] = never_interrupted
     max_result_bytes: int = MAX_RESULT_BYTES
     lease: Lease | None = None

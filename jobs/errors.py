@@ -19,6 +19,7 @@ JobsError
     │   ├── MissingColumn      a named column is not in the input
     │   ├── WrongColumnType    a column cannot be rendered as a prompt
     │   ├── ColumnConflict     an input column has the name of an output column
+    │   ├── ShardTooLarge      what a shard reads takes too much memory
     │   └── InputChanged       an input file is not the one that was planned
     ├── OutputError
     │   ├── OutputHoldsAnotherRun
@@ -211,6 +212,15 @@ class ColumnConflict(InputError):
     """Raised when the input holds a column that the output adds: (column, what to do)."""
 
     message = "the input already has a column {0!r}, which the output adds: {1}"
+
+
+class ShardTooLarge(InputError):
+    """Raised when what a shard reads takes too much memory: (path, what takes how much, bytes allowed)."""
+
+    message = (
+        "{0}: {1}, more than the {2} that TOKENMILL_MAX_SHARD_BYTES allows: submit with a smaller "
+        "rows_per_shard, write the file with smaller values and pages, or raise that setting"
+    )
 
 
 class InputChanged(InputError):

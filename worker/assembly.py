@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jobs._inline import check_sampling
 from jobs.answer_memo import AnswerMemo
 from jobs.served_model import ServedModel
+from jobs.shard_bytes import ShardBytes
 from jobs.table import ALLOWED_FUNCTIONS
 from jobs.version import code_version
 from worker._rq import Callbacks, JobStore, own_client
@@ -71,6 +72,7 @@ def assemble(
             settings.file_timeout_s,
             answers=AnswerMemo(settings.answer_memo_bytes),
             max_result_bytes=settings.max_result_bytes,
+            shard_bytes=ShardBytes(settings.max_shard_bytes),
         ),
         orders=orders,
         functions=FunctionPool(settings.function_threads, "tokenmill-functions"),

@@ -21,6 +21,7 @@ from jobs.context import MAX_RESULT_BYTES, JobContext, Lease
 from jobs.holders import executions_key
 from jobs.keys import FILE, FUNCTION
 from jobs.served_model import ServedModel
+from jobs.shard_bytes import ShardBytes
 from jobs.shared_files import SharedFiles
 from jobs.table import ALLOWED_FUNCTIONS as OWN_NAMES
 from jobs.table import open_task, own_function
@@ -61,6 +62,7 @@ class Surroundings:
     files: SharedFiles = field(default_factory=SharedFiles)
     answers: AnswerMemo = field(default_factory=AnswerMemo)
     max_result_bytes: int = MAX_RESULT_BYTES
+    shard_bytes: ShardBytes = field(default_factory=ShardBytes)
 
 
 @dataclass
@@ -194,6 +196,7 @@ class JobRunner:
             check_sampling=self._surroundings.check_sampling,
             files=self._surroundings.files,
             answers=self._surroundings.answers,
+            shard_bytes=self._surroundings.shard_bytes,
             check_interrupted=check_interrupted,
             max_result_bytes=self._surroundings.max_result_bytes,
             lease=Lease(executions_key(job.claimed.job_id), job.claimed.execution.id),

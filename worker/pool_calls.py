@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from jobs.shard_bytes import NoRoomYet
 from worker._rq import OUTAGES
 from worker.faults import is_fault
 from worker.functions import FunctionPool
@@ -47,7 +48,8 @@ class PoolCalls:
         """Run a function in a pool; then `always` and, if the job was not withdrawn, `then` run here.
 
         ours: the function is our own, which asks whether it is interrupted, and may be run again after any
-        step of it: an outage delays it only. late: see FunctionPool.submit.
+        step of it: an outage, or shards that hold too much memory, delay it only. late: see
+        FunctionPool.submit.
         """
         ticket = job.ticket = object()
 
@@ -68,7 +70,9 @@ class PoolCalls:
                 self._late(job)
                 return
             job.call = None
-            if ours and isinstance(error, OUTAGES) and not is_fault(error):
+            if ours and isinstance(error, NoRoomYet):
+                self.later(start_again)
+            elif ours and isinstance(error, OUTAGES) and not is_fault(error):
                 self._log.error("job %s: Redis did not answer (%s); trying again", job.claimed.job_id, error)
                 self.later(start_again)
             else:
@@ -78,13 +82,13 @@ class PoolCalls:
         start()
 
     def later(self, submit: Callable[[], None]) -> None:
-        """Try something again when Redis is there, and not at once."""
+        """Try something again when Redis, or memory, is there, and not at once."""
         if not self._waiting:
             self._try_again_at = self._clock() + _TRY_AGAIN_S
         self._waiting.append(submit)
 
     def try_again(self) -> None:
-        """Start what waits for Redis, once its pause is over."""
+        """Start what waits, once its pause is over."""
         if self._waiting and self._clock() >= self._try_again_at:
             again, self._waiting = self._waiting, []
             for submit in again:

@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from jobs.answer_memo import DEFAULT_BYTES
 from jobs.context import MAX_RESULT_BYTES
 from jobs.served_model import ServedModel
+from jobs.shard_bytes import DEFAULT_BYTES as SHARD_BYTES
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.errors import SettingsError
 from worker.held_job import DEFAULT_MAX_JOB_BYTES
@@ -71,6 +72,10 @@ class WorkerSettings(BaseSettings):
 
     answer_memo_bytes: ByteSize = Field(default=ByteSize(DEFAULT_BYTES), ge=0)
     """Memory for the answers of greedy rows, each computed once for all shards of its run; 0 keeps none."""
+
+    max_shard_bytes: ByteSize = Field(default=ByteSize(SHARD_BYTES), ge=1 << 24)
+    """What a shard's prompts may take, and the pages that are decoded at a time; a shard with more fails.
+    While the open shards together hold as much, no further one is opened."""
 
     max_worker_deaths: int = Field(default=5, ge=1)
     """A job that was running when its worker died this many times is failed."""

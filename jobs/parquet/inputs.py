@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from ..errors import ColumnConflict, InputChanged, InputNotFound, SchemaMismatch
 from .added_columns import with_added_fields
 from .fingerprint import file_fingerprint
+from .footer import MAX_FOOTER_BYTES, MAX_FOOTER_ITEMS, check_footer
 from .partitions import AddedColumn, FoundFile, partition_columns
 from .plan import PlannedFile
 from .storage import FileStat, Storage, reading
@@ -110,16 +111,36 @@ def _check_unchanged(storage: Storage, file: PlannedFile, fingerprint: Fingerpri
 
 
 @contextmanager
-def open_parquet(storage: Storage, path: str, footer: Any = None) -> Iterator[Any]:
-    """Open a file as pyarrow's ParquetFile; what the body reads from it raises CorruptParquet as well.
+def open_parquet(storage: Storage, path: str) -> Iterator[Any]:
+    """Open a file as pyarrow's ParquetFile; what the body reads from it raises CorruptParquet as well."""
+    with open_source(storage, path) as (_, file):
+        yield file
 
-    footer: the file's FileMetaData where it was parsed before.
+
+@contextmanager
+def open_source(storage: Storage, path: str, footer: Any = None) -> Iterator[tuple[Any, Any]]:
+    """Open a file as open_parquet does; yield it as it is, too. footer: see parquet_file."""
+    with reading(path), storage.open_input(path) as source, parquet_file(path, source, footer) as file:
+        yield source, file
+
+
+@contextmanager
+def parquet_file(path: str, source: Any, footer: Any = None) -> Iterator[Any]:
+    """Read what is open at a path as pyarrow's ParquetFile.
+
+    footer: the file's FileMetaData where it was parsed before. Raises CorruptParquet for one beyond
+    MAX_FOOTER_BYTES, and whatever pyarrow raises.
     """
-    with (
-        reading(path),
-        storage.open_input(path) as source,
-        pq.ParquetFile(source, metadata=footer, buffer_size=READ_BYTES, pre_buffer=False) as file,
-    ):
+    if footer is None:
+        check_footer(path, source)
+    with pq.ParquetFile(
+        source,
+        metadata=footer,
+        buffer_size=READ_BYTES,
+        pre_buffer=False,
+        thrift_string_size_limit=MAX_FOOTER_BYTES,
+        thrift_container_size_limit=MAX_FOOTER_ITEMS,
+    ) as file:
         yield file
 
 

@@ -11,16 +11,12 @@ import pyarrow as pa
 
 from ..errors import WrongColumnType
 from ..prompts import MAX_PROMPT_BYTES, messages_problem, text_problem
+from .row_values import RowProblem, row_values
 from .spec import RunSpec
 from .template import Template
 
-#: What Arrow raises for a value that Python's types cannot hold: text that is not UTF-8, which Parquet never
-#: checks, a date after 9999, a time zone that is not known here, nanoseconds where pandas is not installed.
-_NO_PYTHON_VALUE = (ValueError, OverflowError, KeyError, pa.ArrowException)
-
-
-class RowProblem(Exception):
-    """Raised when a row cannot be a prompt; the text goes into the row's `error` and the rest goes on."""
+#: Rows that are Python's at a time: as Python's objects, values take many times what Arrow needs for them.
+SLICE_ROWS = 128
 
 
 class PromptSource(abc.ABC):
@@ -125,9 +121,12 @@ def prompt_source(spec: RunSpec) -> PromptSource:
 
 def render_rows(source: PromptSource, batch: pa.RecordBatch) -> Iterator[str | RowProblem]:
     """Render each row of a batch to its text, or to the reason why it has none."""
-    columns = [_values(batch.column(name)) for name in source.columns]
-    rows = zip(*columns, strict=True) if columns else (() for _ in range(batch.num_rows))
-    return (_render(source, dict(zip(source.columns, row, strict=True))) for row in rows)
+    for start in range(0, batch.num_rows, SLICE_ROWS):
+        part = batch.slice(start, SLICE_ROWS)
+        columns = [row_values(name, part.column(name)) for name in source.columns]
+        rows = zip(*columns, strict=True) if columns else (() for _ in range(part.num_rows))
+        for row in rows:
+            yield _render(source, dict(zip(source.columns, row, strict=True)))
 
 
 def _render(source: PromptSource, values: dict[str, Any]) -> str | RowProblem:
@@ -138,23 +137,6 @@ def _render(source: PromptSource, values: dict[str, Any]) -> str | RowProblem:
         return source.render(values)
     except RowProblem as problem:
         return problem
-
-
-def _values(column: pa.Array) -> list[Any]:
-    """Return a column's Python values; one that has none is a problem of its row alone."""
-    try:
-        return list(column.to_pylist())
-    except _NO_PYTHON_VALUE:
-        return [_value(scalar) for scalar in column]
-
-
-def _value(scalar: pa.Scalar) -> Any:
-    try:
-        return scalar.as_py()
-    except UnicodeDecodeError as error:
-        return RowProblem(f"text is not UTF-8: {error.reason} at byte {error.start}")
-    except _NO_PYTHON_VALUE as error:
-        return RowProblem(f"the value of type {scalar.type} cannot be read: {str(error)[:200]}")
 
 
 def _checked(text: Any, what: str) -> str:

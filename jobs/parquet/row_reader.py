@@ -9,13 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..context import never_interrupted
-from ..errors import CorruptParquet
-from .inputs import open_parquet
+from ..errors import CorruptParquet, ShardTooLarge
+from ..shard_bytes import DEFAULT_BYTES
+from .decoder import Decoder
+from .inputs import open_source
 from .plan import Shard
+from .row_bounds import SHARD_TIMES
 from .storage import Storage, reading
-
-#: Rows decoded at once: enough to amortise a call, few enough that long texts stay small in memory.
-BATCH_ROWS = 1024
 
 
 class RowReader:
@@ -25,8 +25,9 @@ class RowReader:
     reader per shard would decode a group of a million rows for each thousand of them. One that goes on where
     the last shard ended decodes each row once.
 
-    columns: None for all. footer: the file's, where another reader has parsed it. One thread: the others
-    belong to the engine.
+    columns: None for all. footer: the file's, where another reader has parsed it. limit: what the pages
+    that are held at a time may take; where they take more, reading them raises ShardTooLarge. One thread: the
+    others belong to the engine.
     """
 
     def __init__(
@@ -36,15 +37,16 @@ class RowReader:
         first: Shard,
         columns: Sequence[str] | None = None,
         footer: pq.FileMetaData | None = None,
+        limit: int = DEFAULT_BYTES,
     ) -> None:
-        self._path = path
+        self._path, self._limit = path, limit
         self._resources = ExitStack()
-        file = self._resources.enter_context(open_parquet(storage, path, footer))
+        source, file = self._resources.enter_context(open_source(storage, path, footer))
         #: The schema of the whole file.
         self.schema: pa.Schema = file.schema_arrow
         self.footer: pq.FileMetaData = file.metadata if footer is None else footer
-        groups = range(first.first_group, self.footer.num_row_groups)
-        self._batches = file.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False)
+        self._decoder = Decoder(path, source, file, self.footer, columns, limit)
+        self._batches = self._decoder.batches(first.first_group)
         self._left: pa.RecordBatch | None = None
         #: The row that comes next, counted within the file.
         self.next_row = first.start - first.skip
@@ -56,8 +58,11 @@ class RowReader:
     def read(
         self, shard: Shard, check_interrupted: Callable[[], None] = never_interrupted
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a shard that lies ahead. check_interrupted: called before rows are decoded."""
-        end = shard.start + shard.rows
+        """Yield the rows of a shard that lies ahead. check_interrupted: called before rows are decoded.
+
+        Raises ShardTooLarge.
+        """
+        end, shard_bytes = shard.start + shard.rows, 0.0
         while self.next_row < end:
             check_interrupted()
             batch = self._next_batch(end - self.next_row)
@@ -66,7 +71,20 @@ class RowReader:
             self._left = batch.slice(taken) if taken < batch.num_rows else None
             self.next_row += taken
             if taken > ahead:
+                shard_bytes += (taken - ahead) * self._decoder.stretch.row_bytes
+                self._check(batch, shard_bytes)
                 yield batch.slice(ahead, taken - ahead)
+
+    def _check(self, batch: pa.RecordBatch, shard_bytes: float) -> None:
+        """Raise ShardTooLarge for a batch whose values turn out too large, or where the shard's may."""
+        if shard_bytes > (limit := SHARD_TIMES * self._limit):
+            widest = self._decoder.stretch.widest
+            what = f"its rows may stand for {int(shard_bytes)} bytes, most of column {widest!r}"
+            raise ShardTooLarge(self._path, what, limit)
+        if (size := batch.get_total_buffer_size()) > (limit := self._limit // 2):
+            widest = max(batch.schema.names, key=lambda name: batch.column(name).get_total_buffer_size())
+            what = f"{batch.num_rows} of its rows take {size} bytes, most of them of column {widest!r}"
+            raise ShardTooLarge(self._path, what, limit)
 
     def close(self) -> None:
         """Close the file; may be called more than once."""

@@ -11,12 +11,13 @@ from typing import Any
 from ..answer_memo import AnswerMemo
 from ..tasks import Completion, Request
 from .part import Answer
-from .prompt_source import RowProblem
+from .row_values import RowProblem
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Rows that one request answers. key: names the prompt in the memo; None where tokens are drawn."""
+    """Rows that one request answers. text: empty once it was sent. key: names the prompt in the memo; None
+    where tokens are drawn."""
 
     text: str
     rows: list[int]
@@ -28,6 +29,7 @@ class ShardRequests:
 
     rows: the text of each row, or why it has none. sampling: as in the plan. row_seed: the seed of a row,
     counted within the shard; used when tokens are drawn. run, memo: where the answers of other shards are.
+    let_go: told of each text that is not held here any more.
 
     Requests come sorted by text, so that shared prefixes meet in the cache. With temperature 0 equal texts
     have equal answers: they are one request, and none where another shard of the run, on the same worker,
@@ -45,6 +47,7 @@ class ShardRequests:
         is_chat: bool,
         run: str = "",
         memo: AnswerMemo | None = None,
+        let_go: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._answers: list[Answer | None] = [
             Answer(None, "error", 0, 0, 0, str(row)) if isinstance(row, RowProblem) else None for row in rows
@@ -54,6 +57,7 @@ class ShardRequests:
         self._row_seed = row_seed
         self._is_chat = is_chat
         self._memo = AnswerMemo(0) if memo is None else memo
+        self._let_go = let_go
         self._sent: list[_Group] = []
         self._begun: set[bytes] = set()
         self.rows_done = sum(answer is not None for answer in self._answers)
@@ -115,7 +119,8 @@ class ShardRequests:
             self._end(key)
 
     def _send(self, group: _Group) -> Request:
-        self._sent.append(group)
+        self._sent.append(_Group("", group.rows, group.key))  # the engine has the text from here on
+        self._let_go(group.text)
         sampling = (
             self._sampling if self._is_greedy else {**self._sampling, "seed": self._row_seed(group.rows[0])}
         )
@@ -129,6 +134,7 @@ class ShardRequests:
         if answer is None:
             return False
         self._answer(group, answer)
+        self._let_go(group.text)
         return True
 
     def _answer(self, group: _Group, answer: Answer) -> None:

@@ -25,10 +25,12 @@ from .inputs import unchanged
 from .names import PLAN, part_name
 from .part import Answer, output_schema, part_stats, with_answers, write_part
 from .plan import Plan, PlannedFile, Shard
-from .prompt_source import RowProblem, prompt_source, render_rows
+from .prompt_source import prompt_source, render_rows
 from .row_reader import RowReader
+from .row_values import RowProblem
 from .run_folder import RunFolder, load_plan
 from .shard_requests import ShardRequests
+from .shard_texts import ShardTexts
 from .storage import FileStat, Storage
 
 
@@ -43,7 +45,7 @@ class ShardWork:
         redo_damaged: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Read the shard's rows. Raises RunError.
+        """Read the shard's rows. Raises RunError or NoRoomYet.
 
         redo_damaged: a part that is not what this run has written is replaced. clock: Unix time in seconds.
         """
@@ -53,16 +55,20 @@ class ShardWork:
         self._temporary = folder.temporary_path(part_name(shard))
         self._requests: ShardRequests | None = None
         self._files, self._entered = context.files, False
-        self._memo, self._check_interrupted = context.answers, context.check_interrupted
+        self._memo, self._held = context.answers, context.shard_bytes
+        self._check_interrupted = context.check_interrupted
+        self._texts: ShardTexts | None = None
         folder.state.check_not_cancelled()
         if not self._has_part():
             _check_model(folder.plan, context.model)
+            self._held.check_room()
             self._files.enter(self._planned_file.path)
             self._entered = True
             try:
                 self._requests = self._read_requests()
             except BaseException:
                 self._leave()
+                self._let_go()
                 raise
 
     @classmethod
@@ -118,6 +124,7 @@ class ShardWork:
         self._leave()
         if self._requests is not None:
             self._requests.close()
+        self._let_go()
         self._folder.storage.delete(self._temporary)
 
     def _leave(self) -> None:
@@ -130,6 +137,11 @@ class ShardWork:
         if self._redo:
             return self._folder.has_whole_part(self._number)
         return self._folder.has_part(self._number)
+
+    def _let_go(self) -> None:
+        texts, self._texts = self._texts, None
+        if texts is not None:
+            texts.close()
 
     def _publish(self, requests: ShardRequests) -> PartStats | None:
         """Write and publish the part; return None when the place was taken."""
@@ -180,18 +192,19 @@ class ShardWork:
         source = prompt_source(plan.spec)
         added = {column.name for column in plan.added_columns}
         in_file = tuple(name for name in source.columns if name not in added)
-        rows: list[str | RowProblem] = []
+        self._texts = texts = ShardTexts(file.path, source.columns, self._held)
         with self._reader(file, in_file) as reader:
             for batch in reader.read(self._shard, self._check_interrupted):
-                rows += self._heeded(render_rows(source, self._with_added(batch)))
+                texts.add(self._heeded(render_rows(source, self._with_added(batch))))
         first_row = plan.first_row(self._number)
         return ShardRequests(
-            rows,
+            texts.gathered(),
             plan.spec.sampling,
             lambda row: row_seed(plan.seed, first_row + row),
             source.is_chat,
             plan.run,
             self._memo,
+            texts.let_go,
         )
 
     def _heeded(self, rows: Iterator[str | RowProblem]) -> Iterator[str | RowProblem]:
@@ -221,7 +234,7 @@ class ShardWork:
         storage, shard = self._folder.storage, self._shard
 
         def open_reader(footer: Any) -> RowReader:
-            return RowReader(storage, file.path, shard, columns, footer)
+            return RowReader(storage, file.path, shard, columns, footer, self._held.limit)
 
         def fingerprint(state: FileStat) -> str:
             return self._files.fingerprint(key.path, state, lambda: file_fingerprint(storage, file.path))

@@ -23,7 +23,8 @@ from redis import Redis
 from jobs.context import JobContext
 from jobs.errors import InputChanged
 from jobs.parquet.plan import Shard, cut_shards
-from jobs.parquet.row_reader import BATCH_ROWS, RowReader
+from jobs.parquet.row_bounds import BATCH_ROWS
+from jobs.parquet.row_reader import RowReader
 from jobs.parquet.shard_task import ShardTask
 from jobs.parquet.storage import Storage
 from jobs.shared_files import MAX_READERS, ReaderKey, SharedFiles

@@ -1,0 +1,65 @@
+"""Decoder: a file's rows in batches that stay small whatever its pages stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .inputs import parquet_file
+from .page_meter import PageMeter
+from .pages import Leaf, leaves
+from .row_bounds import Bounds, Stretch
+
+
+class Decoder:
+    """Decodes an open file once, from a row group to its end.
+
+    source, file: the same file, as it is and as pyarrow's ParquetFile; the caller closes both. columns: None
+    for all. limit: see Bounds.
+    """
+
+    #: What the batch that came last was read with.
+    stretch: Stretch
+
+    def __init__(
+        self,
+        path: str,
+        source: Any,
+        file: pq.ParquetFile,
+        footer: pq.FileMetaData,
+        columns: Sequence[str] | None,
+        limit: int,
+    ) -> None:
+        self._path, self._source, self._file, self._footer = path, source, file, footer
+        self._columns, self._limit = columns, limit
+
+    def batches(self, first_group: int) -> Iterator[pa.RecordBatch]:
+        """Yield the rows. Raises ShardTooLarge, CorruptParquet, and whatever pyarrow raises."""
+        columns = leaves(self._file.schema)
+        bounds = Bounds(self._path, self._source, self._footer, columns, self._wants, self._limit)
+        for self.stretch in bounds.stretches(first_group):
+            if self.stretch.nested:
+                yield from self._metered(self.stretch)
+            else:
+                yield from self._read(self._file, self.stretch)
+
+    def _wants(self, leaf: Leaf) -> bool:
+        names = self._columns
+        return names is None or any(leaf.path == name or leaf.path.startswith(f"{name}.") for name in names)
+
+    def _read(self, file: pq.ParquetFile, stretch: Stretch) -> Iterator[pa.RecordBatch]:
+        batches: Iterator[pa.RecordBatch] = file.iter_batches(
+            stretch.rows, row_groups=stretch.groups, columns=self._columns, use_threads=False
+        )
+        return batches
+
+    def _metered(self, stretch: Stretch) -> Iterator[pa.RecordBatch]:
+        meter = PageMeter(self._path, self._source, self._limit, stretch.nested)
+        with pa.PythonFile(meter, "r") as source, parquet_file(self._path, source, self._footer) as file:
+            batches = self._read(file, stretch)
+            while (batch := next(batches, None)) is not None:
+                yield batch
+                meter.begin_batch()

@@ -1,0 +1,211 @@
+"""Small files that stand for gigabytes are read in small batches, or refused by the name of a column."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from redis import Redis
+
+from jobs import errors
+from jobs.context import JobContext
+from jobs.parquet.pages import chunk_size, leaves
+from jobs.parquet.row_bounds import BATCH_BYTES
+from jobs.parquet.shard_work import ShardWork
+from jobs.shard_bytes import NoRoomYet, ShardBytes
+from tests.jobs.answering import FakeCompletion, queued_jobs, run_task, score_parquet
+
+MakeContext = Callable[[], JobContext]
+
+MIB = 1 << 20
+
+
+#: Every pool that was counted in: what came from one may go back to it at any later time.
+POOLS: list[pa.MemoryPool] = []
+
+
+@contextmanager
+def counted() -> Iterator[pa.MemoryPool]:
+    """A pool for what pyarrow allocates in the body; it knows the most that it held at a time."""
+    before = pa.default_memory_pool()
+    POOLS.append(pa.proxy_memory_pool(before))
+    pa.set_memory_pool(POOLS[-1])
+    try:
+        yield POOLS[-1]
+    finally:
+        pa.set_memory_pool(before)
+
+
+def one_text(rows: int, size: int) -> pa.Array:
+    """One text in all rows; takes its own size alone."""
+    return pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), ["x" * size])
+
+
+def answer_all(make_context: MakeContext, path: Path, **arguments: Any) -> pa.Table:
+    """Run a file of one shard to its end; return the output."""
+    output = path.parent / "out"
+    context = make_context()
+    score_parquet(context, str(path), str(output), **arguments)
+    (job,) = queued_jobs(context.connection)
+    run_task(make_context(), job.func_name, *job.args, answer=lambda request: FakeCompletion("ok"))
+    return pq.read_table(output / "part-00000.parquet", read_dictionary=["prompt", "other"])
+
+
+@pytest.mark.parametrize("column", ["prompt", "other"])
+@pytest.mark.parametrize("encoding", ["RLE_DICTIONARY", "DELTA_BYTE_ARRAY"])
+def test_a_value_that_stands_in_every_row_is_decoded_for_a_few_rows_at_a_time(
+    make_context: MakeContext, tmp_path: Path, column: str, encoding: str
+) -> None:
+    rows, path = 160, tmp_path / "in.parquet"
+    values = one_text(rows, MIB).cast(pa.string())
+    table = pa.table({column: values, **({} if column == "prompt" else {"prompt": ["a"] * rows})})
+    del values
+    options: dict[str, Any] = {"column_encoding": {column: encoding}, "use_dictionary": False}
+    # The first way is what a dictionary page of two values looks like when one of them is long.
+    pq.write_table(table, path, **({"dictionary_pagesize_limit": 8 * MIB} if "RLE" in encoding else options))
+    del table
+    assert path.stat().st_size < MIB
+    with counted() as pool:
+        output = answer_all(make_context, path, rows_per_shard=rows)
+    assert pool.max_memory() < 4 * BATCH_BYTES < rows * MIB
+    assert output.num_rows == rows
+    assert output.column("completion").to_pylist() == ["ok"] * rows
+
+
+@pytest.mark.parametrize(
+    ("values", "type_"),
+    [
+        pytest.param(1, pa.binary(80 * MIB), id="values of fixed size are taken for nulls too"),
+        pytest.param(20_000_000, pa.int64(), id="one row has millions of nulls"),
+    ],
+)
+def test_nulls_that_stand_for_hundreds_of_megabytes_are_refused_before_they_are_decoded(
+    make_context: MakeContext, tmp_path: Path, values: int, type_: pa.DataType
+) -> None:
+    path = tmp_path / "in.parquet"
+    nulls = pa.nulls(values, type_)
+    column = nulls if values == 1 else pa.ListArray.from_arrays([0, values], nulls)
+    pq.write_table(pa.table({"prompt": ["a"], "other": column}), path, compression="zstd")
+    del nulls, column
+    refused(make_context(), path, "other")
+
+
+def test_a_page_beyond_the_limit_is_refused_by_the_name_of_its_column(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
+    path = tmp_path / "in.parquet"
+    table = pa.table({"prompt": ["a"], "other": ["x" * (257 * MIB)]})
+    pq.write_table(table, path, compression="zstd", use_dictionary=False, write_statistics=False)
+    del table
+    assert path.stat().st_size < MIB
+    refused(make_context(), path, "other")
+
+
+def refused(context: JobContext, path: Path, column: str) -> errors.ShardTooLarge:
+    """Check that a file's shard fails with a column's name before much is decoded, and lets go of all."""
+    score_parquet(context, str(path), str(path.parent / "out"))
+    (job,) = queued_jobs(context.connection)
+    with counted() as pool, pytest.raises(errors.ShardTooLarge, match="MAX_SHARD_BYTES") as caught:
+        run_task(context, job.func_name, *job.args)
+    assert f"column '{column}" in str(caught.value)
+    assert pool.max_memory() < BATCH_BYTES
+    assert context.shard_bytes.held == 0
+    return caught.value
+
+
+def test_rows_that_go_over_many_pages_are_refused_when_their_pages_take_too_much(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
+    path, rows, each = tmp_path / "in.parquet", 40, 100_000
+    lists = pa.ListArray.from_arrays([0] * rows + [rows * each], pa.nulls(rows * each, pa.int32()))
+    table = pa.table({"prompt": ["a"] * rows, "other": lists})
+    pq.write_table(table, path, write_batch_size=1000, data_page_size=1, max_rows_per_page=1000)
+    context = replace(make_context(), shard_bytes=ShardBytes(40 * MIB))
+    with pytest.raises(errors.ShardTooLarge, match=r"one row of column 'other\.list\.element'"):
+        answer_all(lambda: context, path)
+
+
+def test_nested_rows_of_ordinary_size_are_read_however_large_their_row_group_is(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
+    path, rows, each = tmp_path / "in.parquet", 1000, 2000
+    numbers = pa.array(np.arange(rows * each))
+    lists = pa.ListArray.from_arrays(np.arange(rows + 1, dtype=np.int32) * each, numbers)
+    pq.write_table(pa.table({"prompt": ["a"] * rows, "numbers": lists}), path)
+    context = replace(make_context(), shard_bytes=ShardBytes(40 * MIB))
+    assert answer_all(lambda: context, path).column("numbers").combine_chunks().equals(lists)
+
+
+def test_prompts_beyond_what_a_shard_may_hold_fail_it_by_the_name_of_their_column(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
+    path = tmp_path / "in.parquet"
+    table = pa.table({"text": [f"{number:07}" + "x" * 100_000 for number in range(200)]})
+    pq.write_table(table, path, row_group_size=10)
+    context = replace(make_context(), shard_bytes=ShardBytes(16 * MIB))
+    with pytest.raises(errors.ShardTooLarge, match=r"the prompts of column 'text' in the first \d+ rows"):
+        answer_all(lambda: context, path, prompt_column="text")
+    assert context.shard_bytes.held == 0
+
+
+def test_a_value_that_no_prompt_can_hold_is_its_rows_error_and_names_the_column(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"prompt": ["a", "x" * (7 * MIB), "c"]}), path)
+    output = answer_all(make_context, path)
+    assert output.column("completion").to_pylist() == ["ok", None, "ok"]
+    assert output.column("error")[1].as_py().startswith(f"column 'prompt' has a value of {7 * MIB} bytes")
+
+
+def test_a_chat_of_too_many_messages_is_its_rows_error_and_names_the_column(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
+    path = tmp_path / "in.parquet"
+    chat = [{"role": "user", "content": "a"}]
+    pq.write_table(pa.table({"chat": [chat, chat * 100_000]}), path)
+    output = answer_all(make_context, path, messages_column="chat")
+    assert output.column("completion").to_pylist() == ["ok", None]
+    assert output.column("error")[1].as_py().startswith("column 'chat' has a chat of 100000 messages")
+
+
+def test_a_shard_waits_while_the_open_ones_hold_as_much_as_one_may(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    path = tmp_path / "in.parquet"
+    table = pa.table({"prompt": [f"{number:07}" + "x" * 900_000 for number in range(20)]})
+    pq.write_table(table, path, row_group_size=1)
+    score_parquet(make_context(), str(path), str(tmp_path / "out"), rows_per_shard=10)
+    context = replace(make_context(), shard_bytes=ShardBytes(20 * MIB))
+    (run, plan, first), (_, _, second) = (job.args for job in queued_jobs(redis))
+    works = [ShardWork.open(context, run, plan, first)]
+    held = context.shard_bytes.held
+    context.shard_bytes.hold(context.shard_bytes.limit - held)
+    with pytest.raises(NoRoomYet):
+        ShardWork.open(context, run, plan, second)
+    for _ in works[0].requests():  # which the engine holds from here on
+        pass
+    works.append(ShardWork.open(context, run, plan, second))
+    for work in works:
+        work.close()
+    assert context.shard_bytes.held == context.shard_bytes.limit - held
+
+
+@pytest.mark.parametrize("codec", ["none", "snappy", "gzip", "brotli", "zstd"])
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_the_longest_value_of_a_dictionary_is_known_before_it_is_decoded(
+    tmp_path: Path, codec: str, version: str
+) -> None:
+    path, values = tmp_path / "in.parquet", ["short"] * 5000 + ["x" * 54_321] + [f"{n}" for n in range(5000)]
+    pq.write_table(pa.table({"text": values}), path, compression=codec, data_page_version=version)
+    with pq.ParquetFile(path) as file, pa.OSFile(str(path)) as source:
+        (leaf,) = leaves(file.schema)
+        found = chunk_size(str(path), source, leaf, file.metadata.row_group(0).column(0))
+    assert found.value_bytes - 54_321 in range(20)
