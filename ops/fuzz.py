@@ -20,14 +20,16 @@ from redis import Redis
 from engine.tokenizer import Tokenizer
 from tests.fuzz.paths import ARGUMENTS, SHARDS, check_arguments, check_shard, make_tree
 from tests.fuzz.payloads import CASES, check_hashes
+from tests.fuzz.raw_keys import DAMAGES, running_site
 from tests.fuzz.requests import CHATS, check_chat, check_sampling
 from tests.fuzz.settings_values import ENVIRONMENTS, check_settings
 from tests.fuzz.tables import FILES, check_file
-from tests.fuzz.values import SAMPLING
+from tests.fuzz.values import SAMPLING, WIDTHS
 from tests.redis_server import running_redis_server
 from tests.rq_workers import ROOT, Workers
 
 PAYLOADS_PER_WORKER = 500
+DAMAGES_PER_ROUND = 40
 
 
 def main() -> int:
@@ -43,15 +45,17 @@ def main() -> int:
         (folder / "env").mkdir()
         tokenizer, tree = Tokenizer(ROOT / "ops" / "demo" / "model"), make_tree(folder)
         kinds: dict[str, tuple[float, Any, Callable[[Any], None]]] = {
-            "sampling values": (0.25, SAMPLING, lambda case: check_sampling(tokenizer, case)),
-            "chats": (0.15, CHATS, lambda case: check_chat(tokenizer, case)),
-            "arguments of runs": (0.15, ARGUMENTS, lambda case: check_arguments(tree, case)),
+            "sampling values": (0.15, SAMPLING, lambda case: check_sampling(tokenizer, case)),
+            "sampling values at each width": (0.1, WIDTHS, lambda case: check_sampling(tokenizer, case)),
+            "chats": (0.1, CHATS, lambda case: check_chat(tokenizer, case)),
+            "arguments of runs": (0.1, ARGUMENTS, lambda case: check_arguments(tree, case)),
             "arguments of shards": (0.05, SHARDS, lambda case: check_shard(tree, case)),
             "settings": (0.1, ENVIRONMENTS, lambda case: check_settings(folder / "env", case)),
             "Parquet files": (0.1, FILES, lambda case: check_file(redis, folder / "files", case)),
         }
         for name, (share, strategy, check) in kinds.items():
             _spend(name, int(options.cases * share), options.seed, strategy, check)
+        _damage_keys(url, folder, int(options.cases * 0.1), options.seed)
         hashes: list[Any] = []
         _spend("payloads made", int(options.cases * 0.2), options.seed, CASES, hashes.append)
         started = time.monotonic()
@@ -65,6 +69,17 @@ def main() -> int:
                 workers.redis.close()
         print(f"{len(hashes):8d}  payloads run  {time.monotonic() - started:.0f} s", flush=True)
     return 0
+
+
+def _damage_keys(url: str, folder: Path, cases: int, number: int) -> None:
+    """Write that many cases into keys beside a live worker, scheduler and dashboard."""
+    damages: list[Any] = []
+    _spend("damages of keys made", cases, number, DAMAGES, damages.append)
+    started = time.monotonic()
+    with running_site(url, folder) as site:
+        for start in range(0, len(damages), DAMAGES_PER_ROUND):
+            site.spend(damages[start : start + DAMAGES_PER_ROUND])
+    print(f"{len(damages):8d}  damages of keys written  {time.monotonic() - started:.0f} s", flush=True)
 
 
 def _spend(name: str, cases: int, number: int, strategy: Any, check: Callable[[Any], None]) -> None:

@@ -12,10 +12,10 @@ from queue import Empty, SimpleQueue
 from typing import Any
 from uuid import uuid4
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from rq.queue import Queue
 
-from worker._rq import ClaimedJob, JobStore, Mode, Wanted
+from worker._rq import OUTAGES, ClaimedJob, JobStore, Mode, Wanted
 from worker.engine_loop import EngineDied, Halt, Order, Stepped
 from worker.errors import FaultySurroundings, TooManyStuckThreads, WorkerError
 from worker.faults import MAX_IN_A_ROW, PAUSE_S, WorkerFault
@@ -269,23 +269,25 @@ class IoLoop:
     def _talk_to_redis(self, moment: float) -> None:
         """All duties that need the server. An outage delays them; the engine goes on meanwhile."""
         try:
-            done = [self._do(duty, moment) for duty in self._duties]
-            if all(done):
-                self._do(self._leave_if_done, moment)
+            failures = [self._failure_of(duty, moment) for duty in self._duties]
+            if not any(failures):
+                failures.append(self._failure_of(self._leave_if_done, moment))
+            for failure in filter(None, failures):
+                if not is_wrong_type(failure) or not self._check_keys():
+                    raise failure
             self._backoff_s = FIRST_BACKOFF_S
         except RedisError as error:
             self._ride_out(moment, error)
 
-    def _do(self, duty: Callable[[float], None], moment: float) -> bool:
-        """Carry out a duty. False: it met a key of another type, which is set aside now, and holds up no
-        other duty."""
+    def _failure_of(self, duty: Callable[[float], None], moment: float) -> RedisError | None:
+        """Carry out a duty; return the error of one that Redis refused: it is of no concern to the others."""
         try:
             duty(moment)
-        except RedisError as error:
-            if not is_wrong_type(error) or not self._check_keys():
-                raise
-            return False
-        return True
+        except OUTAGES:
+            raise
+        except ResponseError as error:
+            return error
+        return None
 
     def _look_at_keys(self, moment: float) -> None:
         """Set aside what is of no use in the keys that all jobs share, and say so."""

@@ -100,16 +100,27 @@ class Quarantine:
     def _begin_to_look(self) -> None:
         """What a worker of the same name left is no news."""
         if self._last_seen is None:
-            self._scripts.call_many([("check_types", ("stream", QUARANTINE))])
-            latest: Any = self._client.xrevrange(QUARANTINE, count=1)
-            self._last_seen = latest[0][0] if latest else b"0-0"
+            self._last_seen = self._latest()
+
+    def _latest(self) -> bytes:
+        self._scripts.call_many([("check_types", ("stream", QUARANTINE))])
+        latest: Any = self._client.xrevrange(QUARANTINE, count=1)
+        return bytes(latest[0][0]) if latest else b"0-0"
 
     def _news(self) -> list[Entry]:
         assert self._last_seen is not None
-        added: Any = self._client.xrange(QUARANTINE, min=b"(" + self._last_seen)
+        if _place(self._latest()) < _place(self._last_seen):
+            self._last_seen = b"0-0"  # it was set aside itself, or deleted, and begins anew
+        added: Any = self._client.xrange(QUARANTINE, min=self._last_seen)
+        news = [fields for entry_id, fields in added if entry_id != self._last_seen]
         self._last_seen = added[-1][0] if added else self._last_seen
         return [
             Entry(*(fields.get(name, b"") for name in (b"key", b"entry", b"reason")))
-            for _, fields in added
+            for fields in news
             if fields.get(b"worker") == self._worker_name
         ]
+
+
+def _place(entry_id: bytes) -> tuple[int, int]:
+    milliseconds, number = entry_id.split(b"-")
+    return int(milliseconds), int(number)

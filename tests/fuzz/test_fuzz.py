@@ -15,7 +15,7 @@ from tests.fuzz.payloads import CASES, Hash, check_hashes
 from tests.fuzz.requests import CHATS, check_chat, check_sampling
 from tests.fuzz.settings_values import ENVIRONMENTS, check_settings
 from tests.fuzz.tables import FILES, Written, check_file
-from tests.fuzz.values import SAMPLING
+from tests.fuzz.values import SAMPLING, WIDTHS
 from tests.redis_server import running_redis_server
 from tests.rq_workers import ROOT, Workers
 
@@ -50,6 +50,12 @@ def redis() -> Iterator[Redis]:
 @cases(500)
 @given(SAMPLING)
 def test_sampling_values(tokenizer: Tokenizer, values: dict[str, object]) -> None:
+    check_sampling(tokenizer, values)
+
+
+@cases(300)
+@given(WIDTHS)
+def test_sampling_values_at_each_width(tokenizer: Tokenizer, values: dict[str, object]) -> None:
     check_sampling(tokenizer, values)
 
 
