@@ -19,6 +19,7 @@ from worker.interrupts import shield_imports
 from worker.io_loop import IoLoop, Limits
 from worker.job_runner import JobRunner, Surroundings
 from worker.packing import Packer
+from worker.payload_budget import PayloadBudget
 from worker.presence import Presence
 from worker.stock_jobs import StockJobs
 from worker.task_files import MAX_OPENING
@@ -50,6 +51,7 @@ def assemble(
     io_client = own_client(worker.connection, REDIS_TIMEOUT_S)
     pool_client = own_client(worker.connection, REDIS_TIMEOUT_S)
     user_client = own_client(worker.connection, REDIS_TIMEOUT_S, resend=True)
+    budget = PayloadBudget(len(worker.queues), settings.max_held_bytes)
     packer = Packer(
         len(worker.queues),
         settings.max_num_seqs,
@@ -61,6 +63,7 @@ def assemble(
     ends_store = JobStore(pool_client, worker.name, lease_s, max_job_bytes=settings.max_job_bytes)
     runner = JobRunner(
         packer=packer,
+        budget=budget,
         admission=Admission(
             ALLOWED_FUNCTIONS | set(settings.allowed_functions), settings.allowed_webhook_hosts
         ),
@@ -98,6 +101,7 @@ def assemble(
         store=store,
         runner=runner,
         packer=packer,
+        budget=budget,
         presence=Presence(io_client, worker.name, worker.beat, _facts(worker.name, served)),
         orders=orders,
         limits=Limits(

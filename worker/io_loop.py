@@ -21,6 +21,7 @@ from worker.errors import FaultySurroundings, TooManyStuckThreads, WorkerError
 from worker.faults import MAX_IN_A_ROW, PAUSE_S, WorkerFault
 from worker.job_runner import JobRunner
 from worker.packing import Packer
+from worker.payload_budget import PayloadBudget
 from worker.presence import Presence
 from worker.scripts import is_wrong_type
 from worker.stock_jobs import StockJobs
@@ -106,6 +107,7 @@ class IoLoop:
         store: JobStore,
         runner: JobRunner,
         packer: Packer,
+        budget: PayloadBudget,
         presence: Presence,
         orders: SimpleQueue[Order],
         limits: Limits,
@@ -116,6 +118,7 @@ class IoLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._queues, self._store, self._runner, self._packer = queues, store, runner, packer
+        self._budget = budget
         self._presence, self._orders, self._limits, self._log = presence, orders, limits, log
         self._events, self._clock, self._upkeep, self._stock = events, clock, upkeep, stock
         self._phase = Phase.SERVING
@@ -189,6 +192,8 @@ class IoLoop:
     def _run(self) -> None:
         while self._phase is not Phase.GONE:
             self._take_events()
+            if self._can_open:
+                self._runner.open_claimed()
             self._runner.feed()
             moment = self._clock()
             if self._deadlines.due(moment):
@@ -202,12 +207,16 @@ class IoLoop:
     def _take_events(self) -> None:
         """Handle everything that has happened; wait one poll period where nothing has."""
         try:
-            event = self._events.get(timeout=POLL_S)
+            event = self._events.get(timeout=0 if self._can_open else POLL_S)
             while True:
                 self._handle(event)
                 event = self._events.get_nowait()
         except Empty:
             return
+
+    @property
+    def _can_open(self) -> bool:
+        return self._phase is Phase.SERVING and self._budget.can_open
 
     def _check_deadlines(self) -> None:
         self._runner.check_deadlines()
@@ -313,7 +322,9 @@ class IoLoop:
             self._runner.show_begun(self._store)
         if self._tokens:  # whatever has changed since: jobs that nobody renews would count as abandoned
             self._take_up(list(self._tokens), [0] * len(self._tokens))
-        self._release([], self._release_mode)
+        late = self._runner.take_surplus()
+        self._claimed -= len(late)
+        self._release(late, self._release_mode)
         self._give_back_faulty()
 
     def _give_back_faulty(self) -> None:
@@ -352,7 +363,7 @@ class IoLoop:
         """Claim for every lane that has room; again at the next turn while jobs come."""
         if not self._jobs_left():
             return
-        lanes = [lane for lane in range(len(self._queues)) if self._packer.claim_room(lane) > 0]
+        lanes = [lane for lane in range(len(self._queues)) if self._room(lane) > 0]
         # A lane without room leaves its timer alone: it claims in the very turn in which it has some.
         due = [lane for lane in lanes if self._is_due(lane, moment)]
         lanes = [lane for lane in lanes if lane in due or self._packer.claimable_files(lane)]
@@ -370,8 +381,11 @@ class IoLoop:
         return timer.due(moment)
 
     def _claim_for(self, lanes: Sequence[int]) -> int:
-        rooms = [min(self._packer.claim_room(lane), self._jobs_left()) for lane in lanes]
+        rooms = [min(self._room(lane), self._jobs_left()) for lane in lanes]
         return self._take_up(lanes, rooms)
+
+    def _room(self, lane: int) -> int:
+        return self._packer.claim_room(lane) if self._budget.has_room(lane) else 0
 
     def _has_suspect(self, moment: float) -> bool:
         """Whether a job runs by itself, to show whether it is what kills its workers; ALONE_S at most."""
@@ -402,6 +416,7 @@ class IoLoop:
                 self._looks[lane].postpone(self._clock() + POLL_S)
             for job in claim.jobs:
                 self._runner.begin(job, lane)
+        self._runner.open_claimed()
         surplus = self._runner.take_surplus()
         if self._runner.num_held > 1:  # a job of another lane came with one that should run by itself
             surplus += self._runner.withdraw_suspects(self._limits.last_life)

@@ -42,6 +42,7 @@ from worker.functions import FunctionPool, JobStopped, timeout_error
 from worker.interrupts import check_interrupted
 from worker.job_ends import JobEnds
 from worker.packing import Packer, RunningJob
+from worker.payload_budget import PayloadBudget
 from worker.pool_calls import PoolCalls
 from worker.results import Raised
 from worker.task_files import TaskFiles
@@ -92,6 +93,7 @@ class JobRunner:
         self,
         *,
         packer: Packer,
+        budget: PayloadBudget,
         admission: Admission,
         surroundings: Surroundings,
         orders: SimpleQueue[Order],
@@ -105,7 +107,8 @@ class JobRunner:
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._packer, self._admission, self._surroundings = packer, admission, surroundings
+        self._packer, self._budget = packer, budget
+        self._admission, self._surroundings = admission, surroundings
         self._orders, self._functions, self._enders = orders, functions, enders
         self._pool_client, self._user_client = pool_client, user_client
         self._log, self._clock = log, clock
@@ -147,9 +150,18 @@ class JobRunner:
     # Begin
 
     def begin(self, claimed: ClaimedJob, lane: int) -> None:
-        """Take up a job that was just claimed."""
+        """Take up a job that was just claimed; `open_claimed` opens it in its turn."""
         job = RunningJob(next(self._numbers), claimed, lane)
         self._jobs[job.number] = job
+        self._budget.add(job)
+
+    def open_claimed(self) -> None:
+        """Open the jobs whose turn it is."""
+        for job in self._budget.take():
+            self._admit(job)
+
+    def _admit(self, job: RunningJob) -> None:
+        claimed = job.claimed
         try:
             if isinstance(claimed.damage, JobRefused):
                 raise claimed.damage
@@ -174,7 +186,7 @@ class JobRunner:
                 self._run_function(job, call)
 
     def _leave_to_others(self, job: RunningJob, kind: str) -> None:
-        del self._jobs[job.number]
+        self._let_go(job)
         self._surplus.append(replace(job.claimed, kind=kind))
 
     def take_surplus(self) -> list[ClaimedJob]:
@@ -338,8 +350,9 @@ class JobRunner:
 
     def _ended(self, job: RunningJob, outcome: Outcome | None, written: bool = True) -> None:
         """Forget a job. outcome: how it ended; None where another worker has counted that."""
-        if self._jobs.pop(job.number, None) is None:
+        if job.number not in self._jobs:
             return
+        self._let_go(job)
         self._beginnings.forget(job)
         if not written:
             self._log.warning(
@@ -370,6 +383,10 @@ class JobRunner:
         self._enders.join(_FUNCTIONS_LEAVE_S)
 
     # Interrupt
+
+    def _let_go(self, job: RunningJob) -> None:
+        del self._jobs[job.number]
+        self._budget.forget(job)
 
     def _withdraw(self, job: RunningJob, error: type[BaseException]) -> None:
         """Take a job's work back from the engine and the pools."""
@@ -441,7 +458,7 @@ class JobRunner:
                 continue  # finish.lua or RQ's path finds out for itself
             self._log.warning("job %s was cancelled, deleted or taken over: stopped here", job.claimed.job_id)
             self._withdraw(job, JobStopped)
-            del self._jobs[job.number]
+            self._let_go(job)
             if job.call is None:
                 self._close(job)
 
@@ -499,7 +516,7 @@ class JobRunner:
         for job in jobs:
             self._withdraw(job, JobStopped)
             self._ends.forget(job)
-            del self._jobs[job.number]
+            self._let_go(job)
             if job.call is None:
                 self._close(job)
         return [job.claimed for job in jobs]

@@ -17,7 +17,7 @@ from jobs.served_model import ServedModel
 from jobs.shard_bytes import DEFAULT_BYTES as SHARD_BYTES
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.errors import SettingsError
-from worker.held_job import DEFAULT_MAX_JOB_BYTES
+from worker.held_job import DEFAULT_MAX_HELD_BYTES, DEFAULT_MAX_JOB_BYTES
 
 if TYPE_CHECKING:
     from engine import EngineConfig, ModelIdentity
@@ -66,6 +66,9 @@ class WorkerSettings(BaseSettings):
     max_job_bytes: ByteSize = Field(default=ByteSize(DEFAULT_MAX_JOB_BYTES), ge=1 << 10)
     """A job whose payload is larger, unpacked, or holds more lists and objects than one for each 40 bytes of
     this, is failed without being read."""
+
+    max_held_bytes: ByteSize = Field(default=ByteSize(DEFAULT_MAX_HELD_BYTES), ge=1 << 10)
+    """Of hashes and unpacked payloads that the jobs of a lane hold; the next ones wait."""
 
     max_result_bytes: ByteSize = Field(default=ByteSize(MAX_RESULT_BYTES), ge=1 << 10)
     """A job whose value is larger, as JSON, fails."""

@@ -1,0 +1,76 @@
+"""How much of payloads a worker unpacks and holds at a time, lane by lane."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from rq.command import send_stop_job_command
+from rq.job import JobStatus
+from rq.serializers import JSONSerializer
+
+from tests.rq_workers import Workers, text_of, wait_until, wait_until_started
+from worker.packing import RunningJob
+from worker.payload_budget import PayloadBudget
+
+MIB = 1 << 20
+
+
+def job(number: int, lane: int, num_bytes: int) -> RunningJob:
+    rq_job = SimpleNamespace(hash_bytes=0, payload_bytes=num_bytes)
+    return RunningJob(number, cast(Any, SimpleNamespace(job=rq_job)), lane)
+
+
+def numbers(budget: PayloadBudget) -> list[int]:
+    return [each.number for each in budget.take()]
+
+
+def test_a_turn_opens_a_mebibyte_of_each_lane_and_the_urgent_one_first() -> None:
+    budget = PayloadBudget(2, 64 * MIB)
+    for number in range(8):
+        budget.add(job(number, 1 - number % 2, MIB // 2))
+    assert numbers(budget) == [1, 3, 0, 2]
+    assert budget.can_open
+    assert not budget.has_room(0)
+    assert numbers(budget) == [5, 7, 4, 6]
+    assert budget.has_room(0)
+
+
+def test_a_lane_beyond_its_budget_waits_for_its_own_jobs_alone() -> None:
+    budget = PayloadBudget(2, 3 * MIB)
+    large = [job(number, 0, 2 * MIB) for number in range(3)]
+    for each in large:
+        budget.add(each)
+    assert [numbers(budget) for _ in range(3)] == [[0], [1], []]
+    budget.add(job(3, 1, 2 * MIB))
+    assert numbers(budget) == [3]
+    budget.forget(large[0])
+    assert numbers(budget) == [2]
+    for each in large:
+        budget.forget(each)
+    assert budget.has_room(0)
+
+
+def test_a_job_larger_than_the_budget_is_opened_by_itself_and_one_withdrawn_never() -> None:
+    budget = PayloadBudget(1, MIB)
+    jobs = [job(number, 0, 5 * MIB) for number in range(3)]
+    for each in jobs:
+        budget.add(each)
+    assert [numbers(budget) for _ in range(2)] == [[0], []]
+    budget.forget(jobs[1])
+    budget.forget(jobs[0])
+    assert numbers(budget) == [2]
+
+
+def test_jobs_beyond_the_budget_wait_for_those_before_them_and_for_no_other_lane(workers: Workers) -> None:
+    queue = workers.queue("bulk")
+    large = [queue.enqueue("jobs.complete", ["hang", "x" * MIB]) for _ in range(3)]
+    workers.start(TOKENMILL_MAX_HELD_BYTES="1MiB")
+    wait_until_started(large[0])
+    urgent = workers.queue("high").enqueue("jobs.complete", "a", max_tokens=1)
+    assert text_of(workers.result(urgent)) == "echo:a"
+    assert [each.get_status() for each in large[1:]] == [JobStatus.QUEUED] * 2
+    send_stop_job_command(workers.redis, large[0].id, serializer=JSONSerializer)
+    wait_until_started(large[1])
+    large[1].cancel()
+    wait_until(lambda: large[2].get_status() == JobStatus.STARTED)
