@@ -209,3 +209,19 @@ def test_the_longest_value_of_a_dictionary_is_known_before_it_is_decoded(
         (leaf,) = leaves(file.schema)
         found = chunk_size(str(path), source, leaf, file.metadata.row_group(0).column(0))
     assert found.value_bytes - 54_321 in range(20)
+
+
+def test_a_footer_of_gigabytes_is_refused_before_it_is_read(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
+    path, size = tmp_path / "in.parquet", 3 << 30
+    with path.open("wb") as file:  # a hole, but for its ends
+        file.write(b"PAR1")
+        file.seek(size - 8)
+        file.write((2 << 30).to_bytes(4, "little") + b"PAR1")
+    with (
+        counted() as pool,
+        pytest.raises(errors.CorruptParquet, match="its footer would have 2147483648 bytes"),
+    ):
+        score_parquet(make_context(), str(path), str(tmp_path / "out"))
+    assert pool.max_memory() < MIB
