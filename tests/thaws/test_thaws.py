@@ -1,0 +1,82 @@
+"""Whoever is at a run may freeze before any of its calls and thaw after others have gone on: the run ends."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+import jobs
+from tests.redis_server import running_redis_server
+from tests.thaws.cases import ACTORS, Actor, Case, all_cases, calls_of, play, sample
+
+CASES_OF_EACH = 3
+SEED = 9
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[Redis]:
+    with running_redis_server() as url, Redis.from_url(url) as client:
+        yield client
+
+
+@pytest.fixture
+def new_folder(tmp_path: Path) -> Callable[[], Path]:
+    numbers = itertools.count()
+    return lambda: tmp_path / str(next(numbers))
+
+
+@pytest.fixture(scope="module")
+def calls(redis: Redis, tmp_path_factory: pytest.TempPathFactory) -> dict[Actor, list[str]]:
+    """What each actor calls."""
+    folder = tmp_path_factory.mktemp("calls")
+    return {actor: calls_of(actor, redis, folder / str(number)) for number, actor in enumerate(ACTORS)}
+
+
+@pytest.mark.parametrize("actor", ACTORS, ids=str)
+def test_a_run_ends_wherever_one_freezes_and_whatever_others_do_meanwhile(
+    redis: Redis, new_folder: Callable[[], Path], calls: dict[Actor, list[str]], actor: Actor
+) -> None:
+    """A sample of the list that `python -m ops.thaws` goes through."""
+    for case in sample(list(all_cases(actor, calls[actor])), CASES_OF_EACH, SEED):
+        play(case, redis, new_folder())
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["goes on", "is killed a call later"])
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [("withdraw_finished", "redis"), ("_withdraw_success", "os.replace"), ("submit", "redis")],
+)
+def test_a_planner_that_thaws_before_it_takes_an_end_back_leaves_the_one_that_came_meanwhile(
+    redis: Redis,
+    new_folder: Callable[[], Path],
+    calls: dict[Actor, list[str]],
+    function: str,
+    kind: str,
+    dies: bool,
+) -> None:
+    name = "submitter" if function == "submit" else "planner"
+    actor = next(each for each in ACTORS if each.name == f"{name} of a run whose part was deleted")
+    places = [at for at, call in enumerate(calls[actor]) if function in call.split() and call.endswith(kind)]
+    assert places, f"nothing is called in {function}: {calls[actor]}"
+    for at in places:
+        play(Case(actor, "taken over and finished", at, dies), redis, new_folder())
+
+
+def test_every_call_that_changes_a_runs_files_is_one_before_which_somebody_freezes(
+    calls: dict[Actor, list[str]],
+) -> None:
+    changing = {"link", "replace", "rename", "unlink", "symlink", "mkdir", "rmdir", "fsync", "open"}
+    in_code = {
+        f"{path.name} os.{node.func.attr}"
+        for path in (Path(jobs.__file__).parent / "parquet").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if isinstance(node.func.value, ast.Name) and node.func.value.id == "os" and node.func.attr in changing
+    }
+    seen = {f"{call.split(':')[0]} {call.split()[-1]}" for each in calls.values() for call in each}
+    assert not in_code - seen

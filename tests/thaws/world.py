@@ -1,0 +1,224 @@
+"""One run with its workers and people, on a real Redis and real files; time passes when a test says so."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from redis import Redis
+from rq.utils import now
+
+from jobs import run_control
+from jobs.context import JobContext, Lease
+from jobs.holders import executions_key
+from jobs.keys import held_key, run_key, run_lock_key, worker_key
+from jobs.parquet.names import part_name
+from jobs.parquet.spec import RunSpec
+from jobs.run_snapshot import RunSnapshot, failure_text, read_snapshot
+from jobs.table import open_task, own_function
+from tests.jobs.answering import MODEL, feed, refuse, shout
+from tests.thaws.freezing import Killed
+from worker._rq import ClaimedJob, JobStore, Outcome, Wanted, printable
+
+ROWS, ROWS_PER_SHARD, SHARDS = 5, 2, 3
+QUEUE = "bulk"
+
+
+class Stopped(Exception):
+    """Raised where a job asks whether it was interrupted, and was."""
+
+
+class Worker:
+    """Claims jobs and runs them one by one, with the real scripts; `client`: what the jobs use."""
+
+    def __init__(self, world: World, name: str, client: Redis) -> None:
+        self.world, self.name, self.client = world, name, client
+        self.store = JobStore(world.redis, name, 60, models=MODEL.names)
+        self.commands = world.redis.pubsub()
+        self.commands.subscribe(f"rq:pubsub:{name}")
+        self.commands.get_message(timeout=5)
+        self.stopped: set[str] = set()
+        world.redis.set(worker_key(name), "{}")
+        world.workers.append(self)
+
+    def claim(self) -> ClaimedJob | None:
+        token = f"{next(self.world.numbers):024x}"
+        (claim,) = self.store.claim([Wanted(QUEUE, 1, token, True)], 4)
+        return claim.jobs[0] if claim.jobs else None
+
+    def run(self, claimed: ClaimedJob) -> Any:
+        """What a worker's thread does for a job; raises what that raises."""
+        job, context = claimed.job, self.context(claimed)
+        own = own_function(job.func_name)
+        if own is not None:
+            return own(context, *job.args, **job.kwargs)
+        task = open_task(job.func_name, job.args, job.kwargs)
+        assert task is not None
+        try:
+            task.open(context)
+            feed(task, (lambda _: refuse("too long")) if self.world.all_fail else shout)
+            return task.result()
+        except Killed:
+            task.close = lambda: None  # type: ignore[method-assign]
+            raise
+        finally:
+            task.close()
+
+    def context(self, claimed: ClaimedJob) -> JobContext:
+        def check() -> None:
+            if claimed.execution.id in self.stopped:
+                raise Stopped
+
+        return JobContext(
+            self.client,
+            QUEUE,
+            claimed.job_id,
+            claimed.execution.id,
+            (str(self.world.folder),),
+            MODEL,
+            check_interrupted=check,
+            lease=Lease(executions_key(claimed.job_id), claimed.execution.id),
+        )
+
+    def end(self, claimed: ClaimedJob, value: Any, error: BaseException | None) -> None:
+        """Write the end of a job, which is dropped where the job is another's by now."""
+        status, told = ("failed", printable(error)) if error is not None else ("finished", value)
+        (reply,) = self.store.finish([Outcome(claimed, status, told, now(), 0.0)])
+        assert reply in ("done", "lost"), reply
+
+    def heed(self, claimed: ClaimedJob) -> None:
+        """Hear the commands that came in the meantime; renew the lease, or learn that it is lost."""
+        while (message := self.commands.get_message(ignore_subscribe_messages=True)) is not None:
+            command = json.loads(message["data"])
+            is_meant = command["job_id"] == claimed.job_id
+            if is_meant and command.get("execution_id") in (None, claimed.execution.id):
+                self.store.finish([Outcome(claimed, "stopped", "stopped", now(), 0.0)])
+                self.stopped.add(claimed.execution.id)
+        if self.store.renew([claimed]):
+            self.stopped.add(claimed.execution.id)
+
+    def drain(self) -> None:
+        """Run jobs until none waits."""
+        while (claimed := self.claim()) is not None:
+            try:
+                value, error = self.run(claimed), None
+            except Exception as raised:  # noqa: BLE001  # what a job raises is that job's end
+                value, error = None, raised
+            self.end(claimed, value, error)
+
+
+class World:
+    """A folder, a server, a second worker that never freezes, and people who submit, cancel and delete."""
+
+    def __init__(self, redis: Redis, folder: Path) -> None:
+        self.redis, self.folder, self.numbers = redis, folder, itertools.count(1)
+        redis.flushall()
+        folder.mkdir(parents=True)
+        self.output, self.all_fail, self.is_damaged = folder / "out", False, False
+        self.workers: list[Worker] = []
+        table = pa.table({"prompt": [f"p{row}" for row in range(ROWS)], "id": range(ROWS)})
+        pq.write_table(table, folder / "in.parquet", row_group_size=2)
+        self.other = Worker(self, "other", redis)
+        self.arguments: dict[str, Any] = {
+            "input": str(folder / "in.parquet"),
+            "output": str(self.output),
+            "rows_per_shard": ROWS_PER_SHARD,
+            "sampling": {"temperature": 0},
+        }
+        self.run = RunSpec.from_arguments(**self.arguments).run
+
+    def submit(self, redis: Redis | None = None, **options: Any) -> None:
+        options = {"redo_damaged": self.is_damaged, **options}
+        assert run_control.submit_run(redis or self.redis, QUEUE, **self.arguments, **options) == self.run
+
+    def close(self) -> None:
+        """Remove the folder, and let go of the server."""
+        for worker in self.workers:
+            worker.commands.close()
+        shutil.rmtree(self.folder)
+
+    def is_known(self) -> bool:
+        """Whether anybody has submitted the run."""
+        return bool(self.redis.exists(run_key(self.run)))
+
+    def holds_jobs(self) -> bool:
+        """Whether a worker has a job of which the end is not written."""
+        return bool(self.redis.hlen(held_key(QUEUE)))
+
+    def cancel(self, redis: Redis | None = None) -> None:
+        run_control.cancel_run(redis or self.redis, self.run)
+
+    def finish(self) -> None:
+        """From nothing to a finished run."""
+        self.submit()
+        self.other.drain()
+        self.check_finished()
+
+    def delete_part(self, shard: int = 1) -> None:
+        (self.output / part_name(shard)).unlink()
+
+    def damage_part(self, shard: int = 1) -> None:
+        self.is_damaged = True
+        path = self.output / part_name(shard)
+        content = path.read_bytes()
+        path.unlink()
+        path.write_bytes(content[: len(content) // 2])
+
+    def let_locks_lapse(self) -> None:
+        """Whoever holds a run's lock and sleeps has lost it."""
+        self.redis.delete(run_lock_key(self.run))
+
+    def take_over(self, claimed: ClaimedJob) -> None:
+        """The worker that has the job is silent for longer than its lease: another puts the job back."""
+        self.let_locks_lapse()
+        self.redis.delete(f"rq:execution:{claimed.job_id}:{claimed.execution.id}")
+        self.redis.delete("tokenmill:maintenance")
+        assert self.other.store.reclaim_abandoned([QUEUE], 10, 5) == []
+
+    def snapshot(self) -> RunSnapshot:
+        return read_snapshot(self.redis, self.run)
+
+    def check_finished(self) -> None:
+        """Every row once and right, the marks of the end in files and in Redis, and nothing left to run."""
+        snapshot = self.snapshot()
+        assert snapshot.state == "finished", self.why()
+        assert snapshot.done == SHARDS, f"{snapshot.done} of {SHARDS} parts are recorded"
+        names = {path.name for path in self.output.iterdir() if not path.name.startswith("_tmp.")}
+        expected = {part_name(shard) for shard in range(SHARDS)} | {
+            "_plan.json",
+            "_manifest.json",
+            "_SUCCESS",
+        }
+        assert names == expected, names ^ expected
+        assert (self.output / "_SUCCESS").read_bytes() == b""
+        rows = pq.read_table(self.output).to_pylist()
+        answers = [None if self.all_fail else f"P{row}" for row in range(ROWS)]
+        assert [(row["id"], row["completion"]) for row in rows] == list(enumerate(answers))
+        manifest = json.loads((self.output / "_manifest.json").read_text())
+        assert (manifest["rows"], len(manifest["parts"])) == (ROWS, SHARDS)
+        assert self.redis.llen(f"rq:queue:{QUEUE}") == 0
+        assert not self.holds_jobs()
+
+    def check_ended(self, may_be_stale: bool) -> None:
+        """The run has ended, or says what keeps it.
+
+        may_be_stale: a former end may still stand, of which a part was deleted and nobody has planned since.
+        """
+        snapshot = self.snapshot()
+        if snapshot.state == "failed":
+            assert ": " in self.why()
+        elif snapshot.state not in ("cancelled", "stopped") and not (may_be_stale and snapshot.finished):
+            self.check_finished()
+
+    def why(self) -> str:
+        """What the run says of itself."""
+        snapshot = self.snapshot()
+        failed = [*snapshot.failed_jobs, *([snapshot.plan_job] if snapshot.plan_status == "failed" else [])]
+        told = [f"{job_id}: {failure_text(self.redis, job_id)}" for job_id in failed if job_id]
+        success = (self.output / "_SUCCESS").is_file()
+        return f"{snapshot.state}, {snapshot.done} done, mark {success}: {'; '.join(told)}"
