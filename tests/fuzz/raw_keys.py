@@ -73,6 +73,9 @@ OWN_KEYS = {
 
 PAGES = ("/", "/0/data/queues.json", "/0/data/workers.json", "/0/data/jobs/bulk/failed/8/asc/1.json")
 
+PLACES = ("rq:queue:{queue}", "rq:scheduled:{queue}")
+"""Keys that get no time to live: what an innocent waits in would go with them."""
+
 NOT_DAMAGED = {"rq:suspended": "whatever it holds suspends the workers, which is what it is for"}
 
 TYPES = ("string", "list", "set", "zset", "hash", "stream")
@@ -219,7 +222,7 @@ class Site:
         else:
             last_id = "18446744073709551615-18446744073709551615"
             pipe.xadd(key, {entries[0]: entries[-1]}, id=last_id if damage.score < 0 else "*")
-        if damage.ttl_s is not None and not damage.template.startswith("rq:queue:{queue}"):
+        if damage.ttl_s is not None and damage.template not in PLACES:
             pipe.expire(key, damage.ttl_s)
 
     def _check_answered(self, job: Job) -> None:

@@ -167,6 +167,16 @@ def test_a_job_whose_record_was_lost_is_still_held_by_who_holds_it(redis: Redis,
     assert first.renew([claimed]) == [claimed]
 
 
+def test_a_claim_that_is_asked_for_again_finds_its_jobs_also_where_their_record_was_lost(
+    redis: Redis, bulk: Queue
+) -> None:
+    job, wanted = bulk.enqueue("f"), Wanted("bulk", 1, "a" * 24, alone=True)
+    for _ in range(2):  # each has not heard of the other's reply
+        [claim] = JobStore(redis, "w", lease_s=30).claim([wanted], float("inf"))
+        assert [each.job_id for each in claim.jobs] == [job.id]
+        redis.delete("tokenmill:held:bulk")
+
+
 @pytest.mark.parametrize("key", ["tokenmill:maintenance", "rq:scheduler-lock:bulk"])
 @pytest.mark.parametrize("ttl_s", [None, 10**6])
 def test_a_lock_that_does_not_end_is_nobodys(redis: Redis, key: str, ttl_s: int | None) -> None:

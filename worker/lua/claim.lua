@@ -26,7 +26,7 @@ local earlier = call('LRANGE', record, 0, -1)
 if #earlier > 0 then
   for i = 1, #earlier, 2 do
     local id, eid = earlier[i], token .. string.format('%08x', (i + 1) / 2)
-    if call('HEXISTS', 'tokenmill:held:' .. queue, id .. ':' .. eid) == 1 then
+    if is_open(queue, id, eid) then
       claimed[#claimed + 1] = {id, eid, job_hash(id), earlier[i + 1]}
     end
   end
