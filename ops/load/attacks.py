@@ -21,8 +21,8 @@ LANE = "bulk"
 HUGE = (2**31, 2**63, 2**64, -(2**63) - 1, 10**30)
 SAMPLING = ("top_k", "max_tokens", "min_tokens", "seed", "temperature", "n")
 
-LONGEST_CHARS = 6500
-"""Of a prompt that the demo model might hold: 512 tokens of at most 13 bytes."""
+LONGEST_CHARS = 200_000
+"""Of a prompt that the bench's model might hold: 32,768 tokens of at most 8 bytes."""
 
 Launch = Callable[[], None]
 
@@ -92,8 +92,11 @@ def long_prompts(place: Site, scale: float) -> Launch:
     """40 prompts of 1 MiB, and nearly as much in prompts that no length tells to be too long."""
     rng = Random(4)
     prompts = ["".join(rng.choices("abcdefghij ", k=MIB)) for _ in range(max(2, int(40 * scale)))]
-    jobs = max(1, int(10 * scale))
-    many = ["".join(rng.choices("abcdefghij ", k=LONGEST_CHARS)) for _ in range(int(600 * jobs * scale**0.5))]
+    jobs = max(1, int(11 * scale))
+    many = [
+        "".join(rng.choices("abcdefghij ", k=LONGEST_CHARS))
+        for _ in range(max(1, int(18 * jobs * scale**0.5)))
+    ]
 
     def launch() -> None:
         place.queue(LANE).enqueue("jobs.complete", prompts, max_tokens=1)

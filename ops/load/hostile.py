@@ -5,9 +5,12 @@ The engine is the real one, on the CPU, with the demo model; one worker, which i
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 
 from rq.job import Job
@@ -35,9 +38,11 @@ MAX_ATTACK_S = 240.0
 """After which an attack that has not ended counts as one that does not."""
 LAST_ANSWER_S = 90.0
 
+MODEL_TOKENS = 1 << 15
+"""Of a sequence, at most; as many as 64 MiB of KV hold."""
+
 SETTINGS = {
     "worker_class": "worker.BatchWorker",
-    "TOKENMILL_MODEL": str(MODEL),
     "TOKENMILL_DEVICE": "cpu",
     "TOKENMILL_DTYPE": "float32",
     "TOKENMILL_TORCH_THREADS": "1",
@@ -52,13 +57,14 @@ class Keeper:
     """Starts the worker again where it has ended, as a supervisor does. exits: how often. peak_rss: bytes."""
 
     place: Site
+    model: Path
     exits: int = 0
     peak_rss: int = 0
     started: int = 0
 
     def start(self) -> None:
         self.started += 1
-        data = {"TOKENMILL_DATA_ROOTS": str(self.place.folder)}
+        data = {"TOKENMILL_DATA_ROOTS": str(self.place.folder), "TOKENMILL_MODEL": str(self.model)}
         arguments = ("--job-monitoring-interval", "1", "--maintenance-interval", "2")
         self.place.start(f"w{self.started}", *arguments, settings={**SETTINGS, **data})
 
@@ -99,12 +105,20 @@ def hostile(
     rng = Random(seed)
     for group in [[attack] for attack in attacks] if apart else [list(attacks)]:
         with site() as place:
-            keeper = Keeper(place)
+            keeper = Keeper(place, _roomy_model(place.folder / "model"))
             keeper.start()
             place.wait_until_ready()
             for attack in group:
                 _besiege(place, keeper, report, attack, seconds, rounds, scale, rng)
     return report
+
+
+def _roomy_model(folder: Path) -> Path:
+    """Copy the demo model, as one that takes prompts as long as its pool: it refuses few by their length."""
+    shutil.copytree(MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": MODEL_TOKENS}))
+    return folder
 
 
 def _besiege(
