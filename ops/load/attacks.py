@@ -78,7 +78,10 @@ def parquet_bombs(place: Site, scale: float) -> Launch:
     }
     for name, (table, _) in tables.items():
         # Without Arrow's schema the file says nothing of dictionaries: its reader gets each value in full.
-        pq.write_table(table, place.folder / f"{name}.parquet", store_schema=False, compression="zstd")
+        # A dictionary's page is cut at 1 MiB unless told otherwise, and the rest written value by value.
+        options = {"store_schema": False, "compression": "zstd", "write_statistics": False}
+        options |= {"dictionary_pagesize_limit": 1 << 30, "use_dictionary": name != "cell"}
+        pq.write_table(table, place.folder / f"{name}.parquet", **options)
     shards = [(name, rows_per_shard) for name, (_, rows_per_shard) in tables.items()]
 
     def launch() -> None:
