@@ -7,7 +7,7 @@ of a megabyte is a bit in each row that has it. A page's header is what pyarrow 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ MAX_HEADER_BYTES = 1 << 24
 MAX_PAGES = 100_000
 
 #: A dictionary that is smaller is taken for one entry.
-SMALL_BYTES = 1 << 14
+SMALL_BYTES = 1 << 6
 
 #: Entries of a dictionary whose lengths are looked at; one has a few thousand.
 MAX_ENTRIES = 1 << 20
@@ -69,15 +69,20 @@ class Leaf(NamedTuple):
 class ChunkSize:
     """What a column chunk takes in memory.
 
-    page_bytes: the most that its pages take at a time, as they are stored and decompressed.
+    page_bytes: the most that its pages take at a time: the dictionary, and the larger one of the pages that
+    follow and of itself, before it was taken in.
+    stored_bytes: of its largest page as it is in the file; of one column at a time.
     value_bytes: the most that a value takes on average over a page.
+    mean_bytes: what a value takes if each entry of the dictionary stands as often as any other.
     pages: of each data page where it begins, and the most that its values take; of repeated columns alone,
     of which a page may belong to one row.
     """
 
     leaf: Leaf
     page_bytes: int
+    stored_bytes: int
     value_bytes: float
+    mean_bytes: float
     pages: tuple[tuple[int, float], ...] = ()
 
     @property
@@ -103,7 +108,6 @@ def chunk_size(path: str, file: Any, leaf: Leaf, chunk: Any) -> ChunkSize:
     """
     pages = list(_pages(path, file, leaf, chunk))
     data = [page for page in pages if not page.is_dictionary]
-    largest = max((page.size + page.stored for page in data), default=0)
     tables = [page for page in pages if page.is_dictionary]
     entry = 0
     if leaf.width is None and any(page.encoding in (_PLAIN_DICTIONARY, _RLE_DICTIONARY) for page in data):
@@ -111,8 +115,10 @@ def chunk_size(path: str, file: Any, leaf: Leaf, chunk: Any) -> ChunkSize:
     costs = [_value_bytes(leaf, page, entry) for page in data]
     return ChunkSize(
         leaf,
-        largest + sum(2 * page.size + page.stored for page in tables),
+        sum(page.size for page in tables) + max((page.size for page in pages), default=0),
+        max((page.stored for page in pages), default=0),
         max(costs, default=0.0),
+        max((_mean_bytes(leaf, page, tables) for page in data), default=0.0),
         tuple((page.start, page.num_values * cost) for page, cost in zip(data, costs, strict=True))
         if leaf.is_repeated
         else (),
@@ -130,6 +136,15 @@ def _value_bytes(leaf: Leaf, page: Page, entry: int) -> float:
         return VALUE_BYTES + entry
     if page.encoding == _DELTA_BYTE_ARRAY:  # a value may begin like the one before it, all of the page's text
         return VALUE_BYTES + page.size
+    return VALUE_BYTES + page.size / max(page.num_values, 1)
+
+
+def _mean_bytes(leaf: Leaf, page: Page, tables: Sequence[Page]) -> float:
+    """Return what a value of a page takes on average, as far as that shows before it is decoded."""
+    if leaf.width is not None:
+        return VALUE_BYTES + leaf.width
+    if page.encoding in (_PLAIN_DICTIONARY, _RLE_DICTIONARY):
+        return VALUE_BYTES + max((table.size / max(table.num_values, 1) for table in tables), default=0.0)
     return VALUE_BYTES + page.size / max(page.num_values, 1)
 
 

@@ -21,6 +21,10 @@ STRETCH_ROWS = 8 * BATCH_ROWS
 #: The part of its limit that one value may take: pyarrow copies it a few times until it is written.
 VALUE_SHARE = 4
 
+#: Times its limit that pages may take together: of a file of long documents, or of a hundred columns, they
+#: take hundreds of megabytes in any reader.
+PAGES_TIMES = 2
+
 #: Times its limit that the rows of a shard may stand for in all, batch after batch: each costs time and disk.
 SHARD_TIMES = 16
 
@@ -28,7 +32,8 @@ SHARD_TIMES = 16
 class Stretch(NamedTuple):
     """Row groups that are read in one go, `rows` at a time.
 
-    row_bytes: what a row takes at most, averaged over a page. widest: the column with most of it.
+    row_bytes: what a row takes on average, as far as the pages' headers tell. widest: the column with most
+    of it.
     nested: what a PageMeter has to count, because a few rows may hold any number of values.
     """
 
@@ -93,7 +98,7 @@ class Bounds:
         ]
         self._check(chunks)
         each = [
-            chunk.nested_bytes / max(group.num_rows, 1) if chunk.leaf.is_repeated else chunk.value_bytes
+            chunk.nested_bytes / max(group.num_rows, 1) if chunk.leaf.is_repeated else chunk.mean_bytes
             for chunk in chunks
         ]
         read = [chunk for chunk in chunks if chunk.leaf in self._read]
@@ -111,11 +116,11 @@ class Bounds:
         """Raise ShardTooLarge for pages or a value that take too much."""
         if not chunks:
             return
-        held = sum(chunk.page_bytes for chunk in chunks)
-        if held > self._limit:
+        held = sum(chunk.page_bytes for chunk in chunks) + max(chunk.stored_bytes for chunk in chunks)
+        if held > (limit := PAGES_TIMES * self._limit):
             most = max(chunks, key=lambda chunk: chunk.page_bytes)
             what = f"pages of {held} bytes are held at a time, most of them of column {most.leaf.path!r}"
-            raise ShardTooLarge(self._path, what, self._limit)
+            raise ShardTooLarge(self._path, what, limit)
         most = max(chunks, key=lambda chunk: chunk.value_bytes)
         if most.value_bytes > self._limit // VALUE_SHARE:
             what = f"a value of column {most.leaf.path!r} takes {int(most.value_bytes)} bytes"

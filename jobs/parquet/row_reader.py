@@ -48,6 +48,7 @@ class RowReader:
         self._decoder = Decoder(path, source, file, self.footer, columns, limit)
         self._batches = self._decoder.batches(first.first_group)
         self._left: pa.RecordBatch | None = None
+        self._batch_rows, self._batch_bytes = 1, 0  # of the batch that was decoded last
         #: The row that comes next, counted within the file.
         self.next_row = first.start - first.skip
 
@@ -71,7 +72,8 @@ class RowReader:
             self._left = batch.slice(taken) if taken < batch.num_rows else None
             self.next_row += taken
             if taken > ahead:
-                shard_bytes += (taken - ahead) * self._decoder.stretch.row_bytes
+                row_bytes = max(self._decoder.stretch.row_bytes, self._batch_bytes / self._batch_rows)
+                shard_bytes += (taken - ahead) * row_bytes
                 self._check(batch, shard_bytes)
                 yield batch.slice(ahead, taken - ahead)
 
@@ -79,11 +81,14 @@ class RowReader:
         """Raise ShardTooLarge for a batch whose values turn out too large, or where the shard's may."""
         if shard_bytes > (limit := SHARD_TIMES * self._limit):
             widest = self._decoder.stretch.widest
-            what = f"its rows may stand for {int(shard_bytes)} bytes, most of column {widest!r}"
+            what = f"its rows stand for {int(shard_bytes)} bytes and more, most of column {widest!r}"
             raise ShardTooLarge(self._path, what, limit)
-        if (size := batch.get_total_buffer_size()) > (limit := self._limit // 2):
+        if self._batch_bytes > (limit := self._limit // 2):
             widest = max(batch.schema.names, key=lambda name: batch.column(name).get_total_buffer_size())
-            what = f"{batch.num_rows} of its rows take {size} bytes, most of them of column {widest!r}"
+            what = (
+                f"{self._batch_rows} of its rows take {self._batch_bytes} bytes, most of them of column "
+                f"{widest!r}"
+            )
             raise ShardTooLarge(self._path, what, limit)
 
     def close(self) -> None:
@@ -98,4 +103,5 @@ class RowReader:
             batch = next(self._batches, None)
         if batch is None:
             raise CorruptParquet(self._path, f"{missing} rows fewer than its footer says")
+        self._batch_rows, self._batch_bytes = max(batch.num_rows, 1), batch.get_total_buffer_size()
         return batch

@@ -143,6 +143,44 @@ def test_nested_rows_of_ordinary_size_are_read_however_large_their_row_group_is(
     assert answer_all(lambda: context, path).column("numbers").combine_chunks().equals(lists)
 
 
+@pytest.mark.parametrize("column", ["prompt", "other"])
+@pytest.mark.parametrize("encoding", ["RLE_DICTIONARY", "DELTA_BYTE_ARRAY"])
+def test_one_long_value_among_short_ones_counts_as_one(
+    make_context: MakeContext, tmp_path: Path, column: str, encoding: str
+) -> None:
+    path, rows = tmp_path / "in.parquet", 5000
+    texts = [f"text {number}" for number in range(rows)]
+    table = pa.table({"prompt": texts}).append_column("other", [texts])
+    place = table.schema.get_field_index(column)
+    table = table.set_column(place, column, pa.array([*texts[:-1], "x" * 100_000]))
+    options: dict[str, Any] = {"use_dictionary": False, "column_encoding": {column: encoding}}
+    pq.write_table(table, path, **({} if "RLE" in encoding else options))
+    context = replace(make_context(), shard_bytes=ShardBytes(16 * MIB))
+    output = answer_all(lambda: context, path, rows_per_shard=rows)
+    assert output.column(column)[-1].as_py() == "x" * 100_000
+    assert output.column("completion").null_count == 0
+
+
+def test_a_file_of_long_documents_as_pandas_writes_it_is_read(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
+    path, rows = tmp_path / "in.parquet", 2000
+    texts = [np.random.default_rng(number).bytes(4000).hex() for number in range(rows)]
+    pq.write_table(pa.table({"prompt": texts}), path)
+    context = replace(make_context(), shard_bytes=ShardBytes(20 * MIB))
+    assert answer_all(lambda: context, path, rows_per_shard=rows).num_rows == rows
+
+
+def test_lists_of_words_from_a_vocabulary_take_what_the_words_do(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
+    path, rows = tmp_path / "in.parquet", 3000
+    tags = [[f"tag number {(row + place) % 900}" for place in range(10)] for row in range(rows)]
+    pq.write_table(pa.table({"prompt": ["a"] * rows, "tags": tags}), path)
+    context = replace(make_context(), shard_bytes=ShardBytes(16 * MIB))
+    assert answer_all(lambda: context, path, rows_per_shard=rows).column("tags").to_pylist() == tags
+
+
 def test_prompts_beyond_what_a_shard_may_hold_fail_it_by_the_name_of_their_column(
     make_context: MakeContext, tmp_path: Path
 ) -> None:
