@@ -163,7 +163,7 @@ class UnsupportedScheme(InputError):
 class InputNotFound(InputError):
     """Raised when an input names nothing: (input)."""
 
-    message = "no Parquet file at {0}: name a file, a folder that holds *.parquet, a glob, or a list of them"
+    message = "no Parquet file at {0}: name a regular file, a folder that holds *.parquet, a glob, or a list"
 
 
 class SearchTooLong(InputError):
@@ -215,12 +215,12 @@ class ColumnConflict(InputError):
 
 
 class ShardTooLarge(InputError):
-    """Raised when what a shard reads takes too much memory: (path, what takes how much, bytes allowed)."""
+    """Raised when what a shard reads takes too much memory.
 
-    message = (
-        "{0}: {1}, more than the {2} that TOKENMILL_MAX_SHARD_BYTES allows: submit with a smaller "
-        "rows_per_shard, write the file with smaller values and pages, or raise that setting"
-    )
+    Its values: (path, what takes how much, bytes allowed, which part of the setting that is, what to do).
+    """
+
+    message = "{0}: {1}, more than {2} bytes ({3}TOKENMILL_MAX_SHARD_BYTES): {4}, or raise that setting"
 
 
 class InputChanged(InputError):

@@ -39,7 +39,7 @@ class PageMeter:
         self._begun += self._costs[last] - self._costs[first]
         if self._begun > self._limit:
             what = f"one row of column {self._columns[first]!r} may take {int(self._begun)} bytes"
-            raise ShardTooLarge(self._path, what, self._limit)
+            raise ShardTooLarge(self._path, what, self._limit, "", "shorten it, or leave it out")
         data: bytes = self._source.read_at(size, self._at)
         self._at += len(data)
         return data

@@ -116,15 +116,22 @@ class Bounds:
         """Raise ShardTooLarge for pages or a value that take too much."""
         if not chunks:
             return
+        most = max(chunks, key=lambda chunk: chunk.value_bytes)
+        if most.value_bytes > self._limit // VALUE_SHARE:
+            what = f"a value of column {most.leaf.path!r} takes {int(most.value_bytes)} bytes"
+            raise ShardTooLarge(
+                self._path,
+                what,
+                self._limit // VALUE_SHARE,
+                f"1/{VALUE_SHARE} of ",
+                "shorten it, or leave it out",
+            )
         held = sum(chunk.page_bytes for chunk in chunks) + max(chunk.stored_bytes for chunk in chunks)
         if held > (limit := PAGES_TIMES * self._limit):
             most = max(chunks, key=lambda chunk: chunk.page_bytes)
             what = f"pages of {held} bytes are held at a time, most of them of column {most.leaf.path!r}"
-            raise ShardTooLarge(self._path, what, limit)
-        most = max(chunks, key=lambda chunk: chunk.value_bytes)
-        if most.value_bytes > self._limit // VALUE_SHARE:
-            what = f"a value of column {most.leaf.path!r} takes {int(most.value_bytes)} bytes"
-            raise ShardTooLarge(self._path, what, self._limit // VALUE_SHARE)
+            remedy = "write the file with a smaller row_group_size"
+            raise ShardTooLarge(self._path, what, limit, f"{PAGES_TIMES} times ", remedy)
 
     def _stretch(self, numbers: range, groups: Sequence[_Group]) -> Stretch:
         rows = min(BATCH_ROWS, int(self._batch_bytes / max(1.0, *(group.flat_bytes for group in groups))))

@@ -82,14 +82,17 @@ class RowReader:
         if shard_bytes > (limit := SHARD_TIMES * self._limit):
             widest = self._decoder.stretch.widest
             what = f"its rows stand for {int(shard_bytes)} bytes and more, most of column {widest!r}"
-            raise ShardTooLarge(self._path, what, limit)
+            remedy = "submit with a smaller rows_per_shard"
+            raise ShardTooLarge(self._path, what, limit, f"{SHARD_TIMES} times ", remedy)
         if self._batch_bytes > (limit := self._limit // 2):
             widest = max(batch.schema.names, key=lambda name: batch.column(name).get_total_buffer_size())
             what = (
                 f"{self._batch_rows} of its rows take {self._batch_bytes} bytes, most of them of column "
                 f"{widest!r}"
             )
-            raise ShardTooLarge(self._path, what, limit)
+            raise ShardTooLarge(
+                self._path, what, limit, "half of ", "shorten these values, or leave them out"
+            )
 
     def close(self) -> None:
         """Close the file; may be called more than once."""

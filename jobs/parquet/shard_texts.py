@@ -48,7 +48,8 @@ class ShardTexts:
         if self._bytes > self._held.limit:
             columns = ", ".join(map(repr, self._columns))
             found = f"the prompts of column {columns} in the first {len(self.rows)} rows of a shard"
-            raise ShardTooLarge(self._path, f"{found} take {self._bytes} bytes", self._held.limit)
+            remedy = "submit with a smaller rows_per_shard"
+            raise ShardTooLarge(self._path, f"{found} take {self._bytes} bytes", self._held.limit, "", remedy)
 
     def gathered(self) -> list[str | RowProblem]:
         """Return the rows, once all are there: they are the caller's from here on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -105,7 +106,7 @@ def test_a_page_beyond_the_limit_is_refused_by_the_name_of_its_column(
     pq.write_table(table, path, compression="zstd", use_dictionary=False, write_statistics=False)
     del table
     assert path.stat().st_size < MIB
-    refused(make_context(), path, "other")
+    assert "shorten it, or leave it out" in str(refused(make_context(), path, "other"))
 
 
 def refused(context: JobContext, path: Path, column: str) -> errors.ShardTooLarge:
@@ -188,9 +189,27 @@ def test_prompts_beyond_what_a_shard_may_hold_fail_it_by_the_name_of_their_colum
     table = pa.table({"text": [f"{number:07}" + "x" * 100_000 for number in range(200)]})
     pq.write_table(table, path, row_group_size=10)
     context = replace(make_context(), shard_bytes=ShardBytes(16 * MIB))
-    with pytest.raises(errors.ShardTooLarge, match=r"the prompts of column 'text' in the first \d+ rows"):
+    found = r"the prompts of column 'text' in the first \d+ rows.*smaller rows_per_shard"
+    with pytest.raises(errors.ShardTooLarge, match=found):
         answer_all(lambda: context, path, prompt_column="text")
     assert context.shard_bytes.held == 0
+
+
+def test_pages_beyond_the_limit_are_refused_with_how_to_write_smaller_ones(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
+    path = tmp_path / "in.parquet"
+    table = pa.table(
+        {"prompt": ["a"] * 1000, "other": [f"{number:07}" + "x" * 20_000 for number in range(1000)]}
+    )
+    context = replace(make_context(), shard_bytes=ShardBytes(16 * MIB))
+    pq.write_table(table, path)
+    with pytest.raises(errors.ShardTooLarge, match=r"pages of \d+ bytes.*'other'.*smaller row_group_size"):
+        answer_all(lambda: context, path)
+    context.connection.flushall()
+    shutil.rmtree(tmp_path / "out")
+    pq.write_table(table, path, row_group_size=100)
+    assert answer_all(lambda: context, path).num_rows == 1000
 
 
 def test_a_value_that_no_prompt_can_hold_is_its_rows_error_and_names_the_column(
