@@ -137,7 +137,10 @@ def cancel(connection: redis.Redis, /, run: str) -> None:
                 raise
             snapshot = _look(connection, run)
         cancelled = cancel_run(connection, snapshot.run)
-        click.echo(f"cancelled: {cancelled.removed} jobs removed, {cancelled.stopped} told to stop")
+        if snapshot.state == "finished" and not cancelled.removed and not cancelled.stopped:
+            click.echo(f"run {snapshot.run} is finished: nothing was left to cancel")
+        else:
+            click.echo(f"cancelled: {cancelled.removed} jobs removed, {cancelled.stopped} told to stop")
 
 
 main.add_command(info)

@@ -92,7 +92,8 @@ def parse_prompts(prompt: object) -> list[Prompt | Unusable]:
 def parse_messages(messages: object) -> list[dict[str, Any]]:
     """Return a copy of `messages`. Raises InvalidJob when it is no chat."""
     if problem := messages_problem(messages):
-        raise InvalidJob(f"{problem}; from the command line: messages:='[{{\"role\": ...}}]'")
+        hint = "" if isinstance(messages, list) else "; from the command line: messages:='[{\"role\": ...}]'"
+        raise InvalidJob(problem + hint)
     assert isinstance(messages, list)
     return [dict(message) for message in messages]
 

@@ -630,10 +630,15 @@ def _takes_retry(job: Job, wish: JobRetry) -> bool:
 def _values(fields: Any, max_job_bytes: int) -> dict[bytes, bytes]:
     """The hash that job_hash.lua returned. Raises TooLarge where it gave its size instead."""
     if isinstance(fields, int):
+        limit = max_hash_bytes(max_job_bytes)
+        if fields <= limit:
+            raise TooLarge(
+                f"the job's hash in Redis has more than the limit of {MAX_HASH_FIELDS} fields: enqueue it "
+                "again, and keep what is your own in its meta"
+            )
         raise TooLarge(
-            f"the job takes {fields} bytes in Redis: it may have {MAX_HASH_FIELDS} fields and "
-            f"{max_hash_bytes(max_job_bytes)} bytes; shorten its arguments, description or meta, or raise "
-            "TOKENMILL_MAX_JOB_BYTES"
+            f"the job takes {fields} bytes in Redis, more than the limit of {limit}: shorten its arguments, "
+            "description or meta, or raise TOKENMILL_MAX_JOB_BYTES"
         )
     return dict(zip(fields[::2], fields[1::2], strict=True))
 

@@ -166,7 +166,8 @@ class JobRunner:
             if isinstance(claimed.damage, JobRefused):
                 raise claimed.damage
             if claimed.damage is not None:
-                raise BadPayload(f"its hash in Redis is damaged: {claimed.damage}")
+                reason = f"{type(claimed.damage).__name__}: {claimed.damage}".removesuffix(": ")
+                raise BadPayload(f"its hash in Redis is damaged ({reason}): enqueue it again")
             call = self._admission.admit(claimed.job)
             job.is_ours = call.name in OWN_NAMES
             job.task = open_task(call.name, call.args, call.kwargs)

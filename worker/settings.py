@@ -223,6 +223,8 @@ def _explain(error: ValidationError) -> str:
         name = _PREFIX + str(problem["loc"][0]).upper()
         if problem["type"] == "missing":
             lines.append(f"{name} is not set: name a model folder or a hub id")
+        elif problem["type"].startswith("byte_size"):
+            lines.append(f"{name}={problem['input']!r}: expected a size such as 4194304, 512MB or 4GiB")
         else:
-            lines.append(f"{name}={problem['input']!r}: {problem['msg']}")
+            lines.append(f"{name}={problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}")
     return "; ".join(lines)

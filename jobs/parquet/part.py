@@ -114,7 +114,7 @@ def read_part_stats(storage: Storage, path: str, run: str, shard: int, rows: int
             stat = storage.stat(path)
             _check_holds_its_data(file, path, stat.size if stat else 0)
     except CorruptParquet as error:
-        raise PartDamaged(path, str(error)) from error
+        raise PartDamaged(path, f"not readable as Parquet: {error.args[1]}") from error
     except (InputNotFound, PathSwapped):  # its name is there
         raise PartDamaged(path, "it is a link, or no regular file") from None
     stats = _parse(path, metadata.get(METADATA_KEY.encode()))

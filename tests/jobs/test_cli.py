@@ -247,6 +247,7 @@ def test_cancel_takes_waiting_jobs_stops_running_ones_and_submit_resumes(
     assert len(queued_jobs(redis)) == 4
     work_off(redis, make_context)
     assert (tmp_path / "out" / "_SUCCESS").exists()
+    assert "is finished: nothing was left to cancel" in invoke("cancel", run).stdout
 
 
 def test_a_planning_job_lost_between_a_queue_and_its_killed_worker_is_enqueued_again(

@@ -151,7 +151,8 @@ def test_an_input_that_names_nothing_is_refused(context: JobContext, tmp_path: P
 
 def test_a_fifo_is_no_input(context: JobContext, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "in.parquet")
-    fails(errors.InputNotFound, context, tmp_path / "in.parquet", tmp_path / "out")
+    error = fails(errors.InputNotFound, context, tmp_path / "in.parquet", tmp_path / "out")
+    assert "name a regular file" in str(error)
 
 
 def test_a_file_named_twice_is_refused(context: JobContext, source: Path, tmp_path: Path) -> None:
@@ -426,8 +427,9 @@ def test_a_damaged_part_is_named_before_the_run_ends(
     else:
         metadata = pq.read_metadata(part).metadata  # ours among it: all but the rows is as it should be
         pq.write_table(pq.read_table(part).slice(1).replace_schema_metadata(metadata), part)
-    with pytest.raises(errors.PartDamaged, match=part_name(0)):
+    with pytest.raises(errors.PartDamaged, match=part_name(0)) as caught:
         run_task(make_context(), second.func_name, *second.args)
+    assert "leave it out" not in str(caught.value)  # as is said of an input
     assert not (tmp_path / "out" / "_SUCCESS").exists()
     part.unlink()
     redis.flushall()

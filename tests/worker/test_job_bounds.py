@@ -73,11 +73,14 @@ def test_a_hash_beyond_its_bound_stays_in_redis(redis: Redis, field: str) -> Non
     held: list[ClaimedJob] = []
     assert peak_mib(lambda: held.extend(claim(redis))) < 16
     assert isinstance(held[0].damage, TooLarge)
+    assert "bytes in Redis, more than the limit of 9437184" in str(held[0].damage)
 
 
 def test_a_hash_of_too_many_fields_stays_in_redis(redis: Redis) -> None:
     enqueue(redis, **{f"field {number}": "x" for number in range(1000)})
-    assert isinstance(claim(redis)[0].damage, TooLarge)
+    damage = claim(redis)[0].damage
+    assert isinstance(damage, TooLarge)
+    assert "more than the limit of 1000 fields" in str(damage)
 
 
 def test_a_claim_takes_no_more_than_its_bytes(redis: Redis) -> None:

@@ -63,8 +63,13 @@ def test_a_size_may_carry_its_unit(
 def test_a_size_that_is_none_names_its_variable(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SettingsError, match="TOKENMILL_KV_CACHE_BYTES"):
+    with pytest.raises(SettingsError, match=r"TOKENMILL_KV_CACHE_BYTES=.*such as 4194304, 512MB or 4GiB"):
         load(monkeypatch, tmp_path, TOKENMILL_KV_CACHE_BYTES=text)
+
+
+def test_a_root_that_is_no_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingsError, match=r"^TOKENMILL_DATA_ROOTS='/nowhere': '/nowhere' is not a folder$"):
+        load(monkeypatch, tmp_path, TOKENMILL_DATA_ROOTS="/nowhere")
 
 
 @pytest.mark.parametrize("name", ["jobs.mine.f", "worker.tasks.f", "engine.f"])
