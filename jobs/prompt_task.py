@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -21,7 +22,8 @@ class Respond(Protocol):
 
 
 class PromptTask(Task):
-    """Holds its requests and answers in memory: a job is never larger than what Redis took."""
+    """Holds its answers in memory, and its requests until they are asked for: a job is never larger than what
+    Redis took."""
 
     blocking = False
 
@@ -37,7 +39,7 @@ class PromptTask(Task):
         self._sampling, self._respond, self._model, self._clock = sampling, respond, model, clock
         #: Place among the job's prompts of each request.
         self._places = [place for place, prompt in enumerate(prompts) if isinstance(prompt, Request)]
-        self._requests = [prompt for prompt in prompts if isinstance(prompt, Request)]
+        self._unsent = deque(prompt for prompt in prompts if isinstance(prompt, Request))
         self._answers: list[Sequence[Completion]] = [
             self._failed(prompt.reason) if isinstance(prompt, Unusable) else () for prompt in prompts
         ]
@@ -52,11 +54,12 @@ class PromptTask(Task):
         self._context, self._max_bytes = context, context.max_result_bytes
 
     def requests(self) -> Iterator[Request]:
-        return iter(self._requests)
+        while self._unsent:
+            yield self._unsent.popleft()
 
     @property
     def num_requests(self) -> int:
-        return len(self._requests)
+        return len(self._places)
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
         """Raises ResultTooLarge once the answers cannot be written any more."""

@@ -570,6 +570,10 @@ class Callbacks:
         self._worker, self._client, self._user_client = worker, client, user_client
         self._death_penalty = death_penalty
 
+    def may_see(self, job: Job) -> bool:
+        """Whether user code gets the job, however it ends."""
+        return bool(callback_names(job) or self._worker._exc_handlers)
+
     def has_callback(self, outcome: Outcome) -> bool:
         """Whether user code is to be called when the job ends like this."""
         job = outcome.claimed.job

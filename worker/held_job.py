@@ -31,6 +31,9 @@ _JSON_FIELDS = ("meta", "webhooks", "dependency_ids", "retry_intervals", "repeat
 _OLD_FIELDS = ("result", "exc_info")
 """Where old versions of RQ kept the end of a job: its `Job` asks rq:results first."""
 
+_DROPPED = (b"data", b"description", b"meta", *(name.encode() for name in _OLD_FIELDS))
+"""What `drop_payload` lets go of, or was never held."""
+
 _DATES = ("created_at", "enqueued_at", "started_at", "ended_at", "last_heartbeat")
 
 _COUNTS = ("retries_left", "number_of_retries", "repeats_left", "worker_deaths")
@@ -60,6 +63,7 @@ class HeldJob(Job):
     payload_bytes = 0
     """Of the payload when it was unpacked last; 0 before."""
     _packed = b""
+    _meta_bytes = _rest_bytes = 0
 
     @property
     def data(self) -> bytes:
@@ -73,6 +77,13 @@ class HeldJob(Job):
     @data.setter
     def data(self, value: bytes) -> None:
         Job.data.fset(self, value)  # type: ignore[attr-defined]
+
+    def drop_payload(self, keeps_meta: bool) -> None:
+        """Let go of what nobody asks for any more: payload, arguments and description, perhaps `meta`."""
+        self.hash_bytes, meta = self._rest_bytes, self.meta
+        self._packed, self._args, self._kwargs, self.description, self.meta = b"", [], {}, None, {}
+        if keeps_meta:
+            self.hash_bytes, self.meta = self.hash_bytes + self._meta_bytes, meta
 
     def _deserialize_data(self) -> None:
         text = self.data
@@ -89,6 +100,8 @@ class HeldJob(Job):
         if (packed := values.get(b"data")) is None:
             raise ValueError("it has no payload")
         self.hash_bytes = sum(map(len, values.values()))
+        self._meta_bytes = len(values.get(b"meta", b""))
+        self._rest_bytes = sum(len(value) for name, value in values.items() if name not in _DROPPED)
         for name in _JSON_FIELDS:
             _check_field(name, values.get(name.encode(), b""))
         for name in _OLD_FIELDS:

@@ -125,6 +125,7 @@ class JobRunner:
             log=log,
             clock=clock,
         )
+        self._callbacks = callbacks
         self._numbers = count()
         self._jobs: dict[int, RunningJob] = {}
         self._changed: dict[int, RunningJob] = {}
@@ -229,6 +230,8 @@ class JobRunner:
         else:
             assert job.task is not None
             job.requests = job.task.requests()
+            if job.is_file:
+                self._drop_payload(job)
             self._packer.stream(job)
 
     def _run_function(self, job: RunningJob, call: FunctionCall) -> None:
@@ -300,7 +303,10 @@ class JobRunner:
             if job.broken is not None:
                 self._withdraw(job, JobStopped)
                 self._raised(job, job.broken)
-            elif job.is_complete:
+                continue
+            if not job.needs_payload:
+                self._drop_payload(job)
+            if job.is_complete:
                 self._collect(job)
 
     def started(self, request_ids: Iterable[str], moment: float) -> None:
@@ -309,6 +315,19 @@ class JobRunner:
             job = self._jobs.get(int(request_id.partition(".")[0]))
             if job is not None and not job.closing:
                 self._beginnings.began(job, moment)
+                self._scheduled(job, int(request_id.partition(".")[2]))
+
+    def _scheduled(self, job: RunningJob, index: int) -> None:
+        job.unscheduled.discard(index)
+        if not job.needs_payload:
+            self._changed[job.number] = job
+
+    def _drop_payload(self, job: RunningJob) -> None:
+        """Hold no more of a job than its end takes: it may run for long beside others of its lane."""
+        rq_job = job.claimed.job
+        if job.is_ours and not self._callbacks.may_see(rq_job):
+            rq_job.drop_payload(keeps_meta=job.is_file)  # which shows its progress there
+            self._budget.keep(job, rq_job.hash_bytes)
 
     def deliver(self, completions: Iterable[Completion], moment: float) -> None:
         """Route what the engine finished in the step of `moment` to the jobs that asked for it."""
@@ -319,6 +338,7 @@ class JobRunner:
                 continue  # stopped or lost while the engine was at it
             self._beginnings.began(job, moment)  # one that was refused was never scheduled
             self.tally.completion_tokens += len(completion.token_ids)
+            job.unscheduled.discard(index)
             samples = job.open_requests[index]
             samples.append(completion)
             if completion.finish_reason == "error" or len(samples) == job.samples[index]:

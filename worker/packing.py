@@ -27,6 +27,7 @@ class RunningJob:
     ticket: names the pool call whose report is awaited; a report with another one comes too late.
     closing: its end is being worked out or written; nothing may interrupt that.
     broken: what its stream of requests raised.
+    unscheduled: requests that were sent and of which no step has scheduled a sequence.
     is_ours: whether Tokenmill's own code runs it, and no function of the user's.
     """
 
@@ -47,6 +48,7 @@ class RunningJob:
     is_ours: bool = False
     next_index: int = 0
     in_engine: int = 0
+    unscheduled: set[int] = field(default_factory=set)
     open_requests: dict[int, list[Completion]] = field(default_factory=dict)
     samples: dict[int, int] = field(default_factory=dict)
     shown_progress: dict[str, Any] | None = None
@@ -70,6 +72,11 @@ class RunningJob:
     def is_file(self) -> bool:
         """Whether it takes time to open."""
         return self.task is not None and self.task.blocking
+
+    @property
+    def needs_payload(self) -> bool:
+        """Whether anything of its payload is still on its way to the batch."""
+        return not self.exhausted or bool(self.unscheduled)
 
     @property
     def is_complete(self) -> bool:
@@ -233,6 +240,7 @@ class Packer:
                 index, wanted = job.next_index, samples_of(request)
                 job.next_index += 1
                 job.open_requests[index], job.samples[index] = [], wanted
+                job.unscheduled.add(index)
                 job.in_engine += wanted
                 self._in_engine[lane] += wanted
                 yield job, index, request

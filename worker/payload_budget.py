@@ -14,9 +14,9 @@ _TURN_BYTES = 1 << 20
 class PayloadBudget:
     """Decides when a claimed job's payload is unpacked. The I/O thread's.
 
-    max_held_bytes: of hashes and unpacked payloads that the open jobs of a lane hold; the next one waits as
-    it came, packed, until there is room. Each lane has a budget of its own, so none waits for another, and
-    opens a job whenever it has none.
+    max_held_bytes: of hashes and unpacked payloads that the open jobs of a lane hold, most of them until
+    all of it is in the batch; the next one waits as it came, packed, until there is room. Each lane has a
+    budget of its own, so none waits for another, and opens a job whenever it has none.
     """
 
     def __init__(self, num_lanes: int, max_held_bytes: int) -> None:
@@ -34,6 +34,11 @@ class PayloadBudget:
         self._held[job.lane] -= self._bytes.pop(job.number, 0)
         if job in self._waiting[job.lane]:
             self._waiting[job.lane].remove(job)
+
+    def keep(self, job: RunningJob, num_bytes: int) -> None:
+        """An open job has let go of all but so many bytes."""
+        if job.number in self._bytes:
+            self._count(job, num_bytes - self._bytes[job.number])
 
     def has_room(self, lane: int) -> bool:
         """Whether a lane may claim more jobs."""
