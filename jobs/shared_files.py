@@ -64,8 +64,14 @@ class SharedFiles:
                 return
             del self._files[path]
         for kind in file.kinds.values():
-            for reader in kind.idle:
-                reader.close()
+            kind.close_idle()
+
+    def close_idle(self) -> None:
+        """Close the readers that nobody uses now, for the memory that they keep."""
+        with self._lock:
+            kinds = [kind for file in self._files.values() for kind in file.kinds.values()]
+        for kind in kinds:
+            kind.close_idle(wait=False)
 
     def fingerprint(self, path: str, state: Hashable, load: Callable[[], str]) -> str:
         """Return what `load` gave for a file that is open, in the same state of it."""
@@ -115,10 +121,19 @@ class _KeptPlan:
 
 @dataclass
 class _Kind:
-    """The readers that are alike. idle: belongs to who holds `lent`."""
+    """The readers that are alike. idle: belongs to who holds `lent`, which whoever uses a reader does."""
 
-    lent: threading.Lock = field(default_factory=threading.Lock)
+    lent: threading.RLock = field(default_factory=threading.RLock)
     idle: list[RowReader] = field(default_factory=list)
+
+    def close_idle(self, wait: bool = True) -> None:
+        """wait: until nobody uses a reader; without it, nothing is closed while someone else does."""
+        if self.lent.acquire(blocking=wait):
+            try:
+                while self.idle:
+                    self.idle.pop().close()
+            finally:
+                self.lent.release()
 
     def take(self, shard: Shard) -> RowReader | None:
         """Take the reader that is nearest before a shard, if one is nearer than a new one would be; where

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from .inputs import parquet_file
 from .page_meter import PageMeter
 from .pages import Leaf, leaves
+from .read_room import ReadRoom
 from .row_bounds import Bounds, Stretch
 
 
@@ -18,7 +19,7 @@ class Decoder:
     """Decodes an open file once, from a row group to its end.
 
     source, file: the same file, as it is and as pyarrow's ParquetFile; the caller closes both. columns: None
-    for all. limit: see Bounds.
+    for all. room: where each stretch is reserved before it is read; its limit is that of Bounds.
     """
 
     #: What the batch that came last was read with.
@@ -31,16 +32,17 @@ class Decoder:
         file: pq.ParquetFile,
         footer: pq.FileMetaData,
         columns: Sequence[str] | None,
-        limit: int,
+        room: ReadRoom,
     ) -> None:
         self._path, self._source, self._file, self._footer = path, source, file, footer
-        self._columns, self._limit = columns, limit
+        self._columns, self._room = columns, room
 
     def batches(self, first_group: int) -> Iterator[pa.RecordBatch]:
-        """Yield the rows. Raises ShardTooLarge, CorruptParquet, and whatever pyarrow raises."""
+        """Yield the rows. Raises ShardTooLarge, NoRoomYet, CorruptParquet, and whatever pyarrow raises."""
         columns = leaves(self._file.schema)
-        bounds = Bounds(self._path, self._source, self._footer, columns, self._wants, self._limit)
+        bounds = Bounds(self._path, self._source, self._footer, columns, self._wants, self._room.limit)
         for self.stretch in bounds.stretches(first_group):
+            self._room.reserve(self.stretch.held)
             if self.stretch.nested:
                 yield from self._metered(self.stretch)
             else:
@@ -57,7 +59,13 @@ class Decoder:
         return batches
 
     def _metered(self, stretch: Stretch) -> Iterator[pa.RecordBatch]:
-        meter = PageMeter(self._path, self._source, self._limit, stretch.nested)
+        meter = PageMeter(
+            self._path,
+            self._source,
+            self._room.limit,
+            stretch.nested,
+            lambda begun: self._room.reserve(stretch.held + begun),
+        )
         with pa.PythonFile(meter, "r") as source, parquet_file(self._path, source, self._footer) as file:
             batches = self._read(file, stretch)
             while (batch := next(batches, None)) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -15,13 +15,16 @@ class PageMeter:
     """What Python calls a file, over a pyarrow one; counts what the pages of a batch take as they are read.
 
     Rows of repeated columns may go over any number of pages, and only the pages tell where: so reading raises
-    ShardTooLarge once the pages that a batch has begun take more than `limit` bytes.
+    ShardTooLarge once the pages that a batch has begun take more than `limit` bytes. reserve: told, before
+    more pages are read, how much they will take; what it raises ends the reading, too.
     """
 
     closed = False
 
-    def __init__(self, path: str, source: Any, limit: int, chunks: Sequence[ChunkSize]) -> None:
-        self._path, self._source, self._limit = path, source, limit
+    def __init__(
+        self, path: str, source: Any, limit: int, chunks: Sequence[ChunkSize], reserve: Callable[[int], None]
+    ) -> None:
+        self._path, self._source, self._limit, self._reserve = path, source, limit, reserve
         pages = sorted((start, cost, chunk.leaf.path) for chunk in chunks for start, cost in chunk.pages)
         self._starts = [start for start, _, _ in pages]
         self._columns = [column for _, _, column in pages]
@@ -40,6 +43,8 @@ class PageMeter:
         if self._begun > self._limit:
             what = f"one row of column {self._columns[first]!r} may take {int(self._begun)} bytes"
             raise ShardTooLarge(self._path, what, self._limit, "", "shorten it, or leave it out")
+        if last > first:
+            self._reserve(int(self._begun))
         data: bytes = self._source.read_at(size, self._at)
         self._at += len(data)
         return data

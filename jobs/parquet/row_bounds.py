@@ -13,13 +13,17 @@ BATCH_ROWS = 1024
 
 #: What a batch may take by the headers of its pages before it has fewer rows, and no more than a share of the
 #: limit.
-BATCH_BYTES, BATCH_SHARE = 1 << 25, 8
+BATCH_BYTES, BATCH_SHARE = 1 << 23, 8
 
 #: Row groups are read together up to so many rows: some writers make them of a few rows each.
 STRETCH_ROWS = 8 * BATCH_ROWS
 
 #: The part of its limit that one value may take: pyarrow copies it a few times until it is written.
 VALUE_SHARE = 4
+
+#: Times the size of a batch that are in use while it is decoded, rendered or written: pyarrow's buffers grow
+#: by doubling, and the batch before it is still there.
+COPIES = 4
 
 #: Times its limit that pages may take together: of a file of long documents, or of a hundred columns, they
 #: take hundreds of megabytes in any reader.
@@ -35,6 +39,8 @@ class Stretch(NamedTuple):
     row_bytes: what a row takes on average, as far as the pages' headers tell. widest: the column with most
     of it.
     nested: what a PageMeter has to count, because a few rows may hold any number of values.
+    held: bytes that reading it takes at most: its pages, and its batches with their copies; for `nested` ones
+    the meter tells of more.
     """
 
     groups: range
@@ -42,11 +48,13 @@ class Stretch(NamedTuple):
     row_bytes: float
     widest: str
     nested: tuple[ChunkSize, ...]
+    held: int
 
 
 class _Group(NamedTuple):
     """One row group. flat_bytes: what a row of the columns that are read takes at most, repeated ones not
-    counted; these are `nested`, and take `nested_bytes` together. row_bytes, widest: as in Stretch."""
+    counted; these are `nested`, and take `nested_bytes` together. row_bytes, widest: as in Stretch.
+    page_bytes: what the pages that are read take at a time."""
 
     rows: int
     flat_bytes: float
@@ -54,6 +62,7 @@ class _Group(NamedTuple):
     nested_bytes: float
     row_bytes: float
     widest: str
+    page_bytes: int
 
 
 class Bounds:
@@ -110,6 +119,7 @@ class Bounds:
             sum(chunk.nested_bytes for chunk in nested),
             sum(each),
             self._leaves[each.index(max(each))].path if each else "",
+            sum(chunk.page_bytes for chunk in read) + max((chunk.stored_bytes for chunk in read), default=0),
         )
 
     def _check(self, chunks: Sequence[ChunkSize]) -> None:
@@ -134,11 +144,15 @@ class Bounds:
             raise ShardTooLarge(self._path, what, limit, f"{PAGES_TIMES} times ", remedy)
 
     def _stretch(self, numbers: range, groups: Sequence[_Group]) -> Stretch:
-        rows = min(BATCH_ROWS, int(self._batch_bytes / max(1.0, *(group.flat_bytes for group in groups))))
+        pages = max(group.page_bytes for group in groups)
+        row_bytes = max(group.flat_bytes for group in groups)
+        rows = max(1, min(BATCH_ROWS, int(self._batch_bytes / max(1.0, row_bytes))))
         nested_bytes = sum(group.nested_bytes for group in groups)
         nested: tuple[ChunkSize, ...] = ()
         if nested_bytes > self._batch_bytes:
-            rows = min(rows, int(self._batch_bytes * sum(group.rows for group in groups) / nested_bytes))
+            all_rows = sum(group.rows for group in groups)
+            rows = max(1, min(rows, int(self._batch_bytes * all_rows / nested_bytes)))
             nested = tuple(chunk for group in groups for chunk in group.nested)
         widest = max(groups, key=lambda group: group.row_bytes)
-        return Stretch(numbers, max(1, rows), widest.row_bytes, widest.widest, nested)
+        batch = rows * row_bytes + min(nested_bytes, self._batch_bytes)
+        return Stretch(numbers, rows, widest.row_bytes, widest.widest, nested, int(pages + COPIES * batch))

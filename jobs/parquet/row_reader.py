@@ -10,10 +10,11 @@ import pyarrow.parquet as pq
 
 from ..context import never_interrupted
 from ..errors import CorruptParquet, ShardTooLarge
-from ..shard_bytes import DEFAULT_BYTES
+from ..shard_bytes import ShardBytes
 from .decoder import Decoder
 from .inputs import open_source
 from .plan import Shard
+from .read_room import ReadRoom
 from .row_bounds import SHARD_TIMES
 from .storage import Storage, reading
 
@@ -25,9 +26,9 @@ class RowReader:
     reader per shard would decode a group of a million rows for each thousand of them. One that goes on where
     the last shard ended decodes each row once.
 
-    columns: None for all. footer: the file's, where another reader has parsed it. limit: what the pages
-    that are held at a time may take; where they take more, reading them raises ShardTooLarge. One thread: the
-    others belong to the engine.
+    columns: None for all. footer: the file's, where another reader has parsed it. room: where what
+    is read is reserved; reading raises ShardTooLarge beyond its limit, NoRoomYet beside other readers. One
+    thread: the others belong to the engine.
     """
 
     def __init__(
@@ -37,15 +38,17 @@ class RowReader:
         first: Shard,
         columns: Sequence[str] | None = None,
         footer: pq.FileMetaData | None = None,
-        limit: int = DEFAULT_BYTES,
+        room: ReadRoom | None = None,
     ) -> None:
-        self._path, self._limit = path, limit
+        self._path, self._room = path, room or ReadRoom(ShardBytes())
+        self._limit = self._room.limit
         self._resources = ExitStack()
+        self._resources.callback(self._room.close)
         source, file = self._resources.enter_context(open_source(storage, path, footer))
         #: The schema of the whole file.
         self.schema: pa.Schema = file.schema_arrow
         self.footer: pq.FileMetaData = file.metadata if footer is None else footer
-        self._decoder = Decoder(path, source, file, self.footer, columns, limit)
+        self._decoder = Decoder(path, source, file, self.footer, columns, self._room)
         self._batches = self._decoder.batches(first.first_group)
         self._left: pa.RecordBatch | None = None
         self._batch_rows, self._batch_bytes = 1, 0  # of the batch that was decoded last

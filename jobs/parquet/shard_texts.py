@@ -27,7 +27,10 @@ class ShardTexts:
         self.rows: list[str | RowProblem] = []
 
     def add(self, rows: Iterable[str | RowProblem]) -> None:
-        """Take more rows. Raises ShardTooLarge when their prompts take more than a shard may."""
+        """Take more rows.
+
+        Raises ShardTooLarge when their prompts take more than a shard may, NoRoomYet with those of others.
+        """
         texts, new = self._texts, 0
         for row in rows:
             if isinstance(row, str):
@@ -43,13 +46,14 @@ class ShardTexts:
         self._count(new)
 
     def _count(self, num_bytes: int) -> None:
-        self._bytes += num_bytes
-        self._held.hold(num_bytes)
-        if self._bytes > self._held.limit:
+        if self._bytes + num_bytes > self._held.limit:
             columns = ", ".join(map(repr, self._columns))
             found = f"the prompts of column {columns} in the first {len(self.rows)} rows of a shard"
             remedy = "submit with a smaller rows_per_shard"
-            raise ShardTooLarge(self._path, f"{found} take {self._bytes} bytes", self._held.limit, "", remedy)
+            found = f"{found} take {self._bytes + num_bytes} bytes"
+            raise ShardTooLarge(self._path, found, self._held.limit, "", remedy)
+        self._held.hold(num_bytes, self._bytes)
+        self._bytes += num_bytes
 
     def gathered(self) -> list[str | RowProblem]:
         """Return the rows, once all are there: they are the caller's from here on."""
@@ -70,4 +74,4 @@ class ShardTexts:
     def _release(self, num_bytes: int) -> None:
         num_bytes = min(num_bytes, self._bytes)
         self._bytes -= num_bytes
-        self._held.hold(-num_bytes)
+        self._held.let_go(num_bytes)

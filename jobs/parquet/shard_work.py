@@ -26,6 +26,7 @@ from .names import PLAN, part_name
 from .part import Answer, output_schema, part_stats, with_answers, write_part
 from .plan import Plan, PlannedFile, Shard
 from .prompt_source import prompt_source, render_rows
+from .read_room import ReadRoom
 from .row_reader import RowReader
 from .row_values import RowProblem
 from .run_folder import RunFolder, load_plan
@@ -231,10 +232,11 @@ class ShardWork:
         Raises InputChanged when the file is not the one that was planned, or no longer when the body ends.
         """
         key = ReaderKey(self._planned_file.path, (file.size, file.mtime_ns), columns)
+        room = ReadRoom(self._held, self._files.close_idle)
         storage, shard = self._folder.storage, self._shard
 
         def open_reader(footer: Any) -> RowReader:
-            return RowReader(storage, file.path, shard, columns, footer, self._held.limit)
+            return RowReader(storage, file.path, shard, columns, footer, room)
 
         def fingerprint(state: FileStat) -> str:
             return self._files.fingerprint(key.path, state, lambda: file_fingerprint(storage, file.path))

@@ -17,6 +17,7 @@ from rq.job import Job
 from rq.results import Result
 from rq.utils import str_to_date
 
+from jobs.shard_bytes import DEFAULT_BYTES
 from ops.load.attacks import ATTACKS, LANE, Attack, give_text
 from ops.load.report import Report
 from ops.load.site import MIB, Site, enqueue_prompts, site
@@ -30,9 +31,9 @@ MAX_GAP_S = 0.2
 MAX_RATIO, MAX_MORE_S = 2.0, 1.0
 """The time of a prompt beside an attack, at its p99: so many times that without, and so much more."""
 
-MAX_GROWTH_MIB = 512
-"""Of the worker's memory by an attack: half of it TOKENMILL_MAX_SHARD_BYTES, half for the jobs that it holds,
-their results, and what allocators keep."""
+MAX_GROWTH_MIB = 2 * DEFAULT_BYTES // MIB
+"""Of the worker's memory by an attack: what its shards may hold in prompts, and as much to read files; the
+other attacks' jobs and results have to do with as much."""
 
 MAX_ATTACK_S = 240.0
 """After which an attack that has not ended counts as one that does not."""

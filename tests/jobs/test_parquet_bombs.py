@@ -233,7 +233,7 @@ def test_a_chat_of_too_many_messages_is_its_rows_error_and_names_the_column(
     assert output.column("error")[1].as_py().startswith("column 'chat' has a chat of 100000 messages")
 
 
-def test_a_shard_waits_while_the_open_ones_hold_as_much_as_one_may(
+def test_a_shard_waits_while_the_open_ones_hold_half_of_what_one_may(
     redis: Redis, make_context: MakeContext, tmp_path: Path
 ) -> None:
     path = tmp_path / "in.parquet"
@@ -244,7 +244,7 @@ def test_a_shard_waits_while_the_open_ones_hold_as_much_as_one_may(
     (run, plan, first), (_, _, second) = (job.args for job in queued_jobs(redis))
     works = [ShardWork.open(context, run, plan, first)]
     held = context.shard_bytes.held
-    context.shard_bytes.hold(context.shard_bytes.limit - held)
+    context.shard_bytes.hold(context.shard_bytes.limit // 2 - held)
     with pytest.raises(NoRoomYet):
         ShardWork.open(context, run, plan, second)
     for _ in works[0].requests():  # which the engine holds from here on
@@ -252,7 +252,64 @@ def test_a_shard_waits_while_the_open_ones_hold_as_much_as_one_may(
     works.append(ShardWork.open(context, run, plan, second))
     for work in works:
         work.close()
-    assert context.shard_bytes.held == context.shard_bytes.limit - held
+    assert context.shard_bytes.held == context.shard_bytes.limit // 2 - held
+
+
+def test_shards_that_open_together_hold_no_more_prompts_than_one_may(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    path = tmp_path / "in.parquet"
+    table = pa.table({"prompt": [f"{number:07}" + "x" * 900_000 for number in range(24)]})
+    pq.write_table(table, path, row_group_size=1)
+    score_parquet(make_context(), str(path), str(tmp_path / "out"), rows_per_shard=12)
+    context = replace(make_context(), shard_bytes=(room := ShardBytes(16 * MIB)))
+    run, plan, shard = queued_jobs(redis)[0].args
+    room.hold(7 * MIB)  # by a shard that is being opened: there is room to begin
+    with pytest.raises(NoRoomYet):
+        ShardWork.open(context, run, plan, shard)
+    assert room.held == 7 * MIB
+    room.let_go(7 * MIB)
+    ShardWork.open(context, run, plan, shard).close()
+    assert room.held == room.reading == 0
+
+
+def test_readers_reserve_what_they_read_together_and_the_last_one_waits(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    path, rows = tmp_path / "in.parquet", 160
+    table = pa.table({"prompt": one_text(rows, MIB).cast(pa.string())})
+    pq.write_table(table, path, dictionary_pagesize_limit=8 * MIB)
+    del table
+    score_parquet(make_context(), str(path), str(tmp_path / "out"), rows_per_shard=rows)
+    context = make_context()
+    room = context.shard_bytes
+    run, plan, shard = queued_jobs(redis)[0].args
+    room.reserve_reading(others := room.limit - 3 * BATCH_BYTES, 0)
+    with counted() as pool, pytest.raises(NoRoomYet):
+        ShardWork.open(context, run, plan, shard)
+    assert pool.max_memory() < BATCH_BYTES
+    assert room.reading == others
+    room.reserve_reading(-BATCH_BYTES, 0)
+    work = ShardWork.open(context, run, plan, shard)
+    assert others - BATCH_BYTES < room.reading <= room.limit  # for the next shard of the file
+    work.close()
+    assert room.reading == others - BATCH_BYTES
+
+
+def test_readers_that_nobody_uses_make_room_for_others(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    for name in ("a", "b"):
+        table = pa.table({"prompt": [f"{n:07}" + name * 900_000 for n in range(20)]})
+        pq.write_table(table, tmp_path / f"{name}.parquet", use_dictionary=False, data_page_size=32 * MIB)
+        score_parquet(make_context(), str(tmp_path / f"{name}.parquet"), str(tmp_path / f"out-{name}"))
+    del table
+    context = replace(make_context(), shard_bytes=(room := ShardBytes(64 * MIB)))
+    works = [ShardWork.open(context, *job.args) for job in queued_jobs(redis)]
+    assert 0 < room.reading <= room.limit
+    for work in works:
+        work.close()
+    assert room.reading == 0
 
 
 @pytest.mark.parametrize("codec", ["none", "snappy", "gzip", "brotli", "zstd"])
