@@ -20,6 +20,7 @@ import jobs
 from engine import Completion, InvalidPrompt, SamplingParams
 from jobs import _inline
 from jobs.errors import InvalidJob
+from jobs.shard_bytes import DEFAULT_BYTES
 from jobs.table import open_task
 from tests.jobs.answering import MODEL
 
@@ -66,7 +67,12 @@ def engine() -> EchoEngine:
 @pytest.fixture
 def queue(redis: Redis, tmp_path: Path, engine: EchoEngine, monkeypatch: pytest.MonkeyPatch) -> Queue:
     roots = (str(tmp_path.resolve()),)
-    settings = SimpleNamespace(served_model=lambda *_: MODEL, data_roots=roots, max_result_bytes=1 << 20)
+    settings = SimpleNamespace(
+        served_model=lambda *_: MODEL,
+        data_roots=roots,
+        max_result_bytes=1 << 20,
+        max_shard_bytes=DEFAULT_BYTES,
+    )
     monkeypatch.setattr(_inline, "_identity", lambda: None)
     monkeypatch.setattr(_inline, "_settings", lambda: settings)
     monkeypatch.setattr(_inline, "_engine", lambda: engine)
