@@ -7,13 +7,16 @@ of a megabyte is a bit in each row that has it. A page's header is what pyarrow 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from ..errors import CorruptParquet
+from .dictionary_use import behind_levels, bytes_of_values
 from .thrift import read_struct
 
 #: Bytes read for a page's header, at first and at most; pyarrow takes no larger one.
@@ -29,12 +32,19 @@ SMALL_BYTES = 1 << 6
 #: Entries of a dictionary whose lengths are looked at; one has a few thousand.
 MAX_ENTRIES = 1 << 20
 
+#: Bytes that a repeated chunk may take with the longest entry in every place, before its references
+#: are looked at; and bytes of its pages that are decompressed for that.
+LOOK_FROM, LOOK_BYTES = 1 << 23, 1 << 26
+
 #: What a value takes besides its bytes: its offset, and the levels of a nested one.
 VALUE_BYTES = 12
 
 _DATA, _DICTIONARY, _DATA_V2 = 0, 2, 3  # PageType
 _PLAIN_DICTIONARY, _DELTA_BYTE_ARRAY, _RLE_DICTIONARY = 2, 7, 8  # Encoding
+_REFERENCES = (_PLAIN_DICTIONARY, _RLE_DICTIONARY)
+_RLE = 3
 _LENGTH = struct.Struct("<I").unpack_from
+_UNREADABLE = (ValueError, IndexError, OSError, pa.ArrowException, struct.error)
 
 
 class Page(NamedTuple):
@@ -42,6 +52,9 @@ class Page(NamedTuple):
 
     start, body: where header and data begin. encoding: -1 for a page of other things than values.
     size, stored: bytes of the data decompressed, and in the file.
+    levels: bytes of the levels before the data, never compressed; None where they are a part of it, -1 where
+    they are of an encoding that nobody writes any more.
+    is_compressed: with the chunk's codec.
     """
 
     start: int
@@ -51,6 +64,8 @@ class Page(NamedTuple):
     num_values: int
     size: int
     stored: int
+    levels: int | None
+    is_compressed: bool
 
 
 class Leaf(NamedTuple):
@@ -109,9 +124,12 @@ def chunk_size(path: str, file: Any, leaf: Leaf, chunk: Any) -> ChunkSize:
     pages = list(_pages(path, file, leaf, chunk))
     data = [page for page in pages if not page.is_dictionary]
     tables = [page for page in pages if page.is_dictionary]
-    entry = 0
-    if leaf.width is None and any(page.encoding in (_PLAIN_DICTIONARY, _RLE_DICTIONARY) for page in data):
-        entry = max((_longest_entry(file, chunk, page) for page in tables), default=0)
+    entry, lengths = 0, None
+    if leaf.width is None and any(page.encoding in _REFERENCES for page in data):
+        lengths = [_entry_lengths(file, chunk, page) for page in tables]
+        entry = max(
+            (max(each) if each else page.size for each, page in zip(lengths, tables, strict=True)), default=0
+        )
     costs = [_value_bytes(leaf, page, entry) for page in data]
     return ChunkSize(
         leaf,
@@ -119,10 +137,46 @@ def chunk_size(path: str, file: Any, leaf: Leaf, chunk: Any) -> ChunkSize:
         max((page.stored for page in pages), default=0),
         max(costs, default=0.0),
         max((_mean_bytes(leaf, page, tables) for page in data), default=0.0),
-        tuple((page.start, page.num_values * cost) for page, cost in zip(data, costs, strict=True))
-        if leaf.is_repeated
-        else (),
+        _page_costs(file, chunk, data, costs, lengths) if leaf.is_repeated else (),
     )
+
+
+def _page_costs(
+    file: Any,
+    chunk: Any,
+    data: Sequence[Page],
+    costs: Sequence[float],
+    lengths: Sequence[Sequence[int]] | None,
+) -> tuple[tuple[int, float], ...]:
+    """Return where each page begins and the most that its values take. costs: of a value, at most.
+
+    lengths: of the entries of each dictionary. Where one is far longer than the others, the references tell
+    how often it stands.
+    """
+    most = [page.num_values * cost for page, cost in zip(data, costs, strict=True)]
+    looked_at = sum(page.size for page in data if page.encoding in _REFERENCES)
+    if lengths and len(lengths) == 1 and lengths[0] and sum(most) > LOOK_FROM and looked_at <= LOOK_BYTES:
+        entries = np.array(lengths[0], np.int64)
+        for number, page in enumerate(data):
+            if page.encoding in _REFERENCES:
+                most[number] = _referenced_bytes(file, chunk, page, entries, most[number])
+    return tuple((page.start, each) for page, each in zip(data, most, strict=True))
+
+
+def _referenced_bytes(file: Any, chunk: Any, page: Page, entries: Any, most: float) -> float:
+    """Return what a page's values take by its references, `most` where they cannot be read."""
+    if page.levels is not None and page.levels < 0:
+        return most
+    ahead = page.levels or 0
+    part = page._replace(body=page.body + ahead, size=page.size - ahead, stored=page.stored - ahead)
+    try:
+        body = _decompressed(file, chunk, part)
+        if page.levels is None:
+            body = behind_levels(body, num_levels=2)
+        used = bytes_of_values(body, page.num_values, entries)
+    except _UNREADABLE:  # as pyarrow will find
+        return most
+    return VALUE_BYTES * page.num_values + used
 
 
 def _value_bytes(leaf: Leaf, page: Page, entry: int) -> float:
@@ -132,7 +186,7 @@ def _value_bytes(leaf: Leaf, page: Page, entry: int) -> float:
     """
     if leaf.width is not None:
         return VALUE_BYTES + leaf.width
-    if page.encoding in (_PLAIN_DICTIONARY, _RLE_DICTIONARY):
+    if page.encoding in _REFERENCES:
         return VALUE_BYTES + entry
     if page.encoding == _DELTA_BYTE_ARRAY:  # a value may begin like the one before it, all of the page's text
         return VALUE_BYTES + page.size
@@ -143,7 +197,7 @@ def _mean_bytes(leaf: Leaf, page: Page, tables: Sequence[Page]) -> float:
     """Return what a value of a page takes on average, as far as that shows before it is decoded."""
     if leaf.width is not None:
         return VALUE_BYTES + leaf.width
-    if page.encoding in (_PLAIN_DICTIONARY, _RLE_DICTIONARY):
+    if page.encoding in _REFERENCES:
         return VALUE_BYTES + max((table.size / max(table.num_values, 1) for table in tables), default=0.0)
     return VALUE_BYTES + page.size / max(page.num_values, 1)
 
@@ -195,33 +249,49 @@ def _page(path: str, file: Any, leaf: Leaf, start: int) -> Page | None:
         num_values=head.get(1, 0),
         size=fields.get(2, 0),
         stored=fields.get(3, 0),
+        levels=_levels(kind, head),
+        is_compressed=kind != _DATA_V2 or head.get(7, True),
     )
     if min(found.num_values, found.size, found.stored) < 0:
         raise CorruptParquet(path, f"a page header of column {leaf.path!r} has a negative size")
     return found
 
 
-def _longest_entry(file: Any, chunk: Any, page: Page) -> int:
-    """Return the bytes of a dictionary's longest text, or of all its texts where that is not known."""
+def _levels(kind: int, head: Mapping[int, Any]) -> int | None:
+    """Return a Page's `levels`."""
+    if kind == _DATA_V2:
+        sizes = head.get(5, 0), head.get(6, 0)
+        return sum(sizes) if min(sizes) >= 0 else -1
+    return None if head.get(3) == _RLE and head.get(4) == _RLE else -1
+
+
+def _entry_lengths(file: Any, chunk: Any, page: Page) -> Sequence[int]:
+    """Return the bytes of each text of a dictionary; nothing where they are not known."""
     if page.size <= SMALL_BYTES or page.num_values > MAX_ENTRIES:
-        return page.size
-    if chunk.compression == "LZ4":  # two codecs go by that name
-        return page.size
-    data = file.read_at(page.stored, page.body)
+        return ()
     try:
-        if chunk.compression != "UNCOMPRESSED":
-            data = pa.decompress(data, page.size, chunk.compression.lower(), asbytes=True)
-        return min(_longest(data, page.num_values), page.size)
-    except (ValueError, OSError, pa.ArrowException, struct.error):  # as pyarrow will find
-        return page.size
+        return _lengths(_decompressed(file, chunk, page), page.num_values)
+    except _UNREADABLE:  # as pyarrow will find
+        return ()
 
 
-def _longest(data: bytes, count: int) -> int:
-    """Return the length of the longest of so many texts, each behind its length in four bytes."""
-    longest = at = 0
+def _decompressed(file: Any, chunk: Any, page: Page) -> bytes:
+    """Return a page's data. Raises ValueError and what pyarrow raises."""
+    if chunk.compression == "LZ4":
+        raise ValueError("two codecs go by that name")
+    data: bytes = file.read_at(page.stored, page.body)
+    if chunk.compression != "UNCOMPRESSED" and page.is_compressed:
+        data = pa.decompress(data, page.size, chunk.compression.lower(), asbytes=True)
+    return data
+
+
+def _lengths(data: bytes, count: int) -> Sequence[int]:
+    """Return the lengths of so many texts, each behind its length in four bytes. Raises ValueError."""
+    lengths, at = array("q"), 0
     for _ in range(count):
         (length,) = _LENGTH(data, at)
         at += 4 + length
-        if length > longest:
-            longest = length
-    return longest
+        lengths.append(length)
+    if at > len(data):
+        raise ValueError("the texts are longer than their page")
+    return lengths
