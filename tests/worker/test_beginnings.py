@@ -26,6 +26,7 @@ from worker.engine_loop import EngineLoop, Stepped
 from worker.functions import FunctionPool, ThreadDeathPenalty
 from worker.job_runner import JobRunner, Surroundings
 from worker.packing import Packer
+from worker.payload_budget import PayloadBudget
 
 F = "tests.worker.functions."
 ALLOWED = {"jobs.complete", F + "add", F + "own_state", F + "on_success_state"}
@@ -46,6 +47,7 @@ class ByHand:
         worker: Any = SimpleNamespace(_exc_handlers=[])
         self.runner = JobRunner(
             packer=self.packer,
+            budget=PayloadBudget(1, 1 << 26),
             admission=Admission(ALLOWED, ()),
             surroundings=Surroundings((), ServedModel("m", "f", "d"), SamplingParams.from_mapping),
             orders=self.orders,
@@ -64,6 +66,7 @@ class ByHand:
         wanted = Wanted("bulk", 100, uuid4().hex[:24], alone=True, max_functions=2)
         for claimed in self.store.claim([wanted], float("inf"))[0].jobs:
             self.runner.begin(claimed, 0)
+        self.runner.open_claimed()
         self.runner.show_begun(self.store)
 
     def turn(self) -> None:
