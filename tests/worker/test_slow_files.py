@@ -111,11 +111,12 @@ class Files:
 
 @pytest.fixture
 def files() -> Iterator[Files]:
+    others = set(threading.enumerate())
     files = Files()
     yield files
     files.files.end()
     files.files.join(30)
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("tokenmill")] == []
+    assert [thread.name for thread in set(threading.enumerate()) - others] == []
 
 
 def num_threads(kind: str) -> int:
