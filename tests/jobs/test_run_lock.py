@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from redis.exceptions import LockNotOwnedError
 from jobs.run_lock import RunLock
 
 NAME = "tokenmill:run:r:lock"
+
+#: What only the holder of a lock may do to it.
+CALLS = [RunLock.release, RunLock.reacquire, lambda lock: lock.extend(5)]
 
 
 def held(client: Redis, timeout_s: float = 10) -> RunLock:
@@ -32,14 +36,39 @@ def test_a_lock_is_held_by_one_kept_on_and_let_go_without_a_script(redis: Redis)
     assert not [name for name in redis.info("commandstats") if "script" in name or "eval" in name]
 
 
-@pytest.mark.parametrize("call", ["release", "reacquire"])
-def test_a_lock_that_another_has_taken_over_stays_the_others(redis: Redis, call: str) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "replace_ttl", "least_ms", "most_ms"),
+    [(20.5, False, 80_500, 110_500), (60, True, 1, 60_000), (-45, False, 1, 45_000)],
+)
+def test_extending_adds_seconds_to_what_is_left_or_counts_them_from_now(
+    redis: Redis, seconds: float, replace_ttl: bool, least_ms: int, most_ms: int
+) -> None:
+    redis.config_resetstat()
+    lock = held(redis, timeout_s=90)
+    assert lock.extend(seconds, replace_ttl)
+    assert least_ms <= redis.pttl(NAME) <= most_ms
+    assert lock.owned()
+    assert not [name for name in redis.info("commandstats") if "script" in name or "eval" in name]
+
+
+def test_a_lock_that_somebody_made_endless_is_not_extended(redis: Redis) -> None:
+    lock = held(redis)
+    redis.persist(NAME)
+    with pytest.raises(LockNotOwnedError):
+        lock.extend(5)
+    assert redis.pttl(NAME) == -1
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_lock_that_another_has_taken_over_stays_the_others(
+    redis: Redis, call: Callable[[RunLock], object]
+) -> None:
     lock = held(redis)
     redis.delete(NAME)
     other = held(redis)
     before = redis.get(NAME)
     with pytest.raises(LockNotOwnedError):
-        getattr(lock, call)()
+        call(lock)
     assert redis.get(NAME) == before
     other.release()
 
@@ -61,10 +90,12 @@ class SlowClient(Redis):
         return pipe
 
 
-@pytest.mark.parametrize("call", ["release", "reacquire"])
-def test_a_lock_lost_between_the_look_and_the_change_stays_the_others(redis: Redis, call: str) -> None:
+@pytest.mark.parametrize("call", CALLS)
+def test_a_lock_lost_between_the_look_and_the_change_stays_the_others(
+    redis: Redis, call: Callable[[RunLock], object]
+) -> None:
     lock = held(SlowClient(connection_pool=redis.connection_pool))
     with pytest.raises(LockNotOwnedError):
-        getattr(lock, call)()
+        call(lock)
     assert redis.get(NAME) == b"another"
     assert 0 < redis.pttl(NAME) <= 5000
