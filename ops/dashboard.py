@@ -24,18 +24,12 @@ from rq_dashboard import web
 from rq_dashboard.cli import make_flask_app
 
 from jobs.queue_commands import REQUEUE_LIMIT
-from jobs.queue_tools import requeue, requeue_all
+from jobs.queue_tools import queue_names, requeue, requeue_all
 from ops.dashboard_guard import guard
+from ops.dashboard_keys import DamagedJob, count_waiting, show_strange_keys
 
 #: Characters of a function's name that a page shows: it is whatever a producer wrote.
 MAX_NAME_CHARS = 255
-
-
-class DamagedJob(Job):
-    """Stands for a job that RQ's client cannot read."""
-
-    def latest_result(self, timeout: int = 0) -> None:
-        """None is looked for."""
 
 
 class ShownQueue(Queue):
@@ -50,14 +44,39 @@ class ShownQueue(Queue):
         except RedisConnectionError:
             raise
         except Exception as error:  # noqa: BLE001  # a hash may hold anything
-            job = DamagedJob(connection=self.connection, serializer=JSONSerializer)
-            job._id = job_id  # unchecked: RQ may refuse the very id
-            job.description = f"cannot be read: {type(error).__name__}"
+            job = DamagedJob(self.connection, job_id, type(error).__name__)
         return job
+
+    @property
+    def count(self) -> Any:
+        """Its length, or what stands for it."""
+        return count_waiting(self)
+
+    @classmethod
+    def all(cls, connection: Redis, *args: Any, **kwargs: Any) -> Any:
+        """The queues whose names can be read."""
+        names = [name.decode(errors="replace") for name in queue_names(connection)]
+        return [cls(name, connection=connection, serializer=JSONSerializer) for name in names]
 
 
 class ShownWorker(Worker):
-    """Shows a worker whose current job was deleted as idle."""
+    """Shows a worker whose current job was deleted as idle, and none that cannot be read."""
+
+    @classmethod
+    def all(cls, connection: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """The workers whose names and hashes can be read, as in `tokenmill info`."""
+        keys = [key.decode(errors="replace") for key in connection.smembers(cls.redis_workers_keys)]
+        found = [cls._find(key, connection) for key in keys]
+        return [worker for worker in found if worker is not None]
+
+    @classmethod
+    def _find(cls, key: str, connection: Redis) -> Any:
+        try:
+            return cls.find_by_key(key, connection=connection, serializer=JSONSerializer)
+        except RedisConnectionError:
+            raise
+        except Exception:  # noqa: BLE001  # a hash may hold anything
+            return None
 
     def get_current_job(self) -> Job | None:
         """The job it shows, None where that is gone."""
@@ -146,6 +165,7 @@ def main(redis_url: str, port: int, hosts: tuple[str, ...], show_prompts: bool) 
     app.config["RQ_DASHBOARD_REDIS_URL"] = redis_url
     app.config["RQ_DASHBOARD_DISABLE_DELETE"] = True
     app.config["DEPRECATED_OPTIONS"] = []
+    show_strange_keys(app)
     guard(app, {f"127.0.0.1:{port}", f"localhost:{port}", *hosts})
     web.setup_rq_connection(app)
     click.echo(f"dashboard on http://127.0.0.1:{port}")

@@ -116,6 +116,35 @@ def test_a_damaged_job_is_listed_as_such_and_hides_no_other(workers: Workers, da
     assert shown == {good.id: "jobs.complete", hash_.id: "cannot be read", result.id: "cannot be read"}
 
 
+def test_a_key_of_another_type_is_named_and_hides_no_other(workers: Workers, dashboard: str) -> None:
+    client = workers.redis
+    good = failed_job(workers)
+    for name in ("odd", "\xff"):
+        client.sadd("rq:queues", f"rq:queue:{name}".encode("latin-1"))
+    client.sadd("rq:workers", "rq:worker:odd", b"rq:worker:\xff")
+    client.hset("rq:queue:odd", "a", "b")
+    lists = ("started", "failed", "finished", "deferred", "scheduled", "canceled")
+    for registry in (*lists, "worker"):
+        client.set(f"rq:{registry.replace('started', 'wip')}:odd", "text")
+    queues = {queue["name"]: queue for queue in get_json(dashboard, "/0/data/queues.json")["queues"]}
+    assert queues["bulk"]["failed_job_registry_count"] == 1
+    assert {value for name, value in queues["odd"].items() if name.endswith("count")} == {"?"}
+    for name, order in (("queued", "asc"), *((registry, "dsc") for registry in lists)):
+        page = get_json(dashboard, f"/0/data/jobs/odd/{name}/8/{order}/1.json")
+        expected = "hash, expected list" if name == "queued" else "string, expected zset"
+        assert expected in page["jobs"][0]["description"]
+        get(dashboard, f"/0/view/jobs/odd/{name}/8/{order}/1")
+    [shown] = get_json(dashboard, "/0/data/jobs/bulk/failed/8/asc/1.json")["jobs"]
+    assert shown["id"] == good.id
+    client.zadd("rq:failed:bulk", {b"\xff": 1e12})
+    [shown] = get_json(dashboard, "/0/data/jobs/bulk/failed/8/asc/1.json")["jobs"]
+    assert "no UTF-8" in shown["description"]
+    assert get_json(dashboard, "/0/data/workers.json")["workers"] == []
+    client.set("rq:queues", "text")
+    answer = ask(dashboard, "/0/data/queues.json")
+    assert (answer.status, "WRONGTYPE" in answer.text) == (502, True)
+
+
 def test_an_action_needs_post_and_the_token_of_the_dashboards_own_pages(
     workers: Workers, dashboard: str
 ) -> None:
