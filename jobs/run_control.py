@@ -7,11 +7,10 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from rq import Queue
 from rq.command import PUBSUB_CHANNEL_TEMPLATE
-from rq.exceptions import NoSuchJobError
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
@@ -21,6 +20,7 @@ from .error_limit import ErrorLimit
 from .errors import PlanningUnderWay
 from .holders import Holder, executions_key, holders
 from .keys import MODEL_FIELD
+from .left_jobs import LeftJob, asked_to_redo, read_left
 from .parquet.local_check import check_columns_here
 from .parquet.names import shard_job_id
 from .parquet.paths import local_path
@@ -33,6 +33,9 @@ from .served_model import parse_model
 if TYPE_CHECKING:
     from redis import Redis
     from redis.client import Pipeline
+
+#: The function of a planning job.
+PLANNING = "jobs.score_parquet"
 
 #: Reading the footers of many thousand files takes minutes; RQ's default is 3 minutes.
 PLAN_TIMEOUT_S = 3600
@@ -90,7 +93,7 @@ def submit_run(
         if under_way is None:
             _enqueue_planning(pipe, connection, queue_name, plan_job, planning)
         elif renewed is not None:
-            pipe.hset(under_way.key, "data", zlib.compress(renewed))
+            pipe.hset(Job.key_for(under_way), "data", zlib.compress(renewed))
         pipe.execute()
 
     with state.lock() as lock:  # all at once: a submission that nobody plans would wait for ever
@@ -155,12 +158,11 @@ def _enqueue_planning(
     pipe: Pipeline, connection: Redis, queue_name: str, plan_job: str, arguments: dict[str, Any]
 ) -> None:
     """Put a planning job into the place of any earlier one."""
-    earlier = _fetch(connection, plan_job)
-    if earlier is not None:
-        earlier.delete(pipeline=pipe)
+    for earlier in read_left(connection, [plan_job]):
+        earlier.delete(pipe)
     queue = Queue(queue_name, connection=connection, serializer=JSONSerializer)
     queue.enqueue_call(
-        "jobs.score_parquet",
+        PLANNING,
         kwargs=arguments,
         timeout=PLAN_TIMEOUT_S,
         result_ttl=PLAN_RESULT_TTL_S,
@@ -178,48 +180,42 @@ def _planning_arguments(spec: RunSpec) -> dict[str, Any]:
     return {name: value for name, value in spec.to_json().items() if value is not None}
 
 
-def _fetch(connection: Redis, job_id: str) -> Job | None:
-    try:
-        return Job.fetch(job_id, connection, JSONSerializer)
-    except NoSuchJobError:
-        return None
-
-
-def _planning_under_way(connection: Redis, state: RunState, plan_job: str) -> Job | None:
+def _planning_under_way(connection: Redis, state: RunState, plan_job: str) -> str | None:
     """Return the planning job that waits or runs; None for one that is over, or that is told to stop."""
-    job = None if state.is_cancelled() else _fetch(connection, plan_job)
-    if job is None:
-        return None
-    status = job.get_status()
-    if status == JobStatus.STARTED or connection.exists(executions_key(plan_job)):
-        return job
-    return job if status == JobStatus.QUEUED and _is_on_its_queue(job) else None
+    left = [] if state.is_cancelled() else read_left(connection, [plan_job])
+    for job in left:
+        if job.status is JobStatus.STARTED or connection.exists(executions_key(plan_job)):
+            return plan_job
+        if job.status is JobStatus.QUEUED and _is_on_its_queue(connection, job):
+            return plan_job
+    return None
 
 
-def _renewed(connection: Redis, run: str, job: Job, arguments: dict[str, Any]) -> bytes | None:
-    """Return the newest arguments for a planning that waits, with a wish to redo damaged parts kept.
+def _renewed(connection: Redis, run: str, plan_job: str, arguments: dict[str, Any]) -> bytes | None:
+    """Return a payload with the newest arguments for a planning that waits, and with a wish to redo damaged
+    parts kept.
 
     None for one that was claimed already. Raises PlanningUnderWay when that asks for another model, or would
     not redo damaged parts as is asked now.
     """
-    asked_for = cast("bytes | None", connection.hget(job.key, MODEL_FIELD))
-    if (asked_for and asked_for.decode()) != arguments["model"]:
-        name = "whichever plans it" if asked_for is None else repr(asked_for.decode())
+    asked_for: Any = connection.hget(Job.key_for(plan_job), MODEL_FIELD)
+    if (asked_for and stored.text(asked_for)) != arguments["model"]:
+        name = "whichever plans it" if asked_for is None else repr(stored.text(asked_for))
         raise PlanningUnderWay(run, f"for model {name}")
-    redoes_already = bool((job.kwargs or {}).get("redo_damaged"))
-    if not connection.exists(executions_key(job.id)):
-        job.kwargs = {**arguments, "redo_damaged": arguments["redo_damaged"] or redoes_already}
-        return job.data
+    redoes_already = asked_to_redo(connection, plan_job)
+    if not connection.exists(executions_key(plan_job)):
+        kwargs = {**arguments, "redo_damaged": arguments["redo_damaged"] or redoes_already}
+        return json.dumps((PLANNING, None, (), kwargs)).encode()
     if arguments["redo_damaged"] and not redoes_already:
         raise PlanningUnderWay(run, "without redoing damaged parts")
     return None
 
 
-def _is_on_its_queue(job: Job) -> bool:
+def _is_on_its_queue(connection: Redis, job: LeftJob) -> bool:
     """A worker that was killed between taking a job and starting it may leave it "queued" on no queue."""
-    queue = Queue(job.origin, connection=job.connection, serializer=JSONSerializer)
+    queue = Queue(job.origin, connection=connection, serializer=JSONSerializer)
     keys = (queue.key, queue.intermediate_queue_key)
-    return any(job.connection.lpos(key, job.id) is not None for key in keys)
+    return any(connection.lpos(key, job.id) is not None for key in keys)
 
 
 def _take(queue: Queue, job_ids: Sequence[str], pipe: Pipeline) -> list[str]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from rq import Queue
 from rq.job import Job, JobStatus
-from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.worker.base import BaseWorker
 from rq.worker_registration import WORKERS_BY_QUEUE_KEY
@@ -17,6 +16,7 @@ from . import stored
 from .error_limit import ErrorLimit
 from .errors import FAULT_PREFIX, InvalidValue
 from .holders import num_held
+from .job_results import last_error, last_value
 from .keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
 from .parquet.names import job_shard, shard_job_id
 from .parquet.plan import MAX_SHARDS
@@ -181,8 +181,7 @@ def _awaited_model(facts: dict[str, str], seen: _QueueSeen) -> str | None:
 
 def failure_text(connection: Redis, job_id: str) -> str:
     """Return the last line of a failed job's error, before the line that classes it, or that it left none."""
-    result = _latest_result(connection, job_id)
-    lines = (result.exc_string or "").strip().splitlines() if result else []
+    lines = last_error(connection, job_id).strip().splitlines()
     if lines and lines[-1].startswith(FAULT_PREFIX):
         lines.pop()
     return safe_name(lines[-1], MAX_TEXT_CHARS) if lines else "it left no error"
@@ -190,14 +189,7 @@ def failure_text(connection: Redis, job_id: str) -> str:
 
 def plan_result(connection: Redis, plan_job: str) -> dict[str, Any] | None:
     """Return what a finished planning job returned, or None when Redis no longer has its result."""
-    result = _latest_result(connection, plan_job)
-    value = result.return_value if result else None
-    return value if isinstance(value, dict) else None
-
-
-def _latest_result(connection: Redis, job_id: str) -> Result | None:
-    job = Job(job_id, connection=connection, serializer=JSONSerializer)
-    return Result.fetch_latest(job, serializer=JSONSerializer)
+    return last_value(connection, plan_job) or None
 
 
 @dataclass(frozen=True)

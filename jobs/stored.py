@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from typing import Any
 
 #: Ours are far smaller; a larger one is not read.
@@ -12,6 +13,19 @@ MAX_OBJECT_BYTES = 1 << 20
 def text(raw: bytes) -> str:
     """Return a stored name; bytes that are no UTF-8 become escapes, which no name of ours holds."""
     return raw.decode(errors="backslashreplace")
+
+
+def unpacked(packed: bytes, most: int) -> bytes | None:
+    """Return what RQ packs, or takes as it stands; None beyond `most` bytes, and no more is unpacked."""
+    inflater = zlib.decompressobj()
+    try:
+        text = inflater.decompress(packed, most + 1)
+        is_whole = inflater.eof or len(text) > most
+    except zlib.error:
+        is_whole = False
+    if not is_whole:  # RQ takes it as it stands
+        text = packed
+    return text if len(text) <= most else None
 
 
 def json_object(raw: object) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from rq.exceptions import DeserializationError
 from rq.job import Job
 
+from jobs.stored import unpacked
 from worker.errors import TooLarge
 
 DEFAULT_MAX_JOB_BYTES = 4 << 20
@@ -116,15 +116,8 @@ class HeldJob(Job):
 
 def unpack(packed: bytes, most: int) -> bytes:
     """Unpack a payload as RQ does. Raises TooLarge beyond `most` bytes, without unpacking more."""
-    inflater = zlib.decompressobj()
-    try:
-        text = inflater.decompress(packed, most + 1)
-        is_whole = inflater.eof or len(text) > most
-    except zlib.error:
-        is_whole = False
-    if not is_whole:  # RQ takes it as it stands
-        text = packed
-    if len(text) > most:
+    text = unpacked(packed, most)
+    if text is None:
         raise TooLarge(
             f"the payload has more than the limit of {most} bytes: split the job, score a Parquet file, "
             "or raise TOKENMILL_MAX_JOB_BYTES"

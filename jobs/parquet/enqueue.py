@@ -16,6 +16,7 @@ from .. import stored
 from ..context import JobContext
 from ..holders import executions_key
 from ..keys import FILE, KIND_FIELD, MODEL_FIELD, SEQUENCES_FIELD, SUBMISSION_FIELD
+from ..left_jobs import read_left
 from .names import PLAN, shard_job_id
 from .run_folder import RunFolder
 
@@ -57,12 +58,11 @@ def _enqueue_chunk(queue: Queue, folder: RunFolder, shards: Sequence[int], redo:
     ids = {shard: shard_job_id(folder.plan.run, shard) for shard in shards}
     look = _look(queue, ids.values(), folder.state.cancelled_submission())
     waiting = [shard for shard, job_id in ids.items() if not look.is_alive(job_id)]
-    old_jobs = Job.fetch_many([ids[shard] for shard in waiting], queue.connection, JSONSerializer)
+    old_jobs = read_left(queue.connection, [ids[shard] for shard in waiting])
     pipe.multi()
     for job in old_jobs:
-        if job is not None:
-            job.delete(pipeline=pipe, remove_from_queue=job.origin != queue.name)
-            pipe.delete(Result.get_key(job.id))  # type: ignore[no-untyped-call]
+        job.delete(pipe, from_queue=job.origin != queue.name)
+        pipe.delete(Result.get_key(job.id))  # type: ignore[no-untyped-call]
     if waiting:  # also of one that is stopped while this is prepared
         pipe.zrem(queue.failed_job_registry.key, *(ids[shard] for shard in waiting))
     queue.enqueue_many([_job_data(folder, shard, ids[shard], redo) for shard in waiting], pipeline=pipe)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
+import zlib
+from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +17,8 @@ from redis import Redis
 from jobs import cli
 from jobs.context import JobContext
 from jobs.keys import run_key, run_parts_key
-from tests.jobs.answering import queued_jobs, work_off
+from jobs.parquet.names import shard_job_id
+from tests.jobs.answering import queued_jobs, score_parquet, work_off
 
 ODD = b"\xff\xfe\x1b[2J"
 
@@ -88,3 +92,39 @@ def test_an_entry_that_cannot_be_read_is_passed_over(
     for command in (("status", run), ("info",), ("cancel", run), submit, ("status", run)):
         for line in tokenmill(*command).splitlines():
             assert line.isprintable()
+
+
+def test_what_unpacks_to_far_more_than_it_has_stays_packed_and_keeps_no_run_from_going_on(
+    tokenmill: Callable[..., str],
+    redis: Redis,
+    make_context: Callable[[], JobContext],
+    tmp_path: Path,
+) -> None:
+    bomb = zlib.compress(bytes(64 << 20))
+    pq.write_table(pa.table({"prompt": list("abcd")}), tmp_path / "in.parquet")
+    submit = ("submit", tmp_path / "in.parquet", tmp_path / "out", "--rows-per-shard", 1)
+    run = tokenmill(*submit).splitlines()[0]
+    plan_job, shards = f"{run}-plan", [shard_job_id(run, shard) for shard in range(4)]
+
+    def spoil(job_id: str, status: str) -> None:
+        fields = {"data": bomb, "exc_info": bomb, "result": bomb, "timeout": "abc", "status": status}
+        redis.hset(f"rq:job:{job_id}", mapping=fields)  # type: ignore[arg-type]
+        redis.xadd(f"rq:results:{job_id}", {"type": 2, "exc_string": b64encode(bomb)})
+
+    tracemalloc.start()
+    spoil(plan_job, "queued")
+    tokenmill(*submit)
+    renewed = redis.hget(f"rq:job:{plan_job}", "data")
+    assert renewed is not None and b'"rows_per_shard": 1' in zlib.decompress(renewed)
+    spoil(plan_job, "failed")
+    redis.zadd("rq:failed:bulk", {plan_job: 1e12})
+    assert "it left no error" in tokenmill("status", run)
+    tokenmill(*submit)
+    assert redis.zcard("rq:failed:bulk") == 0
+    for shard in shards:
+        spoil(shard, "finished")
+    score_parquet(make_context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"), rows_per_shard=1)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 32 << 20
+    assert {job.id for job in queued_jobs(redis)} == {plan_job, *shards}

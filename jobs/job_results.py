@@ -1,0 +1,35 @@
+"""What a job ended with, read within bounds: a result that anybody wrote may unpack to gigabytes."""
+
+from __future__ import annotations
+
+import binascii
+from base64 import b64decode
+from typing import TYPE_CHECKING, Any
+
+from . import stored
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+#: Of an error's text, unpacked; a worker writes far less.
+MAX_ERROR_BYTES = 1 << 20
+
+
+def last_error(connection: Redis, job_id: str) -> str:
+    """Return the text of a job's last error; "" where it left none that can be read."""
+    packed = _last(connection, job_id, b"exc_string")
+    return stored.text(stored.unpacked(packed, MAX_ERROR_BYTES) or b"")
+
+
+def last_value(connection: Redis, job_id: str) -> dict[str, Any]:
+    """Return the object that a job returned last; {} where it returned none that can be read."""
+    return stored.json_object(_last(connection, job_id, b"return_value"))
+
+
+def _last(connection: Redis, job_id: str, field: bytes) -> bytes:
+    """Return a field of a job's last result, as it was before RQ coded it as text."""
+    entries: Any = connection.xrevrange(f"rq:results:{job_id}", count=1)
+    try:
+        return b64decode(entries[0][1].get(field) or b"") if entries else b""
+    except binascii.Error:
+        return b""

@@ -1,0 +1,85 @@
+"""A run's earlier jobs, read field by field: RQ's `Job.fetch` unpacks all that stands in their hashes.
+
+A few KB that anybody wrote there unpack to gigabytes, and one field that it cannot read hides all others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rq import Queue
+from rq.job import Job, JobStatus
+
+from . import stored
+from .holders import executions_key
+
+if TYPE_CHECKING:
+    from redis import Redis
+    from redis.client import Pipeline
+
+#: Of a planning job's payload, unpacked. A worker refuses one that has more unless its operator allows it.
+MAX_PAYLOAD_BYTES = 4 << 20
+
+#: RQ's registries of jobs that are in none of its queues.
+_REGISTRIES = {
+    JobStatus.FINISHED: "finished",
+    JobStatus.FAILED: "failed",
+    JobStatus.STOPPED: "failed",
+    JobStatus.DEFERRED: "deferred",
+    JobStatus.SCHEDULED: "scheduled",
+    JobStatus.CANCELED: "canceled",
+}
+
+
+@dataclass(frozen=True)
+class LeftJob:
+    """A job as its hash tells of it. status: None for one that RQ does not know. executions: their ids."""
+
+    id: str
+    status: JobStatus | None
+    origin: str
+    executions: tuple[str, ...]
+
+    def delete(self, pipe: Pipeline, from_queue: bool = True) -> None:
+        """Delete it as RQ's `Job.delete` does. from_queue: also take it off its queue."""
+        if from_queue:
+            pipe.lrem(f"{Queue.redis_queue_namespace_prefix}{self.origin}", 1, self.id)
+        if self.status in _REGISTRIES:
+            pipe.zrem(f"rq:{_REGISTRIES[self.status]}:{self.origin}", self.id)
+        for execution in self.executions:
+            pipe.zrem(f"rq:wip:{self.origin}", f"{self.id}:{execution}")
+            pipe.delete(f"rq:execution:{self.id}:{execution}")
+        dependencies_key = f"{Job.redis_job_namespace_prefix}:{self.id}:dependencies"
+        dependents_key = Job.dependents_key_for(self.id)
+        pipe.delete(executions_key(self.id), Job.key_for(self.id), dependents_key, dependencies_key)
+
+
+def read_left(connection: Redis, job_ids: Sequence[str]) -> list[LeftJob]:
+    """Return those of the jobs that Redis has."""
+    with connection.pipeline() as pipe:
+        for job_id in job_ids:
+            pipe.exists(Job.key_for(job_id))
+            pipe.hmget(Job.key_for(job_id), "status", "origin")
+            pipe.zrange(executions_key(job_id), 0, -1)
+        replies = pipe.execute()
+    read = zip(job_ids, replies[::3], replies[1::3], replies[2::3], strict=True)
+    return [_left(job_id, fields, executions) for job_id, is_there, fields, executions in read if is_there]
+
+
+def asked_to_redo(connection: Redis, plan_job: str) -> bool:
+    """Whether a planning job is to redo damaged parts; a payload that cannot be read asks for nothing."""
+    packed: Any = connection.hget(Job.key_for(plan_job), "data")
+    text = stored.unpacked(packed or b"", MAX_PAYLOAD_BYTES)
+    try:
+        _, _, _, arguments = json.loads(text or b"")
+        return bool(arguments.get("redo_damaged"))
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return False
+
+
+def _left(job_id: str, fields: Sequence[bytes | None], executions: Sequence[bytes]) -> LeftJob:
+    status = next((each for each in JobStatus if each.encode() == fields[0]), None)
+    return LeftJob(job_id, status, stored.text(fields[1] or b""), tuple(map(stored.text, executions)))
