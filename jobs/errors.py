@@ -33,6 +33,7 @@ JobsError
     ├── PlanningUnderWay       a run is submitted otherwise than it is being planned
     ├── RunCancelled           `tokenmill cancel` was called
     ├── UnknownRun             neither Redis nor a folder has such a run
+    ├── RunKeyDamaged          a key of a run in Redis is not what is kept there
     ├── RunResubmitted         a run was submitted again while it was being cancelled
     └── RunBusy                another process holds the run's lock for too long, or has taken the job over
 
@@ -332,6 +333,15 @@ class UnknownRun(RunError):
     message = (
         "this Redis knows no run {0!r}, and it is no run's output folder: name the folder, "
         "or submit again, which resumes a run"
+    )
+
+
+class RunKeyDamaged(RunError):
+    """Raised when a key of a run is of another type than is kept there: (key, its type, the expected one)."""
+
+    message = (
+        "the key {0} is a {1} in this Redis, expected a {2}: somebody else wrote it; `redis-cli DEL {0}`, "
+        "then submit the run again, which finds its finished parts"
     )
 
 

@@ -7,11 +7,13 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from . import stored
 from .errors import PlanDamaged, UnknownRun
 from .keys import run_folder_key
 from .parquet.names import MANIFEST, PLAN, SUCCESS, is_run_id, part_shard
 from .parquet.paths import local_path
 from .parquet.plan import PinnedModel, Plan
+from .run_key_types import wrong_types_told
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -42,10 +44,13 @@ def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
     try:
         output = _read_output(name)
     except UnknownRun:
-        run: Any = connection.get(run_folder_key(os.path.realpath(local_path(name))))
-        if run is None:
+        key = run_folder_key(os.path.realpath(local_path(name)))
+        with wrong_types_told(connection, {key: "string"}):
+            found: Any = connection.get(key)
+        run = stored.text(found or b"")
+        if not is_run_id(run):
             raise
-        return run.decode(), None
+        return run, None
     return output.run, output
 
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -25,7 +24,9 @@ from .error_limit import DEFAULT_LIMIT, ErrorLimit
 from .errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
 from .keys import RUN_TTL_S, run_folder_key, run_key, run_lock_key, run_parts_key
 from .part_stats import PartStats
+from .run_key_types import check_lock, key_types, wrong_types_told
 from .run_lock import RunLock, transact
+from .run_values import End, PartCount, Verdict
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -35,38 +36,20 @@ T = TypeVar("T")
 
 _TOTAL = b"total"
 
+#: Rows, and those with an error, of the parts that were recorded since the last submission.
+_JUDGED = ("judged_rows", "judged_errors")
+
 #: A planner or canceller that is silent for this long has lost the lock; it notices before it writes on. So
 #: this is also what one costs that was killed: short, as whoever only was slow takes the lock anew.
 LOCK_TTL_S = 10
 LOCK_WAIT_S = 120
 
 
-@dataclass(frozen=True)
-class PartCount:
-    """done: shards with a recorded part. total: shards of the run, None when Redis lost the run's keys."""
-
-    done: int
-    total: int | None
-
-
-@dataclass(frozen=True)
-class End:
-    """Whether a run is marked finished, and how often such a mark was withdrawn."""
-
-    finished: bool
-    withdrawals: int
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Why a run is to be stopped, and the submission whose limit says so."""
-
-    reason: str
-    submission: int
-
-
 class RunState:
-    """The keys of one run. lease: of the job that writes what a planner writes, where it may lose it."""
+    """The keys of one run. lease: of the job that writes what a planner writes, where it may lose it.
+
+    Every method raises RunKeyDamaged where somebody else has put another type into the place of a key.
+    """
 
     def __init__(self, connection: Redis, run: str, lease: Lease | None = None) -> None:
         self.connection = self._redis = connection
@@ -90,7 +73,8 @@ class RunState:
 
         Raises UnknownRun when Redis has no such run, or lost all but a mark of it.
         """
-        found = cast("dict[bytes, bytes]", self._redis.hgetall(self._key))
+        with self._told():
+            found = cast("dict[bytes, bytes]", self._redis.hgetall(self._key))
         facts = {stored.text(key): stored.text(value) for key, value in found.items()}
         if not facts.keys() >= {"output", "queue"}:
             raise UnknownRun(self.run)
@@ -104,12 +88,14 @@ class RunState:
         return self._submission(self._redis)
 
     def _submission(self, client: Redis) -> int:
-        return _number(client.hget(self._key, "submission"))
+        with self._told():
+            return _number(client.hget(self._key, "submission"))
 
     def cancelled_submission(self) -> int:
         """Return the last submission that was cancelled: jobs of it and of those before are told to stop, or
         will be, whenever that reaches them."""
-        return _number(self._redis.hget(self._key, "cancelled_submission"))
+        with self._told():
+            return _number(self._redis.hget(self._key, "cancelled_submission"))
 
     def submit(
         self,
@@ -136,7 +122,7 @@ class RunState:
         asked_for = {} if model is None else {"plan_model": model}
         fields: dict[Any, Any] = {**facts, **asked_for, "submission": number}
         pipe.multi()
-        pipe.hdel(self._key, "cancelled", "stopped", "plan_model", "judged_rows", "judged_errors")
+        pipe.hdel(self._key, "cancelled", "stopped", "plan_model", *_JUDGED)
         pipe.hset(self._key, mapping=fields)
         pipe.expire(self._key, RUN_TTL_S)
         pipe.set(run_folder_key(output), self.run, ex=RUN_TTL_S)
@@ -193,7 +179,7 @@ class RunState:
             self._check_is_last(pipe, submission)
             return change(pipe)
 
-        return transact(self._redis, checked, self._key)
+        return self._transact(checked, self._key)
 
     def _check_is_last(self, pipe: Pipeline, submission: int) -> None:
         if self._submission(pipe) != submission:
@@ -205,17 +191,15 @@ class RunState:
             raise RunCancelled(self.run)
 
     def is_cancelled(self) -> bool:
-        return bool(self._redis.hexists(self._key, "cancelled"))
+        with self._told():
+            return bool(self._redis.hexists(self._key, "cancelled"))
 
-    def judge(self, stats: PartStats) -> Verdict | None:
-        """Count a part's errors, each time; return why the run is to be stopped, or None."""
-        with self._redis.pipeline() as pipe:
-            pipe.hincrby(self._key, "judged_rows", stats.rows)
-            pipe.hincrby(self._key, "judged_errors", stats.errors)
-            pipe.hmget(self._key, "max_errors", "submission")
-            rows, errors, (text, submission) = pipe.execute()
-        limit = ErrorLimit.parse(text.decode() if text else None)
-        told = limit.told(rows, errors)
+    def judge(self) -> Verdict | None:
+        """Return why the run is to be stopped, by the parts recorded since it was submitted, or None."""
+        with self._told():
+            fields: Any = self._redis.hmget(self._key, *_JUDGED, "max_errors", "submission")
+        rows, errors, text, submission = fields
+        told = ErrorLimit.parse(stored.text(text) if text else None).told(_number(rows), _number(errors))
         if told is None:
             return None
         reason = f"{told}, then submit another input, or the same again with a higher limit to resume"
@@ -224,7 +208,8 @@ class RunState:
     # The end
 
     def end(self) -> End:
-        found: Any = self._redis.hmget(self._key, "finished", "withdrawals")
+        with self._told():
+            found: Any = self._redis.hmget(self._key, "finished", "withdrawals")
         return _end(found)
 
     def mark_finished(self, seen: End) -> bool:
@@ -243,7 +228,7 @@ class RunState:
             pipe.execute()
             return True
 
-        return transact(self._redis, mark, self._key)
+        return self._transact(mark, self._key)
 
     def withdraw_finished(self, seen: End) -> bool:
         """Take back an end that is no longer true, on the strength of a look after `seen` was read.
@@ -266,15 +251,32 @@ class RunState:
     # Parts
 
     def record_part(self, stats: PartStats) -> PartCount:
-        """Record a finished shard; recording it again changes nothing but its statistics."""
-        with self._redis.pipeline() as pipe:
-            pipe.hset(self._parts_key, str(stats.shard), stats.to_text())
+        """Record a finished shard, and count its errors for `judge`.
+
+        Recording it again changes nothing but its statistics.
+        """
+
+        def record(pipe: Pipeline) -> PartCount:
+            shard, counts = str(stats.shard), (stats.rows, stats.errors)
+            is_new = not pipe.hexists(self._parts_key, shard)
+            before: Any = pipe.hmget(self._key, *_JUDGED)
+            pipe.multi()
+            pipe.hset(self._parts_key, shard, stats.to_text())
+            if is_new:
+                judged: dict[Any, Any] = {
+                    name: _number(raw) + count
+                    for name, raw, count in zip(_JUDGED, before, counts, strict=True)
+                }
+                pipe.hset(self._key, mapping=judged)
             pipe.expire(self._parts_key, RUN_TTL_S)
             pipe.expire(self._key, RUN_TTL_S)
             pipe.hlen(self._parts_key)
             pipe.hget(self._parts_key, _TOTAL)
-            *_, length, total = pipe.execute()
-        return PartCount(length, None) if total is None else PartCount(length - 1, int(total))
+            *_, length, raw_total = pipe.execute()
+            total = stored.count(stored.text(raw_total or b""))
+            return PartCount(length if raw_total is None else length - 1, total)
+
+        return self._transact(record, self._parts_key, self._key)
 
     def amend_parts(self, found: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int) -> PartCount:
         """Add parts that a listing found and drop those it did not; the others stay as they are.
@@ -297,11 +299,12 @@ class RunState:
             *_, length = pipe.execute()
             return PartCount(length - 1, total)
 
-        return transact(self._redis, amend, *([self._parts_key] if dropped else []))
+        return self._transact(amend, *([self._parts_key] if dropped else []))
 
     def records(self) -> dict[int, bytes]:
         """Return the recorded parts by shard, as they are stored."""
-        found = cast("dict[bytes, bytes]", self._redis.hgetall(self._parts_key))
+        with self._told():
+            found = cast("dict[bytes, bytes]", self._redis.hgetall(self._parts_key))
         records = {}
         for field, record in found.items():
             with suppress(ValueError):  # `total` is none
@@ -322,8 +325,10 @@ class RunState:
     def lock(self) -> Iterator[RunLock]:
         """Hold the run for planning or cancelling; call `keep` on it between long steps.
 
-        Raises RunBusy when it cannot be had within LOCK_WAIT_S, or was lost to another before the body ended.
+        Raises RunBusy when it cannot be had within LOCK_WAIT_S, or was lost to another before the body ended,
+        and RunKeyDamaged at once where nobody ever could have it.
         """
+        check_lock(self._redis, self.run)
         lock = RunLock(
             self._redis,
             run_lock_key(self.run),
@@ -332,7 +337,7 @@ class RunState:
             raise_on_release_error=False,  # `keep` has told while it mattered
         )
         try:
-            with lock:
+            with self._told(), lock:
                 yield lock
         except LockError:
             raise RunBusy(self.run) from None
@@ -364,14 +369,22 @@ class RunState:
         """Make a change while the job is held that the lease is of, where there is one."""
         lease = self._lease
         if lease is None:
-            return transact(self._redis, change, *watched)
+            return self._transact(change, *watched)
 
         def checked(pipe: Pipeline) -> T:
             if pipe.zscore(lease.key, lease.member) is None:
                 raise RunBusy(self.run)
             return change(pipe)
 
-        return transact(self._redis, checked, lease.key, *watched)
+        return self._transact(checked, lease.key, *watched)
+
+    def _transact(self, change: Callable[[Pipeline], T], *watched: str) -> T:
+        with self._told():
+            return transact(self._redis, change, *watched)
+
+    def _told(self) -> AbstractContextManager[None]:
+        """In this context a key of the run that is of another type is a RunKeyDamaged, which names it."""
+        return wrong_types_told(self._redis, key_types(self.run))
 
 
 def _number(raw: Any) -> int:

@@ -155,11 +155,11 @@ class RunFolder:
             return self.recount(queue)
         if count.done >= count.total:
             return self._finish()
-        self._stop_where_too_many_fail(stats, count.total, queue)
+        self._stop_where_too_many_fail(count.total, queue)
         return False
 
-    def _stop_where_too_many_fail(self, stats: PartStats, shards: int, queue: str) -> None:
-        verdict = self.state.judge(stats)
+    def _stop_where_too_many_fail(self, shards: int, queue: str) -> None:
+        verdict = self.state.judge()
         if verdict is None:
             return
         with suppress(RunResubmitted):  # perhaps with another limit, which judges the next parts

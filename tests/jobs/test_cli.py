@@ -538,7 +538,8 @@ def test_a_bad_url_is_refused_without_its_password(url: str) -> None:
 
 
 def test_what_redis_refuses_is_one_line(invoke: Invoke, redis: Redis) -> None:
-    redis.set(run_key("0" * 16), "no hash")
+    redis.hset(run_key("0" * 16), mapping={"output": "/out", "queue": "bulk"})
+    redis.set("rq:wip:bulk", "no sorted set")
     result = invoke("status", "0" * 16)
     assert result.exit_code == 1
     assert "Redis refused (ResponseError)" in result.output

@@ -1,0 +1,29 @@
+"""What a run's keys in Redis say, as RunState returns it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PartCount:
+    """done: shards with a recorded part. total: shards of the run, None when Redis lost the run's keys."""
+
+    done: int
+    total: int | None
+
+
+@dataclass(frozen=True)
+class End:
+    """Whether a run is marked finished, and how often such a mark was withdrawn."""
+
+    finished: bool
+    withdrawals: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a run is to be stopped, and the submission whose limit says so."""
+
+    reason: str
+    submission: int
