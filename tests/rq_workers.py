@@ -45,7 +45,7 @@ class Workers:
             "TOKENMILL_ALLOWED_FUNCTIONS": ",".join(
                 f"tests.worker.functions.{name}" for name in _test_functions()
             ),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": f"{ROOT / 'tests' / 'without_pandas'}{os.pathsep}{ROOT}",
             **extra,
         }
 

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from rq import Callback, Retry
 
 from tests.e2e.conftest import RealWorkers
+from tests.rq_workers import ROOT
 from worker import BatchWorker
 
 OURS = {
@@ -66,7 +67,9 @@ def test_a_worker_imports_nothing_of_ours_once_it_serves(workers: RealWorkers, t
     queue.enqueue(F + "add", 1, 2, depends_on=jobs[0])
     late = tmp_path / "late.json"
     watcher = f"{__name__}.{ImportWatcher.__name__}"
-    log = workers.burst("--with-scheduler", worker_class=watcher, LATE_IMPORTS=str(late))
+    log = workers.burst(
+        "--with-scheduler", worker_class=watcher, LATE_IMPORTS=str(late), PYTHONPATH=str(ROOT)
+    )
     assert all(job.get_status() == "finished" for job in jobs), log
     assert all((tmp_path / name / "_SUCCESS").exists() for name in ("column", "messages", "template"))
     imported = json.loads(late.read_text())

@@ -50,7 +50,7 @@ SIZES = st.fixed_dictionaries(
         "overlap": st.booleans(),
     }
 )
-THOROUGH = settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+THOROUGH = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def play(history: list[Operation], sizes: dict[str, Any], **options: Any) -> ShadowEngine:
@@ -92,7 +92,7 @@ def test_histories_with_prefix_caching(history: list[Operation], sizes: dict[str
     play(history, sizes)
 
 
-@settings(THOROUGH, max_examples=300)
+@settings(THOROUGH, max_examples=150)
 @given(HISTORIES, SIZES)
 def test_histories_without_prefix_caching(history: list[Operation], sizes: dict[str, Any]) -> None:
     """The same without sharing: then no block ever has two references."""
@@ -106,7 +106,7 @@ def test_histories_without_prefix_caching(history: list[Operation], sizes: dict[
 def test_histories_with_colliding_hashes(hash_function: Callable[[int, bytes], int]) -> None:
     """Every hash equal, or one of three: a hit still never returns another prefix's KV."""
 
-    @settings(THOROUGH, max_examples=500)
+    @settings(THOROUGH, max_examples=200)
     @given(HISTORIES, SIZES)
     def histories(history: list[Operation], sizes: dict[str, Any]) -> None:
         play(history, sizes, hash_block=hash_function)

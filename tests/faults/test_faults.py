@@ -42,7 +42,7 @@ def test_a_run_killed_half_way_repeats_no_more_than_the_shards_in_flight(
 @pytest.mark.parametrize(
     ("scenario", "count"),
     [
-        ("kills", 40),
+        ("kills", 24),
         ("freezes", 6),
         ("stragglers", 2),
         ("shutdowns", 4),
@@ -52,7 +52,7 @@ def test_a_run_killed_half_way_repeats_no_more_than_the_shards_in_flight(
         ("two_models", 2),
         ("saving_code", 3),
         ("frozen_functions", 2),
-        ("cut_connections", 15),
+        ("cut_connections", 9),
         ("lost_replies", 4),
         ("server_faults", 3),
         ("raised_disk_full", 2),

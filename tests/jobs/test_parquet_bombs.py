@@ -188,7 +188,7 @@ def test_the_values_of_a_list_are_sized_up_by_the_entries_that_they_name(
     random = np.random.default_rng(entries)
     words = [f"{number}" * 10 for number in range(entries - 1)] + ["x" * 20_000]
     lists: list[list[str | None] | None] = [
-        None if row % 50 == 0 else [*random.choice(words, size=int(random.integers(0, 9))).tolist(), None]
+        None if row % 50 == 0 else [*(words[i] for i in random.integers(entries, size=row % 9)), None]
         for row in range(4000)
     ]
     lists[7] = [words[0]] * 5000  # a run of one reference
