@@ -17,7 +17,7 @@ from .progress import progress
 from .queue_commands import info, requeue_command
 from .run_control import cancel_run, describe_again, submit_run
 from .run_obstacles import listened_queues, obstacles
-from .run_output import RunOutput, named_run
+from .run_output import RunOutput, named_run, output_here
 from .run_snapshot import REFUSED, RunSnapshot, failure_text, plan_result, read_snapshot
 from .submit_options import json_value, run_arguments
 from .version import code_version
@@ -87,9 +87,10 @@ def main(context: click.Context, url: str) -> None:
 @click.option("--rows-per-shard", type=int, default=1000, show_default=True)
 @click.pass_obj
 def submit(connection: redis.Redis, /, wait: bool, queue: str, **options: Any) -> None:
-    """Score every row of the FILEs (files, folders or globs) into the folder OUT.
+    """Score the rows of Parquet files into a folder.
 
-    Prints the run's id. Submitting the same again resumes the run.
+    Every row of the FILEs (files, folders or globs) gets one in the folder OUT. Prints the run's id.
+    Submitting the same again resumes the run.
     """
     with errors_told():
         run = submit_run(connection, queue, **run_arguments(options))
@@ -104,7 +105,10 @@ def submit(connection: redis.Redis, /, wait: bool, queue: str, **options: Any) -
 @click.argument("run")
 @click.pass_obj
 def status(connection: redis.Redis, /, run: str) -> None:
-    """Print what is known of RUN: a run's id or its output folder, which is enough where Redis lost it."""
+    """Print what is known of a run.
+
+    RUN is its id or its output folder, which is enough where Redis lost it.
+    """
     with errors_told():
         run, output = named_run(connection, run)
         try:
@@ -114,7 +118,8 @@ def status(connection: redis.Redis, /, run: str) -> None:
                 raise
             click.echo(_output_text(output))
             return
-        click.echo(_status_text(snapshot))
+        output = output or output_here(snapshot.output, snapshot.run)
+        click.echo(_status_text(snapshot, output.num_gone if output and snapshot.finished else 0))
         for obstacle in obstacles(connection, snapshot):
             click.echo(f"waits    {obstacle}")
         _tell_failures(connection, snapshot)
@@ -124,9 +129,10 @@ def status(connection: redis.Redis, /, run: str) -> None:
 @click.argument("run")
 @click.pass_obj
 def cancel(connection: redis.Redis, /, run: str) -> None:
-    """Take the waiting jobs of RUN (its id or output folder) from the queue and stop its running ones.
+    """Take a run's jobs from the queue and stop it.
 
-    Finished parts stay; submitting the run again resumes it.
+    RUN is its id or its output folder. Its jobs that run are stopped, its finished parts stay; submitting
+    the run again resumes it.
     """
     with errors_told():
         run, output = named_run(connection, run)
@@ -254,27 +260,34 @@ def _tell_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
         return
     if snapshot.plan_job is not None and snapshot.plan_status == "failed":
         click.echo(f"planning: {failure_text(connection, snapshot.plan_job)}", err=True)
-    for job_id in snapshot.failed_jobs[:MAX_SHOWN]:
+    for job_id in snapshot.failures[:MAX_SHOWN]:
         click.echo(f"{job_id}: {failure_text(connection, job_id)}", err=True)
-    if snapshot.failed > MAX_SHOWN:
-        click.echo(f"and {snapshot.failed - MAX_SHOWN} more failed shards", err=True)
+    if len(snapshot.failures) > MAX_SHOWN:
+        click.echo(f"and {len(snapshot.failures) - MAX_SHOWN} more failed shards", err=True)
 
 
-def _status_text(snapshot: RunSnapshot) -> str:
+def _status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
+    """num_gone: parts of a finished run that are not in its folder any more."""
     if snapshot.rows is None:
         lines = [f"run {snapshot.run}: {snapshot.state}", f"output   {snapshot.output}", *_awaits(snapshot)]
         return "\n".join(lines)
     return "\n".join(
         [
-            f"run {snapshot.run}: {snapshot.state}",
+            f"run {snapshot.run}: {'incomplete' if num_gone else snapshot.state}",
             f"output   {snapshot.output}",
             f"rows     {snapshot.rows_done} of {snapshot.rows}, {snapshot.errors} with an error",
             f"shards   {snapshot.done} of {snapshot.shards} done, {snapshot.started} started, "
             f"{_rest(snapshot)}",
             f"tokens   {snapshot.tokens} generated",
             *_awaits(snapshot),
+            *_gone(num_gone),
         ]
     )
+
+
+def _gone(num_gone: int) -> list[str]:
+    """Say what a folder lacks of a run that had finished."""
+    return [f"but      {num_gone} parts are gone: submit it again, which computes them"] if num_gone else []
 
 
 def _awaits(snapshot: RunSnapshot) -> list[str]:
@@ -297,14 +310,21 @@ def _rest(snapshot: RunSnapshot) -> str:
     return f"{snapshot.queued} queued, {snapshot.failed} failed"
 
 
+def _output_state(output: RunOutput) -> str:
+    if output.finished:
+        return "incomplete" if output.num_gone else "finished"
+    return "this Redis does not know it any more"
+
+
 def _output_text(output: RunOutput) -> str:
     errors = "" if output.errors is None else f", {output.errors} with an error"
     return "\n".join(
         [
-            f"run {output.run}: {'finished' if output.finished else 'this Redis does not know it any more'}",
+            f"run {output.run}: {_output_state(output)}",
             f"output   {output.folder}",
             f"rows     {output.rows}{errors}",
             f"shards   {output.parts} of {output.shards} done",
+            *_gone(output.num_gone),
             *([] if output.finished else ["submit it again with the same arguments: that resumes it"]),
         ]
     )

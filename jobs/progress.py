@@ -97,4 +97,5 @@ def _has_columns(file: TextIO) -> bool:
 
 def _speed(snapshot: RunSnapshot, tokens_per_s: float) -> str:
     speed = f"{tokens_per_s:.0f} tok/s"
-    return f"{speed}, {snapshot.failed} shards failed" if snapshot.failed else speed
+    failed = len(snapshot.failures)
+    return f"{speed}, {failed} shards failed" if failed else speed

@@ -32,18 +32,26 @@ MAX_SHOWN = 5
 @click.argument("queues", nargs=-1)
 @click.pass_obj
 def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
-    """Print how many jobs are in QUEUES (all, where none is named), the workers, and what they set aside.
+    """Count the jobs in QUEUES, or in all queues.
 
-    Unlike `rq info` it reads no job, so no pickle, and changes nothing.
+    Prints the workers, too, and what they set aside. Unlike `rq info` it reads no job, so no pickle, and
+    changes nothing. Exits with 1 where a named queue does not exist.
     """
     with errors_told():
-        names = [os.fsencode(name) for name in queues] or queue_names(connection)
-        for counts in count_queues(connection, names):
-            click.echo(_queue_line(counts))
+        known = queue_names(connection)
+        names = [os.fsencode(name) for name in queues] or known
+        seen = count_queues(connection, names)
+        missing = [each.name for each in seen if each.name not in known and not any(each.counts.values())]
+        for counts in seen:
+            if counts.name not in missing:
+                click.echo(_queue_line(counts))
         for worker in list_workers(connection):
             click.echo(_worker_line(worker))
         if set_aside := num_set_aside(connection):
             click.echo(f"quarantine: {set_aside} entries or keys that no worker could use, in {QUARANTINE}")
+        if missing:
+            others = f": there are {_ids(known)}" if known else ": there is none"
+            raise click.ClickException(f"no queue is named {_ids(missing)}{others}")
 
 
 @click.command("requeue")
@@ -55,9 +63,10 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
 def requeue_command(
     connection: redis.Redis, /, queue: str, is_all: bool, limit: int, job_ids: tuple[str, ...]
 ) -> None:
-    """Put failed jobs back on their queue: those with JOB_IDS, or --all.
+    """Put failed jobs back on their queue.
 
-    Unlike `rq requeue` it reads no job, so no pickle. Exits with 1 where a named job could not be requeued.
+    Those with JOB_IDS, or --all. Unlike `rq requeue` it reads no job, so no pickle. Exits with 1 where a
+    named job could not be requeued.
     """
     if bool(job_ids) == is_all:
         raise click.UsageError("name the jobs, or give --all")

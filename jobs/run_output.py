@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import stored
-from .errors import PlanDamaged, UnknownRun
+from .errors import JobsError, PlanDamaged, UnknownRun
 from .keys import run_folder_key
 from .parquet.names import MANIFEST, PLAN, SUCCESS, is_run_id, part_shard
 from .parquet.paths import local_path
@@ -32,6 +32,11 @@ class RunOutput:
     finished: bool
     errors: int | None
 
+    @property
+    def num_gone(self) -> int:
+        """Parts that are gone of a run that had all of them."""
+        return max(0, self.shards - self.parts) if self.finished else 0
+
 
 def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
     """Return the run that an id, or the path of a run's output folder, names; for a folder what it holds.
@@ -52,6 +57,17 @@ def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
             raise
         return run, None
     return output.run, output
+
+
+def output_here(folder: str, run: str) -> RunOutput | None:
+    """Return what the folder holds of a run; None where it is not on this machine, or holds another."""
+    try:
+        if not os.path.isfile(os.path.join(local_path(folder), PLAN)):  # whoever writes into Redis names it
+            return None
+        output = _read_output(folder)
+    except JobsError:
+        return None
+    return output if output.run == run else None
 
 
 def _read_output(name: str) -> RunOutput:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from .error_limit import ErrorLimit
 from .errors import FAULT_PREFIX, InvalidValue
 from .holders import num_held
 from .job_results import last_error, last_value
-from .keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
+from .keys import SILENT_S, SUBMISSION_FIELD, WORKER_STATS_TTL_S, worker_key
 from .parquet.names import job_shard, shard_job_id
 from .parquet.plan import MAX_SHARDS
 from .part_stats import PartStats
@@ -47,6 +47,7 @@ class RunSnapshot:
     finished shards. workers: those that listen on the queue. queue_length: jobs of any run on the queue.
     failed_jobs: ids of the failed shards' jobs. awaited_model: the run's model, where none of those workers
     serves it; None where one does, or may. stopped: why the run was cancelled without anyone's word.
+    stopped_jobs: those of the failed ones that a cancel before the last submission stopped.
     too_many_errors: how its finished rows pass the limit of the last submission; None where they do not.
     """
 
@@ -71,10 +72,16 @@ class RunSnapshot:
     awaited_model: str | None
     stopped: str | None
     too_many_errors: str | None
+    stopped_jobs: frozenset[str] = frozenset()
 
     @property
     def failed(self) -> int:
         return len(self.failed_jobs)
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Ids of the failed jobs whose errors are news: what an earlier cancel stopped has none."""
+        return tuple(job for job in self.failed_jobs if job not in self.stopped_jobs)
 
     @property
     def queued(self) -> int:
@@ -129,6 +136,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     plan_job = facts.get("plan_job")
     seen = _read_queue(queue, run, plan_job)
     running = {shard for shard in seen.started if shard not in parts}
+    failed = tuple(shard_job_id(run, shard) for shard in sorted(seen.failed - parts.keys() - running))
     rows_running, tokens_running = _read_progress(connection, run, running)
     shards = stored.count(facts.get("shards"))
     claimed = 0
@@ -148,7 +156,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         done=len(parts),
         started=len(running),
         claimed=claimed,
-        failed_jobs=tuple(shard_job_id(run, shard) for shard in sorted(seen.failed - parts.keys() - running)),
+        failed_jobs=failed,
         rows_done=rows_running + sum(part.rows for part in parts.values()),
         errors=sum(part.errors for part in parts.values()),
         tokens=tokens_running + sum(part.generated_tokens for part in parts.values()),
@@ -157,7 +165,19 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         awaited_model=_awaited_model(facts, seen),
         stopped=safe_name(facts["stopped"], MAX_TEXT_CHARS) if "stopped" in facts else None,
         too_many_errors=_too_many_errors(facts, parts.values()),
+        stopped_jobs=_stopped_jobs(connection, failed, stored.count(facts.get("cancelled_submission")) or 0),
     )
+
+
+def _stopped_jobs(connection: Redis, failed: Sequence[str], cancelled: int) -> frozenset[str]:
+    """Return those of the jobs that were enqueued before the last cancel."""
+    if not cancelled or not failed:
+        return frozenset()
+    with connection.pipeline() as pipe:
+        for job_id in failed:
+            pipe.hget(Job.key_for(job_id), SUBMISSION_FIELD)
+        found = [stored.count(stored.text(each or b"")) or 0 for each in pipe.execute()]
+    return frozenset(job_id for job_id, number in zip(failed, found, strict=True) if number <= cancelled)
 
 
 def _too_many_errors(facts: dict[str, str], parts: Collection[PartStats]) -> str | None:

@@ -44,7 +44,8 @@ class Admission:
         """
         if len(job.id) > MAX_ID_CHARS:
             raise TooLarge(
-                f"the job's id has {len(job.id)} characters, more than the limit of {MAX_ID_CHARS}"
+                f"the job's id has {len(job.id)} characters, more than the limit of {MAX_ID_CHARS}: "
+                "enqueue it with a shorter one, or with none, and RQ makes one"
             )
         call = _decode(job)
         if call.name not in self._allowed:

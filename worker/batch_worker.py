@@ -152,7 +152,9 @@ class BatchWorker(BaseWorker):
         """
         self._stop_pool(error)
         if called_by_rq_command():
-            self.log.error("Worker %s cannot start: %s", self.name, error)
+            from worker.settings import with_variables
+
+            self.log.error("Worker %s cannot start: %s", self.name, with_variables(str(error)))
             raise SystemExit(1)
 
     def _stop_pool(self, error: Exception) -> None:

@@ -48,7 +48,7 @@ class FunctionNotFound(StartupError):
 
     def __str__(self) -> str:
         return (
-            f"TOKENMILL_ALLOWED_FUNCTIONS names {self.name!r}, which cannot be imported "
+            f"TOKENMILL_ALLOWED_FUNCTIONS names {self.name!r}, which cannot be used "
             f"({type(self.reason).__name__}: {self.reason}): correct the name, or say where the module "
             "is, with `--path .` for the working directory"
         )

@@ -41,6 +41,9 @@ _COUNT = re.compile(rb"-?(0|[1-9][0-9]{0,17})")
 _MAX_COUNT = 2**53
 """Scripts add to these fields, and Redis refuses a sum it cannot write, also in the middle of a script."""
 
+_WHOLE_NUMBERS = ("timeout", "result_ttl", "failure_ttl", "ttl")
+"""Seconds, which RQ's producers write as whole numbers; for others its reader raises what names no field."""
+
 _HERE: Any = object()
 """Stands in RQ's `_data` for a payload that is packed."""
 
@@ -106,6 +109,8 @@ class HeldJob(Job):
             _check_field(name, values.get(name.encode(), b""))
         for name in _OLD_FIELDS:
             values.pop(name.encode(), None)
+        for name in _WHOLE_NUMBERS:
+            check_whole(name, values.get(name.encode()))
         dates = {name: values.pop(name.encode(), None) for name in _DATES}
         super().restore({**values, b"data": b""})
         self._data, self._packed = _HERE, packed
@@ -149,6 +154,15 @@ def _check_field(name: str, text: bytes) -> None:
             f"the job's {name} has {len(text)} bytes, more than the limit of {_MAX_FIELD_BYTES}: shorten it"
         )
     check_containers(name, text, _MAX_FIELD_BYTES // BYTES_PER_CONTAINER)
+
+
+def check_whole(name: str, text: bytes | None) -> None:
+    """Raise ValueError for seconds that are no whole number; an empty field is none."""
+    if text:
+        try:
+            int(text)
+        except ValueError:
+            raise ValueError(f"{name} is {text[:40]!r}, expected whole seconds") from None
 
 
 def check_counts(values: Mapping[bytes, bytes]) -> None:

@@ -35,9 +35,11 @@ def load_functions(names: Iterable[str]) -> None:
     """Import functions and callbacks by their dotted names, as RQ will. Raises FunctionNotFound."""
     for name in names:
         try:
-            import_attribute(name)
+            found = import_attribute(name)
         except Exception as error:
             raise FunctionNotFound(name, _reason(name, error)) from error
+        if not callable(found):
+            raise FunctionNotFound(name, TypeError(f"it is a {type(found).__name__}, expected a function"))
 
 
 def _reason(name: str, error: Exception) -> Exception:

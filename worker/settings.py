@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any
@@ -136,6 +137,8 @@ class WorkerSettings(BaseSettings):
     @classmethod
     def _names_of_others(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for name in value:
+            if "." not in name.strip("."):
+                raise ValueError(f"{name!r} names no function in a module: write module.function")
             package = name.partition(".")[0]
             if package in _OUR_PACKAGES and name not in ALLOWED_FUNCTIONS:
                 raise ValueError(
@@ -193,6 +196,17 @@ class WorkerSettings(BaseSettings):
             async_scheduling=self.async_scheduling,
             seed=self.seed,
         )
+
+
+_NAMES = (name if "_" in name else rf"{name}(?==| must\b)" for name in WorkerSettings.model_fields)
+
+#: An engine's setting where its message names it, and not one of a checkpoint's file.
+_ENGINE_SETTING = re.compile(rf"(?<!: )\b({'|'.join(_NAMES)})\b")
+
+
+def with_variables(text: str) -> str:
+    """Return an engine's message with the variable's name wherever it names a setting."""
+    return _ENGINE_SETTING.sub(lambda found: f"{_PREFIX}{found[0].upper()}", text)
 
 
 def _check_names(names: Iterable[str]) -> None:

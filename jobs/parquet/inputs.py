@@ -103,7 +103,7 @@ def unchanged(storage: Storage, file: PlannedFile, fingerprint: Fingerprint) -> 
 def _check_unchanged(storage: Storage, file: PlannedFile, fingerprint: Fingerprint) -> None:
     stat = storage.stat(file.path)
     if stat is None:
-        raise InputChanged(file.path, "it is gone")
+        raise InputChanged(file.path, storage.what_is_there(file.path))
     if stat.size != file.size:
         raise InputChanged(file.path, f"planned {file.size} bytes, found {stat.size}")
     if stat.mtime_ns != file.mtime_ns and fingerprint(stat) != file.fingerprint:

@@ -175,7 +175,7 @@ def _agreed_plan(
     if plan.run != spec.run:
         raise OutputHoldsAnotherRun(spec.output, f"different {', '.join(plan.spec.differences(spec))}")
     _check_same_model(plan, context.model, model)
-    _check_same_files(plan, inputs)
+    _check_same_files(storage, plan, inputs)
     return plan
 
 
@@ -201,7 +201,7 @@ def _check_same_model(plan: Plan, served: ServedModel, asked_for: str | None) ->
         raise RunOfAnotherModel(plan.run, str(plan.model), repr(asked_for))
 
 
-def _check_same_files(plan: Plan, inputs: Inputs) -> None:
+def _check_same_files(storage: Storage, plan: Plan, inputs: Inputs) -> None:
     """Raise InputChanged for the first file that is not as planned."""
     planned = {file.path: file for file in plan.files}
     found = {file.path: file for file in inputs.files}
@@ -209,7 +209,7 @@ def _check_same_files(plan: Plan, inputs: Inputs) -> None:
         if path not in planned:
             raise InputChanged(path, "it is new")
         if path not in found:
-            raise InputChanged(path, "it is gone")
+            raise InputChanged(path, storage.what_is_there(path))
         if planned[path] != found[path]:
             raise InputChanged(path, _difference(planned[path], found[path]))
     if list(planned) != list(found):

@@ -77,6 +77,10 @@ class Storage:
             return None
         return FileStat(info.st_size, info.st_mtime_ns) if stat.S_ISREG(info.st_mode) else None
 
+    def what_is_there(self, path: str) -> str:
+        """Say what stands where a regular file was."""
+        return "it is no regular file any more" if os.path.lexists(path) else "it is gone"
+
     def is_folder(self, path: str) -> bool:
         """Whether a path, real or not, leads to a folder."""
         return os.path.isdir(path)

@@ -157,10 +157,10 @@ def test_a_broken_model_stops_the_start_by_name(workers: RealWorkers, how: str, 
     ("setting", "value", "words"),
     [
         ("TOKENMILL_MODEL", "/no/such/folder", "/no/such/folder"),
-        ("TOKENMILL_KV_CACHE_BYTES", "1000", "kv_cache_bytes"),
-        ("TOKENMILL_MAX_MODEL_LEN", "100000", "max_model_len"),
+        ("TOKENMILL_KV_CACHE_BYTES", "1000", "TOKENMILL_KV_CACHE_BYTES"),
+        ("TOKENMILL_MAX_MODEL_LEN", "100000", "TOKENMILL_MAX_MODEL_LEN=100000"),
         ("TOKENMILL_ATTENTION_BACKEND", "magic", "magic"),
-        ("TOKENMILL_DEVICE", "abacus", "abacus"),
+        ("TOKENMILL_DEVICE", "abacus", "TOKENMILL_DEVICE='abacus'"),
         ("RQ_REDIS_URL", "redis://127.0.0.1:1", "127.0.0.1:1"),
     ],
 )

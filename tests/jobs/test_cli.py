@@ -22,7 +22,7 @@ from jobs import cli
 from jobs.context import JobContext
 from jobs.errors import RunCancelled
 from jobs.follow import End, follow
-from jobs.keys import run_key, run_parts_key
+from jobs.keys import SUBMISSION_FIELD, run_key, run_parts_key
 from jobs.parquet.names import shard_job_id
 from jobs.run_snapshot import RunSnapshot, read_snapshot
 from jobs.run_state import RunState
@@ -658,3 +658,50 @@ def test_the_version_is_told() -> None:
     result = click.testing.CliRunner().invoke(cli.main, ["--version"])
     assert result.exit_code == 0
     assert result.output.strip() == f"tokenmill, version {code_version()}"
+
+
+def test_the_help_shows_each_commands_whole_summary(invoke: Invoke) -> None:
+    commands = invoke("--help").stdout.partition("Commands:")[2]
+    assert commands.count("\n  ") == len(cli.main.commands)
+    assert "..." not in commands
+
+
+def test_status_does_not_call_a_run_finished_whose_part_is_gone(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    run = score_parquet(make_context(), str(source), str(output), rows_per_shard=2)["run"]
+    work_off(redis, make_context)
+    assert f"run {run}: finished" in invoke("status", run).stdout
+    (output / "part-00001.parquet").unlink()
+    for name in (run, output, output):
+        text = invoke("status", name).stdout
+        assert f"run {run}: incomplete" in text
+        assert "1 parts are gone: submit it again" in text
+        if name == output:
+            redis.flushall()
+    assert invoke("submit", source, output, "--rows-per-shard", 2).exit_code == 0
+    work_off(redis, make_context)
+    work_off(redis, make_context)
+    assert f"run {run}: finished" in invoke("status", run).stdout
+
+
+def test_what_an_earlier_cancel_stopped_is_no_failure_of_the_run_that_is_resumed(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    submit = ("submit", source, tmp_path / "out", "--rows-per-shard", 2)
+    run = str(invoke(*submit).stdout.strip())
+    work_off(redis, make_context)
+    stopped, failed, _ = queued_jobs(redis)
+    for job in (stopped, failed):  # as a worker ends them
+        job.set_status(JobStatus.STOPPED)
+        redis.zadd("rq:failed:bulk", {job.id: 1e12})
+        redis.lrem("rq:queue:bulk", 1, job.id)
+    invoke("cancel", run)
+    invoke(*submit)
+    redis.hset(f"rq:job:{failed.id}", SUBMISSION_FIELD, 10**15)  # it has failed since
+    snapshot = read_snapshot(redis, run)
+    assert snapshot.failures == (failed.id,)
+    told = invoke("status", run).output
+    assert failed.id in told
+    assert stopped.id not in told

@@ -53,6 +53,19 @@ def test_info_counts_what_workers_have_set_aside(redis: Redis, redis_url: str) -
     assert "quarantine" not in tokenmill(redis_url, "info").stdout
 
 
+def test_info_says_that_a_named_queue_does_not_exist(redis: Redis, redis_url: str, queue: Queue) -> None:
+    queue.enqueue("jobs.complete", "a")
+    redis.rpush("rq:queue:unregistered", "id")
+    seen = tokenmill(redis_url, "info", "nosuch", "bulk", "unregistered")
+    assert seen.exit_code == 1
+    assert "queue bulk: 1 waiting" in seen.output
+    assert "queue unregistered: 1 waiting" in seen.output
+    assert "no queue is named nosuch: there are bulk" in seen.output
+    assert "queue nosuch" not in seen.output
+    queue.delete()
+    assert tokenmill(redis_url, "info").exit_code == 0
+
+
 def test_a_pickle_written_as_a_job_runs_under_rqs_commands_and_not_under_ours(
     redis: Redis, redis_url: str, queue: Queue, tmp_path: Path
 ) -> None:

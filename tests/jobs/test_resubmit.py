@@ -269,3 +269,19 @@ def test_a_large_files_fingerprint_depends_on_its_footer_and_on_its_samples(tmp_
         assert file_fingerprint(storage, str(path)) != original, f"byte {place} of {len(content)}"
     path.write_bytes(content)
     assert file_fingerprint(storage, str(path)) == original
+
+
+def test_an_input_that_is_no_regular_file_any_more_is_not_called_gone(
+    redis: Redis,
+    make_context: MakeContext,
+    submit: Callable[..., dict[str, object]],
+    source: Path,
+) -> None:
+    submit()
+    shard = queued_jobs(redis)[0]
+    source.unlink()
+    with pytest.raises(errors.InputChanged, match="it is gone"):
+        run_task(make_context(), shard.func_name, *shard.args)
+    os.mkfifo(source)
+    with pytest.raises(errors.InputChanged, match="it is no regular file any more"):
+        run_task(make_context(), shard.func_name, *shard.args)

@@ -83,6 +83,20 @@ def test_a_hash_of_too_many_fields_stays_in_redis(redis: Redis) -> None:
     assert "more than the limit of 1000 fields" in str(damage)
 
 
+@pytest.mark.parametrize("field", ["timeout", "result_ttl", "failure_ttl", "ttl"])
+def test_seconds_that_are_none_are_named(redis: Redis, field: str) -> None:
+    enqueue(redis, **{field: "abc"})
+    assert str(claim(redis)[0].damage) == f"{field} is b'abc', expected whole seconds"
+
+
+def test_an_id_that_is_too_long_says_what_to_do(redis: Redis) -> None:
+    enqueue(redis, timeout="180")
+    [claimed] = claim(redis)
+    claimed.job._id = "a" * 256
+    with pytest.raises(TooLarge, match="256 characters, more than the limit of 255: enqueue it with"):
+        admit(claimed)
+
+
 def test_a_claim_takes_no_more_than_its_bytes(redis: Redis) -> None:
     ids = [enqueue(redis, description=b"x" * 4 * MIB) for _ in range(5)]
     taken = [[each.job_id for each in claim(redis)] for _ in range(3)]

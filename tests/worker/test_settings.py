@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from worker.errors import SettingsError
-from worker.settings import WorkerSettings
+from engine import ConfigError
+from engine.model_runner import resolve_device
+from worker.errors import FunctionNotFound, SettingsError
+from worker.imports import load_functions
+from worker.settings import WorkerSettings, with_variables
 
 
 def test_an_env_file_that_is_no_text_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,3 +81,40 @@ def test_a_function_in_a_package_of_our_names_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(SettingsError, match=rf"TOKENMILL_ALLOWED_FUNCTIONS.*'{name}'.*Tokenmill's own"):
         load(monkeypatch, tmp_path, TOKENMILL_ALLOWED_FUNCTIONS=f"jobs.complete,{name}")
+
+
+@pytest.mark.parametrize("name", ["mine", "mine.", ".mine"])
+def test_a_module_in_the_place_of_a_function_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SettingsError, match=r"ALLOWED_FUNCTIONS.*names no function.*module\.function"):
+        load(monkeypatch, tmp_path, TOKENMILL_ALLOWED_FUNCTIONS=name)
+    with pytest.raises(FunctionNotFound, match=r"'os\.path'.*it is a module, expected a function"):
+        load_functions(["os.path"])
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("dtype='half' gives 'half'", "TOKENMILL_DTYPE='half' gives 'half'"),
+        ("seed must be an integer", "TOKENMILL_SEED must be an integer"),
+        (
+            "max_num_batched_tokens=8 must exceed max_num_seqs=9",
+            "TOKENMILL_MAX_NUM_BATCHED_TOKENS=8 must exceed TOKENMILL_MAX_NUM_SEQS=9",
+        ),
+        (
+            "the pool has no room; lower kv_cache_bytes",
+            "the pool has no room; lower TOKENMILL_KV_CACHE_BYTES",
+        ),
+        ("/m/config.json: dtype must be a text", "/m/config.json: dtype must be a text"),
+        ("TOKENMILL_MODEL='x': no model folder", "TOKENMILL_MODEL='x': no model folder"),
+    ],
+)
+def test_what_the_engine_refuses_is_told_by_its_variable(text: str, told: str) -> None:
+    assert with_variables(text) == told
+
+
+def test_a_device_that_is_none_is_told_by_its_variable() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_device("gpu!")
+    assert with_variables(str(caught.value)).startswith("TOKENMILL_DEVICE='gpu!' is no torch device")
