@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from .thrift import varint
+
 #: References unpacked at a time.
 SLICE = 1 << 16
 
@@ -26,7 +28,7 @@ def bytes_of_values(body: bytes, num_values: int, lengths: np.ndarray[tuple[int]
         raise ValueError(f"references of {width} bits")
     at, left, total = 1, num_values, 0
     while left > 0 and at < len(body):
-        head, at = _varint(body, at)
+        head, at = varint(body, at, bits=32)
         if head & 1:
             count = min((head >> 1) * 8, left)
             total += _packed_bytes(body[at : at + (head >> 1) * width], count, width, lengths)
@@ -62,16 +64,3 @@ def _packed_bytes(
         references = bits[: rows * width].reshape(rows, width) @ weights
         total += int(lengths[references[: count - start]].sum())
     return total
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        at += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value, at
-        shift += 7
-        if shift > 31:
-            raise ValueError("a run of more values than a page may have")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-#: Structs within structs; a page's header has three.
+#: Structs within structs; a page's header has three, a footer eight.
 MAX_DEPTH = 16
 
-_TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 12
-_INTEGERS = (4, 5, 6)
+#: Types of fields and of a list's items. A field of a truth value is its type, and has no more bytes.
+TRUE, FALSE, BYTE, I16, I32, I64, DOUBLE, BINARY, LIST, SET, STRUCT = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12
+TRUTHS, INTEGERS, LISTS = (TRUE, FALSE), (I16, I32, I64), (LIST, SET)
 
 
 def read_struct(data: bytes, at: int = 0, depth: int = 0) -> tuple[dict[int, Any], int]:
@@ -30,18 +31,19 @@ def read_struct(data: bytes, at: int = 0, depth: int = 0) -> tuple[dict[int, Any
         if step:
             number += step
         else:
-            number, at = _integer(data, at)
-        if kind in _INTEGERS:
-            fields[number], at = _integer(data, at)
-        elif kind == _STRUCT:
+            number, at = integer(data, at)
+        if kind in INTEGERS:
+            fields[number], at = integer(data, at)
+        elif kind == STRUCT:
             fields[number], at = read_struct(data, at, depth + 1)
-        elif kind in (_TRUE, _FALSE):
-            fields[number] = kind == _TRUE
+        elif kind in TRUTHS:
+            fields[number] = kind == TRUE
         else:
             at = _behind(data, at, kind, depth)
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def varint(data: bytes, at: int, bits: int = 64) -> tuple[int, int]:
+    """Return the number at a place, and the place behind it. Raises IndexError or ValueError."""
     value = shift = 0
     while True:
         byte = data[at]
@@ -50,36 +52,37 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         if byte < 128:
             return value, at
         shift += 7
-        if shift > 63:
-            raise ValueError("it has an integer of more than 64 bits")
+        if shift >= bits:
+            raise ValueError(f"it has an integer of more than {bits} bits")
 
 
-def _integer(data: bytes, at: int) -> tuple[int, int]:
-    value, at = _varint(data, at)
+def integer(data: bytes, at: int) -> tuple[int, int]:
+    """As `varint`, for one that may be negative."""
+    value, at = varint(data, at)
     return (value >> 1) ^ -(value & 1), at
 
 
 def _behind(data: bytes, at: int, kind: int, depth: int) -> int:
     """Return the place behind a value that is not kept."""
-    if kind == _BINARY:
-        size, at = _varint(data, at)
+    if kind == BINARY:
+        size, at = varint(data, at)
         return _within(data, at + size)
-    if kind == _DOUBLE:
+    if kind == DOUBLE:
         return _within(data, at + 8)
-    if kind == _BYTE:
+    if kind == BYTE:
         return at + 1
-    if kind not in (_LIST, _SET):
+    if kind not in LISTS:
         raise ValueError(f"it has a field of type {kind}")
     size, each = data[at] >> 4, data[at] & 15
     at += 1
     if size == 15:
-        size, at = _varint(data, at)
+        size, at = varint(data, at)
     for _ in range(size):
-        if each in (_TRUE, _FALSE):
+        if each in TRUTHS:
             at += 1
-        elif each in _INTEGERS:
-            at = _varint(data, at)[1]
-        elif each == _STRUCT:
+        elif each in INTEGERS:
+            at = varint(data, at)[1]
+        elif each == STRUCT:
             at = read_struct(data, at, depth + 1)[1]
         else:
             at = _behind(data, at, each, depth + 1)
