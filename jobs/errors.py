@@ -15,6 +15,7 @@ JobsError
     │   ├── SearchTooLong      the folders of the input hold too many names to look for it
     │   ├── NestedFolders      a folder's files lie deeper down, in folders of plain names
     │   ├── CorruptParquet     a file is not readable Parquet
+    │   ├── FooterTooLarge     a Parquet file describes more row groups and columns than are read
     │   ├── SchemaMismatch     input files, or columns of one file, contradict each other
     │   ├── MissingColumn      a named column is not in the input
     │   ├── WrongColumnType    a column cannot be rendered as a prompt
@@ -189,6 +190,15 @@ class CorruptParquet(InputError):
     """Raised when a file is not readable Parquet: (path, reason)."""
 
     message = "{0} is not readable as Parquet ({1}): write it again, or leave it out"
+
+
+class FooterTooLarge(InputError):
+    """Raised when a Parquet file describes too much: (path, what its footer has or does, what is allowed)."""
+
+    message = (
+        "{0}: its footer {1}, more than {2}: write the file anew with larger row groups or fewer columns, or "
+        "as several files"
+    )
 
 
 class SchemaMismatch(InputError):

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import CorruptParquet
+from ..errors import CorruptParquet, FooterTooLarge
+from .footer_cost import FooterCost
 
 #: A footer takes about 120 bytes for each column of each row group: this one has room for 100,000 of them.
 MAX_FOOTER_BYTES = 1 << 24
 
-#: Row groups of a file, or columns of a row group.
-MAX_FOOTER_ITEMS = 1 << 17
-
 _TAIL_BYTES = 8  # at a file's end: the footer's length, and Parquet's mark
+_MARK, _ENCRYPTED_MARK = b"PAR1", b"PARE"
 
 
-def check_footer(path: str, source: Any) -> None:
-    """Raise CorruptParquet for a footer that is too large. source: opened for reading."""
+def check_footer(path: str, source: Any, limit: int) -> None:
+    """Raise FooterTooLarge for a footer of too many bytes, or of more than `limit` once it is parsed.
+
+    source: opened for reading. Raises CorruptParquet for what is no footer, where pyarrow would not.
+    """
     size = source.size()
-    if size < _TAIL_BYTES:
+    tail = source.read_at(_TAIL_BYTES, max(0, size - _TAIL_BYTES))
+    length = int.from_bytes(tail[:4], "little")
+    if tail[4:] not in (_MARK, _ENCRYPTED_MARK) or length > size - _TAIL_BYTES:
         return  # pyarrow says what is wrong with it
-    length = int.from_bytes(source.read_at(4, size - _TAIL_BYTES), "little")
     if length > MAX_FOOTER_BYTES:
-        raise CorruptParquet(path, f"its footer would have {length} bytes, more than {MAX_FOOTER_BYTES}")
+        raise FooterTooLarge(path, f"has {length} bytes", str(MAX_FOOTER_BYTES))
+    if tail[4:] == _ENCRYPTED_MARK:
+        return  # pyarrow refuses it
+    try:
+        FooterCost(path, source.read_at(length, size - _TAIL_BYTES - length), limit)
+    except (IndexError, ValueError) as error:
+        raise CorruptParquet(path, f"its footer cannot be read: {error}") from None

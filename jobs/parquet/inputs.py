@@ -12,9 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..errors import ColumnConflict, InputChanged, InputNotFound, SchemaMismatch
+from ..shard_bytes import DEFAULT_BYTES
 from .added_columns import with_added_fields
 from .fingerprint import file_fingerprint
-from .footer import MAX_FOOTER_BYTES, MAX_FOOTER_ITEMS, check_footer
+from .footer import MAX_FOOTER_BYTES, check_footer
+from .footer_cost import MAX_FOOTER_ITEMS
 from .partitions import AddedColumn, FoundFile, partition_columns
 from .plan import PlannedFile
 from .storage import FileStat, Storage, reading
@@ -50,17 +52,19 @@ def read_inputs(
     found: Sequence[FoundFile],
     filename_column: str | None,
     check_interrupted: Callable[[], None],
+    limit: int = DEFAULT_BYTES,
 ) -> Inputs:
     """Read the footer and the fingerprint of each file.
 
-    check_interrupted: called before each file; what it raises ends the reading.
-    Raises CorruptParquet, SchemaMismatch when the files differ, or ColumnConflict for the filename column.
+    check_interrupted: called before each file; what it raises ends the reading. limit: see parquet_file.
+    Raises CorruptParquet, FooterTooLarge, SchemaMismatch when the files differ, or ColumnConflict for the
+    filename column.
     """
-    schema, columns, rows = read_columns(storage, found, filename_column)
+    schema, columns, rows = read_columns(storage, found, filename_column, limit)
     files, row_groups = [], []
     for each in found:
         check_interrupted()
-        file, groups, own = _read_footer(storage, each.path)
+        file, groups, own = _read_footer(storage, each.path, limit)
         if not own.equals(schema):
             raise SchemaMismatch(each.path, f"its columns are {_columns(own, schema)}")
         files.append(file)
@@ -70,13 +74,14 @@ def read_inputs(
 
 
 def read_columns(
-    storage: Storage, found: Sequence[FoundFile], filename_column: str | None
+    storage: Storage, found: Sequence[FoundFile], filename_column: str | None, limit: int = DEFAULT_BYTES
 ) -> tuple[pa.Schema, list[AddedColumn], list[list[Any]]]:
     """Read the first file's footer; return its schema, the added columns, and each file's values in them.
 
-    Raises CorruptParquet, SchemaMismatch when the folders differ, or ColumnConflict for the filename column.
+    limit: see parquet_file. Raises CorruptParquet, FooterTooLarge, SchemaMismatch when the folders differ, or
+    ColumnConflict for the filename column.
     """
-    *_, schema = _read_footer(storage, found[0].path)
+    *_, schema = _read_footer(storage, found[0].path, limit)
     columns, rows = partition_columns(found, schema.names)
     if filename_column is not None:
         if filename_column in (*schema.names, *(column.name for column in columns)):
@@ -111,28 +116,33 @@ def _check_unchanged(storage: Storage, file: PlannedFile, fingerprint: Fingerpri
 
 
 @contextmanager
-def open_parquet(storage: Storage, path: str) -> Iterator[Any]:
-    """Open a file as pyarrow's ParquetFile; what the body reads from it raises CorruptParquet as well."""
-    with open_source(storage, path) as (_, file):
+def open_parquet(storage: Storage, path: str, limit: int = DEFAULT_BYTES) -> Iterator[Any]:
+    """Open a file as pyarrow's ParquetFile; what the body reads from it raises CorruptParquet as well.
+
+    limit: see parquet_file.
+    """
+    with open_source(storage, path, limit=limit) as (_, file):
         yield file
 
 
 @contextmanager
-def open_source(storage: Storage, path: str, footer: Any = None) -> Iterator[tuple[Any, Any]]:
-    """Open a file as open_parquet does; yield it as it is, too. footer: see parquet_file."""
-    with reading(path), storage.open_input(path) as source, parquet_file(path, source, footer) as file:
+def open_source(
+    storage: Storage, path: str, footer: Any = None, limit: int = DEFAULT_BYTES
+) -> Iterator[tuple[Any, Any]]:
+    """Open a file as open_parquet does; yield it as it is, too. footer, limit: see parquet_file."""
+    with reading(path), storage.open_input(path) as source, parquet_file(path, source, footer, limit) as file:
         yield source, file
 
 
 @contextmanager
-def parquet_file(path: str, source: Any, footer: Any = None) -> Iterator[Any]:
+def parquet_file(path: str, source: Any, footer: Any = None, limit: int = DEFAULT_BYTES) -> Iterator[Any]:
     """Read what is open at a path as pyarrow's ParquetFile.
 
-    footer: the file's FileMetaData where it was parsed before. Raises CorruptParquet for one beyond
-    MAX_FOOTER_BYTES, and whatever pyarrow raises.
+    footer: the file's FileMetaData where it was parsed before. limit: bytes that one takes in memory.
+    Raises FooterTooLarge beyond it, CorruptParquet, and whatever pyarrow raises.
     """
     if footer is None:
-        check_footer(path, source)
+        check_footer(path, source, limit)
     with pq.ParquetFile(
         source,
         metadata=footer,
@@ -144,11 +154,11 @@ def parquet_file(path: str, source: Any, footer: Any = None) -> Iterator[Any]:
         yield file
 
 
-def _read_footer(storage: Storage, path: str) -> tuple[PlannedFile, tuple[int, ...], pa.Schema]:
+def _read_footer(storage: Storage, path: str, limit: int) -> tuple[PlannedFile, tuple[int, ...], pa.Schema]:
     stat = storage.stat(path)
     if stat is None:
         raise InputNotFound(path)
-    with open_parquet(storage, path) as file:
+    with open_parquet(storage, path, limit) as file:
         schema, metadata = file.schema_arrow, file.metadata
         groups = tuple(metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))
     twice = [name for name, count in Counter(schema.names).items() if count > 1]

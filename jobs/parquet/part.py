@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..errors import ColumnConflict, CorruptParquet, InputNotFound, PartDamaged, PathSwapped
+from ..errors import ColumnConflict, CorruptParquet, FooterTooLarge, InputNotFound, PartDamaged, PathSwapped
 from ..part_stats import PartStats
 from ..served_model import ServedModel
 from ..version import code_version
@@ -113,7 +113,7 @@ def read_part_stats(storage: Storage, path: str, run: str, shard: int, rows: int
             num_rows: int = file.metadata.num_rows
             stat = storage.stat(path)
             _check_holds_its_data(file, path, stat.size if stat else 0)
-    except CorruptParquet as error:
+    except (CorruptParquet, FooterTooLarge) as error:
         raise PartDamaged(path, f"not readable as Parquet: {error.args[1]}") from error
     except (InputNotFound, PathSwapped):  # its name is there
         raise PartDamaged(path, "it is a link, or no regular file") from None

@@ -100,7 +100,9 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
     state, queue = RunState(context.connection, spec.run, context.lease), submission.queue
     state.open_submission(context.job_id, spec.output, queue, submission.model, submission.limit)
     found = find_files(storage, spec.input, spec.output)
-    inputs = read_inputs(storage, found, spec.filename_column, context.check_interrupted)
+    inputs = read_inputs(
+        storage, found, spec.filename_column, context.check_interrupted, context.shard_bytes.limit
+    )
     check_columns(spec, inputs.schema, found[0].path)
     plan = _agreed_plan(context, storage, spec, inputs, submission.model)
     folder = RunFolder(storage, plan, state, context.execution_id)

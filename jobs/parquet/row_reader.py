@@ -20,7 +20,8 @@ from .storage import Storage, reading
 
 
 class RowReader:
-    """One pass over a file, from the row group of some shard to the end. Raises CorruptParquet.
+    """One pass over a file, from the row group of some shard to the end.
+    Raises CorruptParquet or FooterTooLarge.
 
     Parquet cannot be entered in the middle of a row group, and a footer lists every row group of the file: a
     reader per shard would decode a group of a million rows for each thousand of them. One that goes on where
@@ -44,7 +45,7 @@ class RowReader:
         self._limit = self._room.limit
         self._resources = ExitStack()
         self._resources.callback(self._room.close)
-        source, file = self._resources.enter_context(open_source(storage, path, footer))
+        source, file = self._resources.enter_context(open_source(storage, path, footer, self._limit))
         #: The schema of the whole file.
         self.schema: pa.Schema = file.schema_arrow
         self.footer: pq.FileMetaData = file.metadata if footer is None else footer

@@ -275,13 +275,18 @@ def test_a_chat_of_too_many_messages_is_its_rows_error_and_names_the_column(
     assert output.column("error")[1].as_py().startswith("column 'chat' has a chat of 100000 messages")
 
 
+def submit_two_shards(context: JobContext, folder: Path, rows_per_shard: int) -> None:
+    """Plan a run of two shards, of prompts of 900 KB each."""
+    path = folder / "in.parquet"
+    table = pa.table({"prompt": [f"{number:07}" + "x" * 900_000 for number in range(2 * rows_per_shard)]})
+    pq.write_table(table, path, row_group_size=1)
+    score_parquet(context, str(path), str(folder / "out"), rows_per_shard=rows_per_shard)
+
+
 def test_a_shard_waits_while_the_open_ones_hold_half_of_what_one_may(
     redis: Redis, make_context: MakeContext, tmp_path: Path
 ) -> None:
-    path = tmp_path / "in.parquet"
-    table = pa.table({"prompt": [f"{number:07}" + "x" * 900_000 for number in range(20)]})
-    pq.write_table(table, path, row_group_size=1)
-    score_parquet(make_context(), str(path), str(tmp_path / "out"), rows_per_shard=10)
+    submit_two_shards(make_context(), tmp_path, rows_per_shard=10)
     context = replace(make_context(), shard_bytes=ShardBytes(20 * MIB))
     (run, plan, first), (_, _, second) = (job.args for job in queued_jobs(redis))
     works = [ShardWork.open(context, run, plan, first)]
@@ -300,10 +305,7 @@ def test_a_shard_waits_while_the_open_ones_hold_half_of_what_one_may(
 def test_shards_that_open_together_hold_no_more_prompts_than_one_may(
     redis: Redis, make_context: MakeContext, tmp_path: Path
 ) -> None:
-    path = tmp_path / "in.parquet"
-    table = pa.table({"prompt": [f"{number:07}" + "x" * 900_000 for number in range(24)]})
-    pq.write_table(table, path, row_group_size=1)
-    score_parquet(make_context(), str(path), str(tmp_path / "out"), rows_per_shard=12)
+    submit_two_shards(make_context(), tmp_path, rows_per_shard=12)
     context = replace(make_context(), shard_bytes=(room := ShardBytes(16 * MIB)))
     run, plan, shard = queued_jobs(redis)[0].args
     room.hold(7 * MIB)  # by a shard that is being opened: there is room to begin
@@ -377,7 +379,7 @@ def test_a_footer_of_gigabytes_is_refused_before_it_is_read(
         file.write((2 << 30).to_bytes(4, "little") + b"PAR1")
     with (
         counted() as pool,
-        pytest.raises(errors.CorruptParquet, match="its footer would have 2147483648 bytes"),
+        pytest.raises(errors.FooterTooLarge, match="its footer has 2147483648 bytes"),
     ):
         score_parquet(make_context(), str(path), str(tmp_path / "out"))
     assert pool.max_memory() < MIB
