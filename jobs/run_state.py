@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from redis.exceptions import LockError, LockNotOwnedError
+from redis.exceptions import LockError, LockNotOwnedError, ResponseError
 
 from . import stored
 from .context import Lease
@@ -251,32 +251,31 @@ class RunState:
     # Parts
 
     def record_part(self, stats: PartStats) -> PartCount:
-        """Record a finished shard, and count its errors for `judge`.
+        """Record a finished shard; where it was not recorded before, count its errors for `judge`.
 
-        Recording it again changes nothing but its statistics.
+        Nothing is watched: many shards of a run end at once, and would wait for each other. So a worker that
+        is killed in between leaves the errors of a part uncounted.
         """
-
-        def record(pipe: Pipeline) -> PartCount:
-            shard, counts = str(stats.shard), (stats.rows, stats.errors)
-            is_new = not pipe.hexists(self._parts_key, shard)
-            before: Any = pipe.hmget(self._key, *_JUDGED)
-            pipe.multi()
-            pipe.hset(self._parts_key, shard, stats.to_text())
-            if is_new:
-                judged: dict[Any, Any] = {
-                    name: _number(raw) + count
-                    for name, raw, count in zip(_JUDGED, before, counts, strict=True)
-                }
-                pipe.hset(self._key, mapping=judged)
+        with self._told(), self._redis.pipeline() as pipe:
+            pipe.hset(self._parts_key, str(stats.shard), stats.to_text())
             pipe.expire(self._parts_key, RUN_TTL_S)
             pipe.expire(self._key, RUN_TTL_S)
             pipe.hlen(self._parts_key)
             pipe.hget(self._parts_key, _TOTAL)
-            *_, length, raw_total = pipe.execute()
-            total = stored.count(stored.text(raw_total or b""))
-            return PartCount(length if raw_total is None else length - 1, total)
+            is_new, *_, length, raw_total = pipe.execute()
+            if is_new:
+                self._count_errors(pipe, stats)
+        total = stored.count(stored.text(raw_total or b""))
+        return PartCount(length if raw_total is None else length - 1, total)
 
-        return self._transact(record, self._parts_key, self._key)
+    def _count_errors(self, pipe: Pipeline, stats: PartStats) -> None:
+        counts: dict[Any, Any] = dict(zip(_JUDGED, (stats.rows, stats.errors), strict=True))
+        for name, count in counts.items():
+            pipe.hincrby(self._key, name, count)
+        try:
+            pipe.execute()
+        except ResponseError:  # somebody wrote what is no number: begin anew
+            self._redis.hset(self._key, mapping=counts)
 
     def amend_parts(self, found: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int) -> PartCount:
         """Add parts that a listing found and drop those it did not; the others stay as they are.

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults.harness import Harness
@@ -14,8 +15,17 @@ from tests.faults.ledger import ROWS, Run, write_rows
 NUM_HALF_WAY_SHARDS = 200
 
 
-def kill_half_way_through_a_run(faults: Harness, elsewhere: bool = False) -> tuple[int, int]:
-    """One Parquet run of 200 shards, its worker killed at half; return sequences completed in all, and rows.
+@dataclass(frozen=True)
+class HalfWay:
+    """Rows of a run: all, those answered in no part yet when its worker was killed, and those answered twice."""
+
+    rows: int
+    in_flight: int
+    repeated: int
+
+
+def kill_half_way_through_a_run(faults: Harness, elsewhere: bool = False) -> HalfWay:
+    """One Parquet run of 200 shards of two rows, its worker killed at half.
 
     elsewhere: it is resumed by workers in another working directory, as on another machine.
     """
@@ -25,6 +35,7 @@ def kill_half_way_through_a_run(faults: Harness, elsewhere: bool = False) -> tup
     first = faults.start(answers=answers)
     faults.wait_for_parts(run, NUM_HALF_WAY_SHARDS // 2)
     faults.end(first)
+    in_flight = answers.stat().st_size - 2 * len(run.parts())
     faults.count("SIGKILL half-way through a run")
     cwd = None
     if elsewhere:
@@ -34,7 +45,7 @@ def kill_half_way_through_a_run(faults: Harness, elsewhere: bool = False) -> tup
     for _ in range(2):
         faults.start(answers=answers, cwd=cwd)
     faults.settle("half-way")
-    return answers.stat().st_size, rows
+    return HalfWay(rows, in_flight, answers.stat().st_size - rows)
 
 
 def raised_disk_full(faults: Harness, count: int) -> None:
