@@ -17,7 +17,7 @@ NUM_HALF_WAY_SHARDS = 200
 
 @dataclass(frozen=True)
 class HalfWay:
-    """Rows of a run: all, those answered in no part yet when its worker was killed, and those answered twice."""
+    """Rows of a run: all, those answered and in no part when its worker was killed, and those repeated."""
 
     rows: int
     in_flight: int
