@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from engine.block_manager import BlockManager
-from engine.checkpoint import resolve_model
+from engine.checkpoint.folder import resolve_model
+from engine.checkpoint.model_config import ModelConfig, read_model_config
 from engine.config import EngineConfig
 from engine.errors import (
     DuplicateRequest,
@@ -24,7 +25,6 @@ from engine.errors import (
 )
 from engine.fingerprint import ModelIdentity, model_identity
 from engine.layers.parallel import TensorParallel
-from engine.model_config import ModelConfig, read_model_config
 from engine.model_runner import ModelRunner, Runner, resolve_device
 from engine.outputs import Completion, EngineStats
 from engine.progress import Progress

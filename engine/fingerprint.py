@@ -9,10 +9,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
 
-from engine.checkpoint import list_weight_files, resolve_model
+from engine.checkpoint.folder import list_weight_files, resolve_model
+from engine.checkpoint.model_config import dtype_name, read_model_config
 from engine.config import EngineConfig
 from engine.errors import MissingWeights
-from engine.model_config import dtype_name, read_model_config
 
 #: Read whole: all that decides which tokens a text becomes, how they are computed, and where they end.
 TEXT_FILES = (

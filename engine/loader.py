@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from engine.checkpoint import list_weight_files
+from engine.checkpoint.folder import list_weight_files
+from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import MissingWeights, WeightMismatch
 from engine.layers.base import WeightedModule
 from engine.models.decoder import DecoderForCausalLM
-from engine.weights import CheckpointTensor
 
 Place = tuple[str, str | None]  # parameter name here, shard of it
 

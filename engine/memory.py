@@ -6,8 +6,8 @@ import ctypes
 import logging
 from pathlib import Path
 
+from engine.checkpoint.model_config import ModelConfig
 from engine.config import EngineConfig
-from engine.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.attention import AttentionBackend, CapturableBackend, load_backend
 from engine.batch import ForwardBatch, SamplingBatch, StepBatch, to_device
+from engine.checkpoint.model_config import ModelConfig, dtype_name
 from engine.config import EngineConfig
 from engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.errors import ConfigError
@@ -21,7 +22,6 @@ from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
 from engine.loader import load_weights
 from engine.memory import allowed_bytes, default_cpu_kv_cache_bytes, keep_freed_memory
-from engine.model_config import ModelConfig, dtype_name
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.registry import decoder_flags
 from engine.pending_tokens import DeviceTokens, PendingTokens

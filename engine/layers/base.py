@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import WeightMismatch
-from engine.weights import CheckpointTensor
 
 
 class WeightedModule(nn.Module):

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.checkpoint.weights import CheckpointTensor
 from engine.layers.base import WeightedModule, fill
 from engine.layers.packed import linear, pack_weight
 from engine.layers.parallel import TensorParallel
-from engine.weights import CheckpointTensor
 
 
 class VocabParallelEmbedding(WeightedModule):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from engine.checkpoint.weights import CheckpointTensor
 from engine.layers.base import WeightedModule, fill
 from engine.layers.packed import linear, pack_weight
 from engine.layers.parallel import Share, TensorParallel
-from engine.weights import CheckpointTensor
 
 
 class ReplicatedLinear(WeightedModule):

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import ConfigError, WeightMismatch
-from engine.weights import CheckpointTensor
 
 
 @dataclass(frozen=True)

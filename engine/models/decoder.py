@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from engine.attention.base import AttentionBackend
 from engine.batch import ForwardBatch
+from engine.checkpoint.model_config import ModelConfig
 from engine.kv_cache import KVCache, LayerKVCache
 from engine.layers.activation import SiluAndMul
 from engine.layers.attention import Attention
@@ -18,7 +19,6 @@ from engine.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, 
 from engine.layers.norm import RMSNorm
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding, apply_rotary
-from engine.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

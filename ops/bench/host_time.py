@@ -21,7 +21,7 @@ import torch
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.batch import SamplingBatch, StepBatch
-from engine.model_config import ModelConfig
+from engine.checkpoint.model_config import ModelConfig
 from engine.model_runner import PoolSize
 from engine.pending_tokens import DeviceTokens, PendingTokens
 from ops.bench.list_bookkeeping import TOKEN, ListEngine

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from engine import Engine, EngineConfig
-from engine.model_config import ModelConfig
+from engine.checkpoint.model_config import ModelConfig
 from ops.bench.host_time import BLOCK_SIZE, MODEL, NullRunner
 from ops.bench.report import print_machine
 from ops.bench.table import print_table

@@ -15,8 +15,8 @@ import torch
 
 import engine.model_runner
 from engine import Engine, EngineConfig, SamplingParams
+from engine.checkpoint.model_config import read_model_config
 from engine.memory import cpu_allowance_bytes
-from engine.model_config import read_model_config
 
 
 def peak_rss_bytes() -> int:

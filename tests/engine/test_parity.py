@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import engine.model_config
+import engine.checkpoint.model_config
 import engine.model_runner
 from engine import Engine, EngineConfig, EngineStats, SamplingParams
 from engine.batch import ForwardBatch, StepBatch, to_device
@@ -220,6 +220,6 @@ def test_parity_catches_a_fixed_rope_theta(
     name: str, references: dict[str, Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """rope_theta fixed at 10,000."""
-    monkeypatch.setattr(engine.model_config, "_rope_theta", lambda config: 10_000.0)
+    monkeypatch.setattr(engine.checkpoint.model_config, "_rope_theta", lambda config: 10_000.0)
     differences, _ = generate(references[name], BY_NAME[name], MODES["uncached"])
     assert len(differences) > NUM_PROMPTS // 4

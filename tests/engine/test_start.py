@@ -27,7 +27,7 @@ from engine import (
     UnsupportedModel,
     WeightMismatch,
 )
-from engine.checkpoint import resolve_model
+from engine.checkpoint.folder import resolve_model
 from engine.memory import allowed_bytes
 
 PACKAGE = Path(engine.__file__).parent

@@ -24,8 +24,9 @@ from safetensors.torch import load_file, save_file
 
 from engine import ConfigError, Engine, EngineConfig, EngineStats, MissingWeights, RankFailed, SamplingParams
 from engine.batch import SamplingBatch, StepBatch
+from engine.checkpoint.model_config import read_model_config
+from engine.checkpoint.weights import CheckpointTensor
 from engine.layers.parallel import Share, TensorParallel
-from engine.model_config import read_model_config
 from engine.model_runner import ModelRunner
 from engine.tensor_parallel import rank_group
 from engine.tensor_parallel.channel import Channel
@@ -40,7 +41,6 @@ from engine.tensor_parallel.messages import (
 )
 from engine.tensor_parallel.rank_group import RankGroup, rank_devices
 from engine.tensor_parallel.rank_process import RankProcess
-from engine.weights import CheckpointTensor
 from tests.engine.checkpoints import SHAPES, Shape, make_checkpoint, pool_bytes
 from tests.engine.reference import NUM_NEW_TOKENS, Reference
 from tests.engine.test_determinism import requests as seeded_requests

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from reprlib import repr as shown  # short
 
+from engine.checkpoint.model_config import read_json
 from engine.errors import ConfigError, MissingWeights, ModelNotFound
-from engine.model_config import read_json
 
 INDEX = "model.safetensors.index.json"
 FETCHED = ["*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer.model"]  # no code, no pickles
