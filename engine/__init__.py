@@ -38,10 +38,10 @@ from engine.errors import (
 from engine.fingerprint import ModelIdentity, model_identity
 from engine.outputs import Completion, EngineStats
 from engine.sampling_params import SamplingParams
+from engine.sequence import PreparedPrompt
 
 if TYPE_CHECKING:
     from engine.engine import Engine
-    from engine.prompts import PreparedPrompt
 
 __all__ = [
     "BlockAccountingError",
@@ -79,8 +79,4 @@ def __getattr__(name: str) -> object:
         from engine.engine import Engine
 
         return Engine
-    if name == "PreparedPrompt":
-        from engine.prompts import PreparedPrompt
-
-        return PreparedPrompt
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -28,14 +28,14 @@ from engine.layers.parallel import TensorParallel
 from engine.model_runner import ModelRunner, Runner, resolve_device
 from engine.outputs import Completion, EngineStats
 from engine.progress import Progress
-from engine.prompts import PreparedPrompt, Prompt, PromptReader
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence
+from engine.sequence import PreparedPrompt, Sequence
 from engine.stepper import Stepper
-from engine.stop_strings import StopStrings
 from engine.tensor_parallel.rank_group import RankGroup
-from engine.tokenizer import Tokenizer
+from engine.text.prompts import Prompt, PromptReader
+from engine.text.stop_strings import StopStrings
+from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

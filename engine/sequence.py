@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
 from engine.errors import NoToken
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
-from engine.stop_strings import StopStrings
+from engine.text.stop_strings import StopStrings
 
 
 class SequenceStatus(Enum):
@@ -26,6 +27,17 @@ class BlockKey(NamedTuple):
 
     hash: int
     tokens: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A prompt with all done to it that takes time with its length: what `Engine.prepare` makes.
+
+    token_ids: checked. block_keys: of its full blocks, none where prefixes are not cached.
+    """
+
+    token_ids: list[int]
+    block_keys: list[BlockKey]
 
 
 class Sequence:

@@ -29,7 +29,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduled_batch import ScheduledBatch
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceStatus
-from engine.stop_strings import StopStrings
+from engine.text.stop_strings import StopStrings
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from redis import Redis
 
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.fuzz.paths import ARGUMENTS, SHARDS, check_arguments, check_shard, make_tree
 from tests.fuzz.payloads import CASES, check_hashes
 from tests.fuzz.raw_keys import DAMAGES, running_site

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from engine import Engine, EngineConfig, InvalidPrompt, PromptTooLong, SamplingParams
-from engine.prompts import PreparedPrompt
-from engine.tokenizer import Tokenizer
+from engine import Engine, EngineConfig, InvalidPrompt, PreparedPrompt, PromptTooLong, SamplingParams
+from engine.text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 THREADS, WAIT_S = 4, 60

@@ -30,7 +30,7 @@ from engine import (
 )
 from engine.block_manager import BlockManager
 from engine.sampling_params import INTEGERS, NUMBERS
-from engine.stop_strings import IncrementalText, StopStrings
+from engine.text.stop_strings import IncrementalText, StopStrings
 from tests.engine.checkpoints import make_tokenizer
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)

@@ -16,8 +16,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from engine import ConfigError, Engine, EngineConfig, PromptTooLong, SamplingParams
-from engine.token_bound import MOST_NFC_SAVES, TokenBound
-from engine.tokenizer import Tokenizer
+from engine.text.token_bound import MOST_NFC_SAVES, TokenBound
+from engine.text.tokenizer import Tokenizer
 
 SPECIAL = "<|im_end|>"
 LINES = [

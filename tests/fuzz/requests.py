@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from engine import EngineError, SamplingParams
 from engine.batch import build_sampling_batch
-from engine.prompts import PromptReader
 from engine.sampler import sample
 from engine.scheduled_batch import ScheduledBatch
 from engine.sequence import Sequence
 from engine.slots import SlotTable
-from engine.tokenizer import Tokenizer
+from engine.text.prompts import PromptReader
+from engine.text.tokenizer import Tokenizer
 from jobs.errors import JobsError
 from jobs.prompt_task import chat_task, complete_task
 from tests.fuzz.named import check_says

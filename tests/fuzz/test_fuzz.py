@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from redis import Redis
 
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.fuzz.paths import ARGUMENTS, SHARDS, check_arguments, check_shard, make_tree
 from tests.fuzz.payloads import CASES, Hash, check_hashes
 from tests.fuzz.requests import CHATS, check_chat, check_sampling

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from engine.errors import InvalidPrompt, InvalidSampling, PromptTooLong
 from engine.sampling_params import SamplingParams
-from engine.sequence import BlockKey
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 Prompt = str | list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedPrompt:
-    """A prompt with all done to it that takes time with its length: what `Engine.prepare` makes.
-
-    token_ids: checked. block_keys: of its full blocks, none where prefixes are not cached.
-    """
-
-    token_ids: list[int]
-    block_keys: list[BlockKey]
 
 
 class PromptReader:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError, InvalidPrompt, PromptTooLong
-from engine.token_bound import TokenBound
+from engine.text.token_bound import TokenBound
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
