@@ -37,7 +37,7 @@ from engine.errors import (
 )
 from engine.fingerprint import ModelIdentity, model_identity
 from engine.outputs import Completion, EngineStats
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 from engine.sequence import PreparedPrompt
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from engine.layers.parallel import TensorParallel
 from engine.model_runner import ModelRunner, Runner, resolve_device
 from engine.outputs import Completion, EngineStats
 from engine.progress import Progress
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import PreparedPrompt, Sequence
 from engine.stepper import Stepper

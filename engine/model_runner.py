@@ -25,7 +25,7 @@ from engine.memory import allowed_bytes, default_cpu_kv_cache_bytes, keep_freed_
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.registry import decoder_flags
 from engine.pending_tokens import DeviceTokens, PendingTokens
-from engine.sampler import sample
+from engine.sampling.sampler import sample
 from engine.upload import upload
 from engine.warm_up import nucleus_sampling, warm_up_steps
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from engine.errors import NoToken
 from engine.outputs import FinishReason
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 from engine.text.stop_strings import StopStrings
 
 

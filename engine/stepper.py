@@ -25,7 +25,7 @@ from engine.batch import build_sampling_batch, build_step_batch
 from engine.errors import BlockAccountingError, OutOfBlocks, RankFailed, StepFailed
 from engine.model_runner import Runner
 from engine.pending_tokens import PendingTokens
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 from engine.scheduled_batch import ScheduledBatch
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceStatus

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.errors import InvalidPrompt, InvalidSampling, PromptTooLong
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 
 Prompt = str | list[int]

@@ -29,7 +29,7 @@ from engine import (
     StepFailed,
 )
 from engine.block_manager import BlockManager
-from engine.sampling_params import INTEGERS, NUMBERS
+from engine.sampling.params import INTEGERS, NUMBERS
 from engine.text.stop_strings import IncrementalText, StopStrings
 from tests.engine.checkpoints import make_tokenizer
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-import engine.sampler
+import engine.sampling.sampler
 from engine.batch import SamplingBatch
-from engine.philox import philox4x32, uniform
-from engine.sampler import sample
+from engine.sampling.philox import philox4x32, uniform
+from engine.sampling.sampler import sample
 
 
 def sampling_batch(n: int, **values: Any) -> SamplingBatch:
@@ -169,5 +169,5 @@ def test_a_flat_distribution_falls_back_to_the_whole_vocabulary(monkeypatch: pyt
     logits = torch.randn(20, 4000, generator=torch.Generator().manual_seed(2)) / 10
     batch = sampling_batch(20, top_p=0.95, seed=np.arange(20))
     quick = sample(logits.clone(), batch)
-    monkeypatch.setattr(engine.sampler, "NUCLEUS_GUESS", 4000)
+    monkeypatch.setattr(engine.sampling.sampler, "NUCLEUS_GUESS", 4000)
     assert quick.tolist() == sample(logits.clone(), batch).tolist()

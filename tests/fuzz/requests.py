@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine import EngineError, SamplingParams
 from engine.batch import build_sampling_batch
-from engine.sampler import sample
+from engine.sampling.sampler import sample
 from engine.scheduled_batch import ScheduledBatch
 from engine.sequence import Sequence
 from engine.slots import SlotTable

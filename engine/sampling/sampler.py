@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import SamplingBatch
-from engine.philox import uniform
+from engine.sampling.philox import uniform
 from engine.upload import upload
 
 # A nucleus rarely holds more tokens than this: looking at so many first saves sorting the vocabulary.
