@@ -28,7 +28,7 @@ from engine.layers.parallel import TensorParallel
 from engine.model_runner import ModelRunner, Runner, resolve_device
 from engine.outputs import Completion, EngineStats
 from engine.progress import Progress
-from engine.sampling.params import SamplingParams
+from engine.sampling.params import SamplingParams, check_params
 from engine.scheduler import Scheduler
 from engine.sequence import PreparedPrompt, Sequence
 from engine.stepper import Stepper
@@ -75,6 +75,7 @@ class Engine:
             max_model_len=pool.max_model_len,
         )
         self._prompts = PromptReader(self._tokenizer, model.vocab_size, pool.max_model_len)
+        self._vocab_size = model.vocab_size
         self._unfinished: dict[str, list[Sequence]] = {}
         self._seeds = random.Random(config.seed)
         self._stepper = Stepper(
@@ -147,7 +148,7 @@ class Engine:
             raise DuplicateRequest(f"request {request_id!r} is unfinished; use another id, or abort it first")
         if isinstance(lane, bool) or not isinstance(lane, int) or lane < 0:
             raise InvalidRequest(f"lane must be an integer of 0 or more, got {lane!r}")
-        self._prompts.check_params(params)
+        check_params(params, self._vocab_size)
         ready = prompt if isinstance(prompt, PreparedPrompt) else self.prepare(prompt)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         end_token_ids = frozenset(params.stop_token_ids).union(

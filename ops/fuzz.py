@@ -45,8 +45,8 @@ def main() -> int:
         (folder / "env").mkdir()
         tokenizer, tree = Tokenizer(ROOT / "ops" / "demo" / "model"), make_tree(folder)
         kinds: dict[str, tuple[float, Any, Callable[[Any], None]]] = {
-            "sampling values": (0.15, SAMPLING, lambda case: check_sampling(tokenizer, case)),
-            "sampling values at each width": (0.1, WIDTHS, lambda case: check_sampling(tokenizer, case)),
+            "sampling values": (0.15, SAMPLING, check_sampling),
+            "sampling values at each width": (0.1, WIDTHS, check_sampling),
             "chats": (0.1, CHATS, lambda case: check_chat(tokenizer, case)),
             "arguments of runs": (0.1, ARGUMENTS, lambda case: check_arguments(tree, case)),
             "arguments of shards": (0.05, SHARDS, lambda case: check_shard(tree, case)),

@@ -117,6 +117,15 @@ class SamplingParams:
         return cls(**mapping)
 
 
+def check_params(params: object, vocab_size: int) -> None:
+    """Raise InvalidSampling unless params are SamplingParams that fit a vocabulary of that size."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidSampling(f"params must be SamplingParams, got {type(params).__name__}")
+    for token_id in params.stop_token_ids:
+        if token_id >= vocab_size:
+            raise InvalidSampling(f"stop token id {token_id} is outside the vocabulary of {vocab_size}")
+
+
 _NAMES = frozenset(field.name for field in fields(SamplingParams))
 _PLAIN = frozenset((int, float, bool, str, type(None)))
 

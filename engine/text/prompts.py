@@ -1,9 +1,8 @@
-"""Checking what comes from outside before any of it reaches the scheduler."""
+"""PromptReader: checks a prompt, text or token ids, before any of it reaches the scheduler."""
 
 from __future__ import annotations
 
-from engine.errors import InvalidPrompt, InvalidSampling, PromptTooLong
-from engine.sampling.params import SamplingParams
+from engine.errors import InvalidPrompt, PromptTooLong
 from engine.text.tokenizer import Tokenizer
 
 Prompt = str | list[int]
@@ -16,16 +15,6 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
-
-    def check_params(self, params: object) -> None:
-        """Raise InvalidSampling unless params are SamplingParams that fit the model's vocabulary."""
-        if not isinstance(params, SamplingParams):
-            raise InvalidSampling(f"params must be SamplingParams, got {type(params).__name__}")
-        for token_id in params.stop_token_ids:
-            if token_id >= self._vocab_size:
-                raise InvalidSampling(
-                    f"stop token id {token_id} is outside the vocabulary of {self._vocab_size}"
-                )
 
     def token_ids(self, prompt: object) -> list[int]:
         """Token ids of a text, or a checked copy of token ids. Raises InvalidPrompt or PromptTooLong."""

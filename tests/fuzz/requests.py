@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from engine import EngineError, SamplingParams
 from engine.batch import build_sampling_batch
+from engine.sampling.params import check_params
 from engine.sampling.sampler import sample
 from engine.scheduled_batch import ScheduledBatch
 from engine.sequence import Sequence
@@ -24,12 +25,11 @@ CHATS = st.tuples(MESSAGES, SAMPLING)
 VOCAB_SIZE, MAX_MODEL_LEN = 512, 256
 
 
-def check_sampling(tokenizer: Tokenizer, values: dict[str, Any]) -> None:
+def check_sampling(values: dict[str, Any]) -> None:
     """The engine takes the values or refuses them by name, and so does a job that carries them."""
-    reader = PromptReader(tokenizer, VOCAB_SIZE, MAX_MODEL_LEN)
     try:
         params = SamplingParams.from_mapping(values)
-        reader.check_params(params)
+        check_params(params, VOCAB_SIZE)
     except EngineError as error:
         check_says(error)
     else:

@@ -49,14 +49,14 @@ def redis() -> Iterator[Redis]:
 
 @cases(500)
 @given(SAMPLING)
-def test_sampling_values(tokenizer: Tokenizer, values: dict[str, object]) -> None:
-    check_sampling(tokenizer, values)
+def test_sampling_values(values: dict[str, object]) -> None:
+    check_sampling(values)
 
 
 @cases(300)
 @given(WIDTHS)
-def test_sampling_values_at_each_width(tokenizer: Tokenizer, values: dict[str, object]) -> None:
-    check_sampling(tokenizer, values)
+def test_sampling_values_at_each_width(values: dict[str, object]) -> None:
+    check_sampling(values)
 
 
 @cases(300)
