@@ -36,9 +36,9 @@ from engine.errors import (
     WeightMismatch,
 )
 from engine.fingerprint import ModelIdentity, model_identity
-from engine.outputs import Completion, EngineStats
 from engine.sampling.params import SamplingParams
-from engine.sequence import PreparedPrompt
+from engine.schedule.outputs import Completion, EngineStats
+from engine.schedule.sequence import PreparedPrompt
 
 if TYPE_CHECKING:
     from engine.engine import Engine

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionMetadata
-from engine.scheduled_batch import ScheduledBatch
-from engine.slots import SlotTable
+from engine.schedule.scheduled_batch import ScheduledBatch
+from engine.schedule.slots import SlotTable
 from engine.upload import upload
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from engine.block_manager import BlockManager
 from engine.checkpoint.folder import resolve_model
 from engine.checkpoint.model_config import ModelConfig, read_model_config
 from engine.config import EngineConfig
@@ -26,11 +25,12 @@ from engine.errors import (
 from engine.fingerprint import ModelIdentity, model_identity
 from engine.layers.parallel import TensorParallel
 from engine.model_runner import ModelRunner, Runner, resolve_device
-from engine.outputs import Completion, EngineStats
 from engine.progress import Progress
 from engine.sampling.params import SamplingParams, check_params
-from engine.scheduler import Scheduler
-from engine.sequence import PreparedPrompt, Sequence
+from engine.schedule.block_manager import BlockManager
+from engine.schedule.outputs import Completion, EngineStats
+from engine.schedule.scheduler import Scheduler
+from engine.schedule.sequence import PreparedPrompt, Sequence
 from engine.stepper import Stepper
 from engine.tensor_parallel.rank_group import RankGroup
 from engine.text.prompts import Prompt, PromptReader

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, Self
 
-from engine.outputs import Completion
+from engine.schedule.outputs import Completion
 
 
 class Progress:

@@ -26,9 +26,9 @@ from engine.errors import BlockAccountingError, OutOfBlocks, RankFailed, StepFai
 from engine.model_runner import Runner
 from engine.pending_tokens import PendingTokens
 from engine.sampling.params import SamplingParams
-from engine.scheduled_batch import ScheduledBatch
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence, SequenceStatus
+from engine.schedule.scheduled_batch import ScheduledBatch
+from engine.schedule.scheduler import Scheduler
+from engine.schedule.sequence import Sequence, SequenceStatus
 from engine.text.stop_strings import StopStrings
 
 logger = logging.getLogger(__name__)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine import BlockAccountingError, ConfigError, OutOfBlocks, SamplingParams
-from engine.block_manager import BlockManager
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence
+from engine.schedule.block_manager import BlockManager
+from engine.schedule.scheduler import Scheduler
+from engine.schedule.sequence import Sequence
 
 
 def sequence(token_ids: list[int]) -> Sequence:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.block_manager import hash_block
+from engine.schedule.block_manager import hash_block
 from tests.engine.shadow import NUM_TOKENS, ShadowEngine
 
 Operation = tuple[Any, ...]

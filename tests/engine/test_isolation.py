@@ -22,8 +22,8 @@ import engine.stepper
 from engine import Completion, Engine, EngineConfig, RankFailed, SamplingParams, StepFailed
 from engine.batch import SamplingBatch, StepBatch
 from engine.pending_tokens import PendingTokens
-from engine.sequence import Sequence
-from engine.slots import SlotTable
+from engine.schedule.sequence import Sequence
+from engine.schedule.slots import SlotTable
 from tests.engine.test_overlap import STOPPING, LateRunner, expected, start
 
 POISON = 666  # the seed of the sequence that makes a step raise

@@ -28,8 +28,8 @@ from engine import (
     SamplingParams,
     StepFailed,
 )
-from engine.block_manager import BlockManager
 from engine.sampling.params import INTEGERS, NUMBERS
+from engine.schedule.block_manager import BlockManager
 from engine.text.stop_strings import IncrementalText, StopStrings
 from tests.engine.checkpoints import make_tokenizer
 

@@ -17,7 +17,7 @@ from engine import Engine, EngineConfig, SamplingParams
 from engine.attention.triton_backend import TritonAttention
 from engine.layers.activation import SiluAndMul
 from engine.layers.norm import RMSNorm
-from engine.scheduler import Scheduler
+from engine.schedule.scheduler import Scheduler
 from tests.engine import test_determinism as determinism
 from tests.engine.checkpoints import SHAPES, Shape, pool_bytes
 from tests.engine.graphs import simulate_graphs

@@ -11,9 +11,9 @@ from engine import EngineError, SamplingParams
 from engine.batch import build_sampling_batch
 from engine.sampling.params import check_params
 from engine.sampling.sampler import sample
-from engine.scheduled_batch import ScheduledBatch
-from engine.sequence import Sequence
-from engine.slots import SlotTable
+from engine.schedule.scheduled_batch import ScheduledBatch
+from engine.schedule.sequence import Sequence
+from engine.schedule.slots import SlotTable
 from engine.text.prompts import PromptReader
 from engine.text.tokenizer import Tokenizer
 from jobs.errors import JobsError

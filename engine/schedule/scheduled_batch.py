@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.block_manager import Block
-from engine.sequence import Sequence, SequenceStatus
+from engine.schedule.block_manager import Block
+from engine.schedule.sequence import Sequence, SequenceStatus
 
 
 @dataclass

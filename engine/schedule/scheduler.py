@@ -27,11 +27,11 @@ from collections import Counter, deque
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.block_manager import BlockManager
 from engine.errors import ConfigError
-from engine.scheduled_batch import ScheduledBatch
-from engine.sequence import Sequence, SequenceStatus
-from engine.slots import SlotTable
+from engine.schedule.block_manager import BlockManager
+from engine.schedule.scheduled_batch import ScheduledBatch
+from engine.schedule.sequence import Sequence, SequenceStatus
+from engine.schedule.slots import SlotTable
 
 MAX_OVERTAKES = 19  # a waiting lane gets at least one admission in twenty
 

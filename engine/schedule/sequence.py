@@ -8,8 +8,8 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from engine.errors import NoToken
-from engine.outputs import FinishReason
 from engine.sampling.params import SamplingParams
+from engine.schedule.outputs import FinishReason
 from engine.text.stop_strings import StopStrings
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.sequence import Sequence
+from engine.schedule.sequence import Sequence
 
 SEED_MASK = 2**64 - 1
 

@@ -19,7 +19,7 @@ from itertools import count
 import xxhash
 
 from engine.errors import BlockAccountingError, OutOfBlocks
-from engine.sequence import BlockKey, Sequence
+from engine.schedule.sequence import BlockKey, Sequence
 
 ROOT = 0  # parent hash and parent content id of a sequence's first block
 
