@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from engine.attention import AttentionBackend, CapturableBackend, load_backend
+from engine.attention.kv_cache import KVCache, block_bytes
 from engine.batch import ForwardBatch, SamplingBatch, StepBatch, to_device
 from engine.checkpoint.model_config import ModelConfig, dtype_name
 from engine.config import EngineConfig
 from engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.errors import ConfigError
 from engine.gpu_memory import GpuMemory, PoolRoom, fits, measure_room
-from engine.kv_cache import KVCache, block_bytes
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
 from engine.loader import load_weights

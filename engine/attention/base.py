@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kv_cache import LayerKVCache
-from engine.layers.kernels import LayerKernels
+from engine.attention.kv_cache import LayerKVCache
+from engine.attention.layer_kernels import LayerKernels
 
 
 class AttentionMetadata:

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionMetadata
+from engine.attention.kv_cache import LayerKVCache
+from engine.attention.layer_kernels import LayerKernels
 from engine.attention.torch_backend import SequenceSpan, attend_spans, make_spans
 from engine.cpu_kernels.decode_attention import DecodeRows, decode_attention
 from engine.cpu_kernels.elementwise import add_rms_norm, norm_and_rotate, silu_and_mul, store_kv
 from engine.errors import ConfigError
-from engine.kv_cache import LayerKVCache
-from engine.layers.kernels import LayerKernels
 
 MAX_HEAD_DIM = 256  # the kernels hold a head in registers
 

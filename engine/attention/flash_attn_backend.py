@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionMetadata
+from engine.attention.kv_cache import LayerKVCache
 from engine.attention.triton_backend import TritonAttention
-from engine.kv_cache import LayerKVCache
 
 
 @dataclass(frozen=True)

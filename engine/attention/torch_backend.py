@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionMetadata
-from engine.kv_cache import LayerKVCache
+from engine.attention.kv_cache import LayerKVCache
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionMetadata, CapturableBackend
+from engine.attention.kv_cache import LayerKVCache
+from engine.attention.layer_kernels import LayerKernels
 from engine.errors import ConfigError
 from engine.kernels.decode_attention import (
     MIN_SPLIT_TOKENS,
@@ -26,8 +28,6 @@ from engine.kernels.prefill_attention import QUERY_TILE, PrefillTiles, prefill_a
 from engine.kernels.rms_norm import add_rms_norm
 from engine.kernels.rotary import norm_and_rotate
 from engine.kernels.silu_and_mul import silu_and_mul
-from engine.kv_cache import LayerKVCache
-from engine.layers.kernels import LayerKernels
 
 MIN_CAPABILITY = (8, 0)  # the first with bfloat16 and asynchronous copies
 ALIGNMENT = 4  # int32: Triton compiles a kernel anew for pointers that are not multiples of 16 bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.layers.kernels import LayerKernels
+from engine.attention.layer_kernels import LayerKernels
 
 
 class SiluAndMul(nn.Module):

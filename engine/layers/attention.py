@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from engine.attention.base import AttentionBackend
+from engine.attention.kv_cache import LayerKVCache
 from engine.batch import ForwardBatch
 from engine.errors import ConfigError
-from engine.kv_cache import LayerKVCache
 
 
 class Attention(nn.Module):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from engine.attention.layer_kernels import LayerKernels
 from engine.layers.base import WeightedModule
-from engine.layers.kernels import LayerKernels
 
 
 class RMSNorm(WeightedModule):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.base import AttentionBackend
+from engine.attention.kv_cache import KVCache, LayerKVCache
 from engine.batch import ForwardBatch
 from engine.checkpoint.model_config import ModelConfig
-from engine.kv_cache import KVCache, LayerKVCache
 from engine.layers.activation import SiluAndMul
 from engine.layers.attention import Attention
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding

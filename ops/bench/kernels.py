@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from engine.attention import load_backend
+from engine.attention.kv_cache import LayerKVCache
 from engine.errors import ConfigError
-from engine.kv_cache import LayerKVCache
 from ops.bench.floor import Ceilings, measure_ceilings, seconds_of
 from ops.bench.make import SHAPES, Shape
 from ops.bench.report import gemm_ms, print_machine

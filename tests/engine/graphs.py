@@ -13,9 +13,9 @@ from torch import Tensor
 import engine.model_runner
 from engine.attention import CapturableBackend
 from engine.attention.base import AttentionMetadata
+from engine.attention.kv_cache import LayerKVCache
 from engine.attention.torch_backend import TorchAttention
 from engine.decode_graphs import Replay
-from engine.kv_cache import LayerKVCache
 
 
 @dataclass

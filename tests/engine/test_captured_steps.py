@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
 
 from engine import EngineConfig
+from engine.attention.kv_cache import KVCache
 from engine.attention.triton_backend import TritonAttention
 from engine.batch import StepBatch
 from engine.checkpoint.model_config import read_model_config
 from engine.decode_graphs import DecodeGraphs
 from engine.kernels.kv_tile import INTERPRETED
-from engine.kv_cache import KVCache
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
 from engine.model_runner import ModelRunner

@@ -21,13 +21,13 @@ import numba
 
 from engine.attention import load_backend
 from engine.attention.cpu_backend import CpuAttention
+from engine.attention.kv_cache import LayerKVCache
 from engine.attention.torch_backend import TorchAttention
 from engine.cpu_kernels import kernel as kernel_module
 from engine.cpu_kernels.kernel import Kernel, next_task
 from engine.cpu_kernels.private_folder import exposure
 from engine.cpu_kernels.vectors import pointer_to, rows_at_once
 from engine.errors import ConfigError
-from engine.kv_cache import LayerKVCache
 from engine.layers.attention import Attention
 from tests.engine.paged import TOLERANCE, PagedBatch, make_batch
 

@@ -21,8 +21,8 @@ pytest.importorskip("triton", reason="triton is not installed, and the backend u
 from engine.attention import load_backend
 from engine.attention.base import AttentionMetadata
 from engine.attention.flash_attn_backend import FlashAttention
+from engine.attention.kv_cache import LayerKVCache
 from engine.errors import ConfigError
-from engine.kv_cache import LayerKVCache
 from tests.engine.paged import DEVICE, TOLERANCE, PagedBatch, attend, make_batch
 
 CUDA = torch.device("cuda")

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import engine.model_runner
 from engine import ConfigError, Engine, EngineConfig, SamplingParams
+from engine.attention.kv_cache import KVCache
 from engine.gpu_memory import SPARE_BYTES, GpuMemory, fits, measure_room
-from engine.kv_cache import KVCache
 from engine.model_runner import ModelRunner
 from engine.warm_up import warm_up_steps
 from tests.engine.checkpoints import Shape, make_checkpoint

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed, so its kernels ca
 
 import engine.attention
 from engine.attention import load_backend, triton_backend
+from engine.attention.kv_cache import LayerKVCache
 from engine.attention.triton_backend import TritonAttention
 from engine.errors import ConfigError
 from engine.kernels.decode_attention import (
@@ -23,7 +24,6 @@ from engine.kernels.decode_attention import (
     choose_num_splits,
 )
 from engine.kernels.kv_tile import INTERPRETED
-from engine.kv_cache import LayerKVCache
 from engine.layers.attention import Attention
 from tests.engine.paged import DEVICE, TOLERANCE, PagedBatch, make_batch
 
