@@ -20,9 +20,9 @@ from engine.errors import ConfigError
 from engine.gpu_memory import GpuMemory, PoolRoom, fits, measure_room
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
-from engine.loader import load_weights
 from engine.memory import allowed_bytes, default_cpu_kv_cache_bytes, keep_freed_memory
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
+from engine.models.loader import load_weights
 from engine.models.registry import decoder_flags
 from engine.pending_tokens import DeviceTokens, PendingTokens
 from engine.sampling.sampler import sample
