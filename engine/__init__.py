@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.config import EngineConfig
+from engine.checkpoint.fingerprint import ModelIdentity
 from engine.errors import (
     BlockAccountingError,
     ConfigError,
@@ -35,7 +35,7 @@ from engine.errors import (
     UnsupportedModel,
     WeightMismatch,
 )
-from engine.fingerprint import ModelIdentity, model_identity
+from engine.run.config import EngineConfig, model_identity
 from engine.sampling.params import SamplingParams
 from engine.schedule.outputs import Completion, EngineStats
 from engine.schedule.sequence import PreparedPrompt

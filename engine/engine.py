@@ -11,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from engine.checkpoint.fingerprint import ModelIdentity
 from engine.checkpoint.folder import resolve_model
 from engine.checkpoint.model_config import ModelConfig, read_model_config
-from engine.config import EngineConfig
 from engine.errors import (
     DuplicateRequest,
     EngineBusy,
@@ -22,16 +22,16 @@ from engine.errors import (
     InvalidRequest,
     SequenceFailed,
 )
-from engine.fingerprint import ModelIdentity, model_identity
 from engine.layers.parallel import TensorParallel
-from engine.model_runner import ModelRunner, Runner, resolve_device
-from engine.progress import Progress
+from engine.run.config import EngineConfig, model_identity
+from engine.run.model_runner import ModelRunner, Runner, resolve_device
+from engine.run.progress import Progress
+from engine.run.stepper import Stepper
 from engine.sampling.params import SamplingParams, check_params
 from engine.schedule.block_manager import BlockManager
 from engine.schedule.outputs import Completion, EngineStats
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import PreparedPrompt, Sequence
-from engine.stepper import Stepper
 from engine.tensor_parallel.rank_group import RankGroup
 from engine.text.prompts import Prompt, PromptReader
 from engine.text.stop_strings import StopStrings

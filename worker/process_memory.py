@@ -19,7 +19,7 @@ def share_freed_memory() -> None:
     in use after 4,000 shards. glibc gives each thread an arena of its own: what planning has freed is lost to
     the threads that read, and each of these comes to hold as much as the largest row groups take. It also
     learns to take ever larger blocks from the heap, where pages of changing sizes leave gaps: 10 MiB of them
-    within 3,000 shards. An engine on a CPU chooses anew when it is loaded (engine/memory.py).
+    within 3,000 shards. An engine on a CPU chooses anew when it is loaded (engine/run/memory.py).
 
     What the operator has set (ARROW_DEFAULT_MEMORY_POOL, MALLOC_ARENA_MAX, MALLOC_MMAP_THRESHOLD_) stays; a C
     library without mallopt is left alone. Source: mallopt(3).

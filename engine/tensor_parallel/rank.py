@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 import torch
 
 from engine.checkpoint.model_config import read_model_config
-from engine.config import EngineConfig
 from engine.errors import CollectiveFailed, ConfigError
-from engine.model_runner import ModelRunner
+from engine.run.config import EngineConfig
+from engine.run.model_runner import ModelRunner
 from engine.tensor_parallel.channel import Channel
 from engine.tensor_parallel.collectives import join_ranks, leave_ranks
 from engine.tensor_parallel.messages import Kind, encode, pack_json, unpack_json, unpack_step

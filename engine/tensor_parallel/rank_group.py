@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from engine import errors
 from engine.batch import SamplingBatch, StepBatch
 from engine.checkpoint.model_config import ModelConfig
-from engine.config import EngineConfig
 from engine.errors import CollectiveFailed, ConfigError, EngineError, RankFailed
 from engine.layers.parallel import TensorParallel
-from engine.model_runner import PoolSize, resolve_device
-from engine.pending_tokens import PendingTokens
+from engine.run.config import EngineConfig
+from engine.run.model_runner import PoolSize, resolve_device
+from engine.run.pending_tokens import PendingTokens
 from engine.tensor_parallel.collectives import TCPStore, open_store
 from engine.tensor_parallel.messages import (
     Array,

@@ -22,8 +22,8 @@ import torch
 from engine import Engine, EngineConfig, SamplingParams
 from engine.batch import SamplingBatch, StepBatch
 from engine.checkpoint.model_config import ModelConfig
-from engine.model_runner import PoolSize
-from engine.pending_tokens import DeviceTokens, PendingTokens
+from engine.run.model_runner import PoolSize
+from engine.run.pending_tokens import DeviceTokens, PendingTokens
 from ops.bench.list_bookkeeping import TOKEN, ListEngine
 from ops.bench.report import print_machine
 from ops.bench.table import print_table, spread

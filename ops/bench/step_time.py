@@ -27,8 +27,8 @@ from rq.serializers import JSONSerializer
 
 from engine import Completion, Engine, EngineConfig
 from engine.batch import SamplingBatch, StepBatch
-from engine.model_runner import PoolSize
-from engine.pending_tokens import PendingTokens
+from engine.run.model_runner import PoolSize
+from engine.run.pending_tokens import PendingTokens
 from ops.bench.report import print_machine
 from ops.bench.table import print_table
 from tests.redis_server import running_redis_server

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import engine.model_runner
+import engine.run.model_runner
 from engine.batch import SamplingBatch
 from worker.batch_worker import BatchWorker
 from worker.engine_loop import EngineLike
@@ -15,13 +15,15 @@ class PoisonedWorker(BatchWorker):
     """Serves the real engine with that sampler."""
 
     def load_engine(self, settings: WorkerSettings) -> EngineLike:
-        sample = engine.model_runner.sample
+        sample = engine.run.model_runner.sample
 
-        def poisoned(logits: engine.model_runner.Tensor, batch: SamplingBatch) -> engine.model_runner.Tensor:
+        def poisoned(
+            logits: engine.run.model_runner.Tensor, batch: SamplingBatch
+        ) -> engine.run.model_runner.Tensor:
             if POISON in batch.seed:
                 raise OverflowError("a value of one sequence")
             return sample(logits, batch)
 
         loaded = super().load_engine(settings)
-        engine.model_runner.sample = poisoned
+        engine.run.model_runner.sample = poisoned
         return loaded

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.model_runner
+import engine.run.model_runner
 from engine.attention import CapturableBackend
 from engine.attention.base import AttentionMetadata
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.torch_backend import TorchAttention
-from engine.decode_graphs import Replay
+from engine.run.decode_graphs import Replay
 
 
 @dataclass
@@ -82,12 +82,12 @@ class ReplayedTorch(TorchAttention, CapturableBackend):
 def simulate_graphs(monkeypatch: pytest.MonkeyPatch) -> SimulatedCapture:
     """From now on engines on a CPU capture: those of the torch backend, or of one that can be captured."""
     capture = SimulatedCapture()
-    load = engine.model_runner.load_backend
+    load = engine.run.model_runner.load_backend
 
     def load_capturable(name: str, device: torch.device, *rest: Any) -> CapturableBackend:
         backend = load(name, device, *rest)
         return backend if isinstance(backend, CapturableBackend) else ReplayedTorch(device)
 
-    monkeypatch.setattr(engine.model_runner, "load_backend", load_capturable)
-    monkeypatch.setattr(engine.model_runner, "choose_capture", lambda *args: capture)
+    monkeypatch.setattr(engine.run.model_runner, "load_backend", load_capturable)
+    monkeypatch.setattr(engine.run.model_runner, "choose_capture", lambda *args: capture)
     return capture

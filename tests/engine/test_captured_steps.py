@@ -17,14 +17,14 @@ from engine.attention.kv_cache import KVCache
 from engine.attention.triton_backend import TritonAttention
 from engine.batch import StepBatch
 from engine.checkpoint.model_config import read_model_config
-from engine.decode_graphs import DecodeGraphs
 from engine.kernels.kv_tile import INTERPRETED
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
-from engine.model_runner import ModelRunner
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.registry import decoder_flags
-from engine.warm_up import make_step
+from engine.run.decode_graphs import DecodeGraphs
+from engine.run.model_runner import ModelRunner
+from engine.run.warm_up import make_step
 from tests.engine.graphs import SimulatedCapture, simulate_graphs
 from tests.engine.launches import record_launches
 

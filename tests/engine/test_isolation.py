@@ -17,11 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import engine.model_runner
-import engine.stepper
+import engine.run.model_runner
+import engine.run.stepper
 from engine import Completion, Engine, EngineConfig, RankFailed, SamplingParams, StepFailed
 from engine.batch import SamplingBatch, StepBatch
-from engine.pending_tokens import PendingTokens
+from engine.run.pending_tokens import PendingTokens
 from engine.schedule.sequence import Sequence
 from engine.schedule.slots import SlotTable
 from tests.engine.test_overlap import STOPPING, LateRunner, expected, start
@@ -72,14 +72,14 @@ def run(built: Engine) -> dict[tuple[str, int], Completion]:
 
 def in_sample(monkeypatch: pytest.MonkeyPatch, *, step: int = 4) -> None:
     """At the sequence's fourth token, as the sampler sees it."""
-    sample = engine.model_runner.sample
+    sample = engine.run.model_runner.sample
 
     def poisoned(logits: Tensor, batch: SamplingBatch) -> Tensor:
         if any(batch.position[batch.seed == POISON] == len(PREFIX) + 3 + step):
             raise Poisoned("a part of the prompt")
         return sample(logits, batch)
 
-    monkeypatch.setattr(engine.model_runner, "sample", poisoned)
+    monkeypatch.setattr(engine.run.model_runner, "sample", poisoned)
 
 
 def in_first_sample(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def in_first_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_building(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an overflow in the step's arrays."""
-    build = engine.stepper.build_sampling_batch
+    build = engine.run.stepper.build_sampling_batch
 
     def poisoned(batch: Any, slots: SlotTable) -> SamplingBatch:
         made = build(batch, slots)
@@ -97,7 +97,7 @@ def in_building(monkeypatch: pytest.MonkeyPatch) -> None:
             raise Poisoned("a part of the prompt")
         return made
 
-    monkeypatch.setattr(engine.stepper, "build_sampling_batch", poisoned)
+    monkeypatch.setattr(engine.run.stepper, "build_sampling_batch", poisoned)
 
 
 def in_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,25 +126,25 @@ def in_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_final_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """When all its tokens are there."""
-    write = engine.stepper.Stepper._text_of
+    write = engine.run.stepper.Stepper._text_of
 
     def poisoned(stepper: Any, seq: Sequence) -> str:
         if seq.seed == POISON:
             raise Poisoned("a part of the prompt")
         return write(stepper, seq)
 
-    monkeypatch.setattr(engine.stepper.Stepper, "_text_of", poisoned)
+    monkeypatch.setattr(engine.run.stepper.Stepper, "_text_of", poisoned)
 
 
 def in_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As NaN, which a model in half precision gives for some prompts."""
-    sample = engine.model_runner.sample
+    sample = engine.run.model_runner.sample
 
     def poisoned(logits: Tensor, batch: SamplingBatch) -> Tensor:
         logits[torch.from_numpy(batch.seed == POISON)] = torch.nan
         return sample(logits, batch)
 
-    monkeypatch.setattr(engine.model_runner, "sample", poisoned)
+    monkeypatch.setattr(engine.run.model_runner, "sample", poisoned)
 
 
 PLACES = [

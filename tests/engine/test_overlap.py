@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from engine import Completion, Engine, EngineConfig, RankFailed, SamplingParams, StepFailed
 from engine.batch import SamplingBatch, StepBatch
-from engine.model_runner import PoolSize
-from engine.pending_tokens import PendingTokens
+from engine.run.model_runner import PoolSize
+from engine.run.pending_tokens import PendingTokens
 from engine.upload import pack, unpack
 from tests.engine.checkpoints import SHAPES, pool_bytes
 from tests.engine.shadow import ShadowDevice

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import engine.checkpoint.model_config
-import engine.model_runner
+import engine.run.model_runner
 from engine import Engine, EngineConfig, EngineStats, SamplingParams
 from engine.batch import ForwardBatch, StepBatch, to_device
 from engine.layers.norm import RMSNorm
@@ -179,7 +179,7 @@ def test_parity_catches_a_faulty_batch(
     def build(step: StepBatch, *args: Any) -> ForwardBatch:
         return mutate(to_device(step, *args), step.query_lens.tolist())
 
-    monkeypatch.setattr(engine.model_runner, "to_device", build)
+    monkeypatch.setattr(engine.run.model_runner, "to_device", build)
     differences, _ = generate(references[name], BY_NAME[name], MODES["uncached"])
     assert len(differences) > NUM_PROMPTS // 4 if mutate is shifted_decode_positions else differences
 

@@ -375,11 +375,11 @@ def test_a_failed_step_leaks_nothing_and_can_be_repeated(
         done: list[Completion] = []
         for i in range(3):
             built.add(str(i), PROMPT * 9, GREEDY)
-        build = engine.stepper.build_step_batch
+        build = engine.run.stepper.build_step_batch
         for fails in (True, False, False, True, False):
             with monkeypatch.context() as patch:
                 if fails:
-                    patch.setattr(engine.stepper, "build_step_batch", lambda *args: 1 / 0)
+                    patch.setattr(engine.run.stepper, "build_step_batch", lambda *args: 1 / 0)
                     with pytest.raises(StepFailed, match="ZeroDivisionError") as failure:
                         built.step()
                     assert isinstance(failure.value.__cause__, ZeroDivisionError)
@@ -388,7 +388,7 @@ def test_a_failed_step_leaks_nothing_and_can_be_repeated(
                 else:
                     done += built.step()
             built._scheduler.check_accounting()
-        assert engine.stepper.build_step_batch is build
+        assert engine.run.stepper.build_step_batch is build
         while built.has_unfinished:
             done += built.step()
         assert [c.token_ids for c in done] == [c.token_ids for c in expected]

@@ -28,7 +28,7 @@ from engine import (
     WeightMismatch,
 )
 from engine.checkpoint.folder import resolve_model
-from engine.memory import allowed_bytes
+from engine.run.memory import allowed_bytes
 
 PACKAGE = Path(engine.__file__).parent
 SMALL = {"kv_cache_bytes": 1 << 22}

@@ -27,7 +27,7 @@ from engine.batch import SamplingBatch, StepBatch
 from engine.checkpoint.model_config import read_model_config
 from engine.checkpoint.weights import CheckpointTensor
 from engine.layers.parallel import Share, TensorParallel
-from engine.model_runner import ModelRunner
+from engine.run.model_runner import ModelRunner
 from engine.tensor_parallel import rank_group
 from engine.tensor_parallel.channel import Channel
 from engine.tensor_parallel.messages import (

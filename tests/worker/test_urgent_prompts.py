@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from engine import Completion, Engine, EngineConfig
 from engine.batch import SamplingBatch, StepBatch
-from engine.model_runner import PoolSize
-from engine.pending_tokens import PendingTokens
+from engine.run.model_runner import PoolSize
+from engine.run.pending_tokens import PendingTokens
 from tests.e2e.conftest import MODEL
 from worker.engine_loop import Add, EngineLoop, Stepped
 

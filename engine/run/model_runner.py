@@ -14,20 +14,20 @@ from engine.attention import AttentionBackend, CapturableBackend, load_backend
 from engine.attention.kv_cache import KVCache, block_bytes
 from engine.batch import ForwardBatch, SamplingBatch, StepBatch, to_device
 from engine.checkpoint.model_config import ModelConfig, dtype_name
-from engine.config import EngineConfig
-from engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.errors import ConfigError
-from engine.gpu_memory import GpuMemory, PoolRoom, fits, measure_room
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
-from engine.memory import allowed_bytes, default_cpu_kv_cache_bytes, keep_freed_memory
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.loader import load_weights
 from engine.models.registry import decoder_flags
-from engine.pending_tokens import DeviceTokens, PendingTokens
+from engine.run.config import EngineConfig
+from engine.run.decode_graphs import Capture, CudaCapture, DecodeGraphs
+from engine.run.gpu_memory import GpuMemory, PoolRoom, fits, measure_room
+from engine.run.memory import allowed_bytes, default_cpu_kv_cache_bytes, keep_freed_memory
+from engine.run.pending_tokens import DeviceTokens, PendingTokens
+from engine.run.warm_up import nucleus_sampling, warm_up_steps
 from engine.sampling.sampler import sample
 from engine.upload import upload
-from engine.warm_up import nucleus_sampling, warm_up_steps
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from engine.batch import build_sampling_batch, build_step_batch
 from engine.errors import BlockAccountingError, OutOfBlocks, RankFailed, StepFailed
-from engine.model_runner import Runner
-from engine.pending_tokens import PendingTokens
+from engine.run.model_runner import Runner
+from engine.run.pending_tokens import PendingTokens
 from engine.sampling.params import SamplingParams
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.scheduler import Scheduler

@@ -11,7 +11,6 @@ from typing import BinaryIO
 
 from engine.checkpoint.folder import list_weight_files, resolve_model
 from engine.checkpoint.model_config import dtype_name, read_model_config
-from engine.config import EngineConfig
 from engine.errors import MissingWeights
 
 #: Read whole: all that decides which tokens a text becomes, how they are computed, and where they end.
@@ -46,27 +45,26 @@ class ModelIdentity:
     dtype: str
 
 
-def model_identity(config: EngineConfig) -> ModelIdentity:
-    """Return the identity of the model that an engine of this configuration serves; loads no torch.
+def read_identity(model: str, dtype: str) -> ModelIdentity:
+    """Return the identity of a model, a folder or a hub id, computed in this dtype; "auto" is its own.
 
-    Two engines have the same fingerprint when they have the same dtype, the same configuration, tokenizer and
+    Two models have the same fingerprint when they have the same dtype, the same configuration, tokenizer and
     chat template byte by byte, and the same tensors (name, type, shape and values), however those are divided
     into files. Of each tensor beyond 64 KiB only 16 samples of 4 KiB are read, evenly spaced, its first and
     last bytes among them: reading 70 GB would take minutes. So any other training, merge, rounding or
     truncation is told apart; an edit of a few values in a large tensor may not be.
-    Device, attention backend and tensor parallelism are no part of it: they change the order of sums only.
     Raises ModelNotFound, MissingWeights or another ConfigError for a model that no engine could load.
     """
-    folder = resolve_model(config.model)
-    dtype = dtype_name(config.dtype, read_model_config(folder).dtype)
-    digest = blake2b(dtype.encode(), digest_size=16)
+    folder = resolve_model(model)
+    computed_in = dtype_name(dtype, read_model_config(folder).dtype)
+    digest = blake2b(computed_in.encode(), digest_size=16)
     for name in TEXT_FILES:
         if (folder / name).is_file():
             _add(digest, name.encode(), (folder / name).read_bytes())
     tensors = sorted(each for path in list_weight_files(folder) for each in _read_tensors(path))
     for description, content in tensors:
         _add(digest, description.encode(), content)
-    return ModelIdentity(digest.hexdigest(), dtype)
+    return ModelIdentity(digest.hexdigest(), computed_in)
 
 
 def _add(digest: blake2b, *fields: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.checkpoint.fingerprint import ModelIdentity, read_identity
 from engine.errors import ConfigError
 
 
@@ -21,7 +22,7 @@ class EngineConfig:
     block_size: tokens per KV block.
     kv_cache_bytes: K and V of all layers, per rank; None takes the smaller of 4 GiB and a quarter of the
         memory still allowed on CPU, and what a warm-up leaves free on GPU. What is not there is refused.
-        On CPU a process takes the weights and what engine.memory.cpu_allowance_bytes states besides.
+        On CPU a process takes the weights and what engine.run.memory.cpu_allowance_bytes states besides.
     memory_utilization: share of the GPU's memory that may be taken once the engine runs, by whatever else is
         on it too: weights, KV pool, graphs, and the largest step. CPU does not read it.
     tensor_parallel_size: processes ("ranks") that share each layer, one GPU each; with 1 there is none but
@@ -82,6 +83,16 @@ class EngineConfig:
                 f"max_num_seqs={self.max_num_seqs}: each running sequence needs one token a step, "
                 "and a new one at least one more"
             )
+
+
+def model_identity(config: EngineConfig) -> ModelIdentity:
+    """Return the identity of the model that an engine of this configuration serves; loads no torch.
+
+    What the fingerprint tells apart, and what not, stands at `read_identity`.
+    Device, attention backend and tensor parallelism are no part of it: they change the order of sums only.
+    Raises ModelNotFound, MissingWeights or another ConfigError for a model that no engine could load.
+    """
+    return read_identity(config.model, config.dtype)
 
 
 def _check_positive(name: str, value: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine.batch import SamplingBatch, StepBatch
-from engine.config import EngineConfig
+from engine.run.config import EngineConfig
 
 FIRST_CONTEXT = 64  # no backend plans otherwise for shorter ones
 

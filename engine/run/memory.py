@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 from engine.checkpoint.model_config import ModelConfig
-from engine.config import EngineConfig
+from engine.run.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

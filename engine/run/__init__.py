@@ -1,0 +1,1 @@
+"""One step after another: the start's configuration, the runner, its graphs and memory, and the stepper."""
