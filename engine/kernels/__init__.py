@@ -1,5 +1,6 @@
-"""Triton kernels, one file for each. They run on a GPU, or on a CPU under Triton's interpreter.
+"""What runs on the device itself: Triton's kernels, one file for each, and the transfer of arrays to it.
 
-Only `engine.attention.triton_backend` imports them, and only when that backend is chosen: triton is an
-optional dependency.
+The kernels run on a GPU, or on a CPU under Triton's interpreter. Only `engine.attention.triton_backend`
+imports them, and only when that backend is chosen: triton is an optional dependency, which `upload` does
+without.
 """

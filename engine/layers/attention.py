@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from engine.attention.base import AttentionBackend
+from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import LayerKVCache
-from engine.batch import ForwardBatch
 from engine.errors import ConfigError
 
 

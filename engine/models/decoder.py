@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.base import AttentionBackend
+from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import KVCache, LayerKVCache
-from engine.batch import ForwardBatch
 from engine.checkpoint.model_config import ModelConfig
 from engine.layers.activation import SiluAndMul
 from engine.layers.attention import Attention

@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import CapturableBackend
-from engine.batch import ForwardBatch, StepBatch, fill_pending
+from engine.attention.forward_batch import ForwardBatch
+from engine.run.to_device import fill_pending
+from engine.schedule.step_batch import StepBatch
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from engine.attention import AttentionBackend, CapturableBackend, load_backend
+from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import KVCache, block_bytes
-from engine.batch import ForwardBatch, SamplingBatch, StepBatch, to_device
 from engine.checkpoint.model_config import ModelConfig, dtype_name
 from engine.errors import ConfigError
+from engine.kernels.upload import upload
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
@@ -25,9 +26,11 @@ from engine.run.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.run.gpu_memory import GpuMemory, PoolRoom, fits, measure_room
 from engine.run.memory import allowed_bytes, default_cpu_kv_cache_bytes, keep_freed_memory
 from engine.run.pending_tokens import DeviceTokens, PendingTokens
+from engine.run.to_device import to_device
 from engine.run.warm_up import nucleus_sampling, warm_up_steps
 from engine.sampling.sampler import sample
-from engine.upload import upload
+from engine.sampling.sampling_batch import SamplingBatch
+from engine.schedule.step_batch import StepBatch
 
 logger = logging.getLogger(__name__)
 

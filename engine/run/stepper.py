@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.batch import build_sampling_batch, build_step_batch
 from engine.errors import BlockAccountingError, OutOfBlocks, RankFailed, StepFailed
 from engine.run.model_runner import Runner
 from engine.run.pending_tokens import PendingTokens
@@ -29,6 +28,7 @@ from engine.sampling.params import SamplingParams
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import Sequence, SequenceStatus
+from engine.schedule.step_batch import build_sampling_batch, build_step_batch
 from engine.text.stop_strings import StopStrings
 
 logger = logging.getLogger(__name__)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.batch import SamplingBatch, StepBatch
 from engine.run.config import EngineConfig
+from engine.sampling.sampling_batch import SamplingBatch
+from engine.schedule.step_batch import StepBatch
 
 FIRST_CONTEXT = 64  # no backend plans otherwise for shorter ones
 

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import SamplingBatch
+from engine.kernels.upload import upload
 from engine.sampling.philox import uniform
-from engine.upload import upload
+from engine.sampling.sampling_batch import SamplingBatch
 
 # A nucleus rarely holds more tokens than this: looking at so many first saves sorting the vocabulary.
 NUCLEUS_GUESS = 1024

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batch import SamplingBatch, StepBatch
+from engine.sampling.sampling_batch import SamplingBatch
+from engine.schedule.step_batch import StepBatch
 
 Array = NDArray[Any]
 

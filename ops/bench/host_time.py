@@ -20,10 +20,11 @@ from pathlib import Path
 import torch
 
 from engine import Engine, EngineConfig, SamplingParams
-from engine.batch import SamplingBatch, StepBatch
 from engine.checkpoint.model_config import ModelConfig
 from engine.run.model_runner import PoolSize
 from engine.run.pending_tokens import DeviceTokens, PendingTokens
+from engine.sampling.sampling_batch import SamplingBatch
+from engine.schedule.step_batch import StepBatch
 from ops.bench.list_bookkeeping import TOKEN, ListEngine
 from ops.bench.report import print_machine
 from ops.bench.table import print_table, spread

@@ -26,9 +26,10 @@ from rq import Queue
 from rq.serializers import JSONSerializer
 
 from engine import Completion, Engine, EngineConfig
-from engine.batch import SamplingBatch, StepBatch
 from engine.run.model_runner import PoolSize
 from engine.run.pending_tokens import PendingTokens
+from engine.sampling.sampling_batch import SamplingBatch
+from engine.schedule.step_batch import StepBatch
 from ops.bench.report import print_machine
 from ops.bench.table import print_table
 from tests.redis_server import running_redis_server

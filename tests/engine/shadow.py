@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine import Completion, SamplingParams
-from engine.batch import StepBatch, build_step_batch
 from engine.schedule.block_manager import BlockManager, hash_block
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import Sequence, SequenceStatus
+from engine.schedule.step_batch import StepBatch, build_step_batch
 
 GARBAGE = -1
 NUM_TOKENS = 3  # so few that random prompts share prefixes all the time

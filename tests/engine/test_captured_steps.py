@@ -15,7 +15,6 @@ pytest.importorskip("triton", reason="triton is not installed, so its kernels ca
 from engine import EngineConfig
 from engine.attention.kv_cache import KVCache
 from engine.attention.triton_backend import TritonAttention
-from engine.batch import StepBatch
 from engine.checkpoint.model_config import read_model_config
 from engine.kernels.kv_tile import INTERPRETED
 from engine.layers.parallel import TensorParallel
@@ -25,6 +24,7 @@ from engine.models.registry import decoder_flags
 from engine.run.decode_graphs import DecodeGraphs
 from engine.run.model_runner import ModelRunner
 from engine.run.warm_up import make_step
+from engine.schedule.step_batch import StepBatch
 from tests.engine.graphs import SimulatedCapture, simulate_graphs
 from tests.engine.launches import record_launches
 

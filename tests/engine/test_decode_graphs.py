@@ -18,10 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import Engine, EngineConfig, StepFailed
+from engine.attention.forward_batch import ForwardBatch
 from engine.attention.torch_backend import TorchAttention
-from engine.batch import ForwardBatch, StepBatch
 from engine.run.decode_graphs import CudaCapture, DecodeGraphs, StaticInputs, batch_sizes
 from engine.run.model_runner import choose_capture
+from engine.schedule.step_batch import StepBatch
 from tests.engine import test_determinism as determinism
 from tests.engine import test_parity as parity
 from tests.engine.checkpoints import SHAPES

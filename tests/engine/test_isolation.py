@@ -20,10 +20,11 @@ from torch import Tensor
 import engine.run.model_runner
 import engine.run.stepper
 from engine import Completion, Engine, EngineConfig, RankFailed, SamplingParams, StepFailed
-from engine.batch import SamplingBatch, StepBatch
 from engine.run.pending_tokens import PendingTokens
+from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.sequence import Sequence
 from engine.schedule.slots import SlotTable
+from engine.schedule.step_batch import StepBatch
 from tests.engine.test_overlap import STOPPING, LateRunner, expected, start
 
 POISON = 666  # the seed of the sequence that makes a step raise

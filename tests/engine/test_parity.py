@@ -13,8 +13,10 @@ import torch
 import engine.checkpoint.model_config
 import engine.run.model_runner
 from engine import Engine, EngineConfig, EngineStats, SamplingParams
-from engine.batch import ForwardBatch, StepBatch, to_device
+from engine.attention.forward_batch import ForwardBatch
 from engine.layers.norm import RMSNorm
+from engine.run.to_device import to_device
+from engine.schedule.step_batch import StepBatch
 from tests.engine.checkpoints import SHAPES, Shape, pool_bytes
 from tests.engine.reference import NUM_NEW_TOKENS, NUM_PROMPTS, Reference
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import engine.sampling.sampler
-from engine.batch import SamplingBatch
 from engine.sampling.philox import philox4x32, uniform
 from engine.sampling.sampler import sample
+from engine.sampling.sampling_batch import SamplingBatch
 
 
 def sampling_batch(n: int, **values: Any) -> SamplingBatch:

@@ -23,11 +23,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import ConfigError, Engine, EngineConfig, EngineStats, MissingWeights, RankFailed, SamplingParams
-from engine.batch import SamplingBatch, StepBatch
 from engine.checkpoint.model_config import read_model_config
 from engine.checkpoint.weights import CheckpointTensor
 from engine.layers.parallel import Share, TensorParallel
 from engine.run.model_runner import ModelRunner
+from engine.sampling.sampling_batch import SamplingBatch
+from engine.schedule.step_batch import StepBatch
 from engine.tensor_parallel import rank_group
 from engine.tensor_parallel.channel import Channel
 from engine.tensor_parallel.messages import (

@@ -8,12 +8,12 @@ import torch
 from hypothesis import strategies as st
 
 from engine import EngineError, SamplingParams
-from engine.batch import build_sampling_batch
 from engine.sampling.params import check_params
 from engine.sampling.sampler import sample
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.sequence import Sequence
 from engine.schedule.slots import SlotTable
+from engine.schedule.step_batch import build_sampling_batch
 from engine.text.prompts import PromptReader
 from engine.text.tokenizer import Tokenizer
 from jobs.errors import JobsError

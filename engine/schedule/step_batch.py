@@ -1,7 +1,7 @@
-"""What one forward pass reads besides weights and KV cache, passed as an argument.
+"""StepBatch: a step's tokens as host arrays, cut out of the slot table, and how its rows are to be sampled.
 
-A StepBatch is made where the scheduler is, out of numpy arrays alone, and becomes a ForwardBatch where the
-model is: in the same process, or in each rank of a tensor-parallel engine.
+Numpy alone: it becomes a ForwardBatch where the model is, in the same process or in each rank of a
+tensor-parallel engine.
 """
 
 from __future__ import annotations
@@ -9,14 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from engine.attention.base import AttentionBackend, AttentionMetadata
+from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.slots import SlotTable
-from engine.upload import upload
 
 
 @dataclass(frozen=True)
@@ -43,39 +40,6 @@ class StepBatch:
     pending_samples: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
-@dataclass(frozen=True)
-class ForwardBatch:
-    """A StepBatch on the model's device: token_ids with no gap, positions, slot_mapping and sample_rows.
-
-    attention: what the attention backend needs besides, made by that backend.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    slot_mapping: Tensor
-    sample_rows: Tensor
-    attention: AttentionMetadata
-
-
-@dataclass(frozen=True)
-class SamplingBatch:
-    """How to choose one token for each row of a step's logits, as numpy arrays of [samples].
-
-    temperature, top_p, min_p: float32; temperature 0 is greedy.  top_k: int64, 0 is off.
-    seed, sample_index, position: uint64, the counter of the row's uniform; position counts all tokens before.
-    banned: for a row, the token ids that may not be chosen yet.
-    """
-
-    temperature: NDArray[np.float32]
-    top_p: NDArray[np.float32]
-    top_k: NDArray[np.int64]
-    min_p: NDArray[np.float32]
-    seed: NDArray[np.uint64]
-    sample_index: NDArray[np.uint64]
-    position: NDArray[np.uint64]
-    banned: dict[int, list[int]]
-
-
 def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
     """Cut the scheduled tokens out of the slot table."""
     rows, num_new = batch.slots, batch.num_new_tokens
@@ -98,37 +62,6 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
         pending_rows=ends[is_pending] - 1,
         pending_samples=slots.sample[rows[is_pending]],
     )
-
-
-def to_device(
-    step: StepBatch, backend: AttentionBackend, device: torch.device, sampled: Tensor | None = None
-) -> ForwardBatch:
-    """Copy a step's arrays to the model's device and let the backend prepare its own.
-
-    sampled: [samples] int64 on the device, what the step launched before has chosen, for the pending rows.
-    """
-    token_ids, positions, slot_mapping, sample_rows = upload(
-        [step.token_ids, step.positions, step.slot_mapping, step.sample_rows], device
-    )
-    fill_pending(token_ids, step, sampled)
-    return ForwardBatch(
-        token_ids=token_ids,
-        positions=positions,
-        slot_mapping=slot_mapping,
-        sample_rows=sample_rows,
-        attention=backend.build_metadata(step.block_tables, step.context_lens, step.query_lens),
-    )
-
-
-def fill_pending(token_ids: Tensor, step: StepBatch, sampled: Tensor | None) -> None:
-    """Write the tokens that the step launched before has sampled into this step's pending rows.
-
-    token_ids: [tokens] int64, changed in place.  sampled: [samples] int64, on the same device.
-    """
-    if len(step.pending_rows):
-        assert sampled is not None, "only a step that follows another has pending rows"
-        rows, samples = upload([step.pending_rows, step.pending_samples], token_ids.device)
-        token_ids[rows] = sampled[samples].clamp_(min=0)  # -1 is no token: what follows it is dropped
 
 
 def build_sampling_batch(batch: ScheduledBatch, slots: SlotTable) -> SamplingBatch:
