@@ -16,9 +16,10 @@ from engine.schedule.sequence import Sequence, SequenceStatus
 class ScheduledBatch:
     """What one step computes: one token of each of `decodes`, `prefill_lens[i]` tokens of `prefills[i]`.
 
-    A sequence of which every token is then computed samples its next one: `sampling`, in the order of
-    `seqs`, known once the step is launched. num_decode_tokens: those of `decodes` that were generated; a
-    prompt's last chunk may be one token too. published: blocks that can be hit from this step on.
+    A sequence of which every token is then computed samples its next one: each of `decodes`, and
+    `prefills[i]` where this is its last chunk, which `completes_prefill[i]` says. num_decode_tokens: those of
+    `decodes` that were generated; a prompt's last chunk may be one token too. published: blocks that can be
+    hit from this step on.
     refused: a sequence that could not be admitted, still the first to wait in its lane, and what it raised.
     launched: whether the books count what the step computes.
     """
@@ -26,10 +27,10 @@ class ScheduledBatch:
     decodes: list[Sequence] = field(default_factory=list)
     prefills: list[Sequence] = field(default_factory=list)
     prefill_lens: list[int] = field(default_factory=list)
+    completes_prefill: list[bool] = field(default_factory=list)
     num_tokens: int = 0
     num_decode_tokens: int = 0
     published: list[Block] = field(default_factory=list)
-    sampling: list[Sequence] = field(default_factory=list)
     refused: tuple[Sequence, Exception] | None = None
     launched: bool = False
 
@@ -37,6 +38,7 @@ class ScheduledBatch:
         """Compute the next `num_new_tokens` tokens of `seq`."""
         self.prefills.append(seq)
         self.prefill_lens.append(num_new_tokens)
+        self.completes_prefill.append(seq.num_computed_tokens + num_new_tokens == seq.num_tokens)
         self.num_tokens += num_new_tokens
 
     def split(self) -> tuple[ScheduledBatch, ScheduledBatch]:
@@ -48,15 +50,18 @@ class ScheduledBatch:
         cut = max(0, middle - len(self.decodes))
         first, second = (
             ScheduledBatch(
-                decodes,
-                prefills,
-                lens,
-                num_tokens=len(decodes) + sum(lens),
-                num_decode_tokens=sum(seq.num_tokens > seq.num_prompt_tokens for seq in decodes),
+                self.decodes[decodes],
+                self.prefills[prefills],
+                self.prefill_lens[prefills],
+                self.completes_prefill[prefills],
+                num_tokens=len(self.decodes[decodes]) + sum(self.prefill_lens[prefills]),
+                num_decode_tokens=sum(
+                    seq.num_tokens > seq.num_prompt_tokens for seq in self.decodes[decodes]
+                ),
             )
-            for decodes, prefills, lens in (
-                (self.decodes[:middle], self.prefills[:cut], self.prefill_lens[:cut]),
-                (self.decodes[middle:], self.prefills[cut:], self.prefill_lens[cut:]),
+            for decodes, prefills in (
+                (slice(middle), slice(cut)),
+                (slice(middle, None), slice(cut, None)),
             )
         )
         own = {block_id for seq in first.seqs for block_id in seq.block_table}
@@ -78,6 +83,19 @@ class ScheduledBatch:
     def num_new_tokens(self) -> NDArray[np.int64]:
         """[seqs] int64, the tokens to compute for each."""
         return np.array([1] * len(self.decodes) + self.prefill_lens, np.int64)
+
+    @cached_property
+    def samples(self) -> NDArray[np.bool_]:
+        """[seqs] bool, whether each samples its next token: the one place that says so."""
+        samples = np.ones(len(self.seqs), np.bool_)
+        samples[len(self.decodes) :] = self.completes_prefill
+        return samples
+
+    @cached_property
+    def sampling(self) -> list[Sequence]:
+        """The sequences that sample, in the order of `seqs` and so of the step's tokens when they arrive."""
+        completing = zip(self.prefills, self.completes_prefill, strict=True)
+        return self.decodes + [seq for seq, completes in completing if completes]
 
     @property
     def num_dropped(self) -> int:

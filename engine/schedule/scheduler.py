@@ -115,16 +115,12 @@ class Scheduler:
     def advance(self, batch: ScheduledBatch) -> None:
         """The step just scheduled is launched: count what it computes, and a pending token per sample."""
         batch.launched = True
-        num_new = batch.num_new_tokens
-        self.slots.advance(batch.slots, num_new)
-        ending = []
-        for seq, num_new_tokens in zip(batch.seqs, num_new.tolist(), strict=True):
+        self.slots.advance(batch.slots, batch.num_new_tokens, batch.samples)
+        for seq, num_new_tokens in zip(batch.seqs, batch.num_new_tokens.tolist(), strict=True):
             seq.num_computed_tokens += num_new_tokens
-            if seq.num_computed_tokens == seq.num_tokens:
-                seq.num_tokens += 1
-                batch.sampling.append(seq)
-                if seq.num_tokens >= seq.max_len:
-                    ending.append(seq)
+        for seq in batch.sampling:
+            seq.num_tokens += 1
+        ending = [seq for seq in batch.sampling if seq.num_tokens >= seq.max_len]
         for seq in ending:
             seq.status = SequenceStatus.ENDING
             self._release(seq)

@@ -55,7 +55,7 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
         token_ids=slots.token_ids[token_rows, positions].astype(np.int64),
         positions=positions,
         slot_mapping=blocks.astype(np.int64) * slots.block_size + positions % slots.block_size,
-        sample_rows=ends[context_lens == slots.num_tokens[rows]] - 1,
+        sample_rows=ends[batch.samples] - 1,
         block_tables=slots.block_tables[rows, :max_blocks],
         context_lens=context_lens,
         query_lens=num_new,
@@ -66,8 +66,7 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
 
 def build_sampling_batch(batch: ScheduledBatch, slots: SlotTable) -> SamplingBatch:
     """Cut the sampling values of the sequences that sample in this step out of the slot table."""
-    rows = batch.slots
-    rows = rows[slots.num_computed[rows] + batch.num_new_tokens == slots.num_tokens[rows]]
+    rows = batch.slots[batch.samples]
     position = slots.num_tokens[rows]
     early = np.flatnonzero(position < slots.min_len[rows])
     return SamplingBatch(
