@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine.run.config import EngineConfig
-from engine.sampling.sampling_batch import SamplingBatch
+from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
 from engine.schedule.step_batch import StepBatch
 
 FIRST_CONTEXT = 64  # no backend plans otherwise for shorter ones
@@ -53,15 +53,7 @@ def make_step(query_lens: list[int], context_lens: list[int], block_size: int, n
 
 def nucleus_sampling(num_rows: int) -> SamplingBatch:
     """Sampling values that take the sampler's longest way."""
-    half = np.full(num_rows, 0.5, np.float32)
-    counter = np.zeros(num_rows, np.uint64)
-    return SamplingBatch(
-        temperature=half,
-        top_p=half,
-        top_k=np.zeros(num_rows, np.int64),
-        min_p=half,
-        seed=counter,
-        sample_index=counter,
-        position=counter,
-        banned={},
-    )
+    values = neutral_rows(num_rows)
+    for name in ("temperature", "top_p", "min_p"):
+        values[name] = 0.5
+    return SamplingBatch(values, np.zeros(num_rows, np.uint64), np.zeros((0, 2), np.int64))

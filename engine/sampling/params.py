@@ -1,27 +1,23 @@
-"""SamplingParams: how to choose tokens for one request and when to stop."""
+"""SamplingParams: how to choose tokens for one request and when to stop.
+
+Its fields are the table of sampling values. A row gives a name, a default, which changes nothing, and the
+least and the most the value may be, ends included. A `column` also has the dtype of the array that carries it
+to the sampler: slots, batches and warm-up take the columns from here (`sampling_batch`), so that a new one is
+a row here and a function in the sampler.
+"""
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
 from engine.errors import InvalidSampling
 
-# What a value may be, by name, ends included: no array that a step keeps it in is too narrow for it.
 MAX_COUNT = 2**31 - 1
-INTEGERS = {
-    "max_tokens": (1, MAX_COUNT),
-    "min_tokens": (0, MAX_COUNT),
-    "top_k": (-1, MAX_COUNT),
-    "stop_token_ids": (0, MAX_COUNT),
-    "n": (1, 128),
-    "seed": (-(2**63), 2**64 - 1),
-}
-NUMBERS = {"temperature": (0, 1_000_000), "top_p": (0, 1), "min_p": (0, 1)}
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_NAME_CHARS = 64
@@ -59,6 +55,37 @@ NOT_BUILT = frozenset(
 
 
 @dataclass(frozen=True)
+class Range:
+    """What an integer or a number may be, ends included."""
+
+    low: int
+    high: int
+    integer: bool
+
+    def check(self, name: str, value: object) -> None:
+        """Raise InvalidSampling unless the value of `name` is of its kind and in range."""
+        if isinstance(value, bool) or not isinstance(value, int if self.integer else (int, float)):
+            kind = "an integer" if self.integer else "a number"
+            raise InvalidSampling(f"{name} must be {kind}{_hint(value)}", shown(value))
+        if not self.low <= value <= self.high:  # not a number is between no two
+            raise InvalidSampling(f"{name} must be between {self.low} and {self.high}", shown(value))
+
+
+TOKEN_ID = Range(0, MAX_COUNT, integer=True)
+
+
+def integer(default: int | None, low: int, high: int) -> Any:
+    """A field for an integer."""
+    return field(default=default, metadata={"range": Range(low, high, integer=True)})
+
+
+def column(default: float, low: int, high: int, dtype: str) -> Any:
+    """A field that the sampler reads for each row. dtype: numpy's name; it holds every value in range."""
+    is_integer = dtype.startswith("int")
+    return field(default=default, metadata={"range": Range(low, high, is_integer), "dtype": dtype})
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """Names and meanings are vLLM's and OpenAI's. Raises InvalidSampling for a value that cannot be.
 
@@ -73,25 +100,23 @@ class SamplingParams:
     n: independent samples of the request.
     """
 
-    max_tokens: int = 256
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    seed: int | None = None
+    max_tokens: int = integer(256, 1, MAX_COUNT)
+    temperature: float = column(1.0, 0, 1_000_000, "float32")
+    top_p: float = column(1.0, 0, 1, "float32")
+    top_k: int = column(-1, -1, MAX_COUNT, "int64")
+    min_p: float = column(0.0, 0, 1, "float32")
+    seed: int | None = integer(None, -(2**63), 2**64 - 1)
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    min_tokens: int = 0
-    n: int = 1
+    min_tokens: int = integer(0, 0, MAX_COUNT)
+    n: int = integer(1, 1, 128)
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "min_tokens", "top_k", "n"):
-            _check_int(name, getattr(self, name))
-        if self.seed is not None:
-            _check_int("seed", self.seed)
-        for name in NUMBERS:
-            _check_number(name, getattr(self, name))
+        for name, allowed in RANGES.items():
+            value = getattr(self, name)
+            if value is not None or name != "seed":
+                allowed.check(name, value)
         if self.top_p == 0:
             raise InvalidSampling("top_p must be above 0; for the likeliest token alone set temperature=0")
         if not isinstance(self.ignore_eos, bool):
@@ -126,7 +151,14 @@ def check_params(params: object, vocab_size: int) -> None:
             raise InvalidSampling(f"stop token id {token_id} is outside the vocabulary of {vocab_size}")
 
 
-_NAMES = frozenset(field.name for field in fields(SamplingParams))
+_NAMES = frozenset(each.name for each in fields(SamplingParams))
+RANGES: dict[str, Range] = {
+    each.name: each.metadata["range"] for each in fields(SamplingParams) if "range" in each.metadata
+}
+#: Name and numpy's dtype of what the sampler reads for each row.
+COLUMNS: dict[str, str] = {
+    each.name: each.metadata["dtype"] for each in fields(SamplingParams) if "dtype" in each.metadata
+}
 _PLAIN = frozenset((int, float, bool, str, type(None)))
 
 
@@ -155,22 +187,6 @@ def _hint(value: object) -> str:
     return " and no text: write it without quotes" if isinstance(value, str) else ""
 
 
-def _check_int(name: str, value: object) -> None:
-    low, high = INTEGERS[name]
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidSampling(f"{name} must be an integer{_hint(value)}", shown(value))
-    if not low <= value <= high:
-        raise InvalidSampling(f"{name} must be between {low} and {high}", shown(value))
-
-
-def _check_number(name: str, value: object) -> None:
-    low, high = NUMBERS[name]
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidSampling(f"{name} must be a number{_hint(value)}", shown(value))
-    if not low <= value <= high:  # not a number is between no two
-        raise InvalidSampling(f"{name} must be between {low} and {high}", shown(value))
-
-
 def _stop_strings(stop: object) -> tuple[str, ...]:
     if isinstance(stop, str):
         stop = (stop,)
@@ -197,5 +213,5 @@ def _stop_token_ids(token_ids: object) -> tuple[int, ...]:
     if len(token_ids) > MAX_STOPS:
         raise InvalidSampling(f"stop_token_ids holds {len(token_ids)} ids; at most {MAX_STOPS} are allowed")
     for token_id in token_ids:
-        _check_int("stop_token_ids", token_id)
+        TOKEN_ID.check("stop_token_ids", token_id)
     return tuple(token_ids)

@@ -28,11 +28,11 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     logits: [samples, vocabulary] float32, changed in place. The host waits for the device in one case only:
     rows with top_p and without top_k, whose nucleus may be wider than the candidates looked at first.
     """
-    if batch.banned:
-        _ban(logits, batch.banned)
+    if len(batch.banned):
+        logits[tuple(upload(list(batch.banned.T), logits.device))] = -torch.inf
     chosen = logits.argmax(dim=-1)  # NaN counts as the highest
     highest = logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
-    drawn = np.flatnonzero(batch.temperature > 0)
+    drawn = np.flatnonzero(batch.values["temperature"] > 0)
     for start in range(0, len(drawn), ROWS_AT_ONCE):
         rows = drawn[start : start + ROWS_AT_ONCE]
         there, token_ids = _draw(logits, rows, batch)
@@ -40,25 +40,20 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return chosen.masked_fill_(~highest.isfinite(), -1)
 
 
-def _ban(logits: Tensor, banned: dict[int, list[int]]) -> None:
-    rows = np.repeat(list(banned), [len(token_ids) for token_ids in banned.values()])
-    columns = np.array([token_id for token_ids in banned.values() for token_id in token_ids], np.int64)
-    logits[tuple(upload([rows, columns], logits.device))] = -torch.inf
-
-
 def _draw(logits: Tensor, rows: NDArray[np.int64], batch: SamplingBatch) -> tuple[Tensor, Tensor]:
     """Inverse CDF of the given rows. Returns the rows on the device and their token ids, [rows] int64."""
     vocab_size = logits.shape[1]
-    top_k, top_p = batch.top_k[rows], batch.top_p[rows]
-    u = uniform(batch.seed[rows], batch.position[rows], batch.sample_index[rows])
+    own = batch.values[rows]
+    top_k, top_p = own["top_k"], own["top_p"]
+    u = uniform(own["seed"], batch.position[rows], own["sample_index"])
     cut = np.flatnonzero(((top_k > 0) & (top_k < vocab_size)) | (top_p < 1))
     there, *values = upload(
-        [rows, batch.temperature[rows], batch.min_p[rows], u, cut, top_k[cut], top_p[cut]], logits.device
+        [rows, own["temperature"], own["min_p"], u, cut, top_k[cut], top_p[cut]], logits.device
     )
     temperature, min_p, uniforms, cut_there, k, p = values
     row_logits = logits if len(rows) == len(logits) else logits[there]
     scaled = (row_logits - row_logits.amax(dim=-1, keepdim=True)).div_(temperature.unsqueeze(1))
-    if (batch.min_p[rows] > 0).any():
+    if (own["min_p"] > 0).any():
         # exp(scaled) is the probability relative to the likeliest token's
         scaled.masked_fill_(scaled.exp() < min_p.unsqueeze(1), -torch.inf)
     if len(cut):

@@ -1,27 +1,49 @@
-"""SamplingBatch: what the sampler reads besides logits, passed as an argument."""
+"""SamplingBatch: what the sampler reads besides logits, and the arrays that carry it there from each request.
+
+One structured array holds a row's values: the columns of SamplingParams, and what a sequence has of its own.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.sampling.params import COLUMNS, SamplingParams
+
+Values = NDArray[np.void]
+
+#: A row: a value for each of COLUMNS, then `seed` and `sample_index`, uint64.
+ROW = np.dtype([*COLUMNS.items(), ("seed", "uint64"), ("sample_index", "uint64")], align=True)
+SEED_MASK = 2**64 - 1
+
+_of_params = attrgetter(*COLUMNS)
+
+
+def sampling_row(params: SamplingParams, seed: int, sample_index: int) -> tuple[float | int, ...]:
+    """A row of dtype ROW, as a tuple. seed: of any sign."""
+    return (*_of_params(params), seed & SEED_MASK, sample_index)
+
+
+def neutral_rows(num_rows: int) -> Values:
+    """[num_rows] of dtype ROW, with values that change nothing: the defaults of SamplingParams."""
+    rows: Values = np.empty(num_rows, ROW)
+    rows[:] = sampling_row(SamplingParams(), 0, 0)
+    return rows
+
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """How to choose one token for each row of a step's logits, as numpy arrays of [samples].
+    """How to choose one token for each row of a step's logits, as numpy arrays.
 
-    temperature, top_p, min_p: float32; temperature 0 is greedy.  top_k: int64, 0 is off.
-    seed, sample_index, position: uint64, the counter of the row's uniform; position counts all tokens before.
-    banned: for a row, the token ids that may not be chosen yet.
+    values: [samples] of dtype ROW. temperature 0 is greedy; top_k of 0 or less is off.
+    position: [samples] uint64, with seed and sample_index the counter of the row's uniform; it counts all
+    tokens before.
+    banned: [bans, 2] int64, pairs of a row and a token id that it may not choose yet.
     """
 
-    temperature: NDArray[np.float32]
-    top_p: NDArray[np.float32]
-    top_k: NDArray[np.int64]
-    min_p: NDArray[np.float32]
-    seed: NDArray[np.uint64]
-    sample_index: NDArray[np.uint64]
+    values: Values
     position: NDArray[np.uint64]
-    banned: dict[int, list[int]]
+    banned: NDArray[np.int64]

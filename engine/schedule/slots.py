@@ -9,9 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.sampling.sampling_batch import neutral_rows, sampling_row
 from engine.schedule.sequence import Sequence
-
-SEED_MASK = 2**64 - 1
 
 
 class SlotTable:
@@ -22,8 +21,7 @@ class SlotTable:
     int64, tokens whose id is in token_ids.  sample: [slots] int64, the sequence's place among the samples of
     the last step it sampled in.  num_prompt, min_len: [slots] int64, tokens of the prompt, and before an end
     token may come.
-    temperature, top_p, min_p: [slots] float32.  top_k: [slots] int64, 0 is off.
-    seed: [slots] uint64.  sample_index: [slots] uint64.
+    sampling: [slots] of sampling_batch.ROW, what the sampler reads of each sequence.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
@@ -37,12 +35,7 @@ class SlotTable:
         self.sample: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.num_prompt: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.min_len: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
-        self.temperature: NDArray[np.float32] = np.zeros(max_num_seqs, np.float32)
-        self.top_p: NDArray[np.float32] = np.ones(max_num_seqs, np.float32)
-        self.min_p: NDArray[np.float32] = np.zeros(max_num_seqs, np.float32)
-        self.top_k: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
-        self.seed: NDArray[np.uint64] = np.zeros(max_num_seqs, np.uint64)
-        self.sample_index: NDArray[np.uint64] = np.zeros(max_num_seqs, np.uint64)
+        self.sampling = neutral_rows(max_num_seqs)
         self.stop_token_ids: list[frozenset[int]] = [frozenset()] * max_num_seqs
         self.block_size = block_size
         self._free = list(range(max_num_seqs - 1, -1, -1))
@@ -56,19 +49,13 @@ class SlotTable:
         """Give `seq` a slot and write its whole state; it has its blocks, and no pending token."""
         assert not seq.num_pending_tokens, f"{seq!r} has a token that no slot remembers the place of"
         slot = seq.slot = self._free.pop()
-        params = seq.params
         self.token_ids[slot, : seq.num_tokens] = seq.token_ids
         self.block_tables[slot, : len(seq.block_table)] = seq.block_table
         self.num_tokens[slot] = self.num_known[slot] = seq.num_tokens
         self.num_computed[slot] = seq.num_computed_tokens
         self.num_prompt[slot] = seq.num_prompt_tokens
-        self.min_len[slot] = seq.num_prompt_tokens + params.min_tokens
-        self.temperature[slot] = params.temperature
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
-        self.top_k[slot] = max(params.top_k, 0)
-        self.seed[slot] = seq.seed & SEED_MASK
-        self.sample_index[slot] = seq.index
+        self.min_len[slot] = seq.num_prompt_tokens + seq.params.min_tokens
+        self.sampling[slot] = sampling_row(seq.params, seq.seed, seq.index)
         self.stop_token_ids[slot] = seq.stop_token_ids
 
     def release(self, seq: Sequence) -> None:

@@ -68,14 +68,10 @@ def build_sampling_batch(batch: ScheduledBatch, slots: SlotTable) -> SamplingBat
     """Cut the sampling values of the sequences that sample in this step out of the slot table."""
     rows = batch.slots[batch.samples]
     position = slots.num_tokens[rows]
-    early = np.flatnonzero(position < slots.min_len[rows])
+    early = np.flatnonzero(position < slots.min_len[rows]).tolist()
+    banned = [(i, token_id) for i in early for token_id in slots.stop_token_ids[rows[i]]]
     return SamplingBatch(
-        temperature=slots.temperature[rows],
-        top_p=slots.top_p[rows],
-        top_k=slots.top_k[rows],
-        min_p=slots.min_p[rows],
-        seed=slots.seed[rows],
-        sample_index=slots.sample_index[rows],
+        values=slots.sampling[rows],
         position=position.astype(np.uint64),
-        banned={int(i): sorted(slots.stop_token_ids[rows[i]]) for i in early},
+        banned=np.array(banned, np.int64).reshape(-1, 2),
     )

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.sampling.sampling_batch import SamplingBatch
+from engine.sampling.sampling_batch import ROW, SamplingBatch
 from engine.schedule.step_batch import StepBatch
 
 Array = NDArray[Any]
 
-DTYPES = tuple(map(np.dtype, (np.uint8, np.int32, np.int64, np.uint64, np.float32)))
+DTYPES: tuple[np.dtype[Any], ...] = (*map(np.dtype, (np.uint8, np.int32, np.int64, np.uint64)), ROW)
 ALIGNMENT = 8
 PREFIX_BYTES = 3 * 8
 NUM_STEP_ARRAYS = len(fields(StepBatch))
@@ -77,24 +77,14 @@ def decode(prefix: bytes | bytearray, body: bytearray) -> Message:
 
 def pack_step(step: StepBatch, sampling: SamplingBatch | None) -> list[Array]:
     """Arrays of a STEP; only rank 0 gets a sampling batch, the others compute and choose nothing."""
-    arrays: list[Array] = [getattr(step, field.name) for field in fields(StepBatch)]
-    if sampling is not None:
-        arrays += [getattr(sampling, name) for name in _sampling_arrays()]
-        banned = [(row, token_id) for row, token_ids in sampling.banned.items() for token_id in token_ids]
-        arrays.append(np.array(banned, np.int64).reshape(-1, 2))
-    return arrays
+    parts = (step,) if sampling is None else (step, sampling)
+    return [getattr(part, field.name) for part in parts for field in fields(part)]
 
 
 def unpack_step(arrays: list[Array]) -> tuple[StepBatch, SamplingBatch | None]:
     """What `pack_step` packed."""
-    step = StepBatch(*arrays[:NUM_STEP_ARRAYS])
-    if len(arrays) == NUM_STEP_ARRAYS:
-        return step, None
-    *values, pairs = arrays[NUM_STEP_ARRAYS:]
-    banned: dict[int, list[int]] = {}
-    for row, token_id in pairs.tolist():
-        banned.setdefault(row, []).append(token_id)
-    return step, SamplingBatch(**dict(zip(_sampling_arrays(), values, strict=True)), banned=banned)
+    step, sampling = StepBatch(*arrays[:NUM_STEP_ARRAYS]), arrays[NUM_STEP_ARRAYS:]
+    return step, SamplingBatch(*sampling) if sampling else None
 
 
 def pack_json(value: dict[str, Any]) -> list[Array]:
@@ -106,7 +96,3 @@ def unpack_json(arrays: list[Array]) -> dict[str, Any]:
     """What `pack_json` packed."""
     value: dict[str, Any] = json.loads(arrays[0].tobytes())
     return value
-
-
-def _sampling_arrays() -> list[str]:
-    return [field.name for field in fields(SamplingBatch) if field.name != "banned"]

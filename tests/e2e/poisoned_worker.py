@@ -20,7 +20,7 @@ class PoisonedWorker(BatchWorker):
         def poisoned(
             logits: engine.run.model_runner.Tensor, batch: SamplingBatch
         ) -> engine.run.model_runner.Tensor:
-            if POISON in batch.seed:
+            if POISON in batch.values["seed"]:
                 raise OverflowError("a value of one sequence")
             return sample(logits, batch)
 

@@ -76,7 +76,7 @@ def in_sample(monkeypatch: pytest.MonkeyPatch, *, step: int = 4) -> None:
     sample = engine.run.model_runner.sample
 
     def poisoned(logits: Tensor, batch: SamplingBatch) -> Tensor:
-        if any(batch.position[batch.seed == POISON] == len(PREFIX) + 3 + step):
+        if any(batch.position[batch.values["seed"] == POISON] == len(PREFIX) + 3 + step):
             raise Poisoned("a part of the prompt")
         return sample(logits, batch)
 
@@ -94,7 +94,7 @@ def in_building(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def poisoned(batch: Any, slots: SlotTable) -> SamplingBatch:
         made = build(batch, slots)
-        if POISON in made.seed:
+        if POISON in made.values["seed"]:
             raise Poisoned("a part of the prompt")
         return made
 
@@ -142,7 +142,7 @@ def in_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = engine.run.model_runner.sample
 
     def poisoned(logits: Tensor, batch: SamplingBatch) -> Tensor:
-        logits[torch.from_numpy(batch.seed == POISON)] = torch.nan
+        logits[torch.from_numpy(batch.values["seed"] == POISON)] = torch.nan
         return sample(logits, batch)
 
     monkeypatch.setattr(engine.run.model_runner, "sample", poisoned)
@@ -320,7 +320,9 @@ class PoisonedRunner(FaultyRunner):
     def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
         hit = WORD in step.token_ids or any(
             position == self._at_sample.get(seed)
-            for seed, position in zip(sampling.seed.tolist(), sampling.position.tolist(), strict=True)
+            for seed, position in zip(
+                sampling.values["seed"].tolist(), sampling.position.tolist(), strict=True
+            )
         )
         if hit and self._at_wait:
             return Raising(self.fault)

@@ -28,7 +28,7 @@ from engine import (
     SamplingParams,
     StepFailed,
 )
-from engine.sampling.params import INTEGERS, NUMBERS
+from engine.sampling.params import RANGES, TOKEN_ID
 from engine.schedule.block_manager import BlockManager
 from engine.text.stop_strings import IncrementalText, StopStrings
 from tests.engine.checkpoints import make_tokenizer
@@ -136,16 +136,18 @@ def test_bad_sampling_values_are_refused_by_name(values: dict[str, Any], message
 WIDTHS = sorted({sign * 2**bits + off for bits in range(0, 81, 4) for sign in (1, -1) for off in (-1, 0, 1)})
 
 
-@pytest.mark.parametrize("name", [*INTEGERS, *NUMBERS])
+@pytest.mark.parametrize("name", [*RANGES, "stop_token_ids"])
 def test_a_number_of_any_width_is_refused_by_name_or_used(shared: Engine, name: str) -> None:
     """What the door lets in makes no step raise: an answer comes for it, and for its neighbours."""
-    low, high = (INTEGERS | NUMBERS)[name]
+    allowed = RANGES.get(name, TOKEN_ID)
+    low, high = allowed.low, allowed.high
     accepted: list[SamplingParams] = []
     for width in (*WIDTHS, 10**400, 1e39, 1e300, 5e-324, math.inf, math.nan):
         values: dict[str, Any] = {"seed": 1, "stop_token_ids": [3]}
-        values["max_tokens"] = 2 if name != "min_tokens" else INTEGERS["max_tokens"][1]
+        values["max_tokens"] = 2 if name != "min_tokens" else RANGES["max_tokens"].high
         values[name] = [width] if name == "stop_token_ids" else width
-        if low <= width <= high and (type(width) is int or name in NUMBERS) and (name, width) != ("top_p", 0):
+        is_of_kind = type(width) is int or not allowed.integer
+        if low <= width <= high and is_of_kind and (name, width) != ("top_p", 0):
             accepted.append(SamplingParams.from_mapping(values))
         else:
             with pytest.raises(InvalidSampling, match=name):

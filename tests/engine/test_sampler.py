@@ -12,18 +12,17 @@ import torch
 import engine.sampling.sampler
 from engine.sampling.philox import philox4x32, uniform
 from engine.sampling.sampler import sample
-from engine.sampling.sampling_batch import SamplingBatch
+from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
 
 
 def sampling_batch(n: int, **values: Any) -> SamplingBatch:
-    defaults: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0}
-    defaults |= {"top_k": 0, "seed": 0, "sample_index": 0, "position": 0}
-    kinds = {"top_k": np.int64, "seed": np.uint64, "sample_index": np.uint64, "position": np.uint64}
-    arrays = {
-        name: np.broadcast_to(np.asarray(values.get(name, default), kinds.get(name, np.float32)), (n,)).copy()
-        for name, default in defaults.items()
-    }
-    return SamplingBatch(**arrays, banned=values.get("banned", {}))
+    """banned: the token ids that a row may not choose, by row; the others: one for all rows, or for each."""
+    banned = [(row, token_id) for row, ids in values.pop("banned", {}).items() for token_id in ids]
+    position = np.broadcast_to(np.asarray(values.pop("position", 0), np.uint64), (n,)).copy()
+    rows = neutral_rows(n)
+    for name, value in values.items():
+        rows[name] = value
+    return SamplingBatch(rows, position, np.array(banned, np.int64).reshape(-1, 2))
 
 
 def reference_choice(
@@ -103,7 +102,7 @@ def test_choices_equal_a_float64_reference(vocab_size: int, ties: bool) -> None:
     batch = sampling_batch(
         len(mixes), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=np.arange(len(mixes))
     )
-    u = uniform(batch.seed, batch.position, batch.sample_index)
+    u = uniform(batch.values["seed"], batch.position, batch.values["sample_index"])
     chosen = sample(torch.from_numpy(logits.copy()), batch)
     wrong = 0
     for i in range(len(mixes)):
@@ -132,8 +131,8 @@ def test_a_row_does_not_depend_on_the_other_rows() -> None:
     )
     together = sample(logits.clone(), batch)
     for i in range(70):
-        rows = {name: getattr(batch, name)[i : i + 1] for name in vars(batch) if name != "banned"}
-        assert sample(logits[i : i + 1].clone(), SamplingBatch(**rows, banned={}))[0] == together[i]
+        row = SamplingBatch(batch.values[i : i + 1], batch.position[i : i + 1], batch.banned)
+        assert sample(logits[i : i + 1].clone(), row)[0] == together[i]
 
 
 def test_samples_follow_the_distribution() -> None:

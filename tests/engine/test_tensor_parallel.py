@@ -27,7 +27,7 @@ from engine.checkpoint.model_config import read_model_config
 from engine.checkpoint.weights import CheckpointTensor
 from engine.layers.parallel import Share, TensorParallel
 from engine.run.model_runner import ModelRunner
-from engine.sampling.sampling_batch import SamplingBatch
+from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
 from engine.schedule.step_batch import StepBatch
 from engine.tensor_parallel import rank_group
 from engine.tensor_parallel.channel import Channel
@@ -297,8 +297,9 @@ def test_a_step_arrives_as_it_was() -> None:
     """With sampling values for rank 0 and without for the others."""
     ids, lens = np.arange(4), np.arange(1, 3)
     step = StepBatch(ids, ids + 1, ids + 2, ids[:2], np.ones((2, 3), np.int32), lens, lens)
-    values = [np.arange(3, dtype=dtype) for dtype in ["f4", "f4", "i8", "f4", "u8", "u8", "u8"]]
-    sampling = SamplingBatch(*values, banned={0: [1, 2], 2: [7]})
+    values = neutral_rows(3)
+    values["temperature"] = values["seed"] = np.arange(3)
+    sampling = SamplingBatch(values, np.arange(3, dtype=np.uint64), np.array([(0, 1), (0, 2), (2, 7)]))
     message = encode(Kind.STEP, pack_step(step, sampling))
     prefix, body = message[:PREFIX_BYTES], bytearray(message[PREFIX_BYTES:])
     same_step, same_sampling = unpack_step(decode(prefix, body).arrays)
