@@ -28,9 +28,9 @@ from engine.kernels.prefill_attention import QUERY_TILE, PrefillTiles, prefill_a
 from engine.kernels.rms_norm import add_rms_norm
 from engine.kernels.rotary import norm_and_rotate
 from engine.kernels.silu_and_mul import silu_and_mul
+from engine.kernels.upload import upload_aligned
 
 MIN_CAPABILITY = (8, 0)  # the first with bfloat16 and asynchronous copies
-ALIGNMENT = 4  # int32: Triton compiles a kernel anew for pointers that are not multiples of 16 bytes
 # A graph plans its splits for contexts it does not know. A split that a context does not reach ends at once,
 # but all of them are started, which takes as long as reading a short context does: so short contexts have
 # graphs of their own, the shortest with one split and without the launch that merges.
@@ -135,14 +135,5 @@ class TritonAttention(CapturableBackend):
         return out
 
     def _upload(self, *arrays: NDArray[np.integer]) -> list[Tensor]:
-        """Copy the arrays to the device as int32, in one transfer, each at a multiple of 16 bytes."""
-        starts = np.cumsum([0] + [-(-array.size // ALIGNMENT) * ALIGNMENT for array in arrays])
-        packed = torch.empty(int(starts[-1]), dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        host = packed.numpy()
-        for start, array in zip(starts.tolist(), arrays, strict=False):
-            host[start : start + array.size] = array.ravel()
-        there = packed.to(self._device, non_blocking=True)
-        return [
-            there[start : start + array.size].view(array.shape)
-            for start, array in zip(starts.tolist(), arrays, strict=False)
-        ]
+        """Copy the arrays to the device as int32, in one transfer."""
+        return upload_aligned([array.astype(np.int32, copy=False) for array in arrays], self._device)

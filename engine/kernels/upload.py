@@ -1,49 +1,60 @@
-"""Numpy arrays to a device without waiting for it."""
+"""Numpy arrays packed one after another, aligned: for one transfer to a device, or for one message."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes: of any dtype, and what vectorised kernels like
+Arrays = Sequence[NDArray[Any]]
+
+# Bytes: of any dtype, and what vectorised kernels like. Triton compiles one anew for pointers to less.
+ALIGNMENT = 16
 
 
-def upload(arrays: list[NDArray[np.generic]], device: torch.device) -> list[Tensor]:
+def upload(arrays: Arrays, device: torch.device) -> list[Tensor]:
     """The arrays as tensors on the device, in one transfer that the host does not wait for.
 
-    A plain `.to(device)` copies from pageable memory and waits until all that was launched before is done.
-    On a CPU the tensors share the arrays' memory.
+    On a CPU the tensors share the arrays' memory, aligned or not.
     """
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
+    return upload_aligned(arrays, device)
+
+
+def upload_aligned(arrays: Arrays, device: torch.device) -> list[Tensor]:
+    """As `upload`, with each tensor at a multiple of ALIGNMENT and in memory of its own on every device.
+
+    A plain `.to(device)` copies from pageable memory and waits until all that was launched before is done.
+    """
     # torch keeps a pinned block until the copies that were queued from it are done
-    packed = pack(arrays, pin_memory=True)
+    packed = pack(arrays, pin_memory=device.type == "cuda")
     return unpack(packed.to(device, non_blocking=True), arrays)
 
 
-def pack(arrays: list[NDArray[np.generic]], *, pin_memory: bool) -> Tensor:
+def pack(arrays: Arrays, *, pin_memory: bool) -> Tensor:
     """The arrays' bytes one after another, each at a multiple of ALIGNMENT: [bytes] uint8 on the CPU."""
-    starts = _starts(arrays)
-    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=pin_memory)
+    places = starts(array.nbytes for array in arrays)
+    packed = torch.empty(places[-1], dtype=torch.uint8, pin_memory=pin_memory)
     host = packed.numpy()
-    for start, array in zip(starts, arrays, strict=False):
+    for start, array in zip(places, arrays, strict=False):
         host[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return packed
 
 
-def unpack(packed: Tensor, arrays: list[NDArray[np.generic]]) -> list[Tensor]:
-    """Views of what `pack` made of these arrays, wherever it is now."""
+def unpack(packed: Tensor, arrays: Arrays) -> list[Tensor]:
+    """Views of what `pack` made of these arrays, or of ones of their sizes, wherever it is now."""
     return [
         packed[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-        for start, array in zip(_starts(arrays), arrays, strict=False)
+        for start, array in zip(starts(array.nbytes for array in arrays), arrays, strict=False)
     ]
 
 
-def _starts(arrays: list[NDArray[np.generic]]) -> list[int]:
-    """Where each array begins, and where the last one ends."""
-    sizes = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]
-    return [0, *accumulate(sizes)]
+def starts(sizes: Iterable[int]) -> list[int]:
+    """Where arrays of these many bytes begin, one after another, and where the last one ends."""
+    return [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]

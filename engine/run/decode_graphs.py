@@ -23,15 +23,13 @@ from torch import Tensor
 
 from engine.attention.base import CapturableBackend
 from engine.attention.forward_batch import ForwardBatch
+from engine.kernels.upload import pack, starts, unpack
 from engine.run.to_device import fill_pending
 from engine.schedule.step_batch import StepBatch
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
 Forward = Callable[[ForwardBatch], Tensor]
-
-WIDE = 4  # rows are made room for in fours: every section of the inputs then starts at 16 bytes
-ROW_WORDS = 7  # int32 words of a row: token id, position and slot of two each, and the context length
 
 
 class CudaCapture:
@@ -76,38 +74,33 @@ class StaticInputs:
     """
 
     def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
-        self._rows = rows = -(-max_num_seqs // WIDE) * WIDE
         self._on_gpu = device.type == "cuda"
-        self._arrived = torch.zeros(rows * (ROW_WORDS + max_blocks), dtype=torch.int32, device=device)
-        self.token_ids, self.positions, self.slot_mapping = (
-            self._arrived[: 6 * rows].view(torch.int64).view(3, rows).unbind()
+        kinds = (np.int64, np.int64, np.int64, np.int32)
+        self._padded = [np.zeros(max_num_seqs, kind) for kind in kinds]  # on the host, filled by each step
+        largest = [*self._padded, np.zeros((max_num_seqs, max_blocks), np.int32)]
+        self._arrived = torch.zeros(
+            starts(array.nbytes for array in largest)[-1], dtype=torch.uint8, device=device
+        )
+        self.token_ids, self.positions, self.slot_mapping, self.context_lens = unpack(
+            self._arrived, self._padded
         )
         self.slot_mapping.fill_(-1)  # all padding, so that a capture writes nowhere
-        self.context_lens = self._arrived[6 * rows : ROW_WORDS * rows]
-        self.rows = torch.arange(rows, dtype=torch.int32, device=device)
-        self.block_tables = torch.zeros((rows, max_blocks), dtype=torch.int32, device=device)
+        self.rows = torch.arange(max_num_seqs, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros((max_num_seqs, max_blocks), dtype=torch.int32, device=device)
 
     def fill(self, step: StepBatch) -> None:
         """Copy the step's rows, and padding into all rows after them."""
         num_seqs, width = step.block_tables.shape
-        rows, num_words = self._rows, self._rows * ROW_WORDS + num_seqs * width
-        # Pinned, so that the copy does not wait; torch reuses pinned memory only when its copies are done.
-        packed = torch.empty(num_words, dtype=torch.int32, pin_memory=self._on_gpu)
-        words = packed.numpy()
-        token_ids, positions, slot_mapping = words[: 6 * rows].view(np.int64).reshape(3, rows)
-        context_lens = words[6 * rows : ROW_WORDS * rows]
-        for place, values, padding in (
-            (token_ids, step.token_ids, 0),
-            (positions, step.positions, 0),
-            (slot_mapping, step.slot_mapping, -1),
-            (context_lens, step.context_lens, 0),
-        ):
+        rows = (step.token_ids, step.positions, step.slot_mapping, step.context_lens)
+        for place, values, padding in zip(self._padded, rows, (0, 0, -1, 0), strict=True):
             place[:num_seqs] = values
             place[num_seqs:] = padding
-        words[ROW_WORDS * rows :] = step.block_tables.ravel()
-        self._arrived[:num_words].copy_(packed, non_blocking=True)
-        tables = self._arrived[ROW_WORDS * rows : num_words].view(num_seqs, width)
-        self.block_tables[:num_seqs, :width].copy_(tables)
+        arrays = [*self._padded, step.block_tables]
+        # Pinned, so that the copy does not wait; torch reuses pinned memory only when its copies are done.
+        packed = pack(arrays, pin_memory=self._on_gpu)
+        arrived = self._arrived[: len(packed)]
+        arrived.copy_(packed, non_blocking=True)
+        self.block_tables[:num_seqs, :width].copy_(unpack(arrived, arrays)[-1])
 
 
 @dataclass(frozen=True)

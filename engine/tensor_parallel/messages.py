@@ -1,8 +1,8 @@
 """What driver and ranks say to each other: a kind and some numpy arrays, as bytes. Nothing is pickled.
 
 A message is a prefix of three int64 (kind, number of arrays, bytes that follow), then for each array four
-int64 (dtype, dimensions, and its shape, 1 where it has no second one), then the arrays, each padded to
-eight bytes. No length is fixed.
+int64 (dtype, dimensions, and its shape, 1 where it has no second one), then the arrays, each where `starts`
+says. No length is fixed.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum, auto
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.kernels.upload import pack, starts
 from engine.sampling.sampling_batch import ROW, SamplingBatch
 from engine.schedule.step_batch import StepBatch
 
 Array = NDArray[Any]
 
 DTYPES: tuple[np.dtype[Any], ...] = (*map(np.dtype, (np.uint8, np.int32, np.int64, np.uint64)), ROW)
-ALIGNMENT = 8
 PREFIX_BYTES = 3 * 8
 NUM_STEP_ARRAYS = len(fields(StepBatch))
 
@@ -49,11 +50,8 @@ class Message:
 def encode(kind: Kind, arrays: Sequence[Array] = ()) -> bytes:
     """Bytes of a message. Arrays have one dimension or two and a dtype of DTYPES."""
     table = [(DTYPES.index(array.dtype), array.ndim, *array.shape, 1)[:4] for array in arrays]
-    parts = [np.array(table, np.int64).tobytes()]
-    for array in arrays:
-        parts += array.tobytes(), bytes(-array.nbytes % ALIGNMENT)
-    body = b"".join(parts)
-    return np.array([kind, len(arrays), len(body)], np.int64).tobytes() + body
+    body = pack([np.array(table, np.int64), *arrays], pin_memory=False).numpy()
+    return np.array([kind, len(arrays), len(body)], np.int64).tobytes() + body.tobytes()
 
 
 def body_bytes(prefix: bytes | bytearray) -> int:
@@ -64,14 +62,12 @@ def body_bytes(prefix: bytes | bytearray) -> int:
 def decode(prefix: bytes | bytearray, body: bytearray) -> Message:
     """The message; its arrays are views of `body`."""
     kind, num_arrays, _ = np.frombuffer(prefix, np.int64).tolist()
-    table = np.frombuffer(body, np.int64, 4 * num_arrays).reshape(num_arrays, 4).tolist()
-    arrays: list[Array] = []
-    offset = 4 * 8 * num_arrays
-    for dtype, num_dims, *shape in table:
-        count = shape[0] * shape[1]
-        array = np.frombuffer(body, DTYPES[dtype], count, offset).reshape(shape[:num_dims])
-        offset += array.nbytes + -array.nbytes % ALIGNMENT
-        arrays.append(array)
+    table = np.frombuffer(body, np.int64, 4 * num_arrays).reshape(num_arrays, 4)
+    forms = [(DTYPES[dtype], tuple(shape[:num_dims])) for dtype, num_dims, *shape in table.tolist()]
+    places = starts([table.nbytes, *(dtype.itemsize * prod(shape) for dtype, shape in forms)])[1:]
+    arrays: list[Array] = [
+        np.ndarray(shape, dtype, body, place) for (dtype, shape), place in zip(forms, places, strict=False)
+    ]
     return Message(Kind(kind), arrays)
 
 
