@@ -18,21 +18,27 @@ class AttentionMetadata:
     """What one backend needs to know about a step's sequences; each backend has its own subclass."""
 
 
-class AttentionBackend(ABC):
-    """Attention over block tables. One object serves all layers and keeps no state between steps.
+class KernelBackend(ABC):
+    """Kernels of one kind: attention over block tables, and for the other layers if it has fused ones.
 
+    One object serves all layers and keeps no state between steps.
     name: as EngineConfig.attention_backend names it.
     max_head_dim: the largest head it serves, None if any.
-    layer_kernels: fused kernels for the other layers, None if those stay in plain torch.
+    layer_kernels: for norms, rotations and activations, None if those stay in plain torch.
     """
 
     name: ClassVar[str]
     max_head_dim: int | None = None
     layer_kernels: LayerKernels | None = None
 
+    @classmethod
+    @abstractmethod
+    def check(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
+        """Raise ConfigError unless it serves that device, dtype and number of tokens in a KV block."""
+
     @abstractmethod
     def __init__(self, device: torch.device) -> None:
-        """Raises ConfigError if this backend cannot run on the device."""
+        """device: one that `check` lets through."""
 
     @abstractmethod
     def build_metadata(
@@ -62,7 +68,7 @@ class AttentionBackend(ABC):
         """
 
 
-class CapturableBackend(AttentionBackend):
+class CapturableBackend(KernelBackend):
     """A backend whose decode step may be recorded as a CUDA graph.
 
     While one is recorded, `store` and `forward` read no tensor's values on the host and start kernels on the

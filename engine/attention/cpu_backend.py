@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, AttentionMetadata
+from engine.attention.base import AttentionMetadata, KernelBackend
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
 from engine.attention.torch_backend import SequenceSpan, attend_spans, make_spans
-from engine.cpu_kernels.decode_attention import DecodeRows, decode_attention
-from engine.cpu_kernels.elementwise import add_rms_norm, norm_and_rotate, silu_and_mul, store_kv
 from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.cpu_kernels.decode_attention import DecodeRows
 
 MAX_HEAD_DIM = 256  # the kernels hold a head in registers
 
@@ -28,22 +30,43 @@ class CpuMetadata(AttentionMetadata):
     prefills: list[SequenceSpan]
 
 
-class CpuAttention(AttentionBackend):
+class CpuBackend(KernelBackend):
     """All decodes of a step in one call, prefill chunks one sequence at a time."""
 
     name = "cpu"
     max_head_dim = MAX_HEAD_DIM
 
-    def __init__(self, device: torch.device) -> None:
+    @classmethod
+    def problem(cls, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why it cannot serve these, and what to do; None if it can."""
         if device.type != "cpu":
-            raise ConfigError(
-                f"attention_backend='cpu' does not run on device={device.type!r}; use 'auto' there"
-            )
+            return f"it does not run on device={device.type!r}, set device='cpu'"
+        if dtype != torch.float32:
+            shown = str(dtype).removeprefix("torch.")
+            return f"its kernels compute in float32, not in {shown}; set dtype='float32'"
+        try:
+            import numba  # noqa: F401 - raises ImportError also beside a numpy it does not know
+        except ImportError as error:
+            return f"the package numba cannot be imported ({error}), pip install numba"
+        return None
+
+    @classmethod
+    def check(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
+        if problem := cls.problem(device, dtype):
+            raise ConfigError(f"attention_backend='cpu' cannot be used: {problem}; or use 'torch'")
+
+    def __init__(self, device: torch.device) -> None:
+        # numba is optional and takes a moment to import, and whether this backend serves is asked without it
+        from engine.cpu_kernels import decode_attention, elementwise
+
         self._device = device
-        self.layer_kernels = LayerKernels(add_rms_norm, norm_and_rotate, silu_and_mul)
+        self._decoding, self._elementwise = decode_attention, elementwise
+        self.layer_kernels = LayerKernels(
+            elementwise.add_rms_norm, elementwise.norm_and_rotate, elementwise.silu_and_mul
+        )
 
     def store(self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
-        store_kv(keys, values, cache.keys, cache.values, slot_mapping)
+        self._elementwise.store_kv(keys, values, cache.keys, cache.values, slot_mapping)
 
     def build_metadata(
         self,
@@ -57,7 +80,7 @@ class CpuAttention(AttentionBackend):
         prefills = np.flatnonzero(query_lens > 1)
         lens = context_lens[decodes]
         return CpuMetadata(
-            DecodeRows(
+            self._decoding.DecodeRows(
                 torch.from_numpy(starts[decodes]),
                 torch.from_numpy(lens),
                 torch.from_numpy(block_tables[decodes]),
@@ -78,5 +101,5 @@ class CpuAttention(AttentionBackend):
         assert isinstance(metadata, CpuMetadata)
         out = query.new_empty(query.shape)
         attend_spans(query, cache, metadata.prefills, out, scale=scale)
-        decode_attention(query, cache.keys, cache.values, metadata.decode, out, scale=scale)
+        self._decoding.decode_attention(query, cache.keys, cache.values, metadata.decode, out, scale=scale)
         return out

@@ -6,6 +6,7 @@ An optional extra for GPUs. Source: https://github.com/Dao-AILab/flash-attention
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -14,7 +15,11 @@ from torch import Tensor
 
 from engine.attention.base import AttentionMetadata
 from engine.attention.kv_cache import LayerKVCache
-from engine.attention.triton_backend import TritonAttention
+from engine.attention.triton_backend import TritonBackend
+from engine.errors import ConfigError
+
+DTYPES = (torch.float16, torch.bfloat16)
+BLOCK_MULTIPLE = 256  # tokens: its paged calls refuse blocks of any other size
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,29 @@ class FlashMetadata(AttentionMetadata):
     prefills: FlashPrefills | None
 
 
-class FlashAttention(TritonAttention):
+class FlashAttnBackend(TritonBackend):
     """One call for a step's decodes, which splits their KV, and one for its prefill chunks."""
 
     name = "flash_attn"
+
+    @classmethod
+    def check(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
+        if device.type != "cuda":
+            problem = f"it does not run on device={device.type!r}; use 'auto' there"
+        elif dtype not in DTYPES:
+            shown = str(dtype).removeprefix("torch.")
+            problem = f"it computes in float16 and bfloat16, not in {shown}; set dtype, or use 'triton'"
+        elif block_size % BLOCK_MULTIPLE:
+            problem = (
+                f"its KV blocks hold a multiple of {BLOCK_MULTIPLE} tokens, not block_size={block_size}; "
+                f"set block_size={BLOCK_MULTIPLE}, or use 'triton'"
+            )
+        elif find_spec("flash_attn") is None:
+            problem = "flash_attn cannot be imported; pip install flash-attn triton, or use 'triton'"
+        else:
+            super().check(device, dtype, block_size)  # the other layers run Triton's kernels
+            return
+        raise ConfigError(f"attention_backend='flash_attn' cannot be used: {problem}")
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

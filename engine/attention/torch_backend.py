@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, AttentionMetadata
+from engine.attention.base import AttentionMetadata, KernelBackend
 from engine.attention.kv_cache import LayerKVCache
 
 
@@ -32,7 +32,7 @@ class TorchMetadata(AttentionMetadata):
     spans: list[SequenceSpan]
 
 
-class TorchAttention(AttentionBackend):
+class TorchBackend(KernelBackend):
     """Gathers exactly the blocks of each sequence and calls scaled_dot_product_attention on them.
 
     A gather of the whole batch padded to its longest sequence moves many times the memory (measured 20 to
@@ -40,6 +40,10 @@ class TorchAttention(AttentionBackend):
     """
 
     name = "torch"
+
+    @classmethod
+    def check(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
+        """It serves whatever torch does."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

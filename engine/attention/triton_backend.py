@@ -46,21 +46,16 @@ class TritonMetadata(AttentionMetadata):
     prefill: PrefillTiles
 
 
-class TritonAttention(CapturableBackend):
+class TritonBackend(CapturableBackend):
     """One launch for all prefill chunks of a step and one or two for all its decodes."""
 
     name = "triton"
     max_head_dim = MAX_HEAD_DIM
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._num_processors = INTERPRETER_PROCESSORS
-        self.layer_kernels = LayerKernels(add_rms_norm, norm_and_rotate, silu_and_mul)
+    @classmethod
+    def check(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
         if device.type == "cuda":
-            if device.index is not None:
-                torch.cuda.set_device(device)  # Triton launches on the thread's current device
             properties = torch.cuda.get_device_properties(device)
-            self._num_processors = properties.multi_processor_count
             capability = (properties.major, properties.minor)
             if capability < MIN_CAPABILITY and not INTERPRETED:
                 raise ConfigError(
@@ -72,6 +67,15 @@ class TritonAttention(CapturableBackend):
                 f"attention_backend='triton' does not run on device={device.type!r}; use 'torch' there. "
                 "(For tests, TRITON_INTERPRET=1 set before Python starts runs it in Triton's interpreter.)"
             )
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._num_processors = INTERPRETER_PROCESSORS
+        self.layer_kernels = LayerKernels(add_rms_norm, norm_and_rotate, silu_and_mul)
+        if device.type == "cuda":
+            if device.index is not None:
+                torch.cuda.set_device(device)  # Triton launches on the thread's current device
+            self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def store(self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
         store_kv(keys, values, cache.keys, cache.values, slot_mapping)

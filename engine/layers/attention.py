@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from engine.attention.base import AttentionBackend
+from engine.attention.base import KernelBackend
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import LayerKVCache
 from engine.errors import ConfigError
@@ -13,13 +13,13 @@ from engine.errors import ConfigError
 class Attention(nn.Module):
     """Stores the step's keys and values, then attends: in that order, so that a step shares its prefixes."""
 
-    def __init__(self, backend: AttentionBackend, head_dim: int) -> None:
+    def __init__(self, backend: KernelBackend, head_dim: int) -> None:
         """Raises ConfigError if the backend cannot take heads of that size."""
         super().__init__()
         if backend.max_head_dim is not None and head_dim > backend.max_head_dim:
             raise ConfigError(
-                f"{type(backend).__name__} takes heads of up to {backend.max_head_dim} numbers, this model "
-                f"has {head_dim}; use attention_backend='torch'"
+                f"attention_backend={backend.name!r} takes heads of up to {backend.max_head_dim} numbers, "
+                f"this model has {head_dim}; use attention_backend='torch'"
             )
         self.backend = backend
         self.scale = head_dim**-0.5

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine.attention.base import AttentionBackend
+from engine.attention.base import KernelBackend
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import KVCache, LayerKVCache
 from engine.checkpoint.model_config import ModelConfig
@@ -38,7 +38,7 @@ class DecoderParts:
     config: ModelConfig
     flags: DecoderFlags
     tp: TensorParallel
-    backend: AttentionBackend
+    backend: KernelBackend
     dtype: torch.dtype
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBackend, CapturableBackend, load_backend
+from engine.attention import CapturableBackend, KernelBackend, load_backend
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import KVCache, block_bytes
 from engine.checkpoint.model_config import ModelConfig, dtype_name
@@ -73,7 +73,7 @@ class ModelRunner:
     ) -> None:
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype)
-        self.backend: AttentionBackend = load_backend(
+        self.backend: KernelBackend = load_backend(
             config.attention_backend, self.device, self.dtype, config.block_size
         )
         self._config = config
@@ -267,7 +267,7 @@ class ModelRunner:
         )
 
 
-def choose_capture(config: EngineConfig, backend: AttentionBackend, device: torch.device) -> Capture | None:
+def choose_capture(config: EngineConfig, backend: KernelBackend, device: torch.device) -> Capture | None:
     """How decode steps are captured; None on a CPU, with enforce_eager, and for backends that cannot be."""
     if config.enforce_eager or device.type != "cuda" or not isinstance(backend, CapturableBackend):
         return None

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend
+from engine.attention.base import KernelBackend
 from engine.attention.forward_batch import ForwardBatch
 from engine.kernels.upload import upload
 from engine.schedule.step_batch import StepBatch
 
 
 def to_device(
-    step: StepBatch, backend: AttentionBackend, device: torch.device, sampled: Tensor | None = None
+    step: StepBatch, backend: KernelBackend, device: torch.device, sampled: Tensor | None = None
 ) -> ForwardBatch:
     """Copy a step's arrays to the model's device and let the backend prepare its own.
 

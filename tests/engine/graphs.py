@@ -14,7 +14,7 @@ import engine.run.model_runner
 from engine.attention import CapturableBackend
 from engine.attention.base import AttentionMetadata
 from engine.attention.kv_cache import LayerKVCache
-from engine.attention.torch_backend import TorchAttention
+from engine.attention.torch_backend import TorchBackend
 from engine.run.decode_graphs import Replay
 
 
@@ -45,7 +45,7 @@ class StaticDecodes(AttentionMetadata):
     block_tables: Tensor
 
 
-class ReplayedTorch(TorchAttention, CapturableBackend):
+class ReplayedTorch(TorchBackend, CapturableBackend):
     """The torch backend over static buffers, which it reads on the host: no GPU could record that.
 
     Padding stores nothing and gets NaN, so that a row of it which goes on anywhere shows.

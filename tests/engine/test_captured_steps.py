@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed, so its kernels ca
 
 from engine import EngineConfig
 from engine.attention.kv_cache import KVCache
-from engine.attention.triton_backend import TritonAttention
+from engine.attention.triton_backend import TritonBackend
 from engine.checkpoint.model_config import read_model_config
 from engine.kernels.kv_tile import INTERPRETED
 from engine.layers.parallel import TensorParallel
@@ -85,7 +85,7 @@ def test_a_recorded_step_reads_nothing_on_the_host(
     """The whole model on the meta device, whose tensors have no values: a recording GPU reads none."""
     record_launches(monkeypatch)
     model_config, meta = read_model_config(folders[name]), torch.device("meta")
-    backend = TritonAttention(torch.device("cpu"))
+    backend = TritonBackend(torch.device("cpu"))
     with meta:
         rotary = RotaryEmbedding(
             model_config.head_dim, 200, model_config.rope_theta, dtype=torch.bfloat16, device=meta

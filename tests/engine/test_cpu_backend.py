@@ -20,9 +20,9 @@ pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels 
 import numba
 
 from engine.attention import load_backend
-from engine.attention.cpu_backend import CpuAttention
+from engine.attention.cpu_backend import CpuBackend
 from engine.attention.kv_cache import LayerKVCache
-from engine.attention.torch_backend import TorchAttention
+from engine.attention.torch_backend import TorchBackend
 from engine.cpu_kernels import kernel as kernel_module
 from engine.cpu_kernels.kernel import Kernel, next_task
 from engine.cpu_kernels.private_folder import exposure
@@ -35,8 +35,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def backend() -> CpuAttention:
-    return CpuAttention(CPU)
+def backend() -> CpuBackend:
+    return CpuBackend(CPU)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-def attend(backend: CpuAttention, batch: PagedBatch) -> torch.Tensor:
+def attend(backend: CpuBackend, batch: PagedBatch) -> torch.Tensor:
     metadata = backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
     cache = LayerKVCache(batch.key_cache, batch.value_cache)
     return backend.forward(batch.query, cache, metadata, scale=batch.scale)
@@ -57,7 +57,7 @@ def attend(backend: CpuAttention, batch: PagedBatch) -> torch.Tensor:
     ("head_dim", "group", "kv_heads"), [(32, 1, 3), (64, 2, 4), (128, 16, 1), (256, 3, 2), (40, 5, 1)]
 )
 def test_decode_equals_float64(
-    backend: CpuAttention, head_dim: int, group: int, kv_heads: int, block_size: int
+    backend: CpuBackend, head_dim: int, group: int, kv_heads: int, block_size: int
 ) -> None:
     """Contexts of one token to several blocks and one; a padding row; a pool that is NaN elsewhere."""
     contexts = [1, block_size - 1, block_size, block_size + 1, 0, 3 * block_size + 1, 2 * block_size]
@@ -78,7 +78,7 @@ sequences = st.lists(st.one_of(decodes, padding, prompts, chunks), min_size=1, m
 @settings(max_examples=40, deadline=None)
 @given(sequences, st.sampled_from([4, 16, 32]), st.integers(1, 2), st.integers(0, 99))
 def test_random_steps_equal_float64(
-    backend: CpuAttention, lens: list[tuple[int, int]], block_size: int, num_threads: int, seed: int
+    backend: CpuBackend, lens: list[tuple[int, int]], block_size: int, num_threads: int, seed: int
 ) -> None:
     """Any mix of decodes, padding, prompts and chunks in any order, on one thread and on two."""
     torch.set_num_threads(num_threads)
@@ -96,7 +96,7 @@ def test_random_steps_equal_float64(
         torch.set_num_threads(1)
 
 
-def test_a_sequence_gets_the_same_bits_in_every_batch(backend: CpuAttention) -> None:
+def test_a_sequence_gets_the_same_bits_in_every_batch(backend: CpuBackend) -> None:
     """Alone its KV heads are shared out, in a batch they are not."""
     batch = make_batch([70, 33, 5, 260, 12, 1, 90, 17], head_dim=32, group=1)
     together = attend(backend, batch)
@@ -184,14 +184,14 @@ def test_machine_code_is_kept_apart_by_the_sizes_it_is_made_for() -> None:
 
 def test_auto_takes_it_for_float32_on_a_cpu() -> None:
     chosen = load_backend("auto", CPU, torch.float32)
-    assert isinstance(chosen, CpuAttention)
+    assert isinstance(chosen, CpuBackend)
     assert chosen.layer_kernels is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_other_dtypes_stay_with_torch(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        assert isinstance(load_backend("auto", CPU, dtype), TorchAttention)
+        assert isinstance(load_backend("auto", CPU, dtype), TorchBackend)
     assert "compute in float32" in caplog.text
     with pytest.raises(ConfigError, match=r"attention_backend='cpu' cannot be used: .* set dtype='float32'"):
         load_backend("cpu", CPU, dtype)
@@ -202,13 +202,13 @@ def test_without_numba_torch_serves_and_the_log_says_so(
 ) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
     with caplog.at_level(logging.INFO):
-        assert isinstance(load_backend("auto", CPU, torch.float32), TorchAttention)
+        assert isinstance(load_backend("auto", CPU, torch.float32), TorchBackend)
     assert "pip install numba" in caplog.text
     with pytest.raises(ConfigError, match="pip install numba"):
         load_backend("cpu", CPU, torch.float32)
 
 
-def test_it_refuses_other_devices_and_larger_heads(backend: CpuAttention) -> None:
+def test_it_refuses_other_devices_and_larger_heads(backend: CpuBackend) -> None:
     with pytest.raises(ConfigError, match="does not run on device='cuda', set device='cpu'"):
         load_backend("cpu", torch.device("cuda"), torch.float32)
     with pytest.raises(ConfigError, match="up to 256 numbers, this model has 320"):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from engine import Engine, EngineConfig, StepFailed
 from engine.attention.forward_batch import ForwardBatch
-from engine.attention.torch_backend import TorchAttention
+from engine.attention.torch_backend import TorchBackend
 from engine.run.decode_graphs import CudaCapture, DecodeGraphs, StaticInputs, batch_sizes
 from engine.run.model_runner import choose_capture
 from engine.schedule.step_batch import StepBatch
@@ -279,7 +279,7 @@ def test_cpu_eager_and_a_backend_that_cannot_be_recorded_have_no_graphs() -> Non
     cuda, capturable = torch.device("cuda"), ReplayedTorch(CPU)
     assert choose_capture(EngineConfig("m"), capturable, CPU) is None
     assert choose_capture(EngineConfig("m", enforce_eager=True), capturable, cuda) is None
-    assert choose_capture(EngineConfig("m"), TorchAttention(CPU), cuda) is None
+    assert choose_capture(EngineConfig("m"), TorchBackend(CPU), cuda) is None
 
 
 def test_capture_on_cuda_runs_once_before_it_records(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="triton is not installed, and the backend u
 
 from engine.attention import load_backend
 from engine.attention.base import AttentionMetadata
-from engine.attention.flash_attn_backend import FlashAttention
+from engine.attention.flash_attn_backend import FlashAttnBackend
 from engine.attention.kv_cache import LayerKVCache
 from engine.errors import ConfigError
 from tests.engine.paged import DEVICE, TOLERANCE, PagedBatch, attend, make_batch
@@ -93,17 +93,17 @@ def flash_attn_varlen_func(
 
 
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> FlashAttention:
+def backend(monkeypatch: pytest.MonkeyPatch) -> FlashAttnBackend:
     if not ON_GPU:
         library = ModuleType("flash_attn")
         vars(library).update(
             flash_attn_with_kvcache=flash_attn_with_kvcache, flash_attn_varlen_func=flash_attn_varlen_func
         )
         monkeypatch.setitem(sys.modules, "flash_attn", library)
-    return FlashAttention(DEVICE)
+    return FlashAttnBackend(DEVICE)
 
 
-def run(backend: FlashAttention, batch: PagedBatch, metadata: AttentionMetadata) -> Tensor:
+def run(backend: FlashAttnBackend, batch: PagedBatch, metadata: AttentionMetadata) -> Tensor:
     cache = LayerKVCache(batch.key_cache, batch.value_cache)
     return backend.forward(batch.query, cache, metadata, scale=batch.scale)
 
@@ -115,7 +115,9 @@ chunks = st.tuples(st.integers(2, 40), st.integers(1, 300)).map(lambda pair: (pa
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.one_of(decodes, prompts, chunks), min_size=1, max_size=6), st.integers(0, 99))
-def test_random_steps_equal_float64(backend: FlashAttention, lens: list[tuple[int, int]], seed: int) -> None:
+def test_random_steps_equal_float64(
+    backend: FlashAttnBackend, lens: list[tuple[int, int]], seed: int
+) -> None:
     """Any mix of decodes, prompts and chunks in any order."""
     batch = make_batch(
         [context for _, context in lens],
@@ -128,7 +130,7 @@ def test_random_steps_equal_float64(backend: FlashAttention, lens: list[tuple[in
     assert batch.error(run(backend, batch, metadata)) < TOLERANCE[torch.bfloat16]
 
 
-def test_a_recorded_decode_step_gives_padding_rows_zeros(backend: FlashAttention) -> None:
+def test_a_recorded_decode_step_gives_padding_rows_zeros(backend: FlashAttnBackend) -> None:
     batch = make_batch([300, 1, 0, 256, 0], block_size=256, dtype=torch.bfloat16)
     assert backend.context_buckets(10, 1024) == [1024]
     lens, tables, rows = (batch.tensor(x) for x in (batch.context_lens, batch.block_tables, range(5)))

@@ -101,14 +101,14 @@ def test_parity_catches_a_context_one_too_short(
 ) -> None:
     """Decodes of the cpu backend that do not see their own token."""
     pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
-    from engine.attention.cpu_backend import CpuAttention
+    from engine.attention.cpu_backend import CpuBackend
 
-    build = CpuAttention.build_metadata
+    build = CpuBackend.build_metadata
 
     def build_short(self: Any, tables: Any, context_lens: Any, query_lens: Any) -> Any:
         return build(self, tables, context_lens - (query_lens == 1), query_lens)
 
-    monkeypatch.setattr(CpuAttention, "build_metadata", build_short)
+    monkeypatch.setattr(CpuBackend, "build_metadata", build_short)
     differences, _ = generate(references["gqa4_tied"], BY_NAME["gqa4_tied"], {"attention_backend": "cpu"})
     assert differences
 

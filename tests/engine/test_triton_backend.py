@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed, so its kernels ca
 import engine.attention
 from engine.attention import load_backend, triton_backend
 from engine.attention.kv_cache import LayerKVCache
-from engine.attention.triton_backend import TritonAttention
+from engine.attention.triton_backend import TritonBackend
 from engine.errors import ConfigError
 from engine.kernels.decode_attention import (
     MAX_SPLITS,
@@ -31,11 +31,11 @@ ON_CPU = pytest.mark.skipif(not INTERPRETED, reason="about CPUs: here the kernel
 
 
 @pytest.fixture(scope="module")
-def backend() -> TritonAttention:
-    return TritonAttention(DEVICE)
+def backend() -> TritonBackend:
+    return TritonBackend(DEVICE)
 
 
-def attend(backend: TritonAttention, batch: PagedBatch) -> torch.Tensor:
+def attend(backend: TritonBackend, batch: PagedBatch) -> torch.Tensor:
     metadata = backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
     cache = LayerKVCache(batch.key_cache, batch.value_cache)
     return backend.forward(batch.query, cache, metadata, scale=batch.scale)
@@ -52,7 +52,7 @@ sequences = st.lists(st.one_of(decodes, padding, prompts, chunks), min_size=1, m
 @settings(max_examples=20, deadline=None)
 @given(sequences, st.sampled_from([16, 32, 256]), st.sampled_from([(32, 1), (16, 3)]), st.integers(0, 99))
 def test_random_steps_equal_float64(
-    backend: TritonAttention,
+    backend: TritonBackend,
     lens: list[tuple[int, int]],
     block_size: int,
     shape: tuple[int, int],
@@ -72,7 +72,7 @@ def test_random_steps_equal_float64(
     assert batch.error(attend(backend, batch)) < TOLERANCE[torch.float32]
 
 
-def test_metadata_splits_a_step_by_kind(backend: TritonAttention) -> None:
+def test_metadata_splits_a_step_by_kind(backend: TritonBackend) -> None:
     """Sequences of 1, 70, 1 and 3 queries: two decode rows, and tiles of 64 queries for the others."""
     tables = np.arange(12, dtype=np.int32).reshape(4, 3)
     metadata = backend.build_metadata(tables, np.array([5, 80, 9, 3]), np.array([1, 70, 1, 3]))
@@ -117,7 +117,7 @@ def test_auto_takes_torch_where_triton_is_not_installed(
 
 def test_auto_does_not_take_it_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
     """Also where the interpreter could run the kernels: it is for tests."""
-    assert not isinstance(load_backend("auto", torch.device("cpu")), TritonAttention)
+    assert not isinstance(load_backend("auto", torch.device("cpu")), TritonBackend)
     assert caplog.text == ""
 
 
@@ -134,6 +134,6 @@ def test_on_a_cpu_without_the_interpreter_it_refuses(monkeypatch: pytest.MonkeyP
         load_backend("triton", torch.device("cpu"))
 
 
-def test_heads_that_are_too_large_stop_the_start(backend: TritonAttention) -> None:
+def test_heads_that_are_too_large_stop_the_start(backend: TritonBackend) -> None:
     with pytest.raises(ConfigError, match="up to 256 numbers, this model has 320"):
         Attention(backend, 320)

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
 
 from engine import Engine, EngineConfig, SamplingParams
-from engine.attention.triton_backend import TritonAttention
+from engine.attention.triton_backend import TritonBackend
 from engine.layers.activation import SiluAndMul
 from engine.layers.norm import RMSNorm
 from engine.schedule.scheduler import Scheduler
@@ -132,25 +132,25 @@ def pool_of(built: Engine) -> torch.Tensor:
 
 def test_one_wrong_slot_is_caught(few: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first token of each step goes to the slot after its own."""
-    store = TritonAttention.store
+    store = TritonBackend.store
 
     def store_wrongly(self: Any, keys: Any, values: Any, cache: Any, slot_mapping: torch.Tensor) -> None:
         wrong = slot_mapping.clone()
         wrong[0] += 1 if wrong[0] % 16 < 15 else -1
         store(self, keys, values, cache, wrong)
 
-    monkeypatch.setattr(TritonAttention, "store", store_wrongly)
+    monkeypatch.setattr(TritonBackend, "store", store_wrongly)
     assert differences(few["gqa4_tied"], BY_NAME["gqa4_tied"], {"enable_prefix_caching": False})
 
 
 def test_a_context_one_too_short_is_caught(few: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decodes that do not see their own token."""
-    build = TritonAttention.build_metadata
+    build = TritonBackend.build_metadata
 
     def build_short(self: Any, tables: Any, context_lens: Any, query_lens: Any) -> Any:
         return build(self, tables, context_lens - (query_lens == 1), query_lens)
 
-    monkeypatch.setattr(TritonAttention, "build_metadata", build_short)
+    monkeypatch.setattr(TritonBackend, "build_metadata", build_short)
     assert differences(few["gqa4_tied"], BY_NAME["gqa4_tied"], {})
 
 
