@@ -1,4 +1,4 @@
-"""The seam between the model and an attention implementation."""
+"""The seam between the model and the kernels of one kind."""
 
 from __future__ import annotations
 

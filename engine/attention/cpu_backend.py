@@ -1,4 +1,4 @@
-"""CPU backend: compiled kernels for decode, torch's own attention for prefills. float32."""
+"""CPU backend, float32: compiled kernels for decodes and other layers, torch's own attention for prefills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EngineConfig: everything an engine is started with."""
+"""EngineConfig: everything an engine is started with, and the identity of the model that it names."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from engine.checkpoint.model_config import ModelConfig
 from engine.run.config import EngineConfig
+from engine.sampling.sampler import ROWS_AT_ONCE
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ CPU_KV_CACHE_SHARE = 4  # a quarter, so that two workers fit on a laptop
 # Python, torch, transformers and a tokenizer, 320 MiB as seen with torch's CPU build, 70 more with Numba's
 # compiler; the rest is for fragments.
 LIBRARY_BYTES = 512 * 2**20
-ROWS_SAMPLED_AT_ONCE = 64  # the sampler's, whose scratch for each token of the vocabulary is 48 bytes
+SAMPLER_BYTES = 48  # its scratch for each row that it draws at once and each token of the vocabulary
 BLOCK_BOOKS_BYTES = 1024  # of one block: table entries, its key with its tokens, the index that finds it
 
 
@@ -62,7 +63,7 @@ def cpu_allowance_bytes(config: EngineConfig, model: ModelConfig, num_blocks: in
     per_token = 4 * (6 * model.hidden_size + 4 * model.intermediate_size + 6 * heads)
     longest_chunk = min(num_tokens, max_model_len)
     attention = max_model_len * (8 * heads + 5 * longest_chunk)
-    logits = model.vocab_size * (8 * num_seqs + 48 * min(num_seqs, ROWS_SAMPLED_AT_ONCE))
+    logits = model.vocab_size * (8 * num_seqs + SAMPLER_BYTES * min(num_seqs, ROWS_AT_ONCE))
     slots = num_seqs * max_model_len * (4 + 40) + num_blocks * BLOCK_BOOKS_BYTES
     return LIBRARY_BYTES + num_tokens * per_token + attention + logits + slots
 

@@ -199,13 +199,13 @@ class Stepper:
         """Raise StepFailed if a step raises whatever is in it. Nothing that was launched may be in flight."""
         control = Sequence("the engine's own", [0], CONTROL, stop_token_ids=frozenset((1,)))
         try:
-            self._launch(self._scheduler.schedule_alone(control)).wait()
+            self._launch(self._scheduler.schedule_control(control)).wait()
         except Exception as own_error:  # noqa: BLE001 - it says what is broken
             raise StepFailed(
                 f"a step failed: {error!r}; one of the engine's own failed too: {own_error!r}"
             ) from error
         finally:
-            self._scheduler.release_alone(control)
+            self._scheduler.release_control(control)
 
     def _check_decoding(self, error: Exception) -> None:
         """Raise StepFailed if the texts of all sequences fail, not of one alone."""

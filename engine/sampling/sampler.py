@@ -35,34 +35,33 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     drawn = np.flatnonzero(batch.values["temperature"] > 0)
     for start in range(0, len(drawn), ROWS_AT_ONCE):
         rows = drawn[start : start + ROWS_AT_ONCE]
-        there, token_ids = _draw(logits, rows, batch)
-        chosen[there] = token_ids
+        device_rows, token_ids = _draw(logits, rows, batch)
+        chosen[device_rows] = token_ids
     return chosen.masked_fill_(~highest.isfinite(), -1)
 
 
 def _draw(logits: Tensor, rows: NDArray[np.int64], batch: SamplingBatch) -> tuple[Tensor, Tensor]:
     """Inverse CDF of the given rows. Returns the rows on the device and their token ids, [rows] int64."""
     vocab_size = logits.shape[1]
-    own = batch.values[rows]
-    top_k, top_p = own["top_k"], own["top_p"]
-    u = uniform(own["seed"], batch.position[rows], own["sample_index"])
+    values = batch.values[rows]
+    top_k, top_p = values["top_k"], values["top_p"]
+    u = uniform(values["seed"], batch.position[rows], values["sample_index"])
     cut = np.flatnonzero(((top_k > 0) & (top_k < vocab_size)) | (top_p < 1))
-    there, *values = upload(
-        [rows, own["temperature"], own["min_p"], u, cut, top_k[cut], top_p[cut]], logits.device
+    device_rows, temperature, min_p, uniforms, cut_rows, k, p = upload(
+        [rows, values["temperature"], values["min_p"], u, cut, top_k[cut], top_p[cut]], logits.device
     )
-    temperature, min_p, uniforms, cut_there, k, p = values
-    row_logits = logits if len(rows) == len(logits) else logits[there]
+    row_logits = logits if len(rows) == len(logits) else logits[device_rows]
     scaled = (row_logits - row_logits.amax(dim=-1, keepdim=True)).div_(temperature.unsqueeze(1))
-    if (own["min_p"] > 0).any():
+    if (values["min_p"] > 0).any():
         # exp(scaled) is the probability relative to the likeliest token's
         scaled.masked_fill_(scaled.exp() < min_p.unsqueeze(1), -torch.inf)
     if len(cut):
         num_candidates = min(vocab_size, max(NUCLEUS_GUESS, int(top_k[cut].max())))
         decided = bool((top_k[cut] > 0).all())  # the candidates hold top_k tokens, so what top_p leaves too
-        scaled[cut_there] = _top_k_top_p(scaled[cut_there], k, p, num_candidates, decided=decided)
+        scaled[cut_rows] = _top_k_top_p(scaled[cut_rows], k, p, num_candidates, decided=decided)
     cdf = scaled.exp_().cumsum(dim=-1, dtype=torch.float64)
     target = uniforms.unsqueeze(1) * cdf[:, -1:]
-    return there, torch.searchsorted(cdf, target, right=True).squeeze(1)
+    return device_rows, torch.searchsorted(cdf, target, right=True).squeeze(1)
 
 
 def _top_k_top_p(

@@ -191,8 +191,8 @@ class Scheduler:
             self.withdraw()
         return seq
 
-    def schedule_alone(self, seq: Sequence) -> ScheduledBatch:
-        """A step of a short sequence that is in no queue, beside all others. Follow with `release_alone`.
+    def schedule_control(self, seq: Sequence) -> ScheduledBatch:
+        """A step of the engine's own short sequence, which is in no queue. Follow with `release_control`.
 
         If all is taken, which it is not after `set_aside`, the least urgent gives way.
         """
@@ -204,8 +204,8 @@ class Scheduler:
         batch.add_prefill(seq, seq.num_tokens)
         return batch
 
-    def release_alone(self, seq: Sequence) -> None:
-        """Take back what `schedule_alone` gave, also where it raised."""
+    def release_control(self, seq: Sequence) -> None:
+        """Take back what `schedule_control` gave, also where it raised."""
         if seq.slot >= 0:
             self._release(seq)
 

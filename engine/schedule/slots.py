@@ -1,7 +1,8 @@
 """SlotTable: the running sequences' state as arrays, one row per slot, updated in place.
 
 A step's batch is cut out of these rows by a few numpy operations, whatever the number of sequences or
-tokens; nothing is rebuilt per token in Python.
+tokens; nothing is rebuilt per token in Python. They are a copy: the Sequence rules, and what the
+scheduler changes of one that runs it changes here in the same call.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from engine.schedule.sequence import Sequence
 
 
 class SlotTable:
-    """Arrays of max_num_seqs rows. The scheduler writes them, the batch builder and the sampler read.
+    """Arrays of max_num_seqs rows. The scheduler writes them, it and `step_batch` read.
 
     token_ids: [slots, max_model_len] int32.  block_tables: [slots, max_blocks] int32.
     num_tokens, num_computed: [slots] int64, pending tokens and steps under way included.  num_known: [slots]

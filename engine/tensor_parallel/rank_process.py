@@ -30,18 +30,18 @@ class RankProcess:
     def __init__(self, rank: int, timeout_s: float) -> None:
         """timeout_s: how long the rank may leave a message unread."""
         self.rank = rank
-        ours, theirs = socket.socketpair()
+        driver_end, rank_end = socket.socketpair()
         by_main_thread = threading.current_thread() is threading.main_thread()
-        arguments = map(str, (theirs.fileno(), os.getpid(), int(by_main_thread), *sys.path))
-        with theirs:
+        arguments = map(str, (rank_end.fileno(), os.getpid(), int(by_main_thread), *sys.path))
+        with rank_end:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", BOOTSTRAP, *arguments],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[rank_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # the driver's standard output belongs to the program that uses the engine
                 process_group=0,  # a Ctrl-C in the terminal is the driver's alone
             )
-        self.channel = Channel(ours, timeout_s)
+        self.channel = Channel(driver_end, timeout_s)
 
     @property
     def pid(self) -> int:
