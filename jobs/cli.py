@@ -11,6 +11,7 @@ import click
 import redis
 
 from .cli_errors import errors_told
+from .common.version import code_version
 from .errors import ForeignJobsPackage, UnknownRun
 from .follow import End, Followed, follow
 from .progress import progress
@@ -20,7 +21,6 @@ from .run_obstacles import listened_queues, obstacles
 from .run_output import RunOutput, named_run, output_here
 from .run_snapshot import REFUSED, RunSnapshot, failure_text, plan_result, read_snapshot
 from .submit_options import json_value, run_arguments
-from .version import code_version
 
 #: Failed shards shown by name; the rest are counted.
 MAX_SHOWN = 5

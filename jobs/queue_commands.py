@@ -8,7 +8,8 @@ import click
 import redis
 
 from .cli_errors import errors_told
-from .keys import QUARANTINE
+from .common.keys import QUARANTINE
+from .common.shown import safe_name
 from .queue_tools import (
     QueueCounts,
     WorkerSeen,
@@ -19,7 +20,6 @@ from .queue_tools import (
     requeue,
     requeue_all,
 )
-from .shown import safe_name
 
 #: Failed jobs that `requeue --all` puts back at most, unless told otherwise.
 REQUEUE_LIMIT = 10_000

@@ -14,12 +14,12 @@ from rq.command import PUBSUB_CHANNEL_TEMPLATE
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
-from . import stored
 from ._inline import check_sampling
+from .common import stored
+from .common.keys import MODEL_FIELD
 from .error_limit import ErrorLimit
 from .errors import PlanningUnderWay
 from .holders import Holder, executions_key, holders
-from .keys import MODEL_FIELD
 from .left_jobs import LeftJob, asked_to_redo, read_left
 from .parquet.local_check import check_columns_here
 from .parquet.names import shard_job_id

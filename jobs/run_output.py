@@ -7,9 +7,9 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import stored
+from .common import stored
+from .common.keys import run_folder_key
 from .errors import JobsError, PlanDamaged, UnknownRun
-from .keys import run_folder_key
 from .parquet.names import MANIFEST, PLAN, SUCCESS, is_run_id, part_shard
 from .parquet.paths import local_path
 from .parquet.plan import PinnedModel, Plan

@@ -22,7 +22,7 @@ from rq.registry import (
 from rq.serializers import JSONSerializer
 from rq_dashboard import web
 
-from jobs.shown import safe_name
+from jobs.common.shown import safe_name
 
 #: What stands for a count that cannot be had.
 UNKNOWN = "?"

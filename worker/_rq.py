@@ -42,7 +42,7 @@ from rq.utils import now, utcformat
 from rq.worker.base import BaseWorker
 from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY
 
-from jobs.keys import held_key
+from jobs.common.keys import held_key
 from worker.errors import TooLarge
 from worker.held_job import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, HeldJob, check_counts, max_hash_bytes
 from worker.quarantine import NO_EXECUTION, Entry, Quarantine

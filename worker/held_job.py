@@ -10,7 +10,7 @@ from typing import Any
 from rq.exceptions import DeserializationError
 from rq.job import Job
 
-from jobs.stored import unpacked
+from jobs.common.stored import unpacked
 from worker.errors import TooLarge
 
 DEFAULT_MAX_JOB_BYTES = 4 << 20

@@ -17,9 +17,9 @@ from rq.timeouts import JobTimeoutException
 
 from engine import Completion
 from jobs.answer_memo import AnswerMemo
+from jobs.common.keys import FILE, FUNCTION
 from jobs.context import MAX_RESULT_BYTES, JobContext, Lease
 from jobs.holders import executions_key
-from jobs.keys import FILE, FUNCTION
 from jobs.served_model import ServedModel
 from jobs.shard_bytes import ShardBytes
 from jobs.shared_files import SharedFiles

@@ -6,7 +6,7 @@ import logging
 import re
 from typing import Any
 
-from jobs.shown import printable
+from jobs.common.shown import printable
 
 MAX_ARGUMENT_CHARS = 1000
 """Of each value in a message. A job's id is logged before anybody has looked at its length."""

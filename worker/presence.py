@@ -9,7 +9,7 @@ from typing import Any
 
 from redis import Redis
 
-from jobs.keys import WORKER_STATS_TTL_S, worker_key
+from jobs.common.keys import WORKER_STATS_TTL_S, worker_key
 
 
 class Presence:

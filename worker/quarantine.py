@@ -9,8 +9,8 @@ from typing import Any
 
 from redis import Redis
 
-from jobs.keys import QUARANTINE
-from jobs.shown import safe_name
+from jobs.common.keys import QUARANTINE
+from jobs.common.shown import safe_name
 from worker.scripts import Scripts
 
 MOST_LINES = 20

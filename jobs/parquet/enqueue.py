@@ -12,10 +12,10 @@ from rq.job import Job, JobStatus
 from rq.results import Result
 from rq.serializers import JSONSerializer
 
-from .. import stored
+from ..common import stored
+from ..common.keys import FILE, KIND_FIELD, MODEL_FIELD, SEQUENCES_FIELD, SUBMISSION_FIELD
 from ..context import JobContext
 from ..holders import executions_key
-from ..keys import FILE, KIND_FIELD, MODEL_FIELD, SEQUENCES_FIELD, SUBMISSION_FIELD
 from ..left_jobs import read_left
 from .names import PLAN, shard_job_id
 from .run_folder import RunFolder

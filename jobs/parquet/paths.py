@@ -4,8 +4,8 @@ import os
 import re
 from urllib.parse import unquote
 
+from ..common.shown import shown
 from ..errors import InvalidValue, UnsupportedScheme
-from ..shown import shown
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)([^?#]*)", re.DOTALL)
 

@@ -11,9 +11,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from ..common.shown import shown
 from ..errors import InvalidJob
 from ..served_model import model_text
-from ..shown import shown
 from .partitions import AddedColumn
 from .spec import RunSpec
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from ..common.shown import shown
+from ..common.version import code_version
 from ..context import JobContext
 from ..error_limit import DEFAULT_LIMIT, ErrorLimit
 from ..errors import (
@@ -22,8 +24,6 @@ from ..errors import (
 )
 from ..run_state import RunState
 from ..served_model import ServedModel, parse_model
-from ..shown import shown
-from ..version import code_version
 from .enqueue import enqueue_shards
 from .find_files import find_files
 from .inputs import Inputs, read_inputs

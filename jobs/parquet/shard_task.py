@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..common.shown import shown
 from ..context import JobContext
 from ..errors import InvalidJob, InvalidValue
-from ..shown import shown
 from ..tasks import Completion, Request, Task
 from .names import is_run_id
 

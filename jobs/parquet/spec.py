@@ -10,9 +10,9 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
+from ..common.shown import MAX_NAME_CHARS, shown
 from ..errors import InvalidJob, InvalidValue
 from ..prompts import parse_sampling
-from ..shown import MAX_NAME_CHARS, shown
 from .paths import local_path
 from .template import Template
 

@@ -9,8 +9,8 @@ from functools import cached_property
 from string import Formatter
 from typing import Any
 
+from ..common.shown import MAX_NAME_CHARS
 from ..errors import InvalidJob
-from ..shown import MAX_NAME_CHARS
 
 #: The template is part of a run's job and of its plan; each of a million rows repeats it.
 MAX_TEMPLATE_CHARS = 1 << 18

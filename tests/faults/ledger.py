@@ -18,7 +18,7 @@ from rq.job import Dependency, Job
 from rq.results import Result
 from rq.serializers import JSONSerializer
 
-from jobs.keys import held_key
+from jobs.common.keys import held_key
 from tests.fuzz.named import NAMED
 from tests.rq_workers import leftovers
 

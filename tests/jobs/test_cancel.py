@@ -16,7 +16,7 @@ from redis import Redis
 from rq.job import JobStatus
 
 from jobs import cli
-from jobs.keys import held_key, worker_key
+from jobs.common.keys import held_key, worker_key
 from jobs.parquet.names import part_name, shard_job_id
 from tests.rq_workers import Workers, leftovers, wait_until
 

@@ -19,14 +19,14 @@ from rq.results import Result
 from rq.serializers import JSONSerializer
 
 from jobs import cli
+from jobs.common.keys import SUBMISSION_FIELD, run_key, run_parts_key
+from jobs.common.version import code_version
 from jobs.context import JobContext
 from jobs.errors import RunCancelled
 from jobs.follow import End, follow
-from jobs.keys import SUBMISSION_FIELD, run_key, run_parts_key
 from jobs.parquet.names import shard_job_id
 from jobs.run_snapshot import RunSnapshot, read_snapshot
 from jobs.run_state import RunState
-from jobs.version import code_version
 from tests.jobs.answering import queued_jobs, run_task, score_parquet, work_off
 from tests.jobs.conftest import Invoke
 from tests.jobs.test_progress import snapshot

@@ -15,8 +15,8 @@ from rq.job import JobStatus
 from rq.results import Result
 
 from jobs import cli
+from jobs.common.keys import WORKER_STATS_TTL_S, run_key, run_parts_key
 from jobs.context import JobContext
-from jobs.keys import WORKER_STATS_TTL_S, run_key, run_parts_key
 from tests.jobs.answering import queued_jobs, score_parquet, work_off
 from tests.jobs.conftest import Invoke
 from tests.jobs.test_cli import add_worker, fail

@@ -17,8 +17,8 @@ import pytest
 from redis import Redis
 from rq.job import Job
 
+from jobs.common.keys import run_lock_key, run_parts_key
 from jobs.context import JobContext
-from jobs.keys import run_lock_key, run_parts_key
 from jobs.parquet.names import PLAN, part_name
 from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.run_folder import RunFolder

@@ -14,10 +14,10 @@ import pytest
 from redis import Redis
 
 from jobs import cli
+from jobs.common.keys import MODEL_FIELD, SILENT_S, WORKER_STATS_TTL_S, worker_key
 from jobs.context import JobContext
 from jobs.errors import InvalidJob, ModelNotServed, PlanDamaged, RunOfAnotherModel
 from jobs.follow import End, follow
-from jobs.keys import MODEL_FIELD, SILENT_S, WORKER_STATS_TTL_S, worker_key
 from jobs.parquet.plan import Plan
 from jobs.run_control import submit_run
 from jobs.run_snapshot import read_snapshot

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from redis import Redis
 
 from jobs import cli
+from jobs.common.keys import run_key, run_parts_key
 from jobs.context import JobContext
-from jobs.keys import run_key, run_parts_key
 from jobs.parquet.names import shard_job_id
 from tests.jobs.answering import queued_jobs, score_parquet, work_off
 

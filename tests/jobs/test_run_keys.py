@@ -11,9 +11,9 @@ import pytest
 from redis import Redis
 
 from jobs import run_state
+from jobs.common.keys import run_folder_key, run_key, run_lock_key, run_parts_key
 from jobs.context import JobContext
 from jobs.errors import RunKeyDamaged
-from jobs.keys import run_folder_key, run_key, run_lock_key, run_parts_key
 from jobs.run_snapshot import read_snapshot
 from jobs.run_state import RunState
 from jobs.table import open_task

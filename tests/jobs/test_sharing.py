@@ -13,9 +13,9 @@ import pytest
 from redis import Redis
 from redis.lock import Lock
 
+from jobs.common.keys import run_lock_key
 from jobs.context import JobContext
 from jobs.errors import RunBusy, RunCancelled
-from jobs.keys import run_lock_key
 from jobs.parquet.enqueue import enqueue_shards
 from jobs.parquet.names import PLAN
 from jobs.parquet.run_folder import RunFolder

@@ -14,9 +14,9 @@ from redis import Redis
 from rq.utils import now
 
 from jobs import run_control
+from jobs.common.keys import held_key, run_key, run_lock_key, worker_key
 from jobs.context import JobContext, Lease
 from jobs.holders import executions_key
-from jobs.keys import held_key, run_key, run_lock_key, worker_key
 from jobs.parquet.names import part_name
 from jobs.parquet.spec import RunSpec
 from jobs.run_snapshot import RunSnapshot, failure_text, read_snapshot

@@ -11,7 +11,7 @@ from redis import Redis
 from rq import Queue
 from rq.serializers import JSONSerializer
 
-from jobs.keys import FUNCTION, KIND_FIELD, MODEL_FIELD
+from jobs.common.keys import FUNCTION, KIND_FIELD, MODEL_FIELD
 from tests.rq_workers import Workers
 from worker._rq import Claim, JobStore, Wanted
 
