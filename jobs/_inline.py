@@ -17,8 +17,8 @@ from rq import get_current_job
 from rq.job import Job
 
 from .context import JobContext
+from .context.shard_bytes import ShardBytes
 from .errors import InvalidJob, InvalidValue, JobsError
-from .shard_bytes import ShardBytes
 from .table import open_task, own_function
 from .tasks import Request, Task
 

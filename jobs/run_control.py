@@ -17,6 +17,7 @@ from rq.serializers import JSONSerializer
 from ._inline import check_sampling
 from .common import stored
 from .common.keys import MODEL_FIELD
+from .context.served_model import parse_model
 from .error_limit import ErrorLimit
 from .errors import PlanningUnderWay
 from .holders import Holder, executions_key, holders
@@ -28,7 +29,6 @@ from .parquet.plan import MAX_SHARDS
 from .parquet.spec import RunSpec, check_queue_name
 from .run_output import RunOutput
 from .run_state import RunState
-from .served_model import parse_model
 
 if TYPE_CHECKING:
     from redis import Redis

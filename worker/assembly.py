@@ -6,10 +6,10 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from jobs._inline import check_sampling
-from jobs.answer_memo import AnswerMemo
 from jobs.common.version import code_version
-from jobs.served_model import ServedModel
-from jobs.shard_bytes import ShardBytes
+from jobs.context.answer_memo import AnswerMemo
+from jobs.context.served_model import ServedModel
+from jobs.context.shard_bytes import ShardBytes
 from jobs.table import ALLOWED_FUNCTIONS
 from worker._rq import Callbacks, JobStore, own_client
 from worker.admission import Admission

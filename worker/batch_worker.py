@@ -23,7 +23,7 @@ from rq.worker.base import BaseWorker, DequeueStrategy, WorkerStatus
 
 import jobs
 from jobs.common.version import code_version
-from jobs.served_model import model_text
+from jobs.context.served_model import model_text
 from worker._rq import MIN_REDIS_VERSION, called_by_rq_command
 from worker.errors import EngineFailed, ForeignJobsPackage, IoThreadFailed, StartupError
 from worker.import_path import leave_out_working_directory

@@ -16,13 +16,13 @@ from rq.exceptions import AbandonedJobError
 from rq.timeouts import JobTimeoutException
 
 from engine import Completion
-from jobs.answer_memo import AnswerMemo
 from jobs.common.keys import FILE, FUNCTION
 from jobs.context import MAX_RESULT_BYTES, JobContext, Lease
+from jobs.context.answer_memo import AnswerMemo
+from jobs.context.served_model import ServedModel
+from jobs.context.shard_bytes import ShardBytes
+from jobs.context.shared_files import SharedFiles
 from jobs.holders import executions_key
-from jobs.served_model import ServedModel
-from jobs.shard_bytes import ShardBytes
-from jobs.shared_files import SharedFiles
 from jobs.table import ALLOWED_FUNCTIONS as OWN_NAMES
 from jobs.table import open_task, own_function
 from worker._rq import (

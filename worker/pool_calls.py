@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jobs.shard_bytes import NoRoomYet
+from jobs.context.shard_bytes import NoRoomYet
 from worker._rq import OUTAGES
 from worker.faults import is_fault
 from worker.functions import FunctionPool

@@ -12,10 +12,10 @@ from dotenv import dotenv_values
 from pydantic import ByteSize, Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from jobs.answer_memo import DEFAULT_BYTES
 from jobs.context import MAX_RESULT_BYTES
-from jobs.served_model import ServedModel
-from jobs.shard_bytes import DEFAULT_BYTES as SHARD_BYTES
+from jobs.context.answer_memo import DEFAULT_BYTES
+from jobs.context.served_model import ServedModel
+from jobs.context.shard_bytes import DEFAULT_BYTES as SHARD_BYTES
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.errors import SettingsError
 from worker.held_job import DEFAULT_MAX_HELD_BYTES, DEFAULT_MAX_JOB_BYTES

@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ..context.shard_bytes import DEFAULT_BYTES
 from ..errors import ColumnConflict, InputChanged, InputNotFound, SchemaMismatch
-from ..shard_bytes import DEFAULT_BYTES
 from .added_columns import with_added_fields
 from .fingerprint import file_fingerprint
 from .footer import MAX_FOOTER_BYTES, check_footer

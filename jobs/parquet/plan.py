@@ -12,8 +12,8 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ..common.shown import shown
+from ..context.served_model import model_text
 from ..errors import InvalidJob
-from ..served_model import model_text
 from .partitions import AddedColumn
 from .spec import RunSpec
 
@@ -29,7 +29,7 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class PinnedModel:
-    """The one model whose answers a run holds; see jobs.served_model for the fields."""
+    """The one model whose answers a run holds; see jobs.context.served_model for the fields."""
 
     name: str
     fingerprint: str

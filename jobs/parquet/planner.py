@@ -14,6 +14,7 @@ import pyarrow as pa
 from ..common.shown import shown
 from ..common.version import code_version
 from ..context import JobContext
+from ..context.served_model import ServedModel, parse_model
 from ..error_limit import DEFAULT_LIMIT, ErrorLimit
 from ..errors import (
     InputChanged,
@@ -23,7 +24,6 @@ from ..errors import (
     RunOfAnotherModel,
 )
 from ..run_state import RunState
-from ..served_model import ServedModel, parse_model
 from .enqueue import enqueue_shards
 from .find_files import find_files
 from .inputs import Inputs, read_inputs

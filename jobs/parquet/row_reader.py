@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..context import never_interrupted
+from ..context.shard_bytes import ShardBytes
 from ..errors import CorruptParquet, ShardTooLarge
-from ..shard_bytes import ShardBytes
 from .decoder import Decoder
 from .inputs import open_source
 from .plan import Shard

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
+from ..context.shard_bytes import ShardBytes
 from ..errors import ShardTooLarge
-from ..shard_bytes import ShardBytes
 from .row_values import RowProblem
 
 #: What a row takes besides its prompt, at least: its places in lists, or the reason why it has none.

@@ -13,11 +13,11 @@ from typing import Any
 import pyarrow as pa
 
 from ..context import JobContext
+from ..context.served_model import ServedModel, model_text
+from ..context.shared_files import ReaderKey, SharedFiles
 from ..errors import PlanDamaged, RunError, RunOfAnotherModel
 from ..part_stats import PartStats
 from ..run_state import RunState
-from ..served_model import ServedModel, model_text
-from ..shared_files import ReaderKey, SharedFiles
 from ..tasks import Completion, Request
 from .added_columns import with_added_fields, with_added_values
 from .fingerprint import file_fingerprint

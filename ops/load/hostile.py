@@ -17,7 +17,7 @@ from rq.job import Job
 from rq.results import Result
 from rq.utils import str_to_date
 
-from jobs.shard_bytes import DEFAULT_BYTES
+from jobs.context.shard_bytes import DEFAULT_BYTES
 from ops.load.attacks import ATTACKS, LANE, Attack, give_text
 from ops.load.report import Report
 from ops.load.site import MIB, Site, enqueue_prompts, site

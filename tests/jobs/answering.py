@@ -12,7 +12,7 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from jobs.context import JobContext
-from jobs.served_model import ServedModel
+from jobs.context.served_model import ServedModel
 from jobs.table import open_task, own_function
 from jobs.tasks import Request, Task
 

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis import Redis
 
-from jobs.answer_memo import ENTRY_BYTES, AnswerMemo
 from jobs.context import JobContext
+from jobs.context.answer_memo import ENTRY_BYTES, AnswerMemo
 from jobs.parquet.part import Answer
 from jobs.parquet.shard_requests import ShardRequests
 from jobs.tasks import Request

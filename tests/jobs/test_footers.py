@@ -12,8 +12,8 @@ import pytest
 
 from jobs import errors
 from jobs.context import JobContext
+from jobs.context.shard_bytes import DEFAULT_BYTES, ShardBytes
 from jobs.parquet.footer_cost import CHUNK_BYTES, ELEMENT_BYTES, FooterCost
-from jobs.shard_bytes import DEFAULT_BYTES, ShardBytes
 from tests.jobs.answering import score_parquet
 
 MakeContext = Callable[[], JobContext]

@@ -17,6 +17,7 @@ from redis import Redis
 
 from jobs import errors
 from jobs.context import JobContext
+from jobs.context.shared_files import SharedFiles
 from jobs.parquet import plan, spec
 from jobs.parquet.names import PLAN, part_name
 from jobs.parquet.part import part_stats, write_part
@@ -26,7 +27,6 @@ from jobs.parquet.shard_work import ShardWork, trusted_plan
 from jobs.parquet.spec import RunSpec
 from jobs.parquet.storage import Storage, reading
 from jobs.run_state import RunState
-from jobs.shared_files import SharedFiles
 from tests.jobs.answering import MODEL, feed, queued_jobs, run_task, score_parquet, shout, work_off
 
 MakeContext = Callable[[], JobContext]

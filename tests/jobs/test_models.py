@@ -16,12 +16,12 @@ from redis import Redis
 from jobs import cli
 from jobs.common.keys import MODEL_FIELD, SILENT_S, WORKER_STATS_TTL_S, worker_key
 from jobs.context import JobContext
+from jobs.context.served_model import ServedModel
 from jobs.errors import InvalidJob, ModelNotServed, PlanDamaged, RunOfAnotherModel
 from jobs.follow import End, follow
 from jobs.parquet.plan import Plan
 from jobs.run_control import submit_run
 from jobs.run_snapshot import read_snapshot
-from jobs.served_model import ServedModel
 from tests.jobs.answering import MODEL, queued_jobs, run_task, score_parquet, work_off
 
 MakeContext = Callable[[], JobContext]

@@ -17,10 +17,10 @@ from redis import Redis
 
 from jobs import errors
 from jobs.context import JobContext
+from jobs.context.shard_bytes import NoRoomYet, ShardBytes
 from jobs.parquet.pages import chunk_size, leaves
 from jobs.parquet.row_bounds import BATCH_BYTES
 from jobs.parquet.shard_work import ShardWork
-from jobs.shard_bytes import NoRoomYet, ShardBytes
 from tests.jobs.answering import FakeCompletion, queued_jobs, run_task, score_parquet
 
 MakeContext = Callable[[], JobContext]

@@ -19,6 +19,7 @@ from redis import Redis
 
 from jobs import errors
 from jobs.context import JobContext
+from jobs.context.shared_files import SharedFiles
 from jobs.parquet import walk
 from jobs.parquet.find_files import find_files
 from jobs.parquet.local_check import check_columns_here
@@ -28,7 +29,6 @@ from jobs.parquet.spec import RunSpec
 from jobs.parquet.storage import Storage
 from jobs.parquet.template import MAX_SHARD_PIECES, Template
 from jobs.parquet.walk import Walk
-from jobs.shared_files import SharedFiles
 from tests.jobs.answering import queued_jobs, run_task, score_parquet, work_off
 
 MakeContext = Callable[[], JobContext]

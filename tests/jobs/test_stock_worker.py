@@ -19,8 +19,8 @@ from rq.serializers import JSONSerializer
 import jobs
 from engine import Completion, InvalidPrompt, SamplingParams
 from jobs import _inline
+from jobs.context.shard_bytes import DEFAULT_BYTES
 from jobs.errors import InvalidJob
-from jobs.shard_bytes import DEFAULT_BYTES
 from jobs.table import open_task
 from tests.jobs.answering import MODEL
 

@@ -17,7 +17,7 @@ from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
 from engine import SamplingParams
-from jobs.served_model import ServedModel
+from jobs.context.served_model import ServedModel
 from tests.rq_workers import Workers, leftovers, wait_until, wait_until_started
 from tests.worker.fake_engine import FakeEngine
 from worker._rq import Callbacks, JobStore, Wanted

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from jobs.shard_bytes import NoRoomYet
+from jobs.context.shard_bytes import NoRoomYet
 from worker.packing import RunningJob
 from worker.pool_calls import PoolCalls
 

@@ -1,4 +1,4 @@
-"""What a running job gets from the process that runs it."""
+"""JobContext: what one execution of a job is lent."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .common.shown import shown
-from .errors import InvalidValue, ModelNotServed
+from ..common.shown import shown
+from ..errors import InvalidValue, ModelNotServed
 
 #: A model's name may be the path of its folder.
 MAX_MODEL_CHARS = 4096

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .parquet.part import Answer
+    from ..parquet.part import Answer
 
 #: Room for about forty thousand short answers.
 DEFAULT_BYTES = 16 << 20
