@@ -13,7 +13,7 @@ from typing import Any
 from .context import JobContext
 from .errors import InvalidJob
 from .parquet.shard_task import shard_task
-from .prompt_task import chat_task, complete_task
+from .prompts.prompt_task import chat_task, complete_task
 from .tasks import Task
 
 _ENGINE_JOBS: Mapping[str, Callable[..., Task]] = {

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from ..errors import WrongColumnType
-from ..prompts import MAX_PROMPT_BYTES, messages_problem, text_problem
+from ..prompts.arguments import MAX_PROMPT_BYTES, messages_problem, text_problem
 from .row_values import RowProblem, row_values
 from .spec import RunSpec
 from .template import Template

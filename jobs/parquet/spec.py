@@ -12,7 +12,7 @@ from typing import Any
 
 from ..common.shown import MAX_NAME_CHARS, shown
 from ..errors import InvalidJob, InvalidValue
-from ..prompts import parse_sampling
+from ..prompts.arguments import parse_sampling
 from .paths import local_path
 from .template import Template
 

@@ -17,7 +17,7 @@ from engine.schedule.step_batch import build_sampling_batch
 from engine.text.prompts import PromptReader
 from engine.text.tokenizer import Tokenizer
 from jobs.errors import JobsError
-from jobs.prompt_task import chat_task, complete_task
+from jobs.prompts.prompt_task import chat_task, complete_task
 from tests.fuzz.named import check_says
 from tests.fuzz.values import MESSAGES, SAMPLING
 

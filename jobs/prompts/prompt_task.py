@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from .context import MAX_RESULT_BYTES, JobContext
-from .context.served_model import parse_model
-from .errors import ResultTooLarge
-from .prompts import Unusable, check_choices, parse_messages, parse_prompts, parse_sampling
+from ..context import MAX_RESULT_BYTES, JobContext
+from ..context.served_model import parse_model
+from ..errors import ResultTooLarge
+from ..tasks import Completion, Request, Task
+from .arguments import Unusable, check_choices, parse_messages, parse_prompts, parse_sampling
 from .responses import Answers, FailedCompletion, chat_completion, check_answers, text_completion
-from .tasks import Completion, Request, Task
 
 
 class Respond(Protocol):

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import RequestFailed
-from .tasks import Completion
+from ..errors import RequestFailed
+from ..tasks import Completion
 
 #: The samples of each request, in request order; samples ordered by their index.
 Answers = Sequence[Sequence[Completion]]

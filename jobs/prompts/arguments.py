@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .common.shown import MAX_SHOWN_CHARS, shown
-from .errors import InvalidJob, InvalidValue
+from ..common.shown import MAX_SHOWN_CHARS, shown
+from ..errors import InvalidJob, InvalidValue
 
 #: A prompt beyond any context length only costs tokenizer time and Redis memory.
 MAX_PROMPT_BYTES = 1 << 20
