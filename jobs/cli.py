@@ -13,13 +13,13 @@ import redis
 from .cli_errors import errors_told
 from .common.version import code_version
 from .errors import ForeignJobsPackage, UnknownRun
-from .follow import End, Followed, follow
 from .progress import progress
 from .queue_commands import info, requeue_command
-from .run_control import cancel_run, describe_again, submit_run
-from .run_obstacles import listened_queues, obstacles
-from .run_output import RunOutput, named_run, output_here
-from .run_snapshot import REFUSED, RunSnapshot, failure_text, plan_result, read_snapshot
+from .runs.control import cancel_run, describe_again, submit_run
+from .runs.follow import End, Followed, follow
+from .runs.obstacles import listened_queues, obstacles
+from .runs.output import RunOutput, named_run, output_here
+from .runs.snapshot import REFUSED, RunSnapshot, failure_text, plan_result, read_snapshot
 from .submit_options import json_value, run_arguments
 
 #: Failed shards shown by name; the rest are counted.

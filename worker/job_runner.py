@@ -22,7 +22,7 @@ from jobs.context.answer_memo import AnswerMemo
 from jobs.context.served_model import ServedModel
 from jobs.context.shard_bytes import ShardBytes
 from jobs.context.shared_files import SharedFiles
-from jobs.holders import executions_key
+from jobs.runs.holders import executions_key
 from jobs.table import ALLOWED_FUNCTIONS as OWN_NAMES
 from jobs.table import open_task, own_function
 from worker._rq import (

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from ..parquet.plan import Plan, Shard
     from ..parquet.row_reader import RowReader
+    from ..runs.plan import Plan, Shard
 
 #: A run's shards come one after the other: more plans than this are not in use at once.
 MAX_PLANS = 4

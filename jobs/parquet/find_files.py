@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..errors import InputNotFound, InvalidJob, NestedFolders
-from .partitions import FoundFile, Keys, folder_key, joined_keys
-from .spec import check_num_files
+from ..runs.partitions import FoundFile, Keys, folder_key, joined_keys
+from ..runs.spec import check_num_files
 from .storage import Storage, glob_chars, reading
 from .walk import Folder, Walk
 

@@ -13,12 +13,12 @@ import pyarrow.parquet as pq
 
 from ..context.shard_bytes import DEFAULT_BYTES
 from ..errors import ColumnConflict, InputChanged, InputNotFound, SchemaMismatch
+from ..runs.partitions import AddedColumn, FoundFile, partition_columns
+from ..runs.plan import PlannedFile
 from .added_columns import with_added_fields
 from .fingerprint import file_fingerprint
 from .footer import MAX_FOOTER_BYTES, check_footer
 from .footer_cost import MAX_FOOTER_ITEMS
-from .partitions import AddedColumn, FoundFile, partition_columns
-from .plan import PlannedFile
 from .storage import FileStat, Storage, reading
 
 #: Bytes read at once of each column: without a limit pyarrow holds a whole row group's compressed columns.

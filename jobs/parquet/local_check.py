@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from ..errors import ColumnConflict, InputError, MissingColumn, SearchTooLong, WrongColumnType
-from .spec import RunSpec
+from ..runs.spec import RunSpec
 
 
 def check_columns_here(spec: RunSpec) -> None:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from ..common.version import code_version
 from ..context.served_model import ServedModel
 from ..errors import ColumnConflict, CorruptParquet, FooterTooLarge, InputNotFound, PartDamaged, PathSwapped
-from ..part_stats import PartStats
+from ..runs.part_stats import PartStats
 from .inputs import open_parquet
 from .storage import Storage, writing
 

@@ -15,7 +15,6 @@ from ..common.shown import shown
 from ..common.version import code_version
 from ..context import JobContext
 from ..context.served_model import ServedModel, parse_model
-from ..error_limit import DEFAULT_LIMIT, ErrorLimit
 from ..errors import (
     InputChanged,
     InvalidValue,
@@ -23,16 +22,17 @@ from ..errors import (
     OutputHoldsAnotherRun,
     RunOfAnotherModel,
 )
-from ..run_state import RunState
-from .enqueue import enqueue_shards
+from ..runs.error_limit import DEFAULT_LIMIT, ErrorLimit
+from ..runs.names import PLAN, part_name
+from ..runs.plan import PinnedModel, Plan, PlannedFile, cut_shards
+from ..runs.shard_jobs import enqueue_shards
+from ..runs.spec import RunSpec, check_queue_name
+from ..runs.state import RunState
 from .find_files import find_files
 from .inputs import Inputs, read_inputs
-from .names import PLAN, part_name
 from .part import output_schema, part_stats, write_part
-from .plan import PinnedModel, Plan, PlannedFile, cut_shards
 from .prompt_source import prompt_source
 from .run_folder import RunFolder, create_plan, load_plan
-from .spec import RunSpec, check_queue_name
 from .storage import Storage, writing
 
 

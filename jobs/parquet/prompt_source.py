@@ -11,9 +11,9 @@ import pyarrow as pa
 
 from ..errors import WrongColumnType
 from ..prompts.arguments import MAX_PROMPT_BYTES, messages_problem, text_problem
+from ..runs.spec import RunSpec
+from ..runs.template import Template
 from .row_values import RowProblem, row_values
-from .spec import RunSpec
-from .template import Template
 
 #: Rows that are Python's at a time: as Python's objects, values take many times what Arrow needs for them.
 SLICE_ROWS = 128

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 from ..context import never_interrupted
 from ..context.shard_bytes import ShardBytes
 from ..errors import CorruptParquet, ShardTooLarge
+from ..runs.plan import Shard
 from .decoder import Decoder
 from .inputs import open_source
-from .plan import Shard
 from .read_room import ReadRoom
 from .row_bounds import SHARD_TIMES
 from .storage import Storage, reading

@@ -26,10 +26,8 @@ from ..errors import (
     RunError,
     RunResubmitted,
 )
-from ..part_stats import COUNTED, PartStats
-from ..run_control import remove_waiting
-from ..run_state import RunState
-from .names import (
+from ..runs.control import remove_waiting
+from ..runs.names import (
     MANIFEST,
     PLAN,
     SUCCESS,
@@ -41,8 +39,10 @@ from .names import (
     shard_job_id,
     temporary_name,
 )
+from ..runs.part_stats import COUNTED, PartStats
+from ..runs.plan import Plan
+from ..runs.state import RunState
 from .part import read_part_stats
-from .plan import Plan
 from .storage import Storage, reading, writing
 
 #: A plan of ten million rows in shards of one thousand has about 0.3 MB.

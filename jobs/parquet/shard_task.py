@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ..common.shown import shown
 from ..context import JobContext
 from ..errors import InvalidJob, InvalidValue
+from ..runs.names import is_run_id
 from ..tasks import Completion, Request, Task
-from .names import is_run_id
 
 if TYPE_CHECKING:
     from .shard_work import ShardWork

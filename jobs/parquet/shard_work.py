@@ -16,15 +16,15 @@ from ..context import JobContext
 from ..context.served_model import ServedModel, model_text
 from ..context.shared_files import ReaderKey, SharedFiles
 from ..errors import PlanDamaged, RunError, RunOfAnotherModel
-from ..part_stats import PartStats
-from ..run_state import RunState
+from ..runs.names import PLAN, part_name
+from ..runs.part_stats import PartStats
+from ..runs.plan import Plan, PlannedFile, Shard
+from ..runs.state import RunState
 from ..tasks import Completion, Request
 from .added_columns import with_added_fields, with_added_values
 from .fingerprint import file_fingerprint
 from .inputs import unchanged
-from .names import PLAN, part_name
 from .part import Answer, output_schema, part_stats, with_answers, write_part
-from .plan import Plan, PlannedFile, Shard
 from .prompt_source import prompt_source, render_rows
 from .read_room import ReadRoom
 from .row_reader import RowReader

@@ -19,8 +19,8 @@ import pyarrow as pa
 
 from ..context import never_interrupted
 from ..errors import CorruptParquet, DiskFull, InputNotFound, OutputNotWritable, PathOutsideRoots, PathSwapped
+from ..runs.paths import local_path
 from .confined import entered, links_refused, root_of
-from .paths import local_path
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _SIZE_ASKED = re.compile(r"of size (\d+)")  # pyarrow's error has no other place for it

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ..errors import SearchTooLong
-from .paths import local_path
+from ..runs.paths import local_path
 from .storage import Storage, glob_chars
 
 #: Names that one search may meet, in all folders together: some seconds on a local disk.

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from redis import Redis
 
-from jobs.parquet.names import PLAN
-from jobs.run_snapshot import read_snapshot
+from jobs.runs.names import PLAN
+from jobs.runs.snapshot import read_snapshot
 from ops.load.report import Report
 from ops.load.site import MIB, Site, site, unended
 

@@ -18,12 +18,13 @@ from redis import Redis
 from redis.connection import AbstractConnection
 from rq.serializers import JSONSerializer
 
-from jobs import run_state
-from jobs.parquet import enqueue, planner, run_folder, shard_work
+from jobs.parquet import planner, run_folder, shard_work
 from jobs.parquet.run_folder import RunFolder
 from jobs.parquet.shard_task import ShardTask
 from jobs.parquet.storage import Storage
-from jobs.run_state import RunState
+from jobs.runs import shard_jobs as enqueue
+from jobs.runs import state as run_state
+from jobs.runs.state import RunState
 from tests.faults import clock
 from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
 from worker import BatchWorker

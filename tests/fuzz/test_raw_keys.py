@@ -13,7 +13,7 @@ from redis import Redis
 from redis.connection import Connection
 from rq.group import Group
 
-from jobs.run_control import submit_run
+from jobs.runs.control import submit_run
 from tests.fuzz.raw_keys import DAMAGES, NOT_DAMAGED, OWN_KEYS, PAST, SHARED_KEYS, Damage, running_site
 from tests.redis_server import running_redis_server
 from tests.rq_workers import Workers

@@ -17,7 +17,7 @@ from rq.job import JobStatus
 
 from jobs import cli
 from jobs.common.keys import held_key, worker_key
-from jobs.parquet.names import part_name, shard_job_id
+from jobs.runs.names import part_name, shard_job_id
 from tests.rq_workers import Workers, leftovers, wait_until
 
 ROWS_PER_SHARD = 3

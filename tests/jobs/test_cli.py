@@ -23,10 +23,10 @@ from jobs.common.keys import SUBMISSION_FIELD, run_key, run_parts_key
 from jobs.common.version import code_version
 from jobs.context import JobContext
 from jobs.errors import RunCancelled
-from jobs.follow import End, follow
-from jobs.parquet.names import shard_job_id
-from jobs.run_snapshot import RunSnapshot, read_snapshot
-from jobs.run_state import RunState
+from jobs.runs.follow import End, follow
+from jobs.runs.names import shard_job_id
+from jobs.runs.snapshot import RunSnapshot, read_snapshot
+from jobs.runs.state import RunState
 from tests.jobs.answering import queued_jobs, run_task, score_parquet, work_off
 from tests.jobs.conftest import Invoke
 from tests.jobs.test_progress import snapshot

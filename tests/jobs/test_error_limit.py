@@ -12,8 +12,8 @@ from redis import Redis
 
 from jobs import cli
 from jobs.context import JobContext
-from jobs.error_limit import ErrorLimit
 from jobs.errors import InvalidValue
+from jobs.runs.error_limit import ErrorLimit
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, queued_jobs, refuse, run_task, shout, work_off
 from tests.jobs.conftest import Invoke

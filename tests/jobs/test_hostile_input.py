@@ -18,15 +18,15 @@ from redis import Redis
 from jobs import errors
 from jobs.context import JobContext
 from jobs.context.shared_files import SharedFiles
-from jobs.parquet import plan, spec
-from jobs.parquet.names import PLAN, part_name
 from jobs.parquet.part import part_stats, write_part
 from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.run_folder import RunFolder
 from jobs.parquet.shard_work import ShardWork, trusted_plan
-from jobs.parquet.spec import RunSpec
 from jobs.parquet.storage import Storage, reading
-from jobs.run_state import RunState
+from jobs.runs import plan, spec
+from jobs.runs.names import PLAN, part_name
+from jobs.runs.spec import RunSpec
+from jobs.runs.state import RunState
 from tests.jobs.answering import MODEL, feed, queued_jobs, run_task, score_parquet, shout, work_off
 
 MakeContext = Callable[[], JobContext]

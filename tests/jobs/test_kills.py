@@ -20,13 +20,13 @@ from rq.job import Job
 from jobs.common.keys import run_lock_key, run_parts_key
 from jobs.context import JobContext
 from jobs.context.shared_files import SharedFiles
-from jobs.parquet.names import PLAN, part_name
 from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.run_folder import RunFolder
 from jobs.parquet.shard_work import ShardWork, trusted_plan
-from jobs.parquet.spec import RunSpec
 from jobs.parquet.storage import Storage
-from jobs.run_state import RunState
+from jobs.runs.names import PLAN, part_name
+from jobs.runs.spec import RunSpec
+from jobs.runs.state import RunState
 from tests.jobs.answering import queued_jobs, run_task, score_parquet, shout, work_off
 from tests.jobs.killing import Fuse, FusedRedis, FusedStorage, Killed
 

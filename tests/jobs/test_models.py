@@ -18,10 +18,10 @@ from jobs.common.keys import MODEL_FIELD, SILENT_S, WORKER_STATS_TTL_S, worker_k
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
 from jobs.errors import InvalidJob, ModelNotServed, PlanDamaged, RunOfAnotherModel
-from jobs.follow import End, follow
-from jobs.parquet.plan import Plan
-from jobs.run_control import submit_run
-from jobs.run_snapshot import read_snapshot
+from jobs.runs.control import submit_run
+from jobs.runs.follow import End, follow
+from jobs.runs.plan import Plan
+from jobs.runs.snapshot import read_snapshot
 from tests.jobs.answering import MODEL, queued_jobs, run_task, score_parquet, work_off
 
 MakeContext = Callable[[], JobContext]

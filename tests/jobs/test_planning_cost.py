@@ -23,12 +23,12 @@ from jobs.context.shared_files import SharedFiles
 from jobs.parquet import walk
 from jobs.parquet.find_files import find_files
 from jobs.parquet.local_check import check_columns_here
-from jobs.parquet.plan import Plan
 from jobs.parquet.prompt_source import prompt_source
-from jobs.parquet.spec import RunSpec
 from jobs.parquet.storage import Storage
-from jobs.parquet.template import MAX_SHARD_PIECES, Template
 from jobs.parquet.walk import Walk
+from jobs.runs.plan import Plan
+from jobs.runs.spec import RunSpec
+from jobs.runs.template import MAX_SHARD_PIECES, Template
 from tests.jobs.answering import queued_jobs, run_task, score_parquet, work_off
 
 MakeContext = Callable[[], JobContext]

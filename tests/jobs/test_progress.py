@@ -16,7 +16,7 @@ import pytest
 from rq.job import JobStatus
 
 from jobs.progress import LINE_EVERY_S, Bar, Lines, progress
-from jobs.run_snapshot import RunSnapshot
+from jobs.runs.snapshot import RunSnapshot
 
 
 def snapshot(**changed: Any) -> RunSnapshot:

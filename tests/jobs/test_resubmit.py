@@ -20,8 +20,8 @@ from jobs import cli, errors
 from jobs.context import JobContext
 from jobs.parquet.fingerprint import WHOLE_BYTES, file_fingerprint
 from jobs.parquet.storage import Storage
-from jobs.run_control import submit_run
-from jobs.run_snapshot import read_snapshot
+from jobs.runs.control import submit_run
+from jobs.runs.snapshot import read_snapshot
 from jobs.table import open_task
 from tests.jobs.answering import feed, queued_jobs, run_task, score_parquet, work_off
 

@@ -19,10 +19,10 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from jobs.context import JobContext
-from jobs.parquet.names import part_name, shard_job_id
 from jobs.parquet.prompt_source import RowProblem
 from jobs.parquet.shard_requests import ShardRequests
 from jobs.parquet.shard_work import row_seed
+from jobs.runs.names import part_name, shard_job_id
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, queued_jobs, refuse, run_task, score_parquet, shout, work_off
 
@@ -71,7 +71,7 @@ def test_a_planning_that_is_interrupted_ends_between_two_files_or_two_chunks(
 
     for number in range(3):
         write(tmp_path / f"{number}.parquet", ["a", "b"])
-    monkeypatch.setattr("jobs.parquet.enqueue.CHUNK", 1)
+    monkeypatch.setattr("jobs.runs.shard_jobs.CHUNK", 1)
     for checks in itertools.count():
         countdown = iter(range(checks))
 

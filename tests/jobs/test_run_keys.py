@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
-from jobs import run_state
 from jobs.common.keys import run_folder_key, run_key, run_lock_key, run_parts_key
 from jobs.context import JobContext
 from jobs.errors import RunKeyDamaged
-from jobs.run_snapshot import read_snapshot
-from jobs.run_state import RunState
+from jobs.runs import state as run_state
+from jobs.runs.snapshot import read_snapshot
+from jobs.runs.state import RunState
 from jobs.table import open_task
 from tests.jobs.answering import feed, queued_jobs, refuse, run_task, score_parquet, work_off
 from tests.jobs.conftest import Invoke

@@ -23,11 +23,11 @@ from redis import Redis
 from jobs.context import JobContext
 from jobs.context.shared_files import MAX_READERS, ReaderKey, SharedFiles
 from jobs.errors import InputChanged
-from jobs.parquet.plan import Shard, cut_shards
 from jobs.parquet.row_bounds import BATCH_ROWS
 from jobs.parquet.row_reader import RowReader
 from jobs.parquet.shard_task import ShardTask
 from jobs.parquet.storage import Storage
+from jobs.runs.plan import Shard, cut_shards
 from jobs.table import open_task
 from jobs.tasks import Task
 from tests.jobs.answering import feed, queued_jobs, score_parquet

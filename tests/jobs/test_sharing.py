@@ -17,12 +17,12 @@ from jobs.common.keys import run_lock_key
 from jobs.context import JobContext
 from jobs.context.shared_files import SharedFiles
 from jobs.errors import RunBusy, RunCancelled
-from jobs.parquet.enqueue import enqueue_shards
-from jobs.parquet.names import PLAN
 from jobs.parquet.run_folder import RunFolder
 from jobs.parquet.shard_work import trusted_plan
 from jobs.parquet.storage import Storage
-from jobs.run_state import RunState
+from jobs.runs.names import PLAN
+from jobs.runs.shard_jobs import enqueue_shards
+from jobs.runs.state import RunState
 from tests.jobs.answering import queued_jobs, run_task, score_parquet
 
 MakeContext = Callable[[], JobContext]

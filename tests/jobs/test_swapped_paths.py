@@ -16,13 +16,13 @@ from redis import Redis
 from jobs import errors
 from jobs.context import JobContext
 from jobs.context.shared_files import SharedFiles
-from jobs.parquet.names import PLAN, part_name
 from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.run_folder import RunFolder
 from jobs.parquet.shard_work import ShardWork, trusted_plan
-from jobs.parquet.spec import RunSpec
 from jobs.parquet.storage import Storage
-from jobs.run_state import RunState
+from jobs.runs.names import PLAN, part_name
+from jobs.runs.spec import RunSpec
+from jobs.runs.state import RunState
 from tests.jobs.answering import queued_jobs, run_task, score_parquet, shout, work_off
 
 MakeContext = Callable[[], JobContext]

@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 from redis import Redis
 from rq.utils import now
 
-from jobs import run_control
 from jobs.common.keys import held_key, run_key, run_lock_key, worker_key
 from jobs.context import JobContext, Lease
-from jobs.holders import executions_key
-from jobs.parquet.names import part_name
-from jobs.parquet.spec import RunSpec
-from jobs.run_snapshot import RunSnapshot, failure_text, read_snapshot
+from jobs.runs import control as run_control
+from jobs.runs.holders import executions_key
+from jobs.runs.names import part_name
+from jobs.runs.snapshot import RunSnapshot, failure_text, read_snapshot
+from jobs.runs.spec import RunSpec
 from jobs.table import open_task, own_function
 from tests.jobs.answering import MODEL, feed, refuse, shout
 from tests.thaws.freezing import Killed

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jobs.errors import ModelNotServed
-from jobs.run_control import submit_run
-from jobs.run_snapshot import read_snapshot
+from jobs.runs.control import submit_run
+from jobs.runs.snapshot import read_snapshot
 from tests.rq_workers import Workers, stats_of, wait_until
 
 

@@ -18,7 +18,7 @@ from rq.job import JobStatus
 
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
-from jobs.parquet.names import shard_job_id
+from jobs.runs.names import shard_job_id
 from jobs.tasks import Completion, Request, Task
 from tests.jobs.answering import score_parquet
 from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from redis.exceptions import ConnectionError, TimeoutError
 
-from .errors import UnknownRun
-from .run_obstacles import no_worker_text
-from .run_snapshot import REFUSED, RunSnapshot
+from ..errors import UnknownRun
+from .obstacles import no_worker_text
+from .snapshot import REFUSED, RunSnapshot
 
 #: Between two looks at Redis; longer, up to MAX_POLL_S, where a run of many shards makes a look long.
 POLL_S, MAX_POLL_S = 0.5, 5.0

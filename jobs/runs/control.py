@@ -14,21 +14,21 @@ from rq.command import PUBSUB_CHANNEL_TEMPLATE
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
-from ._inline import check_sampling
-from .common import stored
-from .common.keys import MODEL_FIELD
-from .context.served_model import parse_model
+from .._inline import check_sampling
+from ..common import stored
+from ..common.keys import MODEL_FIELD
+from ..context.served_model import parse_model
+from ..errors import PlanningUnderWay
+from ..parquet.local_check import check_columns_here
 from .error_limit import ErrorLimit
-from .errors import PlanningUnderWay
 from .holders import Holder, executions_key, holders
 from .left_jobs import LeftJob, asked_to_redo, read_left
-from .parquet.local_check import check_columns_here
-from .parquet.names import shard_job_id
-from .parquet.paths import local_path
-from .parquet.plan import MAX_SHARDS
-from .parquet.spec import RunSpec, check_queue_name
-from .run_output import RunOutput
-from .run_state import RunState
+from .names import shard_job_id
+from .output import RunOutput
+from .paths import local_path
+from .plan import MAX_SHARDS
+from .spec import RunSpec, check_queue_name
+from .state import RunState
 
 if TYPE_CHECKING:
     from redis import Redis

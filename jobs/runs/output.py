@@ -7,13 +7,13 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .common import stored
-from .common.keys import run_folder_key
-from .errors import JobsError, PlanDamaged, UnknownRun
-from .parquet.names import MANIFEST, PLAN, SUCCESS, is_run_id, part_shard
-from .parquet.paths import local_path
-from .parquet.plan import PinnedModel, Plan
-from .run_key_types import wrong_types_told
+from ..common import stored
+from ..common.keys import run_folder_key
+from ..errors import JobsError, PlanDamaged, UnknownRun
+from .key_types import wrong_types_told
+from .names import MANIFEST, PLAN, SUCCESS, is_run_id, part_shard
+from .paths import local_path
+from .plan import PinnedModel, Plan
 
 if TYPE_CHECKING:
     from redis import Redis

@@ -15,10 +15,10 @@ from rq.serializers import JSONSerializer
 from ..common import stored
 from ..common.keys import FILE, KIND_FIELD, MODEL_FIELD, SEQUENCES_FIELD, SUBMISSION_FIELD
 from ..context import JobContext
-from ..holders import executions_key
-from ..left_jobs import read_left
+from ..parquet.run_folder import RunFolder
+from .holders import executions_key
+from .left_jobs import read_left
 from .names import PLAN, shard_job_id
-from .run_folder import RunFolder
 
 if TYPE_CHECKING:
     from redis.client import Pipeline

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rq import Queue
 from rq.job import Job, JobStatus
 
-from .common import stored
+from ..common import stored
 from .holders import executions_key
 
 if TYPE_CHECKING:

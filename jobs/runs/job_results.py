@@ -6,7 +6,7 @@ import binascii
 from base64 import b64decode
 from typing import TYPE_CHECKING, Any
 
-from .common import stored
+from ..common import stored
 
 if TYPE_CHECKING:
     from redis import Redis

@@ -10,11 +10,11 @@ from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 from rq.worker_registration import REDIS_WORKER_KEYS
 
-from .common import stored
-from .common.keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
-from .common.shown import safe_name
-from .parquet.names import is_run_id, job_shard
-from .run_snapshot import RunSnapshot
+from ..common import stored
+from ..common.keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
+from ..common.shown import safe_name
+from .names import is_run_id, job_shard
+from .snapshot import RunSnapshot
 
 if TYPE_CHECKING:
     from redis import Redis

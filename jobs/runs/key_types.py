@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import ResponseError
 
-from .common.keys import run_key, run_lock_key, run_parts_key
-from .errors import RunKeyDamaged
+from ..common.keys import run_key, run_lock_key, run_parts_key
+from ..errors import RunKeyDamaged
 
 if TYPE_CHECKING:
     from redis import Redis

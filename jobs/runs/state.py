@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from redis.exceptions import LockError, LockNotOwnedError, ResponseError
 
-from .common import stored
-from .common.keys import RUN_TTL_S, run_folder_key, run_key, run_lock_key, run_parts_key
-from .context import Lease
+from ..common import stored
+from ..common.keys import RUN_TTL_S, run_folder_key, run_key, run_lock_key, run_parts_key
+from ..context import Lease
+from ..errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
 from .error_limit import DEFAULT_LIMIT, ErrorLimit
-from .errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
+from .key_types import check_lock, key_types, wrong_types_told
+from .lock import RunLock, transact
 from .part_stats import PartStats
-from .run_key_types import check_lock, key_types, wrong_types_told
-from .run_lock import RunLock, transact
-from .run_values import End, PartCount, Verdict
+from .state_values import End, PartCount, Verdict
 
 if TYPE_CHECKING:
     from redis import Redis

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from .common.stored import count
+from ..common.stored import count
 
 #: What a manifest sums up over the parts.
 COUNTED = ("rows", "errors", "prompt_tokens", "completion_tokens", "cached_tokens", "generated_tokens")

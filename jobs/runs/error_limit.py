@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .common.shown import shown
-from .errors import InvalidValue
+from ..common.shown import shown
+from ..errors import InvalidValue
 
 #: Fewer finished rows say nothing of a share.
 MIN_JUDGED_ROWS = 100

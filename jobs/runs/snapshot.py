@@ -12,17 +12,17 @@ from rq.serializers import JSONSerializer
 from rq.worker.base import BaseWorker
 from rq.worker_registration import WORKERS_BY_QUEUE_KEY
 
-from .common import stored
-from .common.keys import SILENT_S, SUBMISSION_FIELD, WORKER_STATS_TTL_S, worker_key
-from .common.shown import MAX_TEXT_CHARS, safe_name
+from ..common import stored
+from ..common.keys import SILENT_S, SUBMISSION_FIELD, WORKER_STATS_TTL_S, worker_key
+from ..common.shown import MAX_TEXT_CHARS, safe_name
+from ..errors import FAULT_PREFIX, InvalidValue
 from .error_limit import ErrorLimit
-from .errors import FAULT_PREFIX, InvalidValue
 from .holders import num_held
 from .job_results import last_error, last_value
-from .parquet.names import job_shard, shard_job_id
-from .parquet.plan import MAX_SHARDS
+from .names import job_shard, shard_job_id
 from .part_stats import PartStats
-from .run_state import RunState
+from .plan import MAX_SHARDS
+from .state import RunState
 
 if TYPE_CHECKING:
     from redis import Redis

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from .common.keys import worker_key
-from .common.stored import text
+from ..common.keys import worker_key
+from ..common.stored import text
 
 if TYPE_CHECKING:
     from redis import Redis
