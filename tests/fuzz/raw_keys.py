@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from redis.exceptions import ResponseError
 from rq.job import Job
 
-from jobs import cli
+from jobs.cli import commands as cli
 from tests.ops.dashboard_process import ask, running_dashboard
 from tests.rq_workers import Workers, text_of, wait_until
 

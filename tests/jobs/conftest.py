@@ -8,7 +8,7 @@ import click.testing
 import pytest
 from redis import Redis
 
-from jobs import cli
+from jobs.cli import commands as cli
 from jobs.context import JobContext
 from tests.jobs.answering import MODEL
 from tests.redis_server import running_redis_server

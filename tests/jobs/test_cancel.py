@@ -15,7 +15,7 @@ import pytest
 from redis import Redis
 from rq.job import JobStatus
 
-from jobs import cli
+from jobs.cli import commands as cli
 from jobs.common.keys import held_key, worker_key
 from jobs.runs.names import part_name, shard_job_id
 from tests.rq_workers import Workers, leftovers, wait_until

@@ -18,7 +18,7 @@ from rq.job import Job, JobStatus
 from rq.results import Result
 from rq.serializers import JSONSerializer
 
-from jobs import cli
+from jobs.cli import commands as cli
 from jobs.common.keys import SUBMISSION_FIELD, run_key, run_parts_key
 from jobs.common.version import code_version
 from jobs.context import JobContext

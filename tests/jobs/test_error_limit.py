@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
-from jobs import cli
+from jobs.cli import commands as cli
 from jobs.context import JobContext
 from jobs.errors import InvalidValue
 from jobs.runs.error_limit import ErrorLimit

@@ -14,7 +14,7 @@ from redis import Redis
 from rq.job import JobStatus
 from rq.results import Result
 
-from jobs import cli
+from jobs.cli import commands as cli
 from jobs.common.keys import WORKER_STATS_TTL_S, run_key, run_parts_key
 from jobs.context import JobContext
 from tests.jobs.answering import queued_jobs, score_parquet, work_off

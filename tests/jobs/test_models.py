@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
-from jobs import cli
+from jobs.cli import commands as cli
 from jobs.common.keys import MODEL_FIELD, SILENT_S, WORKER_STATS_TTL_S, worker_key
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rq.job import JobStatus
 
-from jobs.progress import LINE_EVERY_S, Bar, Lines, progress
+from jobs.cli.progress import LINE_EVERY_S, Bar, Lines, progress
 from jobs.runs.snapshot import RunSnapshot
 
 

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 from redis import Redis
 
-from jobs import cli
+from jobs.cli import commands as cli
 from jobs.common.keys import run_key, run_parts_key
 from jobs.context import JobContext
 from jobs.runs.names import shard_job_id

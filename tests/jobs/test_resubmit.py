@@ -16,7 +16,8 @@ from redis import Redis
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
-from jobs import cli, errors
+from jobs import errors
+from jobs.cli import commands as cli
 from jobs.context import JobContext
 from jobs.parquet.fingerprint import WHOLE_BYTES, file_fingerprint
 from jobs.parquet.storage import Storage

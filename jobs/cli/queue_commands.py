@@ -7,9 +7,9 @@ import os
 import click
 import redis
 
-from .cli_errors import errors_told
-from .common.keys import QUARANTINE
-from .common.shown import safe_name
+from ..common.keys import QUARANTINE
+from ..common.shown import safe_name
+from .errors_told import errors_told
 from .queue_tools import (
     QueueCounts,
     WorkerSeen,

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import click
 import redis
 
-from .common.shown import MAX_TEXT_CHARS, safe_name
-from .errors import JobsError
+from ..common.shown import MAX_TEXT_CHARS, safe_name
+from ..errors import JobsError
 
 
 def _shown(error: Exception) -> str:

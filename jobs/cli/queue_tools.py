@@ -19,7 +19,7 @@ from rq.utils import now, utcformat
 from rq.worker.base import BaseWorker
 from rq.worker_registration import REDIS_WORKER_KEYS
 
-from .common.keys import QUARANTINE
+from ..common.keys import QUARANTINE
 
 if TYPE_CHECKING:
     from redis import Redis

@@ -10,16 +10,16 @@ from typing import Any
 import click
 import redis
 
-from .cli_errors import errors_told
-from .common.version import code_version
-from .errors import ForeignJobsPackage, UnknownRun
+from ..common.version import code_version
+from ..errors import ForeignJobsPackage, UnknownRun
+from ..runs.control import cancel_run, describe_again, submit_run
+from ..runs.follow import End, Followed, follow
+from ..runs.obstacles import listened_queues, obstacles
+from ..runs.output import RunOutput, named_run, output_here
+from ..runs.snapshot import REFUSED, RunSnapshot, failure_text, plan_result, read_snapshot
+from .errors_told import errors_told
 from .progress import progress
 from .queue_commands import info, requeue_command
-from .runs.control import cancel_run, describe_again, submit_run
-from .runs.follow import End, Followed, follow
-from .runs.obstacles import listened_queues, obstacles
-from .runs.output import RunOutput, named_run, output_here
-from .runs.snapshot import REFUSED, RunSnapshot, failure_text, plan_result, read_snapshot
 from .submit_options import json_value, run_arguments
 
 #: Failed shards shown by name; the rest are counted.

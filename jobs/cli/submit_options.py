@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from .common.shown import shown
-from .runs.spec import DEFAULT_PROMPT_COLUMN
+from ..common.shown import shown
+from ..runs.spec import DEFAULT_PROMPT_COLUMN
 
 #: Sampling values that have an option of their own.
 SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")

@@ -1,0 +1,5 @@
+"""The `tokenmill` command line."""
+
+from .commands import main
+
+__all__ = ["main"]
