@@ -15,7 +15,7 @@ def complete(prompt: str | list[Any], *, model: str | None = None, **sampling: A
     model: the served model's name, path or hub id; any other is refused. sampling: keyword arguments of
     engine.SamplingParams. Raises InvalidJob, or RequestFailed naming the prompt that the engine refused.
     """
-    from ._inline import run_task
+    from .stock_worker import run_task
 
     return run_task("jobs.complete", (prompt,), {"model": model, **sampling})  # type: ignore[no-any-return]
 
@@ -26,7 +26,7 @@ def chat(messages: list[dict[str, Any]], *, model: str | None = None, **sampling
     model: the served model's name, path or hub id; any other is refused. sampling: keyword arguments of
     engine.SamplingParams. Raises InvalidJob or RequestFailed.
     """
-    from ._inline import run_task
+    from .stock_worker import run_task
 
     return run_task("jobs.chat", (messages,), {"model": model, **sampling})  # type: ignore[no-any-return]
 
@@ -49,7 +49,7 @@ def score_parquet(
 
     The arguments and errors are those of jobs.parquet.planner.score_parquet, which this calls.
     """
-    from ._inline import run_own_function
+    from .stock_worker import run_own_function
 
     options = {
         "prompt_column": prompt_column,
@@ -68,6 +68,6 @@ def score_parquet(
 
 def score_shard(run: str, plan: str, shard: int) -> dict[str, Any]:
     """Score one shard of a planned run; enqueued by score_parquet only."""
-    from ._inline import run_task
+    from .stock_worker import run_task
 
     return run_task("jobs.score_shard", (run, plan, shard), {})  # type: ignore[no-any-return]

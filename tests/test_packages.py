@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 HEAVY = {"torch", "transformers", "pyarrow"}
 MAY_IMPORT = {"engine": {"engine"}, "jobs": {"jobs"}, "worker": {"worker", "jobs", "engine"}}
 OURS = {"engine", "jobs", "worker", "ops", "tests"}
-EXCEPTION = ROOT / "jobs" / "_inline.py"
+EXCEPTION = ROOT / "jobs" / "stock_worker.py"
 
 
 def imports(path: Path) -> set[tuple[str, bool]]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from jobs._inline import check_sampling
 from jobs.common.version import code_version
 from jobs.context.answer_memo import AnswerMemo
 from jobs.context.served_model import ServedModel
 from jobs.context.shard_bytes import ShardBytes
+from jobs.stock_worker import check_sampling
 from jobs.table import ALLOWED_FUNCTIONS
 from worker._rq import Callbacks, JobStore, own_client
 from worker.admission import Admission

@@ -14,12 +14,12 @@ from rq.command import PUBSUB_CHANNEL_TEMPLATE
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
-from .._inline import check_sampling
 from ..common import stored
 from ..common.keys import MODEL_FIELD
 from ..context.served_model import parse_model
 from ..errors import PlanningUnderWay
 from ..parquet.local_check import check_columns_here
+from ..stock_worker import check_sampling
 from .error_limit import ErrorLimit
 from .holders import Holder, executions_key, holders
 from .left_jobs import LeftJob, asked_to_redo, read_left

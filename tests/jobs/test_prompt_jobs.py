@@ -11,11 +11,11 @@ import pytest
 
 import jobs
 from jobs import errors
-from jobs._inline import check_sampling
 from jobs.context import JobContext
 from jobs.prompts.arguments import MAX_MESSAGES, MAX_PROMPT_BYTES, MAX_PROMPTS
 from jobs.prompts.prompt_task import PromptTask
 from jobs.prompts.responses import text_completion
+from jobs.stock_worker import check_sampling
 from jobs.table import ALLOWED_FUNCTIONS, open_task, own_function
 from jobs.tasks import Request
 from tests.jobs.answering import MODEL, FakeCompletion, refuse, run_task, shout

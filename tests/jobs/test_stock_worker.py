@@ -18,7 +18,7 @@ from rq.serializers import JSONSerializer
 
 import jobs
 from engine import Completion, InvalidPrompt, SamplingParams
-from jobs import _inline
+from jobs import stock_worker
 from jobs.context.shard_bytes import DEFAULT_BYTES
 from jobs.errors import InvalidJob
 from jobs.table import open_task
@@ -73,9 +73,9 @@ def queue(redis: Redis, tmp_path: Path, engine: EchoEngine, monkeypatch: pytest.
         max_result_bytes=1 << 20,
         max_shard_bytes=DEFAULT_BYTES,
     )
-    monkeypatch.setattr(_inline, "_identity", lambda: None)
-    monkeypatch.setattr(_inline, "_settings", lambda: settings)
-    monkeypatch.setattr(_inline, "_engine", lambda: engine)
+    monkeypatch.setattr(stock_worker, "_identity", lambda: None)
+    monkeypatch.setattr(stock_worker, "_settings", lambda: settings)
+    monkeypatch.setattr(stock_worker, "_engine", lambda: engine)
     return Queue("stock", connection=redis, serializer=JSONSerializer)
 
 
@@ -169,10 +169,10 @@ def test_sampling_that_no_request_could_use_fails_the_planning(queue: Queue, tmp
 
 
 def test_the_engine_never_holds_more_than_the_window(engine: EchoEngine) -> None:
-    task = open_task("jobs.complete", [["x"] * (_inline.MAX_PENDING + 50)])
+    task = open_task("jobs.complete", [["x"] * (stock_worker.MAX_PENDING + 50)])
     assert task is not None
-    _inline.drive(task, engine)  # type: ignore[arg-type]
-    assert engine.max_waiting == _inline.MAX_PENDING
+    stock_worker.drive(task, engine)  # type: ignore[arg-type]
+    assert engine.max_waiting == stock_worker.MAX_PENDING
 
 
 def test_outside_of_a_job_the_error_says_what_to_do() -> None:
