@@ -12,11 +12,14 @@ import redis
 
 from ..common.version import code_version
 from ..errors import ForeignJobsPackage, UnknownRun
+from ..parquet.local_check import check_columns_here
 from ..runs.control import cancel_run, describe_again, submit_run
 from ..runs.follow import End, Followed, follow
 from ..runs.obstacles import listened_queues, obstacles
 from ..runs.output import RunOutput, named_run, output_here
 from ..runs.snapshot import REFUSED, RunSnapshot, failure_text, plan_result, read_snapshot
+from ..runs.spec import RunSpec
+from ..stock_worker import check_sampling
 from .errors_told import errors_told
 from .progress import progress
 from .queue_commands import info, requeue_command
@@ -93,7 +96,7 @@ def submit(connection: redis.Redis, /, wait: bool, queue: str, **options: Any) -
     Submitting the same again resumes the run.
     """
     with errors_told():
-        run = submit_run(connection, queue, **run_arguments(options))
+        run = submit_run(connection, queue, check=check_here, **run_arguments(options))
         if wait:
             click.echo(run)
             _wait(connection, run)
@@ -158,6 +161,12 @@ def check_jobs_package() -> None:
     found = importlib.import_module("jobs")
     if not getattr(found, "__tokenmill__", False):
         raise ForeignJobsPackage(getattr(found, "__file__", None) or "a folder without __init__.py")
+
+
+def check_here(spec: RunSpec) -> None:
+    """Raise what the planning of a run would, as far as engine, pyarrow and the input are on this machine."""
+    check_sampling(spec.sampling)
+    check_columns_here(spec)
 
 
 def _await_plan(connection: redis.Redis, run: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,6 @@ from ..common import stored
 from ..common.keys import MODEL_FIELD
 from ..context.served_model import parse_model
 from ..errors import PlanningUnderWay
-from ..parquet.local_check import check_columns_here
-from ..stock_worker import check_sampling
 from .error_limit import ErrorLimit
 from .holders import Holder, executions_key, holders
 from .left_jobs import LeftJob, asked_to_redo, read_left
@@ -53,6 +51,10 @@ class Cancelled:
     stopped: int
 
 
+def accept_any_run(spec: RunSpec) -> None:
+    """Stand in for the check of a run's arguments where only its planning makes one."""
+
+
 def submit_run(
     connection: Redis,
     queue_name: str,
@@ -60,20 +62,21 @@ def submit_run(
     model: str | None = None,
     redo_damaged: bool = False,
     max_errors: int | str | None = None,
+    check: Callable[[RunSpec], None] = accept_any_run,
     **arguments: Any,
 ) -> str:
     """Enqueue the planning of a run unless it is already under way; return the run's id.
 
     model: only a worker that serves it by this name plans the run, or resumes it. redo_damaged: parts that
     are not what the run has written are removed and computed again. max_errors: see jobs.score_parquet.
+    check: raises what the planning would, as far as that can be known on this machine.
     arguments: those of jobs.score_parquet; relative paths start at the working directory.
     Raises InvalidJob or UnsupportedScheme before anything is enqueued.
     """
     spec, model = RunSpec.from_arguments(**arguments), parse_model(model)
     limit = ErrorLimit.parse(max_errors)
     check_queue_name(queue_name)
-    check_sampling(spec.sampling)
-    check_columns_here(spec)
+    check(spec)
     plan_job = f"{spec.run}-plan"
     state = RunState(connection, spec.run)
     # The output as it was named: which real path it has is for the worker to say.
