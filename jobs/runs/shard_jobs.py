@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,10 +16,11 @@ from rq.serializers import JSONSerializer
 from ..common import stored
 from ..common.keys import FILE, KIND_FIELD, MODEL_FIELD, SEQUENCES_FIELD, SUBMISSION_FIELD
 from ..context import JobContext
-from ..parquet.run_folder import RunFolder
 from .holders import executions_key
 from .left_jobs import read_left
 from .names import PLAN, shard_job_id
+from .plan import Plan
+from .state import RunState
 
 if TYPE_CHECKING:
     from redis.client import Pipeline
@@ -34,7 +36,12 @@ _ALIVE = {JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.DE
 
 
 def enqueue_shards(
-    context: JobContext, queue_name: str, folder: RunFolder, shards: Sequence[int], redo: bool = False
+    context: JobContext,
+    queue_name: str,
+    plan: Plan,
+    state: RunState,
+    shards: Sequence[int],
+    redo: bool = False,
 ) -> int:
     """Enqueue those of the shards that no live job is working on; return how many.
 
@@ -44,19 +51,21 @@ def enqueue_shards(
     """
     queue = Queue(queue_name, connection=context.connection, serializer=JSONSerializer)
     enqueued = 0
-    with folder.state.lock() as lock:
+    with state.lock() as lock:
         for start in range(0, len(shards), CHUNK):
             context.check_interrupted()
-            chunk = partial(_enqueue_chunk, queue, folder, shards[start : start + CHUNK], redo)
-            enqueued += folder.state.write(lock, chunk)  # or not at all: two planners never write at once
+            chunk = partial(_enqueue_chunk, queue, plan, state, shards[start : start + CHUNK], redo)
+            enqueued += state.write(lock, chunk)  # or not at all: two planners never write at once
     return enqueued
 
 
-def _enqueue_chunk(queue: Queue, folder: RunFolder, shards: Sequence[int], redo: bool, pipe: Pipeline) -> int:
-    folder.state.check_not_cancelled()
-    submission = folder.state.submission()
-    ids = {shard: shard_job_id(folder.plan.run, shard) for shard in shards}
-    look = _look(queue, ids.values(), folder.state.cancelled_submission())
+def _enqueue_chunk(
+    queue: Queue, plan: Plan, state: RunState, shards: Sequence[int], redo: bool, pipe: Pipeline
+) -> int:
+    state.check_not_cancelled()
+    submission = state.submission()
+    ids = {shard: shard_job_id(plan.run, shard) for shard in shards}
+    look = _look(queue, ids.values(), state.cancelled_submission())
     waiting = [shard for shard, job_id in ids.items() if not look.is_alive(job_id)]
     old_jobs = read_left(queue.connection, [ids[shard] for shard in waiting])
     pipe.multi()
@@ -65,11 +74,11 @@ def _enqueue_chunk(queue: Queue, folder: RunFolder, shards: Sequence[int], redo:
         pipe.delete(Result.get_key(job.id))  # type: ignore[no-untyped-call]
     if waiting:  # also of one that is stopped while this is prepared
         pipe.zrem(queue.failed_job_registry.key, *(ids[shard] for shard in waiting))
-    queue.enqueue_many([_job_data(folder, shard, ids[shard], redo) for shard in waiting], pipeline=pipe)
+    queue.enqueue_many([_job_data(plan, shard, ids[shard], redo) for shard in waiting], pipeline=pipe)
     for shard in waiting:
         fields: dict[Any, Any] = {
-            SEQUENCES_FIELD: folder.plan.shards[shard].rows,
-            MODEL_FIELD: folder.plan.model.fingerprint,
+            SEQUENCES_FIELD: plan.shards[shard].rows,
+            MODEL_FIELD: plan.model.fingerprint,
             SUBMISSION_FIELD: submission,
             KIND_FIELD: FILE,
         }
@@ -160,14 +169,14 @@ def _read(queue: Queue, job_ids: Iterable[str], with_queue: bool) -> dict[str, _
     return {job_id: _JobSeen.parse(fields, held, job_id in in_queue) for job_id, fields, held in read}
 
 
-def _job_data(folder: RunFolder, shard: int, job_id: str, redo: bool) -> Any:
+def _job_data(plan: Plan, shard: int, job_id: str, redo: bool) -> Any:
     return Queue.prepare_data(
         "jobs.score_shard",
-        args=(folder.plan.run, folder.path(PLAN), shard),
+        args=(plan.run, os.path.join(plan.spec.output, PLAN), shard),
         kwargs={"redo_damaged": True} if redo else None,
         timeout=-1,
         result_ttl=RESULT_TTL_S,
         failure_ttl=FAILURE_TTL_S,
-        description=f"shard {shard} of run {folder.plan.run}",
+        description=f"shard {shard} of run {plan.run}",
         job_id=job_id,
     )

@@ -17,7 +17,6 @@ from jobs.common.keys import run_lock_key
 from jobs.context import JobContext
 from jobs.context.shared_files import SharedFiles
 from jobs.errors import RunBusy, RunCancelled
-from jobs.parquet.run_folder import RunFolder
 from jobs.parquet.shard_work import trusted_plan
 from jobs.parquet.storage import Storage
 from jobs.runs.names import PLAN
@@ -81,7 +80,7 @@ def enqueue_again(
     redis.delete("rq:queue:bulk")
     storage = Storage(context.data_roots)
     plan = trusted_plan(storage, f"{arguments[1]}/{PLAN}", run, SharedFiles())
-    return enqueue_shards(context, "bulk", RunFolder(storage, plan, state(redis, run), "e"), [0])
+    return enqueue_shards(context, "bulk", plan, state(redis, run), [0])
 
 
 def test_a_planner_that_lost_its_lock_enqueues_nothing_more(
