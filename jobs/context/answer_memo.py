@@ -5,10 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections import OrderedDict
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ..parquet.part import Answer
+from .answer import Answer
 
 #: Room for about forty thousand short answers.
 DEFAULT_BYTES = 16 << 20

@@ -6,11 +6,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from ..parquet.row_reader import RowReader
-    from ..runs.plan import Plan, Shard
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 #: A run's shards come one after the other: more plans than this are not in use at once.
 MAX_PLANS = 4
@@ -28,6 +24,20 @@ class ReaderKey(NamedTuple):
     columns: Hashable = None
 
 
+class Reader(Protocol):
+    """What this module uses of jobs.parquet.row_reader.RowReader. shard: a jobs.runs.plan.Shard."""
+
+    next_row: int
+    footer: Any
+
+    def reaches(self, shard: Any) -> bool: ...
+    def close(self) -> None: ...
+
+
+P = TypeVar("P")
+R = TypeVar("R", bound=Reader)
+
+
 class SharedFiles:
     """Keeps the work of a shard independent of how many shards and row groups its run has. Thread-safe.
 
@@ -39,7 +49,7 @@ class SharedFiles:
         self._plans: dict[Hashable, _KeptPlan] = {}
         self._files: dict[str, _OpenFile] = {}
 
-    def plan(self, key: Hashable, load: Callable[[], Plan]) -> Plan:
+    def plan(self, key: Hashable, load: Callable[[], P]) -> P:
         """Return a plan as `load` gave it for the same key, which names one state of one file."""
         with self._lock:
             kept = self._plans.setdefault(key, _KeptPlan())
@@ -48,7 +58,7 @@ class SharedFiles:
         with kept.loading:
             if kept.plan is None:
                 kept.plan = load()
-            return kept.plan
+            return cast("P", kept.plan)
 
     def enter(self, path: str) -> None:
         """A shard of this file is open: it may read the file until it leaves."""
@@ -83,9 +93,7 @@ class SharedFiles:
             return file.fingerprints[state]
 
     @contextmanager
-    def reader(
-        self, key: ReaderKey, shard: Shard, open_reader: Callable[[Any], RowReader]
-    ) -> Iterator[RowReader]:
+    def reader(self, key: ReaderKey, shard: Any, open_reader: Callable[[Any], R]) -> Iterator[R]:
         """Lend a reader that has not passed a shard: the nearest one, or one that `open_reader` opens.
 
         One of a kind at a time: a shard waits for the one before it, where a reader of its own would decode
@@ -97,7 +105,7 @@ class SharedFiles:
             file = self._files[key.path]
             kind = file.kinds.setdefault(key, _Kind())
         with kind.lent:
-            reader = kind.take(shard)
+            reader = cast("R | None", kind.take(shard))  # of one kind, they are of one type
             if reader is None:
                 with file.parsing:
                     reader = open_reader(file.footers.get(key.state))
@@ -116,7 +124,7 @@ class _KeptPlan:
     """A plan, once it is read. loading: so that no two threads parse the same one."""
 
     loading: threading.Lock = field(default_factory=threading.Lock)
-    plan: Plan | None = None
+    plan: Any = None
 
 
 @dataclass
@@ -124,7 +132,7 @@ class _Kind:
     """The readers that are alike. idle: belongs to who holds `lent`, which whoever uses a reader does."""
 
     lent: threading.RLock = field(default_factory=threading.RLock)
-    idle: list[RowReader] = field(default_factory=list)
+    idle: list[Reader] = field(default_factory=list)
 
     def close_idle(self, wait: bool = True) -> None:
         """wait: until nobody uses a reader; without it, nothing is closed while someone else does."""
@@ -135,7 +143,7 @@ class _Kind:
             finally:
                 self.lent.release()
 
-    def take(self, shard: Shard) -> RowReader | None:
+    def take(self, shard: Any) -> Reader | None:
         """Take the reader that is nearest before a shard, if one is nearer than a new one would be; where
         none is, make room for a new one."""
         self.idle.sort(key=lambda each: each.next_row)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..common.version import code_version
+from ..context.answer import Answer
 from ..context.served_model import ServedModel
 from ..errors import ColumnConflict, CorruptParquet, FooterTooLarge, InputNotFound, PartDamaged, PathSwapped
 from ..runs.part_stats import PartStats
@@ -31,18 +31,6 @@ FRAME_BYTES = 12
 
 #: The key of our JSON in a part's key-value metadata.
 METADATA_KEY = "tokenmill"
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The output columns of one row, in the order of OUTPUT_FIELDS."""
-
-    completion: str | None
-    finish_reason: str
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    error: str | None
 
 
 def output_schema(schema: pa.Schema) -> pa.Schema:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+from ..context.answer import Answer
 from ..context.answer_memo import AnswerMemo
 from ..tasks import Completion, Request
-from .part import Answer
 from .row_values import RowProblem
 
 

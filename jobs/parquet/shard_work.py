@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from ..context import JobContext
+from ..context.answer import Answer
 from ..context.served_model import ServedModel, model_text
 from ..context.shared_files import ReaderKey, SharedFiles
 from ..errors import PlanDamaged, RunError, RunOfAnotherModel
@@ -24,7 +25,7 @@ from ..tasks import Completion, Request
 from .added_columns import with_added_fields, with_added_values
 from .fingerprint import file_fingerprint
 from .inputs import unchanged
-from .part import Answer, output_schema, part_stats, with_answers, write_part
+from .part import output_schema, part_stats, with_answers, write_part
 from .prompt_source import prompt_source, render_rows
 from .read_room import ReadRoom
 from .row_reader import RowReader

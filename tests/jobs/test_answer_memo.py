@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from redis import Redis
 
 from jobs.context import JobContext
+from jobs.context.answer import Answer
 from jobs.context.answer_memo import ENTRY_BYTES, AnswerMemo
-from jobs.parquet.part import Answer
 from jobs.parquet.shard_requests import ShardRequests
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, queued_jobs, refuse, run_task, score_parquet, shout
