@@ -19,8 +19,8 @@ from rq.job import Job
 from .context import JobContext
 from .context.shard_bytes import ShardBytes
 from .errors import InvalidJob, InvalidValue, JobsError
-from .table import open_task, own_function
-from .tasks import Request, Task
+from .table import own_function, task_of
+from .tasks import OpenTask, Request
 
 if TYPE_CHECKING:
     from engine import Completion, Engine, ModelIdentity
@@ -33,15 +33,15 @@ MAX_PENDING = 256
 def run_task(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run one engine job as the current RQ job and return its result. Raises JobsError."""
     with _tried_once():
-        task = open_task(function_name, args, kwargs)
+        task = task_of(function_name, args, kwargs)
         assert task is not None, function_name
+        job, engine = _current_job(), _engine()
+        opened = task.open(_context(job, engine.attention_backend))
         try:
-            job, engine = _current_job(), _engine()
-            task.open(_context(job, engine.attention_backend))
-            drive(task, engine)
-            return task.result()
+            drive(opened, engine)
+            return opened.result()
         finally:
-            task.close()
+            opened.close()
 
 
 def run_own_function(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -76,8 +76,8 @@ def check_sampling(sampling: Mapping[str, Any]) -> None:
         raise InvalidValue(f"{error.problem}, got {{}}", error.got) from None
 
 
-def drive(task: Task, engine: Engine) -> None:
-    """Feed a task's requests to the engine until every one is delivered.
+def drive(task: OpenTask, engine: Engine) -> None:
+    """Feed an open task's requests to the engine until every one is delivered.
 
     Whatever ends it, a timeout for example, leaves none of them behind: a `SimpleWorker` gives the next job
     the same engine, and ids start at 0 in each job.
@@ -90,7 +90,7 @@ def drive(task: Task, engine: Engine) -> None:
             engine.abort(str(index))
 
 
-def _drive(task: Task, engine: Engine, samples: dict[int, list[Completion]]) -> None:
+def _drive(task: OpenTask, engine: Engine, samples: dict[int, list[Completion]]) -> None:
     requests = enumerate(task.requests())
     missing: dict[int, int] = {}
     while True:
@@ -110,7 +110,7 @@ def _drive(task: Task, engine: Engine, samples: dict[int, list[Completion]]) -> 
 
 
 def _refill(
-    task: Task,
+    task: OpenTask,
     engine: Engine,
     requests: Iterator[tuple[int, Request]],
     samples: dict[int, list[Completion]],

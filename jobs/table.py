@@ -23,7 +23,7 @@ _ENGINE_JOBS: Mapping[str, Callable[..., Task]] = {
 }
 
 
-def open_task(
+def task_of(
     function_name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Task | None:
     """Return the task of an engine job, or None when the name is not one.

@@ -42,19 +42,22 @@ class Completion(Protocol):
 
 
 class Task(abc.ABC):
-    """One engine job as the worker sees it: a lazy stream of requests and a place to deliver completions.
+    """One engine job whose arguments are sound and of which nothing has been read or checked beside them."""
 
-    The order of calls is open, then requests and deliver interleaved, then result, then close. Close always
-    comes, whatever happened before.
-    """
-
-    #: True when open and result touch files: the worker calls them in its thread pool. The other methods are
-    #: always cheap and called from one thread.
+    #: True when opening it and asking for its result touch files: the worker makes both calls in threads.
     blocking: ClassVar[bool]
 
     @abc.abstractmethod
-    def open(self, context: JobContext) -> None:
-        """Get ready to yield requests. Raises JobsError when the job cannot run."""
+    def open(self, context: JobContext) -> OpenTask:
+        """Get ready to yield requests. Raises JobsError when the job cannot run, and leaves nothing open."""
+
+
+class OpenTask(abc.ABC):
+    """An engine job under way: a lazy stream of requests and a place to deliver completions.
+
+    The order of calls is requests and deliver interleaved, then result, then close. Close always comes,
+    whatever happened before. All but result and close are cheap and called from one thread.
+    """
 
     @abc.abstractmethod
     def requests(self) -> Iterator[Request]:
@@ -62,7 +65,7 @@ class Task(abc.ABC):
 
     @property
     def num_requests(self) -> int | None:
-        """How many requests an open task yields in all; None where it does not know.
+        """How many requests the task yields in all; None where it does not know.
 
         A worker that knows claims the next job in time.
         """

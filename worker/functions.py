@@ -33,10 +33,10 @@ class Call(Interruptible):
         done: Callable[[Any, BaseException | None], None],
         raises: bool = True,
         clock: Callable[[], float] = time.monotonic,
-        late: Callable[[], Any] | None = None,
+        discard: Callable[[Any], None] | None = None,
     ) -> None:
         super().__init__(raises, clock)
-        self._function, self._done, self._late = function, done, late
+        self._function, self._done, self._discard = function, done, discard
         self._given_up = False
 
     def give_up(self, grace_s: float) -> str | None:
@@ -66,8 +66,8 @@ class Call(Interruptible):
         try:
             if not self._given_up:
                 self._done(value, failure)
-            elif self._late is not None:
-                self._late()
+            elif failure is None and self._discard is not None:
+                self._discard(value)
         finally:
             failure = None  # its traceback holds this frame: together they would keep what the call has used
         return not self._given_up
@@ -131,14 +131,14 @@ class FunctionPool:
         function: Callable[[], Any],
         done: Callable[[Any, BaseException | None], None],
         raises: bool = True,
-        late: Callable[[], Any] | None = None,
+        discard: Callable[[Any], None] | None = None,
     ) -> Call:
         """Run `function()` in a thread, then `done(value, error)`, there too unless it is given up.
 
         raises: False for our own code, which bears no error from outside and asks for it (interrupts.py).
-        late: called in the thread where the function of a call that was given up ends after all.
+        discard: takes, in the thread, what the function of a call that was given up returns after all.
         """
-        call = Call(function, done, raises, self._clock, late)
+        call = Call(function, done, raises, self._clock, discard)
         self._calls.put(call)
         return call
 

@@ -24,7 +24,8 @@ from jobs.context.shard_bytes import ShardBytes
 from jobs.context.shared_files import SharedFiles
 from jobs.runs.holders import executions_key
 from jobs.table import ALLOWED_FUNCTIONS as OWN_NAMES
-from jobs.table import open_task, own_function
+from jobs.table import own_function, task_of
+from jobs.tasks import OpenTask, Task
 from worker._rq import (
     Callbacks,
     ClaimedJob,
@@ -171,17 +172,18 @@ class JobRunner:
                 raise BadPayload(f"its hash in Redis is damaged ({reason}): enqueue it again")
             call = self._admission.admit(claimed.job)
             job.is_ours = call.name in OWN_NAMES
-            job.task = open_task(call.name, call.args, call.kwargs)
+            task = task_of(call.name, call.args, call.kwargs)
         except JobRefused as error:
             strip_hooks(claimed.job)
             self._ends.fail(job, error)
         except Exception as error:  # noqa: BLE001  # a payload may be anything; it fails its own job
             self._ends.fail(job, error)
         else:
+            job.is_function, job.is_file = task is None, task is not None and task.blocking
             if job.is_file and self._packer.free_files <= 0:
                 self._leave_to_others(job, FILE)
-            elif job.task is not None:
-                self._open(job)
+            elif task is not None:
+                self._open(job, task)
             elif self._packer.free_functions <= 0:
                 self._leave_to_others(job, FUNCTION)
             else:
@@ -216,20 +218,18 @@ class JobRunner:
             lease=Lease(executions_key(job.claimed.job_id), job.claimed.execution.id),
         )
 
-    def _open(self, job: RunningJob) -> None:
-        task, context = job.task, self._context(job)
-        assert task is not None
-        if task.blocking:
-            self._files.open(job, context, self._opened)
+    def _open(self, job: RunningJob, task: Task) -> None:
+        context = self._context(job)
+        if job.is_file:
+            self._files.open(job, task, context, self._opened)
         else:
             self._call_now(lambda: task.open(context), job, self._opened)
 
-    def _opened(self, job: RunningJob, _: Any, error: BaseException | None) -> None:
+    def _opened(self, job: RunningJob, opened: OpenTask, error: BaseException | None) -> None:
         if error is not None:
             self._raised(job, error)
         else:
-            assert job.task is not None
-            job.requests = job.task.requests()
+            job.open_task, job.requests = opened, opened.requests()
             if job.is_file:
                 self._drop_payload(job)
             self._packer.stream(job)
@@ -241,9 +241,12 @@ class JobRunner:
         function: Callable[[], Any] = partial(perform, rq_job)
         if own is not None:
             function = partial(own, context, *call.args, **call.kwargs)
-        then, ended = self._valued if own is None else self._own_valued, self._packer.function_ended
-        args = (self._functions, function, job, then, ended, own is not None)
+        then = self._valued if own is None else self._own_valued
+        args = (self._functions, function, job, then, self._function_ended, own is not None)
         self._beginnings.run(job, lambda: self._calls.submit(*args))
+
+    def _function_ended(self, job: RunningJob, _: Any) -> None:
+        self._packer.function_ended(job)
 
     def show_begun(self, store: JobStore) -> None:
         """Show in Redis which jobs have begun, and hand functions over. After a RedisError call it again."""
@@ -345,22 +348,21 @@ class JobRunner:
                 self._packer.delivered(job, job.samples.pop(index))
                 del job.open_requests[index]
                 self._changed[job.number] = job
-                assert job.task is not None
+                assert job.open_task is not None
                 try:
-                    job.task.deliver(index, sorted(samples, key=lambda sample: sample.index))
+                    job.open_task.deliver(index, sorted(samples, key=lambda sample: sample.index))
                 except Exception as error:  # noqa: BLE001  # fails this job, not the worker
                     job.broken = error
 
     def _collect(self, job: RunningJob) -> None:
         """Every completion is in: ask the task for the job's value."""
-        task = job.task
-        assert task is not None
+        assert job.open_task is not None
         self._beginnings.began(job, self._clock())  # where no request of it needed the engine
         job.closing = True
-        if task.blocking:
+        if job.is_file:
             self._files.finish(job, self._own_valued)
         else:
-            self._call_now(task.result, job, self._own_valued)
+            self._call_now(job.open_task.result, job, self._own_valued)
 
     # End
 
@@ -387,13 +389,13 @@ class JobRunner:
         self._close(job)
 
     def _close(self, job: RunningJob) -> None:
-        task = job.task
-        if task is None:
+        opened, job.open_task = job.open_task, None
+        if opened is None:
             return
-        if task.blocking:
-            self._files.close(job)
+        if job.is_file:
+            self._files.close(job.claimed.job_id, opened)
         else:
-            task.close()
+            opened.close()
 
     def close(self, timeout_s: float) -> None:
         """End the threads; wait until the files of the jobs that ended are closed, at most `timeout_s`."""
@@ -446,11 +448,11 @@ class JobRunner:
         self._give_up_threads()
         for job in list(self._jobs.values()):
             limit = job.limit_s
-            if job.is_ours and job.task is None and not job.closing:
+            if job.is_ours and job.is_function and not job.closing:
                 self._files.interrupt_silent(job)
             if job.started_at is None or job.closing or limit <= 0 or moment - job.started_at <= limit:
                 continue
-            if job.call is not None and job.task is None:  # a function: the pool reports its end
+            if job.call is not None and job.is_function:  # the pool reports its end
                 if not job.interrupted:
                     job.interrupted = True
                     job.call.interrupt(timeout_error(limit))
@@ -548,7 +550,7 @@ class JobRunner:
         """`job.meta` of the running tasks that have moved since the last call."""
         changed = []
         for job in self._jobs.values():
-            progress = job.task.progress() if job.task is not None and job.requests is not None else None
+            progress = job.open_task.progress() if job.open_task is not None else None
             if progress is not None and progress != job.shown_progress:
                 job.shown_progress = progress
                 meta = job.claimed.job.meta

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from engine import Completion
-from jobs.tasks import Request, Task
+from jobs.tasks import OpenTask, Request
 from worker._rq import ClaimedJob
 from worker.functions import Call
 
@@ -20,7 +20,10 @@ class RunningJob:
 
     number: names it in request ids, `<number>.<index>`.
     lane: place of its queue on the command line; 0 is the most urgent.
-    requests: what is left to send to the engine; None until the task is open, or for a plain function.
+    is_function: whether a thread runs it, and it has no task.
+    is_file: whether opening its task, and asking for its result, takes time.
+    open_task: what yields its requests and takes their completions; None before it is open and after its end.
+    requests: what is left of them to send to the engine.
     started_at: monotonic seconds when its first sequence was scheduled or its function began; None before.
     began_at: the same moment as a date.
     limit_s: the job's timeout at that moment; 0 or less for none.
@@ -34,7 +37,9 @@ class RunningJob:
     number: int
     claimed: ClaimedJob
     lane: int
-    task: Task | None = None
+    is_function: bool = False
+    is_file: bool = False
+    open_task: OpenTask | None = None
     call: Call | None = None
     requests: Iterator[Request] | None = None
     exhausted: bool = False
@@ -65,13 +70,8 @@ class RunningJob:
     @property
     def unread(self) -> float:
         """Requests left in the stream; infinite where the task does not say."""
-        num_requests = self.task.num_requests if self.task is not None else None
+        num_requests = self.open_task.num_requests if self.open_task is not None else None
         return float("inf") if num_requests is None else num_requests - self.next_index
-
-    @property
-    def is_file(self) -> bool:
-        """Whether it takes time to open."""
-        return self.task is not None and self.task.blocking
 
     @property
     def needs_payload(self) -> bool:

@@ -20,18 +20,18 @@ _TRY_AGAIN_S = 0.5
 class PoolCalls:
     """Runs a job's blocking parts in pools and brings their reports to the I/O thread, which owns it.
 
-    post: queues a call for the I/O thread. late: takes a job whose call came back after the job was
+    post: queues a call for the I/O thread. unawaited: takes a job whose call came back after the job was
     withdrawn.
     """
 
     def __init__(
         self,
         post: Callable[[Callable[[], None]], None],
-        late: Callable[[RunningJob], None],
+        unawaited: Callable[[RunningJob], None],
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._post, self._late, self._log, self._clock = post, late, log, clock
+        self._post, self._unawaited, self._log, self._clock = post, unawaited, log, clock
         self._waiting: list[Callable[[], None]] = []
         self._try_again_at = clock()
 
@@ -41,21 +41,21 @@ class PoolCalls:
         function: Callable[[], Any],
         job: RunningJob,
         then: Callable[[RunningJob, Any, BaseException | None], None],
-        always: Callable[[RunningJob], None] = lambda job: None,
-        ours: bool = False,
-        late: Callable[[], Any] | None = None,
+        came_back: Callable[[RunningJob, Any], None] = lambda job, value: None,
+        is_ours: bool = False,
+        discard: Callable[[Any], None] | None = None,
     ) -> None:
-        """Run a function in a pool; then `always` and, if the job was not withdrawn, `then` run here.
+        """Run a function in a pool; then `came_back` and, if the job was not withdrawn, `then` run here.
 
-        ours: the function is our own, which asks whether it is interrupted, and may be run again after any
-        step of it: an outage, or shards that hold too much memory, delay it only. late: see
-        FunctionPool.submit.
+        came_back: gets the value, None where the function raised. is_ours: the function is our own, which
+        asks whether it is interrupted, and may be run again after any step of it: an outage, or shards that
+        hold too much memory, delay it only. discard: see FunctionPool.submit.
         """
         ticket = job.ticket = object()
 
         def start() -> None:
             job.call = pool.submit(
-                function, lambda value, error: self._post(lambda: report(value, error)), not ours, late
+                function, lambda value, error: self._post(lambda: report(value, error)), not is_ours, discard
             )
 
         def start_again() -> None:
@@ -66,17 +66,17 @@ class PoolCalls:
 
         def report(value: Any, error: BaseException | None) -> None:
             if job.ticket is not ticket:
-                always(job)
-                self._late(job)
+                came_back(job, value)
+                self._unawaited(job)
                 return
             job.call = None
-            if ours and isinstance(error, NoRoomYet):
+            if is_ours and isinstance(error, NoRoomYet):
                 self.later(start_again)
-            elif ours and isinstance(error, OUTAGES) and not is_fault(error):
+            elif is_ours and isinstance(error, OUTAGES) and not is_fault(error):
                 self._log.error("job %s: Redis did not answer (%s); trying again", job.claimed.job_id, error)
                 self.later(start_again)
             else:
-                always(job)
+                came_back(job, value)
                 then(job, value, error)
 
         start()

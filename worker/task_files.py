@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jobs.context import JobContext
+from jobs.tasks import OpenTask, Task
 from worker.errors import file_timeout
 from worker.file_pool import FilePool, seconds_of_silence, seconds_since_begin
 from worker.packing import Packer, RunningJob
@@ -49,44 +50,42 @@ class TaskFiles:
         self._not_planned = file_timeout("planning went on without a sign of life", limit_s)
         self._not_written = file_timeout("writing its part went on without a sign of life", limit_s)
 
-    def open(self, job: RunningJob, context: JobContext, then: Then) -> None:
-        """Open a job's task, then call `then`."""
-        task = job.task
-        assert task is not None
+    def open(self, job: RunningJob, task: Task, context: JobContext, then: Then) -> None:
+        """Open a job's task, which becomes the job's `open_task`, then call `then`."""
         self._packer.opening(job)
         self._calls.submit(
             self._openers,
             lambda: task.open(context),
             job,
             then,
-            self._packer.opened,
-            ours=True,
-            late=lambda: self._close_late(job),
+            self._opened,
+            is_ours=True,
+            discard=lambda opened: self._close_unawaited(job.claimed.job_id, opened),
         )
 
-    def finish(self, job: RunningJob, then: Then) -> None:
-        """Ask a job's task for its result, then call `then` with it."""
-        assert job.task is not None
-        self._calls.submit(self._writers, job.task.result, job, then, ours=True)
+    def _opened(self, job: RunningJob, opened: OpenTask | None) -> None:
+        self._packer.opened(job)
+        job.open_task = opened
 
-    def close(self, job: RunningJob) -> None:
-        """Close the task of a job that has ended."""
-        assert job.task is not None
-        job_id = job.claimed.job_id
+    def finish(self, job: RunningJob, then: Then) -> None:
+        """Ask a job's open task for its result, then call `then` with it."""
+        self._calls.submit(self._writers, lambda: _result_of(job), job, then, is_ours=True)
+
+    def close(self, job_id: str, opened: OpenTask) -> None:
+        """Close what was open for a job that has ended."""
 
         def closed(_: Any, error: BaseException | None) -> None:
             if error is not None:
                 self._log.error("job %s: could not remove its temporary files: %s", job_id, error)
 
-        self._writers.submit(job.task.close, closed, raises=False)
+        self._writers.submit(opened.close, closed, raises=False)
 
-    def _close_late(self, job: RunningJob) -> None:
+    def _close_unawaited(self, job_id: str, opened: OpenTask) -> None:
         """Close what was opened after its job had ended; called in the thread that was given up."""
-        assert job.task is not None
         try:
-            job.task.close()
+            opened.close()
         except OSError as error:
-            self._log.error("job %s: could not remove its temporary files: %s", job.claimed.job_id, error)
+            self._log.error("job %s: could not remove its temporary files: %s", job_id, error)
 
     def check(self) -> None:
         """See to the calls that are slow, and interrupt those that are over their limit."""
@@ -129,3 +128,10 @@ class TaskFiles:
         until = time.monotonic() + timeout_s
         for pool in (self._openers, self._writers):
             pool.join(max(0.0, until - time.monotonic()))
+
+
+def _result_of(job: RunningJob) -> Any:
+    """Of a call nothing may be left but the job: the callbacks refer to each other, and would keep a closed
+    shard for the collector."""
+    assert job.open_task is not None
+    return job.open_task.result()

@@ -21,7 +21,7 @@ from ..runs.names import PLAN, part_name
 from ..runs.part_stats import PartStats
 from ..runs.plan import Plan, PlannedFile, Shard
 from ..runs.state import RunState
-from ..tasks import Completion, Request
+from ..tasks import Completion, OpenTask, Request
 from .added_columns import with_added_fields, with_added_values
 from .fingerprint import file_fingerprint
 from .inputs import unchanged
@@ -36,7 +36,7 @@ from .shard_texts import ShardTexts
 from .storage import FileStat, Storage
 
 
-class ShardWork:
+class ShardWork(OpenTask):
     """A shard between open and close. With its part already there it has no requests and only counts it."""
 
     def __init__(
@@ -107,8 +107,11 @@ class ShardWork:
             "tokens": self._requests.generated_tokens,
         }
 
-    def finish(self) -> dict[str, Any]:
-        """Publish the part unless one is there, count it, and end the run if it was the last."""
+    def result(self) -> dict[str, Any]:
+        """Publish the part unless one is there, count it, and end the run if it was the last one.
+
+        Raises RunError.
+        """
         stats = self._publish(self._requests) if self._requests else None
         if stats is None:  # another execution was first: its part counts, not ours
             stats = self._folder.part_stats(self._number)

@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from ..context import MAX_RESULT_BYTES, JobContext
+from ..context import JobContext
 from ..context.served_model import parse_model
 from ..errors import ResultTooLarge
-from ..tasks import Completion, Request, Task
+from ..tasks import Completion, OpenTask, Request, Task
 from .arguments import Unusable, check_choices, parse_messages, parse_prompts, parse_sampling
 from .responses import Answers, FailedCompletion, chat_completion, check_answers, text_completion
 
@@ -22,8 +22,7 @@ class Respond(Protocol):
 
 
 class PromptTask(Task):
-    """Holds its answers in memory, and its requests until they are asked for: a job is never larger than what
-    Redis took."""
+    """The prompts of one job, in order, and how they are to be answered."""
 
     blocking = False
 
@@ -36,22 +35,38 @@ class PromptTask(Task):
         clock: Callable[[], float] = time.time,
     ) -> None:
         """sampling: that of every request. model: what the job asks for; None takes whichever is served."""
-        self._sampling, self._respond, self._model, self._clock = sampling, respond, model, clock
+        self._prompts, self._sampling, self._respond = prompts, sampling, respond
+        self._model, self._clock = model, clock
+
+    def open(self, context: JobContext) -> OpenPrompts:
+        """Raise ModelNotServed when the job asks for another model than the one served here, InvalidJob for
+        sampling values that no request could use."""
+        context.model.check_asked_for(self._model)
+        context.check_sampling(self._sampling)
+        return OpenPrompts(context, self._prompts, self._sampling, self._respond, self._clock)
+
+
+class OpenPrompts(OpenTask):
+    """Holds its answers in memory, and its requests until they are asked for: a job is never larger than what
+    Redis took."""
+
+    def __init__(
+        self,
+        context: JobContext,
+        prompts: Sequence[Request | Unusable],
+        sampling: Mapping[str, Any],
+        respond: Respond,
+        clock: Callable[[], float],
+    ) -> None:
+        self._job_id, self._model_name = context.job_id, context.model.name
+        self._max_bytes, self._num_chars = context.max_result_bytes, 0
+        self._sampling, self._respond, self._clock = sampling, respond, clock
         #: Place among the job's prompts of each request.
         self._places = [place for place, prompt in enumerate(prompts) if isinstance(prompt, Request)]
         self._unsent = deque(prompt for prompt in prompts if isinstance(prompt, Request))
         self._answers: list[Sequence[Completion]] = [
             self._failed(prompt.reason) if isinstance(prompt, Unusable) else () for prompt in prompts
         ]
-        self._context: JobContext | None = None
-        self._num_chars, self._max_bytes = 0, MAX_RESULT_BYTES
-
-    def open(self, context: JobContext) -> None:
-        """Raise ModelNotServed when the job asks for another model than the one served here, InvalidJob for
-        sampling values that no request could use."""
-        context.model.check_asked_for(self._model)
-        context.check_sampling(self._sampling)
-        self._context, self._max_bytes = context, context.max_result_bytes
 
     def requests(self) -> Iterator[Request]:
         while self._unsent:
@@ -78,13 +93,12 @@ class PromptTask(Task):
 
     def result(self) -> dict[str, Any]:
         """Return OpenAI's response shape. Raises RequestFailed when every prompt failed."""
-        assert self._context is not None, "result() before open()"
         assert all(self._answers), "result() before every request was delivered"
         check_answers(self._answers)
         return self._respond(
             self._answers,
-            job_id=self._context.job_id,
-            model=self._context.model.name,
+            job_id=self._job_id,
+            model=self._model_name,
             created=int(self._clock()),
         )
 

@@ -46,7 +46,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "shards enqueued": (enqueue, "_enqueue_chunk"),
     "run counted": (RunState, "amend_parts"),
     "shard open": (ShardTask, "open"),
-    "shard result": (ShardTask, "result"),
+    "shard result": (shard_work.ShardWork, "result"),
     "file opened": (Storage, "open_output"),
     "part written": (shard_work, "write_part"),
     "part published": (Storage, "publish"),

@@ -16,12 +16,15 @@ from engine.schedule.slots import SlotTable
 from engine.schedule.step_batch import build_sampling_batch
 from engine.text.prompts import PromptReader
 from engine.text.tokenizer import Tokenizer
+from jobs.context import JobContext
+from jobs.context.served_model import ServedModel
 from jobs.errors import JobsError
 from jobs.prompts.prompt_task import chat_task, complete_task
 from tests.fuzz.named import check_says
 from tests.fuzz.values import MESSAGES, SAMPLING
 
 CHATS = st.tuples(MESSAGES, SAMPLING)
+CONTEXT = JobContext(None, "q", "j", "e", (), ServedModel("m", "f", "d"))  # type: ignore[arg-type]
 VOCAB_SIZE, MAX_MODEL_LEN = 512, 256
 
 
@@ -60,7 +63,7 @@ def check_chat(tokenizer: Tokenizer, case: tuple[Any, dict[str, Any]]) -> None:
     reader = PromptReader(tokenizer, VOCAB_SIZE, MAX_MODEL_LEN)
     sampling = {name: value for name, value in sampling.items() if name != "messages"}
     try:
-        (request,) = chat_task(messages, **sampling).requests()
+        (request,) = chat_task(messages, **sampling).open(CONTEXT).requests()
         token_ids = reader.token_ids(tokenizer.chat_token_ids(request.messages or []))
     except (JobsError, EngineError) as error:
         check_says(error)

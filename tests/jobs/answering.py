@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,8 +13,8 @@ from rq.serializers import JSONSerializer
 
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
-from jobs.table import open_task, own_function
-from jobs.tasks import Request, Task
+from jobs.table import own_function, task_of
+from jobs.tasks import OpenTask, Request
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def refuse(reason: str) -> FakeCompletion:
     return FakeCompletion(finish_reason="error", error=reason)
 
 
-def feed(task: Task, answer: Answer = shout) -> list[Request]:
+def feed(task: OpenTask, answer: Answer = shout) -> list[Request]:
     """Deliver all answers, the last request's first; return the requests in order."""
     requests = list(task.requests())
     for index, request in reversed(list(enumerate(requests))):
@@ -54,14 +54,20 @@ def feed(task: Task, answer: Answer = shout) -> list[Request]:
 
 def run_task(context: JobContext, name: str, *args: Any, answer: Answer = shout, **kwargs: Any) -> Any:
     """Run one engine job as a worker would."""
-    task = open_task(name, args, kwargs)
-    assert task is not None
+    opened = opened_task(context, name, args, kwargs)
     try:
-        task.open(context)
-        feed(task, answer)
-        return task.result()
+        feed(opened, answer)
+        return opened.result()
     finally:
-        task.close()
+        opened.close()
+
+
+def opened_task(
+    context: JobContext, name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None
+) -> OpenTask:
+    task = task_of(name, args, kwargs)
+    assert task is not None
+    return task.open(context)
 
 
 def score_parquet(context: JobContext, *args: Any, **kwargs: Any) -> dict[str, Any]:

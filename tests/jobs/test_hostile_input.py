@@ -27,7 +27,16 @@ from jobs.runs import plan, spec
 from jobs.runs.names import PLAN, part_name
 from jobs.runs.spec import RunSpec
 from jobs.runs.state import RunState
-from tests.jobs.answering import MODEL, feed, queued_jobs, run_task, score_parquet, shout, work_off
+from tests.jobs.answering import (
+    MODEL,
+    feed,
+    opened_task,
+    queued_jobs,
+    run_task,
+    score_parquet,
+    shout,
+    work_off,
+)
 
 MakeContext = Callable[[], JobContext]
 
@@ -284,18 +293,14 @@ def test_a_changed_input_stops_resume_and_shards_and_keeps_finished_parts(
 def test_an_input_that_changes_while_its_shard_runs_is_noticed(
     redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
 ) -> None:
-    from jobs.table import open_task
-
     score_parquet(make_context(), str(source), str(tmp_path / "out"))
     (job,) = queued_jobs(redis)
     for change in (change_content, remove):
-        task = open_task(job.func_name, job.args)
-        assert task is not None
         if change is remove:
             redis.flushall()
             (tmp_path / "out" / PLAN).unlink()
             score_parquet(make_context(), str(source), str(tmp_path / "out"))
-        task.open(make_context())
+        task = opened_task(make_context(), job.func_name, job.args)
         feed(task)
         change(source)
         with pytest.raises(errors.InputChanged):
@@ -322,7 +327,7 @@ def test_an_input_that_is_replaced_while_its_part_is_written_is_not_published(
     for index, request in enumerate(work.requests()):
         work.deliver(index, [shout(request)])
     with pytest.raises(errors.InputChanged):
-        work.finish()
+        work.result()
     work.close()
     assert [path.name for path in (tmp_path / "out").iterdir()] == [PLAN]
 
@@ -386,7 +391,7 @@ def test_a_disk_that_refuses_fails_by_name_keeps_parts_and_leaves_no_leftovers(
     for index, request in enumerate(work.requests()):
         work.deliver(index, [shout(request)])
     with pytest.raises(kind, match=r"submit again"):
-        work.finish()
+        work.result()
     work.close()
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == [PLAN, part_name(0)]

@@ -52,7 +52,7 @@ def open_work(context: JobContext, spec: RunSpec, shard: int, storage: Storage) 
 def finish(work: ShardWork) -> None:
     for index, request in enumerate(work.requests()):
         work.deliver(index, [shout(request)])
-    work.finish()
+    work.result()
     work.close()
 
 
@@ -127,7 +127,7 @@ def test_of_two_executions_the_first_one_wins(redis: Redis, make_context: MakeCo
     before = (Path(spec.output) / part_name(0)).stat()
     for index, _ in enumerate(slow.requests()):
         slow.deliver(index, [replace(shout(_), text="late")])
-    slow.finish()
+    slow.result()
     slow.close()
     after = (Path(spec.output) / part_name(0)).stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)

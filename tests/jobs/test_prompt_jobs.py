@@ -16,9 +16,9 @@ from jobs.prompts.arguments import MAX_MESSAGES, MAX_PROMPT_BYTES, MAX_PROMPTS
 from jobs.prompts.prompt_task import PromptTask
 from jobs.prompts.responses import text_completion
 from jobs.stock_worker import check_sampling
-from jobs.table import ALLOWED_FUNCTIONS, open_task, own_function
+from jobs.table import ALLOWED_FUNCTIONS, own_function, task_of
 from jobs.tasks import Request
-from tests.jobs.answering import MODEL, FakeCompletion, refuse, run_task, shout
+from tests.jobs.answering import MODEL, FakeCompletion, opened_task, refuse, run_task, shout
 
 
 def test_completion_has_openais_shape(context: JobContext) -> None:
@@ -67,16 +67,17 @@ def test_chat_has_openais_shape(context: JobContext) -> None:
         (["a", [3]], ["a", [3]]),
     ],
 )
-def test_prompt_may_be_text_or_token_ids_or_a_list_of_either(prompt: object, expected: list[object]) -> None:
-    task = open_task("jobs.complete", [prompt])
-    assert task is not None
+def test_prompt_may_be_text_or_token_ids_or_a_list_of_either(
+    context: JobContext, prompt: object, expected: list[object]
+) -> None:
+    task = opened_task(context, "jobs.complete", [prompt])
     assert [request.prompt for request in task.requests()] == expected
 
 
 def test_choices_keep_the_order_of_prompts_and_samples_and_count_each_prompt_once() -> None:
     requests = [Request(text, None, {"n": 2}) for text in "ab"]
-    task = PromptTask(requests, {"n": 2}, text_completion, clock=lambda: 12.9)
-    task.open(JobContext(None, "q", "j", "e", (), MODEL))  # type: ignore[arg-type]
+    context = JobContext(None, "q", "j", "e", (), MODEL)  # type: ignore[arg-type]
+    task = PromptTask(requests, {"n": 2}, text_completion, clock=lambda: 12.9).open(context)
     task.deliver(
         1,
         [
@@ -123,9 +124,7 @@ def test_a_bad_prompt_of_a_list_fails_its_choices_and_not_its_neighbours(context
 
 
 def test_a_failed_prompt_has_as_many_choices_as_the_others(context: JobContext) -> None:
-    task = open_task("jobs.complete", [["a", "b"]], {"n": 2})
-    assert task is not None
-    task.open(context)
+    task = opened_task(context, "jobs.complete", [["a", "b"]], {"n": 2})
     task.deliver(0, [FakeCompletion("a1", 1), FakeCompletion(finish_reason="error", error="no memory")])
     task.deliver(1, [FakeCompletion("b1", 1), FakeCompletion("b0", 0)])
     choices = task.result()["choices"]
@@ -154,7 +153,7 @@ def test_a_message_for_the_log_leaves_out_what_may_be_a_prompt() -> None:
         errors.InvalidValue("template field {}: only a plain column name may stand in braces", secret),
     ]
     with pytest.raises(errors.InvalidJob) as not_a_number:
-        open_task("jobs.complete", ["a"], {"max_tokens": secret})
+        task_of("jobs.complete", ["a"], {"max_tokens": secret})
     for error in [*found, not_a_number.value]:
         assert secret in str(error)
         assert "patient" not in error.log_text
@@ -226,19 +225,18 @@ def test_wrong_arguments_fail_with_a_message_that_names_them(
     name: str, args: list[object], kwargs: dict[str, object], says: str
 ) -> None:
     with pytest.raises(errors.InvalidJob) as caught:
-        open_task(name, args, kwargs)
+        task_of(name, args, kwargs)
     assert says in str(caught.value)
 
 
 def test_a_prompt_of_the_size_limit_is_left_to_the_engine() -> None:
-    assert open_task("jobs.complete", ["x" * MAX_PROMPT_BYTES]) is not None
+    assert task_of("jobs.complete", ["x" * MAX_PROMPT_BYTES]) is not None
 
 
-def test_arguments_are_not_changed_and_not_shared() -> None:
+def test_arguments_are_not_changed_and_not_shared(context: JobContext) -> None:
     messages = [{"role": "user", "content": "hi"}]
     before = copy.deepcopy(messages)
-    task = open_task("jobs.chat", [messages], {"stop": ["x"]})
-    assert task is not None
+    task = opened_task(context, "jobs.chat", [messages], {"stop": ["x"]})
     (request,) = task.requests()
     assert request.messages is not None
     request.messages[0]["content"] = "changed"
@@ -246,10 +244,10 @@ def test_arguments_are_not_changed_and_not_shared() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["jobs.os.system", "os.system", "jobs", "jobs.complet", "jobs.table.open_task", ""]
+    "name", ["jobs.os.system", "os.system", "jobs", "jobs.complet", "jobs.table.task_of", ""]
 )
 def test_other_names_are_no_jobs_of_ours(name: str) -> None:
-    assert open_task(name, ["true"]) is None
+    assert task_of(name, ["true"]) is None
     assert own_function(name) is None
     assert name not in ALLOWED_FUNCTIONS
 
@@ -275,8 +273,8 @@ def test_errors_survive_pickling_with_their_text() -> None:
 def test_importing_jobs_and_opening_tasks_loads_no_heavy_package() -> None:
     code = """
 import sys, jobs, jobs.table
-jobs.table.open_task("jobs.complete", ["a"])
-jobs.table.open_task("jobs.score_shard", ["0" * 16, "/plan", 0])
+jobs.table.task_of("jobs.complete", ["a"])
+jobs.table.task_of("jobs.score_shard", ["0" * 16, "/plan", 0])
 heavy = {"torch", "transformers", "pyarrow", "pydantic", "numpy", "engine", "worker"} & sys.modules.keys()
 assert not heavy, heavy
 """

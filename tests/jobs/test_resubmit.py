@@ -23,8 +23,7 @@ from jobs.parquet.fingerprint import WHOLE_BYTES, file_fingerprint
 from jobs.parquet.storage import Storage
 from jobs.runs.control import submit_run
 from jobs.runs.snapshot import read_snapshot
-from jobs.table import open_task
-from tests.jobs.answering import feed, queued_jobs, run_task, score_parquet, work_off
+from tests.jobs.answering import feed, opened_task, queued_jobs, run_task, score_parquet, work_off
 
 MakeContext = Callable[[], JobContext]
 
@@ -231,9 +230,7 @@ def test_a_touched_input_is_the_same_input(
     first, second, third = queued_jobs(redis)
     os.utime(source)
     run_task(make_context(), first.func_name, *first.args)
-    task = open_task(second.func_name, second.args)
-    assert task is not None
-    task.open(make_context())
+    task = opened_task(make_context(), second.func_name, second.args)
     source.write_bytes(source.read_bytes())  # copied anew while a shard runs
     feed(task)
     task.result()

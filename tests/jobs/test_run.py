@@ -24,7 +24,16 @@ from jobs.parquet.shard_requests import ShardRequests
 from jobs.parquet.shard_work import row_seed
 from jobs.runs.names import part_name, shard_job_id
 from jobs.tasks import Request
-from tests.jobs.answering import FakeCompletion, queued_jobs, refuse, run_task, score_parquet, shout, work_off
+from tests.jobs.answering import (
+    FakeCompletion,
+    opened_task,
+    queued_jobs,
+    refuse,
+    run_task,
+    score_parquet,
+    shout,
+    work_off,
+)
 
 MakeContext = Callable[[], JobContext]
 GREEDY = {"temperature": 0}
@@ -412,15 +421,10 @@ def test_parts_have_one_schema_also_where_all_is_null(
 
 
 def test_a_shard_shows_its_progress(make_context: MakeContext, redis: Redis, tmp_path: Path) -> None:
-    from jobs.table import open_task
-
     source = write(tmp_path / "in.parquet", ["a", "bb", None])
     score_parquet(make_context(), source, str(tmp_path / "out"))
     (job,) = queued_jobs(redis)
-    task = open_task(job.func_name, job.args)
-    assert task is not None
-    assert task.progress() is None
-    task.open(make_context())
+    task = opened_task(make_context(), job.func_name, job.args)
     assert task.progress() == {"rows": 3, "rows_done": 1, "tokens": 0}
     requests = list(task.requests())
     task.deliver(1, [shout(requests[1])])

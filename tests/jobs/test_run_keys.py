@@ -16,8 +16,7 @@ from jobs.errors import RunKeyDamaged
 from jobs.runs import state as run_state
 from jobs.runs.snapshot import read_snapshot
 from jobs.runs.state import RunState
-from jobs.table import open_task
-from tests.jobs.answering import feed, queued_jobs, refuse, run_task, score_parquet, work_off
+from tests.jobs.answering import feed, opened_task, queued_jobs, refuse, run_task, score_parquet, work_off
 from tests.jobs.conftest import Invoke
 
 MakeContext = Callable[[], JobContext]
@@ -68,9 +67,7 @@ def test_a_runs_key_of_another_type_fails_that_run_at_once_by_name(
     key = key_of(run)
     work_off(redis, make_context)
     first, second, _ = queued_jobs(redis)
-    begun = open_task(first.func_name, first.args, {})
-    assert begun is not None
-    begun.open(make_context())
+    begun = opened_task(make_context(), first.func_name, first.args)
     feed(begun)
 
     put(redis, key, kind)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,22 +23,17 @@ from jobs.context.shared_files import MAX_READERS, ReaderKey, SharedFiles
 from jobs.errors import InputChanged
 from jobs.parquet.row_bounds import BATCH_ROWS
 from jobs.parquet.row_reader import RowReader
-from jobs.parquet.shard_task import ShardTask
 from jobs.parquet.storage import Storage
 from jobs.runs.plan import Shard, cut_shards
-from jobs.table import open_task
-from jobs.tasks import Task
-from tests.jobs.answering import feed, queued_jobs, score_parquet
+from jobs.tasks import OpenTask
+from tests.jobs.answering import feed, opened_task, queued_jobs, score_parquet
 
 MakeContext = Callable[[], JobContext]
 ROWS = 5000
 
 
-def opened(job: Any, context: JobContext) -> Task:
-    task = open_task(job.func_name, job.args)
-    assert task is not None
-    task.open(context)
-    return task
+def opened(job: Any, context: JobContext) -> OpenTask:
+    return opened_task(context, job.func_name, job.args)
 
 
 def open_files(path: Path) -> int:
@@ -79,7 +72,7 @@ def test_shards_in_a_row_share_plan_footer_and_position(
     monkeypatch.setattr(pq, "ParquetFile", noted)
     files = SharedFiles()
     contexts = (replace(make_context(), files=files) for _ in range(ROWS))
-    last: Task | None = None
+    last: OpenTask | None = None
     for job in queued_jobs(redis)[:-1]:
         task = opened(job, next(contexts))
         feed(task)
@@ -203,23 +196,6 @@ def test_a_shard_waits_for_the_reader_of_the_one_before_it(tmp_path: Path) -> No
     files.leave(str(path))
     assert [found.get(), found.get()] == [list(range(10)), list(range(10, 20))]
     assert opened.qsize() == 1
-
-
-def test_a_closed_shard_is_let_go_of_at_once(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
-    """The worker's callbacks refer to each other: what a task still holds waits for the garbage collector."""
-    pq.write_table(pa.table({"prompt": ["a", "b"]}), tmp_path / "in.parquet")
-    score_parquet(make_context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"))
-    task = opened(queued_jobs(redis)[0], make_context())
-    feed(task)
-    task.result()
-    assert isinstance(task, ShardTask)
-    work = weakref.ref(task._work)  # type: ignore[arg-type]
-    gc.disable()
-    try:
-        task.close()
-        assert work() is None
-    finally:
-        gc.enable()
 
 
 def test_planning_a_new_run_does_not_read_a_queue_full_of_others_jobs(

@@ -19,10 +19,10 @@ from rq.serializers import JSONSerializer
 import jobs
 from engine import Completion, InvalidPrompt, SamplingParams
 from jobs import stock_worker
+from jobs.context import JobContext
 from jobs.context.shard_bytes import DEFAULT_BYTES
 from jobs.errors import InvalidJob
-from jobs.table import open_task
-from tests.jobs.answering import MODEL
+from tests.jobs.answering import MODEL, opened_task
 
 
 @dataclass
@@ -168,9 +168,8 @@ def test_sampling_that_no_request_could_use_fails_the_planning(queue: Queue, tmp
     assert not (tmp_path / "out").exists()
 
 
-def test_the_engine_never_holds_more_than_the_window(engine: EchoEngine) -> None:
-    task = open_task("jobs.complete", [["x"] * (stock_worker.MAX_PENDING + 50)])
-    assert task is not None
+def test_the_engine_never_holds_more_than_the_window(context: JobContext, engine: EchoEngine) -> None:
+    task = opened_task(context, "jobs.complete", [["x"] * (stock_worker.MAX_PENDING + 50)])
     stock_worker.drive(task, engine)  # type: ignore[arg-type]
     assert engine.max_waiting == stock_worker.MAX_PENDING
 

@@ -109,7 +109,7 @@ def work_on(context: JobContext, storage: Storage, run: str, output: Path) -> Sh
 
 
 def finish(work: ShardWork) -> None:
-    work.finish()
+    work.result()
     work.close()
 
 
@@ -172,7 +172,7 @@ def test_a_part_whose_folder_is_moved_away_while_it_gets_its_name_is_taken_back(
     with monkeypatch.context() as patched:
         patched.setattr(os, "link", link_and_move)
         with pytest.raises(errors.PathSwapped, match=r"moved away"):
-            work.finish()
+            work.result()
     work.close()
     assert os.listdir(moved) == [PLAN]
     assert RunState(redis, run).parts() == {}

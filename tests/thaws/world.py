@@ -20,8 +20,8 @@ from jobs.runs.holders import executions_key
 from jobs.runs.names import part_name
 from jobs.runs.snapshot import RunSnapshot, failure_text, read_snapshot
 from jobs.runs.spec import RunSpec
-from jobs.table import open_task, own_function
-from tests.jobs.answering import MODEL, feed, refuse, shout
+from jobs.table import own_function
+from tests.jobs.answering import MODEL, feed, opened_task, refuse, shout
 from tests.thaws.freezing import Killed
 from worker._rq import ClaimedJob, JobStore, Outcome, Wanted, printable
 
@@ -57,17 +57,15 @@ class Worker:
         own = own_function(job.func_name)
         if own is not None:
             return own(context, *job.args, **job.kwargs)
-        task = open_task(job.func_name, job.args, job.kwargs)
-        assert task is not None
+        opened = opened_task(context, job.func_name, job.args, job.kwargs)
         try:
-            task.open(context)
-            feed(task, (lambda _: refuse("too long")) if self.world.all_fail else shout)
-            return task.result()
+            feed(opened, (lambda _: refuse("too long")) if self.world.all_fail else shout)
+            return opened.result()
         except Killed:
-            task.close = lambda: None  # type: ignore[method-assign]
+            opened.close = lambda: None  # type: ignore[method-assign]
             raise
         finally:
-            task.close()
+            opened.close()
 
     def context(self, claimed: ClaimedJob) -> JobContext:
         def check() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from jobs.parquet import planner
 from jobs.parquet.shard_task import ShardTask
+from jobs.parquet.shard_work import ShardWork
 from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
 from worker.settings import WorkerSettings
 
@@ -33,8 +34,8 @@ class FaultyWorker(FakeEngineWorker):
 
     def load_engine(self, settings: WorkerSettings) -> FakeEngine:
         fault, step = os.environ["FAULT"], os.environ["FAULTY_STEP"]
-        owner: Any = planner if step == "plan" else ShardTask
-        name = "plan_run" if step == "plan" else step
+        owners = {"plan": (planner, "plan_run"), "open": (ShardTask, "open"), "result": (ShardWork, "result")}
+        owner, name = owners[step]
         setattr(owner, name, _at_fault(getattr(owner, name), fault))
         return super().load_engine(settings)
 

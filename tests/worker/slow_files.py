@@ -13,6 +13,7 @@ from typing import Any
 
 from jobs.context import JobContext
 from jobs.parquet.shard_task import ShardTask
+from jobs.parquet.shard_work import ShardWork
 from jobs.parquet.storage import Storage
 from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
 from worker.settings import WorkerSettings
@@ -25,13 +26,13 @@ class LateClosingWorker(FakeEngineWorker):
 
     def load_engine(self, settings: WorkerSettings) -> FakeEngine:
         self._left = threading.Event()
-        close = ShardTask.close
+        close = ShardWork.close
 
-        def close_late(task: ShardTask) -> None:
+        def close_late(work: ShardWork) -> None:
             if not self._left.wait(LATE_S):
-                close(task)
+                close(work)
 
-        ShardTask.close = close_late  # type: ignore[method-assign]
+        ShardWork.close = close_late  # type: ignore[method-assign]
         return super().load_engine(settings)
 
     def register_death(self) -> None:
@@ -47,14 +48,14 @@ class GatedOpenWorker(FakeEngineWorker):
         gate = Path(os.environ["OPEN_GATE"])
         open_now = ShardTask.open
 
-        def open_gated(task: ShardTask, context: JobContext) -> None:
+        def open_gated(task: ShardTask, context: JobContext) -> ShardWork:
             try:
                 while not gate.exists():
                     time.sleep(0.01)
             except BaseException as error:
                 gate.with_name(f"{gate.name}.error").write_text(repr(error))
                 raise
-            open_now(task, context)
+            return open_now(task, context)
 
         ShardTask.open = open_gated  # type: ignore[method-assign]
         return super().load_engine(settings)

@@ -24,8 +24,15 @@ LANES, SLOTS, PREFETCH = 3, 8, 4
 def job(number: int, lane: int, sizes: list[int], length: int | None = None) -> RunningJob:
     """length: what the job's task says of the number of its requests; one that knows is a file."""
     requests = iter([Request("p", None, {"n": n}) for n in sizes])
-    task = cast(Any, SimpleNamespace(num_requests=length, blocking=length is not None))
-    return RunningJob(number, cast(Any, SimpleNamespace()), lane, task, requests=requests)
+    opened = cast(Any, SimpleNamespace(num_requests=length))
+    return RunningJob(
+        number,
+        cast(Any, SimpleNamespace()),
+        lane,
+        is_file=length is not None,
+        open_task=opened,
+        requests=requests,
+    )
 
 
 @settings(max_examples=300, deadline=None)

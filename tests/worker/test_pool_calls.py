@@ -19,7 +19,7 @@ class Pool:
         function: Callable[[], Any],
         done: Callable[[Any, BaseException | None], None],
         raises: bool = True,
-        late: Callable[[], Any] | None = None,
+        discard: Callable[[Any], None] | None = None,
     ) -> None:
         try:
             value = function()
@@ -41,7 +41,7 @@ def test_opening_a_shard_that_finds_no_memory_is_tried_again_and_nothing_has_end
 
     job: Any = RunningJob(1, None, 0)  # type: ignore[arg-type]
     pool: Any = Pool()
-    calls.submit(pool, open_shard, job, lambda *end: ends.append(end), ours=True)
+    calls.submit(pool, open_shard, job, lambda *end: ends.append(end), is_ours=True)
     for left in (2, 2, 2, 1, 1, 0):
         assert len(rooms) == left
         assert ends == ([] if left else [(job, "open", None)])

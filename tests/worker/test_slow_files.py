@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,7 +21,7 @@ from rq.job import JobStatus
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
 from jobs.runs.names import shard_job_id
-from jobs.tasks import Completion, Request, Task
+from jobs.tasks import Completion, OpenTask, Request, Task
 from tests.jobs.answering import score_parquet
 from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until
 from worker.errors import FileTimeout
@@ -52,11 +54,17 @@ class FileTask(Task):
     blocking = True
 
     def __init__(self, **calls: Callable[[], Any]) -> None:
-        self._calls = calls
+        self.calls = calls
         self.closed = threading.Event()
 
-    def open(self, context: JobContext) -> None:
-        self._calls.get("open", lambda: None)()
+    def open(self, context: JobContext) -> OpenFile:
+        self.calls.get("open", lambda: None)()
+        return OpenFile(self.calls, self.closed)
+
+
+class OpenFile(OpenTask):
+    def __init__(self, calls: dict[str, Callable[[], Any]], closed: threading.Event) -> None:
+        self._calls, self.closed = calls, closed
 
     def requests(self) -> Iterator[Request]:
         return iter(())
@@ -88,13 +96,21 @@ class Files:
     def _clock(self) -> float:
         return self.now
 
-    def job(self, task: FileTask) -> RunningJob:
-        return RunningJob(next(self._numbers), cast(Any, SimpleNamespace(job_id="a")), 0, task)
+    def job(self, **calls: Callable[[], Any]) -> RunningJob:
+        """With an open task."""
+        job = RunningJob(next(self._numbers), cast(Any, SimpleNamespace(job_id="a")), 0, is_file=True)
+        job.open_task = OpenFile(calls, threading.Event())
+        return job
 
     def open(self, task: FileTask) -> RunningJob:
-        job = self.job(task)
-        self.files.open(job, cast(Any, None), self.note)
+        job = self.job()
+        self.files.open(job, task, cast(Any, None), self.note)
         return job
+
+    def close(self, job: RunningJob) -> None:
+        opened, job.open_task = job.open_task, None
+        assert opened is not None
+        self.files.close(job.claimed.job_id, opened)
 
     def note(self, job: RunningJob, value: Any, error: BaseException | None) -> None:
         self.reports.append((job.number, value, error))
@@ -199,7 +215,7 @@ def test_a_part_may_take_long_to_write_while_it_gives_signs_of_life(files: Files
         hang()
         return "written"
 
-    files.files.finish(files.job(FileTask(result=write)), files.note)
+    files.files.finish(files.job(result=write), files.note)
     for _ in range(3):
         assert turn.began.acquire(timeout=30)
         assert files.pass_time(LIMIT_S - 1) == []
@@ -215,15 +231,31 @@ def test_a_part_may_take_long_to_write_while_it_gives_signs_of_life(files: Files
 def test_tasks_whose_closing_hangs_keep_no_part_from_being_written(files: Files) -> None:
     hang = Hang()
     for _ in range(THREADS):
-        files.files.close(files.job(FileTask(close=hang)))
+        files.close(files.job(close=hang))
         assert hang.began.acquire(timeout=30)
-    files.files.finish(files.job(FileTask(result=lambda: "written")), files.note)
+    files.files.finish(files.job(result=lambda: "written"), files.note)
     files.pass_time(SLOW_S + 1)
     files.wait_for_reports(1)
     assert files.reports[0][1:] == ("written", None)
     files.pass_time(LIMIT_S)
     assert len(files.pass_time(GRACE_S + 1)) == THREADS
     hang.let_go(THREADS)
+
+
+def test_what_is_closed_is_let_go_of_at_once(files: Files) -> None:
+    """The worker's callbacks refer to each other: what they still hold waits for the garbage collector."""
+    gc.disable()
+    try:
+        job = files.open(FileTask(result=lambda: "written"))
+        files.wait_for_reports(1)
+        opened = weakref.ref(job.open_task)
+        files.files.finish(job, files.note)
+        files.wait_for_reports(2)
+        files.reports.clear()
+        files.close(job)
+        wait_until(lambda: opened() is None)
+    finally:
+        gc.enable()
 
 
 def plan(workers: Workers, folder: Path, name: str, rows: int) -> str:
