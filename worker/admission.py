@@ -11,8 +11,8 @@ from urllib.parse import urlparse
 from rq.exceptions import DeserializationError
 from rq.job import Job
 
-from worker._rq import callback_names, strip_callbacks
 from worker.errors import BadPayload, NotAllowed, TooLarge
+from worker.store.job_store import callback_names, strip_callbacks
 
 MAX_ID_CHARS = 255
 """An id is in the names of a dozen keys, in the answer and in the log."""

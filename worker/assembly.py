@@ -11,7 +11,6 @@ from jobs.context.served_model import ServedModel
 from jobs.context.shard_bytes import ShardBytes
 from jobs.stock_worker import check_sampling
 from jobs.table import ALLOWED_FUNCTIONS
-from worker._rq import Callbacks, JobStore, own_client
 from worker.admission import Admission
 from worker.engine_loop import EngineLike, EngineLoop, Order
 from worker.functions import FunctionPool, ThreadDeathPenalty
@@ -20,8 +19,9 @@ from worker.io_loop import IoLoop, Limits
 from worker.job_runner import JobRunner, Surroundings
 from worker.packing import Packer
 from worker.payload_budget import PayloadBudget
-from worker.presence import Presence
-from worker.stock_jobs import StockJobs
+from worker.store.job_store import Callbacks, JobStore, own_client
+from worker.store.presence import Presence
+from worker.store.stock_jobs import StockJobs
 from worker.task_files import MAX_OPENING
 from worker.upkeep import Upkeep
 

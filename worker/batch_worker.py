@@ -24,14 +24,14 @@ from rq.worker.base import BaseWorker, DequeueStrategy, WorkerStatus
 import jobs
 from jobs.common.version import code_version
 from jobs.context.served_model import model_text
-from worker._rq import MIN_REDIS_VERSION, called_by_rq_command
 from worker.errors import EngineFailed, ForeignJobsPackage, IoThreadFailed, StartupError
 from worker.import_path import leave_out_working_directory
 from worker.imports import load_functions, load_parts
 from worker.plain_log import keep_plain
 from worker.process_memory import share_freed_memory
-from worker.quarantine import Quarantine
-from worker.scheduler import Scheduler
+from worker.store.job_store import MIN_REDIS_VERSION, called_by_rq_command
+from worker.store.quarantine import Quarantine
+from worker.store.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from worker.engine_loop import EngineLike

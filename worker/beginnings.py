@@ -13,8 +13,8 @@ from rq.job import JobStatus
 from rq.queue import Queue
 from rq.utils import now
 
-from worker._rq import ClaimedJob, JobStore
 from worker.packing import RunningJob
+from worker.store.job_store import ClaimedJob, JobStore
 
 
 class Beginnings:

@@ -11,10 +11,10 @@ from typing import Protocol
 from redis.exceptions import RedisError
 
 from jobs.errors import fault_line
-from worker._rq import OUTAGES, FinishReply, JobStore, Outcome
 from worker.errors import EndNotTaken
 from worker.packing import RunningJob
-from worker.results import printable
+from worker.store.job_store import OUTAGES, FinishReply, JobStore, Outcome
+from worker.store.results import printable
 
 _BATCH_BYTES = 8 << 20
 _TRIES = 3

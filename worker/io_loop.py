@@ -15,16 +15,16 @@ from uuid import uuid4
 from redis.exceptions import RedisError, ResponseError
 from rq.queue import Queue
 
-from worker._rq import OUTAGES, ClaimedJob, JobStore, Mode, Wanted
 from worker.engine_loop import EngineDied, Halt, Order, Stepped
 from worker.errors import FaultySurroundings, TooManyStuckThreads, WorkerError
 from worker.faults import MAX_IN_A_ROW, PAUSE_S, WorkerFault
 from worker.job_runner import JobRunner
 from worker.packing import Packer
 from worker.payload_budget import PayloadBudget
-from worker.presence import Presence
-from worker.scripts import is_wrong_type
-from worker.stock_jobs import StockJobs
+from worker.store.job_store import OUTAGES, ClaimedJob, JobStore, Mode, Wanted
+from worker.store.presence import Presence
+from worker.store.scripts import is_wrong_type
+from worker.store.stock_jobs import StockJobs
 from worker.timer import Timer
 from worker.upkeep import Upkeep
 

@@ -15,14 +15,14 @@ from rq.timeouts import JobTimeoutException
 from rq.utils import now
 
 from jobs.errors import Fault, JobsError, ResultTooLarge, fault_line
-from worker._rq import Callbacks, EndStatus, FinishReply, JobStore, Outcome, sound_outcome
 from worker.end_writer import EndWriter
 from worker.errors import FileTimeout, JobRefused, JobSetAside
 from worker.functions import FunctionPool
 from worker.packing import RunningJob
 from worker.pool_calls import PoolCalls
-from worker.results import Raised, is_small, pack, printable
-from worker.scripts import is_wrong_type
+from worker.store.job_store import Callbacks, EndStatus, FinishReply, JobStore, Outcome, sound_outcome
+from worker.store.results import Raised, is_small, pack, printable
+from worker.store.scripts import is_wrong_type
 
 MAX_REASON_CHARS = 400
 _FREE_OF_PROMPTS = (FileTimeout, JobRefused, JobSetAside, JobTimeoutException)

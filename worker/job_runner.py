@@ -26,14 +26,6 @@ from jobs.runs.holders import executions_key
 from jobs.table import ALLOWED_FUNCTIONS as OWN_NAMES
 from jobs.table import own_function, task_of
 from jobs.tasks import OpenTask, Task
-from worker._rq import (
-    Callbacks,
-    ClaimedJob,
-    JobStore,
-    Outcome,
-    perform,
-    strip_hooks,
-)
 from worker.admission import Admission, FunctionCall
 from worker.beginnings import Beginnings
 from worker.engine_loop import Abort, Add, Order
@@ -45,7 +37,15 @@ from worker.job_ends import JobEnds
 from worker.packing import Packer, RunningJob
 from worker.payload_budget import PayloadBudget
 from worker.pool_calls import PoolCalls
-from worker.results import Raised
+from worker.store.job_store import (
+    Callbacks,
+    ClaimedJob,
+    JobStore,
+    Outcome,
+    perform,
+    strip_hooks,
+)
+from worker.store.results import Raised
 from worker.task_files import TaskFiles
 
 _FUNCTIONS_LEAVE_S = 1.0

@@ -10,8 +10,8 @@ from typing import Any
 
 from engine import Completion
 from jobs.tasks import OpenTask, Request
-from worker._rq import ClaimedJob
 from worker.functions import Call
+from worker.store.job_store import ClaimedJob
 
 
 @dataclass(eq=False)

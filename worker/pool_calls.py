@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from jobs.context.shard_bytes import NoRoomYet
-from worker._rq import OUTAGES
 from worker.faults import is_fault
 from worker.functions import FunctionPool
 from worker.packing import RunningJob
+from worker.store.job_store import OUTAGES
 
 _TRY_AGAIN_S = 0.5
 """Pause before what an outage cut off is tried again."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from rq.queue import Queue
 
-from worker._rq import JobStore
 from worker.functions import FunctionPool
+from worker.store.job_store import JobStore
 from worker.timer import Timer
 
 _SCHEDULER_PERIOD_S = 5.0

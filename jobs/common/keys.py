@@ -8,10 +8,10 @@ tokenmill:run:folder:<hash>    string: the run that was last submitted for an ou
 tokenmill:run:<run>:lock       string: token of whoever plans or cancels the run
 
 Those by which workers tell whose a job is, a call that was sent twice, or whose turn it is, belong to
-worker/_rq.py:
+worker/store/:
 
 tokenmill:held:<queue>         hash: `<job>:<execution>` of each job that is claimed and has not ended -> what
-                               was known of it at the claim (worker/lua/holding.lua)
+                               was known of it at the claim (worker/store/lua/holding.lua)
 tokenmill:claim:<token>        list: job ids that one claim has taken, until the next one or for 10 minutes
 tokenmill:removed:<execution>  string: id of a job that ended and was not to be kept, for 2 minutes
 tokenmill:maintenance          string: the worker that looks for abandoned jobs in this period
@@ -49,7 +49,7 @@ WORKER_STATS_TTL_S = 3600
 SILENT_S = 10
 
 
-#: What workers have set aside, because nobody could use it (worker/lua/quarantine.lua).
+#: What workers have set aside, because nobody could use it (worker/store/lua/quarantine.lua).
 QUARANTINE = "tokenmill:quarantine"
 
 

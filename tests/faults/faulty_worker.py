@@ -28,8 +28,8 @@ from jobs.runs.state import RunState
 from tests.faults import clock
 from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
 from worker import BatchWorker
-from worker._rq import Callbacks, JobStore
 from worker.job_runner import JobRunner
+from worker.store.job_store import Callbacks, JobStore
 
 STEPS: dict[str, tuple[Any, str]] = {
     "claim": (JobStore, "claim"),

@@ -20,13 +20,13 @@ from engine import SamplingParams
 from jobs.context.served_model import ServedModel
 from tests.rq_workers import Workers, leftovers, wait_until, wait_until_started
 from tests.worker.fake_engine import FakeEngine
-from worker._rq import Callbacks, JobStore, Wanted
 from worker.admission import Admission
 from worker.engine_loop import EngineLoop, Stepped
 from worker.functions import FunctionPool, ThreadDeathPenalty
 from worker.job_runner import JobRunner, Surroundings
 from worker.packing import Packer
 from worker.payload_budget import PayloadBudget
+from worker.store.job_store import Callbacks, JobStore, Wanted
 
 F = "tests.worker.functions."
 ALLOWED = {"jobs.complete", F + "add", F + "own_state", F + "on_success_state"}

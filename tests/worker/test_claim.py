@@ -13,7 +13,7 @@ from rq.serializers import JSONSerializer
 
 from jobs.common.keys import FUNCTION, KIND_FIELD, MODEL_FIELD
 from tests.rq_workers import Workers
-from worker._rq import Claim, JobStore, Wanted
+from worker.store.job_store import Claim, JobStore, Wanted
 
 PROMPT = "jobs.complete"
 

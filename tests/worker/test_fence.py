@@ -18,8 +18,8 @@ from rq.utils import now
 
 from tests.rq_workers import leftovers
 from tests.worker.redis_state import state_of
-from worker._rq import ClaimedJob, JobStore, Outcome, Wanted
-from worker.results import pack
+from worker.store.job_store import ClaimedJob, JobStore, Outcome, Wanted
+from worker.store.results import pack
 
 END = Callable[[Queue], Job]
 

@@ -17,10 +17,10 @@ from rq.serializers import JSONSerializer
 
 from jobs.table import ALLOWED_FUNCTIONS
 from tests.rq_workers import Workers, leftovers, text_of
-from worker._rq import ClaimedJob, JobStore, Wanted
 from worker.admission import Admission
 from worker.errors import TooLarge
-from worker.held_job import check_containers
+from worker.store.held_job import check_containers
+from worker.store.job_store import ClaimedJob, JobStore, Wanted
 
 MIB = 1 << 20
 CALL = ["jobs.complete", None, ["a"], {"max_tokens": 1}]

@@ -15,8 +15,8 @@ from rq.serializers import JSONSerializer
 from rq.utils import now
 
 from tests.rq_workers import Workers, leftovers
-from worker._rq import ClaimedJob, JobStore, Outcome, Wanted
-from worker.results import pack
+from worker.store.job_store import ClaimedJob, JobStore, Outcome, Wanted
+from worker.store.results import pack
 
 F = "tests.worker.functions."
 STATUSES = list(JobStatus)

@@ -20,10 +20,10 @@ from rq.job import JobStatus
 
 from jobs.errors import ResultTooLarge
 from tests.rq_workers import Workers, leftovers, text_of, wait_until
-from worker._rq import Outcome
 from worker.end_writer import EndWriter
 from worker.packing import RunningJob
-from worker.results import pack
+from worker.store.job_store import Outcome
+from worker.store.results import pack
 
 F = "tests.worker.functions."
 MIB = 1 << 20

@@ -18,8 +18,8 @@ from rq.serializers import JSONSerializer
 from rq.utils import now
 
 from tests.rq_workers import ROOT, Workers, leftovers, text_of, wait_until, wait_until_started
-from worker._rq import JobStore, Outcome, Wanted
-from worker.quarantine import Quarantine
+from worker.store.job_store import JobStore, Outcome, Wanted
+from worker.store.quarantine import Quarantine
 
 NAME = "strange"
 QUARANTINE = "tokenmill:quarantine"
@@ -228,7 +228,7 @@ def test_an_end_that_was_altered_before_its_dependents_were_queued_is_closed(
 
 
 def test_no_script_makes_a_command_that_a_key_of_another_type_ends_half_way() -> None:
-    scripts = list((ROOT / "worker" / "lua").glob("*.lua"))
+    scripts = list((ROOT / "worker" / "store" / "lua").glob("*.lua"))
     assert len(scripts) > 10
     for script in scripts:
         if script.name != "quarantine.lua":

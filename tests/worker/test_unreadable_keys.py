@@ -10,8 +10,8 @@ from redis import Redis
 from rq.job import JobStatus
 
 from tests.rq_workers import Workers, leftovers, text_of
-from worker._rq import JobStore
-from worker.scheduler import Scheduler, SchedulerProcess
+from worker.store.job_store import JobStore
+from worker.store.scheduler import Scheduler, SchedulerProcess
 
 NO_TEXT = b"\xff"
 
@@ -113,9 +113,9 @@ def test_a_scheduler_that_cannot_be_started_again_is_tried_in_the_next_period(
         [workers.queue("bulk")], workers.redis, None, logging_level="INFO", date_format="", log_format=""
     )
     ended = scheduler._process = Ended()  # type: ignore[assignment]
-    monkeypatch.setattr("worker.scheduler.SchedulerProcess", no_more_files)
+    monkeypatch.setattr("worker.store.scheduler.SchedulerProcess", no_more_files)
     scheduler.keep_alive()
     assert scheduler._process is ended
-    monkeypatch.setattr("worker.scheduler.SchedulerProcess", lambda scheduler: "started")
+    monkeypatch.setattr("worker.store.scheduler.SchedulerProcess", lambda scheduler: "started")
     scheduler.keep_alive()
     assert scheduler._process == "started"

@@ -11,7 +11,7 @@ from redis import Redis
 
 from jobs.common.keys import QUARANTINE
 from jobs.common.shown import safe_name
-from worker.scripts import Scripts
+from worker.store.scripts import Scripts
 
 MOST_LINES = 20
 """Logged at a time: the rest is counted, so that a stranger who goes on and on does not fill the log."""

@@ -1,8 +1,4 @@
-"""Everything that knows RQ's private behaviour: its keys, its hashes and its order of writes.
-
-RQ 3.0 changes worker internals; a move to it changes this file and the scripts in `lua/`. The scripts
-name keys that follow from job ids, so they need a server that is not sharded. Redis 6.2 or later.
-"""
+"""The jobs of some queues as one worker claims, holds and ends them in Redis."""
 
 from __future__ import annotations
 
@@ -44,10 +40,16 @@ from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY
 
 from jobs.common.keys import held_key
 from worker.errors import TooLarge
-from worker.held_job import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, HeldJob, check_counts, max_hash_bytes
-from worker.quarantine import NO_EXECUTION, Entry, Quarantine
-from worker.results import Raised, printable
-from worker.scripts import Scripts, is_wrong_type
+from worker.store.held_job import (
+    DEFAULT_MAX_JOB_BYTES,
+    MAX_HASH_FIELDS,
+    HeldJob,
+    check_counts,
+    max_hash_bytes,
+)
+from worker.store.quarantine import NO_EXECUTION, Entry, Quarantine
+from worker.store.results import Raised, printable
+from worker.store.scripts import Scripts, is_wrong_type
 
 MIN_REDIS_VERSION = (6, 2, 0)
 

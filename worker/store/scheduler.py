@@ -21,9 +21,9 @@ from rq.logutils import setup_loghandlers
 from rq.scheduler import RQScheduler, run
 from rq.utils import current_timestamp, now, utcformat
 
-from worker._rq import own_client
-from worker.quarantine import Quarantine
-from worker.scripts import Scripts
+from worker.store.job_store import own_client
+from worker.store.quarantine import Quarantine
+from worker.store.scripts import Scripts
 
 _REDIS_TIMEOUT_S, _PAUSE_S = 10.0, 2.0
 _REACQUIRE_S = 10.0

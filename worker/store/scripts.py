@@ -33,7 +33,7 @@ _HEADS = ("quarantine", "holding")
 
 @cache
 def _sources() -> Mapping[str, str]:
-    folder = resources.files("worker") / "lua"
+    folder = resources.files("worker.store") / "lua"
     return {
         name: "".join((folder / f"{part}.lua").read_text() for part in (*_HEADS, *heads, name))
         for name, heads in _SCRIPTS.items()
