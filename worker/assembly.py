@@ -13,15 +13,18 @@ from jobs.stock_worker import check_sampling
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.admission import Admission
 from worker.engine_loop import EngineLike, EngineLoop, Order
-from worker.functions import FunctionPool, ThreadDeathPenalty
+from worker.functions import FunctionPool
 from worker.interrupts import shield_imports
 from worker.io_loop import IoLoop, Limits
 from worker.job_runner import JobRunner, Surroundings
 from worker.packing import Packer
 from worker.payload_budget import PayloadBudget
-from worker.store.job_store import Callbacks, JobStore, own_client
+from worker.store.client import own_client
+from worker.store.job_store import JobStore
 from worker.store.presence import Presence
+from worker.store.registries import Registries
 from worker.store.stock_jobs import StockJobs
+from worker.store.user_code import Callbacks
 from worker.task_files import MAX_OPENING
 from worker.upkeep import Upkeep
 
@@ -82,7 +85,7 @@ def assemble(
         enders=enders,
         pool_client=pool_client,
         user_client=user_client,
-        callbacks=Callbacks(worker, pool_client, user_client, ThreadDeathPenalty),
+        callbacks=Callbacks(worker, pool_client, user_client),
         ends_store=ends_store,
         post=events.put,
         log=worker.log,
@@ -97,8 +100,9 @@ def assemble(
         default_result_ttl_s=worker.default_result_ttl,
     )
     io = IoLoop(
-        queues=worker.queues,
+        queue_names=worker.queue_names(),
         store=store,
+        registries=Registries(io_client, worker.name),
         runner=runner,
         packer=packer,
         budget=budget,
@@ -114,8 +118,8 @@ def assemble(
             settings.drain_s,
         ),
         upkeep=Upkeep(
-            ends_store,
-            worker.queues,
+            Registries(pool_client, worker.name),
+            worker.queue_names(),
             enders,
             worker.keep_scheduler,
             worker.maintenance_interval,

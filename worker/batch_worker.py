@@ -29,8 +29,9 @@ from worker.import_path import leave_out_working_directory
 from worker.imports import load_functions, load_parts
 from worker.plain_log import keep_plain
 from worker.process_memory import share_freed_memory
-from worker.store.job_store import MIN_REDIS_VERSION, called_by_rq_command
+from worker.store.client import MIN_REDIS_VERSION
 from worker.store.quarantine import Quarantine
+from worker.store.rq_command import called_by_rq_command
 from worker.store.scheduler import Scheduler
 
 if TYPE_CHECKING:

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
-
-from rq.job import JobStatus
-from rq.queue import Queue
-from rq.utils import now
+from datetime import UTC, datetime, timedelta
 
 from worker.packing import RunningJob
-from worker.store.job_store import ClaimedJob, JobStore
+from worker.store.claimed_job import ClaimedJob
+from worker.store.job_store import JobStore
 
 
 class Beginnings:
@@ -47,8 +44,8 @@ class Beginnings:
         Returns the jobs that are no longer this worker's; their functions are not handed over.
         """
         functions = list(self._functions.values())
-        begun = [(job.claimed, job.began_at or now()) for job in self._news.values()]
-        begun += [(job.claimed, now()) for job, _ in functions]
+        begun = [(job.claimed, job.began_at or datetime.now(UTC)) for job in self._news.values()]
+        begun += [(job.claimed, datetime.now(UTC)) for job, _ in functions]
         if not begun:
             return []
         lost = store.begin(begun)
@@ -64,10 +61,7 @@ class Beginnings:
 
 
 def _start_clock(job: RunningJob, moment: float, present: float) -> None:
-    """Also in the copy of the job that its own code gets, as RQ does."""
     job.started_at = moment
-    job.began_at = now() - timedelta(seconds=present - moment)
-    rq_job = job.claimed.job
-    job.limit_s = rq_job.timeout or Queue.DEFAULT_TIMEOUT  # what the job's code makes of it comes too late
-    rq_job._status, rq_job.worker_name = JobStatus.STARTED, job.claimed.execution.worker_name
-    rq_job.started_at = rq_job.last_heartbeat = job.began_at
+    job.began_at = datetime.now(UTC) - timedelta(seconds=present - moment)
+    job.limit_s = job.claimed.job.limit_s  # what the job's code makes of it comes too late
+    job.claimed.job.show_started(job.claimed.execution.worker_name, job.began_at)

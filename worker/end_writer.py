@@ -13,7 +13,9 @@ from redis.exceptions import RedisError
 from jobs.errors import fault_line
 from worker.errors import EndNotTaken
 from worker.packing import RunningJob
-from worker.store.job_store import OUTAGES, FinishReply, JobStore, Outcome
+from worker.store.client import OUTAGES
+from worker.store.job_store import JobStore
+from worker.store.outcome import FinishReply, Outcome
 from worker.store.results import printable
 
 _BATCH_BYTES = 8 << 20

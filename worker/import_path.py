@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from worker.store.job_store import called_by_rq_command, import_path_is_chosen
+from worker.store.rq_command import called_by_rq_command, import_path_is_chosen
 
 
 def leave_out_working_directory() -> None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 
-from rq.utils import import_attribute
-
 from worker.errors import FunctionNotFound, StartupError
+from worker.store.user_code import import_function
 
 _PARTS = ("worker.assembly", "jobs.parquet.planner", "jobs.parquet.shard_work")
 
@@ -35,7 +34,7 @@ def load_functions(names: Iterable[str]) -> None:
     """Import functions and callbacks by their dotted names, as RQ will. Raises FunctionNotFound."""
     for name in names:
         try:
-            found = import_attribute(name)
+            found = import_function(name)
         except Exception as error:
             raise FunctionNotFound(name, _reason(name, error)) from error
         if not callable(found):

@@ -13,7 +13,6 @@ from typing import Any
 from uuid import uuid4
 
 from redis.exceptions import RedisError, ResponseError
-from rq.queue import Queue
 
 from worker.engine_loop import EngineDied, Halt, Order, Stepped
 from worker.errors import FaultySurroundings, TooManyStuckThreads, WorkerError
@@ -21,8 +20,11 @@ from worker.faults import MAX_IN_A_ROW, PAUSE_S, WorkerFault
 from worker.job_runner import JobRunner
 from worker.packing import Packer
 from worker.payload_budget import PayloadBudget
-from worker.store.job_store import OUTAGES, ClaimedJob, JobStore, Mode, Wanted
+from worker.store.claimed_job import ClaimedJob, Mode, Wanted
+from worker.store.client import OUTAGES
+from worker.store.job_store import JobStore
 from worker.store.presence import Presence
+from worker.store.registries import Registries
 from worker.store.scripts import is_wrong_type
 from worker.store.stock_jobs import StockJobs
 from worker.timer import Timer
@@ -103,8 +105,9 @@ class IoLoop:
     def __init__(
         self,
         *,
-        queues: Sequence[Queue],
+        queue_names: Sequence[str],
         store: JobStore,
+        registries: Registries,
         runner: JobRunner,
         packer: Packer,
         budget: PayloadBudget,
@@ -117,15 +120,15 @@ class IoLoop:
         events: SimpleQueue[Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._queues, self._store, self._runner, self._packer = queues, store, runner, packer
-        self._budget = budget
+        self._queue_names, self._store, self._registries = queue_names, store, registries
+        self._runner, self._packer, self._budget = runner, packer, budget
         self._presence, self._orders, self._limits, self._log = presence, orders, limits, log
         self._events, self._clock, self._upkeep, self._stock = events, clock, upkeep, stock
         self._phase = Phase.SERVING
         self._thread = threading.Thread(target=self._guarded_run, name="tokenmill-io", daemon=True)
         self._stats: Mapping[str, int] = {}
         self._tokens: dict[int, str] = {}
-        self._foreign = [0] * len(queues)
+        self._foreign = [0] * len(queue_names)
         self._claimed = self._turn = 0
         self._suspended = self._shown_busy = False
         self._idle_since = clock()
@@ -137,8 +140,8 @@ class IoLoop:
         self._to_release: list[ClaimedJob] = []
         self._release_mode: Mode = "given_back"
         self._faults: list[WorkerFault] = []
-        self._polls = [Timer(POLL_S) for _ in queues]
-        self._looks = [Timer(LOOK_S) for _ in queues]
+        self._polls = [Timer(POLL_S) for _ in queue_names]
+        self._looks = [Timer(LOOK_S) for _ in queue_names]
         self._renew = Timer(limits.renew_period_s)
         self._show = Timer(STATS_PERIOD_S)
         self._progress = Timer(PROGRESS_PERIOD_S)
@@ -305,7 +308,7 @@ class IoLoop:
             self._store.quarantine.tell(self._log)
 
     def _check_keys(self) -> int:
-        return self._store.quarantine.check([queue.name for queue in self._queues])
+        return self._store.quarantine.check(self._queue_names)
 
     def _take_or_give(self, moment: float) -> None:
         if self._phase is Phase.LEAVING:
@@ -363,7 +366,7 @@ class IoLoop:
         """Claim for every lane that has room; again at the next turn while jobs come."""
         if not self._jobs_left():
             return
-        lanes = [lane for lane in range(len(self._queues)) if self._room(lane) > 0]
+        lanes = [lane for lane in range(len(self._queue_names)) if self._room(lane) > 0]
         # A lane without room leaves its timer alone: it claims in the very turn in which it has some.
         due = [lane for lane in lanes if self._is_due(lane, moment)]
         lanes = [lane for lane in lanes if lane in due or self._packer.claimable_files(lane)]
@@ -405,7 +408,7 @@ class IoLoop:
             token = self._tokens.setdefault(lane, uuid4().hex[:24])
             alone = is_idle and place == self._turn % len(lanes)
             places = self._packer.free_functions, self._packer.claimable_files(lane)
-            wanted.append(Wanted(self._queues[lane].name, room, token, alone, *places))
+            wanted.append(Wanted(self._queue_names[lane], room, token, alone, *places))
         claims = self._store.claim(wanted, self._limits.last_life)
         for lane, claim in zip(lanes, claims, strict=True):
             del self._tokens[lane]
@@ -430,7 +433,7 @@ class IoLoop:
         return 1_000_000 if most is None else max(0, most - self._claimed)
 
     def _is_suspended(self) -> bool:
-        suspended = self._store.is_suspended()
+        suspended = self._registries.is_suspended()
         if suspended != self._suspended:
             self._log.info(
                 "suspended, run `rq resume` to resume" if suspended else "resumed, claiming jobs again"
@@ -487,7 +490,7 @@ class IoLoop:
         if self._phase is not Phase.SERVING or not self._sweep.due(moment):
             return
         deaths = self._limits.max_worker_deaths
-        names = [queue.name for queue in self._queues]
+        names = self._queue_names
         for claimed in self._store.reclaim_abandoned(names, self._limits.sweep_period_s, deaths):
             self._runner.take_over(claimed, deaths)
         for claimed, error in self._stock.take_over(names, self._limits.sweep_period_s):
@@ -514,7 +517,7 @@ class IoLoop:
 
     def _has_taken_all(self) -> bool:
         """Whether the queues hold nothing but what only workers with another model may run."""
-        return self._store.count_queued([queue.name for queue in self._queues]) <= sum(self._foreign)
+        return self._registries.count_queued(self._queue_names) <= sum(self._foreign)
 
     def _leave(self, why: str) -> None:
         self._log.info(why)

@@ -6,13 +6,11 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Protocol
 
 from redis.exceptions import RedisError
-from rq.job import Retry
-from rq.timeouts import JobTimeoutException
-from rq.utils import now
 
 from jobs.errors import Fault, JobsError, ResultTooLarge, fault_line
 from worker.end_writer import EndWriter
@@ -20,9 +18,12 @@ from worker.errors import FileTimeout, JobRefused, JobSetAside
 from worker.functions import FunctionPool
 from worker.packing import RunningJob
 from worker.pool_calls import PoolCalls
-from worker.store.job_store import Callbacks, EndStatus, FinishReply, JobStore, Outcome, sound_outcome
+from worker.store.job_store import JobStore
+from worker.store.outcome import EndStatus, FinishReply, Outcome, sound_outcome
 from worker.store.results import Raised, is_small, pack, printable
 from worker.store.scripts import is_wrong_type
+from worker.store.timeouts import JobTimeoutException
+from worker.store.user_code import Callbacks
 
 MAX_REASON_CHARS = 400
 _FREE_OF_PROMPTS = (FileTimeout, JobRefused, JobSetAside, JobTimeoutException)
@@ -127,7 +128,9 @@ class JobEnds:
         """Bring a job to its end: first what user code it calls, then the writing."""
         job.closing = True
         working_s = self._clock() - job.started_at if job.started_at is not None else 0.0
-        outcome = Outcome(job.claimed, status, value, now(), working_s, job.began_at, retries=retries)
+        outcome = Outcome(
+            job.claimed, status, value, datetime.now(UTC), working_s, job.began_at, retries=retries
+        )
         if self._callbacks.has_callback(outcome):
             self._call_back(job, outcome, error)
         elif status != "finished" or (job.is_ours and is_small(value)):
@@ -140,7 +143,7 @@ class JobEnds:
 
     def _packed(self, outcome: Outcome) -> Outcome:
         """The outcome with its value as it is written. Raises ResultTooLarge."""
-        if outcome.status != "finished" or isinstance(outcome.value, Retry):
+        if outcome.status != "finished" or outcome.wish is not None:
             return outcome
         return replace(outcome, packed=pack(outcome.value, self._max_result_bytes))
 
@@ -216,7 +219,7 @@ class JobEnds:
 
         def queue_and_close() -> None:
             try:
-                self._store.queue_dependents(claimed)
+                self._store.dependents.queue(claimed)
             except Exception as error:  # what cannot be read today cannot be read tomorrow
                 if isinstance(error, RedisError) and not is_wrong_type(error):
                     raise

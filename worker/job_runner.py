@@ -12,8 +12,6 @@ from queue import SimpleQueue
 from typing import Any
 
 from redis import Redis
-from rq.exceptions import AbandonedJobError
-from rq.timeouts import JobTimeoutException
 
 from engine import Completion
 from jobs.common.keys import FILE, FUNCTION
@@ -31,21 +29,18 @@ from worker.beginnings import Beginnings
 from worker.engine_loop import Abort, Add, Order
 from worker.errors import BadPayload, JobRefused, JobSetAside
 from worker.faults import WorkerFault, WorkerFaults, is_fault
-from worker.functions import FunctionPool, JobStopped, timeout_error
+from worker.functions import FunctionPool, JobStopped
 from worker.interrupts import check_interrupted
 from worker.job_ends import JobEnds
 from worker.packing import Packer, RunningJob
 from worker.payload_budget import PayloadBudget
 from worker.pool_calls import PoolCalls
-from worker.store.job_store import (
-    Callbacks,
-    ClaimedJob,
-    JobStore,
-    Outcome,
-    perform,
-    strip_hooks,
-)
+from worker.store.claimed_job import ClaimedJob
+from worker.store.job_store import JobStore
+from worker.store.outcome import Outcome
 from worker.store.results import Raised
+from worker.store.timeouts import timeout_error
+from worker.store.user_code import Callbacks, perform, strip_hooks
 from worker.task_files import TaskFiles
 
 _FUNCTIONS_LEAVE_S = 1.0
@@ -458,9 +453,7 @@ class JobRunner:
                     job.call.interrupt(timeout_error(limit))
                 continue
             self._withdraw(job, timeout_error(limit))
-            self._ends.fail(
-                job, JobTimeoutException(f"Task exceeded maximum timeout value ({limit:g} seconds)")
-            )
+            self._ends.fail(job, timeout_error(limit)())
 
     def _give_up_threads(self) -> None:
         grace_s = self._surroundings.function_grace_s
@@ -506,7 +499,7 @@ class JobRunner:
             ),
         )
 
-    def fail_stock_job(self, claimed: ClaimedJob, error: AbandonedJobError) -> None:
+    def fail_stock_job(self, claimed: ClaimedJob, error: Exception) -> None:
         """Fail a job that one of RQ's own workers left behind, or retry it where it has retries left."""
         job = RunningJob(next(self._numbers), claimed, 0, closing=True)
         self._jobs[job.number] = job

@@ -11,7 +11,7 @@ from typing import Any
 from engine import Completion
 from jobs.tasks import OpenTask, Request
 from worker.functions import Call
-from worker.store.job_store import ClaimedJob
+from worker.store.claimed_job import ClaimedJob
 
 
 @dataclass(eq=False)

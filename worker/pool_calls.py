@@ -11,7 +11,7 @@ from jobs.context.shard_bytes import NoRoomYet
 from worker.faults import is_fault
 from worker.functions import FunctionPool
 from worker.packing import RunningJob
-from worker.store.job_store import OUTAGES
+from worker.store.client import OUTAGES
 
 _TRY_AGAIN_S = 0.5
 """Pause before what an outage cut off is tried again."""

@@ -6,10 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rq.queue import Queue
-
 from worker.functions import FunctionPool
-from worker.store.job_store import JobStore
+from worker.store.registries import Registries
 from worker.timer import Timer
 
 _SCHEDULER_PERIOD_S = 5.0
@@ -19,19 +17,20 @@ _RATE_LIMITS_PERIOD_S = 10.0
 class Upkeep:
     """Cleans RQ's registries and rate limits, in a thread of `pool`, and keeps the scheduler's process up.
 
-    store: for the threads of `pool`. keep_scheduler: starts the process again where it has ended.
+    registries: for the threads of `pool`. keep_scheduler: starts the process again where it has ended.
     """
 
     def __init__(
         self,
-        store: JobStore,
-        queues: Sequence[Queue],
+        registries: Registries,
+        queue_names: Sequence[str],
         pool: FunctionPool,
         keep_scheduler: Callable[[], None],
         period_s: float,
         log: logging.Logger,
     ) -> None:
-        self._store, self._queues, self._pool, self._log = store, queues, pool, log
+        self._registries, self._queue_names = registries, queue_names
+        self._pool, self._log = pool, log
         self._keep_scheduler = keep_scheduler
         self._clean, self._look = Timer(period_s), Timer(_SCHEDULER_PERIOD_S)
         self._rate_limits = Timer(_RATE_LIMITS_PERIOD_S)
@@ -41,9 +40,9 @@ class Upkeep:
         if self._look.due(moment):
             self._keep_scheduler()
         if self._rate_limits.due(moment):
-            self._pool.submit(self._store.tend_rate_limits, self._report)
+            self._pool.submit(self._registries.tend_rate_limits, self._report)
         if self._clean.due(moment):
-            self._pool.submit(lambda: self._store.clean_registries(self._queues), self._report)
+            self._pool.submit(lambda: self._registries.clean(self._queue_names), self._report)
 
     def _report(self, _: Any, error: BaseException | None) -> None:
         if error is not None:

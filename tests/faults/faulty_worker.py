@@ -29,7 +29,9 @@ from tests.faults import clock
 from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
 from worker import BatchWorker
 from worker.job_runner import JobRunner
-from worker.store.job_store import Callbacks, JobStore
+from worker.store.dependents import Dependents
+from worker.store.job_store import JobStore
+from worker.store.user_code import Callbacks
 
 STEPS: dict[str, tuple[Any, str]] = {
     "claim": (JobStore, "claim"),
@@ -37,7 +39,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "renew": (JobStore, "renew"),
     "progress": (JobStore, "show_progress"),
     "finish": (JobStore, "finish"),
-    "dependents queued": (JobStore, "queue_dependents"),
+    "dependents queued": (Dependents, "queue"),
     "close": (JobStore, "close"),
     "release": (JobStore, "release"),
     "reclaim": (JobStore, "reclaim_abandoned"),

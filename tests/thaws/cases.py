@@ -14,7 +14,7 @@ from redis import Redis
 from jobs.errors import JobsError
 from tests.thaws.freezing import Freezer, Killed, traced_files
 from tests.thaws.world import Worker, World
-from worker.store.job_store import ClaimedJob
+from worker.store.claimed_job import ClaimedJob
 
 # What the one that freezes is at: each leaves a job at the head of the queue, or a person's wish.
 

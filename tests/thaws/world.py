@@ -23,7 +23,10 @@ from jobs.runs.spec import RunSpec
 from jobs.table import own_function
 from tests.jobs.answering import MODEL, feed, opened_task, refuse, shout
 from tests.thaws.freezing import Killed
-from worker.store.job_store import ClaimedJob, JobStore, Outcome, Wanted, printable
+from worker.store.claimed_job import ClaimedJob, Wanted
+from worker.store.job_store import JobStore
+from worker.store.outcome import Outcome
+from worker.store.results import printable
 
 ROWS, ROWS_PER_SHARD, SHARDS = 5, 2, 3
 QUEUE = "bulk"

@@ -22,11 +22,13 @@ from tests.rq_workers import Workers, leftovers, wait_until, wait_until_started
 from tests.worker.fake_engine import FakeEngine
 from worker.admission import Admission
 from worker.engine_loop import EngineLoop, Stepped
-from worker.functions import FunctionPool, ThreadDeathPenalty
+from worker.functions import FunctionPool
 from worker.job_runner import JobRunner, Surroundings
 from worker.packing import Packer
 from worker.payload_budget import PayloadBudget
-from worker.store.job_store import Callbacks, JobStore, Wanted
+from worker.store.claimed_job import Wanted
+from worker.store.job_store import JobStore
+from worker.store.user_code import Callbacks
 
 F = "tests.worker.functions."
 ALLOWED = {"jobs.complete", F + "add", F + "own_state", F + "on_success_state"}
@@ -55,7 +57,7 @@ class ByHand:
             enders=enders,
             pool_client=redis,
             user_client=redis,
-            callbacks=Callbacks(worker, redis, redis, ThreadDeathPenalty),
+            callbacks=Callbacks(worker, redis, redis),
             ends_store=self.store,
             post=self.events.put,
             log=logging.getLogger("by hand"),

@@ -13,7 +13,8 @@ from rq.serializers import JSONSerializer
 
 from jobs.common.keys import FUNCTION, KIND_FIELD, MODEL_FIELD
 from tests.rq_workers import Workers
-from worker.store.job_store import Claim, JobStore, Wanted
+from worker.store.claimed_job import Claim, Wanted
+from worker.store.job_store import JobStore
 
 PROMPT = "jobs.complete"
 

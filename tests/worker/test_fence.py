@@ -18,7 +18,9 @@ from rq.utils import now
 
 from tests.rq_workers import leftovers
 from tests.worker.redis_state import state_of
-from worker.store.job_store import ClaimedJob, JobStore, Outcome, Wanted
+from worker.store.claimed_job import ClaimedJob, Wanted
+from worker.store.job_store import JobStore
+from worker.store.outcome import Outcome
 from worker.store.results import pack
 
 END = Callable[[Queue], Job]
@@ -80,7 +82,7 @@ def test_keys_of_another_type_do_not_hold_a_job_up_that_others_wait_for(redis: R
     redis.set(dependent.dependencies_key, "y")
     for each in held:
         redis.hset(each.job.key, "ended_as", "finished")
-        jobs.queue_dependents(each)
+        jobs.dependents.queue(each)
     assert redis.hget(dependent.key, "status") == b"deferred"
 
 
@@ -208,7 +210,7 @@ def test_a_repeat_with_dependents_queues_them_and_then_itself(redis: Redis, bulk
     held = claim(jobs)[0]
     for _ in range(2):  # killed after the first, another worker does the same
         assert jobs.finish([succeeded(held)]) == ["dependents"]
-        jobs.queue_dependents(held)
+        jobs.dependents.queue(held)
     jobs.close(held)
     jobs.close(held)
     assert bulk.job_ids == [dependent.id, job.id]
@@ -222,7 +224,7 @@ def test_a_dependent_of_two_jobs_that_end_together_is_queued_once(redis: Redis, 
     held = claim(jobs)
     assert jobs.finish([succeeded(each) for each in held]) == ["dependents"] * 2
     for each in held:
-        jobs.queue_dependents(each)
+        jobs.dependents.queue(each)
         jobs.close(each)
         if each is held[0]:
             assert [claimed.job.id for claimed in claim(jobs)] == [dependent.id]
@@ -238,7 +240,7 @@ def test_an_unreadable_dependent_is_queued_to_fail_and_holds_up_no_other(redis: 
     jobs = store(redis)
     held = claim(jobs)[0]
     assert jobs.finish([succeeded(held)]) == ["dependents"]
-    jobs.queue_dependents(held)
+    jobs.dependents.queue(held)
     assert sorted(bulk.job_ids) == sorted([bad.id, good.id])
 
 

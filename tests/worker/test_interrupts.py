@@ -15,8 +15,9 @@ import pytest
 from rq.timeouts import JobTimeoutException
 
 from tests.rq_workers import wait_until
-from worker.functions import Call, FunctionPool, JobStopped, ThreadDeathPenalty
+from worker.functions import Call, FunctionPool, JobStopped
 from worker.interrupts import check_interrupted, shield_imports
+from worker.store.timeouts import ThreadDeathPenalty
 
 SLOW = """
 import import_gate

@@ -19,8 +19,9 @@ from jobs.table import ALLOWED_FUNCTIONS
 from tests.rq_workers import Workers, leftovers, text_of
 from worker.admission import Admission
 from worker.errors import TooLarge
+from worker.store.claimed_job import ClaimedJob, Wanted
 from worker.store.held_job import check_containers
-from worker.store.job_store import ClaimedJob, JobStore, Wanted
+from worker.store.job_store import JobStore
 
 MIB = 1 << 20
 CALL = ["jobs.complete", None, ["a"], {"max_tokens": 1}]

@@ -15,7 +15,9 @@ from rq.serializers import JSONSerializer
 from rq.utils import now
 
 from tests.rq_workers import Workers, leftovers
-from worker.store.job_store import ClaimedJob, JobStore, Outcome, Wanted
+from worker.store.claimed_job import ClaimedJob, Wanted
+from worker.store.job_store import JobStore
+from worker.store.outcome import Outcome
 from worker.store.results import pack
 
 F = "tests.worker.functions."
@@ -98,7 +100,7 @@ def test_dependents_follow_the_end_and_not_what_is_saved_over_it(
         job.set_status(status)
     assert store.renew(held) == []
     for each in held:
-        store.queue_dependents(each)
+        store.dependents.queue(each)
         store.close(each)
     assert bulk.job_ids == [after_good.id]
     assert bulk.deferred_job_registry.get_job_ids() == [after_bad.id]

@@ -22,7 +22,7 @@ from jobs.errors import ResultTooLarge
 from tests.rq_workers import Workers, leftovers, text_of, wait_until
 from worker.end_writer import EndWriter
 from worker.packing import RunningJob
-from worker.store.job_store import Outcome
+from worker.store.outcome import Outcome
 from worker.store.results import pack
 
 F = "tests.worker.functions."

@@ -18,8 +18,11 @@ from rq.serializers import JSONSerializer
 from rq.utils import now
 
 from tests.rq_workers import ROOT, Workers, leftovers, text_of, wait_until, wait_until_started
-from worker.store.job_store import JobStore, Outcome, Wanted
+from worker.store.claimed_job import Wanted
+from worker.store.job_store import JobStore
+from worker.store.outcome import Outcome
 from worker.store.quarantine import Quarantine
+from worker.store.registries import Registries
 
 NAME = "strange"
 QUARANTINE = "tokenmill:quarantine"
@@ -203,7 +206,7 @@ def test_registries_are_cleaned_beside_entries_that_are_no_text(redis: Redis, bu
     redis.sadd("rq:groups", "a", "b")
     redis.set("rq:group:b", "no set")
     redis.zadd("rq:failed:bulk", {b"\xff": 1, "gone": 1})
-    JobStore(redis, "w", lease_s=30).clean_registries([bulk])
+    Registries(redis, "w").clean(["bulk"])
     for key in ("rq:workers", "rq:workers:bulk", "rq:groups", "rq:group:a", "rq:failed:bulk"):
         assert not redis.exists(key)
 

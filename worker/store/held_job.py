@@ -8,7 +8,8 @@ from datetime import datetime
 from typing import Any
 
 from rq.exceptions import DeserializationError
-from rq.job import Job
+from rq.job import Job, JobStatus
+from rq.queue import Queue
 
 from jobs.common.stored import unpacked
 from worker.errors import TooLarge
@@ -80,6 +81,16 @@ class HeldJob(Job):
     @data.setter
     def data(self, value: bytes) -> None:
         Job.data.fset(self, value)  # type: ignore[attr-defined]
+
+    @property
+    def limit_s(self) -> float:
+        """The job's timeout; 0 or less for none."""
+        return self.timeout or Queue.DEFAULT_TIMEOUT
+
+    def show_started(self, worker_name: str, began_at: datetime) -> None:
+        """Note that it runs, in this copy, which its own code gets, as RQ does."""
+        self._status, self.worker_name = JobStatus.STARTED, worker_name
+        self.started_at = self.last_heartbeat = began_at
 
     def drop_payload(self, keeps_meta: bool) -> None:
         """Let go of what nobody asks for any more: payload, arguments and description, perhaps `meta`."""

@@ -21,7 +21,7 @@ from rq.logutils import setup_loghandlers
 from rq.scheduler import RQScheduler, run
 from rq.utils import current_timestamp, now, utcformat
 
-from worker.store.job_store import own_client
+from worker.store.client import own_client
 from worker.store.quarantine import Quarantine
 from worker.store.scripts import Scripts
 

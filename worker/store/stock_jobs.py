@@ -12,7 +12,8 @@ from rq.exceptions import AbandonedJobError
 from rq.queue import Queue
 from rq.serializers import JSONSerializer
 
-from worker.store.job_store import ClaimedJob, JobStore, LeftJob, is_text, names_execution
+from worker.store.claimed_job import ClaimedJob, LeftJob, is_text, names_execution
+from worker.store.job_store import JobStore
 from worker.store.quarantine import NO_EXECUTION, NO_TEXT, Entry
 
 _LOCK = "tokenmill:maintenance:stock"

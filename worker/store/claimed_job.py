@@ -1,0 +1,102 @@
+"""A job that this worker holds, and what a claim asks for and brings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rq.executions import Execution
+
+from worker.store.held_job import HeldJob
+
+CLAIM_BATCH = 200
+"""Sequences' worth of jobs that one claim takes at most."""
+
+Mode = Literal["given_back", "engine_died", "fault", "abandoned"]
+"""Why a job goes back into its queue; all but the first count as a death of its worker."""
+
+
+@dataclass(frozen=True)
+class ClaimedJob:
+    """A job this worker holds: what to do, and the one execution that may finish it.
+
+    job: its user's code gets this very object, as with RQ, and may leave anything in it.
+    """
+
+    job: HeldJob
+    execution: Execution
+    queue_name: str
+    damage: Exception | None = None
+    """What RQ's client raised when it read the job's hash; the job can only be failed."""
+    has_ended: bool = False
+    """Whether its end is written, and only its dependents may wait still."""
+    deaths: int = 0
+    """How many workers have died with it."""
+    left_before: str = ""
+    """Id of the last job that its claim left in the queue before it, for want of a place."""
+    kind: str = ""
+    """FUNCTION or FILE for one that was found to be such and has no place on this worker."""
+
+    @property
+    def job_id(self) -> str:
+        """The job's id, whatever its code makes of that in its copy."""
+        return self.execution.job_id
+
+    @property
+    def address(self) -> tuple[str, str, str]:
+        """Queue, job id, execution id: how the scripts find it."""
+        return self.queue_name, self.job_id, self.execution.id
+
+
+@dataclass(frozen=True)
+class LeftJob:
+    """A job that one of RQ's own workers left behind, with the reason to give for its failure.
+
+    execution_id: '' for one that was taken from its queue and not begun.
+    """
+
+    queue: str
+    job_id: str
+    execution_id: str
+    reason: str
+
+    @property
+    def address(self) -> tuple[str, str, str]:
+        """As that of a job that was claimed."""
+        return self.queue, self.job_id, self.execution_id
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A claim on one queue: at most how many sequences' worth of jobs, a token of 24 hex digits, whether
+    the worker has nothing else, and at most how many jobs known to be functions, and to be files."""
+
+    queue: str
+    most: int
+    token: str
+    alone: bool
+    max_functions: int = CLAIM_BATCH
+    max_files: int = CLAIM_BATCH
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What came of a claim on one queue."""
+
+    jobs: list[ClaimedJob]
+    num_foreign: int
+    """Jobs that were seen and left in the queue, because they may run on another model only."""
+
+
+def is_text(raw: bytes) -> bool:
+    """Whether bytes that a stranger may have written are UTF-8."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def names_execution(member: bytes) -> bool:
+    """Whether an entry is `<job>:<execution>`."""
+    return b":" in member and is_text(member)

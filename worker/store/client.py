@@ -1,0 +1,30 @@
+"""Connections to Redis, and which of their errors say something of the server alone."""
+
+from __future__ import annotations
+
+from redis import ConnectionPool, Redis
+from redis.backoff import ExponentialBackoff, NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ExecAbortError, OutOfMemoryError, ReadOnlyError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
+from rq.connections import get_connection_kwargs
+
+MIN_REDIS_VERSION = (6, 2, 0)
+
+OUTAGES = (RedisConnectionError, RedisTimeoutError, OutOfMemoryError, ReadOnlyError, ExecAbortError)
+"""Errors that say something of the server and nothing of the command: it may be tried again later."""
+
+
+def own_client(connection: Redis, socket_timeout_s: float, resend: bool = False) -> Redis:
+    """A client with a pool of its own to the same server.
+
+    resend: send a command again whose reply was lost, as redis-py does for user code with a stock worker.
+    Our own callers do that themselves, because only they know which commands bear it.
+    """
+    pool = connection.connection_pool
+    kwargs = get_connection_kwargs(connection)
+    kwargs.pop("retry", None)
+    retry = Retry(ExponentialBackoff(cap=2.0, base=0.1), 10) if resend else Retry(NoBackoff(), 0)
+    kwargs.update(socket_timeout=socket_timeout_s, retry=retry, retry_on_error=[])
+    return Redis(connection_pool=ConnectionPool(connection_class=pool.connection_class, **kwargs))

@@ -1,0 +1,79 @@
+"""The jobs that wait for one that has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from redis import Redis
+from redis.exceptions import RedisError
+from rq.job import Job, JobStatus
+from rq.serializers import JSONSerializer
+from rq.utils import now, utcformat
+
+from worker.store.claimed_job import ClaimedJob, is_text
+from worker.store.scripts import Scripts, is_wrong_type
+
+
+class Dependents:
+    """Queues them. Not thread-safe, and raises as `JobStore` does, whose part it is."""
+
+    def __init__(self, client: Redis, scripts: Scripts, clock: Callable[[], float]) -> None:
+        self._client, self._call_many, self._clock = client, scripts.call_many, clock
+
+    def queue(self, claimed: ClaimedJob) -> None:
+        """Queue the jobs that wait for an ended one and for nothing else.
+
+        Each is queued once: also when this is called again, and when two jobs that it waited for end at the
+        same time, where RQ's own way queues it twice.
+        """
+        job = claimed.job
+        ended_as: Any = self._client.hget(job.key, "ended_as")
+        if ended_as is None:  # closed already, by whoever took it over
+            return
+        job.connection, job._status = self._client, JobStatus(ended_as.decode())
+        calls = []
+        for member in self._members(job):
+            dependent = self._fetch(member.decode()) if is_text(member) else None
+            if dependent is not None and self._may_run(dependent, job):
+                front = int(bool(dependent.enqueue_at_front))
+                ids = (dependent.origin, dependent.id, job.id)
+                now_iso, now_ts = utcformat(now()), repr(self._clock())
+                calls.append(("queue_dependent", (*ids, now_iso, front, now_ts)))
+        if calls:
+            self._call_many(calls, keep_refusals=True)
+
+    def _members(self, job: Job) -> Any:
+        """Ids of the jobs that wait for this one; none where another type of key stands in their place."""
+        try:
+            return self._client.smembers(job.dependents_key)
+        except RedisError as error:
+            if not is_wrong_type(error):
+                raise
+            return ()
+
+    def _may_run(self, dependent: Job, ended: Job) -> bool:
+        """Whether a job waits for nothing but the one that has ended."""
+        try:
+            # What it has ended as is known here: its status may be that of a copy that was saved since.
+            return bool(dependent.dependencies_are_met(parent_job=ended, refresh_job_status=False))
+        except RedisError as error:
+            if not is_wrong_type(error):
+                raise
+            return False
+        except ValueError:  # a status that is no text: nobody can say whether that job has ended well
+            return False
+
+    def _fetch(self, job_id: str) -> Job | None:
+        """What decides when and where a job is queued; None for one that is gone or damaged in that."""
+        [fields] = self._call_many([("dependent", [job_id])], keep_refusals=True)
+        if isinstance(fields, RedisError) or not fields:
+            return None
+        try:
+            job = Job(job_id, self._client, JSONSerializer)
+            job.origin, front, allows_failures = (field.decode() for field in fields)
+            job.enqueue_at_front = bool(int(front or 0))
+            job.allow_dependency_failures = bool(int(allows_failures or 0))
+        except ValueError:  # an id that RQ would refuse, or no text, or no number
+            return None
+        return job

@@ -1,0 +1,150 @@
+"""What comes next for a job that has ended: it runs again, at once or later, or this was its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rq.defaults import DEFAULT_FAILURE_TTL, DEFAULT_RESULT_TTL
+from rq.job import Job
+from rq.job import Retry as RetryWish
+from rq.repeat import Repeat as RqRepeat
+
+_MAX_TTL_S = 10 * 365 * 86_400
+"""Redis refuses larger ones, in the middle of a script."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a job says of running again and of being kept, in RQ's names and meanings."""
+
+    result_ttl: int | None = None
+    failure_ttl: int | None = None
+    retries_left: int | None = None
+    number_of_retries: int | None = None
+    retry_intervals: Sequence[int] | None = None
+    enqueue_at_front_on_retry: bool | None = False
+    repeats_left: int | None = None
+    repeat_intervals: Sequence[int] | None = None
+
+    @classmethod
+    def of(cls, job: Job) -> Policy:
+        """As it stands in the job's copy, in which its user's code may have left anything."""
+        return cls(
+            result_ttl=job.result_ttl,
+            failure_ttl=job.failure_ttl,
+            retries_left=job.retries_left,
+            number_of_retries=job.number_of_retries,
+            retry_intervals=job.retry_intervals,
+            enqueue_at_front_on_retry=job.enqueue_at_front_on_retry,
+            repeats_left=job.repeats_left,
+            repeat_intervals=job.repeat_intervals,
+        )
+
+    @property
+    def has_retries(self) -> bool:
+        """Whether the job may fail once more and run again."""
+        return self.retries_left is not None and self.retries_left > 0
+
+    @property
+    def retry_wait_s(self) -> int:
+        """Seconds to the next try of a job that has some; those beyond the intervals wait the first one."""
+        if self.retry_intervals is None:
+            return 0
+        assert self.retries_left
+        return _seconds(self.retry_intervals[max(len(self.retry_intervals) - self.retries_left, 0)])
+
+    def grants(self, wish: RetryWish) -> bool:
+        """Whether a job that returned a `Retry` runs again."""
+        return (self.number_of_retries or 0) < wish.max
+
+    def check(self) -> None:
+        """Raise where what says when the job runs again, or how long it is kept, is of a wrong kind."""
+        if self.has_retries:
+            _ = self.retry_wait_s
+        if self.repeats_left and self.repeats_left > 0:
+            for interval_s in self.repeat_intervals or ():
+                _seconds(interval_s)
+        for ttl_s in (self.result_ttl, self.failure_ttl):
+            _bounded_ttl(ttl_s or 0)
+
+
+@dataclass(frozen=True)
+class Retry:
+    """It has failed, or asked for it, and runs again after `wait_s` seconds, or at once.
+
+    counter: the field of its hash that counts tries, and `count` its new value. is_on_wish: whether the job
+    returned a `Retry`, which RQ records as a result.
+    """
+
+    wait_s: int
+    at_front: bool
+    counter: str
+    count: int
+    is_on_wish: bool
+    kept_s: int | None
+    """How long the results of earlier tries are kept, in seconds; negative without end, None as it was."""
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """It has finished and runs again after `wait_s` seconds, and `left` times after that."""
+
+    wait_s: int
+    left: int
+    kept_s: int
+
+
+@dataclass(frozen=True)
+class End:
+    """It runs no more. kept_s: how long it is kept, in seconds; negative without end.
+
+    has_used_up_retries: it returned a `Retry` once too often, and fails for that.
+    """
+
+    kept_s: int
+    has_used_up_retries: bool = False
+
+
+def next_step(
+    policy: Policy,
+    *,
+    is_finished: bool,
+    wish: RetryWish | None = None,
+    may_retry: bool = False,
+    default_result_ttl_s: int = DEFAULT_RESULT_TTL,
+) -> Retry | Repeat | End:
+    """What comes next for a job that has finished, or has failed or was stopped.
+
+    wish: what it returned, where that is a `Retry`. may_retry: whether a failed job takes a retry that it
+    has. default_result_ttl_s: seconds for which the result of a job is kept that does not say.
+    Raises what reading a policy of a wrong kind raises.
+    """
+    kept_after_failure_s = None if policy.failure_ttl is None else _bounded_ttl(policy.failure_ttl)
+    if wish is not None and policy.grants(wish):
+        tries = policy.number_of_retries or 0
+        wait_s = _seconds(RetryWish.get_interval(tries, wish.intervals))
+        return Retry(wait_s, False, "number_of_retries", tries + 1, True, kept_after_failure_s)
+    if wish is None and may_retry and policy.has_retries:
+        assert policy.retries_left
+        at_front = bool(policy.enqueue_at_front_on_retry)
+        left = policy.retries_left - 1
+        return Retry(policy.retry_wait_s, at_front, "retries_left", left, False, kept_after_failure_s)
+    if wish is not None or not is_finished:
+        kept_s = DEFAULT_FAILURE_TTL if kept_after_failure_s is None else kept_after_failure_s
+        return End(kept_s, has_used_up_retries=wish is not None)
+    kept_s = _bounded_ttl(default_result_ttl_s if policy.result_ttl is None else policy.result_ttl)
+    if not policy.repeats_left or policy.repeats_left < 0:
+        return End(kept_s)
+    left, intervals = policy.repeats_left - 1, policy.repeat_intervals
+    return Repeat(_seconds(RqRepeat.get_interval(left, list(intervals)) if intervals else 0), left, kept_s)
+
+
+def _seconds(interval_s: Any) -> int:
+    """Seconds until a job runs again, as far off as Redis can say. Raises for what is no number."""
+    return max(0, min(int(interval_s), _MAX_TTL_S))
+
+
+def _bounded_ttl(ttl_s: int) -> int:
+    return max(-1, min(int(ttl_s), _MAX_TTL_S))

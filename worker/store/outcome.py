@@ -1,0 +1,70 @@
+"""How a job ended, as it is handed to the store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any, Literal
+
+from rq.job import Retry as RetryWish
+
+from worker.store.claimed_job import ClaimedJob
+from worker.store.next_step import End, Policy, Repeat, Retry, next_step
+from worker.store.results import printable
+
+EndStatus = Literal["finished", "failed", "stopped"]
+FinishReply = Literal["done", "again", "lost", "dependents", "refused"]
+"""See finish.lua; "refused": the server can never write this end, a key of the job is of another type."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended, for `JobStore.finish`."""
+
+    claimed: ClaimedJob
+    status: EndStatus
+    value: Any
+    """The return value of a finished job, the traceback text of another one."""
+    ended_at: datetime
+    working_s: float
+    started_at: datetime | None = None
+    """None for one that ended before it began."""
+    retries: bool = False
+    """Whether a failed job that has retries left takes one."""
+    packed: bytes | None = None
+    """The value's JSON, once it is to be written; None for a None, too."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the value, as far as it is known."""
+        text = self.value if isinstance(self.value, str) and self.status != "finished" else ""
+        return len(text if self.packed is None else self.packed)
+
+    @property
+    def wish(self) -> RetryWish | None:
+        """The `Retry` that the job returned, where it did."""
+        return self.value if isinstance(self.value, RetryWish) else None
+
+    def next_step(self, default_result_ttl_s: int) -> Retry | Repeat | End:
+        """What comes next for the job. default_result_ttl_s: see next_step.py."""
+        return next_step(
+            Policy.of(self.claimed.job),
+            is_finished=self.status == "finished",
+            wish=self.wish,
+            may_retry=self.retries,
+            default_result_ttl_s=default_result_ttl_s,
+        )
+
+
+def sound_outcome(outcome: Outcome) -> Outcome:
+    """The outcome, or that of a failed job where its code has left in its copy what no end can be written
+    with, such as a text for `result_ttl`: RQ's own worker fails such a job too."""
+    job = outcome.claimed.job
+    try:
+        Policy.of(job).check()
+        outcome.next_step(0)
+    except Exception as error:  # noqa: BLE001  # a user's object may raise anything
+        job.result_ttl = job.failure_ttl = None
+        job.retries_left = job.repeats_left = None
+        return replace(outcome, status="failed", value=printable(error), retries=False, packed=None)
+    return outcome

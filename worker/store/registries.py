@@ -1,0 +1,77 @@
+"""What all workers share beside jobs: queues, registries, rate limits, and whether work is suspended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from redis import Redis
+from rq.group import Group
+from rq.job import Job
+from rq.suspension import WORKERS_SUSPENDED
+from rq.utils import now, utcformat
+from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY
+
+from worker.store.quarantine import Quarantine
+from worker.store.scripts import Scripts
+
+_BATCH = 200
+"""Members of a set, or rate limits, that are looked at in one round trip."""
+
+
+class Registries:
+    """Looks at them and cleans them. Not thread-safe; raises redis.exceptions.RedisError."""
+
+    def __init__(self, client: Redis, worker_name: str, clock: Callable[[], float] = time.time) -> None:
+        self._client, self._clock = client, clock
+        self._call_many = Scripts(client, worker_name).call_many
+        self._quarantine = Quarantine(client, worker_name)
+
+    def clean(self, queue_names: Sequence[str]) -> None:
+        """Drop expired entries of finished and failed jobs, workers that are gone, and members of groups.
+
+        RQ's own cleanup of started jobs is left out: it would judge by score, and runs callbacks. Its own of
+        the others ends at the first entry that is no text, or at the first group that is no set.
+        """
+        groups: Any = self._client.smembers(Group.REDIS_GROUP_KEY)
+        for name in groups:
+            key = Group.REDIS_GROUP_NAME_PREFIX.encode() + name
+            self._quarantine.check((), [("set", key)])
+            self._drop_gone(key, Job.redis_job_namespace_prefix)
+        self._drop_gone(Group.REDIS_GROUP_KEY, Group.REDIS_GROUP_NAME_PREFIX)
+        for name in queue_names:
+            for registry in ("finished", "failed"):
+                self._client.zremrangebyscore(f"rq:{registry}:{name}", 0, self._clock())
+            self._drop_gone(WORKERS_BY_QUEUE_KEY % name)
+        self._drop_gone(REDIS_WORKER_KEYS)
+
+    def _drop_gone(self, key: str | bytes, prefix: str = "") -> None:
+        """Drop the members of a set of whose own keys, which begin with `prefix`, nothing is left."""
+        found: Any = self._client.smembers(key)
+        members = list(found)
+        for start in range(0, len(members), _BATCH):
+            chunk = members[start : start + _BATCH]
+            with self._client.pipeline(transaction=False) as pipe:
+                for member in chunk:
+                    pipe.exists(prefix.encode() + member)
+                gone = [m for m, exists in zip(chunk, pipe.execute(), strict=True) if not exists]
+            if gone:
+                self._client.srem(key, *gone)
+
+    def tend_rate_limits(self) -> None:
+        """Let jobs in that wait for the slot of one that was cancelled or deleted, as RQ 3 does."""
+        keys: Any = self._client.srandmember("rq:rl-keys", _BATCH)
+        now_iso, now_ts = utcformat(now()), repr(self._clock())
+        self._call_many([("rate_limits", (key, now_iso, now_ts)) for key in keys], keep_refusals=True)
+
+    def count_queued(self, queue_names: Sequence[str]) -> int:
+        """Jobs that wait in these queues."""
+        with self._client.pipeline(transaction=False) as pipe:
+            for name in queue_names:
+                pipe.llen(f"rq:queue:{name}")
+            return sum(pipe.execute())
+
+    def is_suspended(self) -> bool:
+        """Whether `rq suspend` holds all workers."""
+        return bool(self._client.exists(WORKERS_SUSPENDED))

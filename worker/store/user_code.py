@@ -1,0 +1,122 @@
+"""The user's code: a job's function, the callbacks and webhooks around its end, called as RQ calls them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from redis import Redis
+from rq.job import Job, JobStatus, _job_stack
+from rq.utils import import_attribute
+from rq.worker.base import BaseWorker
+
+from worker.store.next_step import Policy
+from worker.store.outcome import Outcome
+from worker.store.results import Raised, printable
+from worker.store.timeouts import ThreadDeathPenalty
+
+
+class Callbacks:
+    """The user's code around the end of a job, and its webhooks.
+
+    It runs in a pool thread with that thread's client.
+    """
+
+    def __init__(self, worker: BaseWorker, client: Redis, user_client: Redis) -> None:
+        self._worker, self._client, self._user_client = worker, client, user_client
+
+    def may_see(self, job: Job) -> bool:
+        """Whether user code gets the job, however it ends."""
+        return bool(callback_names(job) or self._worker._exc_handlers)
+
+    def has_callback(self, outcome: Outcome) -> bool:
+        """Whether user code is to be called when the job ends like this."""
+        job = outcome.claimed.job
+        if outcome.wish is not None:
+            return False
+        if outcome.status == "finished":
+            return bool(job._success_callback_name)
+        if outcome.status == "stopped":
+            return bool(job._stopped_callback_name)
+        return bool(job._failure_callback_name or self._worker._exc_handlers)
+
+    def call_back(self, outcome: Outcome, exc_info: Any) -> None:
+        """Call the user's code for this end; raises what it raises. exc_info: as of sys.exc_info()."""
+        job = outcome.claimed.job
+        job.connection = self._user_client
+        job.ended_at = outcome.ended_at
+        if outcome.status == "finished":
+            job._status, job._result = JobStatus.FINISHED, outcome.value
+            job.execute_success_callback(ThreadDeathPenalty, outcome.value)
+        elif outcome.status == "stopped":
+            job.execute_stopped_callback(ThreadDeathPenalty)
+        else:
+            job._status = JobStatus.FAILED
+            self._handle_failure(job, exc_info)
+
+    def _handle_failure(self, job: Job, exc_info: Any) -> None:
+        """Call the failure callback, then the worker's exception handlers, also where the callback raises."""
+        failure: BaseException | None = None
+        try:
+            job.execute_failure_callback(ThreadDeathPenalty, *exc_info)
+        except BaseException as error:  # noqa: BLE001  # raised again below
+            failure, exc_info = error, (type(error), error, error.__traceback__)
+        for handler in self._worker._exc_handlers:
+            goes_on = handler(job, *exc_info)
+            if goes_on is not None and not goes_on:
+                break
+        if failure is not None:
+            raise failure
+
+    def send_webhooks(self, outcome: Outcome) -> None:
+        """Tell the hosts that the job has ended; RQ logs what goes wrong there."""
+        job = outcome.claimed.job
+        job.connection, job.ended_at = self._client, outcome.ended_at
+        if outcome.wish is not None:
+            if not Policy.of(job).grants(outcome.wish):
+                job.send_webhooks(JobStatus.FAILED, exc_string="")
+        elif outcome.status == "finished":
+            job.send_webhooks(JobStatus.FINISHED)
+        elif outcome.status == "failed" and not (outcome.retries and job.should_retry):
+            job.send_webhooks(JobStatus.FAILED, exc_string=outcome.value)
+
+
+def import_function(name: str) -> Any:
+    """Import what a dotted name names, as RQ does; raises what that raises."""
+    return import_attribute(name)
+
+
+def perform(job: Job) -> Any:
+    """Call a job's function as RQ's `Job.perform` does, but for its own first command to Redis: a connection
+    that is cut just then would fail the job, and the claim has made its hash persistent already.
+
+    Returns a Raised for what the function raises, its interrupts too.
+    """
+    _job_stack.push(job)
+    try:
+        return job._execute()
+    except BaseException as error:  # noqa: BLE001  # user code raises what it likes
+        return Raised(error, printable(error))
+    finally:
+        _job_stack.pop()
+
+
+def callback_names(job: Job) -> list[tuple[str, str]]:
+    """(role, dotted name) of each callback a job carries."""
+    named = (
+        ("success callback", job._success_callback_name),
+        ("failure callback", job._failure_callback_name),
+        ("stopped callback", job._stopped_callback_name),
+    )
+    return [(role, name) for role, name in named if name]
+
+
+def strip_hooks(job: Job) -> None:
+    """Take callbacks, webhooks and retries from a job that is refused, so that none of them runs."""
+    strip_callbacks(job)
+    job.webhooks = []
+    job.retries_left = None
+
+
+def strip_callbacks(job: Job) -> None:
+    """Take a job's callbacks from it, so that none of them runs."""
+    job._success_callback_name = job._failure_callback_name = job._stopped_callback_name = None
