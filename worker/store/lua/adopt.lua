@@ -1,10 +1,9 @@
 -- Take over a job that one of RQ's own workers left behind: the caller holds it then, to end it.
--- ARGV: queue, job id, execution id ('' for a job in the intermediate queue), now_ts, then new execution id,
---       worker, now_ts, lease_s, far_score
+-- eid is '' for a job in the intermediate queue; new_eid names the execution that the caller holds it by.
 -- Returns {'taken', claimed}; {'alive'} where it is not there any more, or its worker has shown a sign of life
 -- since the caller looked; {'dropped'} where it has ended, waits elsewhere, or is gone: then nothing but the
 -- trace of its worker was removed.
-local queue, id, eid = ARGV[1], ARGV[2], ARGV[3]
+local queue, id, eid, looked_at_ts, new_eid, worker, now_ts, lease_s, far_score = unpack(ARGV)
 local job, wip, member = 'rq:job:' .. id, 'rq:wip:' .. queue, id .. ':' .. eid
 local intermediate = 'rq:queue:' .. queue .. ':intermediate'
 
@@ -13,7 +12,7 @@ if eid == '' then
   call('DEL', intermediate .. ':first_seen:' .. id)
 else
   local score = tonumber(call('ZSCORE', wip, member) or '')
-  if not score or score < 0 or score > tonumber(ARGV[4]) then return {'alive'} end
+  if not score or score < 0 or score > tonumber(looked_at_ts) then return {'alive'} end
   let_go(queue, id, eid)
 end
 
@@ -30,4 +29,4 @@ local function needs_nobody()
 end
 
 if needs_nobody() then return {'dropped'} end
-return {'taken', open_execution(queue, id, ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9])}
+return {'taken', open_execution(queue, id, new_eid, worker, now_ts, lease_s, far_score)}

@@ -1,4 +1,4 @@
--- Set keys aside that are of another type than they are used as. ARGV: type, key for each; the type 'lock' is a
+-- Set keys aside that are of another type than they are used as. Arguments: type, key for each; 'lock' is a
 -- string that ends within an hour, as all that workers set do: any other would hold them off for ever.
 -- Returns how many were set aside.
 local LONGEST_S, num_moved = 3600, 0
@@ -12,9 +12,10 @@ local function what_is_wrong(kind, key)
 end
 
 for i = 1, #ARGV, 2 do
-  local why = what_is_wrong(ARGV[i], ARGV[i + 1])
+  local kind, key = ARGV[i], ARGV[i + 1]
+  local why = what_is_wrong(kind, key)
   if why then
-    set_aside(ARGV[i + 1], why)
+    set_aside(key, why)
     num_moved = num_moved + 1
   end
 end

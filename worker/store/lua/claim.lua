@@ -1,7 +1,6 @@
 -- Take jobs of one queue and open their executions, until they bring `limit` sequences: one each, or what
 -- the job's own field `sequences` says.
--- ARGV: queue, limit, token, worker, now_ts, lease_s, far_score, last_life, alone, models, max_functions,
---       max_files, then the tokens of claims whose records nobody needs any more
+-- `done_tokens` are those of claims whose records nobody needs any more.
 -- To stand in the queue is all that a job needs to be run, as with RQ's own workers, whatever its status
 -- says. Dropped are: ids that are no UTF-8 (no client of RQ's can name such a job); jobs that are gone; cancelled
 -- ones, a second entry of which is left; and what this claim or a running execution has taken already, where
@@ -17,11 +16,14 @@
 -- other models}. Sent again with the same token it returns the same jobs, less those that were taken from
 -- this worker since, and claims no others. With a limit of 0 it asks what an earlier call has claimed, and
 -- makes sure that one still on its way claims nothing.
-local queue, limit, token, worker = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
+local queue, limit, token, worker, now_ts, lease_s, far_score = unpack(ARGV, 1, 7)
+local last_life, alone, models, max_functions, max_files = unpack(ARGV, 8, 12)
+local done_tokens = {unpack(ARGV, 13)}
+limit, last_life, alone = tonumber(limit), tonumber(last_life), alone == '1'
 local record = 'tokenmill:claim:' .. token
 local claimed = {}
 
-for i = 13, #ARGV do call('DEL', 'tokenmill:claim:' .. ARGV[i]) end
+for _, done in ipairs(done_tokens) do call('DEL', 'tokenmill:claim:' .. done) end
 local earlier = call('LRANGE', record, 0, -1)
 if #earlier > 0 then
   for i = 1, #earlier, 2 do
@@ -38,10 +40,9 @@ if limit == 0 then
   return {claimed, 0}
 end
 
-local last_life, alone = tonumber(ARGV[8]), ARGV[9] == '1'
-local places = {['function'] = tonumber(ARGV[11]), file = tonumber(ARGV[12])}
+local places = {['function'] = tonumber(max_functions), file = tonumber(max_files)}
 local is_served = {}
-for name in string.gmatch(ARGV[10], '[^\n]+') do is_served[name] = true end
+for name in string.gmatch(models, '[^\n]+') do is_served[name] = true end
 local waiting = 'rq:queue:' .. queue
 local sequences, left, postponed, num_foreign, is_full = 0, {}, {}, 0, false
 local last_left, files_left = '', 0
@@ -78,7 +79,7 @@ local function consider(id)
     postponed[#postponed + 1] = id
   else
     local eid = token .. string.format('%08x', #claimed + 1)
-    claimed[#claimed + 1] = open_execution(queue, id, eid, worker, ARGV[5], ARGV[6], ARGV[7])
+    claimed[#claimed + 1] = open_execution(queue, id, eid, worker, now_ts, lease_s, far_score)
     claimed[#claimed][4] = last_left
     call('RPUSH', record, id, last_left)
     if free then places[fields[6]] = free - 1 end

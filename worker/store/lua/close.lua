@@ -1,4 +1,5 @@
--- Let go of a job that has ended and whose dependents are queued. ARGV: queue, job id, execution id, now_iso
+-- Let go of a job that has ended and whose dependents are queued. Of end_execution.lua's arguments it has the
+-- first four.
 -- A job that was cancelled, or enqueued again under the same id, meanwhile is not ours to settle any more.
 -- A whole number of the job's hash; '' where a stranger has written something else over it.
 local function whole(text) return text and #text < 12 and string.match(text, '^%-?%d+$') or '' end

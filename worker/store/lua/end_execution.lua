@@ -1,6 +1,6 @@
 -- Shared head of finish.lua, retry.lua and close.lua: the fence, and what they write alike.
--- ARGV: queue, job id, execution id, ended_iso, worker name, working_s, started_iso, then the script's own
-local queue, id, eid, ended_iso = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+-- Each has these arguments first, then its own.
+local queue, id, eid, ended_iso, worker, working_s, started_iso = unpack(ARGV, 1, 7)
 local job = 'rq:job:' .. id
 local results = 'rq:results:' .. id
 -- Kept for a while in the place of a job that was not to be kept, for a caller whose reply was lost.
@@ -27,23 +27,23 @@ local function not_held()
 end
 
 local function count(counter)
-  add('HINCRBY', 'rq:worker:' .. ARGV[5], counter, 1)
-  add('HINCRBYFLOAT', 'rq:worker:' .. ARGV[5], 'total_working_time', ARGV[6])
+  add('HINCRBY', 'rq:worker:' .. worker, counter, 1)
+  add('HINCRBYFLOAT', 'rq:worker:' .. worker, 'total_working_time', working_s)
 end
 
 -- What RQ writes of a run, whatever copies of the job were saved while it ran, and one more field.
 local function write_run(name, value)
   call(
-    'HSET', job, 'started_at', ARGV[7], 'ended_at', ended_iso, 'last_heartbeat', ended_iso, 'worker_name', ARGV[5],
-    name, value
+    'HSET', job, 'started_at', started_iso, 'ended_at', ended_iso, 'last_heartbeat', ended_iso,
+    'worker_name', worker, name, value
   )
 end
 
--- Add the entry that ARGV holds from a position on to rq:results; where it holds none, the job's own
--- field tells that this execution has ended it.
-local function add_result(first)
-  if #ARGV >= first then
-    call('XADD', results, 'MAXLEN', '~', 10, '*', unpack(ARGV, first))
+-- Add an entry of {field, value, ...} to rq:results; where it is empty, the job's own field tells that this
+-- execution has ended it.
+local function add_result(entry)
+  if #entry > 0 then
+    call('XADD', results, 'MAXLEN', '~', 10, '*', unpack(entry))
   else
     call('HSET', job, 'closed_by', eid)
   end

@@ -1,8 +1,7 @@
 -- Put the jobs of one queue on it whose time has come, as RQ's scheduler does: each at once or not at all. A job
 -- that nobody can read is put there too, for a worker to fail it by name.
--- ARGV: queue, now_ts, now_iso, most: at most how many
--- Returns how many were taken from rq:scheduled.
-local queue, now_iso = ARGV[1], ARGV[3]
+-- most: at most how many are taken. Returns how many were taken from rq:scheduled.
+local queue, now_ts, now_iso, most = unpack(ARGV)
 local scheduled, waiting = 'rq:scheduled:' .. queue, 'rq:queue:' .. queue
 
 local function enqueue(id)
@@ -15,7 +14,7 @@ local function enqueue(id)
   call(is_first and 'LPUSH' or 'RPUSH', waiting, id)
 end
 
-local due = call('ZRANGEBYSCORE', scheduled, 0, ARGV[2], 'LIMIT', 0, ARGV[4])
+local due = call('ZRANGEBYSCORE', scheduled, 0, now_ts, 'LIMIT', 0, most)
 for _, id in ipairs(due) do
   call('ZREM', scheduled, id)
   if is_text(id) then enqueue(id) else note(scheduled, id, 'bytes that are no UTF-8') end

@@ -1,11 +1,12 @@
 -- Write everything that RQ writes when a job ends, if this execution still holds the job.
--- ARGV: those of end_execution.lua, status ('finished', 'failed' or 'stopped'), key_ttl_s ('' keeps),
---       registry_score ('' leaves it out), next_run ('' or as put_back takes it), repeats_left then ('' for
---       none), then field, value, ... of the entry in rq:results, if there is one
+-- status: 'finished', 'failed' or 'stopped'. ttl: seconds for which it is kept, '' as long as it was. score: its
+-- place in the registry, '' for none. next_run: '' or as put_back takes it, then with `repeats_left`, '' for none.
+-- result: of the entry in rq:results, if there is one.
 -- Returns 'done'; 'dependents' when jobs wait for this one: it has ended, but stays held until they are
 -- queued and close.lua was called; 'again' when this very call was carried out before (its reply was
 -- lost); 'lost' when the job was given up, cancelled, deleted or enqueued again, and nothing was written.
-local status, ttl, score, next_run, repeats_left = ARGV[8], ARGV[9], ARGV[10], ARGV[11], ARGV[12]
+local status, ttl, score, next_run, repeats_left = unpack(ARGV, 8, 12)
+local result = {unpack(ARGV, 13)}
 
 local reply = not_held()
 if reply then return reply end
@@ -15,7 +16,7 @@ if score ~= '' then
   call('ZADD', (status == 'finished' and 'rq:finished:' or 'rq:failed:') .. queue, score, id)
 end
 count(status == 'finished' and 'successful_job_count' or 'failed_job_count')
-add_result(13)
+add_result(result)
 leave_slot(next_run)
 if call('EXISTS', job .. ':dependents') == 1 then
   call(

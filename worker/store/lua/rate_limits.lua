@@ -1,6 +1,5 @@
 -- Free the slots of one rate limit whose jobs were cancelled, deleted or set aside, and forget an empty limit.
--- ARGV: its key, now_iso, now_ts
-local key, now_iso, now_ts = ARGV[1], ARGV[2], ARGV[3]
+local key, now_iso, now_ts = unpack(ARGV)
 local limit = 'rq:rl:' .. key
 
 local function needs_slot(id)

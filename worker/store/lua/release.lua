@@ -1,13 +1,14 @@
 -- Take a job from its holder and put it at the head of its queue, or behind the job that its claim left
 -- there before it.
--- ARGV: queue, job id, execution id, mode ('given_back', 'engine_died', 'fault' or 'abandoned'), max_deaths,
---       then for a job that has died too often: new execution id, worker, now_ts, lease_s, far_score;
---       id of that job, or ''; what this one was found to be ('function' or 'file'), or ''
+-- mode: 'given_back', 'engine_died', 'fault' or 'abandoned'. new_eid, worker, now_ts, lease_s, far_score: of the
+-- execution that holds a job which has died too often. left_before: id of the job left before it, or ''. kind:
+-- what this one was found to be ('function' or 'file'), or ''.
 -- Returns {'queued'}; {'alive'} when the lease of an 'abandoned' one still runs; {'gone'} when it is
 -- held no longer; {'dropped'} when its job was cancelled, deleted or enqueued again; {'exhausted', claimed}
 -- when it has taken max_deaths workers with it: then the caller holds it, to fail it. {'ended', claimed} when
 -- its end is written but its dependents may wait still: then the caller holds it, to see to them.
-local queue, id, eid, mode = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local queue, id, eid, mode, max_deaths = unpack(ARGV, 1, 5)
+local new_eid, worker, now_ts, lease_s, far_score, left_before, kind = unpack(ARGV, 6, 12)
 local job, execution = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid
 
 if not is_open(queue, id, eid) then return {'gone'} end
@@ -19,8 +20,8 @@ if not taken_at then
 end
 local fields = call('HMGET', job, 'ended_by', 'ttl')
 if fields[1] == eid then
-  call('HSET', execution, 'id', eid, 'created_at', ARGV[8], 'last_heartbeat', ARGV[8], 'worker_name', ARGV[7])
-  call('EXPIRE', execution, ARGV[9])
+  call('HSET', execution, 'id', eid, 'created_at', now_ts, 'last_heartbeat', now_ts, 'worker_name', worker)
+  call('EXPIRE', execution, lease_s)
   return {'ended', {id, eid, job_hash(id)}}
 end
 local is_queued = is_queued_again(queue, id, taken_at)
@@ -29,14 +30,14 @@ if is_queued then return {'dropped'} end
 
 -- The next claim fails a job for a count that is no number.
 local deaths = mode ~= 'given_back' and try_add('HINCRBY', job, 'worker_deaths', 1)
-if deaths and deaths >= tonumber(ARGV[5]) then
-  return {'exhausted', open_execution(queue, id, ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10])}
+if deaths and deaths >= tonumber(max_deaths) then
+  return {'exhausted', open_execution(queue, id, new_eid, worker, now_ts, lease_s, far_score)}
 end
 call('HSET', job, 'status', 'queued', 'started_at', '', 'worker_name', '')
-if ARGV[12] ~= '' then call('HSET', job, 'tokenmill_kind', ARGV[12]) end
+if kind ~= '' then call('HSET', job, 'tokenmill_kind', kind) end
 expire_in_queue(job, fields[2])
 call('SADD', 'rq:queues', 'rq:queue:' .. queue)
-if ARGV[11] == '' or call('LINSERT', 'rq:queue:' .. queue, 'AFTER', ARGV[11], id) < 1 then
+if left_before == '' or call('LINSERT', 'rq:queue:' .. queue, 'AFTER', left_before, id) < 1 then
   call('LPUSH', 'rq:queue:' .. queue, id)
 end
 return {'queued'}

@@ -1,9 +1,9 @@
 -- Extend the leases of the jobs that a worker holds, show which have begun, and tell which it holds no longer.
--- ARGV: worker, now_iso, now_ts, lease_s, far_score, then queue, job id, execution id for each, and when it
---       began ('' where that is not news)
+-- After the five arguments that are named come four for each job: queue, job id, execution id, and when it began
+-- ('' where that is not news).
 -- Returns the positions (from 1) of the lost ones. A lease that ran out unnoticed is taken up again:
 -- while the execution holds the job nobody else has it.
-local worker, now_iso, now_ts, lease_s, far_score = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local worker, now_iso, now_ts, lease_s, far_score = unpack(ARGV, 1, 5)
 
 -- As RQ shows a job that runs. The score in rq:wip lies years ahead, where no stock cleanup reaches.
 local function show_begun(queue, id, eid, started_iso)
@@ -31,8 +31,8 @@ end
 
 local lost = {}
 for i = 6, #ARGV, 4 do
-  local queue, id, eid = ARGV[i], ARGV[i + 1], ARGV[i + 2]
-  if not renew(queue, id, eid, ARGV[i + 3]) then -- cancelled, deleted, damaged or given to another
+  local queue, id, eid, started_iso = unpack(ARGV, i, i + 3)
+  if not renew(queue, id, eid, started_iso) then -- cancelled, deleted, damaged or given to another
     let_go(queue, id, eid)
     lost[#lost + 1] = (i - 6) / 4 + 1
   end

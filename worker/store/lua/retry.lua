@@ -1,15 +1,16 @@
 -- Queue or schedule a failed job again, as RQ does for one with retries left, if this execution still
 -- holds it. RQ's own way writes the status before the rest: a kill in between loses the job.
--- ARGV: those of end_execution.lua, when: as put_back takes it; the field that counts tries, and its new value;
---       results_ttl_s ('' keeps), then field, value, ... of the entry in rq:results, if there is one
+-- when: as put_back takes it. counter: the field that counts tries, and `tries` its new value. ttl: seconds for
+-- which results are kept, '' as long as they were. result: of the entry in rq:results, if there is one.
 -- Returns as finish.lua does; such a job has not ended, so its dependents wait on.
-local when, ttl = ARGV[8], ARGV[11]
+local when, counter, tries, ttl = unpack(ARGV, 8, 11)
+local result = {unpack(ARGV, 12)}
 local reply = not_held()
 if reply then return reply end
 
-write_run(ARGV[9], ARGV[10])
-if #ARGV > 11 then
-  add_result(12)
+write_run(counter, tries)
+if #result > 0 then
+  add_result(result)
   expire_results(ttl)
 end
 put_back(when)

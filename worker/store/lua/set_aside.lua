@@ -1,5 +1,5 @@
 -- Move entries that cannot be read out of the keys that hold them.
--- ARGV: key, entry, reason for each. Returns how many were there.
+-- Arguments: key, entry, reason for each. Returns how many were there.
 local REMOVE = {zset = 'ZREM', set = 'SREM', hash = 'HDEL'}
 
 local function remove(key, entry)
@@ -10,8 +10,9 @@ end
 
 local num_found = 0
 for i = 1, #ARGV, 3 do
-  if remove(ARGV[i], ARGV[i + 1]) > 0 then
-    note(ARGV[i], ARGV[i + 1], ARGV[i + 2])
+  local key, entry, reason = unpack(ARGV, i, i + 2)
+  if remove(key, entry) > 0 then
+    note(key, entry, reason)
     num_found = num_found + 1
   end
 end
