@@ -16,7 +16,8 @@ from worker.engine_loop import EngineLike, EngineLoop, Order
 from worker.functions import FunctionPool
 from worker.interrupts import shield_imports
 from worker.io_loop import IoLoop, Limits
-from worker.job_runner import JobRunner, Surroundings
+from worker.job_environment import JobEnvironment
+from worker.job_runner import JobRunner
 from worker.packing import Packer
 from worker.payload_budget import PayloadBudget
 from worker.store.client import own_client
@@ -70,7 +71,7 @@ def assemble(
         admission=Admission(
             ALLOWED_FUNCTIONS | set(settings.allowed_functions), settings.allowed_webhook_hosts
         ),
-        surroundings=Surroundings(
+        environment=JobEnvironment(
             settings.data_roots,
             served,
             check_sampling,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
-from worker.packing import RunningJob
+from worker.held_job import HeldJob
 from worker.store.claimed_job import ClaimedJob
 from worker.store.job_store import JobStore
 
@@ -19,21 +19,21 @@ class Beginnings:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._news: dict[int, RunningJob] = {}
-        self._functions: dict[int, tuple[RunningJob, Callable[[], None]]] = {}
+        self._news: dict[int, HeldJob] = {}
+        self._functions: dict[int, tuple[HeldJob, Callable[[], None]]] = {}
 
-    def began(self, job: RunningJob, moment: float) -> None:
+    def began(self, job: HeldJob, moment: float) -> None:
         """A job has begun at `moment` (monotonic seconds), unless it had before."""
         if job.started_at is not None:
             return
         _start_clock(job, moment, self._clock())
         self._news[job.number] = job
 
-    def run(self, job: RunningJob, function: Callable[[], None]) -> None:
+    def run(self, job: HeldJob, function: Callable[[], None]) -> None:
         """Call `function`, which hands the job's function to a thread, once Redis shows that it begins."""
         self._functions[job.number] = (job, function)
 
-    def forget(self, job: RunningJob) -> bool:
+    def forget(self, job: HeldJob) -> bool:
         """Drop what is not shown yet of a job. Returns whether its function was not handed over."""
         self._news.pop(job.number, None)
         return self._functions.pop(job.number, None) is not None
@@ -60,7 +60,7 @@ class Beginnings:
         return lost
 
 
-def _start_clock(job: RunningJob, moment: float, present: float) -> None:
+def _start_clock(job: HeldJob, moment: float, present: float) -> None:
     job.started_at = moment
     job.began_at = datetime.now(UTC) - timedelta(seconds=present - moment)
     job.limit_s = job.claimed.job.limit_s  # what the job's code makes of it comes too late

@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from jobs.errors import fault_line
 from worker.errors import EndNotTaken
-from worker.packing import RunningJob
+from worker.held_job import HeldJob
 from worker.store.client import OUTAGES
 from worker.store.job_store import JobStore
 from worker.store.outcome import FinishReply, Outcome
@@ -37,7 +37,7 @@ class _Alone:
 class Written(Protocol):
     """Told the server's reply to an end."""
 
-    def __call__(self, job: RunningJob, outcome: Outcome, reply: FinishReply) -> None: ...
+    def __call__(self, job: HeldJob, outcome: Outcome, reply: FinishReply) -> None: ...
 
 
 class EndWriter:
@@ -49,19 +49,19 @@ class EndWriter:
 
     def __init__(self, written: Written, log: logging.Logger, clock: Callable[[], float] = time.monotonic):
         self._written, self._log, self._clock = written, log, clock
-        self._waiting: dict[int, tuple[RunningJob, Outcome]] = {}
+        self._waiting: dict[int, tuple[HeldJob, Outcome]] = {}
         self._alone: dict[int, _Alone] = {}
 
-    def add(self, job: RunningJob, outcome: Outcome) -> None:
+    def add(self, job: HeldJob, outcome: Outcome) -> None:
         """Write an end with the next `flush`."""
         self._waiting[job.number] = (job, outcome)
 
-    def forget(self, job: RunningJob) -> None:
+    def forget(self, job: HeldJob) -> None:
         """Drop an end that is not written yet."""
         self._waiting.pop(job.number, None)
         self._alone.pop(job.number, None)
 
-    def is_waiting(self, job: RunningJob) -> bool:
+    def is_waiting(self, job: HeldJob) -> bool:
         """Whether a job's end is not written yet."""
         return job.number in self._waiting
 
@@ -79,8 +79,8 @@ class EndWriter:
             if self._clock() >= state.not_before and number in self._waiting:
                 self._write_alone(store, *self._waiting[number], state)
 
-    def _batches(self) -> Iterator[list[tuple[RunningJob, Outcome]]]:
-        batch: list[tuple[RunningJob, Outcome]] = []
+    def _batches(self) -> Iterator[list[tuple[HeldJob, Outcome]]]:
+        batch: list[tuple[HeldJob, Outcome]] = []
         num_bytes = 0
         for number, (job, outcome) in self._waiting.items():
             if number in self._alone:
@@ -93,7 +93,7 @@ class EndWriter:
         if batch:
             yield batch
 
-    def _write_alone(self, store: JobStore, job: RunningJob, outcome: Outcome, state: _Alone) -> None:
+    def _write_alone(self, store: JobStore, job: HeldJob, outcome: Outcome, state: _Alone) -> None:
         try:
             [reply] = store.finish([outcome])
         except RedisError as error:
@@ -117,7 +117,7 @@ class EndWriter:
         else:
             self._done(job, outcome, reply)
 
-    def _give_up(self, job: RunningJob, outcome: Outcome, error: RedisError, state: _Alone) -> None:
+    def _give_up(self, job: HeldJob, outcome: Outcome, error: RedisError, state: _Alone) -> None:
         if state.is_replaced:
             self._done(job, outcome, "refused")
             return
@@ -127,6 +127,6 @@ class EndWriter:
         failed = replace(outcome, status="failed", value=printable(reason), packed=None, retries=False)
         self._waiting[job.number] = (job, failed)
 
-    def _done(self, job: RunningJob, outcome: Outcome, reply: FinishReply) -> None:
+    def _done(self, job: HeldJob, outcome: Outcome, reply: FinishReply) -> None:
         self.forget(job)
         self._written(job, outcome, reply)

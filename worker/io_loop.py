@@ -179,7 +179,7 @@ class IoLoop:
     @property
     def jobs_ended(self) -> int:
         """Jobs this worker brought to an end."""
-        return self._runner.tally.ended
+        return self._runner.counts.ended
 
     # The loop
 
@@ -189,7 +189,7 @@ class IoLoop:
         except BaseException as error:  # noqa: BLE001  # surfaces in the main thread, which exits with it
             self.error = error
         finally:
-            self._runner.close(LEAVING_S)
+            self._runner.threads.close(LEAVING_S)
             self._orders.put(Halt())
 
     def _run(self) -> None:
@@ -223,7 +223,7 @@ class IoLoop:
 
     def _check_deadlines(self) -> None:
         self._runner.check_deadlines()
-        stuck, most = self._runner.num_stuck, self._limits.max_stuck_threads
+        stuck, most = self._runner.threads.num_stuck, self._limits.max_stuck_threads
         if stuck > most:
             self._leave_because_of(TooManyStuckThreads(stuck, most))
 
@@ -236,8 +236,8 @@ class IoLoop:
     def _handle(self, event: Any) -> None:
         if isinstance(event, Stepped):
             self._stats = event.stats
-            self._runner.started(event.started, event.at)
-            self._runner.deliver(event.completions, event.at)
+            self._runner.streams.started(event.started, event.at)
+            self._runner.streams.deliver(event.completions, event.at)
         elif isinstance(event, StopJob):
             if not self._runner.stop(event.job_id, event.execution_id):
                 self._log.info("not working on job %s, stop command ignored", event.job_id)
@@ -449,7 +449,7 @@ class IoLoop:
 
     def _show_progress(self, moment: float) -> None:
         if self._progress.due(moment):
-            self._store.show_progress(self._runner.changed_progress())
+            self._store.show_progress(self._runner.jobs.changed_progress())
         if self._runner.num_held and self._report.due(moment):
             self._log_throughput()
 
@@ -464,26 +464,26 @@ class IoLoop:
         self._presence.show(state, held[0].job_id if held else None, self._counters())
 
     def _counters(self) -> dict[str, Any]:
-        tally = self._runner.tally
+        counts = self._runner.counts
         return {
             **self._stats,
             "jobs_held": self._runner.num_held,
-            "jobs_finished": tally.finished,
-            "jobs_failed": tally.failed,
-            "completion_tokens": tally.completion_tokens,
-            "stuck_threads": self._runner.num_stuck,
+            "jobs_finished": counts.finished,
+            "jobs_failed": counts.failed,
+            "completion_tokens": self._runner.streams.completion_tokens,
+            "stuck_threads": self._runner.threads.num_stuck,
         }
 
     def _log_throughput(self) -> None:
-        tally = self._runner.tally
+        counts = self._runner.counts
         self._log.info(
             "%d jobs held, %d finished, %d failed; %d sequences running, %d waiting; %d tokens answered",
             self._runner.num_held,
-            tally.finished,
-            tally.failed,
+            counts.finished,
+            counts.failed,
             self._stats.get("num_running", 0),
             self._stats.get("num_waiting", 0),
-            tally.completion_tokens,
+            self._runner.streams.completion_tokens,
         )
 
     def _take_up_abandoned(self, moment: float) -> None:

@@ -16,7 +16,7 @@ from jobs.errors import Fault, JobsError, ResultTooLarge, fault_line
 from worker.end_writer import EndWriter
 from worker.errors import FileTimeout, JobRefused, JobSetAside
 from worker.functions import FunctionPool
-from worker.packing import RunningJob
+from worker.held_job import HeldJob
 from worker.pool_calls import PoolCalls
 from worker.store.job_store import JobStore
 from worker.store.outcome import EndStatus, FinishReply, Outcome, sound_outcome
@@ -30,14 +30,14 @@ _FREE_OF_PROMPTS = (FileTimeout, JobRefused, JobSetAside, JobTimeoutException)
 _FAULT_KNOWN = (JobRefused, JobSetAside, ResultTooLarge)
 
 
-def fault_of(job: RunningJob, error: BaseException) -> Fault | None:
+def fault_of(job: HeldJob, error: BaseException) -> Fault | None:
     """Whose fault a failure is; None for what a function of the user's raised: that ends as in RQ."""
     if isinstance(error, _FAULT_KNOWN) or (job.is_ours and isinstance(error, JobsError)):
         return error.fault
     return "server" if job.is_ours else None
 
 
-def log_text(job: RunningJob, error: BaseException) -> str:
+def log_text(job: HeldJob, error: BaseException) -> str:
     """Why a job failed, in one line without any part of a prompt: an error that is not ours may quote one."""
     name = type(error).__name__
     if isinstance(error, ResultTooLarge) or (job.is_ours and isinstance(error, JobsError)):
@@ -56,7 +56,7 @@ class Ended(Protocol):
     cancelled or taken over, so that its end here was dropped.
     """
 
-    def __call__(self, job: RunningJob, outcome: Outcome | None, written: bool = True) -> None: ...
+    def __call__(self, job: HeldJob, outcome: Outcome | None, written: bool = True) -> None: ...
 
 
 class JobEnds:
@@ -84,11 +84,11 @@ class JobEnds:
         self._max_result_bytes = max_result_bytes
         self._writer = EndWriter(self._written, log, clock)
 
-    def succeed(self, job: RunningJob, value: Any) -> None:
+    def succeed(self, job: HeldJob, value: Any) -> None:
         """End a job with its value."""
         self._end(job, "finished", value)
 
-    def fail(self, job: RunningJob, error: BaseException, text: str | None = None) -> None:
+    def fail(self, job: HeldJob, error: BaseException, text: str | None = None) -> None:
         """End a job with what went wrong, at once where another try would end alike.
 
         text: the error's traceback, where user code has raised it.
@@ -103,30 +103,30 @@ class JobEnds:
         text = printable(error) if text is None else text
         self._end(job, "failed", text, error, retries=fault in (None, "server"))
 
-    def stop(self, job: RunningJob) -> None:
+    def stop(self, job: HeldJob) -> None:
         """End a job on a person's word."""
         self._end(
             job, "stopped", f"Job stopped by user, its sequences were aborted.\n{fault_line('cancelled')}"
         )
 
-    def forget(self, job: RunningJob) -> None:
+    def forget(self, job: HeldJob) -> None:
         """Drop an end that is not written yet."""
         self._writer.forget(job)
 
-    def is_waiting(self, job: RunningJob) -> bool:
+    def is_waiting(self, job: HeldJob) -> bool:
         """Whether a job's end waits for the next `flush`."""
         return self._writer.is_waiting(job)
 
     def _end(
         self,
-        job: RunningJob,
+        job: HeldJob,
         status: EndStatus,
         value: Any,
         error: BaseException | None = None,
         retries: bool = False,
     ) -> None:
         """Bring a job to its end: first what user code it calls, then the writing."""
-        job.closing = True
+        job.end()
         working_s = self._clock() - job.started_at if job.started_at is not None else 0.0
         outcome = Outcome(
             job.claimed, status, value, datetime.now(UTC), working_s, job.began_at, retries=retries
@@ -147,13 +147,13 @@ class JobEnds:
             return outcome
         return replace(outcome, packed=pack(outcome.value, self._max_result_bytes))
 
-    def _then_write(self, job: RunningJob, outcome: Any, failure: BaseException | None) -> None:
+    def _then_write(self, job: HeldJob, outcome: Any, failure: BaseException | None) -> None:
         if failure is not None:
             self.fail(job, failure)
         else:
             self._write(job, outcome)
 
-    def _call_back(self, job: RunningJob, outcome: Outcome, error: BaseException | None) -> None:
+    def _call_back(self, job: HeldJob, outcome: Outcome, error: BaseException | None) -> None:
         exc_info = (type(error), error, error.__traceback__) if error is not None else (None, None, None)
 
         def call_back() -> Outcome | Raised | None:
@@ -166,9 +166,9 @@ class JobEnds:
                 return Raised(failure, printable(failure))
             return self._packed(outcome)
 
-        def then(job: RunningJob, came: Any, failure: BaseException | None) -> None:
+        def then(job: HeldJob, came: Any, failure: BaseException | None) -> None:
             if isinstance(failure, RedisError):  # our own call's: it is no reason to fail the job
-                self._calls.later(lambda: self._calls.submit(self._pool, call_back, job, then))
+                self._calls.submit_later(lambda: self._calls.submit(self._pool, call_back, job, then))
             elif failure is not None:
                 self._callback_raised(job, outcome, failure, None)
             elif isinstance(came, Raised):
@@ -181,7 +181,7 @@ class JobEnds:
         self._calls.submit(self._pool, call_back, job, then)
 
     def _callback_raised(
-        self, job: RunningJob, outcome: Outcome, failure: BaseException, text: str | None
+        self, job: HeldJob, outcome: Outcome, failure: BaseException, text: str | None
     ) -> None:
         """As in RQ, a success callback that raises fails the job, and any other gives its text to it."""
         if outcome.status == "finished":
@@ -189,7 +189,7 @@ class JobEnds:
         else:
             self._write(job, replace(outcome, value=printable(failure) if text is None else text))
 
-    def _write(self, job: RunningJob, outcome: Outcome) -> None:
+    def _write(self, job: HeldJob, outcome: Outcome) -> None:
         sound = sound_outcome(outcome)
         if sound is not outcome:
             self._log.warning(
@@ -203,7 +203,7 @@ class JobEnds:
         """Write the ends that wait. After a RedisError call it again."""
         self._writer.flush(store)
 
-    def _written(self, job: RunningJob, outcome: Outcome, reply: FinishReply) -> None:
+    def _written(self, job: HeldJob, outcome: Outcome, reply: FinishReply) -> None:
         if reply == "dependents":
             self.queue_dependents(job, outcome)
         elif reply in ("lost", "refused"):
@@ -213,7 +213,7 @@ class JobEnds:
         else:
             self._announce(job, outcome)
 
-    def queue_dependents(self, job: RunningJob, outcome: Outcome | None) -> None:
+    def queue_dependents(self, job: HeldJob, outcome: Outcome | None) -> None:
         """Queue the jobs that waited for one whose end is written, then close it."""
         claimed = job.claimed
 
@@ -228,7 +228,7 @@ class JobEnds:
 
         self._persist(job, queue_and_close, lambda _: self._announce(job, outcome))
 
-    def _announce(self, job: RunningJob, outcome: Outcome | None) -> None:
+    def _announce(self, job: HeldJob, outcome: Outcome | None) -> None:
         """Send a job's webhooks, once its end is written."""
         if outcome is None or not job.claimed.job.webhooks:
             self._ended(job, outcome)
@@ -236,15 +236,15 @@ class JobEnds:
         send = partial(self._callbacks.send_webhooks, outcome)
         self._calls.submit(self._pool, send, job, lambda job, _, error: self._ended(job, outcome))
 
-    def _persist(self, job: RunningJob, write: Callable[[], Any], then: Callable[[Any], None]) -> None:
+    def _persist(self, job: HeldJob, write: Callable[[], Any], then: Callable[[Any], None]) -> None:
         """Make a call in a thread until it comes through, then `then` its value."""
 
-        def report(job: RunningJob, value: Any, failure: BaseException | None) -> None:
+        def report(job: HeldJob, value: Any, failure: BaseException | None) -> None:
             if failure is None:
                 then(value)
                 return
             job_id = job.claimed.job_id
             self._log.error("job %s: its end could not be written (%s); trying again", job_id, failure)
-            self._calls.later(lambda: self._calls.submit(self._pool, write, job, report))
+            self._calls.submit_later(lambda: self._calls.submit(self._pool, write, job, report))
 
         self._calls.submit(self._pool, write, job, report)

@@ -4,84 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
-from typing import Any
 
-from engine import Completion
-from jobs.tasks import OpenTask, Request
-from worker.functions import Call
-from worker.store.claimed_job import ClaimedJob
-
-
-@dataclass(eq=False)
-class RunningJob:
-    """One claimed job while this worker has it.
-
-    number: names it in request ids, `<number>.<index>`.
-    lane: place of its queue on the command line; 0 is the most urgent.
-    is_function: whether a thread runs it, and it has no task.
-    is_file: whether opening its task, and asking for its result, takes time.
-    open_task: what yields its requests and takes their completions; None before it is open and after its end.
-    requests: what is left of them to send to the engine.
-    started_at: monotonic seconds when its first sequence was scheduled or its function began; None before.
-    began_at: the same moment as a date.
-    limit_s: the job's timeout at that moment; 0 or less for none.
-    ticket: names the pool call whose report is awaited; a report with another one comes too late.
-    closing: its end is being worked out or written; nothing may interrupt that.
-    broken: what its stream of requests raised.
-    unscheduled: requests that were sent and of which no step has scheduled a sequence.
-    is_ours: whether Tokenmill's own code runs it, and no function of the user's.
-    """
-
-    number: int
-    claimed: ClaimedJob
-    lane: int
-    is_function: bool = False
-    is_file: bool = False
-    open_task: OpenTask | None = None
-    call: Call | None = None
-    requests: Iterator[Request] | None = None
-    exhausted: bool = False
-    started_at: float | None = None
-    began_at: datetime | None = None
-    limit_s: float = 0.0
-    closing: bool = False
-    interrupted: bool = False
-    ticket: object = None
-    broken: Exception | None = None
-    is_ours: bool = False
-    next_index: int = 0
-    in_engine: int = 0
-    unscheduled: set[int] = field(default_factory=set)
-    open_requests: dict[int, list[Completion]] = field(default_factory=dict)
-    samples: dict[int, int] = field(default_factory=dict)
-    shown_progress: dict[str, Any] | None = None
-
-    def request_id(self, index: int) -> str:
-        """The engine's name of one of this job's requests."""
-        return f"{self.number}.{index}"
-
-    @property
-    def request_ids(self) -> list[str]:
-        """The engine's names of all requests that are on their way."""
-        return [self.request_id(index) for index in self.open_requests]
-
-    @property
-    def unread(self) -> float:
-        """Requests left in the stream; infinite where the task does not say."""
-        num_requests = self.open_task.num_requests if self.open_task is not None else None
-        return float("inf") if num_requests is None else num_requests - self.next_index
-
-    @property
-    def needs_payload(self) -> bool:
-        """Whether anything of its payload is still on its way to the batch."""
-        return not self.exhausted or bool(self.unscheduled)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every request was sent and delivered."""
-        return self.exhausted and not self.open_requests
+from jobs.tasks import Request
+from worker.held_job import HeldJob
 
 
 def samples_of(request: Request) -> int:
@@ -90,15 +15,15 @@ def samples_of(request: Request) -> int:
     return n if type(n) is int and n > 0 else 1
 
 
-def _next_request(job: RunningJob) -> Request | None:
+def _next_request(job: HeldJob) -> Request | None:
     """Advance a job's stream; None when it has ended, well or not."""
     assert job.requests is not None
     try:
         return next(job.requests)
     except StopIteration:
-        job.exhausted = True
+        job.all_sent()
     except Exception as error:  # noqa: BLE001  # one job's stream must not stop the others
-        job.broken = error
+        job.broke(error)
     return None
 
 
@@ -123,30 +48,30 @@ class Packer:
         self._slots = slots
         self._floor = self._reserve = max(1, prefetch)
         self._max_functions, self._max_files = max_functions, max_files
-        self._streams: list[deque[RunningJob]] = [deque() for _ in range(num_lanes)]
+        self._streams: list[deque[HeldJob]] = [deque() for _ in range(num_lanes)]
         self._in_engine = [0] * num_lanes
-        self._opening: list[set[RunningJob]] = [set() for _ in range(num_lanes)]
-        self._slow: set[RunningJob] = set()
+        self._opening: list[set[HeldJob]] = [set() for _ in range(num_lanes)]
+        self._slow: set[HeldJob] = set()
         self._functions = 0
-        self._dry: list[RunningJob] = []
+        self._dry: list[HeldJob] = []
         self._left = 0
         self._bursts: deque[int] = deque(maxlen=_BURSTS_REMEMBERED)
 
-    def opening(self, job: RunningJob) -> None:
+    def opening(self, job: HeldJob) -> None:
         """A file is being opened: how many prompts it holds is not known yet."""
         self._opening[job.lane].add(job)
 
-    def opens_slowly(self, job: RunningJob) -> None:
+    def opens_slowly(self, job: HeldJob) -> None:
         """The lane waits for this file no longer: it may take the next one."""
         self._opening[job.lane].discard(job)
         self._slow.add(job)
 
-    def opened(self, job: RunningJob) -> None:
+    def opened(self, job: HeldJob) -> None:
         """The file is open, or could not be opened."""
         self._opening[job.lane].discard(job)
         self._slow.discard(job)
 
-    def opening_now(self) -> list[RunningJob]:
+    def opening_now(self) -> list[HeldJob]:
         """The files that are being opened, but for slow ones."""
         return [job for jobs in self._opening for job in jobs]
 
@@ -167,7 +92,7 @@ class Packer:
         """
         return 0 if self._opening[lane] else max(0, self.free_files)
 
-    def stream(self, job: RunningJob) -> None:
+    def stream(self, job: HeldJob) -> None:
         """Serve a job's requests after those of the jobs before it on its lane."""
         self._streams[job.lane].append(job)
 
@@ -176,22 +101,22 @@ class Packer:
         """How many more functions the worker may take, of any lane: no more than begin at once."""
         return self._max_functions - self._functions
 
-    def function_started(self, job: RunningJob) -> None:
+    def function_started(self, job: HeldJob) -> None:
         """A plain function takes a thread, not a slot of the engine."""
         self._functions += 1
 
-    def function_ended(self, job: RunningJob) -> None:
+    def function_ended(self, job: HeldJob) -> None:
         """The thread is free again."""
         self._functions -= 1
 
-    def forget(self, job: RunningJob) -> None:
+    def forget(self, job: HeldJob) -> None:
         """Drop a job's stream and what it has in the engine, because it was stopped or lost."""
         if job in self._streams[job.lane]:
             self._streams[job.lane].remove(job)
         self._in_engine[job.lane] -= job.in_engine
         job.in_engine = 0
 
-    def delivered(self, job: RunningJob, sequences: int) -> None:
+    def delivered(self, job: HeldJob, sequences: int) -> None:
         """Sequences of a job have left the engine."""
         self._left += sequences
         self._in_engine[job.lane] -= sequences
@@ -223,10 +148,10 @@ class Packer:
             return self._room(lane)
         return 0
 
-    def pull(self) -> Iterator[tuple[RunningJob, int, Request]]:
+    def pull(self) -> Iterator[tuple[HeldJob, int, Request]]:
         """Yield (job, index, request) to send to the engine now, the most urgent lane first.
 
-        A job whose stream ends here is marked exhausted; it may then be complete already. Call it after
+        A job whose stream ends here is told so; it may then be complete already. Call it after
         every delivery: what was delivered since the last call is what the reserve has to bridge.
         """
         self._adapt_reserve()
@@ -245,7 +170,7 @@ class Packer:
                 self._in_engine[lane] += wanted
                 yield job, index, request
 
-    def take_dry(self) -> list[RunningJob]:
+    def take_dry(self) -> list[HeldJob]:
         """Jobs whose streams have ended since the last call, well or not."""
         dry, self._dry = self._dry, []
         return dry

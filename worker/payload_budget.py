@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from worker.packing import RunningJob
+from worker.held_job import HeldJob
 
 _TURN_BYTES = 1 << 20
 """Of payloads that are unpacked and parsed for a lane in one turn of the I/O thread, and one more."""
@@ -21,21 +21,21 @@ class PayloadBudget:
 
     def __init__(self, num_lanes: int, max_held_bytes: int) -> None:
         self._most = max_held_bytes
-        self._waiting: list[deque[RunningJob]] = [deque() for _ in range(num_lanes)]
+        self._waiting: list[deque[HeldJob]] = [deque() for _ in range(num_lanes)]
         self._held = [0] * num_lanes
         self._bytes: dict[int, int] = {}
 
-    def add(self, job: RunningJob) -> None:
+    def add(self, job: HeldJob) -> None:
         """A job was claimed."""
         self._waiting[job.lane].append(job)
 
-    def forget(self, job: RunningJob) -> None:
+    def forget(self, job: HeldJob) -> None:
         """A job has ended, or is not this worker's any more."""
         self._held[job.lane] -= self._bytes.pop(job.number, 0)
         if job in self._waiting[job.lane]:
             self._waiting[job.lane].remove(job)
 
-    def keep(self, job: RunningJob, num_bytes: int) -> None:
+    def keep(self, job: HeldJob, num_bytes: int) -> None:
         """An open job has let go of all but so many bytes."""
         if job.number in self._bytes:
             self._count(job, num_bytes - self._bytes[job.number])
@@ -49,7 +49,7 @@ class PayloadBudget:
         """Whether `take` would yield a job."""
         return any(waiting and self._held[lane] < self._most for lane, waiting in enumerate(self._waiting))
 
-    def take(self) -> Iterator[RunningJob]:
+    def take(self) -> Iterator[HeldJob]:
         """Yield the jobs to open now, the most urgent lane's first; each is opened before the next."""
         for lane, waiting in enumerate(self._waiting):
             opened = 0
@@ -62,6 +62,6 @@ class PayloadBudget:
                 if job.number in self._bytes:  # else it was let go of at once
                     self._count(job, rq_job.payload_bytes)
 
-    def _count(self, job: RunningJob, num_bytes: int) -> None:
+    def _count(self, job: HeldJob, num_bytes: int) -> None:
         self._bytes[job.number] = self._bytes.get(job.number, 0) + num_bytes
         self._held[job.lane] += num_bytes

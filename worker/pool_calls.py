@@ -10,8 +10,11 @@ from typing import Any
 from jobs.context.shard_bytes import NoRoomYet
 from worker.faults import is_fault
 from worker.functions import FunctionPool
-from worker.packing import RunningJob
+from worker.held_job import HeldJob
 from worker.store.client import OUTAGES
+
+Then = Callable[[HeldJob, Any, BaseException | None], None]
+"""Takes the value that a call came back with, or what it raised."""
 
 _TRY_AGAIN_S = 0.5
 """Pause before what an outage cut off is tried again."""
@@ -27,7 +30,7 @@ class PoolCalls:
     def __init__(
         self,
         post: Callable[[Callable[[], None]], None],
-        unawaited: Callable[[RunningJob], None],
+        unawaited: Callable[[HeldJob], None],
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -39,9 +42,9 @@ class PoolCalls:
         self,
         pool: FunctionPool,
         function: Callable[[], Any],
-        job: RunningJob,
-        then: Callable[[RunningJob, Any, BaseException | None], None],
-        came_back: Callable[[RunningJob, Any], None] = lambda job, value: None,
+        job: HeldJob,
+        then: Then,
+        came_back: Callable[[HeldJob, Any], None] = lambda job, value: None,
         is_ours: bool = False,
         discard: Callable[[Any], None] | None = None,
     ) -> None:
@@ -51,7 +54,7 @@ class PoolCalls:
         asks whether it is interrupted, and may be run again after any step of it: an outage, or shards that
         hold too much memory, delay it only. discard: see FunctionPool.submit.
         """
-        ticket = job.ticket = object()
+        awaited = job.await_call()
 
         def start() -> None:
             job.call = pool.submit(
@@ -59,29 +62,29 @@ class PoolCalls:
             )
 
         def start_again() -> None:
-            if job.ticket is ticket:
+            if job.awaits(awaited):
                 start()
             else:
                 report(None, None)
 
         def report(value: Any, error: BaseException | None) -> None:
-            if job.ticket is not ticket:
+            if not job.awaits(awaited):
                 came_back(job, value)
                 self._unawaited(job)
                 return
             job.call = None
             if is_ours and isinstance(error, NoRoomYet):
-                self.later(start_again)
+                self.submit_later(start_again)
             elif is_ours and isinstance(error, OUTAGES) and not is_fault(error):
                 self._log.error("job %s: Redis did not answer (%s); trying again", job.claimed.job_id, error)
-                self.later(start_again)
+                self.submit_later(start_again)
             else:
                 came_back(job, value)
                 then(job, value, error)
 
         start()
 
-    def later(self, submit: Callable[[], None]) -> None:
+    def submit_later(self, submit: Callable[[], None]) -> None:
         """Try something again when Redis, or memory, is there, and not at once."""
         if not self._waiting:
             self._try_again_at = self._clock() + _TRY_AGAIN_S

@@ -11,8 +11,9 @@ from jobs.context import JobContext
 from jobs.tasks import OpenTask, Task
 from worker.errors import file_timeout
 from worker.file_pool import FilePool, seconds_of_silence, seconds_since_begin
-from worker.packing import Packer, RunningJob
-from worker.pool_calls import PoolCalls
+from worker.held_job import HeldJob
+from worker.packing import Packer
+from worker.pool_calls import PoolCalls, Then
 
 THREADS = 2
 """That open files, and that write and close them, while none is slow."""
@@ -22,8 +23,6 @@ MAX_OPENING = 6
 
 SLOW_S = 2.0
 """A call that goes on so long holds up no other: it has a thread more, and its lane takes the next file."""
-
-Then = Callable[[RunningJob, Any, BaseException | None], None]
 
 
 class TaskFiles:
@@ -50,7 +49,7 @@ class TaskFiles:
         self._not_planned = file_timeout("planning went on without a sign of life", limit_s)
         self._not_written = file_timeout("writing its part went on without a sign of life", limit_s)
 
-    def open(self, job: RunningJob, task: Task, context: JobContext, then: Then) -> None:
+    def open(self, job: HeldJob, task: Task, context: JobContext, then: Then) -> None:
         """Open a job's task, which becomes the job's `open_task`, then call `then`."""
         self._packer.opening(job)
         self._calls.submit(
@@ -63,11 +62,11 @@ class TaskFiles:
             discard=lambda opened: self._close_unawaited(job.claimed.job_id, opened),
         )
 
-    def _opened(self, job: RunningJob, opened: OpenTask | None) -> None:
+    def _opened(self, job: HeldJob, opened: OpenTask | None) -> None:
         self._packer.opened(job)
         job.open_task = opened
 
-    def finish(self, job: RunningJob, then: Then) -> None:
+    def finish(self, job: HeldJob, then: Then) -> None:
         """Ask a job's open task for its result, then call `then` with it."""
         self._calls.submit(self._writers, lambda: _result_of(job), job, then, is_ours=True)
 
@@ -98,7 +97,7 @@ class TaskFiles:
         self._openers.interrupt_overdue(seconds_since_begin, self._limit_s, self._not_open)
         self._writers.interrupt_overdue(seconds_of_silence, self._limit_s, self._not_written)
 
-    def interrupt_silent(self, planning: RunningJob) -> None:
+    def interrupt_silent(self, planning: HeldJob) -> None:
         """Interrupt a planning that gives no sign of life, whatever the job's own timeout."""
         call = planning.call
         if (
@@ -106,8 +105,7 @@ class TaskFiles:
             and call.error is None
             and seconds_of_silence(call, self._clock()) > self._limit_s
         ):
-            planning.interrupted = True
-            call.interrupt(self._not_planned)
+            planning.interrupt_function(self._not_planned)
 
     def give_up_stuck(self, grace_s: float) -> list[str]:
         """See FunctionPool.give_up_stuck."""
@@ -130,7 +128,7 @@ class TaskFiles:
             pool.join(max(0.0, until - time.monotonic()))
 
 
-def _result_of(job: RunningJob) -> Any:
+def _result_of(job: HeldJob) -> Any:
     """Of a call nothing may be left but the job: the callbacks refer to each other, and would keep a closed
     shard for the collector."""
     assert job.open_task is not None

@@ -23,7 +23,8 @@ from tests.worker.fake_engine import FakeEngine
 from worker.admission import Admission
 from worker.engine_loop import EngineLoop, Stepped
 from worker.functions import FunctionPool
-from worker.job_runner import JobRunner, Surroundings
+from worker.job_environment import JobEnvironment
+from worker.job_runner import JobRunner
 from worker.packing import Packer
 from worker.payload_budget import PayloadBudget
 from worker.store.claimed_job import Wanted
@@ -51,7 +52,7 @@ class ByHand:
             packer=self.packer,
             budget=PayloadBudget(1, 1 << 26),
             admission=Admission(ALLOWED, ()),
-            surroundings=Surroundings((), ServedModel("m", "f", "d"), SamplingParams.from_mapping),
+            environment=JobEnvironment((), ServedModel("m", "f", "d"), SamplingParams.from_mapping),
             orders=self.orders,
             functions=functions,
             enders=enders,
@@ -83,8 +84,8 @@ class ByHand:
             event = self.events.get(timeout=wait_s) if wait_s else self.events.get_nowait()
             while True:
                 if isinstance(event, Stepped):
-                    self.runner.started(event.started, event.at)
-                    self.runner.deliver(event.completions, event.at)
+                    self.runner.streams.started(event.started, event.at)
+                    self.runner.streams.deliver(event.completions, event.at)
                 else:
                     event()
                 event = self.events.get_nowait()
@@ -100,7 +101,7 @@ class ByHand:
             self.take_events(0.01)
 
     def close(self) -> None:
-        self.runner.close(10)
+        self.runner.threads.close(10)
 
 
 @pytest.fixture
@@ -163,7 +164,7 @@ def test_a_timeout_counts_from_the_first_sequence_on_also_while_it_is_preempted(
     worker.claim()
     worker.turn()
     worker.moment += 2
-    worker.runner.started(["0.0"], worker.moment)  # scheduled once more
+    worker.runner.streams.started(["0.0"], worker.moment)  # scheduled once more
     worker.runner.check_deadlines()
     worker.moment += 2
     worker.runner.check_deadlines()

@@ -15,17 +15,18 @@ from hypothesis import strategies as st
 from engine import Completion, SamplingParams
 from jobs.tasks import Request
 from tests.worker.fake_engine import FakeEngine
-from worker.packing import Packer, RunningJob
+from worker.held_job import HeldJob, JobState
+from worker.packing import Packer
 from worker.task_files import MAX_OPENING
 
 LANES, SLOTS, PREFETCH = 3, 8, 4
 
 
-def job(number: int, lane: int, sizes: list[int], length: int | None = None) -> RunningJob:
+def job(number: int, lane: int, sizes: list[int], length: int | None = None) -> HeldJob:
     """length: what the job's task says of the number of its requests; one that knows is a file."""
     requests = iter([Request("p", None, {"n": n}) for n in sizes])
     opened = cast(Any, SimpleNamespace(num_requests=length))
-    return RunningJob(
+    return HeldJob(
         number,
         cast(Any, SimpleNamespace()),
         lane,
@@ -48,7 +49,7 @@ def job(number: int, lane: int, sizes: list[int], length: int | None = None) -> 
 )
 def test_any_history_keeps_the_counts_the_order_and_the_room_of_urgent_lanes(history: list[Any]) -> None:
     packer = Packer(LANES, SLOTS, PREFETCH, 4, 2)
-    jobs: list[RunningJob] = []
+    jobs: list[HeldJob] = []
     for kind, number, sizes in history:
         if kind == "stream":
             jobs.append(job(len(jobs), number, sizes))
@@ -106,7 +107,7 @@ def test_the_next_job_of_a_lane_is_claimed_when_the_last_stream_is_dry() -> None
     assert packer.claim_room(0) == 0
     packer.delivered(long, 3)
     list(packer.pull())
-    assert long.exhausted
+    assert long.state is JobState.SENT
     assert packer.claim_room(0) == 4
     packer.stream(short)
     assert [pulled.number for pulled, *_ in packer.pull()] == [1]
@@ -185,7 +186,7 @@ def steps_for(jobs: list[int], tokens: Callable[[int], int]) -> int:
     packer, engine = Packer(1, ENGINE_SLOTS, 4, 4, MAX_OPENING), FakeEngine(ENGINE_SLOTS, step_s=0.0)
     queued = [job(number, 0, [1] * rows, length=rows) for number, rows in enumerate(jobs)]
     by_number = dict(enumerate(queued))
-    opening: deque[tuple[int, RunningJob]] = deque()
+    opening: deque[tuple[int, HeldJob]] = deque()
     leaving: list[Completion] = []
     rows = count()
 

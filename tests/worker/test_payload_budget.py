@@ -11,15 +11,15 @@ from rq.job import JobStatus
 from rq.serializers import JSONSerializer
 
 from tests.rq_workers import Workers, text_of, wait_until, wait_until_started
-from worker.packing import RunningJob
+from worker.held_job import HeldJob
 from worker.payload_budget import PayloadBudget
 
 MIB = 1 << 20
 
 
-def job(number: int, lane: int, num_bytes: int) -> RunningJob:
+def job(number: int, lane: int, num_bytes: int) -> HeldJob:
     rq_job = SimpleNamespace(hash_bytes=0, payload_bytes=num_bytes)
-    return RunningJob(number, cast(Any, SimpleNamespace(job=rq_job)), lane)
+    return HeldJob(number, cast(Any, SimpleNamespace(job=rq_job)), lane)
 
 
 def numbers(budget: PayloadBudget) -> list[int]:

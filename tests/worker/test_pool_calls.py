@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jobs.context.shard_bytes import NoRoomYet
-from worker.packing import RunningJob
+from worker.held_job import HeldJob
 from worker.pool_calls import PoolCalls
 
 
@@ -39,7 +39,7 @@ def test_opening_a_shard_that_finds_no_memory_is_tried_again_and_nothing_has_end
             raise NoRoomYet
         return "open"
 
-    job: Any = RunningJob(1, None, 0)  # type: ignore[arg-type]
+    job: Any = HeldJob(1, None, 0)  # type: ignore[arg-type]
     pool: Any = Pool()
     calls.submit(pool, open_shard, job, lambda *end: ends.append(end), is_ours=True)
     for left in (2, 2, 2, 1, 1, 0):

@@ -21,7 +21,7 @@ from rq.job import JobStatus
 from jobs.errors import ResultTooLarge
 from tests.rq_workers import Workers, leftovers, text_of, wait_until
 from worker.end_writer import EndWriter
-from worker.packing import RunningJob
+from worker.held_job import HeldJob
 from worker.store.outcome import Outcome
 from worker.store.results import pack
 
@@ -157,9 +157,9 @@ class Ends:
             claimed: Any = SimpleNamespace(job_id="abcdef"[number])
             packed = b"x" * size
             outcome = Outcome(claimed, "finished", "", datetime.now(UTC), 0.0, packed=packed)
-            self.writer.add(RunningJob(number, claimed, 0), outcome)
+            self.writer.add(HeldJob(number, claimed, 0), outcome)
 
-    def _written(self, job: RunningJob, outcome: Outcome, reply: str) -> None:
+    def _written(self, job: HeldJob, outcome: Outcome, reply: str) -> None:
         self.replies[job.claimed.job_id] = reply
 
     def flush(self, times: int = 1) -> None:

@@ -25,8 +25,9 @@ from jobs.tasks import Completion, OpenTask, Request, Task
 from tests.jobs.answering import score_parquet
 from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until
 from worker.errors import FileTimeout
+from worker.held_job import HeldJob
 from worker.interrupts import check_interrupted
-from worker.packing import Packer, RunningJob
+from worker.packing import Packer
 from worker.pool_calls import PoolCalls
 from worker.task_files import MAX_OPENING, SLOW_S, THREADS, TaskFiles
 
@@ -96,23 +97,23 @@ class Files:
     def _clock(self) -> float:
         return self.now
 
-    def job(self, **calls: Callable[[], Any]) -> RunningJob:
+    def job(self, **calls: Callable[[], Any]) -> HeldJob:
         """With an open task."""
-        job = RunningJob(next(self._numbers), cast(Any, SimpleNamespace(job_id="a")), 0, is_file=True)
+        job = HeldJob(next(self._numbers), cast(Any, SimpleNamespace(job_id="a")), 0, is_file=True)
         job.open_task = OpenFile(calls, threading.Event())
         return job
 
-    def open(self, task: FileTask) -> RunningJob:
+    def open(self, task: FileTask) -> HeldJob:
         job = self.job()
         self.files.open(job, task, cast(Any, None), self.note)
         return job
 
-    def close(self, job: RunningJob) -> None:
+    def close(self, job: HeldJob) -> None:
         opened, job.open_task = job.open_task, None
         assert opened is not None
         self.files.close(job.claimed.job_id, opened)
 
-    def note(self, job: RunningJob, value: Any, error: BaseException | None) -> None:
+    def note(self, job: HeldJob, value: Any, error: BaseException | None) -> None:
         self.reports.append((job.number, value, error))
 
     def wait_for_reports(self, number: int) -> None:

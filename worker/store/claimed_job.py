@@ -7,6 +7,7 @@ from typing import Literal
 
 from rq.executions import Execution
 
+from worker.errors import BadPayload, JobRefused
 from worker.store.held_job import HeldJob
 
 CLAIM_BATCH = 200
@@ -41,6 +42,14 @@ class ClaimedJob:
     def job_id(self) -> str:
         """The job's id, whatever its code makes of that in its copy."""
         return self.execution.job_id
+
+    def check_hash(self) -> None:
+        """Raise JobRefused where the job's hash could not be read."""
+        if isinstance(self.damage, JobRefused):
+            raise self.damage
+        if self.damage is not None:
+            reason = f"{type(self.damage).__name__}: {self.damage}".removesuffix(": ")
+            raise BadPayload(f"its hash in Redis is damaged ({reason}): enqueue it again")
 
     @property
     def address(self) -> tuple[str, str, str]:

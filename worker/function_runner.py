@@ -1,0 +1,73 @@
+"""Functions of the user's, and those of our own that need no engine: run in the threads of a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from redis import Redis
+
+from jobs.table import own_function
+from worker.beginnings import Beginnings
+from worker.functions import FunctionPool
+from worker.held_job import HeldJob
+from worker.job_environment import JobEnvironment
+from worker.packing import Packer
+from worker.pool_calls import PoolCalls, Then
+from worker.store.function_call import FunctionCall
+from worker.store.user_code import perform
+
+
+class FunctionRunner:
+    """Hands functions over to threads once Redis shows that they begin. The I/O thread's.
+
+    calls: brings their reports back. pool_client: for our own functions. user_client: what user code gets.
+    """
+
+    def __init__(
+        self,
+        *,
+        packer: Packer,
+        calls: PoolCalls,
+        beginnings: Beginnings,
+        pool: FunctionPool,
+        environment: JobEnvironment,
+        pool_client: Redis,
+        user_client: Redis,
+    ) -> None:
+        self._packer, self._calls, self._beginnings, self._pool = packer, calls, beginnings, pool
+        self._environment = environment
+        self._pool_client, self._user_client = pool_client, user_client
+
+    def run(self, job: HeldJob, then: Then) -> None:
+        """Run a user's function, then call `then` with its value, or the `Raised` that it raised."""
+        rq_job = job.claimed.job
+        rq_job.connection = self._user_client
+        self._run(job, partial(perform, rq_job), then)
+
+    def run_own(self, job: HeldJob, call: FunctionCall, then: Then) -> None:
+        """Run a function of our own, then call `then`."""
+        own = own_function(call.name)
+        assert own is not None, call.name
+        context = self._environment.context(job.claimed, self._pool_client)
+        self._run(job, partial(own, context, *call.args, **call.kwargs), then, is_ours=True)
+
+    def _run(self, job: HeldJob, function: Callable[[], Any], then: Then, is_ours: bool = False) -> None:
+        job.run_function()
+        self._packer.function_started(job)
+        args = (self._pool, function, job, then, self._came_back, is_ours)
+        self._beginnings.run(job, lambda: self._calls.submit(*args))
+
+    def _came_back(self, job: HeldJob, _: Any) -> None:
+        self._packer.function_ended(job)
+
+    def withdraw(self, job: HeldJob) -> None:
+        """Give its thread to others, where the function was not handed over yet."""
+        if self._beginnings.forget(job):
+            self._packer.function_ended(job)
+
+    @property
+    def num_stuck(self) -> int:
+        """Threads that were given up and have not ended."""
+        return self._pool.num_stuck

@@ -1,0 +1,169 @@
+"""One claimed job while this worker has it: its state, and what may change it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from engine import Completion
+from jobs.tasks import OpenTask, Request
+from worker.functions import Call
+from worker.store.claimed_job import ClaimedJob
+
+
+class JobState(enum.Enum):
+    """How far a held job is.
+
+    CLAIMED -> OPENING -> STREAMING -> SENT -> COLLECTING -> ENDING is the way of prompts and files, and
+    CLAIMED -> FUNCTION -> ENDING that of a function. A job that goes back to its queue or is lost to another
+    worker is WITHDRAWN; so is one that is stopped or over its time, and then becomes ENDING.
+    """
+
+    CLAIMED = "claimed"  # nobody has looked into its payload
+    OPENING = "opening"  # its task reads what it needs, a file perhaps
+    STREAMING = "streaming"  # its requests go to the engine as there is room
+    SENT = "sent"  # all of them; completions are awaited
+    FUNCTION = "function"  # it waits to be shown as begun, then runs in a thread
+    COLLECTING = "collecting"  # its value is made of the completions
+    ENDING = "ending"  # its end is worked out or written; nothing may interrupt that
+    WITHDRAWN = "withdrawn"  # engine and threads have no more to do with it
+
+
+@dataclass(eq=False)
+class HeldJob:
+    """Written by the I/O thread alone, and its state by these methods alone.
+
+    number: names it in request ids, `<number>.<index>`.
+    lane: place of its queue on the command line; 0 is the most urgent.
+    is_ours: whether Tokenmill's own code runs it, and no function of the user's.
+    is_file: whether opening its task, and asking for its result, takes time.
+    is_function: whether a thread runs it, and it has no task.
+    open_task: what yields its requests and takes their completions; None before it is open and after its end.
+    requests: what is left of them to send to the engine.
+    error: what its stream of requests, or the delivery of a completion, raised.
+    call: what a thread does for it now.
+    started_at: monotonic seconds when its first sequence was scheduled or its function began; None before.
+    began_at: the same moment as a date.
+    limit_s: the job's timeout at that moment; 0 or less for none.
+    is_overdue: whether its function was interrupted because of a limit of time.
+    unscheduled: requests that were sent and of which no step has scheduled a sequence.
+    """
+
+    number: int
+    claimed: ClaimedJob
+    lane: int
+    state: JobState = JobState.CLAIMED
+    is_ours: bool = False
+    is_file: bool = False
+    is_function: bool = False
+    open_task: OpenTask | None = None
+    requests: Iterator[Request] | None = None
+    error: Exception | None = None
+    call: Call | None = None
+    started_at: float | None = None
+    began_at: datetime | None = None
+    limit_s: float = 0.0
+    is_overdue: bool = False
+    next_index: int = 0
+    in_engine: int = 0
+    unscheduled: set[int] = field(default_factory=set)
+    open_requests: dict[int, list[Completion]] = field(default_factory=dict)
+    samples: dict[int, int] = field(default_factory=dict)
+    shown_progress: dict[str, Any] | None = None
+    _awaited: object = None
+
+    # Transitions
+
+    def open(self, is_file: bool) -> None:
+        """Its task is being opened."""
+        self.state, self.is_file = JobState.OPENING, is_file
+
+    def stream(self) -> None:
+        """Its task is open."""
+        assert self.open_task is not None
+        self.state, self.requests = JobState.STREAMING, self.open_task.requests()
+
+    def all_sent(self) -> None:
+        """Its stream of requests has come to its end."""
+        self.state = JobState.SENT
+
+    def broke(self, error: Exception) -> None:
+        """Its stream of requests, or a delivery, raised: the next turn of the I/O thread ends it."""
+        self.error = error
+
+    def run_function(self) -> None:
+        """It is a function, and has a thread."""
+        self.state, self.is_function = JobState.FUNCTION, True
+
+    def collect(self) -> None:
+        """Every completion is in."""
+        self.state = JobState.COLLECTING
+
+    def end(self) -> None:
+        """What is left is its end."""
+        self.state = JobState.ENDING
+
+    def withdraw(self, reason: type[BaseException]) -> None:
+        """Nothing more is awaited of the engine or of a thread, which is interrupted with `reason`."""
+        self.state = JobState.WITHDRAWN
+        self.open_requests.clear()
+        if self.call is not None:
+            self.call.interrupt(reason)
+        self._awaited = None
+
+    # A thread's call
+
+    def await_call(self) -> object:
+        """A call is given to a thread. Returns what `awaits` takes when the call comes back."""
+        self._awaited = object()
+        return self._awaited
+
+    def awaits(self, call: object) -> bool:
+        """Whether nothing has come in between since `await_call` returned this."""
+        return self._awaited is call
+
+    def interrupt_function(self, reason: type[BaseException]) -> None:
+        """Its time is over; the thread reports its end."""
+        assert self.call is not None
+        self.is_overdue = True
+        self.call.interrupt(reason)
+
+    # What follows from it
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether its value or its end is being worked out: nothing may stop that."""
+        return self.state in (JobState.COLLECTING, JobState.ENDING)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its time runs."""
+        return self.started_at is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every request was sent and delivered."""
+        return self.state is JobState.SENT and not self.open_requests
+
+    @property
+    def needs_payload(self) -> bool:
+        """Whether anything of its payload is still on its way to the batch."""
+        return self.state is not JobState.SENT or bool(self.unscheduled)
+
+    @property
+    def unread(self) -> float:
+        """Requests left in the stream; infinite where the task does not say."""
+        num_requests = self.open_task.num_requests if self.open_task is not None else None
+        return float("inf") if num_requests is None else num_requests - self.next_index
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The engine's names of all requests that are on their way."""
+        return [self.request_id(index) for index in self.open_requests]
+
+    def request_id(self, index: int) -> str:
+        """The engine's name of one of this job's requests."""
+        return f"{self.number}.{index}"

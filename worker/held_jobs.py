@@ -1,0 +1,84 @@
+"""The jobs that a worker holds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from worker.held_job import HeldJob
+from worker.store.claimed_job import ClaimedJob
+
+
+@dataclass
+class JobCounts:
+    """Jobs this worker has brought to an end."""
+
+    finished: int = 0
+    failed: int = 0
+
+    @property
+    def ended(self) -> int:
+        """All jobs that need no more work here."""
+        return self.finished + self.failed
+
+
+class HeldJobs:
+    """Those that were claimed and have not ended, oldest first. The I/O thread's."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._jobs: dict[int, HeldJob] = {}
+
+    def add(self, claimed: ClaimedJob, lane: int = 0) -> HeldJob:
+        """Hold one more."""
+        job = HeldJob(next(self._numbers), claimed, lane)
+        self._jobs[job.number] = job
+        return job
+
+    def remove(self, job: HeldJob) -> None:
+        """Hold it no longer."""
+        del self._jobs[job.number]
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[HeldJob]:
+        """Over a copy: whoever looks at them may let go of some."""
+        return iter(list(self._jobs.values()))
+
+    def __contains__(self, job: HeldJob) -> bool:
+        return job.number in self._jobs
+
+    def of_request(self, request_id: str) -> tuple[HeldJob | None, int]:
+        """Whose request it is, None where that is held no longer; and the request's index."""
+        number, _, index = request_id.partition(".")
+        return self._jobs.get(int(number)), int(index)
+
+    def find(self, job_id: str, execution_id: str | None) -> HeldJob | None:
+        """A job of this id. Of one that was enqueued again while it ran here there may be two.
+
+        execution_id: the one execution that is meant; None for whichever is held.
+        """
+        found = (job for job in self._jobs.values() if job.claimed.job_id == job_id)
+        return next((job for job in found if execution_id in (None, job.claimed.execution.id)), None)
+
+    def of_executions(self, execution_ids: Collection[str]) -> list[HeldJob]:
+        """The jobs that these executions hold."""
+        return [job for job in self._jobs.values() if job.claimed.execution.id in execution_ids]
+
+    def unstarted(self) -> list[HeldJob]:
+        """Those of which nothing has run yet."""
+        return [job for job in self._jobs.values() if not job.has_begun and not job.is_ending]
+
+    def changed_progress(self) -> list[tuple[ClaimedJob, dict[str, Any]]]:
+        """`job.meta` of the running tasks that have moved since the last call."""
+        changed = []
+        for job in self._jobs.values():
+            progress = job.open_task.progress() if job.open_task is not None else None
+            if progress is not None and progress != job.shown_progress:
+                job.shown_progress = progress
+                meta = job.claimed.job.meta
+                changed.append((job.claimed, {**meta, **progress} if isinstance(meta, dict) else progress))
+        return changed

@@ -1,0 +1,53 @@
+"""What jobs on this worker get and are limited by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis import Redis
+
+from jobs.context import MAX_RESULT_BYTES, JobContext, Lease
+from jobs.context.answer_memo import AnswerMemo
+from jobs.context.served_model import ServedModel
+from jobs.context.shard_bytes import ShardBytes
+from jobs.context.shared_files import SharedFiles
+from jobs.runs.holders import executions_key
+from worker.interrupts import check_interrupted
+from worker.store.claimed_job import ClaimedJob
+
+
+@dataclass(frozen=True)
+class JobEnvironment:
+    """The same for all jobs of a worker. See `JobContext` for most of it."""
+
+    data_roots: tuple[str, ...]
+    model: ServedModel
+    check_sampling: Callable[[Any], Any]
+    function_grace_s: float = 5.0
+    """Seconds from its interrupt to when a thread is given up."""
+    file_timeout_s: float = 300.0
+    """See `TaskFiles`."""
+    files: SharedFiles = field(default_factory=SharedFiles)
+    answers: AnswerMemo = field(default_factory=AnswerMemo)
+    max_result_bytes: int = MAX_RESULT_BYTES
+    shard_bytes: ShardBytes = field(default_factory=ShardBytes)
+
+    def context(self, claimed: ClaimedJob, connection: Redis) -> JobContext:
+        """What one of our own jobs is lent. connection: for the threads in which it works."""
+        return JobContext(
+            connection=connection,
+            queue_name=claimed.queue_name,
+            job_id=claimed.job_id,
+            execution_id=claimed.execution.id,
+            data_roots=self.data_roots,
+            model=self.model,
+            check_sampling=self.check_sampling,
+            files=self.files,
+            answers=self.answers,
+            shard_bytes=self.shard_bytes,
+            check_interrupted=check_interrupted,
+            max_result_bytes=self.max_result_bytes,
+            lease=Lease(executions_key(claimed.job_id), claimed.execution.id),
+        )
