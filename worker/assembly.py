@@ -12,20 +12,24 @@ from jobs.context.shard_bytes import ShardBytes
 from jobs.stock_worker import check_sampling
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.admission import Admission
+from worker.claimer import Claimer
 from worker.engine_loop import EngineLike, EngineLoop, Order
 from worker.functions import FunctionPool
 from worker.interrupts import shield_imports
-from worker.io_loop import IoLoop, Limits
+from worker.io_loop import IoLoop
 from worker.job_environment import JobEnvironment
 from worker.job_runner import JobRunner
+from worker.limits import Limits
 from worker.packing import Packer
 from worker.payload_budget import PayloadBudget
+from worker.releaser import Releaser
+from worker.reporter import Reporter
 from worker.store.client import own_client
 from worker.store.job_store import JobStore
-from worker.store.presence import Presence
 from worker.store.registries import Registries
 from worker.store.stock_jobs import StockJobs
 from worker.store.user_code import Callbacks
+from worker.store.worker_record import WorkerRecord
 from worker.task_files import MAX_OPENING
 from worker.upkeep import Upkeep
 
@@ -100,24 +104,38 @@ def assemble(
         served.names,
         default_result_ttl_s=worker.default_result_ttl,
     )
+    registries = Registries(io_client, worker.name)
+    limits = Limits(
+        burst,
+        max_jobs,
+        max_idle_s,
+        lease_s,
+        settings.max_worker_deaths,
+        settings.max_stuck_threads,
+        settings.drain_s,
+    )
+    releaser = Releaser(store, runner, limits.max_worker_deaths, worker.log)
+    record = WorkerRecord(io_client, worker.name, worker.beat, _facts(worker.name, served))
     io = IoLoop(
         queue_names=worker.queue_names(),
         store=store,
-        registries=Registries(io_client, worker.name),
         runner=runner,
-        packer=packer,
-        budget=budget,
-        presence=Presence(io_client, worker.name, worker.beat, _facts(worker.name, served)),
-        orders=orders,
-        limits=Limits(
-            burst,
-            max_jobs,
-            max_idle_s,
-            lease_s,
-            settings.max_worker_deaths,
-            settings.max_stuck_threads,
-            settings.drain_s,
+        claimer=Claimer(
+            queue_names=worker.queue_names(),
+            store=store,
+            registries=registries,
+            runner=runner,
+            packer=packer,
+            budget=budget,
+            releaser=releaser,
+            limits=limits,
+            log=worker.log,
         ),
+        releaser=releaser,
+        reporter=Reporter(record, runner, worker.log),
+        budget=budget,
+        orders=orders,
+        limits=limits,
         upkeep=Upkeep(
             Registries(pool_client, worker.name),
             worker.queue_names(),

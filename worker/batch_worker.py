@@ -27,6 +27,7 @@ from jobs.context.served_model import model_text
 from worker.errors import EngineFailed, ForeignJobsPackage, IoThreadFailed, StartupError
 from worker.import_path import leave_out_working_directory
 from worker.imports import load_functions, load_parts
+from worker.io_events import Shutdown, StopJob
 from worker.plain_log import keep_plain
 from worker.process_memory import share_freed_memory
 from worker.store.client import MIN_REDIS_VERSION
@@ -246,10 +247,6 @@ class BatchWorker(BaseWorker):
         if self._io is None:
             self._told_early = True  # what runs in this thread now may keep the error to itself
             raise SystemExit
-        from worker.io_loop import (
-            Shutdown,
-        )  # whole by now: before, it may be half imported in this very thread
-
         if self._shutdown_requested_date is None:
             self._stop_requested = self.get_state() == WorkerStatus.BUSY  # as RQ's own workers
             self._shutdown_requested_date = now()
@@ -266,8 +263,6 @@ class BatchWorker(BaseWorker):
 
     def handle_payload(self, message: dict[str, Any]) -> None:
         """Carry out a command from `rq.command`; called in the subscriber's thread."""
-        from worker.io_loop import StopJob
-
         try:
             payload = json.loads(message["data"])
             command = payload.get("command")

@@ -6,39 +6,33 @@ import enum
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
-from uuid import uuid4
 
 from redis.exceptions import RedisError, ResponseError
 
+from worker.claimer import POLL_S, Claimer
 from worker.engine_loop import EngineDied, Halt, Order, Stepped
 from worker.errors import FaultySurroundings, TooManyStuckThreads, WorkerError
 from worker.faults import MAX_IN_A_ROW, PAUSE_S, WorkerFault
+from worker.io_events import Shutdown, StopJob
 from worker.job_runner import JobRunner
-from worker.packing import Packer
+from worker.limits import Limits
 from worker.payload_budget import PayloadBudget
-from worker.store.claimed_job import ClaimedJob, Mode, Wanted
+from worker.releaser import Releaser
+from worker.reporter import Reporter
+from worker.store.claimed_job import Mode
 from worker.store.client import OUTAGES
 from worker.store.job_store import JobStore
-from worker.store.presence import Presence
-from worker.store.registries import Registries
 from worker.store.scripts import is_wrong_type
 from worker.store.stock_jobs import StockJobs
 from worker.timer import Timer
 from worker.upkeep import Upkeep
 
-POLL_S = 0.05
-ALONE_S = 10.0
-"""How long a job on its last life runs by itself: what it does kills soon, and others wait for it."""
-LOOK_S = 0.2
-"""How often a lane that can open no further file looks for prompts between those that wait in its queue."""
-STATS_PERIOD_S = 2.0
 PROGRESS_PERIOD_S = 0.5
 DEADLINE_PERIOD_S = 0.25
-LOG_PERIOD_S = 10.0
+KEYS_PERIOD_S = 2.0
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 5.0
 LEAVING_S = 5.0
 """How long a cold shutdown waits for ends that are being written, and any for files that are being closed."""
@@ -53,49 +47,6 @@ class Phase(enum.Enum):
     GONE = "gone"
 
 
-class Shutdown(enum.Enum):
-    """How a person asked the worker to stop."""
-
-    WARM = "warm"
-    COLD = "cold"
-
-
-@dataclass(frozen=True)
-class StopJob:
-    """A person asked for one job to be stopped; with an execution's id, only while that one runs it."""
-
-    job_id: str
-    execution_id: str | None = None
-
-
-@dataclass(frozen=True)
-class Limits:
-    """When the worker leaves by itself, and the periods of its duties, in seconds."""
-
-    burst: bool
-    max_jobs: int | None
-    max_idle_s: float | None
-    lease_s: int
-    max_worker_deaths: int
-    max_stuck_threads: int
-    drain_s: float | None
-
-    @property
-    def last_life(self) -> float:
-        """Deaths after which a job runs by itself; never, where the first death is the last."""
-        return self.max_worker_deaths - 1 if self.max_worker_deaths > 1 else float("inf")
-
-    @property
-    def renew_period_s(self) -> float:
-        """Often enough that a lease survives two failed tries, and that a cancelled job is noticed soon."""
-        return min(self.lease_s / 4, 2.0)
-
-    @property
-    def sweep_period_s(self) -> float:
-        """How often abandoned jobs are looked for: adds to the lease in the time to recovery."""
-        return min(self.lease_s / 4, 10.0)
-
-
 class IoLoop:
     """One thread that moves jobs between Redis and the engine's orders.
 
@@ -107,11 +58,11 @@ class IoLoop:
         *,
         queue_names: Sequence[str],
         store: JobStore,
-        registries: Registries,
         runner: JobRunner,
-        packer: Packer,
+        claimer: Claimer,
+        releaser: Releaser,
+        reporter: Reporter,
         budget: PayloadBudget,
-        presence: Presence,
         orders: SimpleQueue[Order],
         limits: Limits,
         upkeep: Upkeep,
@@ -120,42 +71,29 @@ class IoLoop:
         events: SimpleQueue[Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._queue_names, self._store, self._registries = queue_names, store, registries
-        self._runner, self._packer, self._budget = runner, packer, budget
-        self._presence, self._orders, self._limits, self._log = presence, orders, limits, log
-        self._events, self._clock, self._upkeep, self._stock = events, clock, upkeep, stock
+        self._queue_names, self._store, self._runner = queue_names, store, runner
+        self._claimer, self._releaser, self._reporter = claimer, releaser, reporter
+        self._budget, self._orders, self._limits, self._log = budget, orders, limits, log
+        self._events, self._clock, self._stock = events, clock, stock
         self._phase = Phase.SERVING
         self._thread = threading.Thread(target=self._guarded_run, name="tokenmill-io", daemon=True)
-        self._stats: Mapping[str, int] = {}
-        self._tokens: dict[int, str] = {}
-        self._foreign = [0] * len(queue_names)
-        self._claimed = self._turn = 0
-        self._suspended = self._shown_busy = False
-        self._idle_since = clock()
-        self._suspect: ClaimedJob | None = None
-        self._alone_until = float("-inf")
         self._backoff_s = FIRST_BACKOFF_S
         self._retry_at = float("-inf")
         self._drain_by = self._leave_by = float("inf")
-        self._to_release: list[ClaimedJob] = []
         self._release_mode: Mode = "given_back"
         self._faults: list[WorkerFault] = []
-        self._polls = [Timer(POLL_S) for _ in queue_names]
-        self._looks = [Timer(LOOK_S) for _ in queue_names]
         self._renew = Timer(limits.renew_period_s)
-        self._show = Timer(STATS_PERIOD_S)
         self._progress = Timer(PROGRESS_PERIOD_S)
         self._deadlines = Timer(DEADLINE_PERIOD_S)
         self._sweep = Timer(limits.sweep_period_s)
-        self._report = Timer(LOG_PERIOD_S)
-        self._keys = Timer(STATS_PERIOD_S)
+        self._keys = Timer(KEYS_PERIOD_S)
         self._duties = (
             self._look_at_keys,
             self._settle,
             self._take_or_give,
             self._keep_leases,
             self._show_progress,
-            self._show_presence,
+            self._show_record,
             self._take_up_abandoned,
             upkeep.do_what_is_due,
         )
@@ -235,7 +173,7 @@ class IoLoop:
 
     def _handle(self, event: Any) -> None:
         if isinstance(event, Stepped):
-            self._stats = event.stats
+            self._reporter.engine_stats = event.stats
             self._runner.streams.started(event.started, event.at)
             self._runner.streams.deliver(event.completions, event.at)
         elif isinstance(event, StopJob):
@@ -266,7 +204,8 @@ class IoLoop:
             rest,
         )
         self._drain_by = self._clock() + (float("inf") if drain_s is None else drain_s)
-        self._show.postpone(float("-inf"))
+        self._releaser.log_level = logging.INFO
+        self._reporter.show_soon()
 
     def _hand_back(self, why: str) -> None:
         if self._phase is not Phase.LEAVING:
@@ -276,6 +215,7 @@ class IoLoop:
     def _start_leaving(self) -> None:
         if self._phase is not Phase.LEAVING:
             self._phase = Phase.LEAVING
+            self._releaser.log_level = logging.INFO
             self._leave_by = self._clock() + LEAVING_S
 
     def _talk_to_redis(self, moment: float) -> None:
@@ -314,35 +254,30 @@ class IoLoop:
         if self._phase is Phase.LEAVING:
             self._give_back_everything()
         elif self._phase is Phase.DRAINING:
-            self._release(self._runner.withdraw_unstarted(), "given_back")
+            self._releaser.give_back(self._runner.withdraw_unstarted(), "given_back")
         else:
-            self._claim(moment)
+            self._claimer.claim(moment)
 
     def _settle(self, _: float) -> None:
         """Complete what earlier turns began: ends to write, claims without a reply, jobs to release."""
         self._runner.flush(self._store)
         if self._phase is not Phase.LEAVING:
             self._runner.show_begun(self._store)
-        if self._tokens:  # whatever has changed since: jobs that nobody renews would count as abandoned
-            self._take_up(list(self._tokens), [0] * len(self._tokens))
-        late = self._runner.take_surplus()
-        self._claimed -= len(late)
-        self._release(late, self._release_mode)
+        self._claimer.take_up_unanswered()
+        surplus = self._runner.take_surplus()
+        self._claimer.discount(len(surplus))
+        self._releaser.give_back(surplus, self._release_mode)
         self._give_back_faulty()
 
     def _give_back_faulty(self) -> None:
         """Put jobs back that met a fault of this worker's; leave where that happens time and again."""
         self._faults += self._runner.faults.take()
-        deaths = self._limits.max_worker_deaths
         while self._faults:
             fault = self._faults[0]
-            mode: Mode = "fault" if fault.counts else "given_back"
-            for claimed in self._store.release([fault.claimed], mode, deaths):
-                self._runner.take_over(claimed, deaths, fault)
+            self._releaser.give_back_faulty(fault)
             del self._faults[0]
-            self._claimed -= 1
-            for poll in self._polls:
-                poll.postpone(self._clock() + PAUSE_S)
+            self._claimer.discount(1)
+            self._claimer.pause(self._clock() + PAUSE_S)
             if self._runner.faults.in_a_row >= MAX_IN_A_ROW:
                 self._leave_because_of(FaultySurroundings(self._runner.faults.in_a_row, str(fault)))
 
@@ -360,87 +295,6 @@ class IoLoop:
         if moment >= self._leave_by:
             self._leave("left without giving back what ran: other workers take it up when its leases end")
 
-    # Claim
-
-    def _claim(self, moment: float) -> None:
-        """Claim for every lane that has room; again at the next turn while jobs come."""
-        if not self._jobs_left():
-            return
-        lanes = [lane for lane in range(len(self._queue_names)) if self._room(lane) > 0]
-        # A lane without room leaves its timer alone: it claims in the very turn in which it has some.
-        due = [lane for lane in lanes if self._is_due(lane, moment)]
-        lanes = [lane for lane in lanes if lane in due or self._packer.claimable_files(lane)]
-        if not due or self._is_suspended() or self._has_suspect(moment):
-            return
-        # In one round trip, but where --max-jobs counts: what one lane leaves over is the next one's.
-        turns = [lanes] if self._limits.max_jobs is None else [[lane] for lane in lanes]
-        if sum([self._claim_for(turn) for turn in turns]):
-            self._idle_since = moment
-            self._runner.feed()
-
-    def _is_due(self, lane: int, moment: float) -> bool:
-        """Whether it is time to claim; where no file may come, to look for prompts between them."""
-        timer = self._polls[lane] if self._packer.claimable_files(lane) else self._looks[lane]
-        return timer.due(moment)
-
-    def _claim_for(self, lanes: Sequence[int]) -> int:
-        rooms = [min(self._room(lane), self._jobs_left()) for lane in lanes]
-        return self._take_up(lanes, rooms)
-
-    def _room(self, lane: int) -> int:
-        return self._packer.claim_room(lane) if self._budget.has_room(lane) else 0
-
-    def _has_suspect(self, moment: float) -> bool:
-        """Whether a job runs by itself, to show whether it is what kills its workers; ALONE_S at most."""
-        if self._runner.num_held != 1 or self._runner.held[0].deaths < self._limits.last_life:
-            return False
-        if self._suspect is not self._runner.held[0]:
-            self._suspect, self._alone_until = self._runner.held[0], moment + ALONE_S
-        return moment < self._alone_until
-
-    def _take_up(self, lanes: Sequence[int], rooms: Sequence[int]) -> int:
-        """Claim for lanes, at most `rooms` each; return how many jobs were kept."""
-        wanted = []
-        is_idle = self._runner.num_held == 0
-        self._turn += 1
-        for place, (lane, room) in enumerate(zip(lanes, rooms, strict=True)):
-            # Kept until the call has come through: sent again, it claims nothing twice.
-            token = self._tokens.setdefault(lane, uuid4().hex[:24])
-            alone = is_idle and place == self._turn % len(lanes)
-            places = self._packer.free_functions, self._packer.claimable_files(lane)
-            wanted.append(Wanted(self._queue_names[lane], room, token, alone, *places))
-        claims = self._store.claim(wanted, self._limits.last_life)
-        for lane, claim in zip(lanes, claims, strict=True):
-            del self._tokens[lane]
-            self._foreign[lane] = claim.num_foreign
-            self._claimed += len(claim.jobs)
-            if claim.jobs:
-                self._polls[lane].postpone(float("-inf"))
-                self._looks[lane].postpone(self._clock() + POLL_S)
-            for job in claim.jobs:
-                self._runner.begin(job, lane)
-        self._runner.open_claimed()
-        surplus = self._runner.take_surplus()
-        if self._runner.num_held > 1:  # a job of another lane came with one that should run by itself
-            surplus += self._runner.withdraw_suspects(self._limits.last_life)
-        self._claimed -= len(surplus)
-        self._release(surplus, "given_back")
-        self._runner.show_begun(self._store)
-        return sum(len(claim.jobs) for claim in claims) - len(surplus)
-
-    def _jobs_left(self) -> int:
-        most = self._limits.max_jobs
-        return 1_000_000 if most is None else max(0, most - self._claimed)
-
-    def _is_suspended(self) -> bool:
-        suspended = self._registries.is_suspended()
-        if suspended != self._suspended:
-            self._log.info(
-                "suspended, run `rq resume` to resume" if suspended else "resumed, claiming jobs again"
-            )
-            self._suspended = suspended
-        return suspended
-
     # Duties
 
     def _keep_leases(self, moment: float) -> None:
@@ -450,50 +304,17 @@ class IoLoop:
     def _show_progress(self, moment: float) -> None:
         if self._progress.due(moment):
             self._store.show_progress(self._runner.jobs.changed_progress())
-        if self._runner.num_held and self._report.due(moment):
-            self._log_throughput()
+        self._reporter.tell(moment)
 
-    def _show_presence(self, moment: float) -> None:
-        busy = self._runner.num_held > 0
-        if not self._show.due(moment) and busy == self._shown_busy:
-            return
-        self._shown_busy = busy
-        held = self._runner.held
-        state = "busy" if held else ("suspended" if self._suspended else "idle")
-        state = state if self._phase is Phase.SERVING else "draining"
-        self._presence.show(state, held[0].job_id if held else None, self._counters())
-
-    def _counters(self) -> dict[str, Any]:
-        counts = self._runner.counts
-        return {
-            **self._stats,
-            "jobs_held": self._runner.num_held,
-            "jobs_finished": counts.finished,
-            "jobs_failed": counts.failed,
-            "completion_tokens": self._runner.streams.completion_tokens,
-            "stuck_threads": self._runner.threads.num_stuck,
-        }
-
-    def _log_throughput(self) -> None:
-        counts = self._runner.counts
-        self._log.info(
-            "%d jobs held, %d finished, %d failed; %d sequences running, %d waiting; %d tokens answered",
-            self._runner.num_held,
-            counts.finished,
-            counts.failed,
-            self._stats.get("num_running", 0),
-            self._stats.get("num_waiting", 0),
-            self._runner.streams.completion_tokens,
-        )
+    def _show_record(self, moment: float) -> None:
+        self._reporter.show(moment, self._phase is Phase.SERVING, self._claimer.is_suspended)
 
     def _take_up_abandoned(self, moment: float) -> None:
         if self._phase is not Phase.SERVING or not self._sweep.due(moment):
             return
-        deaths = self._limits.max_worker_deaths
-        names = self._queue_names
-        for claimed in self._store.reclaim_abandoned(names, self._limits.sweep_period_s, deaths):
-            self._runner.take_over(claimed, deaths)
-        for claimed, error in self._stock.take_over(names, self._limits.sweep_period_s):
+        names, period_s = self._queue_names, self._limits.sweep_period_s
+        self._releaser.take_up_abandoned(names, period_s)
+        for claimed, error in self._stock.take_over(names, period_s):
             self._runner.fail_stock_job(claimed, error)
 
     # Leave
@@ -503,21 +324,21 @@ class IoLoop:
             if not self._runner.num_held or moment >= self._leave_by:
                 self._leave("left without finishing what ran")
         elif self._runner.num_held:
-            self._idle_since = moment
+            self._claimer.idle_since = moment
         elif self._phase is Phase.DRAINING:
             self._leave("stopping on request")
-        elif self._limits.max_jobs is not None and self._claimed >= self._limits.max_jobs:
+        elif self._claimer.has_all_it_may:
             self._leave(f"finished {self._limits.max_jobs} jobs, quitting")
-        elif self._limits.burst and self._suspended:
+        elif self._limits.burst and self._claimer.is_suspended:
             self._leave("suspended in burst mode, quitting; there may be unfinished jobs on the queue")
-        elif self._limits.burst and self._has_taken_all():
+        elif self._limits.burst and self._claimer.has_taken_all():
             self._leave("done, quitting")
-        elif self._limits.max_idle_s is not None and moment - self._idle_since >= self._limits.max_idle_s:
+        elif self._is_idle_for_too_long(moment):
             self._leave(f"idle for {self._limits.max_idle_s:g} seconds, quitting")
 
-    def _has_taken_all(self) -> bool:
-        """Whether the queues hold nothing but what only workers with another model may run."""
-        return self._registries.count_queued(self._queue_names) <= sum(self._foreign)
+    def _is_idle_for_too_long(self, moment: float) -> bool:
+        most_s = self._limits.max_idle_s
+        return most_s is not None and moment - self._claimer.idle_since >= most_s
 
     def _leave(self, why: str) -> None:
         self._log.info(why)
@@ -527,24 +348,12 @@ class IoLoop:
         """Put the jobs back; ends that are being written may still come through."""
         if self.engine_error is not None:
             self._release_mode = "engine_died"
-        self._release(self._runner.withdraw_everything(), self._release_mode)
-
-    def _release(self, held: list[ClaimedJob], mode: Mode) -> None:
-        """Put jobs back into their queues; kept for the next turn where Redis does not answer."""
-        self._to_release.extend(held)
-        if not self._to_release:
-            return
-        deaths = self._limits.max_worker_deaths
-        for claimed in self._store.release(self._to_release, mode, deaths):
-            self._runner.take_over(claimed, deaths)
-        level = logging.DEBUG if self._phase is Phase.SERVING else logging.INFO
-        self._log.log(level, "gave back %d jobs", len(self._to_release))
-        self._to_release.clear()
+        self._releaser.give_back(self._runner.withdraw_everything(), self._release_mode)
 
     def _say_goodbye(self) -> None:
         """Leave the final statistics behind."""
         try:
             self._store.quarantine.tell(self._log)
-            self._presence.show("stopped", None, self._counters())
+            self._reporter.show_stopped()
         except RedisError as error:
             self._log.error("could not write the last statistics: %s", error)

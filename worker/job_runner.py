@@ -374,9 +374,11 @@ class JobRunner:
         """Let go of the jobs of which nothing has run yet; the caller gives them back."""
         return self._withdraw_all(self.jobs.unstarted())
 
-    def withdraw_suspects(self, last_life: float) -> list[ClaimedJob]:
+    def withdraw_suspects(self, suspect_deaths: float) -> list[ClaimedJob]:
         """Let go of jobs that should run by themselves and have not begun; the caller gives them back."""
-        return self._withdraw_all([job for job in self.jobs.unstarted() if job.claimed.deaths >= last_life])
+        return self._withdraw_all(
+            [job for job in self.jobs.unstarted() if job.claimed.deaths >= suspect_deaths]
+        )
 
     def withdraw_everything(self) -> list[ClaimedJob]:
         """Let go of every job whose end is not already on its way; the caller gives them back."""

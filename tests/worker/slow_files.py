@@ -81,9 +81,9 @@ class ImpatientWorker(FakeEngineWorker):
     """FakeEngineWorker that leaves a job on its last life to itself for a moment only."""
 
     def load_engine(self, settings: WorkerSettings) -> FakeEngine:
-        from worker import io_loop
+        from worker import claimer
 
-        io_loop.ALONE_S = 0.2
+        claimer.ISOLATION_S = 0.2
         return super().load_engine(settings)
 
 

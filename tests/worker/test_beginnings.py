@@ -66,7 +66,7 @@ class ByHand:
         )
 
     def claim(self) -> None:
-        wanted = Wanted("bulk", 100, uuid4().hex[:24], alone=True, max_functions=2)
+        wanted = Wanted("bulk", 100, uuid4().hex[:24], takes_suspects=True, max_functions=2)
         for claimed in self.store.claim([wanted], float("inf"))[0].jobs:
             self.runner.begin(claimed, 0)
         self.runner.open_claimed()

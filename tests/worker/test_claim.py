@@ -32,7 +32,9 @@ def bulk(redis: Redis) -> Queue:
 
 
 def claim(redis: Redis, *, model: str = "ours", token: str | None = None, **options: Any) -> Claim:
-    wanted = Wanted("bulk", options.pop("most", 10), token or uuid4().hex[:24], alone=True, **options)
+    wanted = Wanted(
+        "bulk", options.pop("most", 10), token or uuid4().hex[:24], takes_suspects=True, **options
+    )
     return JobStore(redis, "w", lease_s=30, models=(model,)).claim([wanted], float("inf"))[0]
 
 

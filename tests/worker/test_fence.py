@@ -43,7 +43,7 @@ def store(redis: Redis, name: str = "w", **options: Any) -> JobStore:
 
 
 def claim(jobs: JobStore, queue: str = "bulk", most: int = 10) -> list[ClaimedJob]:
-    return jobs.claim([Wanted(queue, most, uuid4().hex[:24], alone=True)], float("inf"))[0].jobs
+    return jobs.claim([Wanted(queue, most, uuid4().hex[:24], takes_suspects=True)], float("inf"))[0].jobs
 
 
 def succeeded(claimed: ClaimedJob, value: Any = 1) -> Outcome:
@@ -114,7 +114,7 @@ def test_the_record_of_a_claim_that_was_sent_twice_outlasts_the_first_sending(
     ids = [bulk.enqueue("f").id for _ in range(2)]
     jobs = store(redis)
     call_many = jobs._call_many
-    wanted = [Wanted("bulk", 1, "a" * 24, alone=True)]
+    wanted = [Wanted("bulk", 1, "a" * 24, takes_suspects=True)]
 
     def lose_the_reply(*args: Any) -> None:
         call_many(*args)

@@ -42,7 +42,7 @@ def enqueue(redis: Redis, **fields: bytes | str) -> str:
 
 
 def claim(redis: Redis, most: int = 50) -> list[ClaimedJob]:
-    wanted = Wanted("bulk", most, f"{redis.incr('claims'):024x}", alone=True)
+    wanted = Wanted("bulk", most, f"{redis.incr('claims'):024x}", takes_suspects=True)
     return JobStore(redis, "w", lease_s=30).claim([wanted], float("inf"))[0].jobs
 
 

@@ -42,7 +42,7 @@ def store(redis: Redis) -> JobStore:
 
 
 def claim(store: JobStore, most: int = 10) -> list[ClaimedJob]:
-    return store.claim([Wanted("bulk", most, uuid4().hex[:24], alone=True)], float("inf"))[0].jobs
+    return store.claim([Wanted("bulk", most, uuid4().hex[:24], takes_suspects=True)], float("inf"))[0].jobs
 
 
 def succeeded(claimed: ClaimedJob, value: Any = 1) -> Outcome:
@@ -152,7 +152,7 @@ def test_what_is_enqueued_again_runs_also_where_the_run_before_it_ends_first(
     assert store.finish([succeeded(old, "old")]) == ["lost"]
     assert again.job_ids == ["same"]
     assert redis.ttl(job.key) == -1
-    new = store.claim([Wanted(queue, 10, uuid4().hex[:24], alone=True)], float("inf"))[0].jobs
+    new = store.claim([Wanted(queue, 10, uuid4().hex[:24], takes_suspects=True)], float("inf"))[0].jobs
     assert [each.job.args for each in new] == [["new"]]
     assert store.finish([succeeded(new[0], "new")]) == ["done"]
     assert values(job) == ["new"]

@@ -82,7 +82,7 @@ def enqueue(queue: Queue, prompt: str) -> Job:
 
 
 def claim(jobs: JobStore, most: int = 10, max_functions: int = 10) -> list[str]:
-    wanted = [Wanted("bulk", most, uuid4().hex[:24], alone=True, max_functions=max_functions)]
+    wanted = [Wanted("bulk", most, uuid4().hex[:24], takes_suspects=True, max_functions=max_functions)]
     return [each.job_id for each in jobs.claim(wanted, float("inf"))[0].jobs]
 
 
@@ -128,7 +128,7 @@ def test_counts_and_results_that_take_no_more_keep_no_job_from_its_end(redis: Re
     jobs, job = JobStore(redis, "w", lease_s=30), bulk.enqueue("f")
     redis.hset("rq:worker:w", mapping={"successful_job_count": "many", "total_working_time": "inf"})
     redis.xadd(f"rq:results:{job.id}", {"a": "b"}, id="18446744073709551615-18446744073709551615")
-    claimed = jobs.claim([Wanted("bulk", 1, "a" * 24, alone=True)], float("inf"))[0].jobs[0]
+    claimed = jobs.claim([Wanted("bulk", 1, "a" * 24, takes_suspects=True)], float("inf"))[0].jobs[0]
     claimed.job.result_ttl = 500
     assert jobs.finish([Outcome(claimed, "finished", 1, now(), 1.5)]) == ["done"]
     assert redis.hmget("rq:worker:w", "successful_job_count", "total_working_time") == [b"1", b"1.5"]
@@ -159,7 +159,7 @@ def test_a_function_whose_id_is_no_text_is_not_left_in_the_queue(redis: Redis, b
 def test_a_job_whose_record_was_lost_is_still_held_by_who_holds_it(redis: Redis, bulk: Queue) -> None:
     first, second = JobStore(redis, "first", lease_s=30), JobStore(redis, "second", lease_s=30)
     job = bulk.enqueue("f")
-    [claimed] = first.claim([Wanted("bulk", 1, "a" * 24, alone=True)], float("inf"))[0].jobs
+    [claimed] = first.claim([Wanted("bulk", 1, "a" * 24, takes_suspects=True)], float("inf"))[0].jobs
     redis.set("tokenmill:held:bulk", "no hash")
     assert second.quarantine.check(["bulk"]) == 1
     assert first.renew([claimed]) == []
@@ -173,7 +173,7 @@ def test_a_job_whose_record_was_lost_is_still_held_by_who_holds_it(redis: Redis,
 def test_a_claim_that_is_asked_for_again_finds_its_jobs_also_where_their_record_was_lost(
     redis: Redis, bulk: Queue
 ) -> None:
-    job, wanted = bulk.enqueue("f"), Wanted("bulk", 1, "a" * 24, alone=True)
+    job, wanted = bulk.enqueue("f"), Wanted("bulk", 1, "a" * 24, takes_suspects=True)
     for _ in range(2):  # each has not heard of the other's reply
         [claim] = JobStore(redis, "w", lease_s=30).claim([wanted], float("inf"))
         assert [each.job_id for each in claim.jobs] == [job.id]
@@ -192,7 +192,7 @@ def test_a_lock_that_does_not_end_is_nobodys(redis: Redis, key: str, ttl_s: int 
 
 def test_a_lease_that_does_not_end_is_nobodys(redis: Redis, bulk: Queue) -> None:
     jobs, job = JobStore(redis, "w", lease_s=30), bulk.enqueue("f")
-    [claimed] = jobs.claim([Wanted("bulk", 1, "a" * 24, alone=True)], float("inf"))[0].jobs
+    [claimed] = jobs.claim([Wanted("bulk", 1, "a" * 24, takes_suspects=True)], float("inf"))[0].jobs
     key = f"rq:execution:{job.id}:{claimed.execution.id}"
     redis.delete(key)
     redis.set(key, "a stranger's")
@@ -223,7 +223,7 @@ def test_an_end_that_was_altered_before_its_dependents_were_queued_is_closed(
 ) -> None:
     jobs, job = JobStore(redis, "w", lease_s=30), bulk.enqueue("f")
     bulk.enqueue("f", depends_on=job)
-    [claimed] = jobs.claim([Wanted("bulk", 1, "a" * 24, alone=True)], float("inf"))[0].jobs
+    [claimed] = jobs.claim([Wanted("bulk", 1, "a" * 24, takes_suspects=True)], float("inf"))[0].jobs
     assert jobs.finish([Outcome(claimed, "failed", "", now(), 1.0)]) == ["dependents"]
     damage(redis, job.id)
     jobs.close(claimed)

@@ -78,12 +78,13 @@ class LeftJob:
 @dataclass(frozen=True)
 class Wanted:
     """A claim on one queue: at most how many sequences' worth of jobs, a token of 24 hex digits, whether
-    the worker has nothing else, and at most how many jobs known to be functions, and to be files."""
+    it may take a suspect, since the worker has nothing else, and at most how many jobs known to be functions,
+    and to be files."""
 
     queue: str
     most: int
     token: str
-    alone: bool
+    takes_suspects: bool
     max_functions: int = CLAIM_BATCH
     max_files: int = CLAIM_BATCH
 

@@ -68,18 +68,24 @@ class JobStore:
     def _stamp(self) -> tuple[str, str]:
         return utcformat(now()), repr(self._clock())
 
-    def claim(self, wanted: Sequence[Wanted], last_life: float) -> list[Claim]:
-        """Claim jobs from several queues in one round trip. last_life: see claim.lua.
+    def claim(self, wanted: Sequence[Wanted], suspect_deaths: float) -> list[Claim]:
+        """Claim jobs from several queues in one round trip. suspect_deaths: see claim.lua.
 
         A call that failed may have claimed: make it again with the same tokens.
         """
-        tail = (self._worker_name, self._stamp()[1], self._lease_s, repr(self._clock() + FAR_S), last_life)
+        tail = (
+            self._worker_name,
+            self._stamp()[1],
+            self._lease_s,
+            repr(self._clock() + FAR_S),
+            suspect_deaths,
+        )
         calls: list[tuple[str, list[Any]]] = [
             (
                 "claim",
                 [
                     *(each.queue, min(each.most, CLAIM_BATCH), each.token, *tail),
-                    *(int(each.alone), self._models, each.max_functions, each.max_files),
+                    *(int(each.takes_suspects), self._models, each.max_functions, each.max_files),
                 ],
             )
             for each in wanted

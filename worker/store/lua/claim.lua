@@ -8,7 +8,7 @@
 -- A job that this worker cannot begin stays where it is in the queue, for others: one whose field
 -- `tokenmill_model` is none of `models` (all names of the served one, a line each), and beyond
 -- `max_functions` those whose `tokenmill_kind` is 'function', beyond `max_files` those that are a 'file'.
--- A job that has taken `last_life` workers with it is claimed by itself, where `alone` is 1, so that jobs
+-- A job that has taken `suspect_deaths` workers with it is claimed by itself, where `takes_suspects` is 1, so that jobs
 -- that were merely near another one when it killed its worker are told from that one; elsewhere such jobs
 -- go to the end of the queue.
 -- It ends, too, once the hashes of what it has taken have `max_hash_bytes`.
@@ -17,9 +17,9 @@
 -- this worker since, and claims no others. With a limit of 0 it asks what an earlier call has claimed, and
 -- makes sure that one still on its way claims nothing.
 local queue, limit, token, worker, now_ts, lease_s, far_score = unpack(ARGV, 1, 7)
-local last_life, alone, models, max_functions, max_files = unpack(ARGV, 8, 12)
+local suspect_deaths, takes_suspects, models, max_functions, max_files = unpack(ARGV, 8, 12)
 local done_tokens = {unpack(ARGV, 13)}
-limit, last_life, alone = tonumber(limit), tonumber(last_life), alone == '1'
+limit, suspect_deaths, takes_suspects = tonumber(limit), tonumber(suspect_deaths), takes_suspects == '1'
 local record = 'tokenmill:claim:' .. token
 local claimed = {}
 
@@ -69,13 +69,13 @@ local function consider(id)
   if is_cancelled or is_taken(id, fields[2] or '') then return end
   local is_foreign = fields[5] and not is_served[fields[5]]
   local free = places[fields[6] or '']
-  local is_suspect = (tonumber(fields[3]) or 0) >= last_life
+  local is_suspect = (tonumber(fields[3]) or 0) >= suspect_deaths
   if is_foreign or (free and free <= 0) then
     left[#left + 1] = id
     num_foreign = num_foreign + (is_foreign and 1 or 0)
     last_left = is_foreign and last_left or id
     files_left = files_left + (fields[6] == 'file' and 1 or 0)
-  elseif is_suspect and (not alone or #claimed > 0) then
+  elseif is_suspect and (not takes_suspects or #claimed > 0) then
     postponed[#postponed + 1] = id
   else
     local eid = token .. string.format('%08x', #claimed + 1)

@@ -12,7 +12,7 @@ from redis import Redis
 from jobs.common.keys import WORKER_STATS_TTL_S, worker_key
 
 
-class Presence:
+class WorkerRecord:
     """How the worker shows itself in Redis: RQ's worker hash, and our statistics."""
 
     def __init__(

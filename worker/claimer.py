@@ -1,0 +1,162 @@
+"""When a worker claims jobs, for which lanes, and how many."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from uuid import uuid4
+
+from worker.job_runner import JobRunner
+from worker.limits import Limits
+from worker.packing import Packer
+from worker.payload_budget import PayloadBudget
+from worker.releaser import Releaser
+from worker.store.claimed_job import Wanted
+from worker.store.job_store import JobStore
+from worker.store.registries import Registries
+from worker.timer import Timer
+
+POLL_S = 0.05
+ISOLATION_S = 10.0
+"""How long a suspect runs by itself: what it does kills soon, and others wait for it."""
+LOOK_S = 0.2
+"""How often a lane that can open no further file looks for prompts between those that wait in its queue."""
+
+
+class Claimer:
+    """Claims for every lane that has room, and hands what came to the runner. The I/O thread's.
+
+    A suspect is a job with which `Limits.suspect_deaths` workers have died: it runs by itself for a while.
+    """
+
+    def __init__(
+        self,
+        *,
+        queue_names: Sequence[str],
+        store: JobStore,
+        registries: Registries,
+        runner: JobRunner,
+        packer: Packer,
+        budget: PayloadBudget,
+        releaser: Releaser,
+        limits: Limits,
+        log: logging.Logger,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._queue_names, self._store, self._registries = queue_names, store, registries
+        self._runner, self._packer, self._budget, self._releaser = runner, packer, budget, releaser
+        self._limits, self._log, self._clock = limits, log, clock
+        self._tokens: dict[int, str] = {}
+        self._foreign = [0] * len(queue_names)
+        self._num_kept = self._turn = 0
+        self._suspect_execution, self._isolated_until = "", float("-inf")
+        self._polls = [Timer(POLL_S) for _ in queue_names]
+        self._looks = [Timer(LOOK_S) for _ in queue_names]
+        self.is_suspended = False
+        """Whether `rq suspend` holds all workers, as of the last look."""
+        self.idle_since = clock()
+        """When the last jobs came, or the last one that was held ended."""
+
+    def claim(self, moment: float) -> None:
+        """Claim for every lane that has room; again at the next turn while jobs come."""
+        if not self._jobs_left():
+            return
+        lanes = [lane for lane in range(len(self._queue_names)) if self._room(lane) > 0]
+        # A lane without room leaves its timer alone: it claims in the very turn in which it has some.
+        due = [lane for lane in lanes if self._is_due(lane, moment)]
+        lanes = [lane for lane in lanes if lane in due or self._packer.claimable_files(lane)]
+        if not due or self._look_for_suspension() or self._has_suspect(moment):
+            return
+        # In one round trip, but where --max-jobs counts: what one lane leaves over is the next one's.
+        turns = [lanes] if self._limits.max_jobs is None else [[lane] for lane in lanes]
+        if sum([self._claim_for(turn) for turn in turns]):
+            self.idle_since = moment
+            self._runner.feed()
+
+    def take_up_unanswered(self) -> None:
+        """Ask what claims have taken whose replies were lost: jobs that nobody renews count as abandoned."""
+        if self._tokens:
+            self._take_up(list(self._tokens), [0] * len(self._tokens))
+
+    def discount(self, num_jobs: int) -> None:
+        """So many jobs that were claimed do not count against --max-jobs."""
+        self._num_kept -= num_jobs
+
+    def pause(self, until: float) -> None:
+        """Claim nothing before `until`."""
+        for poll in self._polls:
+            poll.postpone(until)
+
+    @property
+    def has_all_it_may(self) -> bool:
+        """Whether --max-jobs allows no more."""
+        return self._limits.max_jobs is not None and self._num_kept >= self._limits.max_jobs
+
+    def has_taken_all(self) -> bool:
+        """Whether the queues hold nothing but what only workers with another model may run."""
+        return self._registries.count_queued(self._queue_names) <= sum(self._foreign)
+
+    def _is_due(self, lane: int, moment: float) -> bool:
+        """Whether it is time to claim; where no file may come, to look for prompts between them."""
+        timer = self._polls[lane] if self._packer.claimable_files(lane) else self._looks[lane]
+        return timer.due(moment)
+
+    def _claim_for(self, lanes: Sequence[int]) -> int:
+        rooms = [min(self._room(lane), self._jobs_left()) for lane in lanes]
+        return self._take_up(lanes, rooms)
+
+    def _room(self, lane: int) -> int:
+        return self._packer.claim_room(lane) if self._budget.has_room(lane) else 0
+
+    def _jobs_left(self) -> int:
+        most = self._limits.max_jobs
+        return 1_000_000 if most is None else max(0, most - self._num_kept)
+
+    def _has_suspect(self, moment: float) -> bool:
+        """Whether a job runs by itself, to show whether it is what kills its workers; ISOLATION_S at most."""
+        if self._runner.num_held != 1 or self._runner.held[0].deaths < self._limits.suspect_deaths:
+            return False
+        execution_id = self._runner.held[0].execution.id
+        if self._suspect_execution != execution_id:
+            self._suspect_execution, self._isolated_until = execution_id, moment + ISOLATION_S
+        return moment < self._isolated_until
+
+    def _take_up(self, lanes: Sequence[int], rooms: Sequence[int]) -> int:
+        """Claim for lanes, at most `rooms` each; return how many jobs were kept."""
+        wanted = []
+        is_idle = self._runner.num_held == 0
+        self._turn += 1
+        for place, (lane, room) in enumerate(zip(lanes, rooms, strict=True)):
+            # Kept until the call has come through: sent again, it claims nothing twice.
+            token = self._tokens.setdefault(lane, uuid4().hex[:24])
+            takes_suspects = is_idle and place == self._turn % len(lanes)
+            places = self._packer.free_functions, self._packer.claimable_files(lane)
+            wanted.append(Wanted(self._queue_names[lane], room, token, takes_suspects, *places))
+        claims = self._store.claim(wanted, self._limits.suspect_deaths)
+        for lane, claim in zip(lanes, claims, strict=True):
+            del self._tokens[lane]
+            self._foreign[lane] = claim.num_foreign
+            self._num_kept += len(claim.jobs)
+            if claim.jobs:
+                self._polls[lane].postpone(float("-inf"))
+                self._looks[lane].postpone(self._clock() + POLL_S)
+            for job in claim.jobs:
+                self._runner.begin(job, lane)
+        self._runner.open_claimed()
+        surplus = self._runner.take_surplus()
+        if self._runner.num_held > 1:  # a job of another lane came with one that should run by itself
+            surplus += self._runner.withdraw_suspects(self._limits.suspect_deaths)
+        self._num_kept -= len(surplus)
+        self._releaser.give_back(surplus, "given_back")
+        self._runner.show_begun(self._store)
+        return sum(len(claim.jobs) for claim in claims) - len(surplus)
+
+    def _look_for_suspension(self) -> bool:
+        suspended = self._registries.is_suspended()
+        if suspended != self.is_suspended:
+            self._log.info(
+                "suspended, run `rq resume` to resume" if suspended else "resumed, claiming jobs again"
+            )
+            self.is_suspended = suspended
+        return suspended

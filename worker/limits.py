@@ -1,0 +1,33 @@
+"""When a worker leaves by itself, and the periods of its duties."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one worker; times in seconds."""
+
+    burst: bool
+    max_jobs: int | None
+    max_idle_s: float | None
+    lease_s: int
+    max_worker_deaths: int
+    max_stuck_threads: int
+    drain_s: float | None
+
+    @property
+    def suspect_deaths(self) -> float:
+        """Deaths after which a job runs by itself; never, where the first death is the last."""
+        return self.max_worker_deaths - 1 if self.max_worker_deaths > 1 else float("inf")
+
+    @property
+    def renew_period_s(self) -> float:
+        """Often enough that a lease survives two failed tries, and that a cancelled job is noticed soon."""
+        return min(self.lease_s / 4, 2.0)
+
+    @property
+    def sweep_period_s(self) -> float:
+        """How often abandoned jobs are looked for: adds to the lease in the time to recovery."""
+        return min(self.lease_s / 4, 10.0)

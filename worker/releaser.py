@@ -1,0 +1,44 @@
+"""Jobs on their way back into their queues."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from worker.faults import WorkerFault
+from worker.job_runner import JobRunner
+from worker.store.claimed_job import ClaimedJob, Mode
+from worker.store.job_store import JobStore
+
+
+class Releaser:
+    """Gives jobs back, and ends those here that may not go back. The I/O thread's.
+
+    max_deaths: of workers that one job may take with it. log_level: at which it tells how many went back.
+    """
+
+    def __init__(self, store: JobStore, runner: JobRunner, max_deaths: int, log: logging.Logger) -> None:
+        self._store, self._runner, self._max_deaths, self._log = store, runner, max_deaths, log
+        self._waiting: list[ClaimedJob] = []
+        self.log_level = logging.DEBUG
+
+    def give_back(self, held: Sequence[ClaimedJob], mode: Mode) -> None:
+        """Put jobs back into their queues; kept for the next call where Redis does not answer."""
+        self._waiting.extend(held)
+        if not self._waiting:
+            return
+        for claimed in self._store.release(self._waiting, mode, self._max_deaths):
+            self._runner.take_over(claimed, self._max_deaths)
+        self._log.log(self.log_level, "gave back %d jobs", len(self._waiting))
+        self._waiting.clear()
+
+    def give_back_faulty(self, fault: WorkerFault) -> None:
+        """Put a job back that met a fault of this worker's."""
+        mode: Mode = "fault" if fault.counts else "given_back"
+        for claimed in self._store.release([fault.claimed], mode, self._max_deaths):
+            self._runner.take_over(claimed, self._max_deaths, fault)
+
+    def take_up_abandoned(self, queue_names: Sequence[str], period_s: float) -> None:
+        """Put the jobs back whose worker died; at most one worker looks in each period."""
+        for claimed in self._store.reclaim_abandoned(queue_names, period_s, self._max_deaths):
+            self._runner.take_over(claimed, self._max_deaths)

@@ -1,0 +1,72 @@
+"""What a worker shows of itself while it works: in Redis, and in its log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from worker.job_runner import JobRunner
+from worker.store.worker_record import WorkerRecord
+from worker.timer import Timer
+
+RECORD_PERIOD_S = 2.0
+LOG_PERIOD_S = 10.0
+
+
+class Reporter:
+    """Shows state and statistics every few seconds. The I/O thread's.
+
+    engine_stats: the engine's counters after its last step, for whoever hears of it to set.
+    """
+
+    def __init__(self, record: WorkerRecord, runner: JobRunner, log: logging.Logger) -> None:
+        self._record, self._runner, self._log = record, runner, log
+        self._show, self._tell = Timer(RECORD_PERIOD_S), Timer(LOG_PERIOD_S)
+        self._shown_busy = False
+        self.engine_stats: Mapping[str, int] = {}
+
+    def show_soon(self) -> None:
+        """Show the state with the next `show`, whenever the last was."""
+        self._show.postpone(float("-inf"))
+
+    def show(self, moment: float, is_serving: bool, is_suspended: bool) -> None:
+        """Write the worker's record where that is due, or the first job has come or the last one gone."""
+        busy = self._runner.num_held > 0
+        if not self._show.due(moment) and busy == self._shown_busy:
+            return
+        self._shown_busy = busy
+        held = self._runner.held
+        state = "busy" if held else ("suspended" if is_suspended else "idle")
+        state = state if is_serving else "draining"
+        self._record.show(state, held[0].job_id if held else None, self._counters())
+
+    def show_stopped(self) -> None:
+        """Leave the final statistics behind."""
+        self._record.show("stopped", None, self._counters())
+
+    def tell(self, moment: float) -> None:
+        """Log the throughput where jobs are held and that is due."""
+        if not self._runner.num_held or not self._tell.due(moment):
+            return
+        counts = self._runner.counts
+        self._log.info(
+            "%d jobs held, %d finished, %d failed; %d sequences running, %d waiting; %d tokens answered",
+            self._runner.num_held,
+            counts.finished,
+            counts.failed,
+            self.engine_stats.get("num_running", 0),
+            self.engine_stats.get("num_waiting", 0),
+            self._runner.streams.completion_tokens,
+        )
+
+    def _counters(self) -> dict[str, Any]:
+        counts = self._runner.counts
+        return {
+            **self.engine_stats,
+            "jobs_held": self._runner.num_held,
+            "jobs_finished": counts.finished,
+            "jobs_failed": counts.failed,
+            "completion_tokens": self._runner.streams.completion_tokens,
+            "stuck_threads": self._runner.threads.num_stuck,
+        }
