@@ -13,13 +13,15 @@ from jobs.stock_worker import check_sampling
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.admission import Admission
 from worker.claimer import Claimer
-from worker.engine_loop import EngineLike, EngineLoop, Order
+from worker.engine_like import EngineLike
+from worker.engine_loop import EngineLoop
 from worker.functions import FunctionPool
 from worker.interrupts import shield_imports
 from worker.io_loop import IoLoop
 from worker.job_environment import JobEnvironment
 from worker.job_runner import JobRunner
 from worker.limits import Limits
+from worker.orders import Order
 from worker.packing import Packer
 from worker.payload_budget import PayloadBudget
 from worker.releaser import Releaser

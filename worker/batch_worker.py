@@ -36,7 +36,7 @@ from worker.store.rq_command import called_by_rq_command
 from worker.store.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from worker.engine_loop import EngineLike
+    from worker.engine_like import EngineLike
     from worker.io_loop import IoLoop
     from worker.settings import WorkerSettings
 

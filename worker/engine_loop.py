@@ -1,19 +1,17 @@
-"""The main thread's loop: take orders, step the engine, hand out what it finished.
-
-Orders and reports are plain data in two queues, so that the engine can move to a process of its own.
-"""
+"""The main thread's loop: take orders, step the engine, hand out what it finished."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
 
-from engine import Completion, ModelIdentity, SamplingParams
+from engine import Completion
+from worker.engine_like import EngineLike
 from worker.intake import Intake
+from worker.orders import Abort, Add, EngineDied, Halt, Look, Order, Stepped
 
 STATS_PERIOD_S = 1.0
 SWITCH_INTERVAL_S = 0.0002
@@ -22,107 +20,6 @@ own 5 ms is more than a step takes on a GPU."""
 WAKE_PERIOD_S = 0.5
 """An idle main thread wakes up this often to see signals: one sent while the process was stopped may have
 gone to another thread, and then nothing interrupts the wait here."""
-
-
-class EngineLike(Protocol):
-    """What the worker uses of `engine.Engine`."""
-
-    @property
-    def identity(self) -> ModelIdentity:
-        """What tells the model from another."""
-        ...
-
-    @property
-    def attention_backend(self) -> str:
-        """Name of what computes attention."""
-        ...
-
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether a step has anything to do."""
-        ...
-
-    def add(self, request_id: str, prompt: Any, params: SamplingParams, *, lane: int = 0) -> None:
-        """Queue a request: text, token ids or what `prepare` made of them. Raises InvalidRequest."""
-
-    def prepare(self, prompt: str | list[int]) -> Any:
-        """The part of `add` that takes time with the prompt's length; for any thread, as `chat_token_ids`."""
-        ...
-
-    def abort(self, request_id: str) -> None:
-        """Forget a request."""
-
-    def step(self) -> list[Completion]:
-        """Run one step; return what finished in it."""
-        ...
-
-    @property
-    def started(self) -> Sequence[str]:
-        """Ids of requests that the last step scheduled for the first time, some perhaps more than once."""
-        ...
-
-    def stats(self) -> Any:
-        """A dataclass of counters."""
-        ...
-
-    def chat_token_ids(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Render messages with the model's chat template."""
-        ...
-
-    def close(self) -> None:
-        """Free the model and the cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class Add:
-    """Order: run one prompt (or the messages of a chat) on a lane."""
-
-    request_id: str
-    prompt: str | list[int] | None
-    messages: list[dict[str, Any]] | None
-    sampling: Mapping[str, Any]
-    lane: int
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """Order: drop requests; nothing more is reported of them."""
-
-    request_ids: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """Order: a thread of the loop's own has prepared a prompt."""
-
-
-@dataclass(frozen=True, slots=True)
-class Halt:
-    """Order: leave the loop."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stepped:
-    """Report: completions of one or more steps, and the engine's counters after them.
-
-    started: ids of the requests of which a step has scheduled the first sequence. at: monotonic seconds when
-    the last step began.
-    """
-
-    completions: Sequence[Completion]
-    stats: Mapping[str, int]
-    started: Sequence[str]
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class EngineDied:
-    """Report: a step raised; nothing that was in the engine will be completed."""
-
-    error: BaseException
-
-
-Order = Add | Abort | Look | Halt
 
 
 class EngineLoop:

@@ -10,13 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine import Completion, EngineError, InvalidRequest, SamplingParams
+from worker.engine_like import EngineLike
+from worker.orders import Add
 from worker.preparer import Preparer
-
-if TYPE_CHECKING:
-    from worker.engine_loop import Add, EngineLike
 
 SHORT = 2_048
 """Characters, or token ids, up to which tokenizing takes little more than handing a prompt to a thread."""

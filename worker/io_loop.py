@@ -13,12 +13,12 @@ from typing import Any
 from redis.exceptions import RedisError, ResponseError
 
 from worker.claimer import POLL_S, Claimer
-from worker.engine_loop import EngineDied, Halt, Order, Stepped
 from worker.errors import FaultySurroundings, TooManyStuckThreads, WorkerError
 from worker.faults import MAX_IN_A_ROW, PAUSE_S, WorkerFault
 from worker.io_events import Shutdown, StopJob
 from worker.job_runner import JobRunner
 from worker.limits import Limits
+from worker.orders import EngineDied, Halt, Order, Stepped
 from worker.payload_budget import PayloadBudget
 from worker.releaser import Releaser
 from worker.reporter import Reporter

@@ -17,7 +17,6 @@ from jobs.table import task_of
 from jobs.tasks import OpenTask, Task
 from worker.admission import Admission
 from worker.beginnings import Beginnings
-from worker.engine_loop import Order
 from worker.errors import JobRefused, JobSetAside
 from worker.faults import WorkerFault, WorkerFaults, is_fault
 from worker.function_runner import FunctionRunner
@@ -26,6 +25,7 @@ from worker.held_job import HeldJob
 from worker.held_jobs import HeldJobs, JobCounts
 from worker.job_ends import JobEnds
 from worker.job_environment import JobEnvironment
+from worker.orders import Order
 from worker.packing import Packer
 from worker.payload_budget import PayloadBudget
 from worker.pool_calls import PoolCalls, Then

@@ -7,9 +7,9 @@ from queue import SimpleQueue
 
 from engine import Completion
 from worker.beginnings import Beginnings
-from worker.engine_loop import Abort, Add, Order
 from worker.held_job import HeldJob
 from worker.held_jobs import HeldJobs
+from worker.orders import Abort, Add, Order
 from worker.packing import Packer
 
 

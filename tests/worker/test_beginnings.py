@@ -21,10 +21,11 @@ from jobs.context.served_model import ServedModel
 from tests.rq_workers import Workers, leftovers, wait_until, wait_until_started
 from tests.worker.fake_engine import FakeEngine
 from worker.admission import Admission
-from worker.engine_loop import EngineLoop, Stepped
+from worker.engine_loop import EngineLoop
 from worker.functions import FunctionPool
 from worker.job_environment import JobEnvironment
 from worker.job_runner import JobRunner
+from worker.orders import Stepped
 from worker.packing import Packer
 from worker.payload_budget import PayloadBudget
 from worker.store.claimed_job import Wanted

@@ -15,8 +15,9 @@ from engine import Completion, EngineClosed, InvalidPrompt, SamplingParams
 from tests.rq_workers import Workers, text_of
 from tests.worker.fake_engine import FakeEngine
 from worker import intake
-from worker.engine_loop import Abort, Add, EngineDied, EngineLoop, Halt, Stepped
+from worker.engine_loop import EngineLoop
 from worker.intake import LONG, OVERHEAD, SHORT, TURN
+from worker.orders import Abort, Add, EngineDied, Halt, Stepped
 from worker.preparer import MAX_OVERTAKES, Preparer
 
 HIGH, BULK = 0, 1

@@ -1,0 +1,57 @@
+"""What the worker uses of `engine.Engine`, so that another one can stand in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from engine import Completion, ModelIdentity, SamplingParams
+
+
+class EngineLike(Protocol):
+    """An engine as the main thread drives it."""
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """What tells the model from another."""
+        ...
+
+    @property
+    def attention_backend(self) -> str:
+        """Name of what computes attention."""
+        ...
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step has anything to do."""
+        ...
+
+    def add(self, request_id: str, prompt: Any, params: SamplingParams, *, lane: int = 0) -> None:
+        """Queue a request: text, token ids or what `prepare` made of them. Raises InvalidRequest."""
+
+    def prepare(self, prompt: str | list[int]) -> Any:
+        """The part of `add` that takes time with the prompt's length; for any thread, as `chat_token_ids`."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request."""
+
+    def step(self) -> list[Completion]:
+        """Run one step; return what finished in it."""
+        ...
+
+    @property
+    def started(self) -> Sequence[str]:
+        """Ids of requests that the last step scheduled for the first time, some perhaps more than once."""
+        ...
+
+    def stats(self) -> Any:
+        """A dataclass of counters."""
+        ...
+
+    def chat_token_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Render messages with the model's chat template."""
+        ...
+
+    def close(self) -> None:
+        """Free the model and the cache."""

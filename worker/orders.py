@@ -1,0 +1,64 @@
+"""Orders to the main thread's loop, and its reports.
+
+They are plain data in two queues, so that the engine can move to a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine import Completion
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Order: run one prompt (or the messages of a chat) on a lane."""
+
+    request_id: str
+    prompt: str | list[int] | None
+    messages: list[dict[str, Any]] | None
+    sampling: Mapping[str, Any]
+    lane: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Order: drop requests; nothing more is reported of them."""
+
+    request_ids: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Order: a thread of the loop's own has prepared a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """Order: leave the loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """Report: completions of one or more steps, and the engine's counters after them.
+
+    started: ids of the requests of which a step has scheduled the first sequence. at: monotonic seconds when
+    the last step began.
+    """
+
+    completions: Sequence[Completion]
+    stats: Mapping[str, int]
+    started: Sequence[str]
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDied:
+    """Report: a step raised; nothing that was in the engine will be completed."""
+
+    error: BaseException
+
+
+Order = Add | Abort | Look | Halt
