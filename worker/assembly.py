@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
+
+from redis import Redis
 
 from jobs.common.version import code_version
 from jobs.context.answer_memo import AnswerMemo
@@ -26,6 +30,7 @@ from worker.packing import Packer
 from worker.payload_budget import PayloadBudget
 from worker.releaser import Releaser
 from worker.reporter import Reporter
+from worker.settings import WorkerSettings
 from worker.store.client import own_client
 from worker.store.job_store import JobStore
 from worker.store.registries import Registries
@@ -35,17 +40,31 @@ from worker.store.worker_record import WorkerRecord
 from worker.task_files import MAX_OPENING
 from worker.upkeep import Upkeep
 
-if TYPE_CHECKING:
-    from worker.batch_worker import BatchWorker
-    from worker.settings import WorkerSettings
-
 REDIS_TIMEOUT_S = 10.0
 LEASE_MARGIN_S = 45
 """Added to --job-monitoring-interval: with the sweep's period it stays within the promised 60 s."""
 
 
+class RqWorker(Protocol):
+    """What the parts need of `BatchWorker`, most of it from RQ's own worker, in its words."""
+
+    name: str
+    log: logging.Logger
+    disable_default_exception_handler: bool
+    job_monitoring_interval: int
+    default_result_ttl: int
+    maintenance_interval: int
+    _exc_handlers: list[Callable[..., Any]]
+
+    @property
+    def connection(self) -> Redis: ...
+    def queue_names(self) -> list[str]: ...
+    def beat(self, client: Redis, state: str, job_id: str | None) -> None: ...
+    def keep_scheduler(self) -> None: ...
+
+
 def assemble(
-    worker: BatchWorker,
+    worker: RqWorker,
     engine: EngineLike,
     settings: WorkerSettings,
     burst: bool,
@@ -54,103 +73,130 @@ def assemble(
 ) -> tuple[EngineLoop, IoLoop]:
     """Build the engine's loop, for the calling thread, and the I/O thread, not yet started."""
     shield_imports()
-    served = settings.served_model(engine.identity, engine.attention_backend)
-    lease_s = settings.lease_s or worker.job_monitoring_interval + LEASE_MARGIN_S
-    orders: SimpleQueue[Order] = SimpleQueue()
-    events: SimpleQueue[Any] = SimpleQueue()
-    io_client = own_client(worker.connection, REDIS_TIMEOUT_S)
-    pool_client = own_client(worker.connection, REDIS_TIMEOUT_S)
-    user_client = own_client(worker.connection, REDIS_TIMEOUT_S, resend=True)
-    budget = PayloadBudget(len(worker.queues), settings.max_held_bytes)
-    packer = Packer(
-        len(worker.queues),
-        settings.max_num_seqs,
-        settings.prefetch,
-        settings.function_threads,
-        MAX_OPENING,
+    limits = Limits(
+        burst,
+        max_jobs,
+        max_idle_s,
+        settings.lease_s or worker.job_monitoring_interval + LEASE_MARGIN_S,
+        settings.max_worker_deaths,
+        settings.max_stuck_threads,
+        settings.drain_s,
     )
-    enders = FunctionPool(settings.function_threads, "tokenmill-ends")
-    ends_store = JobStore(pool_client, worker.name, lease_s, max_job_bytes=settings.max_job_bytes)
-    runner = JobRunner(
-        packer=packer,
-        budget=budget,
-        admission=Admission(
-            ALLOWED_FUNCTIONS | set(settings.allowed_functions), settings.allowed_webhook_hosts
-        ),
-        environment=JobEnvironment(
+    served = settings.served_model(engine.identity, engine.attention_backend)
+    orders: SimpleQueue[Order] = SimpleQueue()
+    io = _Assembly(worker, settings, served, limits).io_loop(orders)
+    return EngineLoop(engine, orders, io.post), io
+
+
+class _Assembly:
+    """The parts of one worker that others share. Clients: that of the I/O thread; that of our own code in
+    pools; and that of user code."""
+
+    def __init__(
+        self, worker: RqWorker, settings: WorkerSettings, served: ServedModel, limits: Limits
+    ) -> None:
+        self._worker, self._settings, self._served, self._limits = worker, settings, served, limits
+        self._queue_names = worker.queue_names()
+        self._io_client = own_client(worker.connection, REDIS_TIMEOUT_S)
+        self._pool_client = own_client(worker.connection, REDIS_TIMEOUT_S)
+        self._user_client = own_client(worker.connection, REDIS_TIMEOUT_S, resend=True)
+        self._events: SimpleQueue[Any] = SimpleQueue()
+        self._enders = FunctionPool(settings.function_threads, "tokenmill-ends")
+        self._budget = PayloadBudget(len(self._queue_names), settings.max_held_bytes)
+        self._packer = Packer(
+            len(self._queue_names),
+            settings.max_num_seqs,
+            settings.prefetch,
+            settings.function_threads,
+            MAX_OPENING,
+        )
+
+    def io_loop(self, orders: SimpleQueue[Order]) -> IoLoop:
+        """The I/O thread, not yet started."""
+        worker, store, runner = self._worker, self._store(), self._runner(orders)
+        releaser = Releaser(store, runner, self._limits.max_worker_deaths, worker.log)
+        facts = _facts(worker.name, self._served)
+        record = WorkerRecord(self._io_client, worker.name, worker.beat, facts)
+        return IoLoop(
+            queue_names=self._queue_names,
+            store=store,
+            runner=runner,
+            claimer=Claimer(
+                queue_names=self._queue_names,
+                store=store,
+                registries=Registries(self._io_client, worker.name),
+                runner=runner,
+                packer=self._packer,
+                budget=self._budget,
+                releaser=releaser,
+                limits=self._limits,
+                log=worker.log,
+            ),
+            releaser=releaser,
+            reporter=Reporter(record, runner, worker.log),
+            budget=self._budget,
+            orders=orders,
+            limits=self._limits,
+            upkeep=self._upkeep(),
+            stock=StockJobs(self._io_client, store),
+            log=worker.log,
+            events=self._events,
+        )
+
+    def _store(self) -> JobStore:
+        return JobStore(
+            self._io_client,
+            self._worker.name,
+            self._limits.lease_s,
+            not self._worker.disable_default_exception_handler,
+            self._settings.max_job_bytes,
+            self._served.names,
+            default_result_ttl_s=self._worker.default_result_ttl,
+        )
+
+    def _runner(self, orders: SimpleQueue[Order]) -> JobRunner:
+        worker, settings = self._worker, self._settings
+        allowed = ALLOWED_FUNCTIONS | set(settings.allowed_functions)
+        return JobRunner(
+            packer=self._packer,
+            budget=self._budget,
+            admission=Admission(allowed, settings.allowed_webhook_hosts),
+            environment=self._environment(),
+            orders=orders,
+            functions=FunctionPool(settings.function_threads, "tokenmill-functions"),
+            enders=self._enders,
+            pool_client=self._pool_client,
+            user_client=self._user_client,
+            callbacks=Callbacks(worker._exc_handlers, self._pool_client, self._user_client),
+            ends_store=JobStore(
+                self._pool_client, worker.name, self._limits.lease_s, max_job_bytes=settings.max_job_bytes
+            ),
+            post=self._events.put,
+            log=worker.log,
+        )
+
+    def _environment(self) -> JobEnvironment:
+        settings = self._settings
+        return JobEnvironment(
             settings.data_roots,
-            served,
+            self._served,
             check_sampling,
             settings.function_grace_s,
             settings.file_timeout_s,
             answers=AnswerMemo(settings.answer_memo_bytes),
             max_result_bytes=settings.max_result_bytes,
             shard_bytes=ShardBytes(settings.max_shard_bytes),
-        ),
-        orders=orders,
-        functions=FunctionPool(settings.function_threads, "tokenmill-functions"),
-        enders=enders,
-        pool_client=pool_client,
-        user_client=user_client,
-        callbacks=Callbacks(worker, pool_client, user_client),
-        ends_store=ends_store,
-        post=events.put,
-        log=worker.log,
-    )
-    store = JobStore(
-        io_client,
-        worker.name,
-        lease_s,
-        not worker.disable_default_exception_handler,
-        settings.max_job_bytes,
-        served.names,
-        default_result_ttl_s=worker.default_result_ttl,
-    )
-    registries = Registries(io_client, worker.name)
-    limits = Limits(
-        burst,
-        max_jobs,
-        max_idle_s,
-        lease_s,
-        settings.max_worker_deaths,
-        settings.max_stuck_threads,
-        settings.drain_s,
-    )
-    releaser = Releaser(store, runner, limits.max_worker_deaths, worker.log)
-    record = WorkerRecord(io_client, worker.name, worker.beat, _facts(worker.name, served))
-    io = IoLoop(
-        queue_names=worker.queue_names(),
-        store=store,
-        runner=runner,
-        claimer=Claimer(
-            queue_names=worker.queue_names(),
-            store=store,
-            registries=registries,
-            runner=runner,
-            packer=packer,
-            budget=budget,
-            releaser=releaser,
-            limits=limits,
-            log=worker.log,
-        ),
-        releaser=releaser,
-        reporter=Reporter(record, runner, worker.log),
-        budget=budget,
-        orders=orders,
-        limits=limits,
-        upkeep=Upkeep(
-            Registries(pool_client, worker.name),
-            worker.queue_names(),
-            enders,
-            worker.keep_scheduler,
-            worker.maintenance_interval,
-            worker.log,
-        ),
-        stock=StockJobs(io_client, store),
-        log=worker.log,
-        events=events,
-    )
-    return EngineLoop(engine, orders, io.post), io
+        )
+
+    def _upkeep(self) -> Upkeep:
+        return Upkeep(
+            Registries(self._pool_client, self._worker.name),
+            self._queue_names,
+            self._enders,
+            self._worker.keep_scheduler,
+            self._worker.maintenance_interval,
+            self._worker.log,
+        )
 
 
 def _facts(worker_name: str, served: ServedModel) -> dict[str, Any]:

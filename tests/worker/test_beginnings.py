@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -48,7 +47,6 @@ class ByHand:
         self.engine = EngineLoop(FakeEngine(slots, 0.0), self.orders, self.events.put, lambda: self.moment)
         self.pools = [FunctionPool(1, name) for name in ("functions", "ends")]
         functions, enders = self.pools
-        worker: Any = SimpleNamespace(_exc_handlers=[])
         self.runner = JobRunner(
             packer=self.packer,
             budget=PayloadBudget(1, 1 << 26),
@@ -59,7 +57,7 @@ class ByHand:
             enders=enders,
             pool_client=redis,
             user_client=redis,
-            callbacks=Callbacks(worker, redis, redis),
+            callbacks=Callbacks([], redis, redis),
             ends_store=self.store,
             post=self.events.put,
             log=logging.getLogger("by hand"),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from redis import Redis
 from rq.job import Job, JobStatus, _job_stack
 from rq.utils import import_attribute
-from rq.worker.base import BaseWorker
 
 from worker.store.next_step import Policy
 from worker.store.outcome import Outcome
@@ -21,12 +21,14 @@ class Callbacks:
     It runs in a pool thread with that thread's client.
     """
 
-    def __init__(self, worker: BaseWorker, client: Redis, user_client: Redis) -> None:
-        self._worker, self._client, self._user_client = worker, client, user_client
+    def __init__(
+        self, exception_handlers: Sequence[Callable[..., Any]], client: Redis, user_client: Redis
+    ) -> None:
+        self._exception_handlers, self._client, self._user_client = exception_handlers, client, user_client
 
     def may_see(self, job: Job) -> bool:
         """Whether user code gets the job, however it ends."""
-        return bool(callback_names(job) or self._worker._exc_handlers)
+        return bool(callback_names(job) or self._exception_handlers)
 
     def has_callback(self, outcome: Outcome) -> bool:
         """Whether user code is to be called when the job ends like this."""
@@ -37,7 +39,7 @@ class Callbacks:
             return bool(job._success_callback_name)
         if outcome.status == "stopped":
             return bool(job._stopped_callback_name)
-        return bool(job._failure_callback_name or self._worker._exc_handlers)
+        return bool(job._failure_callback_name or self._exception_handlers)
 
     def call_back(self, outcome: Outcome, exc_info: Any) -> None:
         """Call the user's code for this end; raises what it raises. exc_info: as of sys.exc_info()."""
@@ -60,7 +62,7 @@ class Callbacks:
             job.execute_failure_callback(ThreadDeathPenalty, *exc_info)
         except BaseException as error:  # noqa: BLE001  # raised again below
             failure, exc_info = error, (type(error), error, error.__traceback__)
-        for handler in self._worker._exc_handlers:
+        for handler in self._exception_handlers:
             goes_on = handler(job, *exc_info)
             if goes_on is not None and not goes_on:
                 break
