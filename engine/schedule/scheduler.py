@@ -118,9 +118,11 @@ class Scheduler:
         self.slots.advance(batch.slots, batch.num_new_tokens, batch.samples)
         for seq, num_new_tokens in zip(batch.seqs, batch.num_new_tokens.tolist(), strict=True):
             seq.num_computed_tokens += num_new_tokens
+        ending = []
         for seq in batch.sampling:
             seq.num_tokens += 1
-        ending = [seq for seq in batch.sampling if seq.num_tokens >= seq.max_len]
+            if seq.num_tokens >= seq.max_len:
+                ending.append(seq)
         for seq in ending:
             seq.status = SequenceStatus.ENDING
             self._release(seq)
