@@ -8,12 +8,12 @@ from typing import Any
 
 from redis import Redis
 
+from jobs.common.rq_jobs import executions_key
 from jobs.context import MAX_RESULT_BYTES, JobContext, Lease
 from jobs.context.answer_memo import AnswerMemo
 from jobs.context.served_model import ServedModel
 from jobs.context.shard_bytes import ShardBytes
 from jobs.context.shared_files import SharedFiles
-from jobs.runs.holders import executions_key
 from worker.interrupts import check_interrupted
 from worker.store.claimed_job import ClaimedJob
 

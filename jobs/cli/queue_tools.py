@@ -12,14 +12,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import ResponseError, WatchError
-from rq import Queue
-from rq.job import Job, JobStatus
-from rq.registry import FailedJobRegistry
-from rq.utils import now, utcformat
-from rq.worker.base import BaseWorker
-from rq.worker_registration import REDIS_WORKER_KEYS
 
 from ..common.keys import QUARANTINE
+from ..common.rq_jobs import (
+    JOB_PREFIX,
+    QUEUE_PREFIX,
+    QUEUES_KEY,
+    WORKER_PREFIX,
+    WORKERS_KEY,
+    JobStatus,
+    queue_keys,
+    time_text,
+)
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -63,8 +67,8 @@ class Requeued:
 
 def queue_names(connection: Redis) -> list[bytes]:
     """Return the names of all queues that RQ knows."""
-    prefix = Queue.redis_queue_namespace_prefix.encode()
-    keys: Any = connection.smembers(Queue.redis_queues_keys)
+    prefix = QUEUE_PREFIX.encode()
+    keys: Any = connection.smembers(QUEUES_KEY)
     return sorted(key.removeprefix(prefix) for key in keys)
 
 
@@ -73,7 +77,7 @@ def count_queues(connection: Redis, names: Sequence[bytes]) -> list[QueueCounts]
     moment = time.time()
     with connection.pipeline(transaction=False) as pipe:
         for name in names:
-            pipe.llen(Queue.redis_queue_namespace_prefix.encode() + name)
+            pipe.llen(QUEUE_PREFIX.encode() + name)
             for shown, key in REGISTRIES.items():
                 # Results that have expired stay in the registry until a worker cleans it.
                 oldest = moment if shown == "finished" else "-inf"
@@ -92,14 +96,14 @@ def num_set_aside(connection: Redis) -> int | None:
 
 def list_workers(connection: Redis) -> list[WorkerSeen]:
     """Return the workers that live, by name. What cannot be read is left out."""
-    members: Any = connection.smembers(REDIS_WORKER_KEYS)
+    members: Any = connection.smembers(WORKERS_KEY)
     keys = sorted(members)
     wanted = ("state", "queues", "current_job", "successful_job_count", "failed_job_count", "last_heartbeat")
     with connection.pipeline(transaction=False) as pipe:
         for key in keys:
             pipe.hmget(key, wanted)
         replies = pipe.execute(raise_on_error=False)
-    prefix = BaseWorker.redis_worker_namespace_prefix.encode()
+    prefix = WORKER_PREFIX.encode()
     return [
         WorkerSeen(key.removeprefix(prefix), {k: v for k, v in zip(wanted, reply, strict=True) if v})
         for key, reply in zip(keys, replies, strict=True)
@@ -136,15 +140,11 @@ def requeue_all(connection: Redis, queue: str, limit: int) -> Iterator[Requeued]
 
 def failed_key(queue: str) -> str:
     """Return the key of a queue's failed jobs."""
-    return FailedJobRegistry.key_template.format(queue)
-
-
-def _queue_key(queue: str) -> str:
-    return f"{Queue.redis_queue_namespace_prefix}{queue}"
+    return queue_keys(queue).failed
 
 
 def _requeue_chunk(connection: Redis, queue: str, job_ids: Sequence[bytes]) -> list[bytes]:
-    keys = {job_id: Job.redis_job_namespace_prefix.encode() + job_id for job_id in job_ids}
+    keys = {job_id: JOB_PREFIX.encode() + job_id for job_id in job_ids}
     pipe: Any
     while True:
         with connection.pipeline() as pipe:
@@ -169,8 +169,8 @@ def _failed_jobs(connection: Redis, queue: str, keys: dict[bytes, bytes]) -> dic
     """
     with connection.pipeline() as pipe:
         pipe.zcard(failed_key(queue))
-        pipe.llen(_queue_key(queue))
-        pipe.scard(Queue.redis_queues_keys)
+        pipe.llen(queue_keys(queue).waiting)
+        pipe.scard(QUEUES_KEY)
         pipe.execute()
     with connection.pipeline(transaction=False) as pipe:
         for job_id, key in keys.items():
@@ -191,7 +191,7 @@ def _queue_again(pipe: Any, queue: str, keys: dict[bytes, bytes], ttls: dict[byt
     fields = {
         "status": JobStatus.QUEUED.value,
         "origin": queue,
-        "enqueued_at": utcformat(now()),
+        "enqueued_at": time_text(),
         "started_at": "",
         "ended_at": "",
     }
@@ -204,5 +204,5 @@ def _queue_again(pipe: Any, queue: str, keys: dict[bytes, bytes], ttls: dict[byt
             pipe.persist(key)  # it was to go as a failed job
         else:
             pipe.expire(key, ttl)
-    pipe.sadd(Queue.redis_queues_keys, _queue_key(queue))
-    pipe.rpush(_queue_key(queue), *keys)
+    pipe.sadd(QUEUES_KEY, queue_keys(queue).waiting)
+    pipe.rpush(queue_keys(queue).waiting, *keys)

@@ -9,17 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rq import Queue
-from rq.command import PUBSUB_CHANNEL_TEMPLATE
-from rq.job import Job, JobStatus
-from rq.serializers import JSONSerializer
-
 from ..common import stored
 from ..common.keys import MODEL_FIELD
+from ..common.rq_jobs import JobQueue, JobStatus, command_channel, executions_key, job_key, queue_keys
 from ..context.served_model import parse_model
 from ..errors import PlanningUnderWay
 from .error_limit import ErrorLimit
-from .holders import Holder, executions_key, holders
+from .holders import Holder, holders
 from .left_jobs import LeftJob, asked_to_redo, read_left
 from .names import shard_job_id
 from .output import RunOutput
@@ -96,11 +92,11 @@ def submit_run(
         if under_way is None:
             _enqueue_planning(pipe, connection, queue_name, plan_job, planning)
         elif renewed is not None:
-            pipe.hset(Job.key_for(under_way), "data", zlib.compress(renewed))
+            pipe.hset(job_key(under_way), "data", zlib.compress(renewed))
         pipe.execute()
 
     with state.lock() as lock:  # all at once: a submission that nobody plans would wait for ever
-        state.write(lock, enter, Job.key_for(plan_job), executions_key(plan_job))
+        state.write(lock, enter, job_key(plan_job), executions_key(plan_job))
     return spec.run
 
 
@@ -108,7 +104,7 @@ def describe_again(connection: Redis, output: RunOutput) -> bool:
     """Tell Redis of a run whose keys it has lost, but not every job; return False where none is left."""
     with connection.pipeline() as pipe:
         for shard in range(output.shards):
-            pipe.hget(Job.key_for(shard_job_id(output.run, shard)), "origin")
+            pipe.hget(job_key(shard_job_id(output.run, shard)), "origin")
         origins = {stored.text(origin) for origin in pipe.execute() if origin}
     if not origins:
         return False
@@ -147,11 +143,10 @@ def remove_waiting(state: RunState, submission: int, queue_name: str, job_ids: S
 
     Raises RunResubmitted when the run was submitted again since `submission`.
     """
-    queue = Queue(queue_name, connection=state.connection, serializer=JSONSerializer)
-    removed = 0
+    queue_key, removed = queue_keys(queue_name).waiting, 0
     for start in range(0, len(job_ids), CHUNK):
         chunk = job_ids[start : start + CHUNK]
-        taken = state.as_of(submission, partial(_take, queue, chunk))
+        taken = state.as_of(submission, partial(_take, queue_key, chunk))
         state.as_of(submission, partial(_delete, taken))
         removed += len(taken)
     return removed
@@ -163,8 +158,8 @@ def _enqueue_planning(
     """Put a planning job into the place of any earlier one."""
     for earlier in read_left(connection, [plan_job]):
         earlier.delete(pipe)
-    queue = Queue(queue_name, connection=connection, serializer=JSONSerializer)
-    queue.enqueue_call(
+    JobQueue(connection, queue_name).enqueue(
+        pipe,
         PLANNING,
         kwargs=arguments,
         timeout=PLAN_TIMEOUT_S,
@@ -172,10 +167,9 @@ def _enqueue_planning(
         failure_ttl=PLAN_RESULT_TTL_S,
         description=f"plan run {plan_job.removesuffix('-plan')}",
         job_id=plan_job,
-        pipeline=pipe,
     )
     if arguments["model"] is not None:
-        pipe.hset(Job.key_for(plan_job), MODEL_FIELD, arguments["model"])
+        pipe.hset(job_key(plan_job), MODEL_FIELD, arguments["model"])
 
 
 def _planning_arguments(spec: RunSpec) -> dict[str, Any]:
@@ -201,7 +195,7 @@ def _renewed(connection: Redis, run: str, plan_job: str, arguments: dict[str, An
     None for one that was claimed already. Raises PlanningUnderWay when that asks for another model, or would
     not redo damaged parts as is asked now.
     """
-    asked_for: Any = connection.hget(Job.key_for(plan_job), MODEL_FIELD)
+    asked_for: Any = connection.hget(job_key(plan_job), MODEL_FIELD)
     if (asked_for and stored.text(asked_for)) != arguments["model"]:
         name = "whichever plans it" if asked_for is None else repr(stored.text(asked_for))
         raise PlanningUnderWay(run, f"for model {name}")
@@ -216,23 +210,22 @@ def _renewed(connection: Redis, run: str, plan_job: str, arguments: dict[str, An
 
 def _is_on_its_queue(connection: Redis, job: LeftJob) -> bool:
     """A worker that was killed between taking a job and starting it may leave it "queued" on no queue."""
-    queue = Queue(job.origin, connection=connection, serializer=JSONSerializer)
-    keys = (queue.key, queue.intermediate_queue_key)
-    return any(connection.lpos(key, job.id) is not None for key in keys)
+    keys = queue_keys(job.origin)
+    return any(connection.lpos(key, job.id) is not None for key in (keys.waiting, keys.popped))
 
 
-def _take(queue: Queue, job_ids: Sequence[str], pipe: Pipeline) -> list[str]:
+def _take(queue_key: str, job_ids: Sequence[str], pipe: Pipeline) -> list[str]:
     """Take those of the jobs from the queue that are still on it: what LREM took, no worker can claim."""
     pipe.multi()
     for job_id in job_ids:
-        pipe.lrem(queue.key, 1, job_id)
+        pipe.lrem(queue_key, 1, job_id)
     return [job_id for job_id, count in zip(job_ids, pipe.execute(), strict=True) if count]
 
 
 def _delete(job_ids: Sequence[str], pipe: Pipeline) -> None:
     pipe.multi()
     for job_id in job_ids:
-        pipe.delete(Job.key_for(job_id))
+        pipe.delete(job_key(job_id))
     pipe.execute()
 
 
@@ -241,7 +234,7 @@ def _stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int
     held = holders(connection, job_ids)
     pipe.multi()
     for holder in held:
-        pipe.publish(PUBSUB_CHANNEL_TEMPLATE % holder.worker, json.dumps(_stop_command(holder)))
+        pipe.publish(command_channel(holder.worker), json.dumps(_stop_command(holder)))
     pipe.execute()
     return len({holder.job_id for holder in held})
 

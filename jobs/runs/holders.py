@@ -8,6 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from ..common.keys import worker_key
+from ..common.rq_jobs import executions_key
 from ..common.stored import text
 
 if TYPE_CHECKING:
@@ -15,11 +16,6 @@ if TYPE_CHECKING:
 
 #: Jobs that are looked up in one round trip.
 _CHUNK = 1000
-
-
-def executions_key(job_id: str) -> str:
-    """RQ's registry of a job's executions: there while a worker holds the job."""
-    return f"rq:executions:{job_id}"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from base64 import b64decode
 from typing import TYPE_CHECKING, Any
 
 from ..common import stored
+from ..common.rq_jobs import results_key
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -28,7 +29,7 @@ def last_value(connection: Redis, job_id: str) -> dict[str, Any]:
 
 def _last(connection: Redis, job_id: str, field: bytes) -> bytes:
     """Return a field of a job's last result, as it was before RQ coded it as text."""
-    entries: Any = connection.xrevrange(f"rq:results:{job_id}", count=1)
+    entries: Any = connection.xrevrange(results_key(job_id), count=1)
     try:
         return b64decode(entries[0][1].get(field) or b"") if entries else b""
     except binascii.Error:

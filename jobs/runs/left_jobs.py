@@ -10,11 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rq import Queue
-from rq.job import Job, JobStatus
-
 from ..common import stored
-from .holders import executions_key
+from ..common.rq_jobs import JobStatus, executions_key, job_key, job_status, queue_keys, relatives_keys
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -46,23 +43,21 @@ class LeftJob:
     def delete(self, pipe: Pipeline, from_queue: bool = True) -> None:
         """Delete it as RQ's `Job.delete` does. from_queue: also take it off its queue."""
         if from_queue:
-            pipe.lrem(f"{Queue.redis_queue_namespace_prefix}{self.origin}", 1, self.id)
+            pipe.lrem(queue_keys(self.origin).waiting, 1, self.id)
         if self.status in _REGISTRIES:
             pipe.zrem(f"rq:{_REGISTRIES[self.status]}:{self.origin}", self.id)
         for execution in self.executions:
             pipe.zrem(f"rq:wip:{self.origin}", f"{self.id}:{execution}")
             pipe.delete(f"rq:execution:{self.id}:{execution}")
-        dependencies_key = f"{Job.redis_job_namespace_prefix}:{self.id}:dependencies"
-        dependents_key = Job.dependents_key_for(self.id)
-        pipe.delete(executions_key(self.id), Job.key_for(self.id), dependents_key, dependencies_key)
+        pipe.delete(executions_key(self.id), job_key(self.id), *relatives_keys(self.id))
 
 
 def read_left(connection: Redis, job_ids: Sequence[str]) -> list[LeftJob]:
     """Return those of the jobs that Redis has."""
     with connection.pipeline() as pipe:
         for job_id in job_ids:
-            pipe.exists(Job.key_for(job_id))
-            pipe.hmget(Job.key_for(job_id), "status", "origin")
+            pipe.exists(job_key(job_id))
+            pipe.hmget(job_key(job_id), "status", "origin")
             pipe.zrange(executions_key(job_id), 0, -1)
         replies = pipe.execute()
     read = zip(job_ids, replies[::3], replies[1::3], replies[2::3], strict=True)
@@ -71,7 +66,7 @@ def read_left(connection: Redis, job_ids: Sequence[str]) -> list[LeftJob]:
 
 def asked_to_redo(connection: Redis, plan_job: str) -> bool:
     """Whether a planning job is to redo damaged parts; a payload that cannot be read asks for nothing."""
-    packed: Any = connection.hget(Job.key_for(plan_job), "data")
+    packed: Any = connection.hget(job_key(plan_job), "data")
     text = stored.unpacked(packed or b"", MAX_PAYLOAD_BYTES)
     try:
         _, _, _, arguments = json.loads(text or b"")
@@ -81,5 +76,6 @@ def asked_to_redo(connection: Redis, plan_job: str) -> bool:
 
 
 def _left(job_id: str, fields: Sequence[bytes | None], executions: Sequence[bytes]) -> LeftJob:
-    status = next((each for each in JobStatus if each.encode() == fields[0]), None)
-    return LeftJob(job_id, status, stored.text(fields[1] or b""), tuple(map(stored.text, executions)))
+    return LeftJob(
+        job_id, job_status(fields[0]), stored.text(fields[1] or b""), tuple(map(stored.text, executions))
+    )

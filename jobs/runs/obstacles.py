@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rq import Queue
-from rq.job import Job, JobStatus
-from rq.serializers import JSONSerializer
-from rq.worker_registration import REDIS_WORKER_KEYS
-
 from ..common import stored
 from ..common.keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
+from ..common.rq_jobs import WORKERS_KEY, JobStatus, job_key, queue_keys
 from ..common.shown import safe_name
 from .names import is_run_id, job_shard
 from .snapshot import RunSnapshot
@@ -48,7 +44,7 @@ def no_worker_text(queue: str, others: Sequence[str]) -> str:
 
 def listened_queues(connection: Redis) -> list[str]:
     """Return the names of the queues on which a living worker listens, sorted."""
-    keys: Any = connection.smembers(REDIS_WORKER_KEYS)
+    keys: Any = connection.smembers(WORKERS_KEY)
     with connection.pipeline() as pipe:
         for key in keys:
             pipe.hget(key, "queues")  # gone with the key of a worker that was killed
@@ -58,10 +54,10 @@ def listened_queues(connection: Redis) -> list[str]:
 
 
 def _others_first(connection: Redis, snapshot: RunSnapshot) -> list[str]:
-    queue = Queue(snapshot.queue, connection=connection, serializer=JSONSerializer)
+    keys = queue_keys(snapshot.queue)
     with connection.pipeline() as pipe:
-        pipe.lrange(queue.key, 0, MAX_AHEAD - 1)
-        pipe.zrange(queue.started_job_registry.key, 0, -1)
+        pipe.lrange(keys.waiting, 0, MAX_AHEAD - 1)
+        pipe.zrange(keys.started, 0, -1)
         waiting, started = pipe.execute()
     ids = [stored.text(each) for each in waiting]
     ours = (place for place, job_id in enumerate(ids) if _is_of(snapshot, job_id))
@@ -108,15 +104,14 @@ def _silent_workers(connection: Redis, snapshot: RunSnapshot) -> list[str]:
 
 def _leases(connection: Redis, snapshot: RunSnapshot) -> dict[str, list[int]]:
     """Return for each worker the seconds left of its lease of each shard of the run that it holds."""
-    queue = Queue(snapshot.queue, connection=connection, serializer=JSONSerializer)
-    started: Any = connection.zrange(queue.started_job_registry.key, 0, -1)
+    started: Any = connection.zrange(queue_keys(snapshot.queue).started, 0, -1)
     entries = [stored.text(entry) for entry in started]
     with connection.pipeline() as pipe:
         for entry in entries:
             if job_shard(snapshot.run, entry.partition(":")[0]) is not None:
                 pipe.hget(f"rq:execution:{entry}", "worker_name")
                 pipe.ttl(f"rq:execution:{entry}")
-                pipe.hget(Job.key_for(entry.partition(":")[0]), "worker_name")
+                pipe.hget(job_key(entry.partition(":")[0]), "worker_name")
         replies = pipe.execute()
     leases: dict[str, list[int]] = {}
     for holder, left_s, named in zip(replies[::3], replies[1::3], replies[2::3], strict=True):

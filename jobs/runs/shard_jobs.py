@@ -8,15 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rq import Queue
-from rq.job import Job, JobStatus
-from rq.results import Result
-from rq.serializers import JSONSerializer
-
 from ..common import stored
 from ..common.keys import FILE, KIND_FIELD, MODEL_FIELD, SEQUENCES_FIELD, SUBMISSION_FIELD
+from ..common.rq_jobs import JobQueue, JobStatus, executions_key, job_key, prepared_job, results_key
 from ..context import JobContext
-from .holders import executions_key
 from .left_jobs import read_left
 from .names import PLAN, shard_job_id
 from .plan import Plan
@@ -49,7 +44,7 @@ def enqueue_shards(
     Raises RunBusy when another planner holds the run's lock, or has this one's job, RunCancelled when
     `cancel` came in between, and between two chunks what interrupts the job.
     """
-    queue = Queue(queue_name, connection=context.connection, serializer=JSONSerializer)
+    queue = JobQueue(context.connection, queue_name)
     enqueued = 0
     with state.lock() as lock:
         for start in range(0, len(shards), CHUNK):
@@ -60,7 +55,7 @@ def enqueue_shards(
 
 
 def _enqueue_chunk(
-    queue: Queue, plan: Plan, state: RunState, shards: Sequence[int], redo: bool, pipe: Pipeline
+    queue: JobQueue, plan: Plan, state: RunState, shards: Sequence[int], redo: bool, pipe: Pipeline
 ) -> int:
     state.check_not_cancelled()
     submission = state.submission()
@@ -71,10 +66,10 @@ def _enqueue_chunk(
     pipe.multi()
     for job in old_jobs:
         job.delete(pipe, from_queue=job.origin != queue.name)
-        pipe.delete(Result.get_key(job.id))  # type: ignore[no-untyped-call]
+        pipe.delete(results_key(job.id))
     if waiting:  # also of one that is stopped while this is prepared
-        pipe.zrem(queue.failed_job_registry.key, *(ids[shard] for shard in waiting))
-    queue.enqueue_many([_job_data(plan, shard, ids[shard], redo) for shard in waiting], pipeline=pipe)
+        pipe.zrem(queue.keys.failed, *(ids[shard] for shard in waiting))
+    queue.enqueue_many(pipe, [_job(plan, shard, ids[shard], redo) for shard in waiting])
     for shard in waiting:
         fields: dict[Any, Any] = {
             SEQUENCES_FIELD: plan.shards[shard].rows,
@@ -82,9 +77,9 @@ def _enqueue_chunk(
             SUBMISSION_FIELD: submission,
             KIND_FIELD: FILE,
         }
-        pipe.hset(Job.key_for(ids[shard]), mapping=fields)
+        pipe.hset(job_key(ids[shard]), mapping=fields)
     for job_id in look.reprieved:
-        pipe.hset(Job.key_for(job_id), SUBMISSION_FIELD, str(submission))
+        pipe.hset(job_key(job_id), SUBMISSION_FIELD, str(submission))
     pipe.execute()
     return len(waiting)
 
@@ -146,7 +141,7 @@ class _Look:
         return job.status == JobStatus.QUEUED and job.in_queue and not job.is_held
 
 
-def _look(queue: Queue, job_ids: Iterable[str], cancelled: int) -> _Look:
+def _look(queue: JobQueue, job_ids: Iterable[str], cancelled: int) -> _Look:
     """Look at jobs, and where it matters at which of them are on the queue: it may hold a million others."""
     jobs = _read(queue, job_ids, with_queue=False)
     if any(job.status == JobStatus.QUEUED for job in jobs.values()):
@@ -154,14 +149,14 @@ def _look(queue: Queue, job_ids: Iterable[str], cancelled: int) -> _Look:
     return _Look(queue.name, cancelled, jobs)
 
 
-def _read(queue: Queue, job_ids: Iterable[str], with_queue: bool) -> dict[str, _JobSeen]:
+def _read(queue: JobQueue, job_ids: Iterable[str], with_queue: bool) -> dict[str, _JobSeen]:
     """Read the jobs, and whether they are on the queue, all of one moment."""
-    keys = (queue.key, queue.intermediate_queue_key) if with_queue else ()
+    keys = (queue.keys.waiting, queue.keys.popped) if with_queue else ()
     with queue.connection.pipeline() as pipe:
         for key in keys:
             pipe.lrange(key, 0, -1)
         for job_id in job_ids:
-            pipe.hmget(Job.key_for(job_id), "status", "origin", SUBMISSION_FIELD)
+            pipe.hmget(job_key(job_id), "status", "origin", SUBMISSION_FIELD)
             pipe.zcard(executions_key(job_id))
         replies = pipe.execute()
     in_queue = {stored.text(job_id) for ids in replies[: len(keys)] for job_id in ids}
@@ -169,8 +164,8 @@ def _read(queue: Queue, job_ids: Iterable[str], with_queue: bool) -> dict[str, _
     return {job_id: _JobSeen.parse(fields, held, job_id in in_queue) for job_id, fields, held in read}
 
 
-def _job_data(plan: Plan, shard: int, job_id: str, redo: bool) -> Any:
-    return Queue.prepare_data(
+def _job(plan: Plan, shard: int, job_id: str, redo: bool) -> Any:
+    return prepared_job(
         "jobs.score_shard",
         args=(plan.run, os.path.join(plan.spec.output, PLAN), shard),
         kwargs={"redo_damaged": True} if redo else None,

@@ -6,14 +6,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rq import Queue
-from rq.job import Job, JobStatus
-from rq.serializers import JSONSerializer
-from rq.worker.base import BaseWorker
-from rq.worker_registration import WORKERS_BY_QUEUE_KEY
-
 from ..common import stored
 from ..common.keys import SILENT_S, SUBMISSION_FIELD, WORKER_STATS_TTL_S, worker_key
+from ..common.rq_jobs import WORKER_PREFIX, JobStatus, job_key, job_status, queue_keys
 from ..common.shown import MAX_TEXT_CHARS, safe_name
 from ..errors import FAULT_PREFIX, InvalidValue
 from .error_limit import ErrorLimit
@@ -32,8 +27,6 @@ WAITING = (JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.D
 
 #: States of a planning job that has ended without a plan.
 REFUSED = (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
-
-WORKER_PREFIX = BaseWorker.redis_worker_namespace_prefix
 
 
 @dataclass(frozen=True)
@@ -132,9 +125,8 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     state = RunState(connection, run)
     facts = state.facts()
     parts = state.parts()
-    queue = Queue(facts["queue"], connection=connection, serializer=JSONSerializer)
     plan_job = facts.get("plan_job")
-    seen = _read_queue(queue, run, plan_job)
+    seen = _read_queue(connection, facts["queue"], run, plan_job)
     running = {shard for shard in seen.started if shard not in parts}
     failed = tuple(shard_job_id(run, shard) for shard in sorted(seen.failed - parts.keys() - running))
     rows_running, tokens_running = _read_progress(connection, run, running)
@@ -175,7 +167,7 @@ def _stopped_jobs(connection: Redis, failed: Sequence[str], cancelled: int) -> f
         return frozenset()
     with connection.pipeline() as pipe:
         for job_id in failed:
-            pipe.hget(Job.key_for(job_id), SUBMISSION_FIELD)
+            pipe.hget(job_key(job_id), SUBMISSION_FIELD)
         found = [stored.count(stored.text(each or b"")) or 0 for each in pipe.execute()]
     return frozenset(job_id for job_id, number in zip(failed, found, strict=True) if number <= cancelled)
 
@@ -228,24 +220,20 @@ class _QueueSeen:
     length: int
 
 
-def _read_queue(queue: Queue, run: str, plan_job: str | None) -> _QueueSeen:
-    """Look at the queue once.
-
-    Reads RQ's sets as they are: its own accessors clean up on the way, which only workers should do.
-    """
-    connection = queue.connection
+def _read_queue(connection: Redis, queue: str, run: str, plan_job: str | None) -> _QueueSeen:
+    """Look at the queue of this name once."""
+    keys = queue_keys(queue)
     with connection.pipeline() as pipe:
-        pipe.hget(Job.key_for(plan_job or ""), "status")
-        pipe.zrange(queue.started_job_registry.key, 0, -1)
-        pipe.zrange(queue.failed_job_registry.key, 0, -1)
-        pipe.smembers(WORKERS_BY_QUEUE_KEY % queue.name)
-        pipe.llen(queue.key)
-        pipe.llen(queue.intermediate_queue_key)
+        pipe.hget(job_key(plan_job or ""), "status")
+        pipe.zrange(keys.started, 0, -1)
+        pipe.zrange(keys.failed, 0, -1)
+        pipe.smembers(keys.workers)
+        pipe.llen(keys.waiting)
+        pipe.llen(keys.popped)
         status, started, failed, workers, waiting, popped = pipe.execute()
-    plan_status = next((each for each in JobStatus if each.encode() == status), None)
     alive, models = _read_workers(connection, workers)
     return _QueueSeen(
-        plan_status, _shards(run, started), _shards(run, failed), alive, models, waiting + popped
+        job_status(status), _shards(run, started), _shards(run, failed), alive, models, waiting + popped
     )
 
 
@@ -277,7 +265,7 @@ def _read_progress(connection: Redis, run: str, shards: Iterable[int]) -> tuple[
     """Return rows done and tokens of running shards, from their jobs' `meta`."""
     with connection.pipeline() as pipe:
         for shard in shards:
-            pipe.hget(Job.key_for(shard_job_id(run, shard)), "meta")
+            pipe.hget(job_key(shard_job_id(run, shard)), "meta")
         metas = [stored.json_object(meta) for meta in pipe.execute(raise_on_error=False)]
     rows, tokens = (
         sum(stored.count(meta.get(name)) or 0 for meta in metas) for name in ("rows_done", "tokens")

@@ -22,7 +22,7 @@ from jobs.parquet import planner, run_folder, shard_work
 from jobs.parquet.run_folder import RunFolder
 from jobs.parquet.shard_task import ShardTask
 from jobs.parquet.storage import Storage
-from jobs.runs import shard_jobs as enqueue
+from jobs.runs import shard_jobs
 from jobs.runs import state as run_state
 from jobs.runs.state import RunState
 from tests.faults import clock
@@ -45,7 +45,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "reclaim": (JobStore, "reclaim_abandoned"),
     "callback": (Callbacks, "call_back"),
     "plan written": (planner, "create_plan"),
-    "shards enqueued": (enqueue, "_enqueue_chunk"),
+    "shards enqueued": (shard_jobs, "_enqueue_chunk"),
     "run counted": (RunState, "amend_parts"),
     "shard open": (ShardTask, "open"),
     "shard result": (shard_work.ShardWork, "result"),

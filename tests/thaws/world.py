@@ -14,9 +14,9 @@ from redis import Redis
 from rq.utils import now
 
 from jobs.common.keys import held_key, run_key, run_lock_key, worker_key
+from jobs.common.rq_jobs import executions_key
 from jobs.context import JobContext, Lease
 from jobs.runs import control as run_control
-from jobs.runs.holders import executions_key
 from jobs.runs.names import part_name
 from jobs.runs.snapshot import RunSnapshot, failure_text, read_snapshot
 from jobs.runs.spec import RunSpec

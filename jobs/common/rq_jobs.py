@@ -1,0 +1,119 @@
+"""RQ's queues and jobs: the one module of this package, beside the stock worker's, that imports rq.
+
+It enqueues, and names the keys where others look. They read RQ's keys as they are: its own accessors clean up
+on the way, which only workers should do, and unpack whatever anybody wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rq import Queue
+from rq.command import PUBSUB_CHANNEL_TEMPLATE
+from rq.intermediate_queue import IntermediateQueue
+from rq.job import Job
+from rq.job import JobStatus as JobStatus
+from rq.queue import EnqueueData
+from rq.registry import FailedJobRegistry, StartedJobRegistry
+from rq.serializers import JSONSerializer
+from rq.utils import now, utcformat
+from rq.worker.base import BaseWorker
+from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY
+
+if TYPE_CHECKING:
+    from redis import Redis
+    from redis.client import Pipeline
+
+#: A set of the keys of all queues, and what such a key begins with.
+QUEUES_KEY, QUEUE_PREFIX = Queue.redis_queues_keys, Queue.redis_queue_namespace_prefix
+
+#: A set of the keys of all workers, and what such a key begins with.
+WORKERS_KEY, WORKER_PREFIX = REDIS_WORKER_KEYS, BaseWorker.redis_worker_namespace_prefix
+
+#: What the key of a job's hash begins with.
+JOB_PREFIX = Job.redis_job_namespace_prefix
+
+
+@dataclass(frozen=True)
+class QueueKeys:
+    """The keys of one queue.
+
+    waiting: list of job ids. popped: list of those that a worker of RQ's is taking. started: sorted set of
+    `<job>:<execution>`. failed: sorted set of job ids. workers: set of the keys of those that listen.
+    """
+
+    waiting: str
+    popped: str
+    started: str
+    failed: str
+    workers: str
+
+
+def queue_keys(name: str) -> QueueKeys:
+    """Return the keys of the queue of this name."""
+    waiting = f"{QUEUE_PREFIX}{name}"
+    return QueueKeys(
+        waiting=waiting,
+        popped=IntermediateQueue.get_intermediate_queue_key(waiting),
+        started=StartedJobRegistry.key_template.format(name),
+        failed=FailedJobRegistry.key_template.format(name),
+        workers=WORKERS_BY_QUEUE_KEY % name,
+    )
+
+
+def job_key(job_id: str) -> str:
+    """Return the key of a job's hash."""
+    return Job.key_for(job_id)
+
+
+def relatives_keys(job_id: str) -> tuple[str, str]:
+    """Return the keys of the jobs that wait for a job, and of those for which it waits."""
+    return Job.dependents_key_for(job_id), f"{JOB_PREFIX}:{job_id}:dependencies"
+
+
+def executions_key(job_id: str) -> str:
+    """Return the key of RQ's registry of a job's executions: there while a worker holds the job."""
+    return f"rq:executions:{job_id}"
+
+
+def results_key(job_id: str) -> str:
+    """Return the key of the stream of what a job ended with."""
+    return f"rq:results:{job_id}"
+
+
+def command_channel(worker: str) -> str:
+    """Return the channel on which a worker hears commands."""
+    return PUBSUB_CHANNEL_TEMPLATE % worker
+
+
+def job_status(raw: object) -> JobStatus | None:
+    """Return the status that a job's hash gives; None for none, and for what is no status."""
+    return next((each for each in JobStatus if each.encode() == raw), None)
+
+
+def time_text() -> str:
+    """Return the time as RQ writes it into a job's hash."""
+    return utcformat(now())
+
+
+class JobQueue:
+    """Puts jobs on one queue. It asks the server for its version once."""
+
+    def __init__(self, connection: Redis, name: str) -> None:
+        self.connection, self.name, self.keys = connection, name, queue_keys(name)
+        self._queue = Queue(name, connection=connection, serializer=JSONSerializer)
+
+    def enqueue(self, pipe: Pipeline, function: str, **options: Any) -> None:
+        """Have `pipe` put a job on the queue. options: those of RQ's Queue.enqueue_call."""
+        self._queue.enqueue_call(function, pipeline=pipe, **options)
+
+    def enqueue_many(self, pipe: Pipeline, jobs: Sequence[EnqueueData]) -> None:
+        """Have `pipe` put jobs on the queue, in this order. jobs: as prepared_job returns them."""
+        self._queue.enqueue_many(jobs, pipeline=pipe)
+
+
+def prepared_job(function: str, **options: Any) -> EnqueueData:
+    """Return a job for JobQueue.enqueue_many. options: those of RQ's Queue.prepare_data."""
+    return Queue.prepare_data(function, **options)
