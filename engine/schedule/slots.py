@@ -17,11 +17,13 @@ from engine.schedule.sequence import Sequence
 class SlotTable:
     """Arrays of max_num_seqs rows. The scheduler writes them, it and `step_batch` read.
 
-    token_ids: [slots, max_model_len] int32.  block_tables: [slots, max_blocks] int32.
-    num_tokens, num_computed: [slots] int64, pending tokens and steps under way included.  num_known: [slots]
-    int64, tokens whose id is in token_ids.  sample: [slots] int64, the sequence's place among the samples of
-    the last step it sampled in.  num_prompt, min_len: [slots] int64, tokens of the prompt, and before an end
-    token may come.
+    token_ids: [slots, max_model_len] int32, prompt and completion as far as they are known.
+    block_tables: [slots, max_blocks] int32.
+    num_tokens, num_computed: [slots] int64, with pending tokens and launched steps counted in.
+    num_known: [slots] int64, tokens whose id is in token_ids.
+    sample_place: [slots] int64, which of the samples of the last step it sampled in is the sequence's.
+    num_prompt: [slots] int64, tokens of the prompt.
+    min_len: [slots] int64, tokens before which no end token may come.
     sampling: [slots] of sampling_batch.ROW, what the sampler reads of each sequence.
     """
 
@@ -33,7 +35,7 @@ class SlotTable:
         self.num_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.num_computed: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.num_known: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
-        self.sample: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.sample_place: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.num_prompt: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.min_len: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.sampling = neutral_rows(max_num_seqs)
@@ -75,7 +77,7 @@ class SlotTable:
         self.num_computed[slots] += num_new_tokens
         sampling = slots[samples]
         self.num_tokens[sampling] += 1
-        self.sample[sampling] = np.arange(len(sampling))
+        self.sample_place[sampling] = np.arange(len(sampling))
 
     def add_known(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
         """Write the first pending token of each of these slots."""

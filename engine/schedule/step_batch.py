@@ -60,7 +60,7 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
         context_lens=context_lens,
         query_lens=num_new,
         pending_rows=ends[is_pending] - 1,
-        pending_samples=slots.sample[rows[is_pending]],
+        pending_samples=slots.sample_place[rows[is_pending]],
     )
 
 
