@@ -24,8 +24,10 @@ from engine.errors import (
 )
 from engine.layers.parallel import TensorParallel
 from engine.run.config import EngineConfig, model_identity
-from engine.run.model_runner import ModelRunner, Runner, resolve_device
+from engine.run.device import resolve_device
+from engine.run.model_runner import ModelRunner
 from engine.run.progress import Progress
+from engine.run.runner import Runner
 from engine.run.stepper import Stepper
 from engine.sampling.params import SamplingParams, check_params
 from engine.schedule.block_manager import BlockManager

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from engine.attention import CapturableBackend, KernelBackend, load_backend
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import KVCache, block_bytes
-from engine.checkpoint.model_config import ModelConfig, dtype_name
+from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.kernels.upload import upload
 from engine.layers.parallel import TensorParallel
@@ -23,9 +22,11 @@ from engine.models.loader import load_weights
 from engine.models.registry import decoder_flags
 from engine.run.config import EngineConfig
 from engine.run.decode_graphs import Capture, CudaCapture, DecodeGraphs
+from engine.run.device import resolve_device, resolve_dtype
 from engine.run.gpu_memory import GpuMemory, PoolRoom, fits, measure_room
 from engine.run.memory import allowed_bytes, default_cpu_kv_cache_bytes, keep_freed_memory
 from engine.run.pending_tokens import DeviceTokens, PendingTokens
+from engine.run.runner import PoolSize
 from engine.run.to_device import to_device
 from engine.run.warm_up import nucleus_sampling, warm_up_steps
 from engine.sampling.sampler import sample
@@ -33,33 +34,6 @@ from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.step_batch import StepBatch
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class PoolSize:
-    """Blocks of the KV pool, their bytes on each rank, and the longest sequence model and pool allow."""
-
-    num_blocks: int
-    num_bytes: int
-    max_model_len: int
-
-
-class Runner(Protocol):
-    """What an engine steps: a ModelRunner, a RankGroup, or what a test or benchmark puts in their place."""
-
-    @property
-    def pool_size(self) -> PoolSize:
-        """What the runner has room for."""
-
-    @property
-    def backend_name(self) -> str:
-        """The attention backend that computes."""
-
-    def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
-        """Start the step, up to a token for each row that samples; steps run in the order of launches."""
-
-    def close(self) -> None:
-        """Free what the runner holds. A second call does nothing."""
 
 
 class ModelRunner:
@@ -292,27 +266,3 @@ def fit_pool(num_blocks: int, config: EngineConfig, model_len: int) -> int:
             "lower max_model_len"
         )
     return wanted or min(model_len, pool_tokens)
-
-
-def resolve_device(name: str) -> torch.device:
-    """Turn "auto" or a device string into a device. Raises ConfigError if it cannot be used."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device={name!r} is no torch device; use 'auto', 'cpu' or 'cuda'") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"device={name!r}, but torch finds no CUDA device here; use 'cpu' or fix the driver"
-        )
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={name!r} is not supported; use 'auto', 'cpu' or 'cuda'")
-    return device
-
-
-def resolve_dtype(name: str, checkpoint_dtype: str) -> torch.dtype:
-    """Turn "auto" or a dtype name into a dtype. Raises ConfigError for one that is not supported."""
-    dtype = getattr(torch, dtype_name(name, checkpoint_dtype))
-    assert isinstance(dtype, torch.dtype)
-    return dtype

@@ -22,8 +22,8 @@ import torch
 from numpy.typing import NDArray
 
 from engine.errors import BlockAccountingError, OutOfBlocks, RankFailed, StepFailed
-from engine.run.model_runner import Runner
 from engine.run.pending_tokens import PendingTokens
+from engine.run.runner import Runner
 from engine.sampling.params import SamplingParams
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.scheduler import Scheduler

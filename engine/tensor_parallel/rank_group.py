@@ -18,8 +18,9 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.errors import CollectiveFailed, ConfigError, EngineError, RankFailed
 from engine.layers.parallel import TensorParallel
 from engine.run.config import EngineConfig
-from engine.run.model_runner import PoolSize, resolve_device
+from engine.run.device import resolve_device
 from engine.run.pending_tokens import PendingTokens
+from engine.run.runner import PoolSize
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.step_batch import StepBatch
 from engine.tensor_parallel.collectives import TCPStore, open_store

@@ -21,8 +21,8 @@ import torch
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.checkpoint.model_config import ModelConfig
-from engine.run.model_runner import PoolSize
 from engine.run.pending_tokens import DeviceTokens, PendingTokens
+from engine.run.runner import PoolSize
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.step_batch import StepBatch
 from ops.bench.list_bookkeeping import TOKEN, ListEngine

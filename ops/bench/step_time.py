@@ -26,8 +26,8 @@ from rq import Queue
 from rq.serializers import JSONSerializer
 
 from engine import Completion, Engine, EngineConfig
-from engine.run.model_runner import PoolSize
 from engine.run.pending_tokens import PendingTokens
+from engine.run.runner import PoolSize
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.step_batch import StepBatch
 from ops.bench.report import print_machine

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine import ConfigError
-from engine.run.model_runner import resolve_device
+from engine.run.device import resolve_device
 from worker.errors import FunctionNotFound, SettingsError
 from worker.imports import load_functions
 from worker.settings import WorkerSettings, with_variables

@@ -16,8 +16,8 @@ import pytest
 from numpy.typing import NDArray
 
 from engine import Completion, Engine, EngineConfig
-from engine.run.model_runner import PoolSize
 from engine.run.pending_tokens import PendingTokens
+from engine.run.runner import PoolSize
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.step_batch import StepBatch
 from tests.e2e.conftest import MODEL

@@ -1,0 +1,32 @@
+"""Which device and dtype a configuration's names stand for on this machine."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.checkpoint.model_config import dtype_name
+from engine.errors import ConfigError
+
+
+def resolve_device(name: str) -> torch.device:
+    """Turn "auto" or a device string into a device. Raises ConfigError if it cannot be used."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name!r} is no torch device; use 'auto', 'cpu' or 'cuda'") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device={name!r}, but torch finds no CUDA device here; use 'cpu' or fix the driver"
+        )
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name!r} is not supported; use 'auto', 'cpu' or 'cuda'")
+    return device
+
+
+def resolve_dtype(name: str, checkpoint_dtype: str) -> torch.dtype:
+    """Turn "auto" or a dtype name into a dtype. Raises ConfigError for one that is not supported."""
+    dtype = getattr(torch, dtype_name(name, checkpoint_dtype))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
