@@ -78,7 +78,7 @@ class Stepper:
         try:
             self._take()
             for seq in self._finished:
-                self._end(seq)
+                self._write_text(seq)
         except BaseException as error:
             self._pending.clear()
             self._scheduler.withdraw()
@@ -90,8 +90,8 @@ class Stepper:
 
     def _take(self) -> None:
         batch = self._scheduler.schedule()
-        if self._suspects and self._is_careful():
-            self._run_apart()
+        if self._suspects and self._has_suspects():
+            self._run_by_halves()
         else:
             self._run(batch)
         if batch.refused is not None:
@@ -108,17 +108,17 @@ class Stepper:
             while len(self._pending) > (1 if overlaps else 0):
                 arrived.append(self._pending.popleft().wait())
         except Exception as error:  # noqa: BLE001 - whatever one sequence makes a step raise
-            self._note(error)
+            self._count_unexplained(error)
             if any(step.launched for step in self._scheduler.in_flight):
                 self._start_over()
             else:
-                self._run_apart()
+                self._run_by_halves()
             return
         self._num_unexplained = 0
         for token_ids in arrived:
             self._receive(token_ids)
 
-    def _run_apart(self) -> None:
+    def _run_by_halves(self) -> None:
         """Compute what is scheduled and not launched; if it raises, by halves, down to who makes it raise."""
         while self._scheduler.in_flight:
             batch = self._scheduler.in_flight[0]
@@ -126,7 +126,7 @@ class Stepper:
                 token_ids = self._launch(batch).wait()
             except Exception as error:  # noqa: BLE001 - whatever one sequence makes a step raise
                 if len(batch.seqs) > 1:
-                    self._check_may_be_a_sequences(error)
+                    self._raise_engines_fault(error)
                     self._scheduler.split()
                 else:
                     self._blame(self._scheduler.set_aside(), error)
@@ -142,14 +142,14 @@ class Stepper:
         self.num_steps += 1
         self._finished += self._scheduler.receive(token_ids)
 
-    def _end(self, seq: Sequence) -> None:
-        """Write the text of a sequence that has finished. Raises StepFailed if that fails for any."""
+    def _write_text(self, seq: Sequence) -> None:
+        """Write the text of a sequence that has finished. Raises StepFailed if none can be written."""
         try:
             if seq.error is not None:
                 raise seq.error
             seq.text = self._text_of(seq)
         except Exception as error:  # noqa: BLE001 - whatever its text raises
-            self._check_may_be_a_sequences(error)
+            self._raise_engines_fault(error)
             self._check_decoding(error)
             seq.fail(error)
             _log_failure(seq, error)
@@ -164,7 +164,7 @@ class Stepper:
         self._pending.clear()
         self._scheduler.withdraw()
 
-    def _is_careful(self) -> bool:
+    def _has_suspects(self) -> bool:
         """Whether a suspect has still to get past where it was."""
         self._suspects = {
             seq: num_tokens
@@ -173,9 +173,9 @@ class Stepper:
         }
         return bool(self._suspects)
 
-    def _note(self, error: Exception) -> None:
+    def _count_unexplained(self, error: Exception) -> None:
         """A step has raised. Raises StepFailed where looking for a sequence to blame is of no use."""
-        self._check_may_be_a_sequences(error)
+        self._raise_engines_fault(error)
         self._num_unexplained += 1
         if self._num_unexplained > MAX_UNEXPLAINED:
             raise StepFailed(
@@ -183,13 +183,14 @@ class Stepper:
             ) from error
         logger.warning("a step raised %s: looking for the sequence to blame", type(error).__name__)
 
-    def _check_may_be_a_sequences(self, error: Exception) -> None:
+    def _raise_engines_fault(self, error: Exception) -> None:
+        """Raise the error if no sequence can be to blame for one of its kind."""
         if isinstance(error, NEVER_A_SEQUENCE):
             raise error
 
     def _blame(self, seq: Sequence, error: Exception) -> None:
         """Fail a sequence, which waits, for what a step raised with it alone. Raises StepFailed instead."""
-        self._check_may_be_a_sequences(error)
+        self._raise_engines_fault(error)
         self._check_control(error)
         self._scheduler.fail(seq, error)
         self._finished.append(seq)
@@ -209,7 +210,7 @@ class Stepper:
 
     def _check_decoding(self, error: Exception) -> None:
         """Raise StepFailed if the texts of all sequences fail, not of one alone."""
-        self._check_may_be_a_sequences(error)
+        self._raise_engines_fault(error)
         try:
             StopStrings(("a",), self._decode, min_tokens=0).add(0)
         except Exception:  # noqa: BLE001 - as above
