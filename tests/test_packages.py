@@ -1,4 +1,4 @@
-"""A producer's install stays light, and files stay readable. `lint-imports` holds the layers (pyproject.toml)."""
+"""Producers load little, and files stay readable. `lint-imports` holds the layers (pyproject.toml)."""
 
 from __future__ import annotations
 
