@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import engine.sampling.sampler
+from engine.sampling.params import COLUMNS, SamplingParams
 from engine.sampling.philox import philox4x32, uniform
 from engine.sampling.sampler import sample
-from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
+from engine.sampling.sampling_batch import SamplingBatch, neutral_rows, sampling_row
 
 
 def sampling_batch(n: int, **values: Any) -> SamplingBatch:
@@ -23,6 +24,17 @@ def sampling_batch(n: int, **values: Any) -> SamplingBatch:
     for name, value in values.items():
         rows[name] = value
     return SamplingBatch(rows, position, np.array(banned, np.int64).reshape(-1, 2))
+
+
+def test_a_row_carries_each_value_in_its_own_column() -> None:
+    """None is narrowed, and the values of a row that nobody has set change nothing."""
+    params = SamplingParams(temperature=0.5, top_p=0.25, top_k=2**31 - 1, min_p=0.125)
+    rows = neutral_rows(2)
+    rows[1] = sampling_row(params, -1, 127)
+    for name in COLUMNS:
+        assert rows[name].tolist() == [getattr(SamplingParams(), name), getattr(params, name)]
+    assert rows["seed"].tolist() == [0, 2**64 - 1]
+    assert rows["sample_index"].tolist() == [0, 127]
 
 
 def reference_choice(
