@@ -50,10 +50,10 @@ class Beginnings:
             return []
         lost = store.begin(begun)
         self._news.clear()
-        gone = {claimed.execution.id for claimed in lost}
+        gone = {claimed.execution_id for claimed in lost}
         moment = self._clock()
         for job, hand_over in functions:
-            if job.claimed.execution.id not in gone:
+            if job.claimed.execution_id not in gone:
                 del self._functions[job.number]
                 _start_clock(job, moment, moment)
                 hand_over()
@@ -63,5 +63,4 @@ class Beginnings:
 def _start_clock(job: HeldJob, moment: float, present: float) -> None:
     job.started_at = moment
     job.began_at = datetime.now(UTC) - timedelta(seconds=present - moment)
-    job.limit_s = job.claimed.job.limit_s  # what the job's code makes of it comes too late
-    job.claimed.job.show_started(job.claimed.execution.worker_name, job.began_at)
+    job.limit_s = job.claimed.record.limit_s

@@ -117,7 +117,7 @@ class Claimer:
         """Whether a job runs by itself, to show whether it is what kills its workers; ISOLATION_S at most."""
         if self._runner.num_held != 1 or self._runner.held[0].deaths < self._limits.suspect_deaths:
             return False
-        execution_id = self._runner.held[0].execution.id
+        execution_id = self._runner.held[0].execution_id
         if self._suspect_execution != execution_id:
             self._suspect_execution, self._isolated_until = execution_id, moment + ISOLATION_S
         return moment < self._isolated_until

@@ -58,17 +58,17 @@ class WorkerFaults:
         """Faults with jobs of one function; the highest number."""
         return max(map(len, self._rows.values()), default=0)
 
-    def met(self, claimed: ClaimedJob, error: BaseException) -> WorkerFault:
+    def met(self, claimed: ClaimedJob, function_name: str | None, error: BaseException) -> WorkerFault:
         """Note a fault."""
-        row = self._rows.setdefault(claimed.job.func_name, [])
+        row = self._rows.setdefault(function_name, [])
         fault = WorkerFault(claimed, error, counts=claimed.job_id not in row)
         row.append(claimed.job_id)
         self._new.append(fault)
         return fault
 
-    def passed(self, claimed: ClaimedJob) -> None:
-        """A job ended well."""
-        self._rows.pop(claimed.job.func_name, None)
+    def passed(self, function_name: str | None) -> None:
+        """A job of this function ended well."""
+        self._rows.pop(function_name, None)
 
     def take(self) -> list[WorkerFault]:
         """What was met since the last call; the caller gives the jobs back."""

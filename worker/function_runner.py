@@ -42,22 +42,27 @@ class FunctionRunner:
 
     def run(self, job: HeldJob, then: Then) -> None:
         """Run a user's function, then call `then` with its value, or the `Raised` that it raised."""
-        rq_job = job.claimed.job
-        rq_job.connection = self._user_client
-        self._run(job, partial(perform, rq_job), then)
+        self._run(job, lambda: partial(perform, job.for_user_code(self._user_client)), then)
 
     def run_own(self, job: HeldJob, call: FunctionCall, then: Then) -> None:
         """Run a function of our own, then call `then`."""
         own = own_function(call.name)
         assert own is not None, call.name
         context = self._environment.context(job.claimed, self._pool_client)
-        self._run(job, partial(own, context, *call.args, **call.kwargs), then, is_ours=True)
+        function = partial(own, context, *call.args, **call.kwargs)
+        self._run(job, lambda: function, then, is_ours=True)
 
-    def _run(self, job: HeldJob, function: Callable[[], Any], then: Then, is_ours: bool = False) -> None:
+    def _run(
+        self, job: HeldJob, function: Callable[[], Callable[[], Any]], then: Then, is_ours: bool = False
+    ) -> None:
+        """function: makes what the thread is to call, once the job has begun."""
         job.run_function()
         self._packer.function_started(job)
-        args = (self._pool, function, job, then, self._came_back, is_ours)
-        self._beginnings.run(job, lambda: self._calls.submit(*args))
+
+        def hand_over() -> None:
+            self._calls.submit(self._pool, function(), job, then, self._came_back, is_ours)
+
+        self._beginnings.run(job, hand_over)
 
     def _came_back(self, job: HeldJob, _: Any) -> None:
         self._packer.function_ended(job)

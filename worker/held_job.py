@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
+
+from redis import Redis
 
 from engine import Completion
 from jobs.tasks import OpenTask, Request
 from worker.functions import Call
 from worker.store.claimed_job import ClaimedJob
+from worker.store.job_record import JobRecord
+from worker.store.stored_job import StoredJob, job_of
 
 
 class JobState(enum.Enum):
@@ -48,6 +52,9 @@ class HeldJob:
     started_at: monotonic seconds when its first sequence was scheduled or its function began; None before.
     began_at: the same moment as a date.
     limit_s: the job's timeout at that moment; 0 or less for none.
+    payload_bytes: of its payload, once that was unpacked.
+    function_name: what it calls, once that was read.
+    user_job: the copy that the user's code got, or gets, and may leave anything in.
     is_overdue: whether its function was interrupted because of a limit of time.
     unscheduled: requests that were sent and of which no step has scheduled a sequence.
     """
@@ -66,6 +73,9 @@ class HeldJob:
     started_at: float | None = None
     began_at: datetime | None = None
     limit_s: float = 0.0
+    payload_bytes: int = 0
+    function_name: str | None = None
+    user_job: StoredJob | None = None
     is_overdue: bool = False
     next_index: int = 0
     in_engine: int = 0
@@ -113,6 +123,20 @@ class HeldJob:
         if self.call is not None:
             self.call.interrupt(reason)
         self._awaited = None
+
+    # What is held of it
+
+    def hold(self, record: JobRecord) -> None:
+        """Hold this of its hash from now on."""
+        self.claimed = replace(self.claimed, record=record)
+
+    def for_user_code(self, client: Redis) -> StoredJob:
+        """Its copy for the user's code, the same one each time; built when it is first asked for."""
+        if self.user_job is None:
+            self.user_job = job_of(self.claimed, client, self.function_name)
+            if self.began_at is not None:
+                self.user_job.show_started(self.claimed.worker_name, self.began_at)
+        return self.user_job
 
     # A thread's call
 

@@ -62,11 +62,11 @@ class HeldJobs:
         execution_id: the one execution that is meant; None for whichever is held.
         """
         found = (job for job in self._jobs.values() if job.claimed.job_id == job_id)
-        return next((job for job in found if execution_id in (None, job.claimed.execution.id)), None)
+        return next((job for job in found if execution_id in (None, job.claimed.execution_id)), None)
 
     def of_executions(self, execution_ids: Collection[str]) -> list[HeldJob]:
         """The jobs that these executions hold."""
-        return [job for job in self._jobs.values() if job.claimed.execution.id in execution_ids]
+        return [job for job in self._jobs.values() if job.claimed.execution_id in execution_ids]
 
     def unstarted(self) -> list[HeldJob]:
         """Those of which nothing has run yet."""
@@ -79,6 +79,6 @@ class HeldJobs:
             progress = job.open_task.progress() if job.open_task is not None else None
             if progress is not None and progress != job.shown_progress:
                 job.shown_progress = progress
-                meta = job.claimed.job.meta
+                meta = job.claimed.record.meta
                 changed.append((job.claimed, {**meta, **progress} if isinstance(meta, dict) else progress))
         return changed

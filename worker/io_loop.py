@@ -194,7 +194,7 @@ class IoLoop:
         if self._phase is not Phase.SERVING:
             return
         self._phase = Phase.DRAINING
-        drain_s, unstarted = self._limits.drain_s, self._runner.num_unstarted
+        drain_s, unstarted = self._limits.drain_s, len(self._runner.jobs.unstarted())
         rest = "at a second signal" if drain_s is None else f"after {drain_s:g} s or at a second signal"
         self._log.info(
             "stopping: %d jobs that have begun are finished, %d that have not are given back now, nothing "

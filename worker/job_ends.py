@@ -19,7 +19,7 @@ from worker.functions import FunctionPool
 from worker.held_job import HeldJob
 from worker.pool_calls import PoolCalls
 from worker.store.job_store import JobStore
-from worker.store.outcome import EndStatus, FinishReply, Outcome, sound_outcome
+from worker.store.outcome import EndStatus, FinishReply, Outcome
 from worker.store.results import Raised, is_small, pack, printable
 from worker.store.scripts import is_wrong_type
 from worker.store.timeouts import JobTimeoutException
@@ -155,13 +155,14 @@ class JobEnds:
 
     def _call_back(self, job: HeldJob, outcome: Outcome, error: BaseException | None) -> None:
         exc_info = (type(error), error, error.__traceback__) if error is not None else (None, None, None)
+        rq_job = job.for_user_code(self._callbacks.user_client)
 
         def call_back() -> Outcome | Raised | None:
             """None where the job is not ours any more."""
             if self._store.begin([(outcome.claimed, outcome.started_at or outcome.ended_at)]):
                 return None
             try:
-                self._callbacks.call_back(outcome, exc_info)
+                self._callbacks.call_back(outcome, rq_job, exc_info)
             except BaseException as failure:  # noqa: BLE001  # user code raises what it likes
                 return Raised(failure, printable(failure))
             return self._packed(outcome)
@@ -190,14 +191,16 @@ class JobEnds:
             self._write(job, replace(outcome, value=printable(failure) if text is None else text))
 
     def _write(self, job: HeldJob, outcome: Outcome) -> None:
-        sound = sound_outcome(outcome)
-        if sound is not outcome:
+        try:
+            outcome = outcome.as_left_by(job.user_job)
+        except Exception as error:  # noqa: BLE001  # a user's object may raise anything
+            outcome = outcome.unwritable(error)
             self._log.warning(
                 "%s: job %s failed: its code has left values in it that no end can be written with",
                 job.claimed.queue_name,
                 job.claimed.job_id,
             )
-        self._writer.add(job, sound)
+        self._writer.add(job, outcome)
 
     def flush(self, store: JobStore) -> None:
         """Write the ends that wait. After a RedisError call it again."""
@@ -230,10 +233,12 @@ class JobEnds:
 
     def _announce(self, job: HeldJob, outcome: Outcome | None) -> None:
         """Send a job's webhooks, once its end is written."""
-        if outcome is None or not job.claimed.job.webhooks:
+        webhooks = job.claimed.record.webhooks if job.user_job is None else job.user_job.webhooks
+        if outcome is None or not webhooks:
             self._ended(job, outcome)
             return
-        send = partial(self._callbacks.send_webhooks, outcome)
+        rq_job = job.for_user_code(self._callbacks.user_client)
+        send = partial(self._callbacks.send_webhooks, outcome, rq_job)
         self._calls.submit(self._pool, send, job, lambda job, _, error: self._ended(job, outcome))
 
     def _persist(self, job: HeldJob, write: Callable[[], Any], then: Callable[[Any], None]) -> None:

@@ -40,7 +40,7 @@ class JobEnvironment:
             connection=connection,
             queue_name=claimed.queue_name,
             job_id=claimed.job_id,
-            execution_id=claimed.execution.id,
+            execution_id=claimed.execution_id,
             data_roots=self.data_roots,
             model=self.model,
             check_sampling=self.check_sampling,
@@ -49,5 +49,5 @@ class JobEnvironment:
             shard_bytes=self.shard_bytes,
             check_interrupted=check_interrupted,
             max_result_bytes=self.max_result_bytes,
-            lease=Lease(executions_key(claimed.job_id), claimed.execution.id),
+            lease=Lease(executions_key(claimed.job_id), claimed.execution_id),
         )

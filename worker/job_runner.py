@@ -36,7 +36,7 @@ from worker.store.job_store import JobStore
 from worker.store.outcome import Outcome
 from worker.store.results import Raised
 from worker.store.timeouts import timeout_error
-from worker.store.user_code import Callbacks, strip_hooks
+from worker.store.user_code import Callbacks
 from worker.streams import Streams
 from worker.task_files import TaskFiles
 
@@ -124,12 +124,11 @@ class JobRunner:
 
     def _admit(self, job: HeldJob) -> None:
         try:
-            job.claimed.check_hash()
-            call = self._admission.admit(job.claimed.job)
-            job.is_ours = call.name in OWN_NAMES
+            call = self._admitted(job)
+            job.function_name, job.is_ours = call.name, call.name in OWN_NAMES
             task = task_of(call.name, call.args, call.kwargs)
         except JobRefused as error:
-            strip_hooks(job.claimed.job)
+            job.hold(job.claimed.record.without_hooks())
             self._ends.fail(job, error)
         except Exception as error:  # noqa: BLE001  # a payload may be anything; it fails its own job
             self._ends.fail(job, error)
@@ -138,6 +137,15 @@ class JobRunner:
                 self._run_function(job, call)
             else:
                 self._open(job, task)
+
+    def _admitted(self, job: HeldJob) -> FunctionCall:
+        """What a job calls, where that may run here. Raises JobRefused."""
+        job.claimed.check_hash()
+        payload = job.claimed.record.payload()
+        job.payload_bytes = len(payload)
+        call = self._admission.admit(job.claimed, payload)
+        job.hold(self._admission.with_allowed_hooks(job.claimed.record))
+        return call
 
     def _run_function(self, job: HeldJob, call: FunctionCall) -> None:
         if self._packer.free_functions <= 0:
@@ -197,7 +205,7 @@ class JobRunner:
         if error is not None:
             self._raised(job, error)
         else:
-            self.faults.passed(job.claimed)
+            self.faults.passed(job.function_name)
             self._ends.succeed(job, value)
 
     def _raised(self, job: HeldJob, error: BaseException) -> None:
@@ -206,7 +214,7 @@ class JobRunner:
             self._ends.fail(job, error)
             return
         self._withdraw_all([job])
-        fault = self.faults.met(job.claimed, error)
+        fault = self.faults.met(job.claimed, job.function_name, error)
         self._log.error("job %s is given back, the fault is this worker's: %s", job.claimed.job_id, fault)
 
     def _call_now(self, function: Callable[[], Any], job: HeldJob, then: Then) -> None:
@@ -233,10 +241,10 @@ class JobRunner:
 
     def _drop_payload(self, job: HeldJob) -> None:
         """Hold no more of a job than its end takes: it may run for long beside others of its lane."""
-        rq_job = job.claimed.job
-        if job.is_ours and not self._callbacks.may_see(rq_job):
-            rq_job.drop_payload(keeps_meta=job.is_file)  # which shows its progress there
-            self._budget.keep(job, rq_job.hash_bytes)
+        record = job.claimed.record
+        if job.is_ours and not self._callbacks.may_see(record):
+            job.hold(record.without_payload(keeps_meta=job.is_file))  # which shows its progress there
+            self._budget.keep(job, job.claimed.record.hash_bytes)
 
     def _collect(self, job: HeldJob) -> None:
         """Every completion is in: ask the task for the job's value."""
@@ -327,7 +335,7 @@ class JobRunner:
 
     def drop(self, lost: Sequence[ClaimedJob]) -> None:
         """Forget jobs that Redis no longer gives to this worker, unless their end is being written."""
-        gone = {claimed.execution.id for claimed in lost}
+        gone = {claimed.execution_id for claimed in lost}
         for job in self.jobs.of_executions(gone):
             if job.is_ending:
                 continue  # finish.lua or RQ's path finds out for itself
@@ -347,7 +355,7 @@ class JobRunner:
         if claimed.has_ended:
             self._ends.queue_dependents(job, None)
             return
-        claimed.job.retries_left = None
+        job.hold(claimed.record.without_retries())
         last = f", or met a fault, of which the last is {fault}" if fault is not None else ""
         self._ends.fail(
             job,
@@ -362,13 +370,8 @@ class JobRunner:
         """Fail a job that one of RQ's own workers left behind, or retry it where it has retries left."""
         job = self.jobs.add(claimed)
         job.end()
-        self._admission.keep_allowed_hooks(claimed.job)
+        job.hold(self._admission.with_allowed_hooks(claimed.record))
         self._ends.fail(job, error)
-
-    @property
-    def num_unstarted(self) -> int:
-        """Jobs of which nothing has run yet."""
-        return len(self.jobs.unstarted())
 
     def withdraw_unstarted(self) -> list[ClaimedJob]:
         """Let go of the jobs of which nothing has run yet; the caller gives them back."""

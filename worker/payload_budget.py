@@ -55,12 +55,11 @@ class PayloadBudget:
             opened = 0
             while waiting and opened < _TURN_BYTES and self._held[lane] < self._most:
                 job = waiting.popleft()
-                rq_job = job.claimed.job
-                self._count(job, rq_job.hash_bytes)
+                self._count(job, job.claimed.record.hash_bytes)
                 yield job
-                opened += rq_job.payload_bytes
+                opened += job.payload_bytes
                 if job.number in self._bytes:  # else it was let go of at once
-                    self._count(job, rq_job.payload_bytes)
+                    self._count(job, job.payload_bytes)
 
     def _count(self, job: HeldJob, num_bytes: int) -> None:
         self._bytes[job.number] = self._bytes.get(job.number, 0) + num_bytes

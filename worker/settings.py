@@ -18,7 +18,7 @@ from jobs.context.served_model import ServedModel
 from jobs.context.shard_bytes import DEFAULT_BYTES as SHARD_BYTES
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.errors import SettingsError
-from worker.store.held_job import DEFAULT_MAX_HELD_BYTES, DEFAULT_MAX_JOB_BYTES
+from worker.store.bounds import DEFAULT_MAX_HELD_BYTES, DEFAULT_MAX_JOB_BYTES
 
 if TYPE_CHECKING:
     from engine import EngineConfig, ModelIdentity

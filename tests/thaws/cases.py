@@ -240,7 +240,7 @@ def _settle(world: World, freezer: Freezer, worker: Worker | None, held: Claimed
     if worker is not None and held is not None:
         if isinstance(freezer.error, Killed):
             world.take_over(held)
-        elif held.execution.id not in worker.stopped:
+        elif held.execution_id not in worker.stopped:
             worker.end(held, freezer.value, freezer.error)
     world.other.drain()
     assert not world.holds_jobs(), "a job is left with its holder"

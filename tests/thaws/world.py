@@ -24,6 +24,7 @@ from jobs.table import own_function
 from tests.jobs.answering import MODEL, feed, opened_task, refuse, shout
 from tests.thaws.freezing import Killed
 from worker.store.claimed_job import ClaimedJob, Wanted
+from worker.store.function_call import parse_call
 from worker.store.job_store import JobStore
 from worker.store.outcome import Outcome
 from worker.store.results import printable
@@ -56,11 +57,12 @@ class Worker:
 
     def run(self, claimed: ClaimedJob) -> Any:
         """What a worker's thread does for a job; raises what that raises."""
-        job, context = claimed.job, self.context(claimed)
-        own = own_function(job.func_name)
+        context = self.context(claimed)
+        call = parse_call(claimed.record.payload(), claimed.record.max_job_bytes)
+        own = own_function(call.name)
         if own is not None:
-            return own(context, *job.args, **job.kwargs)
-        opened = opened_task(context, job.func_name, job.args, job.kwargs)
+            return own(context, *call.args, **call.kwargs)
+        opened = opened_task(context, call.name, call.args, call.kwargs)
         try:
             feed(opened, (lambda _: refuse("too long")) if self.world.all_fail else shout)
             return opened.result()
@@ -72,18 +74,18 @@ class Worker:
 
     def context(self, claimed: ClaimedJob) -> JobContext:
         def check() -> None:
-            if claimed.execution.id in self.stopped:
+            if claimed.execution_id in self.stopped:
                 raise Stopped
 
         return JobContext(
             self.client,
             QUEUE,
             claimed.job_id,
-            claimed.execution.id,
+            claimed.execution_id,
             (str(self.world.folder),),
             MODEL,
             check_interrupted=check,
-            lease=Lease(executions_key(claimed.job_id), claimed.execution.id),
+            lease=Lease(executions_key(claimed.job_id), claimed.execution_id),
         )
 
     def end(self, claimed: ClaimedJob, value: Any, error: BaseException | None) -> None:
@@ -97,11 +99,11 @@ class Worker:
         while (message := self.commands.get_message(ignore_subscribe_messages=True)) is not None:
             command = json.loads(message["data"])
             is_meant = command["job_id"] == claimed.job_id
-            if is_meant and command.get("execution_id") in (None, claimed.execution.id):
+            if is_meant and command.get("execution_id") in (None, claimed.execution_id):
                 self.store.finish([Outcome(claimed, "stopped", "stopped", now(), 0.0)])
-                self.stopped.add(claimed.execution.id)
+                self.stopped.add(claimed.execution_id)
         if self.store.renew([claimed]):
-            self.stopped.add(claimed.execution.id)
+            self.stopped.add(claimed.execution_id)
 
     def drain(self) -> None:
         """Run jobs until none waits."""
@@ -177,7 +179,7 @@ class World:
     def take_over(self, claimed: ClaimedJob) -> None:
         """The worker that has the job is silent for longer than its lease: another puts the job back."""
         self.let_locks_lapse()
-        self.redis.delete(f"rq:execution:{claimed.job_id}:{claimed.execution.id}")
+        self.redis.delete(f"rq:execution:{claimed.job_id}:{claimed.execution_id}")
         self.redis.delete("tokenmill:maintenance")
         assert self.other.store.reclaim_abandoned([QUEUE], 10, 5) == []
 

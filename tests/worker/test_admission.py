@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
-from redis import Redis
-from rq.job import Job
-from rq.serializers import JSONSerializer
 
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.admission import Admission
 from worker.errors import NotAllowed
+from worker.store.claimed_job import ClaimedJob
 
 
 @pytest.mark.parametrize(
     ("name", "meant"), [("jobs.complte", "did you mean 'jobs.complete'?"), ("os.system", "run here")]
 )
 def test_a_misspelt_function_is_refused_with_the_nearest_one_that_may_run(name: str, meant: str) -> None:
-    job = Job.create(name, args=[], connection=Redis(), serializer=JSONSerializer)
+    payload = json.dumps([name, None, [], {}]).encode()
     with pytest.raises(NotAllowed) as refused:
-        Admission(ALLOWED_FUNCTIONS, ()).admit(job)
+        Admission(ALLOWED_FUNCTIONS, ()).admit(ClaimedJob("j", "e", "bulk", "w"), payload)
     assert str(refused.value).endswith(meant)

@@ -39,7 +39,7 @@ def claim(redis: Redis, *, model: str = "ours", token: str | None = None, **opti
 
 
 def ids(claimed: Claim) -> list[str]:
-    return [each.job.id for each in claimed.jobs]
+    return [each.job_id for each in claimed.jobs]
 
 
 def enqueue(bulk: Queue, job_id: str, model: str | None = None, kind: str | None = None) -> None:
@@ -91,7 +91,7 @@ def test_a_claim_sent_again_takes_no_more_and_leaves_the_order(redis: Redis, bul
     first = claim(redis, token=token, most=1)
     again = claim(redis, token=token, most=1)
     assert ids(first) == ids(again) == ["b"]
-    assert [each.execution.id for each in first.jobs] == [each.execution.id for each in again.jobs]
+    assert [each.execution_id for each in first.jobs] == [each.execution_id for each in again.jobs]
     assert bulk.job_ids == ["a", "c", "d"]
 
 

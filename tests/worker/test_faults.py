@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -16,6 +15,7 @@ from rq.job import Job, JobStatus
 from jobs.errors import DiskFull
 from tests.rq_workers import Workers, leftovers
 from worker.faults import WorkerFaults, is_fault
+from worker.store.claimed_job import ClaimedJob
 
 F = "tests.worker.functions."
 FAULTY = "tests.worker.faulty_worker.FaultyWorker"
@@ -98,21 +98,17 @@ def test_what_a_users_function_lacks_fails_its_job_as_in_rq(workers: Workers) ->
     assert workers.result(last).return_value == 3
 
 
-def claimed(job_id: str, function: str) -> Any:
-    return SimpleNamespace(job_id=job_id, job=SimpleNamespace(func_name=function))
-
-
 def test_faults_in_a_row_speak_against_the_worker_and_one_that_comes_again_against_the_job() -> None:
     faults = WorkerFaults()
-    shards = [claimed(f"shard {number}", "jobs.score_shard") for number in range(3)]
-    assert faults.met(shards[0], MemoryError()).counts
-    assert not faults.met(shards[0], MemoryError()).counts, "twice in a row: that may be this worker"
-    faults.passed(claimed("a prompt", "jobs.complete"))
+    shard, function = ClaimedJob("shard", "e", "bulk", "w"), "jobs.score_shard"
+    assert faults.met(shard, function, MemoryError()).counts
+    assert not faults.met(shard, function, MemoryError()).counts, "twice in a row: that may be this worker"
+    faults.passed("jobs.complete")
     assert faults.in_a_row == 2, "a prompt needs none of what a shard lacks"
-    faults.passed(shards[1])
+    faults.passed(function)
     assert faults.in_a_row == 0
-    assert faults.met(shards[0], MemoryError()).counts, "others end well here"
-    assert [fault.claimed for fault in faults.take()] == [shards[0]] * 3
+    assert faults.met(shard, function, MemoryError()).counts, "others end well here"
+    assert [fault.claimed for fault in faults.take()] == [shard] * 3
     assert faults.take() == []
 
 

@@ -6,6 +6,7 @@ import json
 import tracemalloc
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,8 +20,8 @@ from jobs.table import ALLOWED_FUNCTIONS
 from tests.rq_workers import Workers, leftovers, text_of
 from worker.admission import Admission
 from worker.errors import TooLarge
+from worker.store.bounds import check_containers
 from worker.store.claimed_job import ClaimedJob, Wanted
-from worker.store.held_job import check_containers
 from worker.store.job_store import JobStore
 
 MIB = 1 << 20
@@ -47,7 +48,7 @@ def claim(redis: Redis, most: int = 50) -> list[ClaimedJob]:
 
 
 def admit(claimed: ClaimedJob) -> Any:
-    return Admission(ALLOWED_FUNCTIONS, ()).admit(claimed.job)
+    return Admission(ALLOWED_FUNCTIONS, ()).admit(claimed, claimed.record.payload())
 
 
 def peak_mib(work: Any) -> float:
@@ -93,7 +94,7 @@ def test_seconds_that_are_none_are_named(redis: Redis, field: str) -> None:
 def test_an_id_that_is_too_long_says_what_to_do(redis: Redis) -> None:
     enqueue(redis, timeout="180")
     [claimed] = claim(redis)
-    claimed.job._id = "a" * 256
+    claimed = replace(claimed, job_id="a" * 256)
     with pytest.raises(TooLarge, match="256 characters, more than the limit of 255: enqueue it with"):
         admit(claimed)
 

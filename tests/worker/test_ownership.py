@@ -16,6 +16,7 @@ from rq.utils import now
 
 from tests.rq_workers import Workers, leftovers
 from worker.store.claimed_job import ClaimedJob, Wanted
+from worker.store.function_call import parse_call
 from worker.store.job_store import JobStore
 from worker.store.outcome import Outcome
 from worker.store.results import pack
@@ -153,7 +154,8 @@ def test_what_is_enqueued_again_runs_also_where_the_run_before_it_ends_first(
     assert again.job_ids == ["same"]
     assert redis.ttl(job.key) == -1
     new = store.claim([Wanted(queue, 10, uuid4().hex[:24], takes_suspects=True)], float("inf"))[0].jobs
-    assert [each.job.args for each in new] == [["new"]]
+    calls = [parse_call(each.record.payload(), 1 << 20) for each in new]
+    assert [call.args for call in calls] == [["new"]]
     assert store.finish([succeeded(new[0], "new")]) == ["done"]
     assert values(job) == ["new"]
     assert leftovers(redis, "bulk", "other") == []

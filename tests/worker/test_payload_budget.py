@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 from rq import Callback
 from rq.command import send_stop_job_command
 from rq.job import JobStatus
@@ -13,13 +10,14 @@ from rq.serializers import JSONSerializer
 from tests.rq_workers import Workers, text_of, wait_until, wait_until_started
 from worker.held_job import HeldJob
 from worker.payload_budget import PayloadBudget
+from worker.store.claimed_job import ClaimedJob
 
 MIB = 1 << 20
 
 
 def job(number: int, lane: int, num_bytes: int) -> HeldJob:
-    rq_job = SimpleNamespace(hash_bytes=0, payload_bytes=num_bytes)
-    return HeldJob(number, cast(Any, SimpleNamespace(job=rq_job)), lane)
+    claimed = ClaimedJob(str(number), "e", "bulk", "w")
+    return HeldJob(number, claimed, lane, payload_bytes=num_bytes)
 
 
 def numbers(budget: PayloadBudget) -> list[int]:

@@ -129,7 +129,6 @@ def test_counts_and_results_that_take_no_more_keep_no_job_from_its_end(redis: Re
     redis.hset("rq:worker:w", mapping={"successful_job_count": "many", "total_working_time": "inf"})
     redis.xadd(f"rq:results:{job.id}", {"a": "b"}, id="18446744073709551615-18446744073709551615")
     claimed = jobs.claim([Wanted("bulk", 1, "a" * 24, takes_suspects=True)], float("inf"))[0].jobs[0]
-    claimed.job.result_ttl = 500
     assert jobs.finish([Outcome(claimed, "finished", 1, now(), 1.5)]) == ["done"]
     assert redis.hmget("rq:worker:w", "successful_job_count", "total_working_time") == [b"1", b"1.5"]
     assert job.latest_result() is not None
@@ -164,7 +163,7 @@ def test_a_job_whose_record_was_lost_is_still_held_by_who_holds_it(redis: Redis,
     assert second.quarantine.check(["bulk"]) == 1
     assert first.renew([claimed]) == []
     assert redis.hlen("tokenmill:held:bulk") == 1
-    redis.delete("tokenmill:held:bulk", f"rq:execution:{job.id}:{claimed.execution.id}")
+    redis.delete("tokenmill:held:bulk", f"rq:execution:{job.id}:{claimed.execution_id}")
     assert first.release([claimed], "given_back", 5) == []
     assert claim(second) == [job.id]
     assert first.renew([claimed]) == [claimed]
@@ -193,7 +192,7 @@ def test_a_lock_that_does_not_end_is_nobodys(redis: Redis, key: str, ttl_s: int 
 def test_a_lease_that_does_not_end_is_nobodys(redis: Redis, bulk: Queue) -> None:
     jobs, job = JobStore(redis, "w", lease_s=30), bulk.enqueue("f")
     [claimed] = jobs.claim([Wanted("bulk", 1, "a" * 24, takes_suspects=True)], float("inf"))[0].jobs
-    key = f"rq:execution:{job.id}:{claimed.execution.id}"
+    key = f"rq:execution:{job.id}:{claimed.execution_id}"
     redis.delete(key)
     redis.set(key, "a stranger's")
     assert jobs.reclaim_abandoned(["bulk"], 1, 5) == []

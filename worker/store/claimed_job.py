@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from rq.executions import Execution
-
 from worker.errors import BadPayload, JobRefused
-from worker.store.held_job import HeldJob
+from worker.store.job_record import JobRecord
 
 CLAIM_BATCH = 200
 """Sequences' worth of jobs that one claim takes at most."""
@@ -19,16 +17,15 @@ Mode = Literal["given_back", "engine_died", "fault", "abandoned"]
 
 @dataclass(frozen=True)
 class ClaimedJob:
-    """A job this worker holds: what to do, and the one execution that may finish it.
+    """A job this worker holds: what to do, and the one execution that may finish it."""
 
-    job: its user's code gets this very object, as with RQ, and may leave anything in it.
-    """
-
-    job: HeldJob
-    execution: Execution
+    job_id: str
+    execution_id: str
     queue_name: str
+    worker_name: str
+    record: JobRecord = field(default_factory=JobRecord)
     damage: Exception | None = None
-    """What RQ's client raised when it read the job's hash; the job can only be failed."""
+    """What reading the job's hash raised; the job can only be failed."""
     has_ended: bool = False
     """Whether its end is written, and only its dependents may wait still."""
     deaths: int = 0
@@ -37,11 +34,6 @@ class ClaimedJob:
     """Id of the last job that its claim left in the queue before it, for want of a place."""
     kind: str = ""
     """FUNCTION or FILE for one that was found to be such and has no place on this worker."""
-
-    @property
-    def job_id(self) -> str:
-        """The job's id, whatever its code makes of that in its copy."""
-        return self.execution.job_id
 
     def check_hash(self) -> None:
         """Raise JobRefused where the job's hash could not be read."""
@@ -54,7 +46,7 @@ class ClaimedJob:
     @property
     def address(self) -> tuple[str, str, str]:
         """Queue, job id, execution id: how the scripts find it."""
-        return self.queue_name, self.job_id, self.execution.id
+        return self.queue_name, self.job_id, self.execution_id
 
 
 @dataclass(frozen=True)

@@ -27,17 +27,17 @@ class Dependents:
         Each is queued once: also when this is called again, and when two jobs that it waited for end at the
         same time, where RQ's own way queues it twice.
         """
-        job = claimed.job
-        ended_as: Any = self._client.hget(job.key, "ended_as")
+        ended_as: Any = self._client.hget(f"rq:job:{claimed.job_id}", "ended_as")
         if ended_as is None:  # closed already, by whoever took it over
             return
-        job.connection, job._status = self._client, JobStatus(ended_as.decode())
+        ended = Job(connection=self._client)
+        ended._id, ended._status = claimed.job_id, JobStatus(ended_as.decode())
         calls = []
-        for member in self._members(job):
+        for member in self._members(ended):
             dependent = self._fetch(member.decode()) if is_text(member) else None
-            if dependent is not None and self._may_run(dependent, job):
+            if dependent is not None and self._may_run(dependent, ended):
                 front = int(bool(dependent.enqueue_at_front))
-                ids = (dependent.origin, dependent.id, job.id)
+                ids = (dependent.origin, dependent.id, claimed.job_id)
                 now_iso, now_ts = utcformat(now()), repr(self._clock())
                 calls.append(("queue_dependent", (*ids, now_iso, front, now_ts)))
         if calls:

@@ -78,7 +78,7 @@ class EndCalls:
             return_value=outcome.wish,
             exc_string=outcome.value if failed else None,
             worker_name=self._worker_name,
-            execution_id=claimed.execution.id,
+            execution_id=claimed.execution_id,
             execution_started_at=outcome.started_at or outcome.ended_at,
             execution_ended_at=outcome.ended_at,
         )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rq.exceptions import DeserializationError
-from rq.job import Job
+from rq.serializers import JSONSerializer
 
 from worker.errors import BadPayload
+from worker.store.bounds import check_payload
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,12 @@ class FunctionCall:
     kwargs: dict[str, Any]
 
 
-def call_of(job: Job) -> FunctionCall:
-    """Read a job's payload. Raises BadPayload, or TooLarge."""
+def parse_call(payload: bytes, max_job_bytes: int) -> FunctionCall:
+    """Parse a payload's JSON. Raises BadPayload, or TooLarge before it is parsed."""
+    check_payload(payload, max_job_bytes)
     try:
-        name, instance, args, kwargs = job.func_name, job.instance, job.args, job.kwargs
-    except DeserializationError as error:
+        name, instance, args, kwargs = JSONSerializer.loads(payload)
+    except Exception as error:
         raise BadPayload(
             "the payload is not JSON: enqueue with the JSON serializer (rq enqueue -S json, or "
             'Queue(..., serializer="json")); other payloads are never loaded'

@@ -16,13 +16,13 @@ from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 
 from jobs.common.keys import held_key
+from worker.store.bounds import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, max_hash_bytes
 from worker.store.claimed_job import CLAIM_BATCH, Claim, ClaimedJob, LeftJob, Mode, Wanted, names_execution
 from worker.store.dependents import Dependents
 from worker.store.ends import EndCalls
-from worker.store.held_job import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, max_hash_bytes
 from worker.store.outcome import FinishReply, Outcome
 from worker.store.quarantine import NO_EXECUTION, Entry, Quarantine
-from worker.store.restore import Restorer
+from worker.store.restore import restore
 from worker.store.scripts import Scripts
 
 FAR_S = 10 * 365 * 86_400
@@ -58,12 +58,15 @@ class JobStore:
         bounds = {"max_hash_bytes": max_hash_bytes(max_job_bytes), "max_hash_fields": MAX_HASH_FIELDS}
         scripts = Scripts(client, worker_name, bounds)
         self._call_many = scripts.call_many
-        self._restore = Restorer(client, worker_name, max_job_bytes).restore
+        self._max_job_bytes = max_job_bytes
         self._ends = EndCalls(client, worker_name, records_failures, default_result_ttl_s, clock)
         self.dependents = Dependents(client, scripts, clock)
         self.quarantine = Quarantine(client, worker_name)
         self._unanswered: set[str] = set()
         self._answered: set[str] = set()
+
+    def _restore(self, queue_name: str, reply: Sequence[Any]) -> ClaimedJob:
+        return restore(queue_name, reply, self._worker_name, self._max_job_bytes)
 
     def _stamp(self) -> tuple[str, str]:
         return utcformat(now()), repr(self._clock())

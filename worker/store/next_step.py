@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from rq.defaults import DEFAULT_FAILURE_TTL, DEFAULT_RESULT_TTL
@@ -41,6 +41,11 @@ class Policy:
             repeats_left=job.repeats_left,
             repeat_intervals=job.repeat_intervals,
         )
+
+    def put_on(self, job: Job) -> None:
+        """Write it into a copy of the job, for the user's code to see and to change."""
+        for each in fields(self):
+            setattr(job, each.name, getattr(self, each.name))
 
     @property
     def has_retries(self) -> bool:

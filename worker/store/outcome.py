@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Literal
 
+from rq.job import Job
 from rq.job import Retry as RetryWish
 
 from worker.store.claimed_job import ClaimedJob
@@ -33,6 +34,8 @@ class Outcome:
     """Whether a failed job that has retries left takes one."""
     packed: bytes | None = None
     """The value's JSON, once it is to be written; None for a None, too."""
+    changed_policy: Policy | None = None
+    """Where the user's code had a copy of the job: what that says by now."""
 
     @property
     def num_bytes(self) -> int:
@@ -45,26 +48,33 @@ class Outcome:
         """The `Retry` that the job returned, where it did."""
         return self.value if isinstance(self.value, RetryWish) else None
 
+    @property
+    def policy(self) -> Policy:
+        """What the job says of running again and of being kept."""
+        return self.claimed.record.policy if self.changed_policy is None else self.changed_policy
+
     def next_step(self, default_result_ttl_s: int) -> Retry | Repeat | End:
         """What comes next for the job. default_result_ttl_s: see next_step.py."""
         return next_step(
-            Policy.of(self.claimed.job),
+            self.policy,
             is_finished=self.status == "finished",
             wish=self.wish,
             may_retry=self.retries,
             default_result_ttl_s=default_result_ttl_s,
         )
 
+    def as_left_by(self, job: Job | None) -> Outcome:
+        """The same with the policy that the user's code has left in its copy of the job, if it had one.
 
-def sound_outcome(outcome: Outcome) -> Outcome:
-    """The outcome, or that of a failed job where its code has left in its copy what no end can be written
-    with, such as a text for `result_ttl`: RQ's own worker fails such a job too."""
-    job = outcome.claimed.job
-    try:
-        Policy.of(job).check()
+        Raises where no end can be written with that, such as a text for `result_ttl`, or anything, since a
+        user's object may.
+        """
+        outcome = self if job is None else replace(self, changed_policy=Policy.of(job))
+        outcome.policy.check()
         outcome.next_step(0)
-    except Exception as error:  # noqa: BLE001  # a user's object may raise anything
-        job.result_ttl = job.failure_ttl = None
-        job.retries_left = job.repeats_left = None
-        return replace(outcome, status="failed", value=printable(error), retries=False, packed=None)
-    return outcome
+        return outcome
+
+    def unwritable(self, error: Exception) -> Outcome:
+        """That of a job which has failed with what `as_left_by` raised: RQ's own worker fails it too."""
+        text = printable(error)
+        return replace(self, status="failed", value=text, retries=False, packed=None, changed_policy=Policy())

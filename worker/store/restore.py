@@ -5,42 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from redis import Redis
-from rq.executions import Execution
-from rq.serializers import JSONSerializer
-
 from worker.errors import TooLarge
+from worker.store.bounds import MAX_HASH_FIELDS, max_hash_bytes
 from worker.store.claimed_job import ClaimedJob
-from worker.store.held_job import MAX_HASH_FIELDS, HeldJob, check_counts, max_hash_bytes
-from worker.store.next_step import Policy
+from worker.store.job_record import JobRecord, read_record
 
 
-class Restorer:
-    """Restores the jobs of one worker. max_job_bytes: of a payload, unpacked."""
+def restore(queue_name: str, reply: Sequence[Any], worker_name: str, max_job_bytes: int) -> ClaimedJob:
+    """reply: what open_execution.lua returns, in a claim with the job that was left before this one.
 
-    def __init__(self, client: Redis, worker_name: str, max_job_bytes: int) -> None:
-        self._client, self._worker_name, self._max_job_bytes = client, worker_name, max_job_bytes
-
-    def restore(self, queue_name: str, reply: Sequence[Any]) -> ClaimedJob:
-        """reply: what open_execution.lua returns, in a claim with the job that was left before this one."""
-        job_id, execution_id = reply[0].decode(), reply[1].decode()
-        fields = reply[2]
-        job = HeldJob(connection=self._client)
-        job.serializer = JSONSerializer  # given to the constructor it would be inspected, once for each job
-        job.max_bytes = self._max_job_bytes
-        job._id = job_id  # unchecked: an id that RQ's client would refuse is still a job to end
-        damage, deaths = None, 0
-        try:
-            values = _values(fields, self._max_job_bytes)
-            deaths = int(values.get(b"worker_deaths", 0))
-            job.restore(values)
-            check_counts(values)
-            Policy.of(job).check()
-        except Exception as error:  # noqa: BLE001  # a hash may hold anything; it must not stop the others
-            damage = error
-        execution = Execution(execution_id, job_id, self._client, worker_name=self._worker_name)
-        left_before = reply[3].decode() if len(reply) > 3 else ""
-        return ClaimedJob(job, execution, queue_name, damage, deaths=deaths, left_before=left_before)
+    max_job_bytes: of the payload, unpacked.
+    """
+    job_id, execution_id, fields = reply[0].decode(), reply[1].decode(), reply[2]
+    left_before = reply[3].decode() if len(reply) > 3 else ""
+    record, deaths = JobRecord(), 0
+    damage: Exception | None = None
+    try:
+        values = _values(fields, max_job_bytes)
+        deaths = int(values.get(b"worker_deaths", 0))
+    except Exception as error:  # noqa: BLE001  # a hash may hold anything; it must not stop the others
+        damage = error
+    else:
+        record, damage = read_record(job_id, values, max_job_bytes)
+    return ClaimedJob(
+        job_id, execution_id, queue_name, worker_name, record, damage, deaths=deaths, left_before=left_before
+    )
 
 
 def _values(fields: Any, max_job_bytes: int) -> dict[bytes, bytes]:

@@ -9,7 +9,7 @@ from redis import Redis
 from rq.job import Job, JobStatus, _job_stack
 from rq.utils import import_attribute
 
-from worker.store.next_step import Policy
+from worker.store.job_record import JobRecord
 from worker.store.outcome import Outcome
 from worker.store.results import Raised, printable
 from worker.store.timeouts import ThreadDeathPenalty
@@ -24,27 +24,27 @@ class Callbacks:
     def __init__(
         self, exception_handlers: Sequence[Callable[..., Any]], client: Redis, user_client: Redis
     ) -> None:
-        self._exception_handlers, self._client, self._user_client = exception_handlers, client, user_client
+        self._exception_handlers, self._client = exception_handlers, client
+        self.user_client = user_client
 
-    def may_see(self, job: Job) -> bool:
+    def may_see(self, record: JobRecord) -> bool:
         """Whether user code gets the job, however it ends."""
-        return bool(callback_names(job) or self._exception_handlers)
+        return bool(record.callbacks or self._exception_handlers)
 
     def has_callback(self, outcome: Outcome) -> bool:
         """Whether user code is to be called when the job ends like this."""
-        job = outcome.claimed.job
+        callbacks = outcome.claimed.record.callbacks
         if outcome.wish is not None:
             return False
         if outcome.status == "finished":
-            return bool(job._success_callback_name)
+            return "success callback" in callbacks
         if outcome.status == "stopped":
-            return bool(job._stopped_callback_name)
-        return bool(job._failure_callback_name or self._exception_handlers)
+            return "stopped callback" in callbacks
+        return bool("failure callback" in callbacks or self._exception_handlers)
 
-    def call_back(self, outcome: Outcome, exc_info: Any) -> None:
+    def call_back(self, outcome: Outcome, job: Job, exc_info: Any) -> None:
         """Call the user's code for this end; raises what it raises. exc_info: as of sys.exc_info()."""
-        job = outcome.claimed.job
-        job.connection = self._user_client
+        job.connection = self.user_client
         job.ended_at = outcome.ended_at
         if outcome.status == "finished":
             job._status, job._result = JobStatus.FINISHED, outcome.value
@@ -69,16 +69,15 @@ class Callbacks:
         if failure is not None:
             raise failure
 
-    def send_webhooks(self, outcome: Outcome) -> None:
+    def send_webhooks(self, outcome: Outcome, job: Job) -> None:
         """Tell the hosts that the job has ended; RQ logs what goes wrong there."""
-        job = outcome.claimed.job
         job.connection, job.ended_at = self._client, outcome.ended_at
         if outcome.wish is not None:
-            if not Policy.of(job).grants(outcome.wish):
+            if not outcome.policy.grants(outcome.wish):
                 job.send_webhooks(JobStatus.FAILED, exc_string="")
         elif outcome.status == "finished":
             job.send_webhooks(JobStatus.FINISHED)
-        elif outcome.status == "failed" and not (outcome.retries and job.should_retry):
+        elif outcome.status == "failed" and not (outcome.retries and outcome.policy.has_retries):
             job.send_webhooks(JobStatus.FAILED, exc_string=outcome.value)
 
 
@@ -100,25 +99,3 @@ def perform(job: Job) -> Any:
         return Raised(error, printable(error))
     finally:
         _job_stack.pop()
-
-
-def callback_names(job: Job) -> list[tuple[str, str]]:
-    """(role, dotted name) of each callback a job carries."""
-    named = (
-        ("success callback", job._success_callback_name),
-        ("failure callback", job._failure_callback_name),
-        ("stopped callback", job._stopped_callback_name),
-    )
-    return [(role, name) for role, name in named if name]
-
-
-def strip_hooks(job: Job) -> None:
-    """Take callbacks, webhooks and retries from a job that is refused, so that none of them runs."""
-    strip_callbacks(job)
-    job.webhooks = []
-    job.retries_left = None
-
-
-def strip_callbacks(job: Job) -> None:
-    """Take a job's callbacks from it, so that none of them runs."""
-    job._success_callback_name = job._failure_callback_name = job._stopped_callback_name = None

@@ -1,0 +1,104 @@
+"""How much a job's hash may hold: it may have been made to break its reader."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from jobs.common.stored import unpacked
+from worker.errors import TooLarge
+
+DEFAULT_MAX_JOB_BYTES = 4 << 20
+DEFAULT_MAX_HELD_BYTES = 64 << 20
+"""Of the jobs of one lane, see payload_budget.py."""
+
+MAX_HASH_FIELDS = 1000
+"""RQ writes about 40, and user code may keep some of its own there."""
+
+BYTES_PER_CONTAINER = 40
+"""A payload may hold one list or object for so many of the bytes that it may have. Parsed, the smallest ones
+take 27 times their text in memory, and ten times as long as other values."""
+
+_MAX_FIELD_BYTES = 1 << 20
+"""Of a field beside the payload that is JSON: `meta`, and what says how a job ends."""
+
+_JSON_FIELDS = ("meta", "webhooks", "dependency_ids", "retry_intervals", "repeat_intervals")
+_COUNTS = ("retries_left", "number_of_retries", "repeats_left", "worker_deaths")
+_COUNT = re.compile(rb"-?(0|[1-9][0-9]{0,17})")
+_MAX_COUNT = 2**53
+"""Scripts add to these fields, and Redis refuses a sum it cannot write, also in the middle of a script."""
+
+_WHOLE_NUMBERS = ("timeout", "result_ttl", "failure_ttl", "ttl")
+"""Seconds, which RQ's producers write as whole numbers; for others its reader raises what names no field."""
+
+
+def max_hash_bytes(max_job_bytes: int) -> int:
+    """The memory that a job's hash may take in Redis: the payload, the description, which repeats it, and
+    the other fields."""
+    return 2 * max_job_bytes + _MAX_FIELD_BYTES
+
+
+def unpack(packed: bytes, most: int) -> bytes:
+    """Unpack a payload as RQ does. Raises TooLarge beyond `most` bytes, without unpacking more."""
+    text = unpacked(packed, most)
+    if text is None:
+        raise TooLarge(
+            f"the payload has more than the limit of {most} bytes: split the job, score a Parquet file, "
+            "or raise TOKENMILL_MAX_JOB_BYTES"
+        )
+    return text
+
+
+def check_containers(what: str, text: bytes, most: int) -> None:
+    """Raise TooLarge for JSON of more than `most` lists and objects, before it is parsed."""
+    if text.count(b"[") + text.count(b"{") <= most:
+        return
+    # Those in strings are none. Without escapes, quotes alternate between begin and end; two of them next to
+    # each other can go, whatever they are.
+    marks = text.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_MARKS).replace(b'""', b"")
+    found = sum(map(len, marks.split(b'"')[::2]))
+    if found > most:
+        raise TooLarge(
+            f"the {what} holds {found} lists and objects, more than the limit of {most}: split the job, "
+            "score a Parquet file, or raise TOKENMILL_MAX_JOB_BYTES"
+        )
+
+
+def check_payload(text: bytes, max_job_bytes: int) -> None:
+    """Raise TooLarge for a payload of too many lists and objects, before it is parsed."""
+    check_containers("payload", text, max_job_bytes // BYTES_PER_CONTAINER)
+
+
+_NO_MARKS = bytes(set(range(256)) - set(b'"[{'))
+
+
+def check_json_fields(values: Mapping[bytes, bytes]) -> None:
+    """Raise TooLarge for a field beside the payload that is JSON and beyond its bounds."""
+    for name in _JSON_FIELDS:
+        _check_field(name, values.get(name.encode(), b""))
+
+
+def _check_field(name: str, text: bytes) -> None:
+    if len(text) > _MAX_FIELD_BYTES:
+        raise TooLarge(
+            f"the job's {name} has {len(text)} bytes, more than the limit of {_MAX_FIELD_BYTES}: shorten it"
+        )
+    check_containers(name, text, _MAX_FIELD_BYTES // BYTES_PER_CONTAINER)
+
+
+def check_seconds(values: Mapping[bytes, bytes]) -> None:
+    """Raise ValueError for seconds that are no whole number; an empty field is none."""
+    for name in _WHOLE_NUMBERS:
+        if text := values.get(name.encode()):
+            try:
+                int(text)
+            except ValueError:
+                raise ValueError(f"{name} is {text[:40]!r}, expected whole seconds") from None
+
+
+def check_counts(values: Mapping[bytes, bytes]) -> None:
+    """Raise ValueError for a count that a script would stumble over when the job ends."""
+    for name in _COUNTS:
+        text = values.get(name.encode())
+        if text and not (_COUNT.fullmatch(text) and abs(int(text)) <= _MAX_COUNT):
+            raise ValueError(f"{name} is {text[:40]!r}, expected a whole number up to {_MAX_COUNT}")
