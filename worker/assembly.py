@@ -16,20 +16,20 @@ from jobs.context.shard_bytes import ShardBytes
 from jobs.stock_worker import check_sampling
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.admission import Admission
-from worker.claimer import Claimer
-from worker.engine_like import EngineLike
-from worker.engine_loop import EngineLoop
-from worker.functions import FunctionPool
-from worker.interrupts import shield_imports
-from worker.io_loop import IoLoop
+from worker.engine_thread.engine_like import EngineLike
+from worker.engine_thread.engine_loop import EngineLoop
+from worker.engine_thread.orders import Order
+from worker.io_thread.claimer import Claimer
+from worker.io_thread.io_loop import IoLoop
+from worker.io_thread.job_runner import JobRunner
+from worker.io_thread.limits import Limits
+from worker.io_thread.packing import Packer
+from worker.io_thread.payload_budget import PayloadBudget
+from worker.io_thread.releaser import Releaser
+from worker.io_thread.reporter import Reporter
+from worker.io_thread.task_files import MAX_OPENING
+from worker.io_thread.upkeep import Upkeep
 from worker.job_environment import JobEnvironment
-from worker.job_runner import JobRunner
-from worker.limits import Limits
-from worker.orders import Order
-from worker.packing import Packer
-from worker.payload_budget import PayloadBudget
-from worker.releaser import Releaser
-from worker.reporter import Reporter
 from worker.settings import WorkerSettings
 from worker.store.client import own_client
 from worker.store.job_store import JobStore
@@ -37,8 +37,8 @@ from worker.store.registries import Registries
 from worker.store.stock_jobs import StockJobs
 from worker.store.user_code import Callbacks
 from worker.store.worker_record import WorkerRecord
-from worker.task_files import MAX_OPENING
-from worker.upkeep import Upkeep
+from worker.threads.functions import FunctionPool
+from worker.threads.interrupts import shield_imports
 
 REDIS_TIMEOUT_S = 10.0
 LEASE_MARGIN_S = 45

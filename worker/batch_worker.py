@@ -27,7 +27,7 @@ from jobs.context.served_model import model_text
 from worker.errors import EngineFailed, ForeignJobsPackage, IoThreadFailed, StartupError
 from worker.import_path import leave_out_working_directory
 from worker.imports import load_functions, load_parts
-from worker.io_events import Shutdown, StopJob
+from worker.io_thread.io_events import Shutdown, StopJob
 from worker.plain_log import keep_plain
 from worker.process_memory import share_freed_memory
 from worker.store.client import MIN_REDIS_VERSION
@@ -36,8 +36,8 @@ from worker.store.rq_command import called_by_rq_command
 from worker.store.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from worker.engine_like import EngineLike
-    from worker.io_loop import IoLoop
+    from worker.engine_thread.engine_like import EngineLike
+    from worker.io_thread.io_loop import IoLoop
     from worker.settings import WorkerSettings
 
 

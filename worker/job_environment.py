@@ -14,8 +14,8 @@ from jobs.context.answer_memo import AnswerMemo
 from jobs.context.served_model import ServedModel
 from jobs.context.shard_bytes import ShardBytes
 from jobs.context.shared_files import SharedFiles
-from worker.interrupts import check_interrupted
 from worker.store.claimed_job import ClaimedJob
+from worker.threads.interrupts import check_interrupted
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from ops.bench.table import print_table
 from tests.redis_server import running_redis_server
 from worker import BatchWorker
 from worker.assembly import assemble
-from worker.io_events import Shutdown
+from worker.io_thread.io_events import Shutdown
 from worker.settings import WorkerSettings
 
 MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"  # for its tokenizer; no weight is read

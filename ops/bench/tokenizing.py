@@ -25,8 +25,8 @@ from engine.checkpoint.model_config import ModelConfig
 from ops.bench.host_time import BLOCK_SIZE, MODEL, NullRunner
 from ops.bench.report import print_machine
 from ops.bench.table import print_table
-from worker.engine_loop import EngineLoop
-from worker.orders import Add, Halt, Stepped
+from worker.engine_thread.engine_loop import EngineLoop
+from worker.engine_thread.orders import Add, Halt, Stepped
 
 HIGH, BULK = 0, 1
 PAUSE_S = 0.02

@@ -5,7 +5,7 @@ from __future__ import annotations
 import engine.run.model_runner
 from engine.sampling.sampling_batch import SamplingBatch
 from worker.batch_worker import BatchWorker
-from worker.engine_like import EngineLike
+from worker.engine_thread.engine_like import EngineLike
 from worker.settings import WorkerSettings
 
 POISON = 666

@@ -28,7 +28,7 @@ from jobs.runs.state import RunState
 from tests.faults import clock
 from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
 from worker import BatchWorker
-from worker.job_runner import JobRunner
+from worker.io_thread.job_runner import JobRunner
 from worker.store.dependents import Dependents
 from worker.store.job_store import JobStore
 from worker.store.user_code import Callbacks

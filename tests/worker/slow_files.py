@@ -81,7 +81,7 @@ class ImpatientWorker(FakeEngineWorker):
     """FakeEngineWorker that leaves a job on its last life to itself for a moment only."""
 
     def load_engine(self, settings: WorkerSettings) -> FakeEngine:
-        from worker import claimer
+        from worker.io_thread import claimer
 
         claimer.ISOLATION_S = 0.2
         return super().load_engine(settings)
@@ -117,5 +117,5 @@ class SignalledWhileImporting(FakeEngineWorker):
 
 class _Signaller(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
-        if fullname == "worker.packing":  # what worker.io_loop imports
+        if fullname == "worker.io_thread.packing":  # what worker.io_thread.io_loop imports
             os.kill(os.getpid(), signal.SIGTERM)

@@ -20,16 +20,16 @@ from jobs.context.served_model import ServedModel
 from tests.rq_workers import Workers, leftovers, wait_until, wait_until_started
 from tests.worker.fake_engine import FakeEngine
 from worker.admission import Admission
-from worker.engine_loop import EngineLoop
-from worker.functions import FunctionPool
+from worker.engine_thread.engine_loop import EngineLoop
+from worker.engine_thread.orders import Stepped
+from worker.io_thread.job_runner import JobRunner
+from worker.io_thread.packing import Packer
+from worker.io_thread.payload_budget import PayloadBudget
 from worker.job_environment import JobEnvironment
-from worker.job_runner import JobRunner
-from worker.orders import Stepped
-from worker.packing import Packer
-from worker.payload_budget import PayloadBudget
 from worker.store.claimed_job import Wanted
 from worker.store.job_store import JobStore
 from worker.store.user_code import Callbacks
+from worker.threads.functions import FunctionPool
 
 F = "tests.worker.functions."
 ALLOWED = {"jobs.complete", F + "add", F + "own_state", F + "on_success_state"}

@@ -14,11 +14,11 @@ from rq.job import JobStatus
 from engine import Completion, EngineClosed, InvalidPrompt, SamplingParams
 from tests.rq_workers import Workers, text_of
 from tests.worker.fake_engine import FakeEngine
-from worker import intake
-from worker.engine_loop import EngineLoop
-from worker.intake import LONG, OVERHEAD, SHORT, TURN
-from worker.orders import Abort, Add, EngineDied, Halt, Stepped
-from worker.preparer import MAX_OVERTAKES, Preparer
+from worker.engine_thread import intake
+from worker.engine_thread.engine_loop import EngineLoop
+from worker.engine_thread.intake import LONG, OVERHEAD, SHORT, TURN
+from worker.engine_thread.orders import Abort, Add, EngineDied, Halt, Stepped
+from worker.engine_thread.preparer import MAX_OVERTAKES, Preparer
 
 HIGH, BULK = 0, 1
 MEDIUM_CHARS, LONG_CHARS = SHORT + 1, LONG + 1

@@ -15,9 +15,9 @@ import pytest
 from rq.timeouts import JobTimeoutException
 
 from tests.rq_workers import wait_until
-from worker.functions import Call, FunctionPool, JobStopped
-from worker.interrupts import check_interrupted, shield_imports
 from worker.store.timeouts import ThreadDeathPenalty
+from worker.threads.functions import Call, FunctionPool, JobStopped
+from worker.threads.interrupts import check_interrupted, shield_imports
 
 SLOW = """
 import import_gate

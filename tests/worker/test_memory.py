@@ -10,7 +10,7 @@ import weakref
 import pytest
 
 from tests.rq_workers import Workers
-from worker.functions import FunctionPool
+from worker.threads.functions import FunctionPool
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jobs.context.shard_bytes import NoRoomYet
-from worker.held_job import HeldJob
-from worker.pool_calls import PoolCalls
+from worker.io_thread.held_job import HeldJob
+from worker.io_thread.pool_calls import PoolCalls
 
 
 class Pool:

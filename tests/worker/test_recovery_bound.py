@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from worker.assembly import LEASE_MARGIN_S
-from worker.claimer import POLL_S
-from worker.limits import Limits
+from worker.io_thread.claimer import POLL_S
+from worker.io_thread.limits import Limits
 
 PROMISED_S = 60
 

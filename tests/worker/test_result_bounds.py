@@ -20,8 +20,8 @@ from rq.job import JobStatus
 
 from jobs.errors import ResultTooLarge
 from tests.rq_workers import Workers, leftovers, text_of, wait_until
-from worker.end_writer import EndWriter
-from worker.held_job import HeldJob
+from worker.io_thread.end_writer import EndWriter
+from worker.io_thread.held_job import HeldJob
 from worker.store.outcome import Outcome
 from worker.store.results import pack
 

@@ -25,11 +25,11 @@ from jobs.tasks import Completion, OpenTask, Request, Task
 from tests.jobs.answering import score_parquet
 from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until
 from worker.errors import FileTimeout
-from worker.held_job import HeldJob
-from worker.interrupts import check_interrupted
-from worker.packing import Packer
-from worker.pool_calls import PoolCalls
-from worker.task_files import MAX_OPENING, SLOW_S, THREADS, TaskFiles
+from worker.io_thread.held_job import HeldJob
+from worker.io_thread.packing import Packer
+from worker.io_thread.pool_calls import PoolCalls
+from worker.io_thread.task_files import MAX_OPENING, SLOW_S, THREADS, TaskFiles
+from worker.threads.interrupts import check_interrupted
 
 LIMIT_S, GRACE_S = 60.0, 5.0
 WORKER = "tests.worker.slow_files.HangingFilesWorker"

@@ -21,8 +21,8 @@ from engine.run.runner import PoolSize
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.step_batch import StepBatch
 from tests.e2e.conftest import MODEL
-from worker.engine_loop import EngineLoop
-from worker.orders import Add, Stepped
+from worker.engine_thread.engine_loop import EngineLoop
+from worker.engine_thread.orders import Add, Stepped
 
 HIGH, BULK = 0, 1
 SLOTS, BLOCK_SIZE, MAX_MODEL_LEN = 16, 16, 256

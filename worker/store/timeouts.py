@@ -7,7 +7,7 @@ from typing import Any
 
 from rq.timeouts import JobTimeoutException, TimerDeathPenalty
 
-from worker.interrupts import current_work
+from worker.threads.interrupts import current_work
 
 __all__ = ["JobTimeoutException", "ThreadDeathPenalty", "timeout_error"]
 

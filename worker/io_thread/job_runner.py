@@ -16,20 +16,21 @@ from jobs.table import ALLOWED_FUNCTIONS as OWN_NAMES
 from jobs.table import task_of
 from jobs.tasks import OpenTask, Task
 from worker.admission import Admission
-from worker.beginnings import Beginnings
+from worker.engine_thread.orders import Order
 from worker.errors import JobRefused, JobSetAside
-from worker.faults import WorkerFault, WorkerFaults, is_fault
-from worker.function_runner import FunctionRunner
-from worker.functions import FunctionPool, JobStopped
-from worker.held_job import HeldJob
-from worker.held_jobs import HeldJobs, JobCounts
-from worker.job_ends import JobEnds
+from worker.io_thread.beginnings import Beginnings
+from worker.io_thread.faults import WorkerFault, WorkerFaults, is_fault
+from worker.io_thread.function_runner import FunctionRunner
+from worker.io_thread.held_job import HeldJob
+from worker.io_thread.held_jobs import HeldJobs, JobCounts
+from worker.io_thread.job_ends import JobEnds
+from worker.io_thread.packing import Packer
+from worker.io_thread.payload_budget import PayloadBudget
+from worker.io_thread.pool_calls import PoolCalls, Then
+from worker.io_thread.pool_threads import PoolThreads
+from worker.io_thread.streams import Streams
+from worker.io_thread.task_files import TaskFiles
 from worker.job_environment import JobEnvironment
-from worker.orders import Order
-from worker.packing import Packer
-from worker.payload_budget import PayloadBudget
-from worker.pool_calls import PoolCalls, Then
-from worker.pool_threads import PoolThreads
 from worker.store.claimed_job import ClaimedJob
 from worker.store.function_call import FunctionCall
 from worker.store.job_store import JobStore
@@ -37,8 +38,7 @@ from worker.store.outcome import Outcome
 from worker.store.results import Raised
 from worker.store.timeouts import timeout_error
 from worker.store.user_code import Callbacks
-from worker.streams import Streams
-from worker.task_files import TaskFiles
+from worker.threads.functions import FunctionPool, JobStopped
 
 
 class JobRunner:

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 from queue import SimpleQueue
 
 from engine import Completion
-from worker.beginnings import Beginnings
-from worker.held_job import HeldJob
-from worker.held_jobs import HeldJobs
-from worker.orders import Abort, Add, Order
-from worker.packing import Packer
+from worker.engine_thread.orders import Abort, Add, Order
+from worker.io_thread.beginnings import Beginnings
+from worker.io_thread.held_job import HeldJob
+from worker.io_thread.held_jobs import HeldJobs
+from worker.io_thread.packing import Packer
 
 
 class Streams:

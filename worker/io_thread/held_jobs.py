@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from worker.held_job import HeldJob
+from worker.io_thread.held_job import HeldJob
 from worker.store.claimed_job import ClaimedJob
 
 

@@ -12,10 +12,10 @@ from redis import Redis
 
 from engine import Completion
 from jobs.tasks import OpenTask, Request
-from worker.functions import Call
 from worker.store.claimed_job import ClaimedJob
 from worker.store.job_record import JobRecord
 from worker.store.stored_job import StoredJob, job_of
+from worker.threads.functions import Call
 
 
 class JobState(enum.Enum):

@@ -11,7 +11,7 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
-from worker.interrupts import Interruptible
+from worker.threads.interrupts import Interruptible
 
 
 class JobStopped(Exception):

@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from jobs.errors import fault_line
 from worker.errors import EndNotTaken
-from worker.held_job import HeldJob
+from worker.io_thread.held_job import HeldJob
 from worker.store.client import OUTAGES
 from worker.store.job_store import JobStore
 from worker.store.outcome import FinishReply, Outcome

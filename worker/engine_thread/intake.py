@@ -13,9 +13,9 @@ from itertools import count
 from typing import Any
 
 from engine import Completion, EngineError, InvalidRequest, SamplingParams
-from worker.engine_like import EngineLike
-from worker.orders import Add
-from worker.preparer import Preparer
+from worker.engine_thread.engine_like import EngineLike
+from worker.engine_thread.orders import Add
+from worker.engine_thread.preparer import Preparer
 
 SHORT = 2_048
 """Characters, or token ids, up to which tokenizing takes little more than handing a prompt to a thread."""

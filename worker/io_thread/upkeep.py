@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from worker.functions import FunctionPool
+from worker.io_thread.timer import Timer
 from worker.store.registries import Registries
-from worker.timer import Timer
+from worker.threads.functions import FunctionPool
 
 _SCHEDULER_PERIOD_S = 5.0
 _RATE_LIMITS_PERIOD_S = 10.0

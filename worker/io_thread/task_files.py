@@ -10,10 +10,10 @@ from typing import Any
 from jobs.context import JobContext
 from jobs.tasks import OpenTask, Task
 from worker.errors import file_timeout
-from worker.file_pool import FilePool, seconds_of_silence, seconds_since_begin
-from worker.held_job import HeldJob
-from worker.packing import Packer
-from worker.pool_calls import PoolCalls, Then
+from worker.io_thread.held_job import HeldJob
+from worker.io_thread.packing import Packer
+from worker.io_thread.pool_calls import PoolCalls, Then
+from worker.threads.file_pool import FilePool, seconds_of_silence, seconds_since_begin
 
 THREADS = 2
 """That open files, and that write and close them, while none is slow."""

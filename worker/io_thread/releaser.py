@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from worker.faults import WorkerFault
-from worker.job_runner import JobRunner
+from worker.io_thread.faults import WorkerFault
+from worker.io_thread.job_runner import JobRunner
 from worker.store.claimed_job import ClaimedJob, Mode
 from worker.store.job_store import JobStore
 

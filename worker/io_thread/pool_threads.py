@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from worker.functions import FunctionPool
-from worker.task_files import TaskFiles
+from worker.io_thread.task_files import TaskFiles
+from worker.threads.functions import FunctionPool
 
 _FUNCTIONS_LEAVE_S = 1.0
 """How long a worker that leaves waits for functions and callbacks to end that it has interrupted."""

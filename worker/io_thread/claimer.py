@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable, Sequence
 from uuid import uuid4
 
-from worker.job_runner import JobRunner
-from worker.limits import Limits
-from worker.packing import Packer
-from worker.payload_budget import PayloadBudget
-from worker.releaser import Releaser
+from worker.io_thread.job_runner import JobRunner
+from worker.io_thread.limits import Limits
+from worker.io_thread.packing import Packer
+from worker.io_thread.payload_budget import PayloadBudget
+from worker.io_thread.releaser import Releaser
+from worker.io_thread.timer import Timer
 from worker.store.claimed_job import Wanted
 from worker.store.job_store import JobStore
 from worker.store.registries import Registries
-from worker.timer import Timer
 
 POLL_S = 0.05
 ISOLATION_S = 10.0

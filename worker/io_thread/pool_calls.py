@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from jobs.context.shard_bytes import NoRoomYet
-from worker.faults import is_fault
-from worker.functions import FunctionPool
-from worker.held_job import HeldJob
+from worker.io_thread.faults import is_fault
+from worker.io_thread.held_job import HeldJob
 from worker.store.client import OUTAGES
+from worker.threads.functions import FunctionPool
 
 Then = Callable[[HeldJob, Any, BaseException | None], None]
 """Takes the value that a call came back with, or what it raised."""

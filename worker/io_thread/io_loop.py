@@ -12,23 +12,23 @@ from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
 
-from worker.claimer import POLL_S, Claimer
+from worker.engine_thread.orders import EngineDied, Halt, Order, Stepped
 from worker.errors import FaultySurroundings, TooManyStuckThreads, WorkerError
-from worker.faults import MAX_IN_A_ROW, PAUSE_S, WorkerFault
-from worker.io_events import Shutdown, StopJob
-from worker.job_runner import JobRunner
-from worker.limits import Limits
-from worker.orders import EngineDied, Halt, Order, Stepped
-from worker.payload_budget import PayloadBudget
-from worker.releaser import Releaser
-from worker.reporter import Reporter
+from worker.io_thread.claimer import POLL_S, Claimer
+from worker.io_thread.faults import MAX_IN_A_ROW, PAUSE_S, WorkerFault
+from worker.io_thread.io_events import Shutdown, StopJob
+from worker.io_thread.job_runner import JobRunner
+from worker.io_thread.limits import Limits
+from worker.io_thread.payload_budget import PayloadBudget
+from worker.io_thread.releaser import Releaser
+from worker.io_thread.reporter import Reporter
+from worker.io_thread.timer import Timer
+from worker.io_thread.upkeep import Upkeep
 from worker.store.claimed_job import Mode
 from worker.store.client import OUTAGES
 from worker.store.job_store import JobStore
 from worker.store.scripts import is_wrong_type
 from worker.store.stock_jobs import StockJobs
-from worker.timer import Timer
-from worker.upkeep import Upkeep
 
 PROGRESS_PERIOD_S = 0.5
 DEADLINE_PERIOD_S = 0.25

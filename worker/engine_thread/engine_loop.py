@@ -9,9 +9,9 @@ from dataclasses import asdict
 from queue import Empty, SimpleQueue
 
 from engine import Completion
-from worker.engine_like import EngineLike
-from worker.intake import Intake
-from worker.orders import Abort, Add, EngineDied, Halt, Look, Order, Stepped
+from worker.engine_thread.engine_like import EngineLike
+from worker.engine_thread.intake import Intake
+from worker.engine_thread.orders import Abort, Add, EngineDied, Halt, Look, Order, Stepped
 
 STATS_PERIOD_S = 1.0
 SWITCH_INTERVAL_S = 0.0002

@@ -9,14 +9,14 @@ from typing import Any
 from redis import Redis
 
 from jobs.table import own_function
-from worker.beginnings import Beginnings
-from worker.functions import FunctionPool
-from worker.held_job import HeldJob
+from worker.io_thread.beginnings import Beginnings
+from worker.io_thread.held_job import HeldJob
+from worker.io_thread.packing import Packer
+from worker.io_thread.pool_calls import PoolCalls, Then
 from worker.job_environment import JobEnvironment
-from worker.packing import Packer
-from worker.pool_calls import PoolCalls, Then
 from worker.store.function_call import FunctionCall
 from worker.store.user_code import perform
+from worker.threads.functions import FunctionPool
 
 
 class FunctionRunner:

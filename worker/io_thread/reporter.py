@@ -6,9 +6,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from worker.job_runner import JobRunner
+from worker.io_thread.job_runner import JobRunner
+from worker.io_thread.timer import Timer
 from worker.store.worker_record import WorkerRecord
-from worker.timer import Timer
 
 RECORD_PERIOD_S = 2.0
 LOG_PERIOD_S = 10.0

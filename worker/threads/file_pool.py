@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from worker.functions import Call, FunctionPool
+from worker.threads.functions import Call, FunctionPool
 
 
 class FilePool(FunctionPool):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
-from worker.held_job import HeldJob
+from worker.io_thread.held_job import HeldJob
 from worker.store.claimed_job import ClaimedJob
 from worker.store.job_store import JobStore
 
