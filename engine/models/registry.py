@@ -1,4 +1,4 @@
-"""Which class serves which architecture."""
+"""Which architectures are served, and with which flags of the decoder."""
 
 from __future__ import annotations
 
