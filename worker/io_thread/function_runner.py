@@ -71,8 +71,3 @@ class FunctionRunner:
         """Give its thread to others, where the function was not handed over yet."""
         if self._beginnings.forget(job):
             self._packer.function_ended(job)
-
-    @property
-    def num_stuck(self) -> int:
-        """Threads that were given up and have not ended."""
-        return self._pool.num_stuck

@@ -131,7 +131,7 @@ class JobEnds:
         outcome = Outcome(
             job.claimed, status, value, datetime.now(UTC), working_s, job.began_at, retries=retries
         )
-        if self._callbacks.has_callback(outcome):
+        if self._callbacks.has_callback(outcome, job.user_job):
             self._call_back(job, outcome, error)
         elif status != "finished" or (job.is_ours and is_small(value)):
             try:

@@ -9,7 +9,7 @@ from redis import Redis
 from rq.job import Job, JobStatus, _job_stack
 from rq.utils import import_attribute
 
-from worker.store.job_record import JobRecord
+from worker.store.job_record import CALLBACKS, JobRecord
 from worker.store.outcome import Outcome
 from worker.store.results import Raised, printable
 from worker.store.timeouts import ThreadDeathPenalty
@@ -31,9 +31,9 @@ class Callbacks:
         """Whether user code gets the job, however it ends."""
         return bool(record.callbacks or self._exception_handlers)
 
-    def has_callback(self, outcome: Outcome) -> bool:
-        """Whether user code is to be called when the job ends like this."""
-        callbacks = outcome.claimed.record.callbacks
+    def has_callback(self, outcome: Outcome, job: Job | None) -> bool:
+        """Whether user code is called when the job ends like this. job: its code's copy, if it had one."""
+        callbacks = outcome.claimed.record.callbacks if job is None else _callbacks_of(job)
         if outcome.wish is not None:
             return False
         if outcome.status == "finished":
@@ -79,6 +79,12 @@ class Callbacks:
             job.send_webhooks(JobStatus.FINISHED)
         elif outcome.status == "failed" and not (outcome.retries and outcome.policy.has_retries):
             job.send_webhooks(JobStatus.FAILED, exc_string=outcome.value)
+
+
+def _callbacks_of(job: Job) -> dict[str, str]:
+    """As those of a JobRecord, from the copy in which a job's code may have changed them."""
+    named = {role: getattr(job, f"_{field}") for role, field in CALLBACKS.items()}
+    return {role: name for role, name in named.items() if name}
 
 
 def import_function(name: str) -> Any:
