@@ -10,7 +10,7 @@ import struct
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -45,6 +45,9 @@ _REFERENCES = (_PLAIN_DICTIONARY, _RLE_DICTIONARY)
 _RLE = 3
 _LENGTH = struct.Struct("<I").unpack_from
 _UNREADABLE = (ValueError, IndexError, OSError, pa.ArrowException, struct.error)
+_NO_HEAD: Final[dict[int, Any]] = {}
+
+T = TypeVar("T")
 
 
 class Page(NamedTuple):
@@ -239,28 +242,34 @@ def _page(path: str, file: Any, leaf: Leaf, start: int) -> Page | None:
             size *= 16
         except ValueError as error:
             raise CorruptParquet(path, f"a page header of column {leaf.path!r}: {error}") from None
-    kind = fields.get(1, -1)
-    head = fields.get({_DATA: 5, _DICTIONARY: 7, _DATA_V2: 8}.get(kind, 0), {})
+    kind = _field(fields, 1, -1)
+    head = _field(fields, {_DATA: 5, _DICTIONARY: 7, _DATA_V2: 8}.get(kind, 0), _NO_HEAD)
     found = Page(
         start=start,
         body=start + length,
         is_dictionary=kind == _DICTIONARY,
-        encoding=head.get(4 if kind == _DATA_V2 else 2, -1),
-        num_values=head.get(1, 0),
-        size=fields.get(2, 0),
-        stored=fields.get(3, 0),
+        encoding=_field(head, 4 if kind == _DATA_V2 else 2, -1),
+        num_values=_field(head, 1, 0),
+        size=_field(fields, 2, 0),
+        stored=_field(fields, 3, 0),
         levels=_levels(kind, head),
-        is_compressed=kind != _DATA_V2 or head.get(7, True),
+        is_compressed=kind != _DATA_V2 or _field(head, 7, True),
     )
     if min(found.num_values, found.size, found.stored) < 0:
         raise CorruptParquet(path, f"a page header of column {leaf.path!r} has a negative size")
     return found
 
 
+def _field(fields: Mapping[int, Any], number: int, default: T) -> T:
+    """Return a field; the default where there is none, or one of another type, which pyarrow passes over."""
+    value = fields.get(number)
+    return value if type(value) is type(default) else default
+
+
 def _levels(kind: int, head: Mapping[int, Any]) -> int | None:
     """Return a Page's `levels`."""
     if kind == _DATA_V2:
-        sizes = head.get(5, 0), head.get(6, 0)
+        sizes = _field(head, 5, 0), _field(head, 6, 0)
         return sum(sizes) if min(sizes) >= 0 else -1
     return None if head.get(3) == _RLE and head.get(4) == _RLE else -1
 
