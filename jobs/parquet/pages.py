@@ -23,6 +23,9 @@ from .thrift import read_struct
 HEADER_BYTES = 1 << 8
 MAX_HEADER_BYTES = 1 << 24
 
+#: No file is so long; a place beyond it, or before the file, is an error of the operating system's.
+MAX_PLACE = 1 << 62
+
 #: Pages of a column chunk: a writer that keeps to the usual size of 1 MiB makes a hundredth of that.
 MAX_PAGES = 100_000
 
@@ -228,6 +231,8 @@ def _pages(path: str, file: Any, leaf: Leaf, chunk: Any) -> Iterator[Page]:
 
 def _page(path: str, file: Any, leaf: Leaf, start: int) -> Page | None:
     """Read the header of the page at a place; None where the file ends there."""
+    if not 0 <= start < MAX_PLACE:
+        raise CorruptParquet(path, f"a page of column {leaf.path!r} begins at byte {start}, outside the file")
     size = HEADER_BYTES
     while True:
         data = file.read_at(size, start)

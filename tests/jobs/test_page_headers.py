@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,3 +36,14 @@ def test_a_field_of_another_type_is_passed_over_as_pyarrow_does(tmp_path: Path, 
     path.write_bytes(b"\x00" * chunk.data_page_offset + header)
     with pa.OSFile(str(path)) as damaged, pytest.raises(CorruptParquet, match="column 'a' end early"):
         chunk_size(str(path), damaged, leaf, chunk)
+
+
+@pytest.mark.parametrize("place", [-1, -(2**63), 2**63 - 1])
+def test_a_page_outside_its_file_is_told(tmp_path: Path, place: int) -> None:
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"a": [1]}), path)
+    with pq.ParquetFile(path) as file:
+        leaf = leaves(file.schema)[0]
+    chunk = SimpleNamespace(data_page_offset=place, has_dictionary_page=False, num_values=1)
+    with pa.OSFile(str(path)) as source, pytest.raises(CorruptParquet, match="outside the file"):
+        chunk_size(str(path), source, leaf, chunk)
