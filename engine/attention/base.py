@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
 
@@ -40,6 +41,12 @@ class KernelBackend(ABC):
     def __init__(self, device: torch.device) -> None:
         """device: one that `check` lets through."""
 
+    def refusal(self, features: AttentionFeatures) -> str | None:
+        """Why it cannot compute such an attention, as the end of a sentence about it; None if it can."""
+        if self.max_head_dim is not None and features.head_dim > self.max_head_dim:
+            return f"takes heads of up to {self.max_head_dim} numbers, this model has {features.head_dim}"
+        return None
+
     @abstractmethod
     def build_metadata(
         self,
@@ -59,12 +66,18 @@ class KernelBackend(ABC):
 
     @abstractmethod
     def forward(
-        self, query: Tensor, cache: LayerKVCache, metadata: AttentionMetadata, *, scale: float
+        self,
+        query: Tensor,
+        cache: LayerKVCache,
+        metadata: AttentionMetadata,
+        features: AttentionFeatures,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of each query over its sequence's cached keys and values.
 
         query: [tokens, heads, head_dim], the step's sequences one after another; their own keys and values
-        are in the cache already.  Returns [tokens, heads, head_dim].
+        are in the cache already.  features: what this layer's attention is.  sinks: [heads] float32, a score
+        for each head that joins its softmax and has no value.  Returns [tokens, heads, head_dim].
         """
 
 

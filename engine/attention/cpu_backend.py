@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionMetadata, KernelBackend
+from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
 from engine.attention.torch_backend import SequenceSpan, attend_spans, make_spans
@@ -96,10 +97,17 @@ class CpuBackend(KernelBackend):
         )
 
     def forward(
-        self, query: Tensor, cache: LayerKVCache, metadata: AttentionMetadata, *, scale: float
+        self,
+        query: Tensor,
+        cache: LayerKVCache,
+        metadata: AttentionMetadata,
+        features: AttentionFeatures,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(metadata, CpuMetadata)
         out = query.new_empty(query.shape)
-        attend_spans(query, cache, metadata.prefills, out, scale=scale)
-        self._decoding.decode_attention(query, cache.keys, cache.values, metadata.decode, out, scale=scale)
+        attend_spans(query, cache, metadata.prefills, out, features, sinks)
+        self._decoding.decode_attention(
+            query, cache.keys, cache.values, metadata.decode, out, scale=features.scale
+        )
         return out

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionMetadata
+from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.triton_backend import TritonBackend
 from engine.errors import ConfigError
@@ -123,12 +124,17 @@ class FlashAttnBackend(TritonBackend):
         return FlashMetadata(FlashDecodes(rows, context_lens, block_tables), None)
 
     def forward(
-        self, query: Tensor, cache: LayerKVCache, metadata: AttentionMetadata, *, scale: float
+        self,
+        query: Tensor,
+        cache: LayerKVCache,
+        metadata: AttentionMetadata,
+        features: AttentionFeatures,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(metadata, FlashMetadata)
         decodes, prefills = metadata.decodes, metadata.prefills
         if prefills is None:
-            return self._decode(query, cache, decodes, scale)
+            return self._decode(query, cache, decodes, features.scale)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         out[prefills.rows] = self._attend_prefills(
             query[prefills.rows],
@@ -138,12 +144,12 @@ class FlashAttnBackend(TritonBackend):
             cu_seqlens_k=prefills.context_starts,
             max_seqlen_q=prefills.max_query_len,
             max_seqlen_k=prefills.max_context_len,
-            softmax_scale=scale,
+            softmax_scale=features.scale,
             causal=True,
             block_table=prefills.block_tables,
         )
         if len(decodes.rows):
-            out[decodes.rows] = self._decode(query[decodes.rows], cache, decodes, scale)
+            out[decodes.rows] = self._decode(query[decodes.rows], cache, decodes, features.scale)
         return out
 
     def _decode(self, query: Tensor, cache: LayerKVCache, decodes: FlashDecodes, scale: float) -> Tensor:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from engine.attention.features import AttentionFeatures
 
 
 @dataclass(frozen=True)
@@ -28,37 +31,34 @@ class LayerKVCache:
 
 
 class KVCache:
-    """K and V of all layers: [layers, 2, blocks, block_size, kv_heads, head_dim]."""
+    """K and V of all layers, one after another: [2, blocks, block_size, kv_heads, head_dim] of each layer."""
 
     def __init__(
         self,
+        layers: Sequence[AttentionFeatures],
         *,
-        num_layers: int,
         num_blocks: int,
         block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
-        self.pool = _zeros(shape, dtype, device)
-        self.layers = [LayerKVCache(layer[0], layer[1]) for layer in self.pool]
+        shapes = [(2, num_blocks, block_size, layer.num_kv_heads, layer.head_dim) for layer in layers]
+        self.pool = _zeros(sum(map(math.prod, shapes)), dtype, device)
+        parts = torch.split(self.pool, [math.prod(shape) for shape in shapes])
+        both = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        self.layers = [LayerKVCache(pair[0], pair[1]) for pair in both]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _zeros(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros, so that nothing stale can turn a masked score into NaN.
 
     On a CPU they come from numpy, whose large zeros take memory only as they are written.
     """
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+        return torch.zeros(length, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(length * dtype.itemsize, np.uint8)).view(dtype)
 
 
-def block_bytes(
-    num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> int:
+def block_bytes(layers: Sequence[AttentionFeatures], block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block: K and V of all layers."""
-    return num_layers * 2 * block_size * num_kv_heads * head_dim * dtype.itemsize
+    return sum(2 * block_size * layer.num_kv_heads * layer.head_dim for layer in layers) * dtype.itemsize

@@ -15,6 +15,8 @@ class LayerKernels:
     add_rms_norm(x, residual, weight, eps) -> (norm of x + residual, x + residual).
     norm_and_rotate(query, key, (cos, sin), norm weights of both or None, eps) -> (query, key).
     silu_and_mul(gate_up) -> silu(gate) * up.
+    rms_norm(x, weight, eps) -> norm of x; gelu_and_mul(gate_up) -> gelu(gate) * up, gelu by tanh. None where
+    a backend has none of its own: plain torch then.
     Shapes are those of the layers: RMSNorm, RotaryEmbedding and SiluAndMul.
     """
 
@@ -23,3 +25,5 @@ class LayerKernels:
         [Tensor, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None, float], tuple[Tensor, Tensor]
     ]
     silu_and_mul: Callable[[Tensor], Tensor]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] | None = None
+    gelu_and_mul: Callable[[Tensor], Tensor] | None = None

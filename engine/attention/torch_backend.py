@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionMetadata, KernelBackend
+from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 
 
@@ -58,11 +59,16 @@ class TorchBackend(KernelBackend):
         return TorchMetadata(make_spans(block_tables, context_lens, query_lens, starts, self._device))
 
     def forward(
-        self, query: Tensor, cache: LayerKVCache, metadata: AttentionMetadata, *, scale: float
+        self,
+        query: Tensor,
+        cache: LayerKVCache,
+        metadata: AttentionMetadata,
+        features: AttentionFeatures,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(metadata, TorchMetadata)
         output = torch.empty_like(query)
-        attend_spans(query, cache, metadata.spans, output, scale=scale)
+        attend_spans(query, cache, metadata.spans, output, features, sinks)
         return output
 
 
@@ -89,7 +95,12 @@ def make_spans(
 
 
 def attend_spans(
-    query: Tensor, cache: LayerKVCache, spans: list[SequenceSpan], output: Tensor, *, scale: float
+    query: Tensor,
+    cache: LayerKVCache,
+    spans: list[SequenceSpan],
+    output: Tensor,
+    features: AttentionFeatures,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attend to each span's context with its rows of the query; write the same rows of the output."""
     block_size = cache.keys.shape[1]
@@ -98,7 +109,7 @@ def attend_spans(
         keys = _context(cache.keys, block_ids, span.context_len)
         values = _context(cache.values, block_ids, span.context_len)
         rows = query[span.start : span.end]
-        output[span.start : span.end] = _attend(rows, keys, values, span.mask, scale)
+        output[span.start : span.end] = _attend(rows, keys, values, span.mask, features.scale)
 
 
 def _context(pool: Tensor, block_ids: Tensor, context_len: int) -> Tensor:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionMetadata, CapturableBackend
+from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
 from engine.errors import ConfigError
@@ -125,17 +126,24 @@ class TritonBackend(CapturableBackend):
         )
 
     def forward(
-        self, query: Tensor, cache: LayerKVCache, metadata: AttentionMetadata, *, scale: float
+        self,
+        query: Tensor,
+        cache: LayerKVCache,
+        metadata: AttentionMetadata,
+        features: AttentionFeatures,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(metadata, TritonMetadata)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         decode, prefill = metadata.decode, metadata.prefill
         if len(prefill.seqs):
-            prefill_attention(query, cache.keys, cache.values, prefill, out, scale=scale)
+            prefill_attention(query, cache.keys, cache.values, prefill, out, scale=features.scale)
         if len(decode.rows):
             num_programs = len(decode.rows) * cache.keys.shape[2]
             num_splits = choose_num_splits(num_programs, decode.max_context_len, self._num_processors)
-            decode_attention(query, cache.keys, cache.values, decode, out, scale=scale, num_splits=num_splits)
+            decode_attention(
+                query, cache.keys, cache.values, decode, out, scale=features.scale, num_splits=num_splits
+            )
         return out
 
     def _upload(self, *arrays: NDArray[np.integer]) -> list[Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.base import KernelBackend
+from engine.attention.features import AttentionFeatures
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import KVCache, LayerKVCache
 from engine.checkpoint.model_config import ModelConfig
@@ -19,6 +20,7 @@ from engine.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, 
 from engine.layers.norm import RMSNorm
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding, apply_rotary
+from engine.models.base import CausalModel
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,12 @@ class DecoderAttention(nn.Module):
         )
         self.rms_norm_eps = config.rms_norm_eps
         self.kernels = parts.backend.layer_kernels
-        self.attention = Attention(parts.backend, config.head_dim)
+        self.attention = Attention(
+            parts.backend,
+            AttentionFeatures(
+                self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, config.head_dim, config.head_dim**-0.5
+            ),
+        )
 
     def forward(
         self,
@@ -189,7 +196,7 @@ class DecoderModel(nn.Module):
         return normed
 
 
-class DecoderForCausalLM(nn.Module):
+class DecoderForCausalLM(CausalModel):
     """The decoder with its LM head. Module names are the checkpoint's, save for the packed ones.
 
     packed: last module name in the checkpoint -> (module that holds it here, shard in that module).
@@ -210,6 +217,8 @@ class DecoderForCausalLM(nn.Module):
         self.model = DecoderModel(parts)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, parts.tp, dtype=parts.dtype)
         self.tied = config.tie_word_embeddings
+        self.attention_layers = [m.features for m in self.modules() if isinstance(m, Attention)]
+        self.hidden_size = config.hidden_size
 
     def tie_weights(self) -> None:
         """Make the LM head share the embedding's weight, if the checkpoint ties them."""
@@ -217,15 +226,15 @@ class DecoderForCausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Return logits [samples, vocabulary] of the rows that sample, float32."""
+        """The same, with no more of the last block than the rows that sample need."""
         return self.logits(self.model(batch, cache, self.rotary(batch.positions), batch.sample_rows))
 
     def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Final hidden states [tokens, hidden] of all rows; their keys and values are in the cache then."""
+        """The same for all rows, as a recorded step needs them."""
         hidden: Tensor = self.model(batch, cache, self.rotary(batch.positions))
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [samples, hidden] -> [samples, vocabulary] float32; a part of it on ranks other than 0."""
+        """Multiply by the LM head, split over the ranks by vocabulary."""
         logits: Tensor = self.lm_head(hidden)
         return logits.float()

@@ -16,10 +16,7 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.kernels.upload import upload
 from engine.layers.parallel import TensorParallel
-from engine.layers.rotary import RotaryEmbedding
-from engine.models.decoder import DecoderForCausalLM, DecoderParts
-from engine.models.loader import load_weights
-from engine.models.registry import decoder_flags
+from engine.models.load import load_model
 from engine.run.config import EngineConfig
 from engine.run.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.run.device import resolve_device, resolve_dtype
@@ -59,7 +56,15 @@ class ModelRunner:
         if self.device.type == "cpu":
             keep_freed_memory()
         try:
-            self.model = self._load_model(folder)
+            self.model = load_model(
+                model_config,
+                folder,
+                tp=tp,
+                backend=self.backend,
+                max_positions=self._longest,
+                dtype=self.dtype,
+                device=self.device,
+            )
             self._allocate()
         except torch.OutOfMemoryError as error:
             raise ConfigError(
@@ -109,47 +114,20 @@ class ModelRunner:
         logits: Tensor = self.model(batch, self.cache)
         return logits
 
-    def _load_model(self, folder: Path) -> DecoderForCausalLM:
-        config = self._model_config
-        rotary = RotaryEmbedding(
-            config.head_dim,
-            self._longest,
-            config.rope_theta,
-            dtype=self.dtype,
-            device=self.device,
-        )
-        flags = decoder_flags(config.architecture)
-        with torch.device("meta"):
-            model = DecoderForCausalLM(
-                DecoderParts(config, flags, self._tp, self.backend, self.dtype), rotary
-            )
-        load_weights(model, folder, self.device)
-        return model.eval()
-
     @property
     def _longest(self) -> int:
         """Tokens no sequence exceeds, however large the pool will be."""
         model_len = self._model_config.max_position_embeddings
         return min(self._config.max_model_len or model_len, model_len)
 
-    @property
-    def _num_kv_heads(self) -> int:
-        return self._tp.share_or_copy(self._model_config.num_kv_heads, "KV heads").length
-
     def _block_bytes(self) -> int:
-        model = self._model_config
-        return block_bytes(
-            model.num_layers, self._config.block_size, self._num_kv_heads, model.head_dim, self.dtype
-        )
+        return block_bytes(self.model.attention_layers, self._config.block_size, self.dtype)
 
     def _make_cache(self, num_blocks: int) -> KVCache:
-        model = self._model_config
         return KVCache(
-            num_layers=model.num_layers,
+            self.model.attention_layers,
             num_blocks=num_blocks,
             block_size=self._config.block_size,
-            num_kv_heads=self._num_kv_heads,
-            head_dim=model.head_dim,
             dtype=self.dtype,
             device=self.device,
         )
@@ -234,8 +212,8 @@ class ModelRunner:
             max_num_seqs=self._config.max_num_seqs,
             max_model_len=max_model_len,
             block_size=self._config.block_size,
-            num_kv_heads=self._num_kv_heads,
-            hidden_size=self._model_config.hidden_size,
+            num_kv_heads=max(layer.num_kv_heads for layer in model.attention_layers),
+            hidden_size=model.hidden_size,
             dtype=self.dtype,
             device=self.device,
         )

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.attention import load_backend
+from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.errors import ConfigError
 from ops.bench.floor import Ceilings, measure_ceilings, seconds_of
@@ -69,8 +70,10 @@ class Paged:
     context_lens: np.ndarray[tuple[int], np.dtype[np.int64]]
 
     @property
-    def scale(self) -> float:
-        return float(self.query.shape[2] ** -0.5)
+    def features(self) -> AttentionFeatures:
+        """Plain attention over these heads."""
+        heads, head_dim = self.query.shape[1:]
+        return AttentionFeatures(heads, self.cache.keys.shape[2], head_dim, head_dim**-0.5)
 
     @property
     def num_bytes(self) -> int:
@@ -104,11 +107,11 @@ def attention_case(name: str, paged: Paged, backend_name: str, device: torch.dev
     """Attention of one layer through a backend. Raises ConfigError if there is no such backend here."""
     backend = load_backend(backend_name, device)
     metadata = backend.build_metadata(paged.tables, paged.context_lens, paged.query_lens)
-    output = backend.forward(paged.query, paged.cache, metadata, scale=paged.scale)
+    output = backend.forward(paged.query, paged.cache, metadata, paged.features)
     assert output.isfinite().all(), f"{name} gives NaN or infinity"
     return Case(
         name,
-        lambda: backend.forward(paged.query, paged.cache, metadata, scale=paged.scale),
+        lambda: backend.forward(paged.query, paged.cache, metadata, paged.features),
         paged.num_bytes,
         paged.flops,
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 import engine.run.model_runner
 from engine.attention import CapturableBackend
 from engine.attention.base import AttentionMetadata
+from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.torch_backend import TorchBackend
 from engine.run.decode_graphs import Replay
@@ -65,17 +66,22 @@ class ReplayedTorch(TorchBackend, CapturableBackend):
         super().store(keys[kept], values[kept], cache, slot_mapping[kept])
 
     def forward(
-        self, query: Tensor, cache: LayerKVCache, metadata: AttentionMetadata, *, scale: float
+        self,
+        query: Tensor,
+        cache: LayerKVCache,
+        metadata: AttentionMetadata,
+        features: AttentionFeatures,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if not isinstance(metadata, StaticDecodes):
-            return super().forward(query, cache, metadata, scale=scale)
+            return super().forward(query, cache, metadata, features, sinks)
         rows = metadata.context_lens > 0
         out = torch.full_like(query, torch.nan)
         if rows.any():
             context_lens = metadata.context_lens[rows].long().numpy()
             tables = metadata.block_tables[rows].numpy()
             spans = self.build_metadata(tables, context_lens, context_lens**0)
-            out[rows] = super().forward(query[rows], cache, spans, scale=scale)
+            out[rows] = super().forward(query[rows], cache, spans, features, sinks)
         return out
 
 

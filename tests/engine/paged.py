@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.attention.features import AttentionFeatures
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Results are rounded once to their dtype; bfloat16 weights of the softmax are rounded before they are summed.
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -32,6 +34,11 @@ class PagedBatch:
     @property
     def scale(self) -> float:
         return float(self.query.shape[2] ** -0.5)
+
+    @property
+    def features(self) -> AttentionFeatures:
+        heads, head_dim = self.query.shape[1:]
+        return AttentionFeatures(heads, self.key_cache.shape[2], head_dim, self.scale)
 
     def tensor(self, values: object) -> Tensor:
         """int32 on the device."""

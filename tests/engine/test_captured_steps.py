@@ -93,10 +93,7 @@ def test_a_recorded_step_reads_nothing_on_the_host(
         flags = decoder_flags(model_config.architecture)
         parts = DecoderParts(model_config, flags, TensorParallel(), backend, torch.bfloat16)
         model = DecoderForCausalLM(parts, rotary)
-    cache = KVCache(
-        num_layers=model_config.num_layers, num_blocks=3, block_size=16, dtype=torch.bfloat16, device=meta,
-        num_kv_heads=model_config.num_kv_heads, head_dim=model_config.head_dim,
-    )  # fmt: skip
+    cache = KVCache(model.attention_layers, num_blocks=3, block_size=16, dtype=torch.bfloat16, device=meta)
     mode, capture = NoHostReads(), SimulatedCapture()
 
     def record(run: Any) -> Any:

@@ -21,6 +21,7 @@ import numba
 
 from engine.attention import load_backend
 from engine.attention.cpu_backend import CpuBackend
+from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.torch_backend import TorchBackend
 from engine.cpu_kernels import kernel as kernel_module
@@ -49,7 +50,7 @@ def two_threads() -> Iterator[None]:
 def attend(backend: CpuBackend, batch: PagedBatch) -> torch.Tensor:
     metadata = backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
     cache = LayerKVCache(batch.key_cache, batch.value_cache)
-    return backend.forward(batch.query, cache, metadata, scale=batch.scale)
+    return backend.forward(batch.query, cache, metadata, batch.features)
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 256])
@@ -105,7 +106,7 @@ def test_a_sequence_gets_the_same_bits_in_every_batch(backend: CpuBackend) -> No
             batch.block_tables[i : i + 1], batch.context_lens[i : i + 1], batch.query_lens[i : i + 1]
         )
         cache = LayerKVCache(batch.key_cache, batch.value_cache)
-        alone = backend.forward(batch.query[i : i + 1], cache, metadata, scale=batch.scale)
+        alone = backend.forward(batch.query[i : i + 1], cache, metadata, batch.features)
         assert torch.equal(alone[0], together[i])
 
 
@@ -212,7 +213,7 @@ def test_it_refuses_other_devices_and_larger_heads(backend: CpuBackend) -> None:
     with pytest.raises(ConfigError, match="does not run on device='cuda', set device='cpu'"):
         load_backend("cpu", torch.device("cuda"), torch.float32)
     with pytest.raises(ConfigError, match="up to 256 numbers, this model has 320"):
-        Attention(backend, 320)
+        Attention(backend, AttentionFeatures(2, 2, 320, 1.0))
 
 
 def expose_folder(cached: Path) -> None:

@@ -105,7 +105,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> FlashAttnBackend:
 
 def run(backend: FlashAttnBackend, batch: PagedBatch, metadata: AttentionMetadata) -> Tensor:
     cache = LayerKVCache(batch.key_cache, batch.value_cache)
-    return backend.forward(batch.query, cache, metadata, scale=batch.scale)
+    return backend.forward(batch.query, cache, metadata, batch.features)
 
 
 decodes = st.integers(1, 600).map(lambda context: (1, context))

@@ -107,8 +107,8 @@ def start_on(
     make_cache, capture, launch = KVCache.__init__, ModelRunner._capture_graphs, ModelRunner.launch
     bytes_left = list(graph_bytes)
 
-    def make_cache_there(cache: KVCache, **sizes: Any) -> None:
-        make_cache(cache, **sizes)
+    def make_cache_there(cache: KVCache, *layers: Any, **sizes: Any) -> None:
+        make_cache(cache, *layers, **sizes)
         gpu.take(cache.pool.nbytes, cache)
 
     def capture_there(runner: ModelRunner, max_model_len: int) -> Any:

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed, so its kernels ca
 
 import engine.attention
 from engine.attention import load_backend, triton_backend
+from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.triton_backend import TritonBackend
 from engine.errors import ConfigError
@@ -38,7 +39,7 @@ def backend() -> TritonBackend:
 def attend(backend: TritonBackend, batch: PagedBatch) -> torch.Tensor:
     metadata = backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
     cache = LayerKVCache(batch.key_cache, batch.value_cache)
-    return backend.forward(batch.query, cache, metadata, scale=batch.scale)
+    return backend.forward(batch.query, cache, metadata, batch.features)
 
 
 # a decode, a padding row, a whole prompt, a chunk behind a cached context
@@ -136,4 +137,4 @@ def test_on_a_cpu_without_the_interpreter_it_refuses(monkeypatch: pytest.MonkeyP
 
 def test_heads_that_are_too_large_stop_the_start(backend: TritonBackend) -> None:
     with pytest.raises(ConfigError, match="up to 256 numbers, this model has 320"):
-        Attention(backend, 320)
+        Attention(backend, AttentionFeatures(2, 2, 320, 1.0))

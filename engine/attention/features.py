@@ -1,0 +1,30 @@
+"""What the attention of one layer is, as data that every backend reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AttentionFeatures:
+    """One layer's attention, as one rank computes it.
+
+    num_heads, num_kv_heads: this rank's; heads are grouped over the KV heads in order.
+    head_dim: of queries, keys and values alike.
+    scale: scores are queries times keys times this.
+    window: tokens that a query sees, itself included; None if it sees all before it.
+    chunk: tokens of the chunks, counted from a sequence's first, of which a query sees none but its own
+        (Llama 4); None if there are none.
+    soft_cap: scores become soft_cap * tanh(score / soft_cap), before the mask (Gemma 2); None if not.
+
+    Sinks (gpt-oss), one learned score for each head that takes part in the softmax and has no value, are a
+    weight: they are passed beside this.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    chunk: int | None = None
+    soft_cap: float | None = None

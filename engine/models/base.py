@@ -1,0 +1,38 @@
+"""CausalModel: what taking a step needs of a model, whatever that is made of."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from engine.attention.features import AttentionFeatures
+from engine.attention.forward_batch import ForwardBatch
+from engine.attention.kv_cache import KVCache
+
+
+class CausalModel(nn.Module, ABC):
+    """A language model over flat batches and a paged KV cache, or one rank's share of it.
+
+    attention_layers: its attention layers in the order of the cache's, which is made after them.
+    hidden_size: of what `hidden_states` returns.
+    """
+
+    attention_layers: Sequence[AttentionFeatures]
+    hidden_size: int
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """Logits [samples, vocabulary] of the rows that sample, float32; keys and values are stored.
+
+        On ranks other than 0 they are a part of the vocabulary's.
+        """
+        return self.logits(self.hidden_states(batch, cache)[batch.sample_rows])
+
+    @abstractmethod
+    def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """Final hidden states [tokens, hidden] of all rows; their keys and values are in the cache then."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [samples, hidden] -> [samples, vocabulary] float32; a part of it on ranks other than 0."""

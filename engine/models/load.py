@@ -1,0 +1,39 @@
+"""A checkpoint's folder to a model that is ready for its first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from engine.attention.base import KernelBackend
+from engine.checkpoint.model_config import ModelConfig
+from engine.layers.parallel import TensorParallel
+from engine.layers.rotary import RotaryEmbedding
+from engine.models.base import CausalModel
+from engine.models.decoder import DecoderForCausalLM, DecoderParts
+from engine.models.loader import load_weights
+from engine.models.registry import decoder_flags
+
+
+def load_model(
+    config: ModelConfig,
+    folder: Path,
+    *,
+    tp: TensorParallel,
+    backend: KernelBackend,
+    max_positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> CausalModel:
+    """Build the model, or one rank's share of it, and fill it from the folder.
+
+    max_positions: tokens that no sequence will exceed.
+    Raises UnsupportedModel, MissingWeights, WeightMismatch or another ConfigError.
+    """
+    rotary = RotaryEmbedding(config.head_dim, max_positions, config.rope_theta, dtype=dtype, device=device)
+    parts = DecoderParts(config, decoder_flags(config.architecture), tp, backend, dtype)
+    with torch.device("meta"):
+        model = DecoderForCausalLM(parts, rotary)
+    load_weights(model, folder, device)
+    return model.eval()
