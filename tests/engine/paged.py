@@ -20,8 +20,10 @@ class PagedBatch:
     """Sequences in a pool that holds NaN wherever none of their tokens is.
 
     query: [tokens, heads, head_dim], with NaN between its rows.  key_cache, value_cache: the pools.
-    block_tables: [seqs, blocks] int32; entries past a context point to a block of NaN.
+    block_tables: [seqs, blocks] int32; entries past a context point to a block of NaN, as those of blocks do
+    that none of a sequence's queries can see through window and chunk.
     context_lens, query_lens: [seqs].  A context of 0 is a padding row, with one query.
+    window, chunk, soft_cap: as AttentionFeatures has them.  sinks: [heads] float32, None without.
     """
 
     query: Tensor
@@ -30,6 +32,10 @@ class PagedBatch:
     block_tables: np.ndarray[tuple[int, int], np.dtype[np.int32]]
     context_lens: np.ndarray[tuple[int], np.dtype[np.int64]]
     query_lens: np.ndarray[tuple[int], np.dtype[np.int64]]
+    window: int | None = None
+    chunk: int | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
 
     @property
     def scale(self) -> float:
@@ -38,7 +44,10 @@ class PagedBatch:
     @property
     def features(self) -> AttentionFeatures:
         heads, head_dim = self.query.shape[1:]
-        return AttentionFeatures(heads, self.key_cache.shape[2], head_dim, self.scale)
+        kv_heads = self.key_cache.shape[2]
+        return AttentionFeatures(
+            heads, kv_heads, head_dim, self.scale, self.window, self.chunk, self.soft_cap
+        )
 
     def tensor(self, values: object) -> Tensor:
         """int32 on the device."""
@@ -56,7 +65,16 @@ class PagedBatch:
             rows = self.query[start : start + query_len].cpu().double()
             if context_len:
                 keys, values = (self._context(pool, i) for pool in (self.key_cache, self.value_cache))
-                out[start : start + query_len] = attend(rows, keys, values, self.scale)
+                out[start : start + query_len] = attend(
+                    rows,
+                    keys,
+                    values,
+                    self.scale,
+                    window=self.window,
+                    chunk=self.chunk,
+                    soft_cap=self.soft_cap,
+                    sinks=None if self.sinks is None else self.sinks.cpu().double(),
+                )
             start += query_len
         return out
 
@@ -66,18 +84,51 @@ class PagedBatch:
         return float(difference.nan_to_num(float("inf")).max())
 
     def _context(self, pool: Tensor, seq: int) -> Tensor:
+        """[context, kv_heads, dim] float64; zeros for the blocks that no query sees."""
         blocks = pool.cpu()[torch.from_numpy(self.block_tables[seq]).long()]
-        return blocks.flatten(0, 1)[: self.context_lens[seq]].double()
+        return blocks.flatten(0, 1)[: self.context_lens[seq]].double().nan_to_num()
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    chunk: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Causal attention in float64, the queries at the end of the context; heads grouped over KV heads."""
     group = query.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    num_queries, context_len = len(query), len(keys)
-    hidden = ~torch.ones(num_queries, context_len, dtype=torch.bool).tril(context_len - num_queries)
     scores = torch.einsum("qhd,chd->hqc", query, keys) * scale
-    return torch.einsum("hqc,chd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores.masked_fill(hidden(len(query), len(keys), window, chunk), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(query), 1)), -1)
+    return torch.einsum("hqc,chd->qhd", scores.softmax(-1)[..., : len(keys)], values)
+
+
+def hidden(num_queries: int, context_len: int, window: int | None, chunk: int | None) -> Tensor:
+    """[queries, context] bool: which tokens each of the context's last `num_queries` tokens does not see."""
+    key = torch.arange(context_len)
+    query = key[context_len - num_queries :, None]
+    out = key > query
+    if window is not None:
+        out |= query - key >= window
+    if chunk is not None:
+        out |= query // chunk != key // chunk
+    return out
+
+
+def _first_visible(num_queries: int, context_len: int, window: int | None, chunk: int | None) -> int:
+    """The first token of the context that a query sees; 0 for a padding row."""
+    if not context_len:
+        return 0
+    return int((~hidden(num_queries, context_len, window, chunk).all(0)).nonzero()[0])
 
 
 def make_batch(
@@ -90,6 +141,10 @@ def make_batch(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    window: int | None = None,
+    chunk: int | None = None,
+    soft_cap: float | None = None,
+    has_sinks: bool = False,
 ) -> PagedBatch:
     """A batch with random numbers in random blocks; every query_len is 1 unless given."""
     generator = torch.Generator().manual_seed(seed)
@@ -99,18 +154,20 @@ def make_batch(
     tables = np.zeros((len(context_lens), max(num_blocks) + 1), np.int32)
     shape = (sum(num_blocks) + 1, block_size, kv_heads, head_dim)
     pools = [torch.full(shape, float("nan"), dtype=dtype) for _ in range(2)]
-    for i, (context_len, n) in enumerate(zip(context_lens, num_blocks, strict=True)):
-        own, free = free[:n], free[n:]
-        tables[i, :n] = own.numpy()
+    for i, (context_len, query_len) in enumerate(zip(context_lens, query_lens, strict=True)):
+        own, free = free[: num_blocks[i]], free[num_blocks[i] :]
+        first = _first_visible(query_len, context_len, window, chunk) // block_size
+        tables[i, first : len(own)] = own[first:].numpy()
         for pool in pools:
             content = torch.randn((context_len, kv_heads, head_dim), generator=generator)
-            for j, block in enumerate(own.tolist()):
+            for j, block in enumerate(own.tolist()[first:], first):
                 part = content[j * block_size : (j + 1) * block_size]
                 pool[block, : len(part)] = part.to(dtype)
     heads, num_tokens = kv_heads * group, sum(query_lens)
     # queries as a view with gaps, as they are cut out of a merged projection
     wide = torch.full((num_tokens, heads + 3, head_dim), float("nan"), dtype=dtype)
     wide[:, :heads] = torch.randn((num_tokens, heads, head_dim), generator=generator).to(dtype)
+    sinks = torch.randn(heads, generator=generator) * 3 if has_sinks else None
     return PagedBatch(
         wide.to(DEVICE)[:, :heads],
         pools[0].to(DEVICE),
@@ -118,4 +175,8 @@ def make_batch(
         tables,
         np.array(context_lens, np.int64),
         np.array(query_lens, np.int64),
+        window,
+        chunk,
+        soft_cap,
+        None if sinks is None else sinks.to(DEVICE),
     )
