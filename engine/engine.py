@@ -23,6 +23,7 @@ from engine.errors import (
     SequenceFailed,
 )
 from engine.layers.parallel import TensorParallel
+from engine.models.load import check_supported
 from engine.run.config import EngineConfig, model_identity
 from engine.run.device import resolve_device
 from engine.run.model_runner import ModelRunner
@@ -63,6 +64,7 @@ class Engine:
     def __init__(self, config: EngineConfig, *, start_runner: StartRunner | None = None) -> None:
         folder = resolve_model(config.model)
         model = read_model_config(folder)
+        check_supported(model)
         self.config = config
         self._tokenizer = Tokenizer(folder)
         self._eos_token_ids = model.eos_token_ids or self._tokenizer.eos_token_ids

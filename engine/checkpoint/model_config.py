@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from reprlib import repr as shown  # short
 from typing import Any
 
-from engine.errors import ConfigError, MissingWeights, UnsupportedModel
+from engine.errors import ConfigError, MissingWeights
 
 MAX_SIZE = 2**31
 MAX_JSON_BYTES = 64 << 20  # the index of a thousand shards has some ten of them
@@ -29,7 +28,14 @@ def dtype_name(wanted: str, checkpoint_dtype: str) -> str:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder's sizes and flags. dtype is the checkpoint's; eos_token_ids end a completion."""
+    """What the engine needs of any model. What a model computes beyond its sizes, and whether that is built,
+    is for those to read out of `values` who compute it.
+
+    architecture: the first that config.json names.
+    hidden_size to head_dim: for what memory a step takes, and how many ranks can share the model.
+    dtype: the checkpoint's.  eos_token_ids: they end a completion.
+    values: config.json, as far as it is about text.
+    """
 
     architecture: str
     vocab_size: int
@@ -39,26 +45,22 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
     max_position_embeddings: int
-    tie_word_embeddings: bool
-    attention_bias: bool
     dtype: str
     eos_token_ids: frozenset[int]
+    values: Mapping[str, Any]
 
 
 def read_model_config(folder: Path) -> ModelConfig:
     """Read a Hugging Face model folder, with the keys of transformers 4 or 5.
 
-    Raises UnsupportedModel for a feature that is not built, ConfigError for an unreadable file.
+    Raises ConfigError for an unreadable file or a value that no model can have.
     """
     path = folder / "config.json"
     config = read_json(path)
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
     try:
-        _refuse_unbuilt(config)
         architectures = config.get("architectures") or ["none named"]
         read = ModelConfig(
             architecture=architectures[0],
@@ -69,16 +71,13 @@ def read_model_config(folder: Path) -> ModelConfig:
             num_heads=config["num_attention_heads"],
             num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
             head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-            rms_norm_eps=config["rms_norm_eps"],
-            rope_theta=_rope_theta(config),
             max_position_embeddings=config["max_position_embeddings"],
-            tie_word_embeddings=config.get("tie_word_embeddings") or False,
-            attention_bias=config.get("attention_bias") or False,
             dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
             eos_token_ids=_token_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
+            values=config,
         )
     except KeyError as error:
-        raise ConfigError(f"{path} has no {error.args[0]!r}, which a decoder needs") from error
+        raise ConfigError(f"{path} has no {error.args[0]!r}, which the engine needs") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
         raise ConfigError(f"{path} or {generation_file} holds a value of a wrong kind: {error}") from error
     _check_values(read, path)
@@ -93,10 +92,6 @@ def _check_values(read: ModelConfig, path: Path) -> None:
             raise ConfigError(
                 f"{path}: {field.name} must be between 1 and {MAX_SIZE - 1}, got {shown(value)}"
             )
-        if field.type == "float" and (type(value) not in (int, float) or not 0 < value < math.inf):
-            raise ConfigError(f"{path}: {field.name} must be a number above 0, got {shown(value)}")
-        if field.type == "bool" and type(value) is not bool:
-            raise ConfigError(f"{path}: {field.name} must be true or false, got {shown(value)}")
         if field.type == "str" and type(value) is not str:
             raise ConfigError(f"{path}: {field.name} must be a text, got {shown(value)}")
     for token_id in read.eos_token_ids:
@@ -122,29 +117,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold a JSON object, found {type(value).__name__}")
     return value
-
-
-def _refuse_unbuilt(config: Mapping[str, Any]) -> None:
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        raise UnsupportedModel(
-            f"quantized weights ({method}) are not supported; use an unquantized checkpoint"
-        )
-    layer_types = config.get("layer_types") or ["full_attention"]
-    if config.get("use_sliding_window") or any(kind != "full_attention" for kind in layer_types):
-        raise UnsupportedModel("sliding-window attention is in use in this model and is not supported")
-    activation = config.get("hidden_act", "silu")
-    if activation != "silu":
-        raise UnsupportedModel(f"hidden_act {activation!r} is not supported; only 'silu' is")
-
-
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    """theta from `rope_parameters` (transformers 5), else the top-level `rope_theta`."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind != "default":
-        raise UnsupportedModel(f"rope type {kind!r} is not supported; only 'default' is")
-    return float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
 
 
 def _token_ids(value: int | list[int] | None) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""The Llama-like decoder: pre-norm attention and gated MLP blocks, in the variants its flags name."""
+"""The Llama-like decoder: attention and gated MLP blocks, in the variants its configuration names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from engine.attention.base import KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import KVCache, LayerKVCache
-from engine.checkpoint.model_config import ModelConfig
 from engine.layers.activation import SiluAndMul
 from engine.layers.attention import Attention
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -21,24 +20,14 @@ from engine.layers.norm import RMSNorm
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding, apply_rotary
 from engine.models.base import CausalModel
-
-
-@dataclass(frozen=True)
-class DecoderFlags:
-    """What tells one Llama-like architecture from another.
-
-    qk_norm: queries and keys are normalised per head before the rotation (Qwen3).
-    """
-
-    qk_norm: bool
+from engine.models.decoder_config import DecoderConfig, LayerConfig
 
 
 @dataclass(frozen=True)
 class DecoderParts:
     """All that the modules of one decoder are built from."""
 
-    config: ModelConfig
-    flags: DecoderFlags
+    config: DecoderConfig
     tp: TensorParallel
     backend: KernelBackend
     dtype: torch.dtype
@@ -55,7 +44,7 @@ def hidden_norm(parts: DecoderParts) -> RMSNorm:
 class DecoderAttention(nn.Module):
     """Self-attention with grouped KV heads, rotary positions and, by flag, per-head norms."""
 
-    def __init__(self, parts: DecoderParts) -> None:
+    def __init__(self, parts: DecoderParts, layer: LayerConfig) -> None:
         super().__init__()
         config, tp, dtype = parts.config, parts.tp, parts.dtype
         self.qkv_proj = QKVParallelLinear(
@@ -75,17 +64,21 @@ class DecoderAttention(nn.Module):
             dtype=dtype,
         )
         self.q_norm = (
-            RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype) if parts.flags.qk_norm else None
+            RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype) if config.flags.qk_norm else None
         )
         self.k_norm = (
-            RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype) if parts.flags.qk_norm else None
+            RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype) if config.flags.qk_norm else None
         )
         self.rms_norm_eps = config.rms_norm_eps
         self.kernels = parts.backend.layer_kernels
         self.attention = Attention(
             parts.backend,
             AttentionFeatures(
-                self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, config.head_dim, config.head_dim**-0.5
+                self.qkv_proj.num_heads,
+                self.qkv_proj.num_kv_heads,
+                config.head_dim,
+                scale=config.head_dim**-0.5,
+                window=layer.window,
             ),
         )
 
@@ -138,10 +131,10 @@ class DecoderMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """One block; the residual stream travels beside the hidden states so that each norm adds it."""
 
-    def __init__(self, parts: DecoderParts) -> None:
+    def __init__(self, parts: DecoderParts, layer: LayerConfig) -> None:
         super().__init__()
         self.input_layernorm = hidden_norm(parts)
-        self.self_attn = DecoderAttention(parts)
+        self.self_attn = DecoderAttention(parts, layer)
         self.post_attention_layernorm = hidden_norm(parts)
         self.mlp = DecoderMLP(parts)
 
@@ -172,7 +165,7 @@ class DecoderModel(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, parts.tp, dtype=parts.dtype
         )
-        self.layers = nn.ModuleList(DecoderLayer(parts) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(parts, layer) for layer in config.layers)
         self.norm = hidden_norm(parts)
 
     def forward(

@@ -12,12 +12,18 @@ from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
 from engine.models.base import CausalModel
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
+from engine.models.decoder_config import read_decoder_config
 from engine.models.loader import load_weights
 from engine.models.registry import decoder_flags
 
 
+def check_supported(model: ModelConfig) -> None:
+    """Raise UnsupportedModel, or another ConfigError, if no such model can be built; reads no weights."""
+    read_decoder_config(model, decoder_flags(model.architecture))
+
+
 def load_model(
-    config: ModelConfig,
+    model_config: ModelConfig,
     folder: Path,
     *,
     tp: TensorParallel,
@@ -31,8 +37,9 @@ def load_model(
     max_positions: tokens that no sequence will exceed.
     Raises UnsupportedModel, MissingWeights, WeightMismatch or another ConfigError.
     """
+    config = read_decoder_config(model_config, decoder_flags(model_config.architecture))
     rotary = RotaryEmbedding(config.head_dim, max_positions, config.rope_theta, dtype=dtype, device=device)
-    parts = DecoderParts(config, decoder_flags(config.architecture), tp, backend, dtype)
+    parts = DecoderParts(config, tp, backend, dtype)
     with torch.device("meta"):
         model = DecoderForCausalLM(parts, rotary)
     load_weights(model, folder, device)

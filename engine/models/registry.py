@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.errors import UnsupportedModel
-from engine.models.decoder import DecoderFlags
+from engine.models.decoder_config import DecoderFlags
 
 ARCHITECTURES = {
     "Qwen3ForCausalLM": DecoderFlags(qk_norm=True),

@@ -20,6 +20,7 @@ from engine.kernels.kv_tile import INTERPRETED
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
+from engine.models.decoder_config import read_decoder_config
 from engine.models.registry import decoder_flags
 from engine.run.decode_graphs import DecodeGraphs
 from engine.run.model_runner import ModelRunner
@@ -86,12 +87,10 @@ def test_a_recorded_step_reads_nothing_on_the_host(
     record_launches(monkeypatch)
     model_config, meta = read_model_config(folders[name]), torch.device("meta")
     backend = TritonBackend(torch.device("cpu"))
+    config = read_decoder_config(model_config, decoder_flags(model_config.architecture))
     with meta:
-        rotary = RotaryEmbedding(
-            model_config.head_dim, 200, model_config.rope_theta, dtype=torch.bfloat16, device=meta
-        )
-        flags = decoder_flags(model_config.architecture)
-        parts = DecoderParts(model_config, flags, TensorParallel(), backend, torch.bfloat16)
+        rotary = RotaryEmbedding(config.head_dim, 200, config.rope_theta, dtype=torch.bfloat16, device=meta)
+        parts = DecoderParts(config, TensorParallel(), backend, torch.bfloat16)
         model = DecoderForCausalLM(parts, rotary)
     cache = KVCache(model.attention_layers, num_blocks=3, block_size=16, dtype=torch.bfloat16, device=meta)
     mode, capture = NoHostReads(), SimulatedCapture()
