@@ -17,6 +17,8 @@ class LayerKernels:
     silu_and_mul(gate_up) -> silu(gate) * up.
     rms_norm(x, weight, eps) -> norm of x; gelu_and_mul(gate_up) -> gelu(gate) * up, gelu by tanh. None where
     a backend has none of its own: plain torch then.
+    grouped_product(x, weight, bias or None, ends) -> experts' linear layers over rows sorted by expert;
+    None where a backend has none.
     Shapes are those of the layers: RMSNorm, RotaryEmbedding and SiluAndMul.
     """
 
@@ -27,3 +29,4 @@ class LayerKernels:
     silu_and_mul: Callable[[Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] | None = None
     gelu_and_mul: Callable[[Tensor], Tensor] | None = None
+    grouped_product: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor] | None = None

@@ -23,6 +23,7 @@ from engine.kernels.decode_attention import (
     choose_num_splits,
     decode_attention,
 )
+from engine.kernels.grouped_product import grouped_product
 from engine.kernels.kv_store import store_kv
 from engine.kernels.kv_tile import INTERPRETED, MAX_HEAD_DIM
 from engine.kernels.prefill_attention import QUERY_TILE, PrefillTiles, prefill_attention
@@ -72,7 +73,9 @@ class TritonBackend(CapturableBackend):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._num_processors = INTERPRETER_PROCESSORS
-        self.layer_kernels = LayerKernels(add_rms_norm, norm_and_rotate, silu_and_mul)
+        self.layer_kernels = LayerKernels(
+            add_rms_norm, norm_and_rotate, silu_and_mul, grouped_product=grouped_product
+        )
         if device.type == "cuda":
             if device.index is not None:
                 torch.cuda.set_device(device)  # Triton launches on the thread's current device

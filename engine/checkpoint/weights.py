@@ -27,3 +27,8 @@ class CheckpointTensor:
         part = slice(start, start + length)
         tensor: Tensor = self._slice[part] if dim == 0 else self._slice[:, part]
         return tensor
+
+    def part(self, *ranges: slice) -> Tensor:
+        """Read these ranges of the first dimensions, and all of the others, on the CPU."""
+        tensor: Tensor = self._slice[ranges]
+        return tensor

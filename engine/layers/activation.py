@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,3 +22,20 @@ class SiluAndMul(nn.Module):
             return self.kernels.silu_and_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+
+class ClampedSwigluAndMul(nn.Module):
+    """gate * sigmoid(alpha * gate) * (up + 1), both clamped to `limit` before, the gate from above alone.
+
+    Source: gpt-oss, https://github.com/openai/gpt-oss, torch/model.py.
+    """
+
+    def __init__(self, alpha: float, limit: float) -> None:
+        super().__init__()
+        self.alpha, self.limit = alpha, limit
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """gate_up: [tokens, 2 * dim] -> [tokens, dim]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up + 1)

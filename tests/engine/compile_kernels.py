@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.kernels.decode_attention import DecodeRows, decode_attention
+from engine.kernels.grouped_product import grouped_product
 from engine.kernels.kv_store import store_kv
 from engine.kernels.prefill_attention import PrefillTiles, prefill_attention
 from engine.kernels.rms_norm import add_rms_norm
@@ -119,6 +120,12 @@ def layers(dtype: torch.dtype) -> None:
     silu_and_mul(torch.empty((256, 6144), dtype=dtype))
 
 
+def experts(dtype: torch.dtype, num_rows: int) -> None:
+    """The sizes of gpt-oss-20b, whose hidden size is no multiple of a tile, and biases."""
+    x, ends = torch.empty((num_rows, 2880), dtype=dtype), torch.zeros(32, dtype=torch.int32)
+    grouped_product(x, torch.empty((32, 5760, 2880), dtype=dtype), torch.empty((32, 5760), dtype=dtype), ends)
+
+
 def main() -> None:
     compile_all("bfloat16 128 x2", lambda: attention(torch.bfloat16, 128, 2, 5))
     compile_all("bfloat16 128 x4 one split", lambda: attention(torch.bfloat16, 128, 4, 1))
@@ -128,6 +135,9 @@ def main() -> None:
     compile_all("float32 128 x2", lambda: attention(torch.float32, 128, 2, 5))
     compile_all("float32 256 x1", lambda: attention(torch.float32, 256, 1, 5))
     compile_all("bfloat16 layers", lambda: layers(torch.bfloat16))
+    compile_all("bfloat16 experts x16", lambda: experts(torch.bfloat16, 32 * 16))
+    compile_all("bfloat16 experts x128", lambda: experts(torch.bfloat16, 32 * 128))
+    compile_all("float32 experts x64", lambda: experts(torch.float32, 32 * 64))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 SHARED_BYTES = 227 * 1024  # what one program may take on compute capability 9.0
 KERNELS = {
     "decode_kernel", "merge_kernel", "prefill_kernel", "store_kernel", "add_rms_norm_kernel",
-    "norm_and_rotate_kernel", "silu_and_mul_kernel",
+    "norm_and_rotate_kernel", "silu_and_mul_kernel", "grouped_product_kernel",
 }  # fmt: skip
 
 
@@ -57,3 +57,16 @@ def test_attention_multiplies_on_tensor_cores_and_copies_ahead(compiled: list[di
             assert line["wgmma" if line["kernel"] == "prefill_kernel" else "mma"] > 0, line
         if line["case"] == "bfloat16 128 x2" and line["kernel"] != "merge_kernel":
             assert line["shared_bytes"] <= (44 if line["kernel"] == "decode_kernel" else 112) * 1024, line
+
+
+def test_experts_multiply_on_tensor_cores_and_copy_ahead(compiled: list[dict[str, Any]]) -> None:
+    """Few rows for each expert with a warp's instructions, three programs to a multiprocessor; many with a
+    warp group's, two of them."""
+    lines = [line for line in compiled if line["kernel"] == "grouped_product_kernel"]
+    by_case = {line["case"]: line for line in lines}
+    few, many = by_case["bfloat16 experts x16"], by_case["bfloat16 experts x128"]
+    assert few["mma"] > 0
+    assert many["wgmma"] > 0
+    assert min(few["async_copies"], many["async_copies"]) > 0
+    assert few["shared_bytes"] <= 75 * 1024
+    assert many["shared_bytes"] <= 112 * 1024

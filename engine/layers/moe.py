@@ -1,0 +1,185 @@
+"""Mixture of experts: a router, and the gated MLPs of which it chooses a few for each token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from engine.attention.layer_kernels import LayerKernels
+from engine.checkpoint.weights import CheckpointTensor
+from engine.errors import WeightMismatch
+from engine.layers.activation import ClampedSwigluAndMul, SiluAndMul
+from engine.layers.base import WeightedModule, fill
+from engine.layers.grouped import ExpertGroups, grouped_linear
+from engine.layers.linear import ReplicatedLinear
+from engine.layers.parallel import TensorParallel
+
+
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """The experts' activation where it is not silu(gate) * up: see ClampedSwigluAndMul."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What the experts of one layer are, and how a token chooses among them.
+
+    num_experts, num_chosen: all of them, and those that a token goes through.
+    intermediate_size: of each expert's MLP.
+    normalised: a token's weights are made to sum to 1. Otherwise they are what the softmax over the scores of
+        all experts gives to the chosen ones.
+    bias: the router and every projection of the experts add one.
+    swiglu: the activation, None for silu(gate) * up.
+    interleaved: a checkpoint's tensors of all experts are [experts, in, out], with columns of gate and up in
+        turns (gpt-oss); otherwise [experts, out, in], the rows of gate before those of up.
+    """
+
+    num_experts: int
+    num_chosen: int
+    intermediate_size: int
+    normalised: bool
+    bias: bool = False
+    swiglu: ClampedSwiglu | None = None
+    interleaved: bool = False
+
+
+def choose_experts(scores: Tensor, num_chosen: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
+    """scores: [tokens, experts] -> weights, float32, and ids, int64, of the chosen: each [tokens, chosen].
+
+    The softmax is float32. It grows with the score, so both have the same highest ones; and softmax over all,
+    cut to the chosen and divided by their sum (Mixtral), is softmax over the chosen (gpt-oss).
+    """
+    scores = scores.float()
+    best, chosen = scores.topk(num_chosen, dim=-1)
+    if normalised:
+        return best.softmax(-1), chosen
+    return (best - scores.logsumexp(-1, keepdim=True)).exp(), chosen
+
+
+class ExpertMLPs(WeightedModule):
+    """Each expert's down(activation(gate_up(x))), this rank's share of its intermediate columns.
+
+    gate_up_proj: [experts, 2 * columns, hidden], the rows of gate first.  down_proj: [experts, hidden,
+    columns].  gate_up_proj_bias, down_proj_bias: [experts, rows of the weight], None without. Once loaded,
+    the weights are where `grouped_linear` has put them.
+    """
+
+    def __init__(
+        self,
+        experts: Experts,
+        hidden_size: int,
+        tp: TensorParallel,
+        *,
+        dtype: torch.dtype,
+        kernels: LayerKernels | None,
+    ) -> None:
+        super().__init__()
+        self.experts, self.tp, self.kernels = experts, tp, kernels
+        self.columns = tp.share(experts.intermediate_size, "intermediate columns of an expert")
+        rows = 2 * self.columns.length
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(experts.num_experts, *shape, dtype=dtype), requires_grad=False)
+
+        self.gate_up_proj = parameter(rows, hidden_size)
+        self.down_proj = parameter(hidden_size, self.columns.length)
+        self.gate_up_proj_bias = parameter(rows) if experts.bias else None
+        self.down_proj_bias = parameter(hidden_size) if experts.bias else None
+        swiglu = experts.swiglu
+        self.activation = (
+            SiluAndMul(kernels) if swiglu is None else ClampedSwigluAndMul(swiglu.alpha, swiglu.limit)
+        )
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """x: [tokens, hidden]; weights and ids of experts: [tokens, chosen] -> [tokens, hidden].
+
+        The sum over a token's experts, all of it on every rank.
+        """
+        num_chosen = self.experts.num_chosen
+        groups = ExpertGroups.of(chosen, self.experts.num_experts)
+        rows = self.gate_up(x[groups.order // num_chosen], self.gate_up_proj_bias, groups)
+        # a sum over the ranks has the bias once
+        bias = self.down_proj_bias if self.tp.rank == 0 else None
+        rows = self.down(self.activation(rows), bias, groups)
+        return self.tp.all_reduce(groups.weighted_sums(rows, weights))
+
+    def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
+        """Copy this rank's share of `tensor` into parameter `name`.
+
+        shard: "3.gate", "3.up" or "3.down" for that matrix of expert 3; None for a tensor of all experts.
+        """
+        place = self.get_parameter(name)
+        if shard is not None:
+            expert, _, part = shard.partition(".")
+            start = self.columns.length if part == "up" else 0
+            dim = 1 if part == "down" else 0
+            fill(place[int(expert)].narrow(dim, start, self.columns.length), self.columns.read(tensor, dim))
+            return
+        shape = self._stored_shape(name)
+        if tensor.shape != shape:
+            raise WeightMismatch(f"shape {list(tensor.shape)} found, {list(shape)} expected")
+        for i in range(self.experts.num_experts):  # one at a time: all of them together may be gigabytes
+            place[i].copy_(self._read_expert(name, tensor, i))
+
+    def finish_loading(self) -> None:
+        """Hand the weights to what multiplies by them."""
+        self.gate_up = grouped_linear(self.gate_up_proj, self.kernels)
+        self.down = grouped_linear(self.down_proj, self.kernels)
+        del self.gate_up_proj, self.down_proj  # it may have packed them
+
+    def _stored_shape(self, name: str) -> tuple[int, ...]:
+        """Of the checkpoint's tensor of all experts."""
+        experts, hidden = self.experts.num_experts, self.down_proj.shape[1]
+        rows, columns = (hidden, self.columns.total) if "down" in name else (2 * self.columns.total, hidden)
+        if name.endswith("bias"):
+            return experts, rows
+        return (experts, columns, rows) if self.experts.interleaved else (experts, rows, columns)
+
+    def _read_expert(self, name: str, tensor: CheckpointTensor, expert: int) -> Tensor:
+        """One expert's part of a tensor of all of them, as parameter `name` has it."""
+        one, every, own = slice(expert, expert + 1), slice(None), self.columns
+        if name == "down_proj_bias":
+            return tensor.part(one)[0]
+        if name == "down_proj":
+            columns = slice(own.start, own.start + own.length)
+            if self.experts.interleaved:
+                return tensor.part(one, columns)[0].T
+            return tensor.part(one, every, columns)[0]
+        if self.experts.interleaved:
+            columns = slice(2 * own.start, 2 * (own.start + own.length))
+            ranges = (one, columns) if name.endswith("bias") else (one, every, columns)
+            in_turns = tensor.part(*ranges)[0].movedim(-1, 0)
+            return torch.cat((in_turns[::2], in_turns[1::2]))
+        starts = (own.start, own.total + own.start)
+        return torch.cat([tensor.part(one, slice(start, start + own.length))[0] for start in starts])
+
+
+class SparseMLP(nn.Module):
+    """In the place of an MLP: a router, on every rank, and its experts."""
+
+    def __init__(
+        self,
+        experts: Experts,
+        hidden_size: int,
+        tp: TensorParallel,
+        *,
+        dtype: torch.dtype,
+        kernels: LayerKernels | None,
+    ) -> None:
+        super().__init__()
+        self.num_chosen, self.normalised = experts.num_chosen, experts.normalised
+        self.gate = ReplicatedLinear(hidden_size, experts.num_experts, bias=experts.bias, dtype=dtype)
+        self.experts = ExpertMLPs(experts, hidden_size, tp, dtype=dtype, kernels=kernels)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden: [tokens, hidden] -> [tokens, hidden]."""
+        if len(hidden) == 0:  # a step of which no row samples ends like this
+            return hidden
+        weights, chosen = choose_experts(self.gate(hidden), self.num_chosen, normalised=self.normalised)
+        output: Tensor = self.experts(hidden, weights, chosen)
+        return output

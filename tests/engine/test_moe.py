@@ -1,0 +1,305 @@
+"""Mixtures of experts: each way to multiply equals plain float64, each variant transformers' own layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from engine.attention.layer_kernels import LayerKernels
+from engine.checkpoint.weights import CheckpointTensor
+from engine.errors import ConfigError, WeightMismatch
+from engine.layers import grouped
+from engine.layers.grouped import ExpertGroups, GroupedLinear, grouped_linear
+from engine.layers.moe import ClampedSwiglu, Experts, SparseMLP, choose_experts
+from engine.layers.parallel import TensorParallel
+
+HIDDEN, COLUMNS, NUM_EXPERTS, NUM_CHOSEN = 40, 24, 6, 3
+NORMALISED = Experts(NUM_EXPERTS, NUM_CHOSEN, COLUMNS, normalised=True)
+VARIANTS = {
+    "mixtral": NORMALISED,
+    "qwen3_moe": NORMALISED,
+    "qwen3_moe, not normalised": replace(NORMALISED, normalised=False),
+    "gpt_oss": replace(NORMALISED, bias=True, swiglu=ClampedSwiglu(1.702, 7.0), interleaved=True),
+}
+WAYS = ("one by one", "torch", "triton")
+
+
+@pytest.fixture(params=WAYS)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LayerKernels | None:
+    """What makes `grouped_linear` choose each way, wherever the tests run."""
+    monkeypatch.setattr(grouped, "_serves_grouped_mm", lambda weight: request.param == "torch")
+    if request.param != "triton":
+        return None
+    pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
+    from engine.kernels.grouped_product import grouped_product
+
+    def unused(*arguments: object) -> Tensor:
+        raise AssertionError(arguments)
+
+    return LayerKernels(unused, unused, lambda x: unfused_silu(x), grouped_product=grouped_product)
+
+
+def unfused_silu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# Products
+
+
+def products(linear: GroupedLinear, x: Tensor, bias: Tensor | None, counts: list[int]) -> Tensor:
+    """Of rows of which each expert has so many."""
+    experts = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    return linear(x, bias, ExpertGroups.of(experts.unsqueeze(1), len(counts)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("counts", "in_features", "out_features"),
+    [
+        ([3, 0, 17, 40], 48, 80),
+        ([0, 0, 1, 0, 0], 64, 64),
+        ([90, 2, 1], 72, 72),
+        ([0, 0, 0, 70], 16, 8),
+        ([1] * 9, 8, 72),
+    ],
+)
+def test_grouped_products_equal_float64(
+    counts: list[int], in_features: int, out_features: int, dtype: torch.dtype, kernels: LayerKernels | None
+) -> None:
+    """Experts with no row, one, and more than a tile; sizes no multiple of a tile; with bias and without."""
+    x, weight = (random(n, in_features, dtype=dtype) for n in (sum(counts), len(counts) * out_features))
+    weight = weight.view(len(counts), out_features, in_features) / in_features**0.5
+    bias = random(len(counts), out_features, seed=1, dtype=dtype)
+    linear = grouped_linear(nn.Parameter(weight.clone(), requires_grad=False), kernels)
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-2  # the interpreter rounds bfloat16 towards zero
+    for b in (None, bias):
+        wide = [rows.double() @ w.double().T for rows, w in zip(x.split(counts), weight, strict=True)]
+        if b is not None:
+            wide = [product + row.double() for product, row in zip(wide, b, strict=True)]
+        got = products(linear, x, b, counts)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), torch.cat(wide), rtol=tolerance, atol=tolerance)
+
+
+def test_rows_of_a_wide_tensor_may_lie_apart(kernels: LayerKernels | None) -> None:
+    x, weight = random(9, 64)[:, 16:48], random(4, 24, 32, seed=1)
+    linear = grouped_linear(nn.Parameter(weight.clone(), requires_grad=False), kernels)
+    expected = products(linear, x.contiguous(), None, [4, 0, 5, 0])
+    torch.testing.assert_close(products(linear, x, None, [4, 0, 5, 0]), expected)
+
+
+def test_a_token_is_the_weighted_sum_of_its_experts() -> None:
+    """Choices sorted by expert come back to their tokens, in float32 and rounded once."""
+    chosen = torch.tensor([[2, 0], [1, 2], [2, 3], [0, 1]])
+    groups = ExpertGroups.of(chosen, 5)
+    assert groups.ends.tolist() == [2, 4, 7, 8, 8]
+    assert groups.spans == [(0, 0, 2), (1, 2, 4), (2, 4, 7), (3, 7, 8)]
+    weights = random(4, 2, seed=3)
+    values = random(5, 7, seed=4)  # what each expert says, whoever asks
+    expected = (weights.unsqueeze(-1) * values[chosen]).sum(1)
+    torch.testing.assert_close(groups.weighted_sums(values[groups.experts], weights), expected)
+    rows = values[groups.experts].bfloat16()
+    torch.testing.assert_close(groups.weighted_sums(rows, weights).float(), expected, rtol=2e-2, atol=2e-2)
+
+
+# Layers
+
+
+def transformers_block(variant: str) -> nn.Module:
+    """transformers' own layer, with wide random weights."""
+    sizes = {"hidden_size": HIDDEN, "num_experts_per_tok": NUM_CHOSEN}
+    if variant == "mixtral":
+        config = MixtralConfig(**sizes, intermediate_size=COLUMNS, num_local_experts=NUM_EXPERTS)
+        kind = MixtralSparseMoeBlock
+    elif variant == "gpt_oss":
+        config = GptOssConfig(**sizes, intermediate_size=COLUMNS, num_local_experts=NUM_EXPERTS)
+        kind = GptOssMLP
+    else:
+        config = Qwen3MoeConfig(
+            **sizes,
+            moe_intermediate_size=COLUMNS,
+            num_experts=NUM_EXPERTS,
+            norm_topk_prob=VARIANTS[variant].normalised,
+        )
+        kind = Qwen3MoeSparseMoeBlock
+    config._experts_implementation = "eager"
+    block = kind(config)
+    with torch.no_grad():
+        for i, parameter in enumerate(block.parameters()):
+            parameter.copy_(random(*parameter.shape, seed=i))
+        (block.router if hasattr(block, "router") else block.gate).weight *= 0.2  # no expert outweighs all
+    return block
+
+
+def expected_output(block: nn.Module, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        output = block(x.unsqueeze(0))
+    return (output[0] if isinstance(output, tuple) else output).view_as(x)
+
+
+def stored_tensors(block: nn.Module, *, fused: bool) -> dict[tuple[str, str | None], Tensor]:
+    """The experts' tensors by parameter and shard: as one, or as each expert's matrices."""
+    tensors = {name: tensor.contiguous() for name, tensor in block.experts.state_dict().items()}
+    if fused:
+        return {(name, None): tensor for name, tensor in tensors.items()}
+    found = {}
+    for i in range(NUM_EXPERTS):
+        gate, up = tensors["gate_up_proj"][i].chunk(2)
+        found[("gate_up_proj", f"{i}.gate")] = gate.contiguous()
+        found[("gate_up_proj", f"{i}.up")] = up.contiguous()
+        found[("down_proj", f"{i}.down")] = tensors["down_proj"][i].contiguous()
+    return found
+
+
+def load(mlp: SparseMLP, block: nn.Module, folder: Path, *, fused: bool) -> SparseMLP:
+    """Through a file, as a checkpoint's tensors come."""
+    router = block.router if hasattr(block, "router") else block.gate
+    tensors = stored_tensors(block, fused=fused)
+    path = folder / "experts.safetensors"
+    save_file({f"{name} {shard}": tensor for (name, shard), tensor in tensors.items()}, path)
+    with torch.no_grad(), safe_open(path, framework="pt") as file:
+        for name, parameter in mlp.gate.named_parameters():
+            parameter.copy_(getattr(router, name))
+        for name, shard in tensors:
+            mlp.experts.load(name, CheckpointTensor(file, f"{name} {shard}"), shard)
+    mlp.gate.finish_loading()
+    mlp.experts.finish_loading()
+    return mlp
+
+
+def make(
+    experts: Experts,
+    block: nn.Module,
+    folder: Path,
+    kernels: LayerKernels | None = None,
+    tp: TensorParallel = TensorParallel(),  # noqa: B008 - frozen
+    *,
+    fused: bool = True,
+) -> SparseMLP:
+    mlp = SparseMLP(experts, HIDDEN, tp, dtype=torch.float32, kernels=kernels)
+    return load(mlp, block, folder, fused=fused)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_layer_equals_transformers(variant: str, kernels: LayerKernels | None, tmp_path: Path) -> None:
+    """From one token, whose other experts have none, to more than a tile for each; outputs of 100s."""
+    block = transformers_block(variant)
+    mlp = make(VARIANTS[variant], block, tmp_path, kernels)
+    for num_tokens in (1, 7, 60):
+        x = random(num_tokens, HIDDEN, seed=num_tokens)
+        torch.testing.assert_close(mlp(x), expected_output(block, x), rtol=2e-5, atol=2e-3)
+    assert mlp(x[:0]).shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize(("variant", "fused"), [("mixtral", True), ("qwen3_moe", False), ("gpt_oss", True)])
+def test_ranks_share_the_columns_of_every_expert(variant: str, fused: bool, tmp_path: Path) -> None:
+    """Their outputs add up to the whole, whether the checkpoint holds all experts in one tensor or not."""
+    block = transformers_block(variant)
+    x = random(11, HIDDEN)
+    for size in (2, 3):
+        ranks = [TensorParallel(rank, size) for rank in range(size)]
+        parts = [make(VARIANTS[variant], block, tmp_path, tp=tp, fused=fused) for tp in ranks]
+        assert {part.experts.columns.length for part in parts} == {COLUMNS // size}
+        output = torch.stack([part(x) for part in parts]).sum(0)
+        torch.testing.assert_close(output, expected_output(block, x), rtol=2e-5, atol=2e-3)
+
+
+def test_a_size_that_ranks_cannot_share_is_named() -> None:
+    with pytest.raises(ConfigError, match="24 intermediate columns of an expert cannot be shared by 5 ranks"):
+        SparseMLP(NORMALISED, HIDDEN, TensorParallel(0, 5), dtype=torch.float32, kernels=None)
+
+
+@pytest.mark.parametrize("shard", [None, "3.gate", "3.down"])
+def test_a_tensor_of_another_shape_is_named(shard: str | None, tmp_path: Path) -> None:
+    mlp = SparseMLP(NORMALISED, HIDDEN, TensorParallel(), dtype=torch.float32, kernels=None)
+    save_file({"x": torch.zeros(NUM_EXPERTS, COLUMNS, COLUMNS)}, tmp_path / "x.safetensors")
+    name = "down_proj" if shard == "3.down" else "gate_up_proj"
+    with (
+        safe_open(tmp_path / "x.safetensors", framework="pt") as file,
+        pytest.raises(WeightMismatch, match=r"\[6, 24, 24\] found, .* expected"),
+    ):
+        mlp.experts.load(name, CheckpointTensor(file, "x"), shard)
+
+
+def test_nothing_is_read_on_the_host_where_one_launch_serves_all_experts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A graph can record it: tensors that have no values give the shape of the answer; one by one cannot."""
+    experts = VARIANTS["gpt_oss"]
+    x = torch.empty(5, HIDDEN, device="meta", dtype=torch.bfloat16)
+    for serves in (True, False):
+        monkeypatch.setattr(grouped, "_serves_grouped_mm", lambda weight, serves=serves: serves)
+        with torch.device("meta"):
+            mlp = SparseMLP(experts, HIDDEN, TensorParallel(), dtype=torch.bfloat16, kernels=None)
+        mlp.experts.finish_loading()
+        if serves:
+            assert mlp(x).shape == x.shape
+        else:
+            with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+                mlp(x)
+
+
+# Mutations: the comparison with transformers sees each
+
+
+def left_out(name: str) -> Experts:
+    """gpt-oss' experts without one of its traits."""
+    experts = VARIANTS["gpt_oss"]
+    assert experts.swiglu is not None
+    if name == "alpha":
+        return replace(experts, swiglu=replace(experts.swiglu, alpha=1.0))
+    if name == "limit":
+        return replace(experts, swiglu=replace(experts.swiglu, limit=1e9))
+    return replace(experts, normalised=False)
+
+
+@pytest.mark.parametrize("fault", ["alpha", "limit", "normalised"])
+def test_a_trait_left_out_is_seen(fault: str, tmp_path: Path) -> None:
+    block, x = transformers_block("gpt_oss"), random(7, HIDDEN)
+    mlp = make(left_out(fault), block, tmp_path)
+    assert (mlp(x) - expected_output(block, x)).abs().mean() > 1
+
+
+@pytest.mark.parametrize("fault", ["gate", "gate_up_proj_bias", "down_proj_bias"])
+def test_a_bias_left_out_is_seen(fault: str, tmp_path: Path) -> None:
+    block, x = transformers_block("gpt_oss"), random(7, HIDDEN)
+    mlp = make(VARIANTS["gpt_oss"], block, tmp_path)
+    bias = mlp.gate.bias if fault == "gate" else mlp.experts.get_parameter(fault)
+    bias.data.zero_()
+    assert (mlp(x) - expected_output(block, x)).abs().mean() > 0.1
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe, not normalised"])
+def test_a_router_with_or_without_renormalisation_is_told_apart(variant: str, tmp_path: Path) -> None:
+    block, x = transformers_block(variant), random(7, HIDDEN)
+    experts = VARIANTS[variant]
+    mlp = make(replace(experts, normalised=not experts.normalised), block, tmp_path)
+    assert (mlp(x) - expected_output(block, x)).abs().mean() > 1
+
+
+def test_weights_are_a_softmax_in_float32() -> None:
+    scores = random(9, 12).bfloat16() * 8
+    probabilities = scores.double().softmax(-1)
+    for normalised in (True, False):
+        weights, chosen = choose_experts(scores, 4, normalised=normalised)
+        expected = probabilities.gather(1, chosen)
+        assert torch.equal(chosen, scores.float().topk(4).indices)
+        if normalised:
+            expected = expected / expected.sum(-1, keepdim=True)
+        assert weights.dtype == torch.float32
+        torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=1e-7)
