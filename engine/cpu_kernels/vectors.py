@@ -108,7 +108,7 @@ def score_tokens(
                 builder.store(emit.sum(total), builder.inttoptr(place, F32.as_pointer()))
         return context.get_dummy_value()
 
-    return _void(9), generate
+    return _void(7, rows, head_dim), generate
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
@@ -153,11 +153,12 @@ def add_weighted(
                 emit.store(builder.load(slot), output, at)
         return context.get_dummy_value()
 
-    return _void(9), generate
+    return _void(7, rows, head_dim), generate
 
 
-def _void(num_args: int) -> Any:
-    return types.void(*[types.int64] * num_args)
+def _void(num_args: int, *literals: Any) -> Any:
+    """A signature with the literals in it: Numba keeps what an intrinsic generates under that alone."""
+    return types.void(*[types.int64] * num_args, *literals)
 
 
 def _vector_length(head_dim: int) -> int:

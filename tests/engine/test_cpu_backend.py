@@ -27,7 +27,7 @@ from engine.attention.torch_backend import TorchBackend
 from engine.cpu_kernels import kernel as kernel_module
 from engine.cpu_kernels.kernel import Kernel, next_task
 from engine.cpu_kernels.private_folder import exposure
-from engine.cpu_kernels.vectors import pointer_to, rows_at_once
+from engine.cpu_kernels.vectors import pointer_to, rows_at_once, score_tokens
 from engine.errors import ConfigError
 from engine.layers.attention import Attention
 from tests.engine.paged import TOLERANCE, PagedBatch, make_batch
@@ -114,6 +114,21 @@ def test_rows_share_loads_within_the_registers() -> None:
     assert [rows_at_once(group, 64) for group in (1, 2, 3, 8, 16)] == [1, 2, 3, 4, 4]
     assert rows_at_once(16, 128) == 2
     assert rows_at_once(7, 256) == rows_at_once(1, 16) == 1
+
+
+def test_heads_of_one_size_are_not_taken_for_those_of_another() -> None:
+    """Code for a size that was compiled before another one's, and is compiled into a second kernel now."""
+    results = []
+    for head_dim in (8, 16, 8):
+
+        @numba.njit
+        def product(query: Any, key: Any, score: Any) -> None:
+            score_tokens(query, key, 0, 1, key, score, 0, 1, head_dim)  # noqa: B023 - compiled in this turn
+
+        ones, score = torch.ones(16), torch.zeros(1)
+        product(ones.data_ptr(), ones.data_ptr(), score.data_ptr())
+        results.append(score.item())
+    assert results == [8, 16, 8]
 
 
 def count_task(parameters: Any) -> None:
