@@ -14,7 +14,8 @@ from engine.attention.base import AttentionMetadata, KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
-from engine.attention.torch_backend import SequenceSpan, attend_spans, make_spans
+from engine.attention.spans import Spans
+from engine.attention.torch_backend import attend_spans
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class CpuMetadata(AttentionMetadata):
     """The step's sequences by kind: those with one new token, and those with more."""
 
     decode: DecodeRows
-    prefills: list[SequenceSpan]
+    prefills: Spans
 
 
 class CpuBackend(KernelBackend):
@@ -87,7 +88,7 @@ class CpuBackend(KernelBackend):
                 torch.from_numpy(block_tables[decodes]),
                 int(lens.max(initial=0)),
             ),
-            make_spans(
+            Spans(
                 block_tables[prefills],
                 context_lens[prefills],
                 query_lens[prefills],
@@ -108,6 +109,15 @@ class CpuBackend(KernelBackend):
         out = query.new_empty(query.shape)
         attend_spans(query, cache, metadata.prefills, out, features, sinks)
         self._decoding.decode_attention(
-            query, cache.keys, cache.values, metadata.decode, out, scale=features.scale
+            query,
+            cache.keys,
+            cache.values,
+            metadata.decode,
+            out,
+            scale=features.scale,
+            window=features.window,
+            chunk=features.chunk,
+            soft_cap=features.soft_cap,
+            sinks=sinks,
         )
         return out

@@ -12,7 +12,7 @@ from numba import carray, float32, int32, int64, njit
 from torch import Tensor
 
 from engine.cpu_kernels.kernel import Kernel, next_task, worker_number
-from engine.cpu_kernels.softmax import softmax_numerators
+from engine.cpu_kernels.softmax import LEAST, ONE, exp_of_negative, softmax_numerators, tanh
 from engine.cpu_kernels.vectors import (
     FLOAT_BYTES,
     add_weighted,
@@ -40,20 +40,35 @@ class DecodeRows:
 
 
 def decode_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, decode: DecodeRows, out: Tensor, *, scale: float
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    decode: DecodeRows,
+    out: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
-    """Attend to the whole context with each decode row's query and write it to the same row of `out`.
+    """Attend to what each decode row's query sees of its context and write it to the same row of `out`.
 
     query: [tokens, heads, head_dim], out: the same and contiguous, key_cache, value_cache: [blocks, block,
-    kv_heads, head_dim] contiguous; all float32. A padding row gets zeros.
+    kv_heads, head_dim] contiguous; all float32. A padding row gets zeros. Blocks before the first token that
+    a query sees are not read. window, chunk, soft_cap, sinks: as AttentionFeatures has them.
     """
     num_heads, head_dim = query.shape[1:]
     _, block_size, num_kv_heads, _ = key_cache.shape
     num_seqs, num_threads = len(decode.rows), torch.get_num_threads()
     num_parts = 1 if num_seqs >= TASKS_PER_THREAD * num_threads else num_kv_heads
     query = query.contiguous()
-    scores = query.new_empty(num_threads * num_heads * max(1, decode.max_context_len))
-    _kernel(head_dim, num_heads // num_kv_heads)(
+    longest = max(1, decode.max_context_len)
+    limited = window is not None or chunk is not None
+    window, chunk = min(window or longest, longest), min(chunk or longest, longest)
+    most_seen = min(window, chunk)
+    scores = query.new_empty(num_threads * num_heads * most_seen)
+    _kernel(head_dim, num_heads // num_kv_heads, limited, soft_cap is not None, sinks is not None)(
         num_seqs * num_parts,
         query,
         key_cache,
@@ -67,24 +82,35 @@ def decode_attention(
         num_kv_heads,
         num_parts,
         scores,
-        decode.max_context_len,
+        most_seen,
         scale,
+        window,
+        chunk,
+        0.0 if soft_cap is None else float(soft_cap),
+        0 if sinks is None else sinks,
     )
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _next_address(
-    table: Any, index: Any, num_blocks: Any, pool: Any, other_pool: Any, block_bytes: Any
+    table: Any, index: Any, first_block: Any, num_blocks: Any, pool: Any, other_pool: Any, block_bytes: Any
 ) -> Any:
     """Where the block after block `index` of the table begins; after the last one, the other pool's first."""
     if index + 1 < num_blocks:
         return pool + table[index + 1] * block_bytes
-    return other_pool + table[0] * block_bytes
+    return other_pool + table[first_block] * block_bytes
+
+
+@njit(fastmath={"contract"}, error_model="numpy")  # type: ignore[untyped-decorator]
+def _cap(scores: Any, scale: Any, soft_cap: Any) -> Any:
+    """Replace each score by soft_cap * tanh(scale * score / soft_cap)."""
+    for i in range(len(scores)):
+        scores[i] = soft_cap * tanh(scores[i] * (scale / soft_cap))
 
 
 @cache
-def _kernel(head_dim: int, group: int) -> Kernel:
-    """One task is a sequence, or some KV heads of it: scores of the context, softmax, weighted values.
+def _kernel(head_dim: int, group: int, limited: bool, has_cap: bool, has_sinks: bool) -> Kernel:
+    """One task is a sequence, or some KV heads of it: scores of what it sees, softmax, weighted values.
 
     Each load of a key or value serves the heads of a group. While a block is in work, the next one is
     fetched in the order of its addresses: measured, 1.5 times faster, for the context is in no cache.
@@ -97,35 +123,41 @@ def _kernel(head_dim: int, group: int) -> Kernel:
         seq_rows = pointer_to(parameters[7], int64)
         context_lens = pointer_to(parameters[8], int64)
         table_len, block_size, kv_heads = parameters[10], parameters[11], parameters[12]
-        num_parts, max_context_len = parameters[13], parameters[15]
+        num_parts, most_seen = parameters[13], parameters[15]
         scale = np.float32(float_of(parameters[16]))
+        window, chunk = parameters[17], parameters[18]
+        soft_cap = np.float32(float_of(parameters[19]))
+        sinks = pointer_to(parameters[20], float32)
+        softmax_scale = ONE if has_cap else scale
         heads_of_part = kv_heads // num_parts
         token_bytes = kv_heads * head_bytes
         block_bytes = block_size * token_bytes
-        score_bytes = max_context_len * FLOAT_BYTES
+        score_bytes = most_seen * FLOAT_BYTES
         scores = parameters[14] + worker_number(parameters) * kv_heads * group * score_bytes
         task = next_task(parameters)
         while task >= 0:
             seq = task // num_parts
             first = task % num_parts * heads_of_part
             context_len = context_lens[seq]
+            begin = max(0, context_len - window, (context_len - 1) // chunk * chunk) if limited else 0
+            first_block = begin // block_size
             num_blocks = (context_len + block_size - 1) // block_size
             table = carray(pointer_to(parameters[9] + seq * table_len * 4, int32), (table_len,))
             queries = query + seq_rows[seq] * group * token_bytes
             outputs = out + seq_rows[seq] * group * token_bytes
-            for i in range(num_blocks):
-                start = i * block_size
-                block = keys + table[i] * block_bytes
-                ahead = _next_address(table, i, num_blocks, keys, values, block_bytes)
+            for i in range(first_block, num_blocks):
+                start = max(begin, i * block_size)
+                tokens = keys + table[i] * block_bytes + (start - i * block_size) * token_bytes
+                ahead = _next_address(table, i, first_block, num_blocks, keys, values, block_bytes)
                 for kv_head in range(first, first + heads_of_part):
                     for head in range(kv_head * group, (kv_head + 1) * group, rows):
                         score_tokens(
                             queries + head * head_bytes,
-                            block + kv_head * head_bytes,
+                            tokens + kv_head * head_bytes,
                             token_bytes,
-                            min(block_size, context_len - start),
+                            min((i + 1) * block_size, context_len) - start,
                             ahead + kv_head * block_size * head_bytes,
-                            scores + head * score_bytes + start * FLOAT_BYTES,
+                            scores + head * score_bytes + (start - begin) * FLOAT_BYTES,
                             score_bytes,
                             rows,
                             head_dim,
@@ -134,22 +166,29 @@ def _kernel(head_dim: int, group: int) -> Kernel:
                 output = pointer_to(outputs + head * head_bytes, float32)
                 for d in range(head_dim):
                     output[d] = np.float32(0)
-                weights = carray(pointer_to(scores + head * score_bytes, float32), (context_len,))
-                total = softmax_numerators(weights, scale)
-                for j in range(context_len):
+                weights = carray(pointer_to(scores + head * score_bytes, float32), (context_len - begin,))
+                if has_cap:
+                    _cap(weights, scale, soft_cap)
+                if has_sinks:
+                    sink = sinks[head] / softmax_scale
+                    total, highest = softmax_numerators(weights, softmax_scale, sink)
+                    total += exp_of_negative((sink - highest) * softmax_scale)
+                else:
+                    total, _ = softmax_numerators(weights, softmax_scale, LEAST)
+                for j in range(context_len - begin):
                     weights[j] /= total
-            for i in range(num_blocks):
-                start = i * block_size
-                block = values + table[i] * block_bytes
-                ahead = _next_address(table, i, num_blocks, values, keys, block_bytes)
+            for i in range(first_block, num_blocks):
+                start = max(begin, i * block_size)
+                tokens = values + table[i] * block_bytes + (start - i * block_size) * token_bytes
+                ahead = _next_address(table, i, first_block, num_blocks, values, keys, block_bytes)
                 for kv_head in range(first, first + heads_of_part):
                     for head in range(kv_head * group, (kv_head + 1) * group, rows):
                         add_weighted(
-                            scores + head * score_bytes + start * FLOAT_BYTES,
+                            scores + head * score_bytes + (start - begin) * FLOAT_BYTES,
                             score_bytes,
-                            block + kv_head * head_bytes,
+                            tokens + kv_head * head_bytes,
                             token_bytes,
-                            min(block_size, context_len - start),
+                            min((i + 1) * block_size, context_len) - start,
                             ahead + kv_head * block_size * head_bytes,
                             outputs + head * head_bytes,
                             rows,

@@ -1,4 +1,4 @@
-"""exp and softmax, written so that LLVM makes vector code of them."""
+"""exp, tanh and softmax, written so that LLVM makes vector code of them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,29 @@ def exp_of_negative(x: Any) -> Any:
     return (power * rest * rest + rest + ONE) * power_of_two(exponent)
 
 
+@njit(fastmath={"contract", "nsz"}, error_model="numpy")  # type: ignore[untyped-decorator]
+def tanh(x: Any) -> Any:
+    """tanh(x) for a float32 x, 1e-7 relative. Source: Cephes' tanhf."""
+    size = abs(x)
+    small = exp_of_negative(np.float32(-2) * size)
+    far = (ONE - small) / (ONE + small)
+    square = x * x
+    power = np.float32(-5.70498872745e-3)
+    power = power * square + np.float32(2.06390887954e-2)
+    power = power * square - np.float32(5.37397155531e-2)
+    power = power * square + np.float32(1.33314422036e-1)
+    power = power * square - np.float32(3.33332819422e-1)
+    near = power * square * x + x  # where 1 - small would keep few digits
+    return near if size < np.float32(0.625) else np.copysign(far, x)
+
+
 @njit(fastmath=True)  # type: ignore[untyped-decorator]
-def softmax_numerators(scores: Any, scale: Any) -> Any:
-    """Replace each score by exp(scale * (score - the highest)); return their sum."""
-    highest = LEAST
+def softmax_numerators(scores: Any, scale: Any, least: Any) -> Any:
+    """Replace each score by exp(scale * (score - the highest)); return their sum and the highest.
+
+    least: what the highest is not below; LEAST if nothing else takes part in the softmax.
+    """
+    highest = least
     for i in range(len(scores)):
         highest = max(highest, scores[i])
     total = np.float32(0)
@@ -43,4 +62,4 @@ def softmax_numerators(scores: Any, scale: Any) -> Any:
         weight = exp_of_negative((scores[i] - highest) * scale)
         scores[i] = weight
         total += weight
-    return total
+    return total, highest

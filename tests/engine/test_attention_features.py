@@ -1,0 +1,191 @@
+"""Windows, chunks, soft caps and sinks equal float64 in the backends that run anywhere; faults are seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import engine.attention.spans
+import engine.attention.torch_backend
+from engine.attention.base import KernelBackend
+from engine.attention.features import AttentionFeatures
+from engine.attention.kv_cache import LayerKVCache
+from engine.attention.spans import ROWS_AT_ONCE
+from engine.attention.torch_backend import TorchBackend
+from tests.engine.paged import DEVICE, TOLERANCE, PagedBatch, make_batch
+
+ALL = {
+    "window": 21,
+    "chunk": 64,
+    "soft_cap": 1.5,
+    "has_sinks": True,
+}  # each of them counts: scores are near 1
+# decodes at the edges of blocks, windows and chunks; a whole prompt; chunks behind cached contexts
+CONTEXTS = [1, 16, 17, 64, 65, 300, 90, 130, 97]
+QUERIES = [1, 1, 1, 1, 1, 1, 90, 50, 2]
+
+
+@pytest.fixture(params=["torch", "cpu"])
+def backend(request: pytest.FixtureRequest) -> KernelBackend:
+    return load(request.param)
+
+
+def load(name: str) -> KernelBackend:
+    if name == "torch":
+        return TorchBackend(DEVICE)
+    pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
+    from engine.attention.cpu_backend import CpuBackend
+
+    return CpuBackend(torch.device("cpu"))
+
+
+def attend(backend: KernelBackend, batch: PagedBatch, metadata: Any = None) -> torch.Tensor:
+    metadata = metadata or backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
+    cache = LayerKVCache(batch.key_cache, batch.value_cache)
+    return backend.forward(batch.query, cache, metadata, batch.features, batch.sinks)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        *({"window": window} for window in (1, 2, 15, 16, 17, 40, 299, 300, 1000)),
+        *({"chunk": chunk} for chunk in (1, 7, 16, 64, 300)),
+        {"soft_cap": 0.5},
+        {"soft_cap": 50.0},
+        {"has_sinks": True},
+        ALL,
+    ],
+    ids=str,
+)
+def test_each_feature_equals_float64(backend: KernelBackend, features: dict[str, Any]) -> None:
+    """Decodes, prompts and chunks in one step; NaN in every block that none of a sequence's queries sees."""
+    batch = make_batch(CONTEXTS, QUERIES, head_dim=32, **features)
+    assert batch.error(attend(backend, batch)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "kv_heads"), [(16, 1, 3), (40, 5, 1), (80, 2, 1), (128, 3, 2), (256, 1, 1)]
+)
+def test_all_features_at_once_with_heads_of_any_size(
+    backend: KernelBackend, head_dim: int, group: int, kv_heads: int
+) -> None:
+    batch = make_batch(CONTEXTS, QUERIES, head_dim=head_dim, group=group, kv_heads=kv_heads, **ALL)
+    assert batch.error(attend(backend, batch)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("features", [ALL, {"window": 21}, {"has_sinks": True}], ids=str)
+def test_the_torch_backend_in_half_precision(dtype: torch.dtype, features: dict[str, Any]) -> None:
+    batch = make_batch(CONTEXTS, QUERIES, dtype=dtype, **features)
+    assert batch.error(attend(load("torch"), batch)) < TOLERANCE[dtype]
+
+
+decodes = st.integers(1, 300).map(lambda context: (1, context))
+prompts = st.integers(2, 150).map(lambda query: (query, query))
+chunks = st.tuples(st.integers(2, 100), st.integers(1, 200)).map(lambda pair: (pair[0], sum(pair)))
+sequences = st.lists(st.one_of(decodes, prompts, chunks), min_size=1, max_size=8)
+limits = st.one_of(st.none(), st.sampled_from([1, 3, 4, 5, 16, 17, 50]), st.integers(1, 320))
+drawn_features = st.fixed_dictionaries(
+    {
+        "window": limits,
+        "chunk": limits,
+        "soft_cap": st.sampled_from([None, 1.5, 30.0]),
+        "has_sinks": st.booleans(),
+    }
+)
+
+
+@pytest.mark.parametrize("name", ["torch", "cpu"])
+@settings(max_examples=60, deadline=None)
+@given(sequences, drawn_features, st.sampled_from([4, 16, 32]), st.integers(0, 99))
+def test_random_steps_equal_float64(
+    name: str, lens: list[tuple[int, int]], features: dict[str, Any], block_size: int, seed: int
+) -> None:
+    contexts, queries = [context for _, context in lens], [query for query, _ in lens]
+    batch = make_batch(contexts, queries, head_dim=32, block_size=block_size, seed=seed, **features)
+    assert batch.error(attend(load(name), batch)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *({"window": window} for window in (20, 22, None)),
+        *({"chunk": chunk} for chunk in (63, 65, None)),
+        {"soft_cap": None},
+        {"soft_cap": 1.6},
+        {"sinks": None},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("queries", [[1, 1, 1], [90, 60, 3]], ids=["decode", "prefill"])
+def test_a_feature_that_is_wrong_or_left_out_is_seen(
+    backend: KernelBackend, queries: list[int], fault: dict[str, Any]
+) -> None:
+    """By the same comparison. In the first context the window hides most, in the others the chunks do."""
+    batch = make_batch([90, 70, 67], queries, head_dim=32, **ALL)
+    assert batch.error(attend(backend, batch)) < TOLERANCE[torch.float32]
+    assert batch.error(attend(backend, replace(batch, **fault))) > 1000 * TOLERANCE[torch.float32]
+
+
+def test_reading_a_block_that_no_query_sees_is_seen(backend: KernelBackend) -> None:
+    """One token too many reaches into it: the tests above would find one read needlessly, too."""
+    batch = make_batch([100, 84], [1, 4], head_dim=32, window=20, block_size=4)
+    assert batch.error(attend(backend, batch)) < TOLERANCE[torch.float32]
+    assert batch.error(attend(backend, replace(batch, window=21))) == float("inf")
+
+
+def test_one_step_serves_layers_of_every_kind(
+    backend: KernelBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that see alike share their masks; layers that do not are not mixed up."""
+    made: list[AttentionFeatures] = []
+    make = engine.attention.spans._mask
+    monkeypatch.setattr(engine.attention.spans, "_mask", lambda *args: made.append(args[3]) or make(*args))
+    plain = make_batch(CONTEXTS, QUERIES, head_dim=32)  # holds what every layer sees
+    metadata = backend.build_metadata(plain.block_tables, plain.context_lens, plain.query_lens)
+    layers = [
+        {},
+        {"window": 5},
+        {"chunk": 20},
+        {"window": 5, "soft_cap": 1.5},
+        {"window": 5, "sinks": torch.tensor([0.0, 3.0, -1.0, 2.0], device=DEVICE)},
+    ]
+    for layer in layers * 2:
+        batch = replace(plain, **layer)
+        assert batch.error(attend(backend, batch, metadata)) < TOLERANCE[torch.float32]
+    masked = sum(query > 1 for query in QUERIES)
+    assert len(made) <= 4 * masked, "once each: plain, window, chunk, window with all masks"
+
+
+@pytest.fixture
+def _few_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.attention.torch_backend, "MAX_SCORES", 5000)
+
+
+@pytest.mark.usefixtures("_few_scores")
+@pytest.mark.parametrize("features", [{"window": 20}, {"soft_cap": 1.5}, ALL], ids=str)
+def test_long_prefills_are_cut(backend: KernelBackend, features: dict[str, Any]) -> None:
+    """By rows that share a view, and by scores that are written out at once."""
+    lens = [2 * ROWS_AT_ONCE + 7, ROWS_AT_ONCE + 1]
+    batch = make_batch([lens[0], lens[1] + 33], lens, head_dim=16, group=1, **features)
+    assert batch.error(attend(backend, batch)) < TOLERANCE[torch.float32]
+
+
+def test_a_decode_gets_the_same_bits_in_every_batch(backend: KernelBackend) -> None:
+    batch = make_batch([70, 33, 5, 260, 12, 1, 90, 17], head_dim=32, **ALL)
+    together = attend(backend, batch)
+    for i in range(8):
+        rows = slice(i, i + 1)
+        alone = replace(
+            batch,
+            query=batch.query[rows],
+            block_tables=batch.block_tables[rows],
+            context_lens=batch.context_lens[rows],
+            query_lens=batch.query_lens[rows],
+        )
+        assert torch.equal(attend(backend, alone)[0], together[i])
