@@ -39,3 +39,22 @@ class ClampedSwigluAndMul(nn.Module):
         gate, up = gate_up.chunk(2, dim=-1)
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
+
+
+class GeluAndMul(nn.Module):
+    """gelu(gate) * up, gelu by its approximation with tanh."""
+
+    def __init__(self, kernels: LayerKernels | None = None) -> None:
+        super().__init__()
+        self.fused = None if kernels is None else kernels.gelu_and_mul
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """gate_up: [tokens, 2 * dim] -> [tokens, dim]."""
+        if self.fused is not None:
+            return self.fused(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
+
+
+#: By their names in config.json.
+ACTIVATIONS: dict[str, type[SiluAndMul | GeluAndMul]] = {"silu": SiluAndMul, "gelu_pytorch_tanh": GeluAndMul}

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint.weights import CheckpointTensor
+from engine.errors import WeightMismatch
 from engine.layers.base import WeightedModule, fill
 from engine.layers.packed import linear, pack_weight
 from engine.layers.parallel import Share, TensorParallel
@@ -42,12 +43,19 @@ class ColumnParallelLinear(ReplicatedLinear):
         self.shards = tuple(rows)
 
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
-        """Copy this rank's rows of `tensor` into the rows of `shard`."""
-        start = 0
+        """Copy this rank's rows of `tensor` into the rows of `shard`; without one it stacks all shards."""
+        total = sum(share.total for share in self.rows.values())
+        if shard is None and tensor.shape[:1] != (total,):
+            raise WeightMismatch(f"shape {list(tensor.shape)} found, {total} entries in dimension 0 expected")
+        start = stacked = 0
         for other, share in self.rows.items():
-            if other == shard:
-                fill(self.get_parameter(name)[start : start + share.length], share.read(tensor, 0))
+            place = self.get_parameter(name)[start : start + share.length]
+            if shard is None:
+                fill(place, tensor.read(0, stacked + share.start, share.length))
+            elif other == shard:
+                fill(place, share.read(tensor, 0))
             start += share.length
+            stacked += share.total
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):

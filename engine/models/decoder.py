@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,15 +13,17 @@ from engine.attention.base import KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import KVCache, LayerKVCache
-from engine.layers.activation import SiluAndMul
+from engine.layers.activation import ACTIVATIONS
 from engine.layers.attention import Attention
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from engine.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from engine.layers.norm import RMSNorm
-from engine.layers.parallel import TensorParallel
+from engine.layers.norm import ParallelRMSNorm, RMSNorm
+from engine.layers.parallel import Share, TensorParallel
 from engine.layers.rotary import RotaryEmbedding, apply_rotary
 from engine.models.base import CausalModel
 from engine.models.decoder_config import DecoderConfig, LayerConfig
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, as RotaryEmbedding returns them
 
 
 @dataclass(frozen=True)
@@ -32,43 +35,56 @@ class DecoderParts:
     backend: KernelBackend
     dtype: torch.dtype
 
+    @property
+    def norm_dtype(self) -> torch.dtype:
+        """Of norm weights: it says when they multiply."""
+        return torch.float32 if self.config.flags.float32_norms else self.dtype
 
-def hidden_norm(parts: DecoderParts) -> RMSNorm:
-    """A norm of the residual stream."""
-    config = parts.config
-    return RMSNorm(
-        config.hidden_size, config.rms_norm_eps, dtype=parts.dtype, kernels=parts.backend.layer_kernels
-    )
+    def norm(self, dim: int) -> RMSNorm:
+        """A norm over features that every rank has."""
+        return RMSNorm(
+            dim,
+            self.config.rms_norm_eps,
+            dtype=self.norm_dtype,
+            kernels=self.backend.layer_kernels,
+            offset=self.config.flags.norm_offset,
+        )
+
+    def parallel_norm(self, share: Share) -> RMSNorm:
+        """A norm over features of which each rank has a share."""
+        return ParallelRMSNorm(
+            share,
+            self.config.rms_norm_eps,
+            self.tp,
+            dtype=self.norm_dtype,
+            kernels=self.backend.layer_kernels,
+        )
 
 
 class DecoderAttention(nn.Module):
-    """Self-attention with grouped KV heads, rotary positions and, by flag, per-head norms."""
+    """Self-attention with grouped KV heads, rotary positions and, by flag, normalised queries and keys."""
 
     def __init__(self, parts: DecoderParts, layer: LayerConfig) -> None:
         super().__init__()
         config, tp, dtype = parts.config, parts.tp, parts.dtype
+        self.rope = layer.rope
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
             config.head_dim,
             config.num_heads,
             config.num_kv_heads,
             tp,
-            bias=config.attention_bias,
+            bias=config.qkv_bias,
             dtype=dtype,
         )
         self.o_proj = RowParallelLinear(
-            config.num_heads * config.head_dim,
-            config.hidden_size,
-            tp,
-            bias=config.attention_bias,
-            dtype=dtype,
+            config.num_heads * config.head_dim, config.hidden_size, tp, bias=config.output_bias, dtype=dtype
         )
-        self.q_norm = (
-            RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype) if config.flags.qk_norm else None
-        )
-        self.k_norm = (
-            RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype) if config.flags.qk_norm else None
-        )
+        if config.flags.qk_norm == "head":
+            self.q_norm, self.k_norm = parts.norm(config.head_dim), parts.norm(config.head_dim)
+        elif config.flags.qk_norm == "whole":
+            self.q_norm, self.k_norm = (parts.parallel_norm(self.qkv_proj.rows[shard]) for shard in "qk")
+        self.qk_norm = config.flags.qk_norm
         self.rms_norm_eps = config.rms_norm_eps
         self.kernels = parts.backend.layer_kernels
         self.attention = Attention(
@@ -77,50 +93,51 @@ class DecoderAttention(nn.Module):
                 self.qkv_proj.num_heads,
                 self.qkv_proj.num_kv_heads,
                 config.head_dim,
-                scale=config.head_dim**-0.5,
+                scale=config.attention_scale,
                 window=layer.window,
+                soft_cap=config.attention_soft_cap,
             ),
         )
 
     def forward(
         self,
         hidden: Tensor,
-        rotation: tuple[Tensor, Tensor],
+        rotations: Sequence[Rotation],
         batch: ForwardBatch,
         cache: LayerKVCache,
         rows: Tensor | None = None,
     ) -> Tensor:
         """hidden: [tokens, hidden] -> [tokens, hidden], or of those `rows` alone."""
         query, key, value = self.qkv_proj.split(self.qkv_proj(hidden))
-        query, key = self._norm_and_rotate(query, key, rotation)
+        query, key = self._norm_and_rotate(query, key, rotations[self.rope])
         attended = self.attention(query, key, value, batch, cache)
         output: Tensor = self.o_proj(attended if rows is None else attended[rows])
         return output
 
-    def _norm_and_rotate(
-        self, query: Tensor, key: Tensor, rotation: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+    def _norm_and_rotate(self, query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        if self.qk_norm == "whole":
+            query = self.q_norm(query.flatten(1)).view(query.shape)
+            key = self.k_norm(key.flatten(1)).view(key.shape)
         if self.kernels is not None:
-            weights = None if norms is None else (norms[0].weight, norms[1].weight)
+            weights = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm == "head" else None
             return self.kernels.norm_and_rotate(query, key, rotation, weights, self.rms_norm_eps)
-        if norms is not None:
-            query, key = norms[0](query), norms[1](key)
+        if self.qk_norm == "head":
+            query, key = self.q_norm(query), self.k_norm(key)
         return apply_rotary(query, *rotation), apply_rotary(key, *rotation)
 
 
 class DecoderMLP(nn.Module):
-    """Gated MLP: down(silu(gate(x)) * up(x))."""
+    """Gated MLP: down(activation(gate(x)) * up(x))."""
 
     def __init__(self, parts: DecoderParts) -> None:
         super().__init__()
-        config, tp, dtype = parts.config, parts.tp, parts.dtype
+        config, tp, dtype, bias = parts.config, parts.tp, parts.dtype, parts.config.mlp_bias
         sizes = {"gate": config.intermediate_size, "up": config.intermediate_size}
-        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, sizes, tp, bias=False, dtype=dtype)
+        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, sizes, tp, bias=bias, dtype=dtype)
         self.down_proj = RowParallelLinear(
-            config.intermediate_size, config.hidden_size, tp, bias=False, dtype=dtype
+            config.intermediate_size, config.hidden_size, tp, bias=bias, dtype=dtype
         )
-        self.activation = SiluAndMul(parts.backend.layer_kernels)
+        self.activation = ACTIVATIONS[config.activation](parts.backend.layer_kernels)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [tokens, hidden] -> [tokens, hidden]."""
@@ -133,27 +150,41 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, parts: DecoderParts, layer: LayerConfig) -> None:
         super().__init__()
-        self.input_layernorm = hidden_norm(parts)
         self.self_attn = DecoderAttention(parts, layer)
-        self.post_attention_layernorm = hidden_norm(parts)
         self.mlp = DecoderMLP(parts)
+        named = {name: parts.norm(parts.config.hidden_size) for name in parts.config.flags.norms if name}
+        for name, norm in named.items():
+            self.add_module(name, norm)
+        self.norms = tuple(named[name] if name else None for name in parts.config.flags.norms)
 
     def forward(
         self,
         hidden: Tensor,
         residual: Tensor,
-        rotation: tuple[Tensor, Tensor],
+        rotations: Sequence[Rotation],
         batch: ForwardBatch,
         cache: LayerKVCache,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (MLP output, the residual stream before it is added), of `rows` alone if given."""
-        hidden, residual = self.input_layernorm.add_and_norm(hidden, residual)
-        hidden = self.self_attn(hidden, rotation, batch, cache, rows)
+        before_attention, after_attention, before_mlp, after_mlp = self.norms
+        hidden, residual = add_and_norm(before_attention, hidden, residual)
+        hidden = self.self_attn(hidden, rotations, batch, cache, rows)
+        if after_attention is not None:
+            hidden = after_attention(hidden)
         if rows is not None:
             residual = residual[rows]
-        hidden, residual = self.post_attention_layernorm.add_and_norm(hidden, residual)
-        return self.mlp(hidden), residual
+        hidden, residual = add_and_norm(before_mlp, hidden, residual)
+        hidden = self.mlp(hidden)
+        return hidden if after_mlp is None else after_mlp(hidden), residual
+
+
+def add_and_norm(norm: RMSNorm | None, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (the residual stream with `hidden`, normalised if there is a norm; the stream itself)."""
+    if norm is None:
+        total = hidden + residual
+        return total, total
+    return norm.add_and_norm(hidden, residual)
 
 
 class DecoderModel(nn.Module):
@@ -165,14 +196,17 @@ class DecoderModel(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, parts.tp, dtype=parts.dtype
         )
+        # rounded as the embeddings are, which in bfloat16 moves it by up to 0.4 %
+        scale = torch.tensor(config.hidden_size**0.5, dtype=parts.dtype, device="cpu").item()
+        self.embedding_scale = scale if config.flags.scaled_embeddings else None
         self.layers = nn.ModuleList(DecoderLayer(parts, layer) for layer in config.layers)
-        self.norm = hidden_norm(parts)
+        self.norm = parts.norm(config.hidden_size)
 
     def forward(
         self,
         batch: ForwardBatch,
         cache: KVCache,
-        rotation: tuple[Tensor, Tensor],
+        rotations: Sequence[Rotation],
         rows: Tensor | None = None,
     ) -> Tensor:
         """Return the final hidden states [tokens, hidden], or of those `rows` alone.
@@ -180,11 +214,13 @@ class DecoderModel(nn.Module):
         Of the last block's tokens the others need no more than their keys and values.
         """
         hidden = self.embed_tokens(batch.token_ids)
+        if self.embedding_scale is not None:
+            hidden *= self.embedding_scale
         residual = torch.zeros_like(hidden)
         last = len(self.layers) - 1
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache.layers, strict=True)):
             wanted = rows if i == last else None
-            hidden, residual = layer(hidden, residual, rotation, batch, layer_cache, wanted)
+            hidden, residual = layer(hidden, residual, rotations, batch, layer_cache, wanted)
         normed, _ = self.norm.add_and_norm(hidden, residual)
         return normed
 
@@ -203,13 +239,15 @@ class DecoderForCausalLM(CausalModel):
         "up_proj": ("gate_up_proj", "up"),
     }
 
-    def __init__(self, parts: DecoderParts, rotary: RotaryEmbedding) -> None:
+    def __init__(self, parts: DecoderParts, rotaries: Sequence[RotaryEmbedding]) -> None:
+        """rotaries: of the configuration's ropes, in their order."""
         super().__init__()
         config = parts.config
-        self.rotary = rotary
+        self.rotaries = nn.ModuleList(rotaries)
         self.model = DecoderModel(parts)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, parts.tp, dtype=parts.dtype)
         self.tied = config.tie_word_embeddings
+        self.logit_soft_cap = config.logit_soft_cap
         self.attention_layers = [m.features for m in self.modules() if isinstance(m, Attention)]
         self.hidden_size = config.hidden_size
 
@@ -220,14 +258,20 @@ class DecoderForCausalLM(CausalModel):
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """The same, with no more of the last block than the rows that sample need."""
-        return self.logits(self.model(batch, cache, self.rotary(batch.positions), batch.sample_rows))
+        return self.logits(self.model(batch, cache, self._rotations(batch), batch.sample_rows))
 
     def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """The same for all rows, as a recorded step needs them."""
-        hidden: Tensor = self.model(batch, cache, self.rotary(batch.positions))
+        hidden: Tensor = self.model(batch, cache, self._rotations(batch))
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Multiply by the LM head, split over the ranks by vocabulary."""
-        logits: Tensor = self.lm_head(hidden)
-        return logits.float()
+        logits: Tensor = self.lm_head(hidden).float()
+        if self.logit_soft_cap is not None:
+            logits.div_(self.logit_soft_cap).tanh_().mul_(self.logit_soft_cap)
+        return logits
+
+    def _rotations(self, batch: ForwardBatch) -> list[Rotation]:
+        """Each rotation's cosines and sines of the batch's tokens, the same for all layers that have it."""
+        return [rotary(batch.positions) for rotary in self.rotaries]

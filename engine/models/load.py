@@ -38,9 +38,12 @@ def load_model(
     Raises UnsupportedModel, MissingWeights, WeightMismatch or another ConfigError.
     """
     config = read_decoder_config(model_config, decoder_flags(model_config.architecture))
-    rotary = RotaryEmbedding(config.head_dim, max_positions, config.rope_theta, dtype=dtype, device=device)
+    rotary_dtype = torch.float32 if config.flags.float32_rotation else dtype
+    rotaries = [
+        RotaryEmbedding(rope, max_positions, dtype=rotary_dtype, device=device) for rope in config.ropes
+    ]
     parts = DecoderParts(config, tp, backend, dtype)
     with torch.device("meta"):
-        model = DecoderForCausalLM(parts, rotary)
+        model = DecoderForCausalLM(parts, rotaries)
     load_weights(model, folder, device)
     return model.eval()

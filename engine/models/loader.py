@@ -13,6 +13,9 @@ from engine.errors import MissingWeights, WeightMismatch
 from engine.layers.base import WeightedModule
 from engine.models.decoder import DecoderForCausalLM
 
+#: Ends of the names of tensors that older checkpoints hold and models compute themselves.
+COMPUTED = ("rotary_emb.inv_freq",)
+
 Place = tuple[str, str | None]  # parameter name here, shard of it
 
 
@@ -36,8 +39,7 @@ def load_weights(model: DecoderForCausalLM, folder: Path, device: torch.device) 
     if model.tied:
         missing.discard(("lm_head.weight", None))
     for path in files:
-        for place in _load_file(model, modules, path):
-            missing.discard(place)
+        missing.difference_update(_load_file(model, modules, path))
     if missing:
         names = sorted(f"{name} ({shard})" if shard else name for name, shard in missing)
         shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
@@ -54,8 +56,10 @@ def _load_file(model: DecoderForCausalLM, modules: dict[str, WeightedModule], pa
             for name in file.keys():  # noqa: SIM118 - the file object is no mapping
                 if name == "lm_head.weight" and model.tied:
                     continue  # the hub writes it although it repeats the embedding
+                if name.endswith(COMPUTED):
+                    continue
                 tensor = CheckpointTensor(file, name)
-                filled.append(_load_tensor(model.packed, modules, name, tensor, path))
+                filled.extend(_load_tensor(model.packed, modules, name, tensor, path))
     except SafetensorError as error:
         raise MissingWeights(f"{path} is no complete safetensors file ({error}); fetch it again") from error
     return filled
@@ -67,7 +71,7 @@ def _load_tensor(
     name: str,
     tensor: CheckpointTensor,
     path: Path,
-) -> Place:
+) -> list[Place]:
     prefix, _, parameter = name.rpartition(".")
     parent, _, last = prefix.rpartition(".")
     shard = None
@@ -81,4 +85,4 @@ def _load_tensor(
         module.load(parameter, tensor, shard)
     except WeightMismatch as error:
         raise WeightMismatch(f"{name!r} in {path} does not fit config.json: {error}") from error
-    return f"{module_name}.{parameter}", shard
+    return [(f"{module_name}.{parameter}", each) for each in (module.shards if shard is None else (shard,))]

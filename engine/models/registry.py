@@ -1,12 +1,71 @@
-"""Which architectures are served, and with which flags of the decoder."""
+"""Which architectures the native decoder computes, and what tells each from Llama.
+
+To add one: an entry here, and a line in tests/engine/families.py for the comparison with transformers.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
 from engine.errors import UnsupportedModel
-from engine.models.decoder_config import DecoderFlags
+
+
+class Norms(NamedTuple):
+    """What a layer's norms are called in the checkpoint, by their place; None where it has none."""
+
+    before_attention: str | None
+    after_attention: str | None
+    before_mlp: str | None
+    after_mlp: str | None
+
+
+BEFORE = Norms("input_layernorm", None, "post_attention_layernorm", None)
+AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+AROUND = Norms(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+
+
+@dataclass(frozen=True)
+class DecoderFlags:
+    """What tells one Llama-like architecture from another.
+
+    keys: what its model reads of config.json beyond what all do, with the values of keys that are missing.
+        decoder_config.py says what each does; a key that is not here is ignored, as transformers ignores it.
+    norms: where a layer normalises. What is normalised after attention or MLP is their output, before it
+        joins the residual stream.
+    norm_offset: added to norm weights as the checkpoint has them.
+    float32_norms: norm weights multiply before the result is rounded to the model's dtype, not after.
+    float32_rotation: cosines and sines are not rounded to the model's dtype.
+    qk_norm: queries and keys are normalised before the rotation, each head by itself or all as one vector.
+    qkv_bias: queries, keys and values have a bias whatever config.json says.
+    scaled_embeddings: embeddings are multiplied by the square root of the hidden size.
+    """
+
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    norms: Norms = BEFORE
+    norm_offset: float = 0.0
+    float32_norms: bool = False
+    float32_rotation: bool = False
+    qk_norm: Literal["head", "whole"] | None = None
+    qkv_bias: bool = False
+    scaled_embeddings: bool = False
+
+
+QWEN_WINDOWS = {
+    "layer_types": None,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 
 ARCHITECTURES = {
-    "Qwen3ForCausalLM": DecoderFlags(qk_norm=True),
+    "LlamaForCausalLM": DecoderFlags(keys={"attention_bias": False, "mlp_bias": False}),
+    "MistralForCausalLM": DecoderFlags(keys={"sliding_window": 4096}),
+    "Qwen2ForCausalLM": DecoderFlags(keys=QWEN_WINDOWS, qkv_bias=True),
+    "Qwen3ForCausalLM": DecoderFlags(keys={"attention_bias": False, **QWEN_WINDOWS}, qk_norm="head"),
 }
 
 

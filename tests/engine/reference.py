@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine import Completion
 
@@ -28,19 +28,30 @@ def mixed_prompts(seed: int) -> list[list[int]]:
 
 
 class Reference:
-    """transformers' model of one checkpoint in float32, its prompts and its greedy answers."""
+    """transformers' model of one checkpoint in float32, its prompts and its greedy answers.
 
-    def __init__(self, folder: Path) -> None:
+    use_cache: False computes each token from all before it anew, so that no cache of transformers' has a say.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        prompts: list[list[int]] | None = None,
+        *,
+        num_new_tokens: int = NUM_NEW_TOKENS,
+        use_cache: bool = True,
+    ) -> None:
         self.folder = folder
-        self.prompts = mixed_prompts(seed=len(folder.name))
+        self.prompts = prompts or mixed_prompts(seed=len(folder.name))
+        self._num_new_tokens, self._use_cache = num_new_tokens, use_cache
 
     @cached_property
-    def model(self) -> Qwen3ForCausalLM:
-        return Qwen3ForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+    def model(self) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
 
     @cached_property
     def answers(self) -> list[list[int]]:
-        """NUM_NEW_TOKENS greedy tokens for each prompt, end tokens ignored."""
+        """So many greedy tokens for each prompt, end tokens ignored."""
         return [self._generate(prompt) for prompt in self.prompts]
 
     def _generate(self, prompt: list[int]) -> list[int]:
@@ -48,15 +59,16 @@ class Reference:
         output = self.model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=NUM_NEW_TOKENS,
+            max_new_tokens=self._num_new_tokens,
             do_sample=False,
+            use_cache=self._use_cache,
         )
         return output[0, len(prompt) :].tolist()
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         """Logits [vocabulary] of the token that follows."""
         with torch.inference_mode():
-            return self.model(torch.tensor([token_ids])).logits[0, -1]
+            return self.model(torch.tensor([token_ids]), use_cache=False).logits[0, -1]
 
     def unexplained(self, completions: list[Completion]) -> list[str]:
         """Differences from the answers, save where the reference's two best logits tie within TIE."""

@@ -89,9 +89,9 @@ def test_a_recorded_step_reads_nothing_on_the_host(
     backend = TritonBackend(torch.device("cpu"))
     config = read_decoder_config(model_config, decoder_flags(model_config.architecture))
     with meta:
-        rotary = RotaryEmbedding(config.head_dim, 200, config.rope_theta, dtype=torch.bfloat16, device=meta)
+        rotaries = [RotaryEmbedding(rope, 200, dtype=torch.bfloat16, device=meta) for rope in config.ropes]
         parts = DecoderParts(config, TensorParallel(), backend, torch.bfloat16)
-        model = DecoderForCausalLM(parts, rotary)
+        model = DecoderForCausalLM(parts, rotaries)
     cache = KVCache(model.attention_layers, num_blocks=3, block_size=16, dtype=torch.bfloat16, device=meta)
     mode, capture = NoHostReads(), SimulatedCapture()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import engine.models.decoder_config
+import engine.models.rope_config
 import engine.run.model_runner
 from engine import Engine, EngineConfig, EngineStats, SamplingParams
 from engine.attention.forward_batch import ForwardBatch
@@ -222,6 +222,11 @@ def test_parity_catches_a_fixed_rope_theta(
     name: str, references: dict[str, Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """rope_theta fixed at 10,000."""
-    monkeypatch.setattr(engine.models.decoder_config, "_rope_theta", lambda values: 10_000.0)
+    read = engine.models.rope_config.number
+
+    def read_number(values: Any, name: str) -> float:
+        return 10_000.0 if name == "rope_theta" else read(values, name)
+
+    monkeypatch.setattr(engine.models.rope_config, "number", read_number)
     differences, _ = generate(references[name], BY_NAME[name], MODES["uncached"])
     assert len(differences) > NUM_PROMPTS // 4

@@ -123,14 +123,16 @@ def test_other_weight_formats_and_broken_files_are_not_read(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported; supported: Qwen3"),
+        ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported; supported: .*Qwen3"),
         ({"architectures": None}, "none named"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
-        ({"use_sliding_window": True}, "sliding-window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "type linear_attention"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope type 'yarn'"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
+        ({"is_causal": False}, "attends to later tokens"),
+        ({"rope_parameters": {"rope_type": "proportional"}}, "rope type 'proportional'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "su"}}, "rope type 'su'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "by layer type"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
     ],
 )
 def test_a_model_that_is_not_supported_is_named(copy: Path, changes: dict[str, Any], message: str) -> None:
@@ -289,6 +291,27 @@ def test_a_chat_template_that_refuses_says_why(copy: Path) -> None:
         ("config.json", {"architectures": 7}, "value of a wrong kind"),
         ("config.json", {"rope_parameters": "x"}, "value of a wrong kind"),
         ("config.json", {"layer_types": 5}, "value of a wrong kind"),
+        ("config.json", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
+        ("config.json", {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window is false"),
+        (
+            "config.json",
+            {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 0},
+            "sliding_window must be between 1 and",
+        ),
+        ("config.json", {"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads"),
+        ("config.json", {"head_dim": 15}, "of a head's 15 numbers 15 would turn"),
+        ("config.json", {"rope_parameters": {"rope_type": "linear"}}, "rope type 'linear' needs 'factor'"),
+        ("config.json", {"rope_parameters": {"rope_type": ["yarn"]}}, "value of a wrong kind"),
+        (
+            "config.json",
+            {"rope_scaling": {"type": "linear", "factor": "2"}},
+            "factor must be a number above 0",
+        ),
+        (
+            "config.json",
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "short_factor must hold 8 numbers above 0",
+        ),
         ("config.json", {"quantization_config": [1]}, "value of a wrong kind"),
         ("config.json", {"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
         (

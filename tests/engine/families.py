@@ -1,0 +1,90 @@
+"""One small random checkpoint, or two, of each family that the native decoder computes.
+
+They are made to show a mistake: wide weights, random norms and biases, windows and original lengths shorter
+than the prompts, grouped KV heads, no ties where a tie would repeat one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.engine.checkpoints import VOCAB_SIZE, make_tokenizer
+
+COMMON = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "dtype": "float32",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A checkpoint of transformers' `model_type`; values: of its configuration, beside those of COMMON."""
+
+    name: str
+    model_type: str
+    values: Mapping[str, Any]
+
+
+def rope(rope_type: str = "default", theta: float = 500.0, **parameters: Any) -> dict[str, Any]:
+    """rope_parameters for a Family. So small a theta lets positions matter to the slow pairs too."""
+    return {"rope_type": rope_type, "rope_theta": theta, **parameters}
+
+
+LLAMA3 = rope(
+    "llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=8.0)
+FAMILIES = [
+    Family("llama2", "llama", {"rope_parameters": rope(), "num_key_value_heads": 4}),
+    Family("llama3", "llama", {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
+    Family(
+        "mistral_full", "mistral", {"rope_parameters": rope("dynamic", factor=2.0), "sliding_window": None}
+    ),
+    Family("qwen2", "qwen2", {"rope_parameters": YARN}),
+    Family(
+        "qwen2_linear",
+        "qwen2",
+        {
+            "rope_parameters": rope("linear", factor=3.0),
+        },
+    ),
+    Family(
+        "qwen3", "qwen3", {"rope_parameters": rope(), "attention_bias": True, "tie_word_embeddings": True}
+    ),
+]
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def make_family(folder: Path, family: Family) -> Path:
+    """Write a random float32 checkpoint with its tokenizer; return its folder."""
+    torch.manual_seed(len(family.name))
+    config = AutoConfig.for_model(family.model_type, **{**COMMON, **family.values})
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.6, 0.6))
+            elif name.endswith("bias"):
+                parameter.normal_(0.0, 0.2)
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
