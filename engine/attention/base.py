@@ -42,9 +42,15 @@ class KernelBackend(ABC):
         """device: one that `check` lets through."""
 
     def refusal(self, features: AttentionFeatures) -> str | None:
-        """Why it cannot compute such an attention, as the end of a sentence about it; None if it can."""
+        """Why it cannot compute such an attention, as the end of a sentence about it; None if it can.
+
+        Ends with what to use instead.
+        """
         if self.max_head_dim is not None and features.head_dim > self.max_head_dim:
-            return f"takes heads of up to {self.max_head_dim} numbers, this model has {features.head_dim}"
+            return (
+                f"takes heads of up to {self.max_head_dim} numbers, this model has {features.head_dim}; "
+                "use attention_backend='torch'"
+            )
         return None
 
     @abstractmethod

@@ -16,9 +16,8 @@ class AttentionFeatures:
     chunk: tokens of the chunks, counted from a sequence's first, of which a query sees none but its own
         (Llama 4); None if there are none.
     soft_cap: scores become soft_cap * tanh(score / soft_cap), before the mask (Gemma 2); None if not.
-
-    Sinks (gpt-oss), one learned score for each head that takes part in the softmax and has no value, are a
-    weight: they are passed beside this.
+    has_sinks: whether each head has a sink (gpt-oss), a learned score that takes part in the softmax and has
+        no value. The scores are a weight: they are passed beside this.
     """
 
     num_heads: int
@@ -28,3 +27,4 @@ class AttentionFeatures:
     window: int | None = None
     chunk: int | None = None
     soft_cap: float | None = None
+    has_sinks: bool = False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,6 +87,12 @@ class FlashAttnBackend(TritonBackend):
 
         self._attend_decodes, self._attend_prefills = flash_attn_with_kvcache, flash_attn_varlen_func
 
+    def refusal(self, features: AttentionFeatures) -> str | None:
+        for what, asked in (("sinks", features.has_sinks), ("chunks", features.chunk is not None)):
+            if asked:
+                return f"knows no attention {what}, which this model has; use attention_backend='triton'"
+        return super().refusal(features)
+
     def build_metadata(
         self,
         block_tables: NDArray[np.int32],
@@ -132,9 +139,10 @@ class FlashAttnBackend(TritonBackend):
         sinks: Tensor | None = None,
     ) -> Tensor:
         assert isinstance(metadata, FlashMetadata)
+        assert sinks is None  # refused at start
         decodes, prefills = metadata.decodes, metadata.prefills
         if prefills is None:
-            return self._decode(query, cache, decodes, features.scale)
+            return self._decode(query, cache, decodes, features)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         out[prefills.rows] = self._attend_prefills(
             query[prefills.rows],
@@ -144,15 +152,16 @@ class FlashAttnBackend(TritonBackend):
             cu_seqlens_k=prefills.context_starts,
             max_seqlen_q=prefills.max_query_len,
             max_seqlen_k=prefills.max_context_len,
-            softmax_scale=features.scale,
-            causal=True,
             block_table=prefills.block_tables,
+            **_options(features),
         )
         if len(decodes.rows):
-            out[decodes.rows] = self._decode(query[decodes.rows], cache, decodes, features.scale)
+            out[decodes.rows] = self._decode(query[decodes.rows], cache, decodes, features)
         return out
 
-    def _decode(self, query: Tensor, cache: LayerKVCache, decodes: FlashDecodes, scale: float) -> Tensor:
+    def _decode(
+        self, query: Tensor, cache: LayerKVCache, decodes: FlashDecodes, features: AttentionFeatures
+    ) -> Tensor:
         """query: [seqs, heads, head_dim], one row for each sequence. Returns the same shape."""
         attended: Tensor = self._attend_decodes(
             query.unsqueeze(1),
@@ -160,7 +169,17 @@ class FlashAttnBackend(TritonBackend):
             cache.values,
             cache_seqlens=decodes.context_lens,
             block_table=decodes.block_tables,
-            softmax_scale=scale,
-            causal=True,
+            **_options(features),
         )
         return attended.squeeze(1)
+
+
+def _options(features: AttentionFeatures) -> dict[str, Any]:
+    """A layer's attention as the library's calls name it."""
+    return {
+        "softmax_scale": features.scale,
+        "causal": True,
+        # tokens before and after a query's own that it sees
+        "window_size": (-1, -1) if features.window is None else (features.window - 1, 0),
+        "softcap": features.soft_cap or 0.0,
+    }

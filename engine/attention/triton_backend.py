@@ -114,7 +114,10 @@ class TritonBackend(CapturableBackend):
         )
 
     def context_buckets(self, num_programs: int, max_model_len: int) -> list[int]:
-        """Where choose_num_splits plans other numbers of splits for the contexts of CAPTURED_CONTEXTS."""
+        """Where choose_num_splits plans other numbers of splits for the contexts of CAPTURED_CONTEXTS.
+
+        Layers with windows plan fewer in the graphs of the longer contexts.
+        """
         ladder = [*(length for length in CAPTURED_CONTEXTS if length < max_model_len), max_model_len]
         longest = {choose_num_splits(num_programs, n, self._num_processors): n for n in ladder}
         return list(longest.values())
@@ -139,13 +142,36 @@ class TritonBackend(CapturableBackend):
         assert isinstance(metadata, TritonMetadata)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         decode, prefill = metadata.decode, metadata.prefill
+        window, chunk = features.window, features.chunk
         if len(prefill.seqs):
-            prefill_attention(query, cache.keys, cache.values, prefill, out, scale=features.scale)
+            prefill_attention(
+                query,
+                cache.keys,
+                cache.values,
+                prefill,
+                out,
+                scale=features.scale,
+                window=window,
+                chunk=chunk,
+                soft_cap=features.soft_cap,
+                sinks=sinks,
+            )
         if len(decode.rows):
             num_programs = len(decode.rows) * cache.keys.shape[2]
-            num_splits = choose_num_splits(num_programs, decode.max_context_len, self._num_processors)
+            # splits are planned over what a query sees, which in this layer may be little of a long context
+            max_seen = min(n for n in (decode.max_context_len, window, chunk) if n is not None)
             decode_attention(
-                query, cache.keys, cache.values, decode, out, scale=features.scale, num_splits=num_splits
+                query,
+                cache.keys,
+                cache.values,
+                decode,
+                out,
+                scale=features.scale,
+                num_splits=choose_num_splits(num_programs, max_seen, self._num_processors),
+                window=window,
+                chunk=chunk,
+                soft_cap=features.soft_cap,
+                sinks=sinks,
             )
         return out
 

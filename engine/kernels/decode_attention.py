@@ -14,9 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.kv_tile import DOT_MIN, fold_tile, pad_head_dim, tile_tokens
+from engine.kernels.kv_tile import (
+    DOT_MIN,
+    LOG2_E,
+    base2_cap,
+    first_seen,
+    fold_tile,
+    pad_head_dim,
+    tile_tokens,
+)
 
-LOG2_E = 1.4426950408889634
 MAX_SPLITS = 32  # the merge holds one head's splits in registers: 32 * 128 float32 are 32 for each thread
 MIN_SPLIT_TOKENS = 128  # below that, starting a program costs more than its reads take
 # Programs for each multiprocessor: contexts differ by 20 times, and small pieces even the finish out.
@@ -39,27 +46,29 @@ class DecodeRows:
 
 
 @triton.jit
-def split_length(context_len, num_splits, MIN_SPLIT: tl.constexpr, TILE: tl.constexpr):
-    """Tokens of each of a context's splits: whole tiles."""
-    return tl.maximum(tl.cdiv(tl.cdiv(context_len, num_splits), TILE) * TILE, MIN_SPLIT)
+def split_length(num_seen, num_splits, MIN_SPLIT: tl.constexpr, TILE: tl.constexpr):
+    """Tokens of each split of what a query sees of its context: whole tiles."""
+    return tl.maximum(tl.cdiv(tl.cdiv(num_seen, num_splits), TILE) * TILE, MIN_SPLIT)
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_splits"])
 def decode_kernel(
-    out_ptr, partial_ptr, logsum_ptr, query_ptr, keys_ptr, values_ptr,
+    out_ptr, partial_ptr, logsum_ptr, query_ptr, keys_ptr, values_ptr, sinks_ptr,
     rows_ptr, context_lens_ptr, tables_ptr,
     log2_scale, num_splits, table_stride, query_stride, block_stride, token_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr, DIRECT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr,
+    TILE: tl.constexpr, MIN_SPLIT: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, split, sequence). DIRECT: there is one split, and no merge will follow."""
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     seq = tl.program_id(2).to(tl.int64)
     context_len = tl.load(context_lens_ptr + seq)
-    length = split_length(context_len, num_splits, MIN_SPLIT, TILE)
-    start = split * length
+    first = first_seen(context_len - 1, WINDOW, CHUNK)
+    length = split_length(context_len - first, num_splits, MIN_SPLIT, TILE)
+    start = first + split * length
     end = tl.minimum(start + length, context_len)
     if not DIRECT:  # noqa: SIM102 - this one is decided when the kernel is compiled
         if start >= end:
@@ -76,13 +85,18 @@ def decode_kernel(
     acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
     row_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     row_sum = tl.zeros([GROUP_PAD], tl.float32)
+    if sinks_ptr is not None:
+        # a sink is a score without a value: it joins the softmax once, in the first split
+        sinks = tl.load(sinks_ptr + head, mask=group < GROUP, other=0.0) * LOG2_E
+        row_max = tl.where(split == 0, sinks, row_max)
+        row_sum = tl.where(split == 0, 1.0, row_sum)
     last_seen = tl.zeros([GROUP_PAD], tl.int32) + (context_len - 1)
     for tile_start in tl.range(start, end, TILE):
         acc, row_max, row_sum = fold_tile(
             queries, acc, row_max, row_sum,
             keys_ptr + kv_head * HEAD_DIM, values_ptr + kv_head * HEAD_DIM, tables_ptr + seq * table_stride,
-            tile_start + tl.arange(0, TILE), end, last_seen, log2_scale, block_stride, token_stride,
-            HEAD_DIM, DIM_PAD, BLOCK_SIZE, True,
+            tile_start + tl.arange(0, TILE), end, None, last_seen, log2_scale, block_stride, token_stride,
+            HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, True,
         )  # fmt: skip
 
     # no context gives zeros, not 0 / 0
@@ -100,13 +114,14 @@ def decode_kernel(
 def merge_kernel(
     out_ptr, partial_ptr, logsum_ptr, rows_ptr, context_lens_ptr, num_splits,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
-    TILE: tl.constexpr, MIN_SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Program (head, sequence): weigh the results of the splits by their share of the whole softmax sum."""
     head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     context_len = tl.load(context_lens_ptr + seq)
-    num_used = tl.cdiv(context_len, split_length(context_len, num_splits, MIN_SPLIT, TILE))
+    num_seen = context_len - first_seen(context_len - 1, WINDOW, CHUNK)
+    num_used = tl.cdiv(num_seen, split_length(num_seen, num_splits, MIN_SPLIT, TILE))
     split = tl.arange(0, SPLITS_PAD)
     dims = tl.arange(0, DIM_PAD)
     used = split < num_used
@@ -123,14 +138,15 @@ def merge_kernel(
     tl.store(places, result.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
-def choose_num_splits(num_programs: int, max_context_len: int, num_processors: int) -> int:
+def choose_num_splits(num_programs: int, max_seen: int, num_processors: int) -> int:
     """How many splits each context may be cut into, when one split each makes num_programs programs.
 
+    max_seen: most tokens that a query sees, of the longest context or through the layer's window.
     Enough to fill the device evenly, and bounded: the results of all splits take at most
     (PROGRAMS_PER_PROCESSOR * num_processors + num_programs) * group * head_dim * 4 bytes.
     """
     wanted = -(-PROGRAMS_PER_PROCESSOR * num_processors // num_programs)
-    return max(1, min(wanted, MAX_SPLITS, -(-max_context_len // MIN_SPLIT_TOKENS)))
+    return max(1, min(wanted, MAX_SPLITS, -(-max_seen // MIN_SPLIT_TOKENS)))
 
 
 def decode_attention(
@@ -142,12 +158,17 @@ def decode_attention(
     *,
     scale: float,
     num_splits: int,
+    window: int | None = None,
+    chunk: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
     min_split_tokens: int = MIN_SPLIT_TOKENS,
 ) -> None:
     """Write the attention of the batch's rows of `query` to the same rows of `out`.
 
     query, out: [tokens, heads, head_dim]; query's rows may lie apart, out is contiguous.
     key_cache, value_cache: [blocks, block_size, kv_heads, head_dim], the new token's included.
+    scale, window, chunk, soft_cap: as AttentionFeatures has them.  sinks: [heads] float32, contiguous.
     Sums are float32; the splits' results take decodes * num_splits * heads * head_dim * 4 bytes meanwhile.
     """
     heads, head_dim = query.shape[1:]
@@ -165,13 +186,14 @@ def decode_attention(
         logsum = torch.empty(parts, dtype=torch.float32, device=query.device)
     # KV heads in the first place of the grid: neighbours in memory are read at the same time
     decode_kernel[(kv_heads, num_splits, num_decodes)](
-        out, partial, logsum, query, key_cache, value_cache,
+        out, partial, logsum, query, key_cache, value_cache, sinks,
         batch.rows, batch.context_lens, batch.block_tables,
-        scale * LOG2_E, num_splits, batch.block_tables.stride(0), query.stride(0),
+        scale * LOG2_E.value, num_splits, batch.block_tables.stride(0), query.stride(0),
         key_cache.stride(0), key_cache.stride(1),
         HEADS=heads, GROUP=group, GROUP_PAD=max(triton.next_power_of_2(group), DOT_MIN),
-        HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size, TILE=tile,
-        MIN_SPLIT=min_split_tokens, DIRECT=direct,
+        HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
+        WINDOW=window, CHUNK=chunk, SOFT_CAP=base2_cap(soft_cap),
+        TILE=tile, MIN_SPLIT=min_split_tokens, DIRECT=direct,
         # Bound by memory. The stages are table lookup, copy of the tile, use: while one tile is used, the
         # next one's 32 KiB are on their way. More stages or warps only lower the number of programs.
         num_warps=4, num_stages=3,
@@ -180,6 +202,7 @@ def decode_attention(
         merge_kernel[(heads, num_decodes)](
             out, partial, logsum, batch.rows, batch.context_lens, num_splits,
             HEADS=heads, HEAD_DIM=head_dim, DIM_PAD=dim_pad,
-            SPLITS_PAD=triton.next_power_of_2(num_splits), TILE=tile, MIN_SPLIT=min_split_tokens,
+            SPLITS_PAD=triton.next_power_of_2(num_splits),
+            WINDOW=window, CHUNK=chunk, TILE=tile, MIN_SPLIT=min_split_tokens,
             num_warps=4,
         )  # fmt: skip

@@ -1,4 +1,9 @@
-"""One tile of paged keys and values, folded into a running softmax: what both attention kernels loop over."""
+"""One tile of paged keys and values, folded into a running softmax: what both attention kernels loop over.
+
+What a layer's attention has besides is compiled in, so that plain attention carries none of it, and is None
+without. WINDOW: tokens that a query sees, itself included.  CHUNK: a query sees none before its own chunk of
+so many.  SOFT_CAP: the bound of scores in base 2.  engine/attention/features.py says what they are for.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +17,53 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 # The interpreter's tl.dot multiplies the raw bits of bfloat16. A product of two bfloat16 numbers is exact in
 # float32, so widening them there gives what a GPU gives.
 WIDEN = tl.constexpr(INTERPRETED)
+LOG2_E = tl.constexpr(1.4426950408889634)
+# A running maximum before the first score: finite, so that a row which sees nothing of a tile gets no NaN.
+LOWEST = tl.constexpr(-1e38)
+
+
+@triton.jit
+def first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The first token that the query at `position` sees; 0 for the -1 of an empty context."""
+    first = position * 0
+    if WINDOW is not None:
+        first = tl.maximum(first, position - (WINDOW - 1))
+    if CHUNK is not None:
+        first = tl.maximum(first, position // CHUNK * CHUNK)
+    return first
+
+
+@triton.jit
+def cap_scores(scores, SOFT_CAP: tl.constexpr):
+    """SOFT_CAP * tanh(scores / SOFT_CAP), tanh to 1e-7 and to 5e-7 of itself, 1 at infinity.
+
+    Near 0, where the quotient of exponentials cancels, Taylor's series stands in.
+    """
+    x = scores * (1.0 / SOFT_CAP)
+    square = x * x
+    near = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
+    far = (1.0 - decay) / (1.0 + decay)
+    far = tl.where(x < 0.0, -far, far)
+    return SOFT_CAP * tl.where(square < 0.0625, near, far)
 
 
 @triton.jit
 def fold_tile(
     queries, acc, row_max, row_sum,
-    keys_ptr, values_ptr, table_ptr, tokens, end, last_seen, log2_scale,
+    keys_ptr, values_ptr, table_ptr, tokens, end, first, last, log2_scale,
     block_stride, token_stride,
-    HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, SOFT_CAP: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Attend to `tokens` of one sequence and KV head; return the new (acc, row_max, row_sum).
 
     queries: [rows, DIM_PAD].  acc: [rows, DIM_PAD] float32, the weighted sum of values so far, not
     yet divided by row_sum.  row_max, row_sum: [rows] float32, of scores in base 2.  tokens: [tile] int32.
-    end: tokens from here on are not read.  last_seen: [rows], the last token each row may see.
-    Without MASKED every token is below `end` and seen by every row.  A row must see some token in its first
-    tile: that keeps its maximum finite.  Source: FlashAttention-2, arXiv:2307.08691, section 3.1.
+    end: tokens from here on are not read.  first, last: [rows], the first and the last token each row may
+    see; first is None if all rows see all tokens before their last.  Without MASKED every token is below
+    `end` and seen by every row.  A row whose maximum is still infinite must see some token of the tile.
+    Source: FlashAttention-2, arXiv:2307.08691, section 3.1.
     """
     dims = tl.arange(0, DIM_PAD)
     inside = dims < HEAD_DIM
@@ -54,8 +90,12 @@ def fold_tile(
         queries, keys = queries.to(tl.float32), keys.to(tl.float32)
     # "ieee" keeps float32 products in float32; tf32 has 10 bits of mantissa
     scores = tl.dot(queries, keys, input_precision="ieee") * log2_scale
+    if SOFT_CAP is not None:
+        scores = cap_scores(scores, SOFT_CAP)
     if MASKED:
-        seen = (tokens[None, :] <= last_seen[:, None]) & (tokens < end)[None, :]
+        seen = (tokens[None, :] <= last[:, None]) & (tokens < end)[None, :]
+        if first is not None:
+            seen &= tokens[None, :] >= first[:, None]
         scores = tl.where(seen, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     weights = tl.exp2(scores - new_max[:, None])
@@ -66,6 +106,11 @@ def fold_tile(
         weights, values = weights.to(tl.float32), values.to(tl.float32)
     acc = acc * shrink[:, None] + tl.dot(weights, values, input_precision="ieee")
     return acc, new_max, row_sum
+
+
+def base2_cap(soft_cap: float | None) -> float | None:
+    """A layer's soft cap as the kernels' SOFT_CAP."""
+    return None if soft_cap is None else soft_cap * LOG2_E.value
 
 
 def tile_tokens(dim_pad: int, itemsize: int) -> int:

@@ -13,8 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.decode_attention import LOG2_E
-from engine.kernels.kv_tile import fold_tile, pad_head_dim, tile_tokens
+from engine.kernels.kv_tile import (
+    LOG2_E,
+    LOWEST,
+    base2_cap,
+    first_seen,
+    fold_tile,
+    pad_head_dim,
+    tile_tokens,
+)
 
 QUERY_TILE = 64  # the rows of one warp group's matrix instruction on Hopper
 
@@ -37,11 +44,12 @@ class PrefillTiles:
 
 @triton.jit(do_not_specialize=["table_stride"])
 def prefill_kernel(
-    out_ptr, query_ptr, keys_ptr, values_ptr,
+    out_ptr, query_ptr, keys_ptr, values_ptr, sinks_ptr,
     tile_seqs_ptr, tile_starts_ptr, query_ranges_ptr, context_lens_ptr, tables_ptr,
     log2_scale, table_stride, query_stride, block_stride, token_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, QUERY_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr,
+    TILE: tl.constexpr, QUERY_TILE: tl.constexpr,
 ):  # fmt: skip
     """Program (head, tile of queries)."""
     head = tl.program_id(0)
@@ -63,38 +71,68 @@ def prefill_kernel(
     first_token = context_len - num_queries + tile_start
     last_seen = context_len - num_queries + query
     end = tl.minimum(first_token + QUERY_TILE, context_len)
-    end_of_unmasked = (first_token + 1) // TILE * TILE
+    begin = 0  # tiles count from the first token that any query sees, so that none before it is read
+    begin_of_unmasked = 0
+    first_seens = None
+    if WINDOW is not None or CHUNK is not None:
+        # rows past the last query see what it sees: not nothing
+        first_seens = first_seen(tl.minimum(last_seen, context_len - 1), WINDOW, CHUNK)
+        begin = first_seen(first_token, WINDOW, CHUNK)
+        begin_of_unmasked = begin + tl.cdiv(first_seen(end - 1, WINDOW, CHUNK) - begin, TILE) * TILE
+    end_of_unmasked = begin + (first_token + 1 - begin) // TILE * TILE
     kv_head = head // GROUP
     keys_ptr += kv_head * HEAD_DIM
     values_ptr += kv_head * HEAD_DIM
     tables_ptr += seq * table_stride
 
     acc = tl.zeros([QUERY_TILE, DIM_PAD], tl.float32)
-    row_max = tl.full([QUERY_TILE], float("-inf"), tl.float32)
+    row_max = tl.full([QUERY_TILE], LOWEST, tl.float32)
     row_sum = tl.zeros([QUERY_TILE], tl.float32)
-    for start in tl.range(0, end_of_unmasked, TILE):
+    if sinks_ptr is not None:  # a score without a value
+        row_max = tl.zeros([QUERY_TILE], tl.float32) + tl.load(sinks_ptr + head) * LOG2_E
+        row_sum += 1.0
+    if first_seens is not None:
+        for start in tl.range(begin, begin_of_unmasked, TILE):
+            acc, row_max, row_sum = fold_tile(
+                queries, acc, row_max, row_sum, keys_ptr, values_ptr, tables_ptr,
+                start + tl.arange(0, TILE), end, first_seens, last_seen, log2_scale,
+                block_stride, token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, True,
+            )  # fmt: skip
+        end_of_unmasked = tl.maximum(begin_of_unmasked, end_of_unmasked)
+    for start in tl.range(begin_of_unmasked, end_of_unmasked, TILE):
         acc, row_max, row_sum = fold_tile(
             queries, acc, row_max, row_sum, keys_ptr, values_ptr, tables_ptr,
-            start + tl.arange(0, TILE), end, last_seen, log2_scale, block_stride, token_stride,
-            HEAD_DIM, DIM_PAD, BLOCK_SIZE, False,
+            start + tl.arange(0, TILE), end, None, last_seen, log2_scale,
+            block_stride, token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, False,
         )  # fmt: skip
     for start in tl.range(end_of_unmasked, end, TILE):
         acc, row_max, row_sum = fold_tile(
             queries, acc, row_max, row_sum, keys_ptr, values_ptr, tables_ptr,
-            start + tl.arange(0, TILE), end, last_seen, log2_scale, block_stride, token_stride,
-            HEAD_DIM, DIM_PAD, BLOCK_SIZE, True,
+            start + tl.arange(0, TILE), end, None, last_seen, log2_scale,
+            block_stride, token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, True,
         )  # fmt: skip
     places = out_ptr + (rows[:, None] * HEADS + head) * HEAD_DIM + dims[None, :]
     tl.store(places, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def prefill_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PrefillTiles, out: Tensor, *, scale: float
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PrefillTiles,
+    out: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Write the attention of the tiles' rows of `query` to the same rows of `out`.
 
     query, out: [tokens, heads, head_dim]; query's rows may lie apart, out is contiguous.
     key_cache, value_cache: [blocks, block_size, kv_heads, head_dim], the step's own tokens included.
+    scale, window, chunk, soft_cap: as AttentionFeatures has them.  sinks: [heads] float32, contiguous.
     """
     heads, head_dim = query.shape[1:]
     assert query.stride()[1:] == (head_dim, 1)
@@ -106,11 +144,12 @@ def prefill_attention(
     num_warps = 16 if itemsize == 4 else (8 if dim_pad > 128 else 4)
     # heads in the first place of the grid: those of one group read the same keys at the same time
     prefill_kernel[(heads, len(batch.seqs))](
-        out, query, key_cache, value_cache,
+        out, query, key_cache, value_cache, sinks,
         batch.seqs, batch.starts, batch.query_ranges, batch.context_lens, batch.block_tables,
-        scale * LOG2_E, batch.block_tables.stride(0), query.stride(0),
+        scale * LOG2_E.value, batch.block_tables.stride(0), query.stride(0),
         key_cache.stride(0), key_cache.stride(1),
         HEADS=heads, GROUP=heads // kv_heads, HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
+        WINDOW=window, CHUNK=chunk, SOFT_CAP=base2_cap(soft_cap),
         TILE=tile_tokens(dim_pad, itemsize), QUERY_TILE=QUERY_TILE,
         num_warps=num_warps, num_stages=3,  # as for decode: table lookup, copy of the tile, use
     )  # fmt: skip

@@ -18,7 +18,7 @@ class Attention(nn.Module):
         """Raises ConfigError if the backend cannot compute such an attention."""
         super().__init__()
         if problem := backend.refusal(features):
-            raise ConfigError(f"attention_backend={backend.name!r} {problem}; use attention_backend='torch'")
+            raise ConfigError(f"attention_backend={backend.name!r} {problem}")
         self.backend = backend
         self.features = features
 

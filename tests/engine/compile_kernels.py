@@ -44,7 +44,7 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], options: dict[str, in
     signature, attrs = {}, {}
     for i, name in enumerate(kernel.arg_names):
         value = arguments[name]
-        if name in constexprs:
+        if name in constexprs or value is None:
             signature[name] = "constexpr"
         elif isinstance(value, Tensor):
             signature[name], attrs[(i,)] = DTYPES[value.dtype], [["tt.divisibility", 16]]
@@ -52,7 +52,9 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], options: dict[str, in
             signature[name] = "fp32" if isinstance(value, float) else "i32"
             if isinstance(value, int) and value % 16 == 0 and name not in kernel.do_not_specialize:
                 attrs[(i,)] = [["tt.divisibility", 16]]
-    constants = {(kernel.arg_names.index(name),): arguments[name] for name in constexprs}
+    constants = {
+        (i,): arguments[name] for i, name in enumerate(kernel.arg_names) if signature[name] == "constexpr"
+    }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     return triton.compile(source, target=HOPPER, options=options)
 
@@ -97,15 +99,25 @@ def compile_all(label: str, call: Callable[[], object]) -> None:
     call()
 
 
-def attention(dtype: torch.dtype, head_dim: int, group: int, num_splits: int) -> None:
+def attention(
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    num_splits: int,
+    *,
+    has_sinks: bool = False,
+    **features: Any,
+) -> None:
+    """features: as the kernels name them."""
     heads, kv_heads = 8 * group, 8
+    features |= {"scale": 0.1, "sinks": torch.empty(heads) if has_sinks else None}
     query = torch.empty((96, heads, head_dim), dtype=dtype)
     cache = torch.empty((4, 16, kv_heads, head_dim), dtype=dtype)
     ints, tables = torch.zeros(16, dtype=torch.int32), torch.zeros((16, 16), dtype=torch.int32)
     rows = DecodeRows(ints, ints, tables, 999)
     tiles = PrefillTiles(ints, ints, tables, ints, tables)
-    decode_attention(query, cache, cache, rows, query, scale=0.1, num_splits=num_splits)
-    prefill_attention(query, cache, cache, tiles, query, scale=0.1)
+    decode_attention(query, cache, cache, rows, query, num_splits=num_splits, **features)
+    prefill_attention(query, cache, cache, tiles, query, **features)
 
 
 def layers(dtype: torch.dtype) -> None:
@@ -134,6 +146,13 @@ def main() -> None:
     compile_all("float16 96 x1", lambda: attention(torch.float16, 96, 1, 5))
     compile_all("float32 128 x2", lambda: attention(torch.float32, 128, 2, 5))
     compile_all("float32 256 x1", lambda: attention(torch.float32, 256, 1, 5))
+    # gpt-oss' layers with windows, Gemma 2's with them, and all at once
+    gpt_oss = {"window": 128, "has_sinks": True}
+    compile_all("bfloat16 64 x8 gpt-oss", lambda: attention(torch.bfloat16, 64, 8, 1, **gpt_oss))
+    gemma = {"window": 4096, "soft_cap": 50.0}
+    compile_all("bfloat16 256 x2 gemma", lambda: attention(torch.bfloat16, 256, 2, 5, **gemma))
+    features = {**gemma, "chunk": 8192, "has_sinks": True}
+    compile_all("float32 128 x4 features", lambda: attention(torch.float32, 128, 4, 5, **features))
     compile_all("bfloat16 layers", lambda: layers(torch.bfloat16))
     compile_all("bfloat16 experts x16", lambda: experts(torch.bfloat16, 32 * 16))
     compile_all("bfloat16 experts x128", lambda: experts(torch.bfloat16, 32 * 128))

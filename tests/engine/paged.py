@@ -46,7 +46,14 @@ class PagedBatch:
         heads, head_dim = self.query.shape[1:]
         kv_heads = self.key_cache.shape[2]
         return AttentionFeatures(
-            heads, kv_heads, head_dim, self.scale, self.window, self.chunk, self.soft_cap
+            heads,
+            kv_heads,
+            head_dim,
+            self.scale,
+            self.window,
+            self.chunk,
+            self.soft_cap,
+            self.sinks is not None,
         )
 
     def tensor(self, values: object) -> Tensor:

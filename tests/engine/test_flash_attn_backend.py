@@ -7,8 +7,10 @@ contract and computes in float64; where there is a GPU and the library, the same
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +22,11 @@ pytest.importorskip("triton", reason="triton is not installed, and the backend u
 
 from engine.attention import load_backend
 from engine.attention.base import AttentionMetadata
+from engine.attention.features import AttentionFeatures
 from engine.attention.flash_attn_backend import FlashAttnBackend
 from engine.attention.kv_cache import LayerKVCache
 from engine.errors import ConfigError
+from engine.layers.attention import Attention
 from tests.engine.paged import DEVICE, TOLERANCE, PagedBatch, attend, make_batch
 
 CUDA = torch.device("cuda")
@@ -37,7 +41,15 @@ def check_pages(cache: Tensor, block_table: Tensor) -> None:
 
 
 def pages(cache: Tensor, table: Tensor, length: int) -> Tensor:
-    return cache[table.long()].flatten(0, 1)[:length].double()
+    """Zeros for the blocks that no query sees."""
+    return cache[table.long()].flatten(0, 1)[:length].double().nan_to_num()
+
+
+def named_as_ours(window_size: tuple[int, int], softcap: float) -> dict[str, Any]:
+    """A query sees window_size[0] tokens before its own and [1] after it, -1 for all; softcap=0 is none."""
+    before, after = window_size
+    assert window_size == (-1, -1) or (before >= 0 and after == 0)
+    return {"window": None if before < 0 else before + 1, "soft_cap": softcap or None}
 
 
 def flash_attn_with_kvcache(
@@ -49,8 +61,11 @@ def flash_attn_with_kvcache(
     block_table: Tensor,
     softmax_scale: float,
     causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
 ) -> Tensor:
     """q: [batch, 1, heads, head_dim]; a row of no context gives zeros."""
+    features = named_as_ours(window_size, softcap)
     check_pages(k_cache, block_table)
     assert causal
     assert cache_seqlens.dtype == torch.int32
@@ -59,7 +74,7 @@ def flash_attn_with_kvcache(
     for row, table, length in zip(range(len(q)), block_table, cache_seqlens.tolist(), strict=True):
         if length:
             context = (pages(cache, table, length) for cache in (k_cache, v_cache))
-            out[row] = attend(q[row].double(), *context, softmax_scale).to(q.dtype)
+            out[row] = attend(q[row].double(), *context, softmax_scale, **features).to(q.dtype)
     return out
 
 
@@ -74,9 +89,12 @@ def flash_attn_varlen_func(
     max_seqlen_k: int,
     softmax_scale: float,
     causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
     block_table: Tensor,
 ) -> Tensor:
-    """q: [tokens, heads, head_dim]; the causal mask is aligned to the end of each context."""
+    """q: [tokens, heads, head_dim]; causal mask and window are aligned to the end of each context."""
+    features = named_as_ours(window_size, softcap)
     check_pages(k, block_table)
     assert causal
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
@@ -88,7 +106,7 @@ def flash_attn_varlen_func(
     for i, table in enumerate(block_table):
         rows = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
         context = (pages(cache, table, int(cu_seqlens_k[i + 1] - cu_seqlens_k[i])) for cache in (k, v))
-        out[rows] = attend(q[rows].double(), *context, softmax_scale).to(q.dtype)
+        out[rows] = attend(q[rows].double(), *context, softmax_scale, **features).to(q.dtype)
     return out
 
 
@@ -128,6 +146,40 @@ def test_random_steps_equal_float64(
     )
     metadata = backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
     assert batch.error(run(backend, batch, metadata)) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize(("window", "soft_cap"), [(1, None), (100, 1.5), (300, None), (None, 1.5)])
+def test_windows_and_soft_caps_are_asked_for(
+    backend: FlashAttnBackend, window: int | None, soft_cap: float | None
+) -> None:
+    """In a step of decodes and chunks; blocks that no query sees are not its own."""
+    batch = make_batch(
+        [600, 40, 550, 90], [1, 1, 30, 90], block_size=256, dtype=torch.bfloat16, window=window,
+        soft_cap=soft_cap,
+    )  # fmt: skip
+    metadata = backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
+    assert backend.refusal(batch.features) is None
+    assert batch.error(run(backend, batch, metadata)) < TOLERANCE[torch.bfloat16]
+    plain = backend.forward(
+        batch.query, LayerKVCache(batch.key_cache, batch.value_cache), metadata,
+        replace(batch.features, window=None, soft_cap=None),
+    )  # fmt: skip
+    assert batch.error(plain) > TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"has_sinks": True}, "knows no attention sinks, .* use attention_backend='triton'"),
+        ({"chunk": 64}, "knows no attention chunks, .* use attention_backend='triton'"),
+        ({"head_dim": 320}, "heads of up to 256 numbers, this model has 320; use attention_backend='torch'"),
+    ],
+)
+def test_what_its_calls_do_not_know_is_refused_at_start(
+    backend: FlashAttnBackend, changes: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"attention_backend='flash_attn' .*{problem}"):
+        Attention(backend, replace(AttentionFeatures(2, 2, 64, 1.0), **changes))
 
 
 def test_a_recorded_decode_step_gives_padding_rows_zeros(backend: FlashAttnBackend) -> None:

@@ -37,10 +37,16 @@ def set_tile(monkeypatch: pytest.MonkeyPatch, kernels: Any, tile: int) -> None:
         monkeypatch.setattr(module, "tile_tokens", lambda dim_pad, itemsize: tile)
 
 
+def named(batch: PagedBatch) -> dict[str, Any]:
+    """What the kernels are told of the layer's attention."""
+    names = ("scale", "window", "chunk", "soft_cap", "sinks")
+    return {name: getattr(batch, name) for name in names}
+
+
 def decode(
     batch: PagedBatch, *, num_splits: int, min_split: int = 16, kernels: Any = KERNELS
 ) -> torch.Tensor:
-    """Run the decode kernel on a batch of one query for each sequence; two more rows stay poisoned."""
+    """Run the decode kernels on a batch of one query for each sequence; two more rows stay poisoned."""
     rows = kernels.decode_attention.DecodeRows(
         batch.tensor(np.arange(len(batch.query))), batch.tensor(batch.context_lens),
         batch.tensor(batch.block_tables), int(batch.context_lens.max()),
@@ -48,7 +54,7 @@ def decode(
     out = batch.poisoned_output(num_more_rows=2)
     kernels.decode_attention.decode_attention(
         batch.query, batch.key_cache, batch.value_cache, rows, out,
-        scale=batch.scale, num_splits=num_splits, min_split_tokens=min_split,
+        num_splits=num_splits, min_split_tokens=min_split, **named(batch),
     )  # fmt: skip
     assert out[len(batch.query) :].isnan().all()
     return out
@@ -66,7 +72,7 @@ def prefill(batch: PagedBatch, kernels: Any = KERNELS) -> torch.Tensor:
     )  # fmt: skip
     out = batch.poisoned_output(num_more_rows=2)
     kernels.prefill_attention.prefill_attention(
-        batch.query, batch.key_cache, batch.value_cache, prefills, out, scale=batch.scale
+        batch.query, batch.key_cache, batch.value_cache, prefills, out, **named(batch)
     )
     assert out[len(batch.query) :].isnan().all()
     return out
@@ -130,6 +136,77 @@ def test_prefill_in_each_dtype(dtype: torch.dtype, tile: int, monkeypatch: pytes
     assert batch.error(prefill(batch)) < TOLERANCE[dtype]
 
 
+# Of contexts up to 130 and tiles of 16: a window of the query alone, within a tile, over several, longer than
+# the contexts; chunks that end within tiles and blocks; each by itself and with all others.
+FEATURES: list[dict[str, Any]] = [
+    {"window": 1},
+    {"window": 7, "has_sinks": True},
+    {"window": 40},
+    {"window": 500, "soft_cap": 0.5},
+    {"chunk": 24},
+    {"chunk": 64, "window": 33, "soft_cap": 2.0, "has_sinks": True},
+    {"soft_cap": 50.0},
+    {"has_sinks": True},
+]
+# (head_dim, queries per KV head, block size, dtype), in turn with the features
+HEADS = [
+    (64, 1, 16, torch.float32), (80, 3, 32, torch.float32), (96, 2, 16, torch.float32),
+    (128, 2, 16, torch.float32), (64, 3, 16, torch.bfloat16), (32, 2, 48, torch.bfloat16),
+    (256, 1, 16, torch.float32), (128, 2, 64, torch.float16),
+]  # fmt: skip
+CASES = list(zip(FEATURES, HEADS, strict=True))
+
+
+@pytest.mark.parametrize(("features", "heads"), CASES, ids=str)
+def test_decode_with_features_equals_float64(
+    features: dict[str, Any], heads: tuple[int, int, int, torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What no query sees is NaN. One split and several, some with more than there are tokens to see."""
+    set_tile(monkeypatch, KERNELS, 16)
+    head_dim, group, block_size, dtype = heads
+    batch = make_batch(
+        [130, 1, 0, 25], head_dim=head_dim, group=group, kv_heads=1, block_size=block_size, dtype=dtype,
+        **features,
+    )  # fmt: skip
+    for num_splits in (1, 3):
+        out = decode(batch, num_splits=num_splits)
+        assert batch.error(out) < TOLERANCE[dtype]
+        assert (out[2] == 0).all()
+
+
+def test_one_sink_counts_once_in_32_splits() -> None:
+    """Also where the sinks are nearly all of the softmax, as each split's own they would be all of it."""
+    batch = make_batch([600, 0, 3], head_dim=16, kv_heads=1, has_sinks=True, window=550)
+    assert batch.sinks is not None
+    batch.sinks.copy_(torch.tensor([9.0, -30.0]))
+    out = decode(batch, num_splits=32)
+    assert batch.error(out) < TOLERANCE[torch.float32]
+    assert 0 < out[0, 0].abs().max() < 0.1 < out[0, 1].abs().max()
+
+
+@pytest.mark.parametrize(("features", "heads"), CASES, ids=str)
+def test_prefill_with_features_equals_float64(
+    features: dict[str, Any], heads: tuple[int, int, int, torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What no query sees is NaN. A prompt of three tiles of queries, and chunks far behind their start."""
+    set_tile(monkeypatch, KERNELS, 16)
+    head_dim, group, block_size, dtype = heads
+    batch = make_batch(
+        [130, 97, 66], [130, 2, 65], head_dim=head_dim, group=group, kv_heads=1, block_size=block_size,
+        dtype=dtype, **features,
+    )  # fmt: skip
+    # many rows see few tokens, so that the interpreter's rounding of weights towards zero shows
+    assert batch.error(prefill(batch)) < 1.5 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("soft_cap", "size"), [(0.05, 1e3), (1.0, 1e2), (4.0, 1.0), (1e3, 1e-2)])
+def test_soft_caps_are_exact_from_far_below_to_far_beyond(soft_cap: float, size: float) -> None:
+    """Scores of about this size."""
+    batch = make_batch([5, 130], [5, 60], head_dim=32, kv_heads=1, soft_cap=soft_cap)
+    batch.query.mul_(size)
+    assert batch.error(prefill(batch)) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("kv_heads", "head_dim"), [(3, 16), (8, 128)])
 def test_store_writes_the_slots_and_nothing_else(dtype: torch.dtype, kv_heads: int, head_dim: int) -> None:
@@ -157,28 +234,54 @@ MUTATIONS = {
         "decode_attention.py", "end = tl.minimum(start + length, context_len)",
         "end = tl.minimum(start + length, context_len + 1)",
     ),
-    "splits overlap": ("decode_attention.py", "start = split * length", "start = split * (length - 1)"),
+    "splits overlap": ("decode_attention.py", "first + split * length", "first + split * (length - 1)"),
     "merge drops the last split": ("decode_attention.py", "split < num_used", "split < num_used - 1"),
     "merge weighs splits by a wrong sum": (
         "decode_attention.py", "row_max + tl.log2(row_sum)", "row_max",
     ),
     "the mask hides the query's own token": (
-        "kv_tile.py", "tokens[None, :] <= last_seen", "tokens[None, :] < last_seen",
+        "kv_tile.py", "tokens[None, :] <= last", "tokens[None, :] < last",
     ),
     "the mask lets the next token through": (
-        "kv_tile.py", "<= last_seen[:, None]", "<= last_seen[:, None] + 1",
+        "kv_tile.py", "<= last[:, None]", "<= last[:, None] + 1",
     ),
     "values past the end are read": (
         "kv_tile.py", "mask=(tokens < end)[:, None] & inside[None, :]", "mask=inside[None, :]",
     ),
     "no mask one tile too long": (
-        "prefill_attention.py", "(first_token + 1) // TILE * TILE", "tl.cdiv(first_token + 1, TILE) * TILE",
+        "prefill_attention.py", "(first_token + 1 - begin) // TILE * TILE",
+        "tl.cdiv(first_token + 1 - begin, TILE) * TILE",
     ),
     "chunks are placed at the start of the context": (
         "prefill_attention.py", "first_token = context_len - num_queries + tile_start",
         "first_token = tile_start",
     ),
     "the wrong KV head": ("prefill_attention.py", "head // GROUP", "head % GROUP"),
+}  # fmt: skip
+FEATURE_MUTATIONS = {
+    "the window is a token too wide": ("kv_tile.py", "position - (WINDOW - 1)", "position - WINDOW"),
+    "the window is a token too narrow": ("kv_tile.py", "position - (WINDOW - 1)", "position - (WINDOW - 2)"),
+    "chunks begin a token late": ("kv_tile.py", "position // CHUNK", "(position - 1) // CHUNK"),
+    "a tile's queries see what its first one does": ("kv_tile.py", "if first is not None:", "if False:"),
+    "the window is masked one tile too short": (
+        "prefill_attention.py", "tl.cdiv(first_seen(end - 1, WINDOW, CHUNK) - begin, TILE)",
+        "(first_seen(end - 1, WINDOW, CHUNK) - begin) // TILE",
+    ),
+    "the merge counts splits of the whole context": (
+        "decode_attention.py", "num_seen = context_len - first_seen(context_len - 1, WINDOW, CHUNK)",
+        "num_seen = context_len",
+    ),
+    "each split has the sink": ("decode_attention.py", "tl.where(split == 0, ", "tl.where(split >= 0, "),
+    "decode leaves the sink out": (
+        "decode_attention.py", "tl.where(split == 0, 1.0, row_sum)", "row_sum",
+    ),
+    "decode takes the sink in base 2": ("decode_attention.py", "other=0.0) * LOG2_E", "other=0.0)"),
+    "prefill leaves the sink out": ("prefill_attention.py", "row_sum += 1.0", "row_sum += 0.0"),
+    "prefill takes the sink in base 2": (
+        "prefill_attention.py", "tl.load(sinks_ptr + head) * LOG2_E", "tl.load(sinks_ptr + head)",
+    ),
+    "the soft cap is left out": ("kv_tile.py", "scores = cap_scores(scores, SOFT_CAP)", "scores = scores"),
+    "the soft cap is in base 2": ("kv_tile.py", "soft_cap * LOG2_E.value", "soft_cap"),
 }  # fmt: skip
 
 
@@ -187,12 +290,12 @@ def mutant(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[SimpleNamespace]:
     """The attention kernels with one line changed, imported from a copy under another name."""
-    file, right, wrong = MUTATIONS[request.param]
+    file, right, wrong = (MUTATIONS | FEATURE_MUTATIONS)[request.param]
     package = tmp_path / "mutant_kernels"
     shutil.copytree(Path(engine.kernels.__file__).parent, package, ignore=shutil.ignore_patterns("*.pyc"))
     for path in package.glob("*.py"):
         text = path.read_text()
-        assert path.name != file or text.count(right) == 1
+        assert path.name != file or right in text
         text = text.replace(right, wrong) if path.name == file else text
         path.write_text(text.replace("engine.kernels", "mutant_kernels"))
     monkeypatch.syspath_prepend(tmp_path)
@@ -212,6 +315,24 @@ def test_a_slip_in_a_kernel_is_caught(mutant: SimpleNamespace, monkeypatch: pyte
     chunks = make_batch([70, 90], [70, 20], head_dim=32)
     for kernels, caught in ((KERNELS, False), (mutant, True)):
         set_tile(monkeypatch, kernels, 16)
-        errors = [decodes.error(decode(decodes, num_splits=3, kernels=kernels))]
-        errors.append(chunks.error(prefill(chunks, kernels=kernels)))
-        assert (max(errors) > 1e-3) == caught
+        assert (worst_error(decodes, chunks, kernels) > 1e-3) == caught
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:All-NaN:RuntimeWarning")
+@pytest.mark.parametrize("mutant", FEATURE_MUTATIONS, indirect=True)
+def test_a_slip_in_a_feature_is_caught(mutant: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same two checks on the true kernels pass."""
+    features = {"window": 50, "chunk": 80, "soft_cap": 1.0, "has_sinks": True}
+    decodes = make_batch([1, 60, 79, 80, 81], head_dim=16, kv_heads=1, **features)
+    chunks = make_batch([70, 90], [70, 20], head_dim=16, kv_heads=1, **features)
+    for kernels, caught in ((KERNELS, False), (mutant, True)):
+        set_tile(monkeypatch, kernels, 16)
+        assert (worst_error(decodes, chunks, kernels) > 1e-3) == caught
+
+
+def worst_error(decodes: PagedBatch, chunks: PagedBatch, kernels: Any) -> float:
+    """Of decodes in three splits and of chunks."""
+    return max(
+        decodes.error(decode(decodes, num_splits=3, kernels=kernels)),
+        chunks.error(prefill(chunks, kernels=kernels)),
+    )

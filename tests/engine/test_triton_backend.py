@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +41,7 @@ def backend() -> TritonBackend:
 def attend(backend: TritonBackend, batch: PagedBatch) -> torch.Tensor:
     metadata = backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
     cache = LayerKVCache(batch.key_cache, batch.value_cache)
-    return backend.forward(batch.query, cache, metadata, batch.features)
+    return backend.forward(batch.query, cache, metadata, batch.features, batch.sinks)
 
 
 # a decode, a padding row, a whole prompt, a chunk behind a cached context
@@ -71,6 +73,63 @@ def test_random_steps_equal_float64(
         seed=seed,
     )
     assert batch.error(attend(backend, batch)) < TOLERANCE[torch.float32]
+
+
+features = st.fixed_dictionaries(
+    {
+        "window": st.none() | st.integers(1, 200),
+        "chunk": st.none() | st.integers(1, 200),
+        "soft_cap": st.none() | st.sampled_from([0.5, 30.0]),
+        "has_sinks": st.booleans(),
+    }
+)
+
+
+@settings(max_examples=20, deadline=None)
+@given(sequences, features, st.integers(0, 99))
+def test_random_steps_with_features_equal_float64(
+    backend: TritonBackend, lens: list[tuple[int, int]], features: dict[str, Any], seed: int
+) -> None:
+    """As above, and what no query sees is NaN."""
+    context_lens, query_lens = [context for _, context in lens], [query for query, _ in lens]
+    batch = make_batch(context_lens, query_lens, head_dim=16, kv_heads=1, seed=seed, **features)
+    assert batch.error(attend(backend, batch)) < TOLERANCE[torch.float32]
+
+
+def test_one_step_serves_layers_with_different_windows(backend: TritonBackend) -> None:
+    """The metadata of a recorded step, too: it is made for the longest contexts, and padding gets zeros."""
+    lens = [900, 0, 40, 129, 0]
+    whole = make_batch(lens, head_dim=16, kv_heads=1)
+    rows, context_lens, tables = (whole.tensor(x) for x in (range(5), lens, whole.block_tables))
+    eager = backend.build_metadata(whole.block_tables, whole.context_lens, whole.query_lens)
+    recorded = backend.decode_metadata(rows, context_lens, tables, 40_000)
+    cache = LayerKVCache(whole.key_cache, whole.value_cache)
+    for window in (None, 128, 500, 16):
+        batch = replace(whole, window=window)
+        for metadata in (eager, recorded):
+            out = backend.forward(batch.query, cache, metadata, batch.features)
+            assert batch.error(out) < TOLERANCE[torch.float32]
+            assert not out[[1, 4]].any()
+
+
+def test_splits_are_planned_over_what_a_query_sees(
+    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window of 128 in a context of 30,000 takes one split and no merge, in a recorded step too."""
+    batch = make_batch([30_000], head_dim=16, group=1, kv_heads=1)
+    rows, lens, tables = (batch.tensor(x) for x in ([0], [30_000], batch.block_tables))
+    cache = LayerKVCache(batch.key_cache, batch.value_cache)
+    planned = []
+    monkeypatch.setattr(
+        triton_backend, "decode_attention", lambda *args, num_splits, **kwargs: planned.append(num_splits)
+    )
+    for metadata in (
+        backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens),
+        backend.decode_metadata(rows, lens, tables, 40_960),
+    ):
+        for changes in ({}, {"window": 128}, {"window": 1024}, {"chunk": 256}, {"window": 10**6}):
+            backend.forward(batch.query, cache, metadata, replace(batch.features, **changes))
+    assert planned == [MAX_SPLITS, 1, 8, 2, MAX_SPLITS] * 2
 
 
 def test_metadata_splits_a_step_by_kind(backend: TritonBackend) -> None:
