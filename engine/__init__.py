@@ -17,6 +17,7 @@ from engine.checkpoint.fingerprint import ModelIdentity
 from engine.errors import (
     BlockAccountingError,
     ConfigError,
+    DamagedWeights,
     DuplicateRequest,
     EngineBusy,
     EngineClosed,
@@ -47,6 +48,7 @@ __all__ = [
     "BlockAccountingError",
     "Completion",
     "ConfigError",
+    "DamagedWeights",
     "DuplicateRequest",
     "Engine",
     "EngineBusy",

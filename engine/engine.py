@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from engine.checkpoint.fingerprint import ModelIdentity
 from engine.checkpoint.folder import resolve_model
-from engine.checkpoint.model_config import ModelConfig, read_model_config
+from engine.checkpoint.model_config import ModelConfig, dtype_name, read_model_config
 from engine.errors import (
     DuplicateRequest,
     EngineBusy,
@@ -50,9 +50,9 @@ class Engine:
 
     All calls must come from one thread, but for `prepare` and `chat_token_ids`, which any may call.
 
-    Raises ConfigError or a subclass (ModelNotFound, UnsupportedModel, MissingWeights, WeightMismatch) if it
-    cannot start. Use it in a `with` block or call `close()`; `add`, `step` and `generate` then raise
-    EngineClosed.
+    Raises ConfigError or a subclass (ModelNotFound, UnsupportedModel, MissingWeights, WeightMismatch,
+    DamagedWeights) if it cannot start. Use it in a `with` block or call `close()`; `add`, `step` and
+    `generate` then raise EngineClosed.
 
     A process that has taken a step must not fork and go on with the engine in the child: the threads of torch
     and Numba do not exist there, and the step would wait for them for ever.
@@ -65,6 +65,12 @@ class Engine:
         folder = resolve_model(config.model)
         model = read_model_config(folder)
         check_supported(model)
+        if model.quantization is not None:
+            logger.info(
+                "quantized weights (%s) are unpacked to %s when they are read, and take its memory",
+                model.quantization,
+                dtype_name(config.dtype, model.dtype),
+            )
         self.config = config
         self._tokenizer = Tokenizer(folder)
         self._eos_token_ids = model.eos_token_ids or self._tokenizer.eos_token_ids

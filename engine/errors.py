@@ -5,7 +5,8 @@ EngineError
 │   ├── ModelNotFound        no such folder or hub id
 │   ├── UnsupportedModel     the checkpoint needs something that is not built
 │   ├── MissingWeights       a file or a tensor of the checkpoint is not there
-│   └── WeightMismatch       a tensor is there and does not fit the model
+│   ├── WeightMismatch       a tensor is there and does not fit the model
+│   └── DamagedWeights       numbers of a quantized tensor that none can have
 ├── InvalidRequest           this request cannot run; the others are not affected
 │   ├── InvalidSampling      a sampling name or value
 │   ├── InvalidPrompt        not text, not token ids, empty, or outside the vocabulary
@@ -47,6 +48,10 @@ class MissingWeights(ConfigError):
 
 class WeightMismatch(ConfigError):
     """Raised when a tensor of the checkpoint has another shape or name than the model expects."""
+
+
+class DamagedWeights(ConfigError):
+    """Raised when scales or indices of a quantized weight are what none can have. Names the tensor."""
 
 
 class InvalidRequest(EngineError):

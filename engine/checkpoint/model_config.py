@@ -9,6 +9,7 @@ from pathlib import Path
 from reprlib import repr as shown  # short
 from typing import Any
 
+from engine.checkpoint.quantization import Quantization, read_quantization
 from engine.errors import ConfigError, MissingWeights
 
 MAX_SIZE = 2**31
@@ -34,6 +35,7 @@ class ModelConfig:
     architecture: the first that config.json names.
     hidden_size to head_dim: for what memory a step takes, and how many ranks can share the model.
     dtype: the checkpoint's.  eos_token_ids: they end a completion.
+    quantization: how its weights are stored, if not as plain numbers.
     values: config.json, as far as it is about text.
     """
 
@@ -48,13 +50,15 @@ class ModelConfig:
     max_position_embeddings: int
     dtype: str
     eos_token_ids: frozenset[int]
+    quantization: Quantization | None
     values: Mapping[str, Any]
 
 
 def read_model_config(folder: Path) -> ModelConfig:
     """Read a Hugging Face model folder, with the keys of transformers 4 or 5.
 
-    Raises ConfigError for an unreadable file or a value that no model can have.
+    Raises ConfigError for an unreadable file or a value that no model can have, UnsupportedModel for weights
+    that are quantized in a way that is not built.
     """
     path = folder / "config.json"
     config = read_json(path)
@@ -74,6 +78,7 @@ def read_model_config(folder: Path) -> ModelConfig:
             max_position_embeddings=config["max_position_embeddings"],
             dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
             eos_token_ids=_token_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
+            quantization=read_quantization(config),
             values=config,
         )
     except KeyError as error:

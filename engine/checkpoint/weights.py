@@ -1,34 +1,62 @@
-"""One tensor of a checkpoint, on disk until it is read."""
+"""The tensors of a checkpoint, on disk until they are read."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from engine.errors import MissingWeights
 
 
 class CheckpointTensor:
-    """A tensor of an open safetensors file; `shape` is known before anything is read."""
+    """A tensor of an open safetensors file; `shape` and `dtype` are known before anything is read.
 
-    def __init__(self, file: Any, name: str) -> None:
-        self._file, self._name = file, name
+    dtype: as safetensors names it, "BF16" for example.
+    """
+
+    def __init__(self, file: Any, name: str, path: Path) -> None:
+        self._file, self.name, self.path = file, name, path
         self._slice = file.get_slice(name)
         self.shape: tuple[int, ...] = tuple(self._slice.get_shape())
+        self.dtype: str = self._slice.get_dtype()
 
     def whole(self) -> Tensor:
         """Read all of it, on the CPU."""
-        tensor: Tensor = self._file.get_tensor(self._name)
-        return tensor
-
-    def read(self, dim: int, start: int, length: int) -> Tensor:
-        """Read `length` entries of dimension `dim` (0 or 1) from `start`, on the CPU."""
-        if length == self.shape[dim]:
-            return self.whole()
-        part = slice(start, start + length)
-        tensor: Tensor = self._slice[part] if dim == 0 else self._slice[:, part]
+        tensor: Tensor = self._file.get_tensor(self.name)
         return tensor
 
     def part(self, *ranges: slice) -> Tensor:
         """Read these ranges of the first dimensions, and all of the others, on the CPU."""
         tensor: Tensor = self._slice[ranges]
         return tensor
+
+    def read(self, dim: int, start: int, length: int) -> Tensor:
+        """Read `length` entries of dimension `dim` from `start`, on the CPU."""
+        if length == self.shape[dim]:
+            return self.whole()
+        return self.part(*[slice(None)] * dim, slice(start, start + length))
+
+
+@contextmanager
+def open_tensors(files: Sequence[Path]) -> Iterator[dict[str, CheckpointTensor]]:
+    """The tensors of these safetensors files by name, to be read until the block ends.
+
+    Raises MissingWeights for a file that is damaged or ends too soon.
+    """
+    with ExitStack() as stack:
+        tensors = {}
+        for path in files:
+            try:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+                for name in file.keys():  # noqa: SIM118 - the file object is no mapping
+                    tensors[name] = CheckpointTensor(file, name, path)
+            except SafetensorError as error:
+                raise MissingWeights(
+                    f"{path} is no complete safetensors file ({error}); fetch it again"
+                ) from error
+        yield tensors

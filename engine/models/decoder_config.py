@@ -145,11 +145,6 @@ def _activation(known: Mapping[str, Any]) -> str:
 
 def _refuse_unbuilt(model: ModelConfig) -> None:
     values = model.values
-    if values.get("quantization_config"):
-        method = values["quantization_config"].get("quant_method", "unknown")
-        raise UnsupportedModel(
-            f"quantized weights ({method}) are not supported; use an unquantized checkpoint"
-        )
     if values.get("use_bidirectional_attention") or values.get("is_causal") is False:
         raise UnsupportedModel("this model attends to later tokens too, which no completion can")
     if model.num_heads % model.num_kv_heads:

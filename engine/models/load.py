@@ -35,7 +35,7 @@ def load_model(
     """Build the model, or one rank's share of it, and fill it from the folder.
 
     max_positions: tokens that no sequence will exceed.
-    Raises UnsupportedModel, MissingWeights, WeightMismatch or another ConfigError.
+    Raises UnsupportedModel, MissingWeights, WeightMismatch, DamagedWeights or another ConfigError.
     """
     config = read_decoder_config(model_config, decoder_flags(model_config.architecture))
     rotary_dtype = torch.float32 if config.flags.float32_rotation else dtype
@@ -45,5 +45,5 @@ def load_model(
     parts = DecoderParts(config, tp, backend, dtype)
     with torch.device("meta"):
         model = DecoderForCausalLM(parts, rotaries)
-    load_weights(model, folder, device)
+    load_weights(model, folder, device, model_config.quantization)
     return model.eval()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from engine.checkpoint.folder import list_weight_files
-from engine.checkpoint.weights import CheckpointTensor
+from engine.checkpoint.quantization import Quantization
+from engine.checkpoint.quantized import unpacked
+from engine.checkpoint.weights import CheckpointTensor, open_tensors
 from engine.errors import MissingWeights, WeightMismatch
 from engine.layers.base import WeightedModule
 from engine.models.decoder import DecoderForCausalLM
@@ -19,12 +20,14 @@ COMPUTED = ("rotary_emb.inv_freq",)
 Place = tuple[str, str | None]  # parameter name here, shard of it
 
 
-def load_weights(model: DecoderForCausalLM, folder: Path, device: torch.device) -> None:
+def load_weights(
+    model: DecoderForCausalLM, folder: Path, device: torch.device, quantization: Quantization | None
+) -> None:
     """Move `model` from the meta device to `device` and fill it from the folder's safetensors files.
 
     Of a tensor that is split over ranks, only this rank's share is read.
     Raises MissingWeights if a parameter is not in the checkpoint, WeightMismatch if a tensor has another
-    shape than its place or no place at all.
+    shape than its place or no place at all, DamagedWeights for a quantized one that cannot be unpacked.
     """
     files = list_weight_files(folder)
     model.to_empty(device=device)
@@ -38,8 +41,12 @@ def load_weights(model: DecoderForCausalLM, folder: Path, device: torch.device) 
     }
     if model.tied:
         missing.discard(("lm_head.weight", None))
-    for path in files:
-        missing.difference_update(_load_file(model, modules, path))
+    with open_tensors(files) as tensors:
+        for name, tensor in unpacked(tensors, quantization).items():
+            if name == "lm_head.weight" and model.tied:
+                continue  # the hub writes it although it repeats the embedding
+            if not name.endswith(COMPUTED):
+                missing.difference_update(_load_tensor(model.packed, modules, name, tensor))
     if missing:
         names = sorted(f"{name} ({shard})" if shard else name for name, shard in missing)
         shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
@@ -48,30 +55,13 @@ def load_weights(model: DecoderForCausalLM, folder: Path, device: torch.device) 
         module.finish_loading()
 
 
-def _load_file(model: DecoderForCausalLM, modules: dict[str, WeightedModule], path: Path) -> list[Place]:
-    """Load each tensor of one file; return the places filled."""
-    filled = []
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - the file object is no mapping
-                if name == "lm_head.weight" and model.tied:
-                    continue  # the hub writes it although it repeats the embedding
-                if name.endswith(COMPUTED):
-                    continue
-                tensor = CheckpointTensor(file, name)
-                filled.extend(_load_tensor(model.packed, modules, name, tensor, path))
-    except SafetensorError as error:
-        raise MissingWeights(f"{path} is no complete safetensors file ({error}); fetch it again") from error
-    return filled
-
-
 def _load_tensor(
     packed: dict[str, tuple[str, str]],
     modules: dict[str, WeightedModule],
     name: str,
     tensor: CheckpointTensor,
-    path: Path,
 ) -> list[Place]:
+    """Load one tensor; return the places filled."""
     prefix, _, parameter = name.rpartition(".")
     parent, _, last = prefix.rpartition(".")
     shard = None
@@ -80,9 +70,11 @@ def _load_tensor(
     module_name = f"{parent}.{last}" if parent else last
     module = modules.get(module_name)
     if module is None or parameter not in dict(module.named_parameters(recurse=False)):
-        raise WeightMismatch(f"{path} holds {name!r}, for which this model has no place")
+        if parameter == "bias" and module is not None and not tensor.whole().any():
+            return []  # AutoGPTQ writes one of zeros where a linear layer has none
+        raise WeightMismatch(f"{tensor.path} holds {name!r}, for which this model has no place")
     try:
         module.load(parameter, tensor, shard)
     except WeightMismatch as error:
-        raise WeightMismatch(f"{name!r} in {path} does not fit config.json: {error}") from error
+        raise WeightMismatch(f"{name!r} in {tensor.path} does not fit config.json: {error}") from error
     return [(f"{module_name}.{parameter}", each) for each in (module.shards if shard is None else (shard,))]

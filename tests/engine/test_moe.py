@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
@@ -16,7 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from engine.attention.layer_kernels import LayerKernels
-from engine.checkpoint.weights import CheckpointTensor
+from engine.checkpoint.weights import open_tensors
 from engine.errors import ConfigError, WeightMismatch
 from engine.layers import grouped
 from engine.layers.grouped import ExpertGroups, GroupedLinear, grouped_linear
@@ -172,11 +171,11 @@ def load(mlp: SparseMLP, block: nn.Module, folder: Path, *, fused: bool) -> Spar
     tensors = stored_tensors(block, fused=fused)
     path = folder / "experts.safetensors"
     save_file({f"{name} {shard}": tensor for (name, shard), tensor in tensors.items()}, path)
-    with torch.no_grad(), safe_open(path, framework="pt") as file:
+    with torch.no_grad(), open_tensors([path]) as stored:
         for name, parameter in mlp.gate.named_parameters():
             parameter.copy_(getattr(router, name))
         for name, shard in tensors:
-            mlp.experts.load(name, CheckpointTensor(file, f"{name} {shard}"), shard)
+            mlp.experts.load(name, stored[f"{name} {shard}"], shard)
     mlp.gate.finish_loading()
     mlp.experts.finish_loading()
     return mlp
@@ -230,10 +229,10 @@ def test_a_tensor_of_another_shape_is_named(shard: str | None, tmp_path: Path) -
     save_file({"x": torch.zeros(NUM_EXPERTS, COLUMNS, COLUMNS)}, tmp_path / "x.safetensors")
     name = "down_proj" if shard == "3.down" else "gate_up_proj"
     with (
-        safe_open(tmp_path / "x.safetensors", framework="pt") as file,
+        open_tensors([tmp_path / "x.safetensors"]) as stored,
         pytest.raises(WeightMismatch, match=r"\[6, 24, 24\] found, .* expected"),
     ):
-        mlp.experts.load(name, CheckpointTensor(file, "x"), shard)
+        mlp.experts.load(name, stored["x"], shard)
 
 
 def test_nothing_is_read_on_the_host_where_one_launch_serves_all_experts(

@@ -125,7 +125,7 @@ def test_other_weight_formats_and_broken_files_are_not_read(copy: Path) -> None:
     [
         ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported; supported: .*Qwen3"),
         ({"architectures": None}, "none named"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "'hqq' are not supported; supported are fp8"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "type linear_attention"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"is_causal": False}, "attends to later tokens"),

@@ -1,0 +1,235 @@
+"""What config.json says of quantized weights: how many bits each has, and which of them share a scale."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from reprlib import repr as shown  # short
+from typing import Any
+
+from engine.errors import ConfigError, UnsupportedModel
+
+SUPPORTED = (
+    "supported are fp8 (float8_e4m3fn, a scale for a tensor or a block), compressed-tensors (fp8, int8, "
+    "packed int4 and int8), awq (int4, gemm), gptq (int4, int8) and gpt-oss' mxfp4"
+)
+PLAIN_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
+PACKED_FORMAT = "pack-quantized"
+#: compressed-tensors' numbers and which weights may share a scale: (stored as, kind, bits) -> strategies.
+STRATEGIES = {
+    ("plain", "float", 8): ("tensor", "channel", "block"),
+    ("plain", "int", 8): ("tensor", "channel", "group"),
+    ("packed", "int", 4): ("channel", "group"),
+    ("packed", "int", 8): ("channel", "group"),
+}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How some modules of a checkpoint keep their weights [out, in].
+
+    layout: "plain", a number for each weight; "packed", compressed-tensors' words of several; "awq"; "gptq";
+    or "mxfp4". kind: "float" or "int".
+    block: the (rows, columns) of weights that share a scale, None for all there are.
+    zero_points: whether a scale has a zero point beside it. zero_shift: added to a zero point as stored.
+    column_groups: whether the file says of each column which scale is its own.
+    scale_name: of a plain weight's scale, by which one that is missing is named.
+    targets: the modules, as compressed-tensors writes them: names, "re:" patterns, names of classes.
+    """
+
+    layout: str
+    kind: str
+    bits: int
+    block: tuple[int | None, int | None]
+    zero_points: bool = False
+    zero_shift: int = 0
+    column_groups: bool = False
+    scale_name: str = "weight_scale"
+    targets: tuple[str, ...] = ("Linear",)
+
+    def __str__(self) -> str:
+        if self.layout == "mxfp4":
+            return "mxfp4"
+        rows, columns = ("all" if size is None else str(size) for size in self.block)
+        name = {"float": "fp", "int": "int"}[self.kind]
+        return f"{name}{self.bits} ({rows} x {columns} weights to a scale)"
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How a checkpoint's weights are quantized; modules whose tensors are plain are not, whatever it says."""
+
+    method: str
+    schemes: tuple[Scheme, ...]
+
+    def scheme_of(self, module: str) -> Scheme | None:
+        """How this module, quantized in the files, keeps its weight: by its name, a pattern, or its class."""
+        for fits in (lambda target: target == module, lambda target: _matches(target, module), _is_class):
+            for scheme in self.schemes:
+                if any(fits(target) for target in scheme.targets):
+                    return scheme
+        return None
+
+    def __str__(self) -> str:
+        return f"{self.method}: {' and '.join(dict.fromkeys(map(str, self.schemes)))}"
+
+
+def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
+    """Read what config.json says of quantized weights; None if nothing.
+
+    Raises UnsupportedModel for a way that is not built, ConfigError for a value that none can have.
+    """
+    values = config.get("quantization_config")
+    if not values:
+        return None
+    try:
+        method = values.get("quant_method")
+        if method not in READERS:
+            raise UnsupportedModel(
+                f"quantized weights of quant_method {method!r} are not supported; {SUPPORTED}"
+            )
+        return Quantization(method, READERS[method](values))
+    except KeyError as error:
+        raise ConfigError(f"quantization_config in config.json has no {error.args[0]!r}") from error
+    except (TypeError, ValueError, AttributeError, re.error) as error:
+        raise ConfigError(
+            f"quantization_config in config.json holds a value of a wrong kind: {error}"
+        ) from error
+
+
+def _read_fp8(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
+    _refuse_unless(values, "fmt", (None, "e4m3"))
+    _refuse_unless(values, "expert_dtype", (None, "fp8"))
+    _refuse_unless(values, "scale_fmt", (None, "float", "ue8m0"))
+    _refuse_unless(values, "activation_scheme", (None, "dynamic", "static"))
+    block = _block(values.get("weight_block_size"))
+    scale_name = "weight_scale" if block == (None, None) else "weight_scale_inv"
+    return (Scheme("plain", "float", 8, block, scale_name=scale_name),)
+
+
+def _read_awq(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
+    _refuse_unless(values, "bits", (4,))
+    _refuse_unless(values, "zero_point", (None, True))
+    for key in ("version", "format", "checkpoint_format"):
+        _refuse_unless(values, key, (None, "gemm", "GEMM"))
+    return (Scheme("awq", "int", 4, (1, _group_size(values)), zero_points=True),)
+
+
+def _read_gptq(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
+    """AutoGPTQ's and GPTQModel's; the first layout stores zero points less one, gptq_v2 as they are."""
+    _refuse_unless(values, "bits", (4, 8))
+    for key in ("checkpoint_format", "format"):
+        _refuse_unless(values, key, (None, "gptq", "gptq_v2"))
+    _refuse_unless(values, "is_marlin_format", (None, False))
+    for pattern, changes in (values.get("dynamic") or {}).items():
+        if changes and not pattern.startswith("-:"):  # "-:" leaves modules as they are
+            raise UnsupportedModel(
+                f"quantization_config: dynamic {shown(pattern)} is not supported; {SUPPORTED}"
+            )
+    layout = values.get("checkpoint_format") or values.get("format") or "gptq"
+    return (
+        Scheme(
+            "gptq",
+            "int",
+            values["bits"],
+            (1, _group_size(values)),
+            zero_points=True,
+            zero_shift=1 if layout == "gptq" else 0,
+            column_groups=bool(values.get("desc_act")),
+        ),
+    )
+
+
+def _read_mxfp4(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
+    return (Scheme("mxfp4", "float", 4, (1, 32)),)
+
+
+def _read_compressed_tensors(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
+    _refuse_unless(values, "quantization_status", (None, "compressed"))
+    for key in ("sparsity_config", "transform_config"):
+        if (values.get(key) or {}).get("format", "dense") != "dense" or (values.get(key) or {}).get(
+            "config_groups"
+        ):
+            raise UnsupportedModel(
+                f"quantization_config: {key} {shown(values[key])} is not supported; {SUPPORTED}"
+            )
+    groups = [group for group in values["config_groups"].values() if group.get("weights")]
+    return tuple(_read_group(group, group.get("format") or values.get("format")) for group in groups)
+
+
+def _read_group(group: Mapping[str, Any], form: str | None) -> Scheme:
+    if form not in (*PLAIN_FORMATS, PACKED_FORMAT):
+        raise UnsupportedModel(f"compressed-tensors' format {form!r} is not supported; {SUPPORTED}")
+    weights = group["weights"]
+    layout = "packed" if form == PACKED_FORMAT else "plain"
+    kind, bits, strategy = weights.get("type", "int"), weights["num_bits"], weights.get("strategy")
+    strategies = STRATEGIES.get((layout, kind, bits))
+    if strategies is None:
+        raise UnsupportedModel(f"{kind}{bits} weights in format {form!r} are not supported; {SUPPORTED}")
+    _refuse_unless(weights, "strategy", strategies)
+    _refuse_unless(weights, "dynamic", (None, False))
+    block = {
+        "tensor": (None, None),
+        "channel": (1, None),
+        "group": (1, _group_size(weights)),
+        "block": _block(weights.get("block_structure")),
+    }[strategy]
+    targets = tuple(group["targets"])
+    for target in targets:
+        _matches(target, "")
+    return Scheme(
+        layout,
+        kind,
+        bits,
+        block,
+        zero_points=not weights.get("symmetric", True),
+        column_groups=weights.get("actorder") in (True, "group", "dynamic"),
+        targets=targets,
+    )
+
+
+def _refuse_unless(values: Mapping[str, Any], key: str, allowed: Collection[Any]) -> None:
+    value = values.get(key)
+    if value not in allowed:
+        named = ", ".join(repr(each) for each in allowed if each is not None)
+        raise UnsupportedModel(
+            f"quantization_config: {key} {shown(value)} is not supported; supported: {named}"
+        )
+
+
+def _block(sizes: Any) -> tuple[int | None, int | None]:
+    """[rows, columns] that share a scale; one for all of a tensor where none are named."""
+    if sizes is None:
+        return None, None
+    rows, columns = sizes.split("x") if isinstance(sizes, str) else sizes
+    if min(int(rows), int(columns)) < 1:
+        raise ValueError(f"a block of {shown(sizes)} weights")
+    return int(rows), int(columns)
+
+
+def _group_size(values: Mapping[str, Any]) -> int | None:
+    """The columns that share a scale; -1 and null are all of them."""
+    size = values.get("group_size")
+    if size is None or size == -1:
+        return None
+    if type(size) is not int or size < 1:
+        raise ValueError(f"group_size {shown(size)}")
+    return size
+
+
+def _matches(target: str, module: str) -> bool:
+    return target.startswith("re:") and re.match(target[3:], module) is not None
+
+
+def _is_class(target: str) -> bool:
+    return target[:1].isupper()
+
+
+READERS: dict[str, Callable[[Mapping[str, Any]], tuple[Scheme, ...]]] = {
+    "fp8": _read_fp8,
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "compressed-tensors": _read_compressed_tensors,
+    "mxfp4": _read_mxfp4,
+}

@@ -1,0 +1,307 @@
+"""Quantizers of the formats that are read, number by number as each format is defined, and what they mean.
+
+Slow on purpose: they share no line with engine/checkpoint, and no trick.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+GROUP = 16
+BLOCK = (32, 40)
+#: Column j of eight stands in nibble AWQ_NIBBLE[j] of its word.
+AWQ_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """One weight: the tensors a file holds in its place, what they stand for, and the largest error."""
+
+    parts: dict[str, Tensor]
+    weight: Tensor
+    largest_error: Tensor
+
+
+@dataclass(frozen=True)
+class Format:
+    """A way to quantize, with what config.json says of it."""
+
+    config: dict[str, Any]
+    quantize: Callable[[Tensor], Quantized]
+
+
+def fp8(weight: Tensor, block: tuple[int | None, int | None], name: str, shape: str) -> Quantized:
+    """float8_e4m3fn with a scale for each block."""
+    rows, columns = (size or total for size, total in zip(block, weight.shape, strict=True))
+    scale = torch.zeros(-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
+    codes, meant = torch.zeros_like(weight), torch.zeros_like(weight)
+    for r in range(scale.shape[0]):
+        for c in range(scale.shape[1]):
+            at = slice(r * rows, (r + 1) * rows), slice(c * columns, (c + 1) * columns)
+            scale[r, c] = weight[at].abs().max() / 448
+            codes[at] = (weight[at] / scale[r, c]).to(torch.float8_e4m3fn).float()
+            meant[at] = codes[at] * scale[r, c]
+    error = weight.abs() / 16 + scale.max() * 2**-10
+    stored = {"matrix": scale, "column": scale[:, :1], "scalar": scale[0, 0], "one": scale[0]}[shape]
+    parts = {"weight": codes.to(torch.float8_e4m3fn), name: stored.clone()}
+    return Quantized(parts, meant, error)
+
+
+def int_codes(weight: Tensor, group: int, bits: int, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes [out, in] from 0 up, zero points and scales [out, groups]); scales as float16 holds them."""
+    out, groups = weight.shape[0], weight.shape[1] // group
+    codes = torch.zeros(weight.shape, dtype=torch.int64)
+    zeros, scales = torch.zeros(out, groups, dtype=torch.int64), torch.zeros(out, groups)
+    top = 2**bits - 1
+    for o in range(out):
+        for g in range(groups):
+            part = weight[o, g * group : (g + 1) * group]
+            if zero_points:
+                low, high = min(0.0, float(part.min())), max(0.0, float(part.max()))
+                scale = torch.tensor((high - low) / top * 1.001).half().float()
+                zero = round(-low / float(scale))
+            else:
+                scale = torch.tensor(float(part.abs().max()) / (2 ** (bits - 1) - 1) * 1.001).half().float()
+                zero = 2 ** (bits - 1)
+            scales[o, g], zeros[o, g] = scale, zero
+            codes[o, g * group : (g + 1) * group] = ((part / scale).round().long() + zero).clamp(0, top)
+    return codes, zeros, scales
+
+
+def meant(codes: Tensor, zeros: Tensor, scales: Tensor, group_of: list[int]) -> Tensor:
+    weight = torch.zeros(codes.shape)
+    for i, g in enumerate(group_of):
+        weight[:, i] = (codes[:, i] - zeros[:, g]).float() * scales[:, g]
+    return weight
+
+
+def word(numbers: list[int], bits: int) -> int:
+    """One int32 of the numbers, the first in the lowest bits."""
+    value = sum(number << (bits * i) for i, number in enumerate(numbers)) & 0xFFFFFFFF
+    return value - 2**32 if value >= 2**31 else value
+
+
+def pack_columns(matrix: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Words along the columns, zeros at the end; nibble order[j] of a word holds its number j."""
+    size = 32 // bits
+    packed = []
+    for row in matrix.tolist():
+        row = row + [0] * (-len(row) % size)
+        words = [row[i : i + size] for i in range(0, len(row), size)]
+        if order is not None:
+            words = [[numbers[order.index(nibble)] for nibble in range(size)] for numbers in words]
+        packed.append([word(numbers, bits) for numbers in words])
+    return torch.tensor(packed, dtype=torch.int32)
+
+
+def awq(weight: Tensor) -> Quantized:
+    codes, zeros, scales = int_codes(weight, GROUP, 4, zero_points=True)
+    parts = {
+        "qweight": pack_columns(codes.t(), 4, AWQ_NIBBLE),
+        "qzeros": pack_columns(zeros.t(), 4, AWQ_NIBBLE),
+        "scales": scales.t().half().contiguous(),
+    }
+    group_of = [i // GROUP for i in range(weight.shape[1])]
+    return Quantized(parts, meant(codes, zeros, scales, group_of), scales[:, group_of])
+
+
+def gptq(weight: Tensor, bits: int = 4, *, less_one: bool = True, act_order: bool = False) -> Quantized:
+    """act_order: the columns are quantized in another order, and g_idx says which group each is in."""
+    columns = weight.shape[1]
+    order = torch.randperm(columns, generator=torch.Generator().manual_seed(7)) if act_order else None
+    ordered = weight if order is None else weight[:, order]
+    codes, zeros, scales = int_codes(ordered, GROUP, bits, zero_points=True)
+    group_of = [i // GROUP for i in range(columns)]
+    if order is not None:
+        back = order.argsort()
+        codes, group_of = codes[:, back], [group_of[i] for i in back.tolist()]
+    stored = pack_columns(zeros.t(), bits)
+    if less_one:
+        ones = word([1] * (32 // bits), bits)
+        stored = torch.tensor(
+            [[wrap(value - ones) for value in row] for row in stored.tolist()], dtype=torch.int32
+        )
+    parts = {
+        "qweight": pack_columns(codes, bits).t().contiguous(),
+        "qzeros": stored,
+        "scales": scales.t().half().contiguous(),
+        "g_idx": torch.tensor(group_of, dtype=torch.int32),
+    }
+    return Quantized(parts, meant(codes, zeros, scales, group_of), scales[:, group_of])
+
+
+def wrap(value: int) -> int:
+    value &= 0xFFFFFFFF
+    return value - 2**32 if value >= 2**31 else value
+
+
+def int8(weight: Tensor, *, per_tensor: bool = False, zero_points: bool = False) -> Quantized:
+    """compressed-tensors' int-quantized."""
+    flat = weight.reshape(1, -1) if per_tensor else weight
+    codes, zeros, scales = int_codes(flat, flat.shape[1], 8, zero_points)
+    group_of = [0] * flat.shape[1]
+    parts = {"weight": (codes - 128).to(torch.int8).view(weight.shape), "weight_scale": scales.view(-1)}
+    if not per_tensor:
+        parts["weight_scale"] = scales
+    if zero_points:
+        parts["weight_zero_point"] = (zeros - 128).to(torch.int8)
+    unpacked = meant(codes, zeros, scales, group_of).view(weight.shape)
+    return Quantized(parts, unpacked, scales[:, group_of].view(weight.shape))
+
+
+def packed(
+    weight: Tensor, bits: int = 4, *, group: int | None = GROUP, zero_points: bool = False
+) -> Quantized:
+    """compressed-tensors' pack-quantized."""
+    group = group or weight.shape[1]
+    codes, zeros, scales = int_codes(weight, group, bits, zero_points)
+    parts = {
+        "weight_packed": pack_columns(codes, bits),
+        "weight_scale": scales.half(),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    if zero_points:
+        parts["weight_zero_point"] = pack_columns(zeros.t(), bits).t().contiguous()
+    group_of = [i // group for i in range(weight.shape[1])]
+    return Quantized(parts, meant(codes, zeros, scales, group_of), scales[:, group_of])
+
+
+def mxfp4(weight: Tensor) -> Quantized:
+    """weight: [experts, in, out], in blocks of 32 along `in`, as gpt-oss has them."""
+    experts, columns, rows = weight.shape
+    blocks = torch.zeros(experts, rows, columns // 32, 16, dtype=torch.uint8)
+    scales = torch.zeros(experts, rows, columns // 32, dtype=torch.uint8)
+    unpacked = torch.zeros_like(weight)
+    for e in range(experts):
+        for r in range(rows):
+            for b in range(columns // 32):
+                part = weight[e, b * 32 : (b + 1) * 32, r]
+                exponent = math.ceil(math.log2(float(part.abs().max()) / 6))
+                scales[e, r, b] = exponent + 127
+                nibbles = [nearest_e2m1(value / 2.0**exponent) for value in part.tolist()]
+                for i in range(16):
+                    blocks[e, r, b, i] = nibbles[2 * i] | nibbles[2 * i + 1] << 4
+                for i, nibble in enumerate(nibbles):
+                    value = E2M1[nibble & 7] * 2.0**exponent
+                    unpacked[e, b * 32 + i, r] = -value if nibble & 8 else value
+    return Quantized(
+        {"blocks": blocks, "scales": scales}, unpacked, weight.abs() / 3 + weight.abs().max() / 24
+    )
+
+
+def nearest_e2m1(value: float) -> int:
+    nibble = min(range(8), key=lambda code: abs(E2M1[code] - abs(value)))
+    return nibble | 8 if value < 0 else nibble
+
+
+def group(weights: dict[str, Any], form: str, **more: Any) -> dict[str, Any]:
+    """compressed-tensors' configuration of one group."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, **more}},
+    }
+
+
+def of_group(bits: int, size: int | None = GROUP, symmetric: bool = True) -> dict[str, Any]:
+    strategy = "channel" if size is None else "group"
+    return {"num_bits": bits, "type": "int", "strategy": strategy, "group_size": size, "symmetric": symmetric}
+
+
+FP8_BLOCKS = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": list(BLOCK),
+}
+FLOAT = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+INT = {"num_bits": 8, "type": "int", "symmetric": True}
+ACTIVATIONS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
+FORMATS = {
+    "fp8_blocks": Format(FP8_BLOCKS, lambda w: fp8(w, BLOCK, "weight_scale_inv", "matrix")),
+    "fp8_tensor": Format(
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        lambda w: fp8(w, (None, None), "weight_scale", "scalar"),
+    ),
+    "ct_fp8_tensor": Format(
+        group(FLOAT | {"strategy": "tensor"}, "float-quantized", input_activations=ACTIVATIONS),
+        lambda w: fp8(w, (None, None), "weight_scale", "one"),
+    ),
+    "ct_fp8_channel": Format(
+        group(FLOAT | {"strategy": "channel"}, "float-quantized", input_activations=ACTIVATIONS),
+        lambda w: fp8(w, (1, None), "weight_scale", "column"),
+    ),
+    "ct_fp8_block": Format(
+        group(FLOAT | {"strategy": "block", "block_structure": list(BLOCK)}, "naive-quantized"),
+        lambda w: fp8(w, BLOCK, "weight_scale", "matrix"),
+    ),
+    "ct_int8_channel": Format(group(INT | {"strategy": "channel"}, "int-quantized"), int8),
+    "ct_int8_tensor": Format(
+        group(INT | {"strategy": "tensor"}, "int-quantized"), lambda w: int8(w, per_tensor=True)
+    ),
+    "ct_int8_asymmetric": Format(
+        group(INT | {"strategy": "channel", "symmetric": False}, "int-quantized"),
+        lambda w: int8(w, zero_points=True),
+    ),
+    "ct_packed4": Format(group(of_group(4), "pack-quantized"), packed),
+    "ct_packed4_asymmetric": Format(
+        group(of_group(4, symmetric=False), "pack-quantized"), lambda w: packed(w, zero_points=True)
+    ),
+    "ct_packed8_channel": Format(
+        group(of_group(8, None), "pack-quantized"), lambda w: packed(w, 8, group=None)
+    ),
+    "awq": Format(
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, awq
+    ),
+    "gptq": Format(GPTQ, gptq),
+    "gptq_act_order": Format(GPTQ | {"desc_act": True}, lambda w: gptq(w, act_order=True)),
+    "gptq_v2": Format(GPTQ | {"checkpoint_format": "gptq_v2"}, lambda w: gptq(w, less_one=False)),
+    "gptq8": Format(GPTQ | {"bits": 8}, lambda w: gptq(w, 8)),
+}
+
+
+@dataclass(frozen=True)
+class QuantizedCheckpoint:
+    """Three folders of one model: quantized, with what that means as plain numbers, and as it was before."""
+
+    folder: Path
+    unpacked: Path
+    original: Path
+
+
+def quantize_checkpoint(
+    original: Path, target: Path, form: Format, linear: str = "_proj"
+) -> QuantizedCheckpoint:
+    """Quantize every linear layer of a checkpoint whose name ends so."""
+    tensors = load_file(original / "model.safetensors")
+    quantized, unpacked = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
+        module, _, part = name.rpartition(".")
+        if part == "weight" and module.endswith(linear):
+            made = form.quantize(weight)
+            assert ((made.weight - weight).abs() <= made.largest_error).all(), name
+            del quantized[name]
+            quantized |= {f"{module}.{key}": part for key, part in made.parts.items()}
+            unpacked[name] = made.weight
+    for folder, content in ((target / "quantized", quantized), (target / "unpacked", unpacked)):
+        shutil.copytree(original, folder)
+        save_file(
+            {name: tensor.contiguous() for name, tensor in content.items()}, folder / "model.safetensors"
+        )
+    config = target / "quantized" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": form.config}))
+    return QuantizedCheckpoint(target / "quantized", target / "unpacked", original)
