@@ -72,7 +72,7 @@ class Engine:
                 dtype_name(config.dtype, model.dtype),
             )
         self.config = config
-        self._tokenizer = Tokenizer(folder)
+        self._tokenizer = Tokenizer(folder, config.chat_template)
         self._eos_token_ids = model.eos_token_ids or self._tokenizer.eos_token_ids
         self._live_runner: Runner | None = (start_runner or _start_runner)(config, model, folder)
         pool = self._live_runner.pool_size
@@ -164,6 +164,7 @@ class Engine:
         end_token_ids = frozenset(params.stop_token_ids).union(
             () if params.ignore_eos else self._eos_token_ids
         )
+        follows_text = self._tokenizer.has_text(ready.token_ids)
         seqs = [
             Sequence(
                 request_id,
@@ -172,8 +173,9 @@ class Engine:
                 index=index,
                 lane=lane,
                 seed=seed,
+                follows_text=follows_text,
                 stop_token_ids=end_token_ids,
-                stop_strings=self._stop_strings(params),
+                stop_strings=self._stop_strings(params, follows_text),
                 block_keys=ready.block_keys,
             )
             for index in range(params.n)
@@ -294,10 +296,12 @@ class Engine:
                 refused.append(Completion.refused(request[0], error))
         return False
 
-    def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
+    def _stop_strings(self, params: SamplingParams, follows_text: bool) -> StopStrings | None:
         if not params.stop:
             return None
-        return StopStrings(params.stop, self._tokenizer.decode, min_tokens=params.min_tokens)
+        return self._tokenizer.stop_strings(
+            params.stop, min_tokens=params.min_tokens, follows_text=follows_text
+        )
 
     def _finish(self, seq: Sequence) -> Completion | None:
         """Turn a finished sequence into its completion and forget it, its siblings too if it has failed.

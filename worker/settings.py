@@ -31,8 +31,9 @@ _OUR_PACKAGES = frozenset({"engine", "jobs", "worker"})
 class WorkerSettings(BaseSettings):
     """Settings of one worker process; `load()` is the way to read them.
 
-    Every field is read from `TOKENMILL_<NAME>`. Fields from `model` to `seed` have the meaning and the
-    default of the `engine.EngineConfig` field of the same name. Sizes in bytes may carry a unit: 4GiB, 512MB.
+    Every field is read from `TOKENMILL_<NAME>`. Fields from `model` to `chat_template` have the meaning and
+    the default of the `engine.EngineConfig` field of the same name. Sizes in bytes may carry a unit: 4GiB,
+    512MB.
     """
 
     model_config = SettingsConfigDict(
@@ -54,6 +55,7 @@ class WorkerSettings(BaseSettings):
     enforce_eager: bool = False
     async_scheduling: bool | None = None
     seed: int = 0
+    chat_template: str | None = None
 
     data_roots: Annotated[tuple[str, ...], NoDecode] = Field(default_factory=lambda: (os.getcwd(),))
     """Folders that confine every file a job reads or writes; `TOKENMILL_DATA_ROOTS`, split at ':'."""
@@ -195,6 +197,7 @@ class WorkerSettings(BaseSettings):
             enforce_eager=self.enforce_eager,
             async_scheduling=self.async_scheduling,
             seed=self.seed,
+            chat_template=self.chat_template,
         )
 
 

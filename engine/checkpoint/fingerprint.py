@@ -20,6 +20,7 @@ TEXT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "tekken.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -28,6 +29,7 @@ TEXT_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+TEMPLATES = "additional_chat_templates/*.jinja"
 
 #: A tensor of at most so many bytes is read whole, of a larger one as many in samples.
 WHOLE_BYTES = 1 << 16
@@ -45,22 +47,27 @@ class ModelIdentity:
     dtype: str
 
 
-def read_identity(model: str, dtype: str) -> ModelIdentity:
+def read_identity(model: str, dtype: str, chat_template: str | None = None) -> ModelIdentity:
     """Return the identity of a model, a folder or a hub id, computed in this dtype; "auto" is its own.
 
+    chat_template: the name of the one that is used, if it was chosen.
     Two models have the same fingerprint when they have the same dtype, the same configuration, tokenizer and
-    chat template byte by byte, and the same tensors (name, type, shape and values), however those are divided
-    into files. Of each tensor beyond 64 KiB only 16 samples of 4 KiB are read, evenly spaced, its first and
-    last bytes among them: reading 70 GB would take minutes. So any other training, merge, rounding or
-    truncation is told apart; an edit of a few values in a large tensor may not be.
+    chat templates byte by byte, the same choice of one, and the same tensors (name, type, shape and values),
+    however those are divided into files. Of each tensor beyond 64 KiB only 16 samples of 4 KiB are read,
+    evenly spaced, its first and last bytes among them: reading 70 GB would take minutes. So any other
+    training, merge, rounding or truncation is told apart; an edit of a few values in a large tensor may not
+    be.
     Raises ModelNotFound, MissingWeights or another ConfigError for a model that no engine could load.
     """
     folder = resolve_model(model)
     computed_in = dtype_name(dtype, read_model_config(folder).dtype)
     digest = blake2b(computed_in.encode(), digest_size=16)
-    for name in TEXT_FILES:
+    templates = sorted(str(path.relative_to(folder)) for path in folder.glob(TEMPLATES))
+    for name in (*TEXT_FILES, *templates):
         if (folder / name).is_file():
             _add(digest, name.encode(), (folder / name).read_bytes())
+    if chat_template is not None:
+        _add(digest, b"chat_template", chat_template.encode())
     tensors = sorted(each for path in list_weight_files(folder) for each in _read_tensors(path))
     for description, content in tensors:
         _add(digest, description.encode(), content)

@@ -77,7 +77,8 @@ def read_model_config(folder: Path) -> ModelConfig:
             head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
             max_position_embeddings=config["max_position_embeddings"],
             dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
-            eos_token_ids=_token_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
+            eos_token_ids=_token_ids(generation.get("eos_token_id"))
+            or _token_ids(config.get("eos_token_id")),
             quantization=read_quantization(config),
             values=config,
         )

@@ -36,6 +36,7 @@ class EngineConfig:
     async_scheduling: schedule a step while the one before runs; None does so on a GPU without tensor
         parallelism, with which True is refused. On a CPU the model runs in the caller's thread: no gain.
     seed: starts the generator that draws a seed for each request without one.
+    chat_template: the name of one of the model's chat templates; None takes the default one, or the only one.
     """
 
     model: str
@@ -53,6 +54,7 @@ class EngineConfig:
     enforce_eager: bool = False
     async_scheduling: bool | None = None
     seed: int = 0
+    chat_template: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -64,6 +66,12 @@ class EngineConfig:
                 _check_positive(name, getattr(self, name))
         if self.max_model_len == 1:
             raise ConfigError("max_model_len=1 leaves no room for a new token; give at least 2")
+        if self.chat_template is not None and (
+            not isinstance(self.chat_template, str) or not self.chat_template
+        ):
+            raise ConfigError(
+                f"chat_template must be the name of a template or None, got {self.chat_template!r}"
+            )
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ConfigError(f"seed must be an integer, got {self.seed!r}")
         if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
@@ -92,7 +100,7 @@ def model_identity(config: EngineConfig) -> ModelIdentity:
     Device, attention backend and tensor parallelism are no part of it: they change the order of sums only.
     Raises ModelNotFound, MissingWeights or another ConfigError for a model that no engine could load.
     """
-    return read_identity(config.model, config.dtype)
+    return read_identity(config.model, config.dtype, config.chat_template)
 
 
 def _check_positive(name: str, value: object) -> None:

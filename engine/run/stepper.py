@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -42,15 +42,19 @@ MAX_UNEXPLAINED = 3  # steps in a row that raise with nobody to blame
 CONTROL = SamplingParams(max_tokens=2, min_tokens=1, top_k=9, top_p=0.5, min_p=0.1, seed=0)
 
 
+class Decode(Protocol):
+    """Token ids to text, as `Tokenizer.decode` does it."""
+
+    def __call__(self, token_ids: list[int], *, follows_text: bool = False) -> str: ...
+
+
 class Stepper:
     """Owner of what is launched and not waited for.
 
     overlaps: launch a step before the tokens of the one before are there. decode: token ids to text.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, runner: Runner, decode: Callable[[list[int]], str], *, overlaps: bool
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, decode: Decode, *, overlaps: bool) -> None:
         self.overlaps = overlaps
         self.num_steps = 0
         self._scheduler, self._runner, self._decode = scheduler, runner, decode
@@ -156,7 +160,9 @@ class Stepper:
 
     def _text_of(self, seq: Sequence) -> str:
         cut = seq.stop_strings.text if seq.stop_strings is not None else None
-        return self._decode(seq.generated_token_ids) if cut is None else cut
+        if cut is not None:
+            return cut
+        return self._decode(seq.generated_token_ids, follows_text=seq.follows_text)
 
     def _start_over(self) -> None:
         """Withdraw what is in flight; its sequences are suspects until they are past it."""

@@ -58,6 +58,7 @@ class Sequence:
         "block_table",
         "error",
         "finish_reason",
+        "follows_text",
         "index",
         "lane",
         "max_len",
@@ -87,12 +88,14 @@ class Sequence:
         lane: int = 0,
         arrival: int = 0,
         seed: int = 0,
+        follows_text: bool = False,
         stop_token_ids: frozenset[int] = frozenset(),
         stop_strings: StopStrings | None = None,
         block_keys: Iterable[BlockKey] = (),
     ) -> None:
-        """stop_token_ids: every id that ends this sequence, the model's own included unless ignored.
+        """follows_text: the prompt holds text, and not special tokens alone.
 
+        stop_token_ids: every id that ends this sequence, the model's own included unless ignored.
         block_keys: of the first full blocks of the prompt, where they are known; the scheduler adds the rest.
         """
         self.request_id = request_id
@@ -101,6 +104,7 @@ class Sequence:
         self.lane = lane
         self.arrival = arrival
         self.seed = seed
+        self.follows_text = follows_text
         self.stop_token_ids = stop_token_ids
         self.stop_strings = stop_strings
         self.token_ids = list(prompt_token_ids)

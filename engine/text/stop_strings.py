@@ -12,42 +12,62 @@ KEPT = 8  # an incomplete character is at most three bytes long, so it lies in t
 class IncrementalText:
     """The text of tokens that come one by one, always a prefix of what decoding all of them gives.
 
-    A token's text depends on the few before it (a leading space, a split character), so a short window of
-    tokens is decoded each time. A trailing replacement character may still become a real one with the
-    next token: it is held back.
+    Only the tokens behind the last complete character are decoded each time. A trailing replacement character
+    may still become a real one with the next token: it is held back. Where bytes are pieces of a vocabulary
+    (SentencePiece), bytes that make no character undo, in the text of all tokens, complete ones before them;
+    here those stay.
+
+    behind: decodes tokens that stand behind others, where a decoder treats a text's beginning otherwise.
+    num_open: replacement characters that the bytes of one incomplete character may be shown as.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        self._decode = decode
-        self._window: list[int] = []
-        self._num_given = 0  # characters of the window's text already given out
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        *,
+        behind: Callable[[list[int]], str] | None = None,
+        num_open: int = 1,
+    ) -> None:
+        self._decode, self._behind, self._num_open = decode, behind or decode, num_open
+        self._pending: list[int] = []
+        self._num_given = 0  # characters of the pending tokens' text already given out
 
     def add(self, token_id: int) -> str:
         """Return the text that is certain with this token and was not before."""
-        self._window.append(token_id)
-        text = self._decode(self._window)
-        num_certain = _num_certain(text)
+        self._pending.append(token_id)
+        text = self._decode(self._pending)
+        num_certain = self._num_certain(text)
         new_text = text[self._num_given : num_certain]
-        self._num_given = num_certain
-        if len(self._window) == WINDOW:
-            self._window = self._window[-KEPT:]
-            self._num_given = _num_certain(self._decode(self._window))
+        self._num_given = max(self._num_given, num_certain)
+        if text and num_certain == len(text):
+            self._pending, self._num_given, self._decode = [], 0, self._behind
+        elif len(self._pending) == WINDOW:
+            self._pending = self._pending[-KEPT:]
+            self._num_given = self._num_certain(self._decode(self._pending))
         return new_text
 
-
-def _num_certain(text: str) -> int:
-    return len(text) - text.endswith(REPLACEMENT)
+    def _num_certain(self, text: str) -> int:
+        return max(len(text.rstrip(REPLACEMENT)), len(text) - self._num_open)
 
 
 class StopStrings:
     """Watches one sequence for its stop strings. Add each generated token once.
 
     min_tokens: a stop string that is complete within so many tokens does not count.
+    decode, behind, num_open: as of IncrementalText.
     """
 
-    def __init__(self, stop: Sequence[str], decode: Callable[[list[int]], str], *, min_tokens: int) -> None:
+    def __init__(
+        self,
+        stop: Sequence[str],
+        decode: Callable[[list[int]], str],
+        *,
+        min_tokens: int,
+        behind: Callable[[list[int]], str] | None = None,
+        num_open: int = 1,
+    ) -> None:
         self._stop = stop
-        self._text = IncrementalText(decode)
+        self._text = IncrementalText(decode, behind=behind, num_open=num_open)
         self._num_ignored = min_tokens
         self._overlap = max(map(len, stop)) - 1  # a match may begin so far back
         self._pieces: list[str] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -13,75 +13,155 @@ from numpy.typing import NDArray
 NORMALIZERS = (None, {"type": "NFC"})
 MOST_NFC_SAVES = 4  # of so many bytes at least one is left; a test asks Unicode's tables
 
+SPACE = "\u2581"  # what SentencePiece writes for a space
+NUM_CHARS = 0x110000
+NUM_BYTES = 256
+
+Weights = NDArray[np.float64]
+
 
 class TokenBound:
-    """A lower bound for byte-level BPE, whose tokens stand for all bytes of a text; 0 for other tokenizers.
+    """A lower bound for BPE whose tokens stand for all of a text, in bytes or in characters; 0 for others.
 
     If a byte counts 1 / n, n being the length of the longest token that holds it, then no token counts more
-    than 1, and a text has at least as many tokens as its bytes count together. A tokenizer that may drop or
-    merge what is in a text (other normalizers, split characters that are removed, tokens that swallow the
-    spaces around them, bytes that no token stands for) has no such bound.
+    than 1, and a text has at least as many tokens as its bytes count together. With vocabularies of
+    SentencePiece it is characters that count, and one that is in no token counts as many as it has bytes. A
+    tokenizer that may drop or merge what is in a text (other normalizers, split characters that are removed,
+    tokens that swallow the spaces around them, what no token stands for) has no such bound.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         """tokenizer: a tokenizers.Tokenizer, or None for one of another library."""
-        self._weights: NDArray[np.float64] = np.zeros(256)
-        self._normalizer: Any = None
+        self._count: Callable[[str], float] = lambda text: 0.0
         if tokenizer is None:
             return
         parts = json.loads(tokenizer.to_str())
         added = parts.get("added_tokens") or []
-        if not _keeps_all(parts, added):
+        if parts["model"].get("type") != "BPE" or any(
+            token.get("lstrip") or token.get("rstrip") for token in added
+        ):
             return
-        self._normalizer = tokenizer.normalizer
-        self._weights = _weights(
-            tokenizer.get_vocab(with_added_tokens=False), [token["content"].encode() for token in added]
-        )
+        vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+        contents = [token["content"] for token in added]
+        if _keeps_bytes(parts):
+            self._count = _ByteCount(byte_weights(vocabulary, contents), tokenizer.normalizer)
+        elif _keeps_chars(parts):
+            self._count = _CharCount(char_weights(vocabulary, contents, parts["model"]))
 
     def __call__(self, text: str) -> int:
         """Tokens that `text` has at least, whatever the tokenizer makes of it."""
+        return math.ceil(self._count(text) * (1 - 1e-9))  # rounding must not add a token
+
+
+class _ByteCount:
+    """normalizer: NFC or None."""
+
+    def __init__(self, weights: Weights, normalizer: Any) -> None:
+        self._weights, self._normalizer = weights, normalizer
+
+    def __call__(self, text: str) -> float:
         content = text.encode(errors="replace")
         if text.isascii() or self._normalizer is None or self._normalizer.normalize_str(text) == text:
-            counts = np.bincount(np.frombuffer(content, np.uint8), minlength=256)
-            count = float(counts @ self._weights)
-        else:
-            count = len(content) * float(self._weights.min()) / MOST_NFC_SAVES
-        return math.ceil(count * (1 - 1e-9))  # rounding must not add a token
+            counts = np.bincount(np.frombuffer(content, np.uint8), minlength=NUM_BYTES)
+            return float(counts @ self._weights)
+        return len(content) * float(self._weights.min()) / MOST_NFC_SAVES
 
 
-def _keeps_all(parts: dict[str, Any], added: list[dict[str, Any]]) -> bool:
+class _CharCount:
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+
+    def __call__(self, text: str) -> float:
+        return float(self._weights[_codes(text)].sum())
+
+
+def _keeps_bytes(parts: dict[str, Any]) -> bool:
     """Whether this is byte-level BPE of which every byte of a text comes out in a token."""
-    splits = parts.get("pre_tokenizer") or {}
-    steps = splits.get("pretokenizers", [splits])
+    steps = _steps(parts, "pre_tokenizer", "pretokenizers")
     return (
-        parts["model"].get("type") == "BPE"
-        and parts.get("normalizer") in NORMALIZERS
+        parts.get("normalizer") in NORMALIZERS
         and any(step.get("type") == "ByteLevel" for step in steps)
         and all(step.get("type") in ("ByteLevel", "Split", "Digits") for step in steps)
         and not any(step.get("behavior") == "Removed" for step in steps)
-        and not any(token.get("lstrip") or token.get("rstrip") for token in added)
     )
 
 
-def _weights(vocabulary: Iterable[str], added: list[bytes]) -> NDArray[np.float64]:
-    """What each byte counts; all 0 if there is one that no token stands for."""
-    alphabet = _byte_alphabet()
-    longest: dict[int, int] = {}
-    for token in sorted(vocabulary, key=len, reverse=True):
-        for char in set(token):
-            if char in alphabet:
-                longest.setdefault(alphabet[char], len(token))
-        if len(longest) == 256:
-            break
-    if len(longest) < 256 or not alphabet.keys() <= set(vocabulary):
-        return np.zeros(256)
-    for content in added:
+def _keeps_chars(parts: dict[str, Any]) -> bool:
+    """Whether every character of a text comes out in a token, a space maybe written as another character."""
+    writes_space = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    model = parts["model"]
+    return (
+        not model.get("continuing_subword_prefix")
+        and not model.get("end_of_word_suffix")
+        and all(
+            step.get("type") == "Prepend" or step == writes_space
+            for step in _steps(parts, "normalizer", "normalizers")
+        )
+        and all(
+            (step.get("type") == "Metaspace" and step["replacement"] == SPACE)
+            or (step.get("type") in ("Split", "Digits") and step.get("behavior") != "Removed")
+            for step in _steps(parts, "pre_tokenizer", "pretokenizers")
+        )
+    )
+
+
+def _steps(parts: dict[str, Any], name: str, many: str) -> list[dict[str, Any]]:
+    """The steps of a normalizer or a pre-tokenizer; none if there is none."""
+    step = parts.get(name)
+    return [] if step is None else step.get(many, [step])
+
+
+def byte_weights(vocabulary: Iterable[str], added: Iterable[str]) -> Weights:
+    """What each byte counts, [256]; all 0 if there is one that no token stands for."""
+    alphabet = byte_alphabet()
+    pieces = set(vocabulary)
+    if not alphabet.keys() <= pieces:
+        return np.zeros(NUM_BYTES)
+    by_char = _longest(pieces)
+    longest = np.zeros(NUM_BYTES)
+    for char, byte in alphabet.items():
+        longest[byte] = by_char[ord(char)]
+    for content in map(str.encode, added):
         for byte in content:
             longest[byte] = max(longest[byte], len(content))
-    return np.array([1 / longest[byte] for byte in range(256)])
+    return np.asarray(1 / longest)
 
 
-def _byte_alphabet() -> dict[str, int]:
+def char_weights(vocabulary: Iterable[str], added: Iterable[str], model: dict[str, Any]) -> Weights:
+    """What each character counts, [all of Unicode]. model: the tokenizer's, as the library writes it."""
+    pieces = set(vocabulary)
+    as_bytes = bool(model.get("byte_fallback")) and {f"<0x{byte:02X}>" for byte in range(256)} <= pieces
+    longest = _longest(pieces)
+    # a token of its own text may also stand for the space that a normalizer put before it
+    for content in added:
+        codes = _codes(content + SPACE)
+        longest[codes] = np.maximum(longest[codes], len(content) + 1)
+    weights = np.zeros(NUM_CHARS)
+    if as_bytes:
+        weights[:] = 1.0  # at least: each of its bytes is a token
+        found = longest > 0
+    else:
+        found = np.zeros(NUM_CHARS, bool)
+        found[[ord(piece) for piece in pieces if len(piece) == 1]] = True
+    weights[found] = 1 / longest[found]
+    weights[ord(" ")] = min(weights[ord(" ")], weights[ord(SPACE)])
+    return weights
+
+
+def _longest(pieces: Iterable[str]) -> Weights:
+    """The length of the longest piece that holds a character, [all of Unicode]; 0 if none does."""
+    longest = np.zeros(NUM_CHARS)
+    in_order = sorted(pieces, key=len)
+    lengths = np.array([len(piece) for piece in in_order], np.int64)
+    longest[_codes("".join(in_order))] = np.repeat(lengths, lengths)  # of several places the last counts
+    return longest
+
+
+def _codes(text: str) -> NDArray[np.uint32]:
+    return np.frombuffer(text.encode("utf-32-le", errors="replace"), np.uint32)
+
+
+def byte_alphabet() -> dict[str, int]:
     """The byte of each character that byte-level BPE writes it as: itself where that can be printed."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]

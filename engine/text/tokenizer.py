@@ -2,42 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError, InvalidPrompt, PromptTooLong
+from engine.text.chat_templates import (
+    Messages,
+    check_messages,
+    read_template,
+    takes_parts,
+    with_joined_parts,
+)
+from engine.text.stop_strings import StopStrings
 from engine.text.token_bound import TokenBound
+from engine.text.tokenizer_files import load_tokenizer
 
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+#: Texts of which one at least is written in ordinary tokens, not in bytes.
+ANCHORS = ("a", "e", "1", ".")
 
-MAX_FILE_BYTES = 256 << 20
+#: Where bytes are pieces of the vocabulary, each byte of an incomplete character is a character of its text.
+BYTE_PIECES_OPEN = 3
 
 
 class Tokenizer:
     """The tokenizer of a model folder, for any number of threads at once.
 
-    Raises ConfigError if there is none that can be read.
+    chat_template: the name of one of the model's chat templates; None for the default one.
+    Raises ConfigError if there is none that can be read, or no such template.
     """
 
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
-
-        if not any((folder / name).is_file() for name in VOCABULARIES):
-            # transformers 5 would make an empty tokenizer of the model's class
-            raise ConfigError(f"{folder} holds none of {', '.join(VOCABULARIES)}; add the model's tokenizer")
-        for path in folder.glob("*.json"):
-            if path.stat().st_size > MAX_FILE_BYTES:
-                raise ConfigError(
-                    f"{path} has {path.stat().st_size} bytes, more than any tokenizer's; fetch it again"
-                )
+    def __init__(self, folder: Path, chat_template: str | None = None) -> None:
         try:
             with _no_panic():
-                # trust_remote_code: unless it is said, code in the folder makes transformers ask the terminal
-                self._tokenizer: Any = AutoTokenizer.from_pretrained(
-                    str(folder), local_files_only=True, trust_remote_code=False
-                )
+                self._tokenizer: Any = load_tokenizer(folder)
+        except ConfigError:
+            raise
         except Exception as error:  # whatever it makes of what is in the files
             raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -46,6 +48,13 @@ class Tokenizer:
             backend.no_truncation()
             backend.no_padding()
         self.min_tokens = TokenBound(backend)
+        added = {} if backend is None else backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._bos = (self._tokenizer.bos_token, self._tokenizer.bos_token_id)
+        self._anchor, self._anchor_text = self._find_anchor(backend)
+        self._num_open = 1 if _decodes_bytes(backend) else BYTE_PIECES_OPEN
+        self._template = read_template(folder, chat_template)
+        self._takes_parts = self._template is not None and takes_parts(self._render)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -54,36 +63,79 @@ class Tokenizer:
         return frozenset() if token_id is None else frozenset((token_id,))
 
     def encode(self, text: str, *, limit: int | None = None) -> list[int]:
-        """Token ids of a prompt, with the special tokens the model's tokenizer adds to every text.
+        """Token ids of a prompt, with the special tokens the model's tokenizer adds to every text; a text
+        that begins with the token for a text's beginning itself gets no second one.
 
         limit: tokens at most, so that a text which must have more is not tokenized at all; others may have
         more. Raises PromptTooLong for such a text, InvalidPrompt for one that is no valid Unicode.
         """
-        return self._encode(text, limit, add_special_tokens=True)
+        token_ids = self._encode(text, limit, add_special_tokens=True)
+        bos, bos_id = self._bos
+        if bos and text.startswith(bos) and token_ids[:2] == [bos_id, bos_id]:
+            del token_ids[0]
+        return token_ids
 
-    def decode(self, token_ids: list[int]) -> str:
-        """Text of token ids, without special tokens."""
+    def stop_strings(self, stop: Sequence[str], *, min_tokens: int, follows_text: bool) -> StopStrings:
+        """A watch for the stop strings of one completion. min_tokens: as of StopStrings. follows_text: as of
+        `decode`."""
+        behind = partial(self.decode, follows_text=True)
+        first = behind if follows_text else self.decode
+        return StopStrings(stop, first, min_tokens=min_tokens, behind=behind, num_open=self._num_open)
+
+    def decode(self, token_ids: list[int], *, follows_text: bool = False) -> str:
+        """Text of token ids, without special tokens.
+
+        follows_text: text stands before it. Many tokenizers put a space before a text, and take it away from
+        the first of the tokens that they decode; behind other text it is a space like any other.
+        """
+        anchor = self._anchor if follows_text else []
         with _no_panic():
-            text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+            text = self._tokenizer.decode(
+                anchor + token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
         assert isinstance(text, str)
-        return text
+        return text[len(self._anchor_text) :] if anchor else text
 
-    def chat_token_ids(self, messages: list[dict[str, Any]], *, limit: int | None = None) -> list[int]:
+    def has_text(self, token_ids: list[int]) -> bool:
+        """Whether there is any but special tokens."""
+        return any(token_id not in self._special_ids for token_id in token_ids)
+
+    def chat_token_ids(self, messages: Messages, *, limit: int | None = None) -> list[int]:
         """Token ids of a conversation, ready for the model's answer.
 
-        messages: [{"role": ..., "content": ...}, ...]. Raises InvalidPrompt if they are not of that shape,
-        or the tokenizer has no chat template, or its template refuses them. limit: as in `encode`.
+        messages: [{"role": ..., "content": ...}, ...], a content being a text or a list of
+        {"type": "text", "text": ...}. Raises InvalidPrompt if they are not of that shape, or the tokenizer
+        has no chat template, or its template refuses them. limit: as in `encode`.
         """
         from jinja2 import TemplateError
 
-        _check_messages(messages)
-        if not self._tokenizer.chat_template:
+        check_messages(messages)
+        if self._template is None:
             raise InvalidPrompt("this model's tokenizer has no chat template; send a plain prompt instead")
         try:
-            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            text = self._render(messages if self._takes_parts else with_joined_parts(messages))
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise InvalidPrompt(f"the chat template refused these messages: {error}") from error
         return self._encode(text, limit, add_special_tokens=False)
+
+    def _render(self, messages: Messages) -> str:
+        text = self._tokenizer.apply_chat_template(
+            messages, chat_template=self._template, add_generation_prompt=True, tokenize=False
+        )
+        assert isinstance(text, str)
+        return text
+
+    def _find_anchor(self, backend: Any) -> tuple[list[int], str]:
+        """Tokens of ordinary text to decode before others, and their text; none where a text's tokens decode
+        alike wherever they stand."""
+        if backend is None or _decodes_bytes(backend):
+            return [], ""
+        for text in ANCHORS:
+            token_ids = backend.encode(text, add_special_tokens=False).ids
+            # not in bytes, which would make one character with those behind them
+            if self.decode(token_ids) == text and backend.id_to_token(token_ids[-1])[:3] != "<0x":
+                return token_ids, text
+        return [], ""
 
     def _encode(self, text: str, limit: int | None, *, add_special_tokens: bool) -> list[int]:
         try:
@@ -100,6 +152,13 @@ class Tokenizer:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
 
+def _decodes_bytes(backend: Any) -> bool:
+    """Whether this is byte-level BPE: what tokens stand for is one run of bytes, decoded as a whole."""
+    from tokenizers.decoders import ByteLevel
+
+    return backend is not None and isinstance(backend.decoder, ByteLevel)
+
+
 @contextmanager
 def _no_panic() -> Iterator[None]:
     """Turn a panic of the Rust library into InvalidPrompt: as a BaseException it would end the process."""
@@ -109,11 +168,3 @@ def _no_panic() -> Iterator[None]:
         if type(error).__module__ != "pyo3_runtime":
             raise
         raise InvalidPrompt(f"the tokenizer broke down: {error}") from error
-
-
-def _check_messages(messages: object) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise InvalidPrompt(f"messages must be a list of at least one message, got {type(messages).__name__}")
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise InvalidPrompt(f"message {i} must be an object with a role and a content")

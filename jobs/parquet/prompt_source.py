@@ -152,7 +152,12 @@ def _checked_chat(messages: Any) -> str:
     if problem := messages_problem(messages):
         raise RowProblem(problem)
     # One order of keys, so that equal chats are equal texts.
-    return json.dumps([{"role": each["role"], "content": each["content"]} for each in messages])
+    return json.dumps([{"role": each["role"], "content": _ordered(each["content"])} for each in messages])
+
+
+def _ordered(content: Any) -> Any:
+    parts = content if isinstance(content, list) else []
+    return [{"type": part["type"], "text": part["text"]} for part in parts] or content
 
 
 def _without_nulls(messages: Any) -> Any:
@@ -161,7 +166,11 @@ def _without_nulls(messages: Any) -> Any:
         return messages
     keep = ("role", "content")
     return [
-        {key: value for key, value in each.items() if value is not None or key in keep}
+        {
+            key: _without_nulls(value) if key == "content" else value
+            for key, value in each.items()
+            if value is not None or key in keep
+        }
         if isinstance(each, dict)
         else each
         for each in messages

@@ -50,16 +50,38 @@ def messages_problem(messages: object) -> str | None:
         return "messages must be a non-empty list of {'role': ..., 'content': ...}"
     if len(messages) > MAX_MESSAGES:
         return f"a chat of {len(messages)} messages is longer than the limit of {MAX_MESSAGES}: shorten it"
-    total = 0
+    total = num_parts = 0
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or message.keys() != {"role", "content"}:
             return f"message {number} must hold exactly 'role' and 'content'"
-        for key in ("role", "content"):
-            if problem := text_problem(message[key], f"{key} of message {number}"):
+        texts = [message["content"]]
+        if isinstance(message["content"], list):
+            if (num_parts := num_parts + len(message["content"])) > MAX_MESSAGES:
+                return f"a chat with more than {MAX_MESSAGES} parts of contents is too long: shorten it"
+            for part in message["content"]:
+                if problem := _part_problem(part, number):
+                    return problem
+            texts = [part["text"] for part in message["content"]]
+        for what, text in [("role", message["role"]), *(("content", text) for text in texts)]:
+            if problem := text_problem(text, f"{what} of message {number}"):
                 return problem
-            total += len(message[key].encode())
+            total += len(text.encode())
     if total > MAX_PROMPT_BYTES:
         return f"messages have {total} bytes, more than the limit of {MAX_PROMPT_BYTES}: shorten them"
+    return None
+
+
+def _part_problem(part: object, number: int) -> str | None:
+    """Say why this part of a content is no text, or None when it is one."""
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        return f"a part of message {number} must be an object with a type, such as 'text'"
+    if part["type"] != "text":
+        return (
+            f"message {number} holds a part of the type {shown(part['type'])}: "
+            "text alone is read, no images, audio or video"
+        )
+    if part.keys() != {"type", "text"}:
+        return f"a part of message {number} of the type 'text' must hold exactly 'type' and 'text'"
     return None
 
 

@@ -20,6 +20,8 @@ from jobs.table import ALLOWED_FUNCTIONS, own_function, task_of
 from jobs.tasks import Request
 from tests.jobs.answering import MODEL, FakeCompletion, opened_task, refuse, run_task, shout
 
+TEXT_PART = {"type": "text", "text": "hi"}
+
 
 def test_completion_has_openais_shape(context: JobContext) -> None:
     response = run_task(context, "jobs.complete", "hello", max_tokens=5)
@@ -205,6 +207,10 @@ def test_a_traceback_ends_with_a_line_that_classes_the_error(error: errors.JobsE
         ("jobs.chat", [[{"role": "user", "content": "a", "name": "b"}]], {}, "exactly 'role' and 'content'"),
         ("jobs.chat", [[{"role": "user", "content": None}]], {}, "content of message 0 is NoneType"),
         ("jobs.chat", [[{"role": "user", "content": "x" * MAX_PROMPT_BYTES}]], {}, "limit"),
+        ("jobs.chat", [[{"role": "user", "content": [TEXT_PART, {"type": "image_url"}]}]], {}, "'image_url'"),
+        ("jobs.chat", [[{"role": "user", "content": ["a"]}]], {}, "must be an object with a type"),
+        ("jobs.chat", [[{"role": "user", "content": [{"type": "text"}]}]], {}, "exactly 'type' and 'text'"),
+        ("jobs.chat", [[{"role": "user", "content": [TEXT_PART] * (MAX_MESSAGES + 1)}]], {}, "10000 parts"),
         ("jobs.complete", [["a"] * (MAX_PROMPTS + 1)], {}, "10001 prompts, more than the limit of 10000"),
         ("jobs.chat", [[{"role": "", "content": ""}] * (MAX_MESSAGES + 1)], {}, "10001 messages"),
         (

@@ -357,6 +357,28 @@ def test_messages_may_be_structs_or_json(redis: Redis, make_context: MakeContext
         assert all(row["error"] for row in rows[1:])
 
 
+def test_a_content_may_be_parts_of_text_and_an_image_is_its_rows_error(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    """As structs, whose other fields are null where a part is text, and as JSON."""
+    part = {"type": "text", "text": "hi", "image_url": None}
+    image = {"type": "image_url", "text": None, "image_url": "file:///etc/passwd"}
+    chats = [[{"role": "user", "content": content}] for content in ([part, part], [part, image], [])]
+    table = pa.table(
+        {"structs": chats, "texts": [json.dumps(chat).replace(', "image_url": null', "") for chat in chats]}
+    )
+    pq.write_table(table, tmp_path / "in.parquet")
+    for column in ("structs", "texts"):
+        output = tmp_path / f"out-{column}"
+        score_parquet(make_context(), str(tmp_path / "in.parquet"), str(output), messages_column=column)
+        work_off(redis, make_context, answer=lambda request: FakeCompletion(json.dumps(request.messages)))
+        two, bad, empty = read_rows(output)
+        assert json.loads(two["completion"])[0]["content"] == [{"type": "text", "text": "hi"}] * 2
+        assert bad["completion"] is None
+        assert "message 0 holds a part of the type 'image_url'" in bad["error"]
+        assert json.loads(empty["completion"])[0]["content"] == []
+
+
 def test_several_files_keep_their_order_and_global_row_numbers(
     redis: Redis, make_context: MakeContext, tmp_path: Path
 ) -> None:

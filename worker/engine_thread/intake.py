@@ -178,7 +178,11 @@ def _size(add: Add) -> int:
     """Characters or token ids; of a chat also what rendering it takes."""
     if add.messages is None:
         return len(add.prompt or "")
-    return sum(
-        OVERHEAD + sum(len(part) for part in message.values() if isinstance(part, str))
-        for message in add.messages
-    )
+    return sum(OVERHEAD + sum(map(_chars, message.values())) for message in add.messages)
+
+
+def _chars(value: object) -> int:
+    """Characters of a content: a text, or a list of parts."""
+    if isinstance(value, list):
+        return sum(OVERHEAD + sum(map(_chars, part.values())) for part in value if isinstance(part, dict))
+    return len(value) if isinstance(value, str) else 0

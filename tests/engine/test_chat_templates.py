@@ -1,0 +1,180 @@
+"""Which chat template is used, and how messages reach it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from engine import ConfigError, Engine, EngineConfig, InvalidPrompt, SamplingParams, model_identity
+from engine.text.tokenizer import Tokenizer
+from tests.engine.text_models import make_text_model
+
+HI = [{"role": "user", "content": "hi"}]
+TURNS = "{{ bos_token }}{% for m in messages %}[%s {{ m['content'] }}]{% endfor %}"
+GEMMA_2 = (
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% endif %}{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
+    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+QWEN_VL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}<|image_pad|>{% elif 'text' in part %}"
+    "{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{{ '<|im_start|>assistant\n' }}"
+)
+
+
+def turns(name: str) -> str:
+    return TURNS.replace("%s", name)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_text_model(tmp_path / "model", "llama3")
+
+
+def write_templates(folder: Path, where: str, *names: str) -> None:
+    """Templates that say their names, in files or in tokenizer_config.json."""
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    if where == "files":
+        (folder / "additional_chat_templates").mkdir()
+        for name in names:
+            file = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
+            (folder / file).write_text(turns(name))
+    else:
+        config["chat_template"] = [{"name": name, "template": turns(name)} for name in names]
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def rendered(folder: Path, name: str | None = None, messages: list[dict[str, Any]] = HI) -> str:
+    tokenizer = Tokenizer(folder, name)
+    return str(tokenizer._tokenizer.decode(tokenizer.chat_token_ids(messages)))
+
+
+@pytest.mark.parametrize("where", ["files", "tokenizer_config.json"])
+def test_the_default_template_is_used_and_others_by_their_names(model: Path, where: str) -> None:
+    write_templates(model, where, "rag", "default", "tool_use")
+    theirs = AutoTokenizer.from_pretrained(model).apply_chat_template(HI, tokenize=False)
+    assert rendered(model) == rendered(model, "default") == theirs == "<|begin_of_text|>[default hi]"
+    assert rendered(model, "rag") == "<|begin_of_text|>[rag hi]"
+    with pytest.raises(ConfigError, match=r"'default_' is no template.*has 'default', 'rag', 'tool_use'"):
+        Tokenizer(model, "default_")
+
+
+@pytest.mark.parametrize("where", ["files", "tokenizer_config.json"])
+def test_several_templates_without_a_default_must_be_chosen_from(model: Path, where: str) -> None:
+    write_templates(model, where, "rag", "tool_use")
+    with pytest.raises(ConfigError, match=r"chat_template must name one of several.*'rag', 'tool_use'"):
+        Tokenizer(model)
+    assert rendered(model, "tool_use") == "<|begin_of_text|>[tool_use hi]"
+
+
+def test_the_only_template_needs_no_name(model: Path) -> None:
+    write_templates(model, "files", "rag")
+    assert rendered(model) == "<|begin_of_text|>[rag hi]"
+
+
+def test_a_file_of_its_own_goes_before_the_others(model: Path) -> None:
+    """And where there is nothing else, that of a processor of images, in which older folders have it."""
+    (model / "chat_template.json").write_text(json.dumps({"chat_template": turns("processor")}))
+    assert rendered(model) == "<|begin_of_text|>[processor hi]"
+    write_templates(model, "tokenizer_config.json", "default")
+    assert rendered(model) == "<|begin_of_text|>[default hi]"
+    (model / "chat_template.jinja").write_text(turns("file"))
+    assert rendered(model) == "<|begin_of_text|>[file hi]"
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("chat_template.jinja", b"\xff"),
+        ("chat_template.json", b"[]"),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "a"}]}'),
+        ("tokenizer_config.json", b'{"chat_template": 7}'),
+    ],
+)
+def test_templates_that_cannot_be_read_are_told_at_start(model: Path, file: str, content: bytes) -> None:
+    (model / file).write_bytes(content)
+    with pytest.raises(
+        ConfigError, match=r"chat templates in .* cannot be read|tokenizer in .* cannot be loaded"
+    ):
+        Tokenizer(model)
+
+
+@pytest.mark.parametrize("name", ["", 7, True])
+def test_a_name_that_is_none_is_refused(name: Any) -> None:
+    with pytest.raises(ConfigError, match="chat_template must be the name of a template or None"):
+        EngineConfig("m", chat_template=name)
+
+
+def test_templates_and_the_choice_of_one_tell_models_apart(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+
+    def fingerprint(name: str | None = None) -> str:
+        return model_identity(EngineConfig(str(copy), chat_template=name)).fingerprint
+
+    found = [fingerprint()]
+    for name in ("rag", "tool_use"):
+        (copy / "additional_chat_templates").mkdir(exist_ok=True)
+        (copy / "additional_chat_templates" / f"{name}.jinja").write_text(turns(name))
+        found += [fingerprint(), fingerprint(name)]
+    (copy / "additional_chat_templates" / "rag.jinja").write_text(turns("other"))
+    assert len({*found, fingerprint()}) == 6
+
+
+def test_a_template_that_takes_no_system_role_refuses_one_request(folder: Path, tmp_path: Path) -> None:
+    """The others of the batch go on; the reason is the template's own."""
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    (copy / "chat_template.jinja").write_text(GEMMA_2)
+    with Engine(EngineConfig(str(copy), kv_cache_bytes=1 << 22)) as built:
+        with pytest.raises(InvalidPrompt, match="System role not supported"):
+            built.chat_token_ids([{"role": "system", "content": "Be kind."}, *HI])
+        (done,) = built.generate([built.chat_token_ids(HI)], SamplingParams(max_tokens=2))
+        assert len(done.token_ids) == 2
+
+
+@pytest.mark.parametrize(
+    "content", ["{{ 1 // 0 }}", "{{ messages[9]['role'] }}", "{{ [][3] + 1 }}", "{% if %}"]
+)
+def test_a_template_that_breaks_fails_the_request_by_name(model: Path, content: str) -> None:
+    (model / "chat_template.jinja").write_text(content)
+    with pytest.raises(InvalidPrompt, match="chat template refused these messages"):
+        rendered(model)
+
+
+def parts(*texts: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "text", "text": text} for text in texts]}]
+
+
+def test_parts_of_text_reach_a_template_as_it_takes_them(model: Path) -> None:
+    """One that reads parts gets them, one that reads texts gets one text, a line for each part."""
+    (model / "chat_template.jinja").write_text(QWEN_VL)
+    assert (
+        rendered(model, messages=parts("a", "b")) == "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n"
+    )
+    (model / "chat_template.jinja").write_text(GEMMA_2)
+    assert rendered(model, messages=parts("a")) == rendered(
+        model, messages=[{"role": "user", "content": "a"}]
+    )
+    assert "a\nb<end_of_turn>" in rendered(model, messages=parts("a", "b"))
+
+
+@pytest.mark.parametrize("template", [QWEN_VL, GEMMA_2])
+@pytest.mark.parametrize("kind", ["image", "image_url", "input_audio", "video"])
+def test_what_is_no_text_is_refused_by_its_name(model: Path, template: str, kind: str) -> None:
+    (model / "chat_template.jinja").write_text(template)
+    messages = parts("a")
+    messages[0]["content"].append({"type": kind, kind: "x"})
+    with pytest.raises(InvalidPrompt, match=f"message 0 holds a part of the type '{kind}'"):
+        rendered(model, messages=messages)
+
+
+@pytest.mark.parametrize("part", ["a", {}, {"type": 7}, {"type": "text"}, {"type": "text", "text": 7}])
+def test_a_part_of_a_wrong_shape_is_refused(model: Path, part: Any) -> None:
+    (model / "chat_template.jinja").write_text(QWEN_VL)
+    with pytest.raises(InvalidPrompt, match="a part of message 0"):
+        rendered(model, messages=[{"role": "user", "content": [part]}])

@@ -1,0 +1,301 @@
+"""Tokenizers of the model families: their tokens, the token of a text's beginning, and text from tokens."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+
+from engine import ConfigError, Engine, EngineConfig, PromptTooLong, SamplingParams
+from engine.text.sentencepiece_file import SentencePieceModel, build_tokenizer, read_sentencepiece
+from engine.text.stop_strings import IncrementalText
+from engine.text.tokenizer import Tokenizer
+from tests.engine.text_models import FAMILIES, byte_ranks, make_text_model, train_sentencepiece
+
+BITS = [
+    "the",
+    " ",
+    "  ",
+    "   ",
+    "quick",
+    "März",
+    "日本",
+    "\n",
+    "\n\n",
+    "\t",
+    "🎉",
+    "1987",
+    "\u2581",
+    "e\u0301",
+    "ﬁ",
+]
+SENTENCEPIECE = {
+    "llama": {},
+    "gemma": {"add_dummy_prefix": False, "user_defined_symbols": ["<turn>", "\n\n", "\u2581\u2581"]},
+    "normalizing": {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
+    "without bytes": {"byte_fallback": False},
+    "unigram": {"model_type": "unigram"},
+}
+
+
+def make_texts(count: int, *more: str) -> list[str]:
+    rng = random.Random(3)
+    return ["", *("".join(rng.choices([*BITS, *more], k=rng.randrange(1, 14))) for _ in range(count))]
+
+
+@pytest.fixture(scope="module")
+def text_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    root = tmp_path_factory.mktemp("text models")
+    return {family: Tokenizer(make_text_model(root / family, family)) for family in FAMILIES}
+
+
+def differences(model: SentencePieceModel, path: Path, *more: str) -> list[str]:
+    """Texts of which we make other tokens than the SentencePiece library, or other text of its tokens."""
+    ours, theirs = build_tokenizer(model), sentencepiece.SentencePieceProcessor(model_file=str(path))
+    return [
+        text
+        for text in make_texts(400, *more)
+        if (ids := theirs.encode(text)) != ours.encode(text, add_special_tokens=False).ids
+        or (theirs.unk_id() not in ids and ours.decode(ids) != theirs.decode(ids))
+    ]
+
+
+@pytest.mark.parametrize("name", SENTENCEPIECE)
+def test_tokens_of_a_sentencepiece_file_are_those_of_the_library(tmp_path: Path, name: str) -> None:
+    """Runs of spaces, spaces at the beginning, byte pieces, symbols and the names of byte pieces included."""
+    path = train_sentencepiece(tmp_path / "tokenizer.model", **SENTENCEPIECE[name])
+    model = read_sentencepiece(path)
+    more = () if name == "unigram" else ("<0x41>", "<turn>")
+    assert differences(model, path, *more) == []
+    model.add_dummy_prefix = not model.add_dummy_prefix
+    assert differences(model, path, *more)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"model_type": "char"}, "its model type is 4"),
+        ({"treat_whitespace_as_suffix": True}, "it puts spaces behind words"),
+        ({"user_defined_symbols": ["<turn>"]}, "it has symbols of its own and puts a space before a text"),
+        ({"denormalization_rule_tsv": "rule.tsv"}, "it changes the text that it decodes"),
+    ],
+)
+def test_a_sentencepiece_file_that_computes_something_else_is_refused(
+    tmp_path: Path, options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rule.tsv").write_text("61\t62\n")
+    path = train_sentencepiece(tmp_path / "tokenizer.model", **options)
+    with pytest.raises(ConfigError, match=words):
+        read_sentencepiece(path)
+
+
+def test_a_broken_vocabulary_is_refused_by_name(tmp_path: Path) -> None:
+    """Cut at any place; of another format; of a format that leaves out what it takes."""
+    folder = make_text_model(tmp_path / "llama", "llama")
+    content = (folder / "tokenizer.model").read_bytes()
+    for length in [1, 2, 3, 7, 100, *range(len(content) // 2, len(content) // 2 + 20)]:
+        (folder / "tokenizer.model").write_bytes(content[:length])
+        with pytest.raises(ConfigError, match=r"tokenizer\.model is no complete SentencePiece model"):
+            Tokenizer(folder)
+    (folder / "tokenizer.model").write_bytes(b"PK\x03\x04 no vocabulary")
+    with pytest.raises(ConfigError, match="which says neither how a text is divided"):
+        Tokenizer(folder)
+    folder = make_text_model(tmp_path / "tekken", "tekken")
+    content = json.loads((folder / "tekken.json").read_text())
+    (folder / "tekken.json").write_text(json.dumps({**content, "vocab": [{"rank": 0}]}))
+    with pytest.raises(ConfigError, match=r"tekken\.json is no tekken vocabulary"):
+        Tokenizer(folder)
+    del content["special_tokens"]
+    (folder / "tekken.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="does not name its special tokens"):
+        Tokenizer(folder)
+
+
+@pytest.mark.parametrize("family", ["tekken", "tiktoken"])
+def test_ranked_bytes_are_merged_by_rank(
+    text_models: dict[str, Tokenizer], tmp_path: Path, family: str
+) -> None:
+    """As tiktoken does it: of all neighbours those two whose join has the lowest rank."""
+    ranks = {token: rank for rank, token in enumerate(byte_ranks(tmp_path))}
+    first = 10 if family == "tekken" else 0
+    backend = text_models[family]._tokenizer.backend_tokenizer
+    for text in make_texts(150):
+        expected = []
+        for word, _ in backend.pre_tokenizer.pre_tokenize_str(text):
+            expected += merge([bytes([byte]) for byte in text_bytes(word)], ranks)
+        assert text_models[family].encode(text)[1:] == [first + ranks[token] for token in expected]
+
+
+def text_bytes(word: str) -> bytes:
+    from engine.text.token_bound import byte_alphabet
+
+    alphabet = byte_alphabet()
+    return bytes(alphabet[char] for char in word)
+
+
+def merge(parts: list[bytes], ranks: dict[bytes, int]) -> list[bytes]:
+    while True:
+        joins = [(ranks.get(a + b, 10**9), i) for i, (a, b) in enumerate(pairwise(parts))]
+        rank, i = min(joins, default=(10**9, 0))
+        if rank == 10**9:
+            return parts
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_text_begins_with_one_token_for_its_beginning(
+    text_models: dict[str, Tokenizer], family: str
+) -> None:
+    """None where the family has none; one also where the text brings its own."""
+    tokenizer = text_models[family]
+    bos, bos_id = tokenizer._bos
+    assert (bos is None) == (family in ("qwen", "gpt_oss"))
+    assert tokenizer.encode("The quick").count(bos_id) == (bos is not None)
+    if bos is not None:
+        assert tokenizer.encode("The quick")[0] == bos_id
+        once, twice = tokenizer.encode(f"{bos}The quick"), tokenizer.encode(f"{bos}{bos}The quick")
+        assert (once.count(bos_id), twice.count(bos_id)) == (1, 2)
+        assert (once[0], twice[:2]) == (bos_id, [bos_id, bos_id])
+
+
+def test_who_says_no_to_that_token_gets_none(tmp_path: Path) -> None:
+    folder = make_text_model(tmp_path / "llama", "llama", add_bos_token=False)
+    assert Tokenizer(folder).encode("The")[0] != 1
+
+
+def test_tokens_added_beside_the_vocabulary_have_their_ids(tmp_path: Path) -> None:
+    """From either file; a gap in the ids, and a token at another's id, are refused."""
+    folder = make_text_model(tmp_path / "llama", "llama")
+    size = len(read_sentencepiece(folder / "tokenizer.model").pieces)
+    (folder / "added_tokens.json").write_text(json.dumps({"<tool>": size, "<end>": size + 1}))
+    assert Tokenizer(folder).encode("a<end>")[-1] == size + 1
+    (folder / "added_tokens.json").write_text(json.dumps({"<tool>": size + 1}))
+    with pytest.raises(ConfigError, match=f"no file says which token the id {size} is"):
+        Tokenizer(folder)
+    (folder / "added_tokens.json").write_text(json.dumps({"<tool>": 7}))
+    with pytest.raises(ConfigError, match="gives the id 7 to '<tool>'"):
+        Tokenizer(folder)
+
+
+def unlike(tokenizer: Tokenizer) -> list[str]:
+    """Texts that are other ones when their tokens are decoded in two parts, or one by one."""
+    rng, found = random.Random(4), []
+    for text in make_texts(60):
+        token_ids = tokenizer._encode(text, None, add_special_tokens=False)
+        whole = tokenizer.decode(token_ids)
+        at = rng.randrange(len(token_ids) + 1)
+        parts = tokenizer.decode(token_ids[:at])
+        if not parts.endswith("\ufffd"):
+            parts += tokenizer.decode(token_ids[at:], follows_text=tokenizer.has_text(token_ids[:at]))
+            found += [text] if parts != whole else []
+        watch = tokenizer.stop_strings(["never there"], min_tokens=0, follows_text=False)
+        for token_id in token_ids:
+            watch.add(token_id)
+        found += [text] if "".join(watch._pieces) != whole else []
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_in_parts_is_the_text_of_the_whole(text_models: dict[str, Tokenizer], family: str) -> None:
+    """No space is lost or added where a completion begins, nor between tokens that come one by one."""
+    assert unlike(text_models[family]) == []
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_json", "mistral_json"])
+def test_a_lost_space_is_found(
+    text_models: dict[str, Tokenizer], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_models[family], "_anchor", [])
+    assert unlike(text_models[family])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "mistral_json"])
+def test_a_stop_string_of_byte_pieces_ends_the_text_at_once(
+    text_models: dict[str, Tokenizer], family: str
+) -> None:
+    """A line's end, and a character of several bytes, with one beside it that is not complete."""
+    tokenizer = text_models[family]
+    for stop in ("\n", "本", "日本", "🎉"):
+        token_ids = tokenizer._encode(f"a 日{stop}\n日b", None, add_special_tokens=False)
+        watch = tokenizer.stop_strings([stop], min_tokens=0, follows_text=True)
+        ended = next(i for i, token_id in enumerate(token_ids) if watch.add(token_id))
+        assert watch.text is not None
+        assert watch.text.strip() == "a 日"
+        assert stop in tokenizer.decode(token_ids[: ended + 1])
+        assert stop not in tokenizer.decode(token_ids[:ended])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "llama3"])
+def test_tokens_that_are_no_text_cost_the_same_however_many(
+    text_models: dict[str, Tokenizer], family: str
+) -> None:
+    """Bytes that make no character are given out in the end, and never decoded all again."""
+    tokenizer = text_models[family]
+    broken = tokenizer._encode("日", None, add_special_tokens=False)[-1]
+    longest = 0
+
+    def decode(token_ids: list[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(token_ids))
+        return tokenizer.decode(token_ids, follows_text=True)
+
+    text = IncrementalText(decode, num_open=tokenizer._num_open)
+    given = "".join(text.add(broken) for _ in range(500))
+    assert given == "\ufffd" * (500 - tokenizer._num_open)
+    assert longest <= 16
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_text_has_fewer_tokens_than_its_family_bounds(
+    text_models: dict[str, Tokenizer], family: str
+) -> None:
+    """And the bound is of use: a prompt far too long is not tokenized."""
+    tokenizer = text_models[family]
+    bos = tokenizer._bos[0] or "<|im_end|>"
+    for text in make_texts(300, bos, "</s>", "<unk>", " " * 30, "a" * 40, "\u0378", "<end_of_turn>"):
+        assert tokenizer.min_tokens(text) <= len(tokenizer.encode(text))
+    assert tokenizer.min_tokens("The quick brown fox 日本 " * 90) > 90
+    with pytest.raises(PromptTooLong):
+        tokenizer.encode("The quick " * 2000, limit=100)
+
+
+def test_a_bound_that_forgets_the_longest_piece_is_found(
+    text_models: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = text_models["llama"]
+    weights = tokenizer.min_tokens._count._weights  # type: ignore[attr-defined]
+    monkeypatch.setattr(tokenizer.min_tokens._count, "_weights", weights * 2)
+    assert any(
+        tokenizer.min_tokens(text) > len(tokenizer.encode(text)) for text in ("The quick brown fox " * 9,)
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral_json", "llama3"])
+def test_a_completion_goes_on_where_its_prompt_ends(folder: Path, tmp_path: Path, family: str) -> None:
+    """With the space that its first token stands for; cut at a stop string as its text is; and not where
+    nothing but special tokens is before it."""
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    (copy / "tokenizer.json").unlink()
+    make_text_model(tmp_path / "text", family)
+    for path in (tmp_path / "text").glob("tokenizer*"):
+        shutil.copy(path, copy)
+    tokenizer = Tokenizer(copy)
+    word = tokenizer._encode("a b quick", None, add_special_tokens=False)[-1]
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    with Engine(EngineConfig(str(copy), kv_cache_bytes=1 << 22)) as built:
+        for prompt in (tokenizer.encode("The quick"), tokenizer.encode("a")[:1], [word]):
+            (done,) = built.generate([prompt], params)
+            whole = tokenizer.decode([*prompt, *done.token_ids])
+            assert whole == tokenizer.decode(prompt) + done.text
+            if not done.text.isascii() or len(done.text) < 4:
+                continue
+            (cut,) = built.generate([prompt], replace(params, stop=(done.text[2:4],)))
+            assert cut.text == done.text[: done.text.index(done.text[2:4])]
