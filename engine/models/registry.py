@@ -60,7 +60,6 @@ QWEN_WINDOWS = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
-
 ARCHITECTURES = {
     "LlamaForCausalLM": DecoderFlags(keys={"attention_bias": False, "mlp_bias": False}),
     "MistralForCausalLM": DecoderFlags(keys={"sliding_window": 4096}),

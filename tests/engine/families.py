@@ -56,15 +56,19 @@ YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=8
 FAMILIES = [
     Family("llama2", "llama", {"rope_parameters": rope(), "num_key_value_heads": 4}),
     Family("llama3", "llama", {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
+    Family("mistral", "mistral", {"rope_parameters": rope(), "sliding_window": 20}),
     Family(
         "mistral_full", "mistral", {"rope_parameters": rope("dynamic", factor=2.0), "sliding_window": None}
     ),
     Family("qwen2", "qwen2", {"rope_parameters": YARN}),
     Family(
-        "qwen2_linear",
+        "qwen2_windows",
         "qwen2",
         {
             "rope_parameters": rope("linear", factor=3.0),
+            "use_sliding_window": True,
+            "sliding_window": 33,
+            "max_window_layers": 1,
         },
     ),
     Family(

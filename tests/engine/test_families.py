@@ -14,13 +14,14 @@ import pytest
 import engine.models.load
 from engine import Engine
 from engine.checkpoint.model_config import ModelConfig
-from engine.models.decoder_config import DecoderConfig, read_decoder_config
+from engine.models.decoder_config import DecoderConfig, LayerConfig, read_decoder_config
 from engine.models.registry import DecoderFlags
 from tests.engine.families import BY_NAME
 from tests.engine.family_runs import NUM_NEW_TOKENS, reference_of, run
 from tests.engine.reference import Reference
 
 References = Callable[[str], Reference]
+Change = Callable[[DecoderConfig], DecoderConfig]
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +37,13 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> References:
     return find
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("name", BY_NAME)
-def test_greedy_tokens_equal_transformers(name: str, family: References) -> None:
+def test_greedy_tokens_equal_transformers(name: str, backend: str, family: References) -> None:
     """With chunks of 24 tokens, the prefix cache, and preemptions, all at once."""
-    differences, stats = run(family(name))
+    if backend == "cpu":
+        pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
+    differences, stats = run(family(name), backend=backend)
     assert differences == []
     assert stats.cached_tokens > 0
     assert stats.num_preemptions > 0
@@ -47,28 +51,55 @@ def test_greedy_tokens_equal_transformers(name: str, family: References) -> None
     assert sum(len(set(answer)) for answer in answers) > NUM_NEW_TOKENS / 3 * len(answers)
 
 
-def change_ropes(**changes: Any) -> Callable[[DecoderConfig], DecoderConfig]:
+def change_layers(**changes: Any) -> Change:
+    """A fault in what each layer is; a function is given what it was."""
+
+    def changed(layer: LayerConfig) -> LayerConfig:
+        values = {
+            name: change(getattr(layer, name)) if callable(change) else change
+            for name, change in changes.items()
+        }
+        return replace(layer, **values)
+
+    return lambda config: replace(config, layers=tuple(changed(layer) for layer in config.layers))
+
+
+def change_flags(**changes: Any) -> Change:
+    return lambda config: replace(config, flags=replace(config.flags, **changes))
+
+
+def change_ropes(**changes: Any) -> Change:
     return lambda config: replace(config, ropes=tuple(replace(rope, **changes) for rope in config.ropes))
 
 
-FAULTS: list[tuple[str, str, Callable[[DecoderConfig], DecoderConfig]]] = [
+def wider(window: int | None) -> int | None:
+    return window and window + 1
+
+
+def narrower(window: int | None) -> int | None:
+    return window and window - 1
+
+
+def change_rope_parameters(**changes: float) -> Change:
+    return lambda config: change_ropes(parameters={**config.ropes[0].parameters, **changes})(config)
+
+
+FAULTS: list[tuple[str, str, Change]] = [
     ("llama3", "scaling left out", change_ropes(kind="default")),
-    ("llama3", "another factor", lambda config: scaled(config, factor=2.0)),
-    ("qwen2", "yarn's magnitude left out", lambda config: scaled(config, attention_factor=1.0)),
-    ("qwen2_linear", "scaling left out", change_ropes(kind="default")),
+    ("llama3", "another factor", change_rope_parameters(factor=2.0)),
+    ("mistral", "window one too wide", change_layers(window=wider)),
+    ("mistral", "window one too narrow", change_layers(window=narrower)),
+    ("qwen2", "magnitude of yarn left out", change_rope_parameters(attention_factor=1.0)),
+    ("qwen2_windows", "a window in every layer", change_layers(window=33)),
+    ("qwen2_windows", "scaling left out", change_ropes(kind="default")),
 ]
-
-
-def scaled(config: DecoderConfig, **changes: float) -> DecoderConfig:
-    parameters = {**config.ropes[0].parameters, **changes}
-    return change_ropes(parameters=parameters)(config)
 
 
 @pytest.mark.parametrize(("name", "fault", "change"), FAULTS, ids=[f"{n}: {fault}" for n, fault, _ in FAULTS])
 def test_a_fault_in_the_configuration_is_seen(
     name: str,
     fault: str,
-    change: Callable[[DecoderConfig], DecoderConfig],
+    change: Change,
     family: References,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -80,12 +111,23 @@ def test_a_fault_in_the_configuration_is_seen(
     assert differences
 
 
-@pytest.mark.parametrize("name", ["qwen3"])
-def test_norms_of_queries_and_keys_left_out_are_seen(name: str, family: References) -> None:
+@pytest.mark.parametrize(
+    ("name", "norms"),
+    [
+        ("qwen3", ["q_norm", "k_norm"]),
+    ],
+)
+def test_a_norm_left_out_is_seen(name: str, norms: list[str], family: References) -> None:
     def skip(built: Engine) -> None:
-        for layer in built._open_runner().model.model.layers:
-            for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
-                norm.forward = lambda x: x
+        for path, module in built._open_runner().model.named_modules():
+            if path.rpartition(".")[2] in norms:
+                module.forward = lambda x: x
 
     differences, _ = run(family(name), change=skip)
     assert differences
+
+
+@pytest.mark.parametrize("name", ["llama3"])
+def test_two_ranks_give_the_same_tokens(name: str, family: References) -> None:
+    differences, _ = run(family(name), "tp2", "auto")
+    assert differences == []
