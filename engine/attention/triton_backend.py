@@ -23,13 +23,13 @@ from engine.kernels.decode_attention import (
     choose_num_splits,
     decode_attention,
 )
+from engine.kernels.gate_and_mul import gelu_and_mul, silu_and_mul
 from engine.kernels.grouped_product import grouped_product
 from engine.kernels.kv_store import store_kv
 from engine.kernels.kv_tile import INTERPRETED, MAX_HEAD_DIM
 from engine.kernels.prefill_attention import QUERY_TILE, PrefillTiles, prefill_attention
-from engine.kernels.rms_norm import add_rms_norm
+from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rotary import norm_and_rotate
-from engine.kernels.silu_and_mul import silu_and_mul
 from engine.kernels.upload import upload_aligned
 
 MIN_CAPABILITY = (8, 0)  # the first with bfloat16 and asynchronous copies
@@ -74,7 +74,7 @@ class TritonBackend(CapturableBackend):
         self._device = device
         self._num_processors = INTERPRETER_PROCESSORS
         self.layer_kernels = LayerKernels(
-            add_rms_norm, norm_and_rotate, silu_and_mul, grouped_product=grouped_product
+            add_rms_norm, norm_and_rotate, silu_and_mul, rms_norm, gelu_and_mul, grouped_product
         )
         if device.type == "cuda":
             if device.index is not None:

@@ -150,10 +150,10 @@ def triton_cases(shape: Shape, device: torch.device, dtype: torch.dtype, *, dry_
 
 def layer_cases(shape: Shape, num_tokens: int, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     """One layer's other kernels on num_tokens tokens."""
+    from engine.kernels.gate_and_mul import silu_and_mul
     from engine.kernels.kv_store import store_kv  # Triton's, which a CPU user need not have
     from engine.kernels.rms_norm import add_rms_norm
     from engine.kernels.rotary import norm_and_rotate
-    from engine.kernels.silu_and_mul import silu_and_mul
 
     def random_tensor(*size: int) -> Tensor:
         return torch.randn(size, dtype=dtype, device=device)

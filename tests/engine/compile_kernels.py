@@ -21,12 +21,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.kernels.decode_attention import DecodeRows, decode_attention
+from engine.kernels.gate_and_mul import gelu_and_mul, silu_and_mul
 from engine.kernels.grouped_product import grouped_product
 from engine.kernels.kv_store import store_kv
 from engine.kernels.prefill_attention import PrefillTiles, prefill_attention
-from engine.kernels.rms_norm import add_rms_norm
+from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rotary import norm_and_rotate
-from engine.kernels.silu_and_mul import silu_and_mul
 
 HOPPER = GPUTarget("cuda", 90, 32)
 DTYPES = {
@@ -132,6 +132,16 @@ def layers(dtype: torch.dtype) -> None:
     silu_and_mul(torch.empty((256, 6144), dtype=dtype))
 
 
+def other_layers(dtype: torch.dtype) -> None:
+    """Gates by gelu, norms without a residual, weights in float32, a rotation of a quarter of each head."""
+    merged = torch.empty((256, 32, 128), dtype=dtype)
+    weight, hidden = torch.empty(1024), torch.empty((256, 1024), dtype=dtype)
+    cos = torch.empty((256, 1, 32))
+    rms_norm(hidden, weight, 1e-6)
+    norm_and_rotate(merged[:, :16], merged[:, 16:24], (cos, cos), (weight[:128], weight[:128]), 1e-6)
+    gelu_and_mul(torch.empty((256, 6144), dtype=dtype))
+
+
 def experts(dtype: torch.dtype, num_rows: int) -> None:
     """The sizes of gpt-oss-20b, whose hidden size is no multiple of a tile, and biases."""
     x, ends = torch.empty((num_rows, 2880), dtype=dtype), torch.zeros(32, dtype=torch.int32)
@@ -154,6 +164,7 @@ def main() -> None:
     features = {**gemma, "chunk": 8192, "has_sinks": True}
     compile_all("float32 128 x4 features", lambda: attention(torch.float32, 128, 4, 5, **features))
     compile_all("bfloat16 layers", lambda: layers(torch.bfloat16))
+    compile_all("bfloat16 other layers", lambda: other_layers(torch.bfloat16))
     compile_all("bfloat16 experts x16", lambda: experts(torch.bfloat16, 32 * 16))
     compile_all("bfloat16 experts x128", lambda: experts(torch.bfloat16, 32 * 128))
     compile_all("float32 experts x64", lambda: experts(torch.float32, 32 * 64))

@@ -58,8 +58,8 @@ def test_start_compiles_every_kernel_that_steps_use(
     at_start = set(seen)
     runner._graphs = runner._capture_graphs(6000)
     assert {name for name, _ in at_start} == {
-        "decode_kernel", "merge_kernel", "prefill_kernel", "store_kernel", "add_rms_norm_kernel",
-        "norm_and_rotate_kernel", "silu_and_mul_kernel",
+        "decode_kernel", "merge_kernel", "prefill_kernel", "store_kernel", "rms_norm_kernel",
+        "norm_and_rotate_kernel", "gate_and_mul_kernel",
     }  # fmt: skip
     rng = random.Random(0)
     for _ in range(60):

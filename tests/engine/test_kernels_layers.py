@@ -8,10 +8,12 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
 
-from engine.kernels.rms_norm import add_rms_norm
+from engine.kernels.gate_and_mul import gelu_and_mul, silu_and_mul
+from engine.kernels.kv_tile import INTERPRETED
+from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rotary import norm_and_rotate
-from engine.kernels.silu_and_mul import silu_and_mul
 from engine.layers.rotary import RotaryEmbedding, apply_rotary
+from engine.layers.rotary_scaling import Rope
 from tests.engine.paged import DEVICE
 
 # One rounding of a result of a few units in each dtype; the interpreter rounds bfloat16 towards zero.
@@ -40,6 +42,28 @@ def test_add_rms_norm(num_tokens: int, dim: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [48, 1024, 33])
+def test_rms_norm(dim: int, dtype: torch.dtype) -> None:
+    """Of rows that lie apart, as a part of a merged projection does, and of heads."""
+    merged = random(37, 3 * dim, dtype=dtype)
+    weight = random(dim, dtype=dtype, seed=2)
+    for x in (merged[:1, :dim], merged[:, dim : 2 * dim], random(9, 4, dim, dtype=dtype)):
+        normed = rms_norm(x, weight, 1e-3)
+        expected = norm(x.double(), weight.double(), 1e-3)
+        torch.testing.assert_close(normed.double(), expected, rtol=DTYPES[dtype], atol=DTYPES[dtype])
+        assert normed.is_contiguous()
+
+
+def test_a_norm_with_weights_in_float32_rounds_once() -> None:
+    """To the number of bfloat16 that lies next to the product; towards zero in the interpreter."""
+    x, weight = random(50, 64, dtype=torch.bfloat16), random(64, dtype=torch.float32, seed=1)
+    for normed in (rms_norm(x, weight, 1e-6), add_rms_norm(x, torch.zeros_like(x), weight, 1e-6)[0]):
+        expected = norm(x.double(), weight.double(), 1e-6)
+        step = 2.0 ** (expected.abs().log2().floor() - 7)
+        assert ((normed.double() - expected).abs() <= (1.001 if INTERPRETED else 0.501) * step).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_norms", [True, False])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(4, 2, 16), (16, 8, 128), (5, 1, 96), (40, 8, 64)]
@@ -48,12 +72,48 @@ def test_norm_and_rotate(
     heads: int, kv_heads: int, head_dim: int, has_norms: bool, dtype: torch.dtype
 ) -> None:
     """Queries and keys as views of one merged projection, at positions far apart."""
+    check_norm_and_rotate(heads, kv_heads, head_dim, head_dim, dtype, dtype if has_norms else None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, None)],
+)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "rotary_dim"), [(4, 2, 16, 4), (5, 1, 80, 32), (8, 8, 128, 64)]
+)
+@pytest.mark.parametrize("per_head", [False, True])
+def test_a_part_of_each_head_is_rotated(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    per_head: bool,
+    dtype: torch.dtype,
+    weights: torch.dtype | None,
+) -> None:
+    """The rest passes, normalised with the part; each head may have a norm's weight of its own."""
+    check_norm_and_rotate(heads, kv_heads, head_dim, rotary_dim, dtype, weights, per_head=per_head)
+
+
+def check_norm_and_rotate(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
+    *,
+    per_head: bool = False,
+) -> None:
     merged = random(19, heads + 2 * kv_heads, head_dim, dtype=dtype)
     query, key = merged[:, :heads], merged[:, heads : heads + kv_heads]
-    norms = (
-        (random(head_dim, dtype=dtype, seed=1), random(head_dim, dtype=dtype, seed=2)) if has_norms else None
-    )
-    rotary = RotaryEmbedding(head_dim, 3000, 500.0, dtype=dtype, device=DEVICE)
+    norms = None
+    if weight_dtype is not None:
+        shapes = [(count, head_dim) if per_head else (head_dim,) for count in (heads, kv_heads)]
+        norms = tuple(random(*shape, dtype=weight_dtype, seed=i) for i, shape in enumerate(shapes, 1))
+    rope = Rope("default", rotary_dim, 500.0, 3000, {})
+    rotary = RotaryEmbedding(rope, 3000, dtype=dtype, device=DEVICE)
     rotation = rotary(torch.arange(19, device=DEVICE) * 150)
     wide = [part.double() for part in rotation]
     for i, (got, x) in enumerate(
@@ -67,9 +127,17 @@ def test_norm_and_rotate(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_tokens", "dim"), [(1, 96), (9, 3072), (40, 33)])
-def test_silu_and_mul(num_tokens: int, dim: int, dtype: torch.dtype) -> None:
+def test_silu_and_mul_and_gelu_and_mul(num_tokens: int, dim: int, dtype: torch.dtype) -> None:
     gate_up = random(num_tokens, 2 * dim, dtype=dtype) * 4
     gate, up = gate_up.double().chunk(2, dim=-1)
-    torch.testing.assert_close(
-        silu_and_mul(gate_up).double(), F.silu(gate) * up, rtol=DTYPES[dtype], atol=DTYPES[dtype]
-    )
+    for fused, activation in ((silu_and_mul, F.silu(gate)), (gelu_and_mul, F.gelu(gate, approximate="tanh"))):
+        torch.testing.assert_close(
+            fused(gate_up).double(), activation * up, rtol=DTYPES[dtype], atol=DTYPES[dtype]
+        )
+
+
+def test_gelu_of_gates_that_shut_and_that_are_wide_open() -> None:
+    gate = torch.tensor([[-1e9, -200.0, -20.0, -1e-6, 0.0, 1e-6, 20.0, 200.0, 1e9]], device=DEVICE)
+    fused = gelu_and_mul(torch.cat((gate, torch.ones_like(gate)), -1))
+    expected = F.gelu(gate.double(), approximate="tanh")
+    torch.testing.assert_close(fused.double(), expected, rtol=1e-6, atol=1e-12)
