@@ -64,7 +64,11 @@ class CpuBackend(KernelBackend):
         self._device = device
         self._decoding, self._elementwise = decode_attention, elementwise
         self.layer_kernels = LayerKernels(
-            elementwise.add_rms_norm, elementwise.norm_and_rotate, elementwise.silu_and_mul
+            elementwise.add_rms_norm,
+            elementwise.norm_and_rotate,
+            elementwise.silu_and_mul,
+            elementwise.rms_norm,
+            elementwise.gelu_and_mul,
         )
 
     def store(self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:

@@ -13,7 +13,8 @@ class LayerKernels:
     """One fused kernel for each place where plain torch takes several passes over the same numbers.
 
     add_rms_norm(x, residual, weight, eps) -> (norm of x + residual, x + residual).
-    norm_and_rotate(query, key, (cos, sin), norm weights of both or None, eps) -> (query, key).
+    norm_and_rotate(query, key, (cos, sin), norm weights of both or None, eps) -> (query, key). Cosines and
+    sines may be narrower than a head, whose other numbers are not rotated then.
     silu_and_mul(gate_up) -> silu(gate) * up.
     rms_norm(x, weight, eps) -> norm of x; gelu_and_mul(gate_up) -> gelu(gate) * up, gelu by tanh. None where
     a backend has none of its own: plain torch then.

@@ -17,6 +17,8 @@ from engine.cpu_kernels.kernel import Kernel, next_task
 from engine.cpu_kernels.softmax import exp_of_negative
 from engine.cpu_kernels.vectors import FLOAT_BYTES, float_of, pointer_to
 
+GELU_LINEAR = np.float32(2 * (2 / np.pi) ** 0.5)  # gelu's tanh is of sqrt(2 / pi) * (x + 0.044715 x^3)
+GELU_CUBIC = np.float32(0.044715 * 2 * (2 / np.pi) ** 0.5)
 ROWS_PER_TASK = 8  # so many rows of 512 floats take about 2 us, what it costs to wake a thread
 
 
@@ -38,8 +40,19 @@ def store_kv(
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (norm of x + residual, x + residual). x, residual: [tokens, dim] contiguous."""
     normed, total = torch.empty_like(x), torch.empty_like(x)
-    _norm_kernel()(_num_tasks(x), len(x), x, residual, weight, normed, total, x.shape[1], eps)
+    dim = x.shape[1]
+    _norm_kernel(True)(_num_tasks(x), len(x), x, dim, residual, weight, normed, total, dim, eps)
     return normed, total
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight. x: [..., dim], where rows may lie apart; weight: [dim]."""
+    rows = x.flatten(0, -2)
+    normed = x.new_empty(x.shape)
+    _norm_kernel(False)(
+        _num_tasks(rows), len(rows), rows, rows.stride(0), 0, weight, normed, 0, rows.shape[1], eps
+    )
+    return normed
 
 
 def norm_and_rotate(
@@ -51,15 +64,19 @@ def norm_and_rotate(
 ) -> tuple[Tensor, Tensor]:
     """Normalise each head, unless norm_weights is None, then rotate it by its position.
 
-    query, key: [tokens, heads, head_dim], heads adjacent.  rotation: cosines and sines [tokens, 1, head_dim].
+    query, key: [tokens, heads, head_dim], heads adjacent.  rotation: cosines and sines [tokens, 1,
+    rotary_dim]; a head's numbers from rotary_dim on are not rotated.  norm_weights: [head_dim] each, or
+    [heads, head_dim] where each head has its own; contiguous.
     """
     cos, sin = rotation
-    turned = []
+    rotary_dim, turned = cos.shape[-1], []
     for heads, weight in zip((query, key), norm_weights or (None, None), strict=True):
         out = heads.new_empty(heads.shape)
-        _rotate_kernel()(
-            _num_tasks(heads), len(heads), heads, heads.stride(0), heads.shape[1], heads.shape[2], cos, sin,
-            cos.stride(0), 0 if weight is None else weight, out, eps,
+        num_tokens, num_heads, head_dim = heads.shape
+        _rotate_kernel(weight is not None, rotary_dim < head_dim)(
+            _num_tasks(heads), num_tokens, heads, heads.stride(0), num_heads, head_dim, cos, sin,
+            cos.stride(0), rotary_dim, 0 if weight is None else weight,
+            head_dim if weight is not None and weight.dim() == 2 else 0, out, eps,
         )  # fmt: skip
         turned.append(out)
     return turned[0], turned[1]
@@ -67,9 +84,18 @@ def norm_and_rotate(
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up. gate_up: [tokens, 2 * dim] contiguous -> [tokens, dim]."""
+    return _gate(gate_up, gelu=False)
+
+
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, gelu in its approximation by tanh. Shapes as for silu_and_mul."""
+    return _gate(gate_up, gelu=True)
+
+
+def _gate(gate_up: Tensor, *, gelu: bool) -> Tensor:
     num_tokens, width = gate_up.shape
     out = gate_up.new_empty(num_tokens, width // 2)
-    _silu_kernel()(_num_tasks(gate_up), num_tokens, gate_up, out, width // 2)
+    _gate_kernel(gelu)(_num_tasks(gate_up), num_tokens, gate_up, out, width // 2)
     return out
 
 
@@ -119,61 +145,71 @@ def _store_kernel() -> Kernel:
 
 
 @cache
-def _norm_kernel() -> Kernel:
+def _norm_kernel(adds: bool) -> Kernel:
     def norm(parameters: Any) -> None:
-        num_rows, dim = parameters[3], parameters[9]
-        eps = np.float32(float_of(parameters[10]))
-        weight = _row(parameters[6], 0, 0, dim)
+        num_rows, stride, dim = parameters[3], parameters[5], parameters[10]
+        eps = np.float32(float_of(parameters[11]))
+        weight = _row(parameters[7], 0, 0, dim)
         task = next_task(parameters)
         while task >= 0:
             for i in _rows_of_task(task, num_rows):
-                x, residual = _row(parameters[4], i, dim, dim), _row(parameters[5], i, dim, dim)
-                normed, total = _row(parameters[7], i, dim, dim), _row(parameters[8], i, dim, dim)
+                x, normed = _row(parameters[4], i, stride, dim), _row(parameters[8], i, dim, dim)
+                if adds:
+                    residual, total = _row(parameters[6], i, dim, dim), _row(parameters[9], i, dim, dim)
+                    for d in range(dim):
+                        total[d] = x[d] + residual[d]
+                    x = total
+                factor = _inverse_rms(x, eps)
                 for d in range(dim):
-                    total[d] = x[d] + residual[d]
-                factor = _inverse_rms(total, eps)
-                for d in range(dim):
-                    normed[d] = total[d] * factor * weight[d]
+                    normed[d] = x[d] * factor * weight[d]
             task = next_task(parameters)
 
     return Kernel(norm)
 
 
 @cache
-def _rotate_kernel() -> Kernel:
+def _rotate_kernel(normed: bool, partly: bool) -> Kernel:
     def rotate(parameters: Any) -> None:
         num_rows, row_len, num_heads, head_dim = parameters[3], parameters[5], parameters[6], parameters[7]
-        eps = np.float32(float_of(parameters[13]))
-        normed = parameters[11] != 0
-        weight = _row(parameters[11], 0, 0, head_dim)
-        half = head_dim // 2
+        rotary_dim, weight_step = parameters[11], parameters[13]
+        eps = np.float32(float_of(parameters[15]))
+        half = rotary_dim // 2 if partly else head_dim // 2
         task = next_task(parameters)
         while task >= 0:
             for i in _rows_of_task(task, num_rows):
-                cos = _row(parameters[8], i, parameters[10], head_dim)
-                sin = _row(parameters[9], i, parameters[10], head_dim)
+                cos = _row(parameters[8], i, parameters[10], rotary_dim)
+                sin = _row(parameters[9], i, parameters[10], rotary_dim)
                 for head in range(num_heads):
                     x = _row(parameters[4] + head * head_dim * FLOAT_BYTES, i, row_len, head_dim)
-                    out = _row(parameters[12], i * num_heads + head, head_dim, head_dim)
+                    out = _row(parameters[14], i * num_heads + head, head_dim, head_dim)
                     if normed:
+                        weight = _row(parameters[12], head, weight_step, head_dim)
                         factor = _inverse_rms(x, eps)
                         for d in range(half):
                             first = x[d] * factor * weight[d]
                             second = x[d + half] * factor * weight[d + half]
                             out[d] = first * cos[d] - second * sin[d]
                             out[d + half] = second * cos[d + half] + first * sin[d + half]
+                        if partly:
+                            for d in range(rotary_dim, head_dim):
+                                out[d] = x[d] * factor * weight[d]
                     else:
                         for d in range(half):
                             out[d] = x[d] * cos[d] - x[d + half] * sin[d]
                             out[d + half] = x[d + half] * cos[d + half] + x[d] * sin[d + half]
+                        if partly:
+                            for d in range(rotary_dim, head_dim):
+                                out[d] = x[d]
             task = next_task(parameters)
 
     return Kernel(rotate)
 
 
 @cache
-def _silu_kernel() -> Kernel:
-    def silu(parameters: Any) -> None:
+def _gate_kernel(gelu: bool) -> Kernel:
+    """gate * sigmoid(gate) * up; gelu by tanh is gate * sigmoid(2 * what the tanh is of), as well."""
+
+    def gate_and_mul(parameters: Any) -> None:
         num_rows, dim = parameters[3], parameters[6]
         task = next_task(parameters)
         while task >= 0:
@@ -182,9 +218,12 @@ def _silu_kernel() -> Kernel:
                 up = _row(parameters[4], 2 * i + 1, dim, dim)
                 out = _row(parameters[5], i, dim, dim)
                 for d in range(dim):
-                    small = exp_of_negative(-abs(gate[d]))
-                    rising = np.float32(1) if gate[d] >= 0 else small
+                    x = gate[d]
+                    if gelu:
+                        x = GELU_LINEAR * x + GELU_CUBIC * x * x * x
+                    small = exp_of_negative(-abs(x))
+                    rising = np.float32(1) if x >= 0 else small
                     out[d] = gate[d] * up[d] * (rising / (np.float32(1) + small))
             task = next_task(parameters)
 
-    return Kernel(silu)
+    return Kernel(gate_and_mul)

@@ -10,7 +10,14 @@ import torch.nn.functional as F
 
 pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
 
-from engine.cpu_kernels.elementwise import add_rms_norm, norm_and_rotate, silu_and_mul, store_kv
+from engine.cpu_kernels.elementwise import (
+    add_rms_norm,
+    gelu_and_mul,
+    norm_and_rotate,
+    rms_norm,
+    silu_and_mul,
+    store_kv,
+)
 from engine.layers.rotary import RotaryEmbedding, apply_rotary
 
 CPU = torch.device("cpu")
@@ -41,6 +48,16 @@ def test_add_rms_norm(num_tokens: int, dim: int) -> None:
     torch.testing.assert_close(normed.double(), expected, **CLOSE)
 
 
+@pytest.mark.parametrize("dim", [48, 1024, 33])
+def test_rms_norm(dim: int) -> None:
+    """Of rows that lie apart, as a part of a merged projection does, and of heads."""
+    weight = random(dim, seed=2)
+    for x in (random(0, dim), random(1, dim), random(37, 3 * dim)[:, dim : 2 * dim], random(9, 4, dim)):
+        normed = rms_norm(x, weight, 1e-3)
+        torch.testing.assert_close(normed.double(), norm(x.double(), weight.double(), 1e-3), **CLOSE)
+        assert normed.is_contiguous()
+
+
 @pytest.mark.parametrize("has_norms", [True, False])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (5, 1, 96), (40, 8, 128)])
 def test_norm_and_rotate(heads: int, kv_heads: int, head_dim: int, has_norms: bool) -> None:
@@ -57,13 +74,36 @@ def test_norm_and_rotate(heads: int, kv_heads: int, head_dim: int, has_norms: bo
         assert got.is_contiguous()
 
 
+@pytest.mark.parametrize("per_head", [True, False], ids=["weight_per_head", "one_weight"])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 4), (80, 32), (96, 96), (40, 2)])
+def test_a_part_of_each_head_is_rotated(head_dim: int, rotary_dim: int, per_head: bool) -> None:
+    """The rest passes, normalised with the part; each head may have a norm's weight of its own."""
+    query, key = random(19, 6, head_dim)[:, :5], random(19, 2, head_dim, seed=1)
+    shapes = [(5, head_dim), (2, head_dim)] if per_head else [(head_dim,)] * 2
+    weights = (random(*shapes[0], seed=2), random(*shapes[1], seed=3))
+    positions = torch.arange(19) * 150
+    rotation = RotaryEmbedding(rotary_dim, 3000, 500.0, dtype=torch.float32, device=CPU)(positions)
+    for norms in (weights, None):
+        turned = norm_and_rotate(query, key, rotation, norms, 1e-5)
+        for i, (got, x) in enumerate(zip(turned, (query, key), strict=True)):
+            wide = x.double() if norms is None else norm(x.double(), norms[i].double(), 1e-5)
+            part = apply_rotary(wide[..., :rotary_dim], *[each.double() for each in rotation])
+            expected = torch.cat((part, wide[..., rotary_dim:]), -1)
+            torch.testing.assert_close(got.double(), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("gelu", [True, False], ids=["gelu", "silu"])
 @pytest.mark.parametrize(("num_tokens", "dim"), [(1, 96), (9, 3072), (40, 33)])
-def test_silu_and_mul(num_tokens: int, dim: int) -> None:
+def test_gate_and_mul(num_tokens: int, dim: int, gelu: bool) -> None:
     """From gates that shut, over the range that counts, to gates wide open."""
     gate_up = random(num_tokens, 2 * dim) * 4
     gate_up[0, :6] = torch.tensor([-1e9, -200.0, -88.0, 88.0, 200.0, 1e9])
     gate, up = gate_up.double().chunk(2, dim=-1)
-    torch.testing.assert_close(silu_and_mul(gate_up).double(), F.silu(gate) * up, **CLOSE)
+    if gelu:
+        expected = F.gelu(gate, approximate="tanh") * up
+        torch.testing.assert_close(gelu_and_mul(gate_up).double(), expected, **CLOSE)
+    else:
+        torch.testing.assert_close(silu_and_mul(gate_up).double(), F.silu(gate) * up, **CLOSE)
 
 
 def test_store_kv_skips_padding_and_touches_nothing_else() -> None:
