@@ -10,6 +10,7 @@ from reprlib import repr as shown  # short
 from typing import Any
 
 from engine.checkpoint.quantization import Quantization, read_quantization
+from engine.checkpoint.text_part import read_text_values, reads_more_than_text
 from engine.errors import ConfigError, MissingWeights
 
 MAX_SIZE = 2**31
@@ -37,6 +38,7 @@ class ModelConfig:
     dtype: the checkpoint's.  eos_token_ids: they end a completion.
     quantization: how its weights are stored, if not as plain numbers.
     values: config.json, as far as it is about text.
+    is_text_part: the checkpoint holds parts for images or sound too.
     """
 
     architecture: str
@@ -52,6 +54,7 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     quantization: Quantization | None
     values: Mapping[str, Any]
+    is_text_part: bool
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -64,6 +67,8 @@ def read_model_config(folder: Path) -> ModelConfig:
     config = read_json(path)
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
+    if is_text_part := reads_more_than_text(config):
+        config = read_text_values(folder, config)
     try:
         architectures = config.get("architectures") or ["none named"]
         read = ModelConfig(
@@ -81,6 +86,7 @@ def read_model_config(folder: Path) -> ModelConfig:
             or _token_ids(config.get("eos_token_id")),
             quantization=read_quantization(config),
             values=config,
+            is_text_part=is_text_part,
         )
     except KeyError as error:
         raise ConfigError(f"{path} has no {error.args[0]!r}, which the engine needs") from error

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from engine.attention.base import KernelBackend
+from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.text_part import text_tensors
+from engine.checkpoint.weights import open_tensors
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
 from engine.models.base import CausalModel
@@ -38,6 +42,8 @@ def load_model(
     Raises UnsupportedModel, MissingWeights, WeightMismatch, DamagedWeights or another ConfigError.
     """
     config = read_decoder_config(model_config, decoder_flags(model_config.architecture))
+    if model_config.is_text_part and config.tie_word_embeddings and _has_head(folder):
+        config = replace(config, tie_word_embeddings=False)  # what transformers does: the default was wrong
     rotary_dtype = torch.float32 if config.flags.float32_rotation else dtype
     rotaries = [
         RotaryEmbedding(rope, max_positions, dtype=rotary_dtype, device=device) for rope in config.ropes
@@ -45,5 +51,17 @@ def load_model(
     parts = DecoderParts(config, tp, backend, dtype)
     with torch.device("meta"):
         model = DecoderForCausalLM(parts, rotaries)
-    load_weights(model, folder, device, model_config.quantization)
+    load_weights(
+        model,
+        folder,
+        device,
+        quantization=model_config.quantization,
+        is_text_part=model_config.is_text_part,
+    )
     return model.eval()
+
+
+def _has_head(folder: Path) -> bool:
+    """Whether the text part has an LM head of its own."""
+    with open_tensors(list_weight_files(folder)) as tensors:
+        return "lm_head.weight" in text_tensors(tensors)

@@ -9,6 +9,7 @@ import torch
 from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.quantization import Quantization
 from engine.checkpoint.quantized import unpacked
+from engine.checkpoint.text_part import text_tensors
 from engine.checkpoint.weights import CheckpointTensor, open_tensors
 from engine.errors import MissingWeights, WeightMismatch
 from engine.layers.base import WeightedModule
@@ -21,11 +22,17 @@ Place = tuple[str, str | None]  # parameter name here, shard of it
 
 
 def load_weights(
-    model: DecoderForCausalLM, folder: Path, device: torch.device, quantization: Quantization | None
+    model: DecoderForCausalLM,
+    folder: Path,
+    device: torch.device,
+    *,
+    quantization: Quantization | None,
+    is_text_part: bool,
 ) -> None:
     """Move `model` from the meta device to `device` and fill it from the folder's safetensors files.
 
-    Of a tensor that is split over ranks, only this rank's share is read.
+    Of a tensor that is split over ranks, only this rank's share is read. quantization, is_text_part: as in
+    ModelConfig; tensors of other parts are left where they are.
     Raises MissingWeights if a parameter is not in the checkpoint, WeightMismatch if a tensor has another
     shape than its place or no place at all, DamagedWeights for a quantized one that cannot be unpacked.
     """
@@ -42,7 +49,8 @@ def load_weights(
     if model.tied:
         missing.discard(("lm_head.weight", None))
     with open_tensors(files) as tensors:
-        for name, tensor in unpacked(tensors, quantization).items():
+        plain = unpacked(tensors, quantization)
+        for name, tensor in (text_tensors(plain) if is_text_part else plain).items():
             if name == "lm_head.weight" and model.tied:
                 continue  # the hub writes it although it repeats the embedding
             if not name.endswith(COMPUTED):

@@ -94,7 +94,8 @@ class EngineConfig:
 
 
 def model_identity(config: EngineConfig) -> ModelIdentity:
-    """Return the identity of the model that an engine of this configuration serves; loads no torch.
+    """Return the identity of the model that an engine of this configuration serves; loads no torch, unless
+    the model reads more than text.
 
     What the fingerprint tells apart, and what not, stands at `read_identity`.
     Device, attention backend and tensor parallelism are no part of it: they change the order of sums only.

@@ -1,0 +1,111 @@
+"""The text part of a checkpoint that reads images or sound too: its configuration and its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from engine.errors import ConfigError, UnsupportedModel
+
+#: Architectures that compute, where there is text alone, what their text part computes by itself.
+ARCHITECTURES = (
+    "Gemma3ForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+)
+
+#: What the text part is, by its model type. The three positions that Qwen-VL gives a token, in time, height
+#: and width, are one and the same for a token of text.
+TEXT_ARCHITECTURES = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen2_vl_text": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+}
+
+#: What of a token's place in an image a rotation is told.
+IMAGE_KEYS = ("mrope_section", "mrope_interleaved")
+
+#: How the names of the text part's tensors begin, older layouts included, and what a text model has instead.
+PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+
+#: How the names of the others begin, with or without "model." before.
+OTHER_PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "image_newline")
+
+T = TypeVar("T")
+
+
+def reads_more_than_text(config: Mapping[str, Any]) -> bool:
+    """Whether config.json is about a model that has parts for images or sound."""
+    return any(isinstance(config.get(f"{part}_config"), dict) for part in ("text", "vision", "audio"))
+
+
+def read_text_values(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json would hold for the text part alone.
+
+    Such files leave out whatever is the default of transformers' class, so that class reads them.
+    Raises UnsupportedModel for an architecture of which that part is not served.
+    """
+    from transformers import AutoConfig
+
+    name = (config.get("architectures") or ["none named"])[0]
+    if name not in ARCHITECTURES:
+        raise UnsupportedModel(
+            f"architecture {name!r} reads more than text; its text part is served of "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    try:
+        read: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        text = read.get_text_config(decoder=True)
+        values: dict[str, Any] = text.to_dict()
+        tied = read.tie_word_embeddings
+    except Exception as error:  # whatever it makes of what is in the file
+        raise ConfigError(f"{folder / 'config.json'} cannot be read: {error}") from error
+    if values["model_type"] not in TEXT_ARCHITECTURES:
+        raise UnsupportedModel(
+            f"the text part of {name} is of the type {values['model_type']!r}; "
+            f"served are {', '.join(TEXT_ARCHITECTURES)}"
+        )
+    rope = values.get("rope_parameters") or {}
+    outer = {
+        key: config[key] for key in ("quantization_config", "eos_token_id") if config.get(key) is not None
+    }
+    return {
+        **values,
+        **outer,
+        "architectures": [TEXT_ARCHITECTURES[values["model_type"]]],
+        "dtype": values.get("dtype") or config.get("dtype") or config.get("torch_dtype"),
+        "rope_parameters": {key: value for key, value in rope.items() if key not in IMAGE_KEYS},
+        "tie_word_embeddings": tied,
+    }
+
+
+def text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
+    """The tensors of the text part by the names that they have in a model of text alone."""
+    named = {text_name(name): tensor for name, tensor in tensors.items()}
+    return {name: tensor for name, tensor in named.items() if name is not None}
+
+
+def text_name(name: str) -> str | None:
+    """A tensor's name in a model of text alone; None if it belongs to another part."""
+    if name.removeprefix("model.").startswith(OTHER_PARTS):
+        return None
+    for prefix, instead in PREFIXES.items():
+        if name.startswith(prefix):
+            return instead + name.removeprefix(prefix)
+    return name

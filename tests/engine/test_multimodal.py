@@ -1,0 +1,111 @@
+"""The text part of models that read images too: its greedy tokens are the whole model's, given text alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from engine import ConfigError, Engine, UnsupportedModel, WeightMismatch
+from engine.checkpoint import text_part
+from engine.checkpoint.model_config import read_model_config
+from tests.engine.family_runs import config_of, run
+from tests.engine.multimodal import (
+    BY_NAME,
+    MultimodalReference,
+    make_multimodal,
+    write_as_the_hub_has_qwen2_5_vl,
+    write_in_the_other_layout,
+)
+
+
+@pytest.fixture(params=BY_NAME)
+def reference(request: pytest.FixtureRequest, tmp_path: Path) -> MultimodalReference:
+    return MultimodalReference(make_multimodal(tmp_path / "model", BY_NAME[request.param]))
+
+
+def test_greedy_tokens_equal_the_whole_models(reference: MultimodalReference) -> None:
+    """As transformers 5 saves it, in the other layout, and read as one where the head is tied by mistake."""
+    assert run(reference)[0] == []
+    write_in_the_other_layout(reference.folder)
+    assert run(reference, "whole")[0] == []
+    config = json.loads((reference.folder / "config.json").read_text())
+    (reference.folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    assert run(reference, "whole")[0] == []
+
+
+def test_an_older_file_is_read_alike(tmp_path: Path) -> None:
+    reference = MultimodalReference(make_multimodal(tmp_path / "model", BY_NAME["qwen2_5_vl"]))
+    write_as_the_hub_has_qwen2_5_vl(reference.folder)
+    assert run(reference, "whole")[0] == []
+
+
+def test_what_a_file_leaves_out_is_the_default_of_its_class(tmp_path: Path) -> None:
+    """As the hub has Gemma 3 and Qwen3-VL: many of the text part's sizes stand nowhere."""
+    folder = make_multimodal(tmp_path / "model", BY_NAME["qwen3_vl"])
+    config = json.loads((folder / "config.json").read_text())
+    for key in ("head_dim", "vocab_size", "rms_norm_eps"):
+        del config["text_config"][key]
+    (folder / "config.json").write_text(json.dumps(config))
+    read = read_model_config(folder)
+    assert (read.head_dim, read.vocab_size, read.values["rms_norm_eps"]) == (128, 151936, 1e-6)
+    assert (read.architecture, read.dtype) == ("Qwen3ForCausalLM", "float32")
+
+
+@pytest.mark.parametrize(
+    ("generation", "outer", "expected"), [([1, 7], 5, {1, 7}), (None, [5, 6], {5, 6}), (None, None, {2})]
+)
+def test_end_tokens_are_those_named_first(
+    tmp_path: Path, generation: Any, outer: Any, expected: set[int]
+) -> None:
+    """By generation_config.json, config.json, and the text part there."""
+    folder = make_multimodal(tmp_path / "model", BY_NAME["mistral3"])
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": outer}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    assert read_model_config(folder).eos_token_ids == expected
+
+
+def test_an_unknown_part_is_refused_by_its_name(tmp_path: Path) -> None:
+    folder = make_multimodal(tmp_path / "model", BY_NAME["mistral3"])
+    tensors = load_file(folder / "model.safetensors")
+    tensors["hearing.weight"] = tensors["language_model.model.norm.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(WeightMismatch, match=r"'hearing\.weight', for which this model has no place"):
+        Engine(config_of(folder))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (
+            {"architectures": ["MllamaForConditionalGeneration"]},
+            UnsupportedModel,
+            "Mllama.* reads more than text",
+        ),
+        ({"text_config": {"model_type": "gpt2"}}, UnsupportedModel, "is of the type 'gpt2'"),
+        ({"text_config": {"model_type": "evil"}}, ConfigError, r"config\.json cannot be read"),
+        ({"model_type": "evil", "auto_map": {"AutoConfig": "evil.T"}}, ConfigError, "cannot be read"),
+        ({"text_config": {"hidden_size": "x"}}, ConfigError, r"config\.json"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(
+    tmp_path: Path, change: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    folder = make_multimodal(tmp_path / "model", BY_NAME["mistral3"])
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(error, match=words):
+        read_model_config(folder)
+
+
+def test_tensors_of_another_part_are_not_the_texts(
+    reference: MultimodalReference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is skipped is skipped by its name alone."""
+    monkeypatch.setattr(text_part, "OTHER_PARTS", ("nothing",))
+    with pytest.raises(WeightMismatch, match=r"vis|multi_modal"):
+        Engine(config_of(reference.folder))
