@@ -23,8 +23,17 @@ class Attention(nn.Module):
         self.features = features
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch, cache: LayerKVCache
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch: ForwardBatch,
+        cache: LayerKVCache,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """query: [tokens, heads, dim]; key, value: [tokens, kv_heads, dim] -> [tokens, heads * dim]."""
+        """query: [tokens, heads, dim]; key, value: [tokens, kv_heads, dim] -> [tokens, heads * dim].
+
+        sinks: [heads] float32, see KernelBackend.forward.
+        """
         self.backend.store(key, value, cache, batch.slot_mapping)
-        return self.backend.forward(query, cache, batch.attention, self.features).flatten(1)
+        return self.backend.forward(query, cache, batch.attention, self.features, sinks).flatten(1)

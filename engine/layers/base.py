@@ -16,6 +16,14 @@ class WeightedModule(nn.Module):
 
     shards: tuple[str | None, ...] = (None,)
 
+    def place_of(self, name: str) -> tuple[str, str | None] | None:
+        """Which parameter, and which shard of it, a tensor of that name below this module's is, if any."""
+        return (name, None) if name in dict(self.named_parameters(recurse=False)) else None
+
+    def shards_of(self, name: str) -> tuple[str | None, ...]:
+        """The shards of parameter `name`."""
+        return self.shards
+
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
         """Copy the checkpoint's `tensor`, or this rank's share of it, into parameter `name`."""
         fill(self.get_parameter(name), tensor.whole())

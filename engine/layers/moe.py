@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,10 @@ from engine.layers.base import WeightedModule, fill
 from engine.layers.grouped import ExpertGroups, grouped_linear
 from engine.layers.linear import ReplicatedLinear
 from engine.layers.parallel import TensorParallel
+
+#: An expert's matrices in a checkpoint that has each by itself: Qwen's names and Mixtral's.
+MATRICES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+EXPERT_MATRIX = re.compile(rf"(0|[1-9]\d{{0,5}})\.({'|'.join(MATRICES)})\.weight")
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,22 @@ class ExpertMLPs(WeightedModule):
         bias = self.down_proj_bias if self.tp.rank == 0 else None
         rows = self.down(self.activation(rows), bias, groups)
         return self.tp.all_reduce(groups.weighted_sums(rows, weights))
+
+    def place_of(self, name: str) -> tuple[str, str | None] | None:
+        """Also each expert's own matrices, by the names of Qwen's and of Mixtral's."""
+        if found := EXPERT_MATRIX.fullmatch(name):
+            expert, part = int(found[1]), MATRICES[found[2]]
+            if expert >= self.experts.num_experts:
+                return None
+            return "down_proj" if part == "down" else "gate_up_proj", f"{expert}.{part}"
+        return super().place_of(name)
+
+    def shards_of(self, name: str) -> tuple[str | None, ...]:
+        """Each expert's matrices in parameter `name`; a bias is one tensor."""
+        parts = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+        if name not in parts:
+            return (None,)
+        return tuple(f"{i}.{part}" for i in range(self.experts.num_experts) for part in parts[name])
 
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
         """Copy this rank's share of `tensor` into parameter `name`.

@@ -13,10 +13,13 @@ from engine.attention.base import KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import KVCache, LayerKVCache
+from engine.checkpoint.weights import CheckpointTensor
 from engine.layers.activation import ACTIVATIONS
 from engine.layers.attention import Attention
+from engine.layers.base import WeightedModule, fill
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from engine.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from engine.layers.moe import Experts, SparseMLP
 from engine.layers.norm import ParallelRMSNorm, RMSNorm
 from engine.layers.parallel import Share, TensorParallel
 from engine.layers.rotary import RotaryEmbedding, apply_rotary
@@ -61,8 +64,11 @@ class DecoderParts:
         )
 
 
-class DecoderAttention(nn.Module):
-    """Self-attention with grouped KV heads, rotary positions and, by flag, normalised queries and keys."""
+class DecoderAttention(WeightedModule):
+    """Self-attention with grouped KV heads, rotary positions and, by flag, normalised queries and keys.
+
+    sinks: [this rank's heads] float32, None without.
+    """
 
     def __init__(self, parts: DecoderParts, layer: LayerConfig) -> None:
         super().__init__()
@@ -85,6 +91,9 @@ class DecoderAttention(nn.Module):
         elif config.flags.qk_norm == "whole":
             self.q_norm, self.k_norm = (parts.parallel_norm(self.qkv_proj.rows[shard]) for shard in "qk")
         self.qk_norm = config.flags.qk_norm
+        self.heads = tp.share(config.num_heads, "attention heads")
+        sinks = torch.empty(self.heads.length, dtype=torch.float32)
+        self.sinks = nn.Parameter(sinks, requires_grad=False) if config.flags.sinks else None
         self.rms_norm_eps = config.rms_norm_eps
         self.kernels = parts.backend.layer_kernels
         self.attention = Attention(
@@ -96,6 +105,7 @@ class DecoderAttention(nn.Module):
                 scale=config.attention_scale,
                 window=layer.window,
                 soft_cap=config.attention_soft_cap,
+                has_sinks=config.flags.sinks,
             ),
         )
 
@@ -110,9 +120,13 @@ class DecoderAttention(nn.Module):
         """hidden: [tokens, hidden] -> [tokens, hidden], or of those `rows` alone."""
         query, key, value = self.qkv_proj.split(self.qkv_proj(hidden))
         query, key = self._norm_and_rotate(query, key, rotations[self.rope])
-        attended = self.attention(query, key, value, batch, cache)
+        attended = self.attention(query, key, value, batch, cache, self.sinks)
         output: Tensor = self.o_proj(attended if rows is None else attended[rows])
         return output
+
+    def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
+        """Copy the sinks of this rank's heads."""
+        fill(self.get_parameter(name), self.heads.read(tensor, 0))
 
     def _norm_and_rotate(self, query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         if self.qk_norm == "whole":
@@ -145,13 +159,19 @@ class DecoderMLP(nn.Module):
         return output
 
 
+def sparse_mlp(parts: DecoderParts, experts: Experts) -> SparseMLP:
+    """A mixture of experts in the MLP's place."""
+    kernels = parts.backend.layer_kernels
+    return SparseMLP(experts, parts.config.hidden_size, parts.tp, dtype=parts.dtype, kernels=kernels)
+
+
 class DecoderLayer(nn.Module):
     """One block; the residual stream travels beside the hidden states so that each norm adds it."""
 
     def __init__(self, parts: DecoderParts, layer: LayerConfig) -> None:
         super().__init__()
         self.self_attn = DecoderAttention(parts, layer)
-        self.mlp = DecoderMLP(parts)
+        self.mlp = DecoderMLP(parts) if layer.experts is None else sparse_mlp(parts, layer.experts)
         named = {name: parts.norm(parts.config.hidden_size) for name in parts.config.flags.norms if name}
         for name, norm in named.items():
             self.add_module(name, norm)

@@ -9,8 +9,10 @@ from typing import Any
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import ConfigError, UnsupportedModel
 from engine.layers.activation import ACTIVATIONS
+from engine.layers.moe import Experts
 from engine.layers.rotary_scaling import Rope
 from engine.models.config_values import number, optional_number, size, truth
+from engine.models.experts_config import read_experts
 from engine.models.registry import DecoderFlags
 from engine.models.rope_config import read_ropes
 
@@ -33,10 +35,12 @@ class LayerConfig:
 
     window: tokens that a query sees, itself included; None if it sees all before it.
     rope: which of the model's rotations it has.
+    experts: what it has in place of an MLP; None if it has an MLP.
     """
 
     window: int | None
     rope: int
+    experts: Experts | None
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ def _read(model: ModelConfig, flags: DecoderFlags) -> DecoderConfig:
     kinds = _layer_kinds(known, model.num_layers)
     windows = {FULL: None, SLIDING: _window(known) if SLIDING in kinds else None}
     ropes = read_ropes(known, model.head_dim, model.max_position_embeddings)
+    experts = read_experts(known, flags, model.num_layers, model.intermediate_size)
     attention_bias = truth(known, "attention_bias")
     return DecoderConfig(
         flags=flags,
@@ -105,7 +110,10 @@ def _read(model: ModelConfig, flags: DecoderFlags) -> DecoderConfig:
         logit_soft_cap=optional_number(known, "final_logit_softcapping"),
         tie_word_embeddings=truth(known, "tie_word_embeddings"),
         ropes=ropes,
-        layers=tuple(LayerConfig(windows[kind], int(kind == SLIDING and len(ropes) > 1)) for kind in kinds),
+        layers=tuple(
+            LayerConfig(windows[kind], int(kind == SLIDING and len(ropes) > 1), each)
+            for kind, each in zip(kinds, experts, strict=True)
+        ),
     )
 
 

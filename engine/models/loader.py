@@ -15,6 +15,8 @@ from engine.errors import MissingWeights, WeightMismatch
 from engine.layers.base import WeightedModule
 from engine.models.decoder import DecoderForCausalLM
 
+#: Other names of modules, by what they are called here.
+RENAMED = {"block_sparse_moe": "mlp", "router": "gate"}
 #: Ends of the names of tensors that older checkpoints hold and models compute themselves.
 COMPUTED = ("rotary_emb.inv_freq",)
 
@@ -44,7 +46,7 @@ def load_weights(
         (f"{name}.{parameter}", shard)
         for name, module in modules.items()
         for parameter, _ in module.named_parameters(recurse=False)
-        for shard in module.shards
+        for shard in module.shards_of(parameter)
     }
     if model.tied:
         missing.discard(("lm_head.weight", None))
@@ -70,19 +72,32 @@ def _load_tensor(
     tensor: CheckpointTensor,
 ) -> list[Place]:
     """Load one tensor; return the places filled."""
-    prefix, _, parameter = name.rpartition(".")
-    parent, _, last = prefix.rpartition(".")
-    shard = None
-    if last in packed:
-        last, shard = packed[last]
-    module_name = f"{parent}.{last}" if parent else last
-    module = modules.get(module_name)
-    if module is None or parameter not in dict(module.named_parameters(recurse=False)):
-        if parameter == "bias" and module is not None and not tensor.whole().any():
+    found = _find_place(packed, modules, name)
+    if found is None:
+        weight = name.removesuffix("bias") + "weight"
+        if name.endswith(".bias") and _find_place(packed, modules, weight) and not tensor.whole().any():
             return []  # AutoGPTQ writes one of zeros where a linear layer has none
         raise WeightMismatch(f"{tensor.path} holds {name!r}, for which this model has no place")
+    module_name, parameter, shard = found
+    module = modules[module_name]
     try:
         module.load(parameter, tensor, shard)
     except WeightMismatch as error:
         raise WeightMismatch(f"{name!r} in {tensor.path} does not fit config.json: {error}") from error
-    return [(f"{module_name}.{parameter}", each) for each in (module.shards if shard is None else (shard,))]
+    shards = module.shards_of(parameter) if shard is None else (shard,)
+    return [(f"{module_name}.{parameter}", each) for each in shards]
+
+
+def _find_place(
+    packed: dict[str, tuple[str, str]], modules: dict[str, WeightedModule], name: str
+) -> tuple[str, str, str | None] | None:
+    """The module whose tensor that is, the parameter there, and the shard of it; None if there is none."""
+    parts = [RENAMED.get(part, part) for part in name.split(".")]
+    for end in range(len(parts) - 1, 0, -1):  # the innermost module first
+        *parents, last = parts[:end]
+        last, shard = packed.get(last, (last, None))
+        module_name = ".".join([*parents, last])
+        if module_name in modules:
+            place = modules[module_name].place_of(".".join(parts[end:]))
+            return None if place is None else (module_name, place[0], shard or place[1])
+    return None

@@ -42,6 +42,8 @@ class DecoderFlags:
     qk_norm: queries and keys are normalised before the rotation, each head by itself or all as one vector.
     qkv_bias: queries, keys and values have a bias whatever config.json says.
     scaled_embeddings: embeddings are multiplied by the square root of the hidden size.
+    sinks: every head has one, see AttentionFeatures.
+    expert_bias, interleaved_experts: as `bias` and `interleaved` of Experts.
     """
 
     keys: Mapping[str, Any] = field(default_factory=dict)
@@ -52,6 +54,9 @@ class DecoderFlags:
     qk_norm: Literal["head", "whole"] | None = None
     qkv_bias: bool = False
     scaled_embeddings: bool = False
+    sinks: bool = False
+    expert_bias: bool = False
+    interleaved_experts: bool = False
 
 
 QWEN_WINDOWS = {
@@ -65,6 +70,54 @@ ARCHITECTURES = {
     "MistralForCausalLM": DecoderFlags(keys={"sliding_window": 4096}),
     "Qwen2ForCausalLM": DecoderFlags(keys=QWEN_WINDOWS, qkv_bias=True),
     "Qwen3ForCausalLM": DecoderFlags(keys={"attention_bias": False, **QWEN_WINDOWS}, qk_norm="head"),
+    "MixtralForCausalLM": DecoderFlags(
+        keys={
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": None,
+        }
+    ),
+    "Qwen3MoeForCausalLM": DecoderFlags(
+        keys={
+            "attention_bias": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_local_experts": None,
+            "sliding_window": 4096,
+            "use_sliding_window": False,
+        },
+        qk_norm="head",
+    ),
+    "GptOssForCausalLM": DecoderFlags(
+        keys={
+            "attention_bias": True,
+            "layer_types": None,
+            "num_experts_per_tok": 4,
+            "num_local_experts": 128,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "rope_theta": 150_000.0,
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+        float32_norms=True,
+        sinks=True,
+        expert_bias=True,
+        interleaved_experts=True,
+    ),
 }
 
 

@@ -60,12 +60,20 @@ def cpu_allowance_bytes(config: EngineConfig, model: ModelConfig, num_blocks: in
     """
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    per_token = 4 * (6 * model.hidden_size + 4 * model.intermediate_size + 6 * heads)
+    per_token = 4 * (6 * model.hidden_size + max(4 * model.intermediate_size, _experts(model)) + 6 * heads)
     longest_chunk = min(num_tokens, max_model_len)
     attention = max_model_len * (8 * heads + 5 * longest_chunk)
     logits = model.vocab_size * (8 * num_seqs + SAMPLER_BYTES * min(num_seqs, ROWS_AT_ONCE))
     slots = num_seqs * max_model_len * (4 + 40) + num_blocks * BLOCK_BOOKS_BYTES
     return LIBRARY_BYTES + num_tokens * per_token + attention + logits + slots
+
+
+def _experts(model: ModelConfig) -> int:
+    """Numbers of a token on its way through the experts of a layer, 0 if it has none."""
+    num_chosen = model.values.get("num_experts_per_tok") or 0
+    columns = model.values.get("moe_intermediate_size") or model.intermediate_size
+    numbers: int = num_chosen * (3 * model.hidden_size + 5 * columns)
+    return numbers
 
 
 def allowed_bytes(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:

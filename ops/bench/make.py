@@ -2,6 +2,7 @@
 
     python -m ops.bench.make                       # q54m, q06b and W1, W2, W3 under ops/out/bench
     python -m ops.bench.make --models q54m --out elsewhere
+    python -m ops.bench.make --models moe98m      # 8 experts, 2 for each token; M1 is its workload
 
 These weights are for speed: they repeat a token in most steps, so equal output proves little.
 """
@@ -29,7 +30,7 @@ END = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Qwen3 decoder with tied embeddings."""
+    """Sizes of a Qwen3 decoder with tied embeddings. intermediate_size: of each expert, if it has any."""
 
     hidden_size: int
     num_layers: int
@@ -40,11 +41,14 @@ class Shape:
     vocab_size: int
     max_positions: int
     rope_theta: float
+    num_experts: int = 0
+    num_chosen: int = 0
 
 
 SHAPES = {
     "tiny": Shape(32, 1, 2, 1, 16, 64, 512, 512, 1e4),
     "q54m": Shape(512, 12, 8, 4, 64, 1536, 32_000, 4096, 1e4),
+    "moe98m": Shape(512, 8, 8, 4, 64, 768, 32_000, 4096, 1e4, num_experts=8, num_chosen=2),
     "q06b": Shape(1024, 28, 16, 8, 128, 3072, 151_936, 40_960, 1e6),  # Qwen3-0.6B's
 }
 
@@ -63,6 +67,13 @@ def make_checkpoint(folder: Path, shape: Shape, dtype: torch.dtype = torch.float
         "bos_token_id": None, "eos_token_id": shape.vocab_size - 1, "pad_token_id": shape.vocab_size - 1,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }  # fmt: skip
+    if shape.num_experts:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+            "num_experts": shape.num_experts, "num_experts_per_tok": shape.num_chosen,
+            "moe_intermediate_size": shape.intermediate_size, "norm_topk_prob": True,
+            "decoder_sparse_step": 1, "mlp_only_layers": [],
+        }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     generator = torch.Generator().manual_seed(0)
     tensors = {
@@ -91,15 +102,23 @@ def tensor_sizes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield layer + "self_attn.q_norm.weight", (shape.head_dim,)
         yield layer + "self_attn.k_norm.weight", (shape.head_dim,)
         yield layer + "post_attention_layernorm.weight", (hidden,)
-        yield layer + "mlp.gate_proj.weight", (inner, hidden)
-        yield layer + "mlp.up_proj.weight", (inner, hidden)
-        yield layer + "mlp.down_proj.weight", (hidden, inner)
+        if shape.num_experts:
+            yield layer + "mlp.gate.weight", (shape.num_experts, hidden)
+        for expert in [f"experts.{i}." for i in range(shape.num_experts)] or [""]:
+            yield layer + f"mlp.{expert}gate_proj.weight", (inner, hidden)
+            yield layer + f"mlp.{expert}up_proj.weight", (inner, hidden)
+            yield layer + f"mlp.{expert}down_proj.weight", (hidden, inner)
     yield "model.norm.weight", (hidden,)
 
 
 def make_workloads() -> list[Workload]:
-    """W1 mixed, W2 shared prefix, W3 the shape of a real model: the same on every machine."""
-    return [_mixed("W1", "q54m", 64, (32, 256), (32, 256), seed=100), _shared_prefix(), _real_shape()]
+    """W1 mixed, W2 shared prefix, W3 a real model's shape, M1 a short W1 for experts: the same everywhere."""
+    return [
+        _mixed("W1", "q54m", 64, (32, 256), (32, 256), seed=100),
+        _shared_prefix(),
+        _real_shape(),
+        _mixed("M1", "moe98m", 32, (32, 256), (32, 128), seed=103),
+    ]
 
 
 def mixed_256() -> Workload:

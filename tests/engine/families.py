@@ -53,6 +53,12 @@ LLAMA3 = rope(
     "llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=8.0)
+EXPERTS = {
+    "rope_parameters": rope(),
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+}
 FAMILIES = [
     Family("llama2", "llama", {"rope_parameters": rope(), "num_key_value_heads": 4}),
     Family("llama3", "llama", {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
@@ -73,6 +79,35 @@ FAMILIES = [
     ),
     Family(
         "qwen3", "qwen3", {"rope_parameters": rope(), "attention_bias": True, "tie_word_embeddings": True}
+    ),
+    Family("mixtral", "mixtral", {"rope_parameters": rope(), "num_local_experts": 5}),
+    Family(
+        "mixtral_window",
+        "mixtral",
+        {"rope_parameters": rope(), "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 20},
+    ),
+    Family("qwen3_moe", "qwen3_moe", {**EXPERTS, "norm_topk_prob": True}),
+    Family(
+        "qwen3_moe_mixed",
+        "qwen3_moe",
+        {
+            **EXPERTS,
+            "attention_bias": True,
+            "mlp_only_layers": [1],
+            "decoder_sparse_step": 2,
+            "num_hidden_layers": 4,
+        },
+    ),
+    Family(
+        "gpt_oss",
+        "gpt_oss",
+        {
+            "rope_parameters": {**YARN, "truncate": False},
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 20,
+            "swiglu_limit": 1.5,
+        },
     ),
 ]
 BY_NAME = {family.name: family for family in FAMILIES}

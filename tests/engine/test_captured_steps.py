@@ -17,6 +17,7 @@ from engine.attention.kv_cache import KVCache
 from engine.attention.triton_backend import TritonBackend
 from engine.checkpoint.model_config import read_model_config
 from engine.kernels.kv_tile import INTERPRETED
+from engine.layers.base import WeightedModule
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
@@ -26,6 +27,7 @@ from engine.run.decode_graphs import DecodeGraphs
 from engine.run.model_runner import ModelRunner
 from engine.run.warm_up import make_step
 from engine.schedule.step_batch import StepBatch
+from tests.engine.families import BY_NAME, make_family
 from tests.engine.graphs import SimulatedCapture, simulate_graphs
 from tests.engine.launches import record_launches
 
@@ -39,18 +41,26 @@ def mixed_step(rng: random.Random, num_blocks: int) -> StepBatch:
     return make_step(query_lens, context_lens, 16, num_blocks)
 
 
+@pytest.fixture(scope="module")
+def checkpoints(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Dense ones, and of the families with experts."""
+    experts = ("qwen3_moe", "gpt_oss")
+    return folders | {name: make_family(tmp_path_factory.mktemp(name), BY_NAME[name]) for name in experts}
+
+
+@pytest.mark.parametrize("name", ["gqa4_tied", "qwen3_moe"])
 def test_start_compiles_every_kernel_that_steps_use(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    name: str, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Random steps, through graphs and without, launch no variant that the warm-up has not."""
     simulate_graphs(monkeypatch)
     seen = record_launches(monkeypatch)
     limits = EngineConfig(
-        str(folders["gqa4_tied"]), attention_backend="triton", max_num_seqs=9, max_num_batched_tokens=800,
+        str(checkpoints[name]), attention_backend="triton", max_num_seqs=9, max_num_batched_tokens=800,
         kv_cache_bytes=1 << 21,
     )  # fmt: skip
     monkeypatch.setattr(ModelRunner, "_longest", 6000)
-    folder = folders["gqa4_tied"]
+    folder = checkpoints[name]
     runner = ModelRunner(limits, read_model_config(folder), folder, TensorParallel())
     runner._graphs = None  # those are of its own, shorter sequences
     seen.clear()
@@ -60,7 +70,7 @@ def test_start_compiles_every_kernel_that_steps_use(
     assert {name for name, _ in at_start} == {
         "decode_kernel", "merge_kernel", "prefill_kernel", "store_kernel", "rms_norm_kernel",
         "norm_and_rotate_kernel", "gate_and_mul_kernel",
-    }  # fmt: skip
+    } | ({"grouped_product_kernel"} if name == "qwen3_moe" else set())  # fmt: skip
     rng = random.Random(0)
     for _ in range(60):
         runner.logits(mixed_step(rng, 5))
@@ -79,19 +89,22 @@ class NoHostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", ["gqa2_tied_hub", "gqa2_bias"])
+@pytest.mark.parametrize("name", ["gqa2_tied_hub", "gqa2_bias", "qwen3_moe", "gpt_oss"])
 def test_a_recorded_step_reads_nothing_on_the_host(
-    name: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    name: str, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The whole model on the meta device, whose tensors have no values: a recording GPU reads none."""
     record_launches(monkeypatch)
-    model_config, meta = read_model_config(folders[name]), torch.device("meta")
+    model_config, meta = read_model_config(checkpoints[name]), torch.device("meta")
     backend = TritonBackend(torch.device("cpu"))
     config = read_decoder_config(model_config, decoder_flags(model_config.architecture))
     with meta:
         rotaries = [RotaryEmbedding(rope, 200, dtype=torch.bfloat16, device=meta) for rope in config.ropes]
         parts = DecoderParts(config, TensorParallel(), backend, torch.bfloat16)
         model = DecoderForCausalLM(parts, rotaries)
+        for module in model.modules():
+            if isinstance(module, WeightedModule):
+                module.finish_loading()
     cache = KVCache(model.attention_layers, num_blocks=3, block_size=16, dtype=torch.bfloat16, device=meta)
     mode, capture = NoHostReads(), SimulatedCapture()
 

@@ -14,6 +14,7 @@ import pytest
 import engine.models.load
 from engine import Engine
 from engine.checkpoint.model_config import ModelConfig
+from engine.layers.moe import ClampedSwiglu
 from engine.models.decoder_config import DecoderConfig, LayerConfig, read_decoder_config
 from engine.models.registry import DecoderFlags
 from tests.engine.families import BY_NAME
@@ -64,6 +65,11 @@ def change_layers(**changes: Any) -> Change:
     return lambda config: replace(config, layers=tuple(changed(layer) for layer in config.layers))
 
 
+def change_experts(**changes: Any) -> Change:
+    """A fault in the experts of each layer that has any."""
+    return change_layers(experts=lambda experts: experts and replace(experts, **changes))
+
+
 def change_flags(**changes: Any) -> Change:
     return lambda config: replace(config, flags=replace(config.flags, **changes))
 
@@ -92,6 +98,13 @@ FAULTS: list[tuple[str, str, Change]] = [
     ("qwen2", "magnitude of yarn left out", change_rope_parameters(attention_factor=1.0)),
     ("qwen2_windows", "a window in every layer", change_layers(window=33)),
     ("qwen2_windows", "scaling left out", change_ropes(kind="default")),
+    ("mixtral", "router without renormalisation", change_experts(normalised=False)),
+    ("qwen3_moe", "router without renormalisation", change_experts(normalised=False)),
+    ("qwen3_moe_mixed", "router with renormalisation", change_experts(normalised=True)),
+    ("qwen3_moe_mixed", "one expert fewer", change_experts(num_chosen=2)),
+    ("gpt_oss", "clamp left out", change_experts(swiglu=ClampedSwiglu(1.702, 1e9))),
+    ("gpt_oss", "alpha left out", change_experts(swiglu=ClampedSwiglu(1.0, 1.5))),
+    ("gpt_oss", "silu", change_experts(swiglu=None)),
 ]
 
 
@@ -127,7 +140,26 @@ def test_a_norm_left_out_is_seen(name: str, norms: list[str], family: References
     assert differences
 
 
-@pytest.mark.parametrize("name", ["llama3"])
+@pytest.mark.parametrize("name", ["llama3", "gpt_oss"])
 def test_two_ranks_give_the_same_tokens(name: str, family: References) -> None:
     differences, _ = run(family(name), "tp2", "auto")
     assert differences == []
+
+
+def test_sinks_left_out_are_seen(family: References) -> None:
+    def forget(built: Engine) -> None:
+        for layer in built._open_runner().model.model.layers:
+            layer.self_attn.sinks = None
+
+    differences, _ = run(family("gpt_oss"), change=forget)
+    assert differences
+
+
+@pytest.mark.parametrize("bias", ["gate.bias", "experts.gate_up_proj_bias", "experts.down_proj_bias"])
+def test_a_bias_of_router_or_experts_left_out_is_seen(bias: str, family: References) -> None:
+    def forget(built: Engine) -> None:
+        for layer in built._open_runner().model.model.layers:
+            layer.mlp.get_parameter(bias).zero_()
+
+    differences, _ = run(family("gpt_oss"), change=forget)
+    assert differences

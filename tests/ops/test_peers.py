@@ -70,8 +70,9 @@ def test_both_runners_answer_a_workload_with_the_same_tokens(
 
 def test_the_workloads_are_those_of_the_table_and_the_same_each_time() -> None:
     assert make_workloads() == make_workloads()
-    mixed, shared, real = make_workloads()
+    mixed, shared, real, short = make_workloads()
     assert all(32 <= n <= 256 for n in [*map(len, mixed.prompts), *mixed.lengths])
     assert len({tuple(prompt[:512]) for prompt in shared.prompts}) == 1
     assert {len(prompt) for prompt in shared.prompts} == {544}
     assert (len(real.prompts), real.model) == (16, "q06b")
+    assert (len(short.prompts), max(short.lengths)) == (32, 127)
