@@ -227,8 +227,8 @@ def test_a_rank_reads_only_its_share_of_the_checkpoint(
     weights, read_whole = load_file(folder / "model.safetensors"), set()
 
     def whole(tensor: CheckpointTensor) -> torch.Tensor:
-        read_whole.add(tensor._name)
-        return weights[tensor._name]
+        read_whole.add(tensor.name)
+        return weights[tensor.name]
 
     monkeypatch.setattr(CheckpointTensor, "whole", whole)
     runner = ModelRunner(config(folder, shape), read_model_config(folder), folder, TensorParallel(rank, size))
