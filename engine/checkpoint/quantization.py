@@ -146,7 +146,6 @@ def _read_mxfp4(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
 
 
 def _read_compressed_tensors(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
-    _refuse_unless(values, "quantization_status", (None, "compressed"))
     for key in ("sparsity_config", "transform_config"):
         if (values.get(key) or {}).get("format", "dense") != "dense" or (values.get(key) or {}).get(
             "config_groups"

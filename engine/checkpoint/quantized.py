@@ -98,7 +98,7 @@ def unpacked(
     taken = set()
     for name in tensors:
         module, _, part = name.rpartition(".")
-        if part.endswith(BLOCKS):
+        if quantization.method == "mxfp4" and part.endswith(BLOCKS):
             weights[name.removesuffix(BLOCKS)] = _open_mxfp4(tensors, name.removesuffix(BLOCKS))
             taken |= {name, name.removesuffix(BLOCKS) + SCALES}
         elif part in CODES and _is_quantized(tensors, module, part):

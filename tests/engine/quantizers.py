@@ -50,11 +50,20 @@ def fp8(weight: Tensor, block: tuple[int | None, int | None], name: str, shape: 
         for c in range(scale.shape[1]):
             at = slice(r * rows, (r + 1) * rows), slice(c * columns, (c + 1) * columns)
             scale[r, c] = weight[at].abs().max() / 448
+            if shape == "exponents":
+                scale[r, c] = 2.0 ** math.ceil(math.log2(float(scale[r, c])))
             codes[at] = (weight[at] / scale[r, c]).to(torch.float8_e4m3fn).float()
             meant[at] = codes[at] * scale[r, c]
     error = weight.abs() / 16 + scale.max() * 2**-10
-    stored = {"matrix": scale, "column": scale[:, :1], "scalar": scale[0, 0], "one": scale[0]}[shape]
-    parts = {"weight": codes.to(torch.float8_e4m3fn), name: stored.clone()}
+    stored = {
+        "matrix": scale,
+        "exponents": scale,
+        "column": scale[:, :1],
+        "scalar": scale[0, 0],
+        "one": scale[0],
+    }[shape]
+    dtype = torch.float8_e8m0fnu if shape == "exponents" else torch.float32
+    parts = {"weight": codes.to(torch.float8_e4m3fn), name: stored.to(dtype, copy=True)}
     return Quantized(parts, meant, error)
 
 
@@ -233,6 +242,9 @@ ACTIVATIONS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": T
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
 FORMATS = {
     "fp8_blocks": Format(FP8_BLOCKS, lambda w: fp8(w, BLOCK, "weight_scale_inv", "matrix")),
+    "fp8_exponents": Format(
+        FP8_BLOCKS | {"scale_fmt": "ue8m0"}, lambda w: fp8(w, BLOCK, "weight_scale_inv", "exponents")
+    ),
     "fp8_tensor": Format(
         {"quant_method": "fp8", "activation_scheme": "static"},
         lambda w: fp8(w, (None, None), "weight_scale", "scalar"),
@@ -288,15 +300,17 @@ def quantize_checkpoint(
 ) -> QuantizedCheckpoint:
     """Quantize every linear layer of a checkpoint whose name ends so."""
     tensors = load_file(original / "model.safetensors")
-    quantized, unpacked = dict(tensors), dict(tensors)
+    quantized, unpacked, count = dict(tensors), dict(tensors), 0
     for name, weight in tensors.items():
         module, _, part = name.rpartition(".")
         if part == "weight" and module.endswith(linear):
+            count += 1
             made = form.quantize(weight)
             assert ((made.weight - weight).abs() <= made.largest_error).all(), name
             del quantized[name]
             quantized |= {f"{module}.{key}": part for key, part in made.parts.items()}
             unpacked[name] = made.weight
+    assert count
     for folder, content in ((target / "quantized", quantized), (target / "unpacked", unpacked)):
         shutil.copytree(original, folder)
         save_file(

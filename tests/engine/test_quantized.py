@@ -27,11 +27,12 @@ from engine import (
     WeightMismatch,
     model_identity,
 )
-from engine.checkpoint import packed_words
+from engine.checkpoint import packed_words, quantized_tensor
 from engine.checkpoint.quantization import Quantization, read_quantization
 from engine.checkpoint.quantized import unpacked
 from engine.checkpoint.weights import CheckpointTensor, open_tensors
 from tests.engine.checkpoints import shard
+from tests.engine.families import FAMILIES, Family, make_family
 from tests.engine.quantizers import FORMATS, QuantizedCheckpoint, mxfp4, quantize_checkpoint
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -112,9 +113,10 @@ def test_a_quantized_checkpoint_answers_as_its_unpacked_weights(
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_any_part_of_a_weight_is_what_the_whole_has_there(
-    checkpoints: Callable[[str], QuantizedCheckpoint], name: str
+    checkpoints: Callable[[str], QuantizedCheckpoint], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Also one that begins and ends inside a word, a block or a group."""
+    """Also one that begins and ends inside a word, a block or a group, and one unpacked in several pieces."""
+    monkeypatch.setattr(quantized_tensor, "AT_ONCE", 1000)
     made = checkpoints(name)
     expected = load_file(made.unpacked / "model.safetensors")[f"{MODULE}.weight"]
     with weights_of(made.folder) as tensors:
@@ -131,6 +133,15 @@ def test_any_part_of_a_weight_is_what_the_whole_has_there(
             (1, 0, 0),
         ]:
             assert torch.equal(weight.read(dim, start, length), expected.narrow(dim, start, length))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_weights_of_every_family_may_be_quantized(family: Family, tmp_path: Path) -> None:
+    """Whichever of them are one tensor in its files, or one of those of a layer here."""
+    original = make_family(tmp_path / "original", family)
+    name = ("awq", "fp8_blocks", "ct_packed4_asymmetric")[len(family.name) % 3]
+    made = quantize_checkpoint(original, tmp_path, FORMATS[name])
+    assert torch.equal(answers(made.folder)[0], answers(made.unpacked)[0])
 
 
 def test_parts_of_a_weight_may_lie_in_several_files(
@@ -345,7 +356,6 @@ def ct(form: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
         (ct(dynamic=True), "dynamic True"),
         (ct() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         (ct() | {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, "transform_config"),
-        (ct() | {"quantization_status": "frozen"}, "quantization_status 'frozen'"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(quantization_config: dict[str, Any], message: str) -> None:
