@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
@@ -12,8 +11,10 @@ from torch import Tensor
 
 from engine.attention.features import AttentionFeatures
 
-NO_LIMIT = 1 << 62
-ROWS_AT_ONCE = 256  # of a sequence under a window, so that no row goes through many keys that it cannot see
+# Of a sequence whose rows see less than their whole context, or whose scores are written out: more rows go
+# through more tokens that they cannot see, and their scores leave the caches (measured: 2 times slower).
+ROWS_AT_ONCE = 128
+SCORES_AT_ONCE = 1 << 22  # written out: 16 MiB
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,11 @@ class Span:
     block_ids: Tensor
     context_len: int
 
-    def pieces(self) -> list[Span]:
-        """The same rows in several spans, each the end of its own, shorter context."""
-        ends = range(self.end, self.start, -ROWS_AT_ONCE)
+    def pieces(self, num_rows: int) -> list[Span]:
+        """The same rows, so many in a span, each the end of its own, shorter context."""
+        ends = range(self.end, self.start, -num_rows)
         return [
-            Span(max(self.start, end - ROWS_AT_ONCE), end, self.block_ids, self.context_len - self.end + end)
+            Span(max(self.start, end - num_rows), end, self.block_ids, self.context_len - self.end + end)
             for end in ends
         ]
 
@@ -69,19 +70,29 @@ class Spans:
                 tables, context_lens.tolist(), query_lens.tolist(), starts.tolist(), strict=True
             )
         ]
-        self._views: dict[tuple[int | None, int | None, bool], list[View]] = {}
+        self._views: dict[tuple[int | None, int | None, int | None], list[View]] = {}
 
-    def views(self, features: AttentionFeatures, block_size: int, *, always_mask: bool) -> list[View]:
-        """What the rows see in such a layer. always_mask: unless a view has one row."""
-        key = (features.window, features.chunk, always_mask)
+    def views(self, features: AttentionFeatures, block_size: int, *, scores_written: bool) -> list[View]:
+        """What the rows see in such a layer.
+
+        scores_written: all of them are in memory at a time, so a view has few rows, and a mask unless it has
+        one row.
+        """
+        key = (features.window, features.chunk, features.num_heads if scores_written else None)
         if key not in self._views:
-            limit = min(features.window or NO_LIMIT, features.chunk or NO_LIMIT)
-            parts = ([span] if span.context_len <= limit else span.pieces() for span in self._spans)
             self._views[key] = [
-                _view(part, features, block_size, always_mask=always_mask)
-                for part in chain.from_iterable(parts)
+                _view(piece, features, block_size, always_mask=scores_written)
+                for span in self._spans
+                for piece in _cut(span, features, scores_written=scores_written)
             ]
         return self._views[key]
+
+
+def _cut(span: Span, features: AttentionFeatures, *, scores_written: bool) -> list[Span]:
+    if scores_written:
+        num_rows = SCORES_AT_ONCE // (features.num_heads * span.context_len)
+        return span.pieces(max(1, min(ROWS_AT_ONCE, num_rows)))
+    return span.pieces(ROWS_AT_ONCE) if _first_visible(span.context_len - 1, features) else [span]
 
 
 def _view(span: Span, features: AttentionFeatures, block_size: int, *, always_mask: bool) -> View:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,8 +15,6 @@ from engine.attention.base import AttentionMetadata, KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.spans import Spans, View
-
-MAX_SCORES = 1 << 22  # computed at once where they are written out: 16 MiB
 
 
 @dataclass(frozen=True)
@@ -76,14 +75,11 @@ def attend_spans(
 ) -> None:
     """Attend to what each span's rows of the query see of its context; write the same rows of the output."""
     explicit = features.soft_cap is not None or sinks is not None  # what torch's own attention does not know
-    for view in spans.views(features, cache.keys.shape[1], always_mask=explicit):
+    attend = partial(_attend_explicitly, sinks=sinks) if explicit else _attend
+    for view in spans.views(features, cache.keys.shape[1], scores_written=explicit):
         rows = query[view.start : view.end]
         keys, values = _seen(cache.keys, view), _seen(cache.values, view)
-        if explicit:
-            attended = _attend_explicitly(rows, keys, values, view.mask, features, sinks)
-        else:
-            attended = _attend(rows, keys, values, view.mask, features.scale)
-        output[view.start : view.end] = attended
+        output[view.start : view.end] = attend(rows, keys, values, view.mask, features)
 
 
 def _seen(pool: Tensor, view: View) -> Tensor:
@@ -91,7 +87,9 @@ def _seen(pool: Tensor, view: View) -> Tensor:
     return pool.index_select(0, view.block_ids).flatten(0, 1)[view.first : view.last].transpose(0, 1)
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, features: AttentionFeatures
+) -> Tensor:
     """query [tokens, heads, dim]; keys, values [kv_heads, seen, dim]; mask as a view has it."""
     output = F.scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),
@@ -99,7 +97,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sc
         values.unsqueeze(0),
         attn_mask=mask,
         is_causal=mask is None and query.shape[0] > 1,
-        scale=scale,
+        scale=features.scale,
         enable_gqa=True,
     )
     return output.squeeze(0).transpose(0, 1)
@@ -113,40 +111,19 @@ def _attend_explicitly(
     features: AttentionFeatures,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The same in float32 with soft cap and sinks, so many rows at once as keep the scores small."""
-    keys, values = keys.float(), values.float()
-    rows_at_once = max(1, MAX_SCORES // (query.shape[1] * keys.shape[1]))
-    parts = torch.split(query.float(), rows_at_once)
-    masks = (None,) * len(parts) if mask is None else torch.split(mask, rows_at_once)
-    attended = [
-        _attend_rows(part, keys, values, seen, features, sinks)
-        for part, seen in zip(parts, masks, strict=True)
-    ]
-    return torch.cat(attended)
-
-
-def _attend_rows(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    features: AttentionFeatures,
-    sinks: Tensor | None,
-) -> Tensor:
-    """query [tokens, heads, dim], keys, values [kv_heads, seen, dim], all float32 -> as query."""
+    """The same with soft cap and sinks, in float32."""
     num_tokens, num_heads, head_dim = query.shape
-    grouped = query.transpose(0, 1).reshape(len(keys), -1, head_dim)  # a KV head's heads, each with all rows
-    scores = (grouped @ keys.transpose(1, 2)).mul_(features.scale).view(num_heads, num_tokens, -1)
+    seen, keys, values = keys.shape[1], keys.float(), values.float()
+    if sinks is not None:  # they are the scores of one token more, which has no value
+        keys, values = F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1))
+    grouped = (query.float() * (features.scale / (features.soft_cap or 1.0))).transpose(0, 1)
+    products = grouped.reshape(len(keys), -1, head_dim) @ keys.transpose(1, 2)
+    scores = products.view(num_heads, num_tokens, -1)
     if features.soft_cap is not None:
-        scores.div_(features.soft_cap).tanh_().mul_(features.soft_cap)
+        scores.tanh_().mul_(features.soft_cap)
     if mask is not None:
-        scores.masked_fill_(~mask, -torch.inf)
-    highest = scores.amax(-1, keepdim=True)
+        scores[..., :seen].masked_fill_(~mask, -torch.inf)
     if sinks is not None:
-        highest = highest.maximum(sinks.view(-1, 1, 1))
-    weights = scores.sub_(highest).exp_()
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total += (sinks.view(-1, 1, 1) - highest).exp()
-    attended = weights.view(len(keys), -1, weights.shape[-1]) @ values
-    return (attended.view(num_heads, num_tokens, head_dim) / total).transpose(0, 1)
+        scores[..., seen] = sinks.unsqueeze(1)
+    weights = scores.softmax(-1).view(products.shape)
+    return (weights @ values).view(num_heads, num_tokens, head_dim).transpose(0, 1)

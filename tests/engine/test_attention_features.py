@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import engine.attention.spans
-import engine.attention.torch_backend
 from engine.attention.base import KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
@@ -166,7 +165,7 @@ def test_one_step_serves_layers_of_every_kind(
 
 @pytest.fixture
 def _few_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.attention.torch_backend, "MAX_SCORES", 5000)
+    monkeypatch.setattr(engine.attention.spans, "SCORES_AT_ONCE", 5000)
 
 
 @pytest.mark.usefixtures("_few_scores")
