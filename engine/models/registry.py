@@ -70,6 +70,13 @@ ARCHITECTURES = {
     "MistralForCausalLM": DecoderFlags(keys={"sliding_window": 4096}),
     "Qwen2ForCausalLM": DecoderFlags(keys=QWEN_WINDOWS, qkv_bias=True),
     "Qwen3ForCausalLM": DecoderFlags(keys={"attention_bias": False, **QWEN_WINDOWS}, qk_norm="head"),
+    "Olmo2ForCausalLM": DecoderFlags(
+        keys={"attention_bias": False},
+        norms=AFTER,
+        float32_norms=True,
+        float32_rotation=True,
+        qk_norm="whole",
+    ),
     "MixtralForCausalLM": DecoderFlags(
         keys={
             "num_experts_per_tok": 2,

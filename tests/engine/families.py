@@ -80,6 +80,7 @@ FAMILIES = [
     Family(
         "qwen3", "qwen3", {"rope_parameters": rope(), "attention_bias": True, "tie_word_embeddings": True}
     ),
+    Family("olmo2", "olmo2", {"rope_parameters": rope()}),
     Family("mixtral", "mixtral", {"rope_parameters": rope(), "num_local_experts": 5}),
     Family(
         "mixtral_window",

@@ -128,6 +128,9 @@ def test_a_fault_in_the_configuration_is_seen(
     ("name", "norms"),
     [
         ("qwen3", ["q_norm", "k_norm"]),
+        ("olmo2", ["q_norm", "k_norm"]),
+        ("olmo2", ["post_attention_layernorm"]),
+        ("olmo2", ["post_feedforward_layernorm"]),
     ],
 )
 def test_a_norm_left_out_is_seen(name: str, norms: list[str], family: References) -> None:
@@ -140,8 +143,9 @@ def test_a_norm_left_out_is_seen(name: str, norms: list[str], family: References
     assert differences
 
 
-@pytest.mark.parametrize("name", ["llama3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["olmo2", "gpt_oss"])
 def test_two_ranks_give_the_same_tokens(name: str, family: References) -> None:
+    """Norms over the heads of all ranks; experts."""
     differences, _ = run(family(name), "tp2", "auto")
     assert differences == []
 
