@@ -65,6 +65,15 @@ QWEN_WINDOWS = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+GEMMA = {
+    "attention_bias": False,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "layer_types": None,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+
 ARCHITECTURES = {
     "LlamaForCausalLM": DecoderFlags(keys={"attention_bias": False, "mlp_bias": False}),
     "MistralForCausalLM": DecoderFlags(keys={"sliding_window": 4096}),
@@ -76,6 +85,32 @@ ARCHITECTURES = {
         float32_norms=True,
         float32_rotation=True,
         qk_norm="whole",
+    ),
+    "Gemma2ForCausalLM": DecoderFlags(
+        keys={
+            **GEMMA,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "sliding_window_pattern": 2,
+        },
+        norms=AROUND,
+        norm_offset=1.0,
+        float32_norms=True,
+        scaled_embeddings=True,
+    ),
+    "Gemma3ForCausalLM": DecoderFlags(
+        keys={
+            **GEMMA,
+            "final_logit_softcapping": None,
+            "rope_local_base_freq": 10_000.0,
+            "rope_theta": 1_000_000.0,
+            "sliding_window_pattern": 6,
+        },
+        norms=AROUND,
+        norm_offset=1.0,
+        float32_norms=True,
+        qk_norm="head",
+        scaled_embeddings=True,
     ),
     "MixtralForCausalLM": DecoderFlags(
         keys={

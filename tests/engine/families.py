@@ -59,6 +59,8 @@ EXPERTS = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 32,
 }
+GEMMA = {"rope_parameters": rope(), "query_pre_attn_scalar": 40, "sliding_window": 20}
+
 FAMILIES = [
     Family("llama2", "llama", {"rope_parameters": rope(), "num_key_value_heads": 4}),
     Family("llama3", "llama", {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
@@ -81,6 +83,19 @@ FAMILIES = [
         "qwen3", "qwen3", {"rope_parameters": rope(), "attention_bias": True, "tie_word_embeddings": True}
     ),
     Family("olmo2", "olmo2", {"rope_parameters": rope()}),
+    Family("gemma2", "gemma2", {**GEMMA, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0}),
+    Family(
+        "gemma3",
+        "gemma3_text",
+        {
+            **GEMMA,
+            "rope_parameters": {
+                "full_attention": rope("linear", theta=2_000.0, factor=4.0),
+                "sliding_attention": rope(theta=100.0),
+            },
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
     Family("mixtral", "mixtral", {"rope_parameters": rope(), "num_local_experts": 5}),
     Family(
         "mixtral_window",

@@ -5,11 +5,15 @@ All families in all modes, and on other backends: `python -m ops.families`.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import engine.models.load
 from engine import Engine
@@ -18,8 +22,9 @@ from engine.layers.moe import ClampedSwiglu
 from engine.models.decoder_config import DecoderConfig, LayerConfig, read_decoder_config
 from engine.models.registry import DecoderFlags
 from tests.engine.families import BY_NAME
-from tests.engine.family_runs import NUM_NEW_TOKENS, reference_of, run
+from tests.engine.family_runs import NUM_NEW_TOKENS, config_of, reference_of, run
 from tests.engine.reference import Reference
+from tests.engine.test_parity import prefill_logits
 
 References = Callable[[str], Reference]
 Change = Callable[[DecoderConfig], DecoderConfig]
@@ -98,6 +103,13 @@ FAULTS: list[tuple[str, str, Change]] = [
     ("qwen2", "magnitude of yarn left out", change_rope_parameters(attention_factor=1.0)),
     ("qwen2_windows", "a window in every layer", change_layers(window=33)),
     ("qwen2_windows", "scaling left out", change_ropes(kind="default")),
+    ("gemma2", "window one too wide", change_layers(window=wider)),
+    ("gemma2", "soft cap left out", lambda config: replace(config, attention_soft_cap=None)),
+    ("gemma2", "scale of the head size", lambda config: replace(config, attention_scale=0.25)),
+    ("gemma2", "embedding scale left out", change_flags(scaled_embeddings=False)),
+    ("gemma2", "norm offset left out", change_flags(norm_offset=0.0)),
+    ("gemma3", "one rotation for all layers", change_layers(rope=0)),
+    ("gemma3", "norm offset left out", change_flags(norm_offset=0.0)),
     ("mixtral", "router without renormalisation", change_experts(normalised=False)),
     ("qwen3_moe", "router without renormalisation", change_experts(normalised=False)),
     ("qwen3_moe_mixed", "router with renormalisation", change_experts(normalised=True)),
@@ -131,6 +143,8 @@ def test_a_fault_in_the_configuration_is_seen(
         ("olmo2", ["q_norm", "k_norm"]),
         ("olmo2", ["post_attention_layernorm"]),
         ("olmo2", ["post_feedforward_layernorm"]),
+        ("gemma3", ["q_norm", "k_norm"]),
+        ("gemma3", ["post_feedforward_layernorm"]),
     ],
 )
 def test_a_norm_left_out_is_seen(name: str, norms: list[str], family: References) -> None:
@@ -141,6 +155,25 @@ def test_a_norm_left_out_is_seen(name: str, norms: list[str], family: References
 
     differences, _ = run(family(name), change=skip)
     assert differences
+
+
+def test_logits_are_capped_as_transformers_caps_them(family: References) -> None:
+    """Tokens alone would not tell: the cap keeps the order."""
+    reference = family("gemma2")
+    with Engine(config_of(reference.folder, "whole")) as built:
+        for prompt in reference.prompts[:3]:
+            logits, expected = prefill_logits(built, prompt), reference.logits(prompt)
+            assert 2.0 < expected.abs().max() < 3.0
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-4)
+
+
+def test_frequencies_in_an_older_checkpoint_are_passed_over(family: References, tmp_path: Path) -> None:
+    """Models compute them themselves; the first Llama checkpoints hold them."""
+    folder = shutil.copytree(family("llama2").folder, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    Engine(config_of(folder)).close()
 
 
 @pytest.mark.parametrize("name", ["olmo2", "gpt_oss"])
