@@ -79,6 +79,13 @@ ARCHITECTURES = {
     "MistralForCausalLM": DecoderFlags(keys={"sliding_window": 4096}),
     "Qwen2ForCausalLM": DecoderFlags(keys=QWEN_WINDOWS, qkv_bias=True),
     "Qwen3ForCausalLM": DecoderFlags(keys={"attention_bias": False, **QWEN_WINDOWS}, qk_norm="head"),
+    "Phi3ForCausalLM": DecoderFlags(
+        keys={
+            "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 1.0,
+            "sliding_window": None,
+        }
+    ),
     "Olmo2ForCausalLM": DecoderFlags(
         keys={"attention_bias": False},
         norms=AFTER,

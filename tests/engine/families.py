@@ -61,6 +61,23 @@ EXPERTS = {
 }
 GEMMA = {"rope_parameters": rope(), "query_pre_attn_scalar": 40, "sliding_window": 20}
 
+
+def longrope(original: int, **values: Any) -> dict[str, Any]:
+    """Values of a Phi-3 whose factors change beyond so many tokens. Its heads are hidden / heads wide."""
+    num_pairs = int(16 * values.get("partial_rotary_factor", 1.0)) // 2
+    parameters = rope(
+        "longrope",
+        short_factor=[1.0 + i / 4 for i in range(num_pairs)],
+        long_factor=[2.0 + i / 2 for i in range(num_pairs)],
+    )
+    return {
+        "hidden_size": 64,
+        "original_max_position_embeddings": original,
+        "rope_parameters": parameters,
+        **values,
+    }
+
+
 FAMILIES = [
     Family("llama2", "llama", {"rope_parameters": rope(), "num_key_value_heads": 4}),
     Family("llama3", "llama", {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
@@ -82,6 +99,9 @@ FAMILIES = [
     Family(
         "qwen3", "qwen3", {"rope_parameters": rope(), "attention_bias": True, "tie_word_embeddings": True}
     ),
+    Family("phi3", "phi3", {"rope_parameters": rope(), "sliding_window": 24}),
+    Family("phi3_longrope", "phi3", longrope(original=256, partial_rotary_factor=0.75)),
+    Family("phi3_longrope_beyond", "phi3", longrope(original=9)),
     Family("olmo2", "olmo2", {"rope_parameters": rope()}),
     Family("gemma2", "gemma2", {**GEMMA, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0}),
     Family(

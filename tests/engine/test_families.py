@@ -5,6 +5,7 @@ All families in all modes, and on other backends: `python -m ops.families`.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import engine.models.load
-from engine import Engine
+from engine import Engine, WeightMismatch
 from engine.checkpoint.model_config import ModelConfig
 from engine.layers.moe import ClampedSwiglu
 from engine.models.decoder_config import DecoderConfig, LayerConfig, read_decoder_config
@@ -103,6 +104,13 @@ FAULTS: list[tuple[str, str, Change]] = [
     ("qwen2", "magnitude of yarn left out", change_rope_parameters(attention_factor=1.0)),
     ("qwen2_windows", "a window in every layer", change_layers(window=33)),
     ("qwen2_windows", "scaling left out", change_ropes(kind="default")),
+    ("phi3", "window one too wide", change_layers(window=wider)),
+    (
+        "phi3_longrope",
+        "factors of long sequences",
+        change_rope_parameters(original_max_position_embeddings=99),
+    ),
+    ("phi3_longrope_beyond", "magnitude left out", change_rope_parameters(attention_factor=1.0)),
     ("gemma2", "window one too wide", change_layers(window=wider)),
     ("gemma2", "soft cap left out", lambda config: replace(config, attention_soft_cap=None)),
     ("gemma2", "scale of the head size", lambda config: replace(config, attention_scale=0.25)),
@@ -167,6 +175,22 @@ def test_logits_are_capped_as_transformers_caps_them(family: References) -> None
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-4)
 
 
+def test_factors_of_long_sequences_are_told_of(family: References, caplog: pytest.LogCaptureFixture) -> None:
+    """They follow from max_model_len alone, and shorter sequences have them too."""
+    for name, warns in (("phi3_longrope_beyond", True), ("phi3_longrope", False)):
+        caplog.clear()
+        with caplog.at_level("WARNING", logger="engine"), Engine(config_of(family(name).folder)):
+            assert ("set max_model_len=9" in caplog.text) == warns
+
+
+def test_stacked_tensors_that_do_not_fit_are_named(family: References, tmp_path: Path) -> None:
+    folder = shutil.copytree(family("phi3").folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 1}))
+    with pytest.raises(WeightMismatch, match=r"qkv_proj.weight' .* 96 entries in dimension 0 expected"):
+        Engine(config_of(folder))
+
+
 def test_frequencies_in_an_older_checkpoint_are_passed_over(family: References, tmp_path: Path) -> None:
     """Models compute them themselves; the first Llama checkpoints hold them."""
     folder = shutil.copytree(family("llama2").folder, tmp_path / "model")
@@ -176,9 +200,9 @@ def test_frequencies_in_an_older_checkpoint_are_passed_over(family: References, 
     Engine(config_of(folder)).close()
 
 
-@pytest.mark.parametrize("name", ["olmo2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["olmo2", "phi3_longrope", "gpt_oss"])
 def test_two_ranks_give_the_same_tokens(name: str, family: References) -> None:
-    """Norms over the heads of all ranks; experts."""
+    """Norms over the heads of all ranks; tensors that stack several layers' rows; experts."""
     differences, _ = run(family(name), "tp2", "auto")
     assert differences == []
 
