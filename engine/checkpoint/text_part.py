@@ -17,6 +17,7 @@ ARCHITECTURES = (
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
 )
 
 #: What the text part is, by its model type. The three positions that Qwen-VL gives a token, in time, height
@@ -31,8 +32,12 @@ TEXT_ARCHITECTURES = {
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
     "qwen2_vl_text": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
 }
+
+#: What a text part computes whatever is in its configuration, where the text model has a key for it.
+FIXED = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
 
 #: What of a token's place in an image a rotation is told.
 IMAGE_KEYS = ("mrope_section", "mrope_interleaved")
@@ -88,6 +93,7 @@ def read_text_values(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **values,
         **outer,
+        **FIXED.get(values["model_type"], {}),
         "architectures": [TEXT_ARCHITECTURES[values["model_type"]]],
         "dtype": values.get("dtype") or config.get("dtype") or config.get("torch_dtype"),
         "rope_parameters": {key: value for key, value in rope.items() if key not in IMAGE_KEYS},

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.layer_kernels import LayerKernels
-from engine.checkpoint.weights import CheckpointTensor
+from engine.checkpoint.weights import CheckpointTensor, TransposedTensor
 from engine.errors import WeightMismatch
 from engine.layers.activation import ClampedSwigluAndMul, SiluAndMul
 from engine.layers.base import WeightedModule, fill
@@ -142,6 +142,8 @@ class ExpertMLPs(WeightedModule):
             fill(place[int(expert)].narrow(dim, start, self.columns.length), self.columns.read(tensor, dim))
             return
         shape = self._stored_shape(name)
+        if tensor.shape != shape and tensor.shape == (*shape[:1], *shape[:0:-1]) and len(shape) == 3:
+            tensor = TransposedTensor(tensor)  # as Qwen3-VL-MoE has them
         if tensor.shape != shape:
             raise WeightMismatch(f"shape {list(tensor.shape)} found, {list(shape)} expected")
         for i in range(self.experts.num_experts):  # one at a time: all of them together may be gigabytes

@@ -64,6 +64,19 @@ MODELS = [
         {**TEXT, "rope_parameters": rope(mrope_section=[4, 2, 2])},
         {**BLOCKS, "deepstack_visual_indexes": [0]},
     ),
+    Multimodal(
+        "qwen3_vl_moe",
+        "qwen3_vl_moe",
+        {
+            **TEXT,
+            "rope_parameters": rope(mrope_section=[4, 2, 2]),
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "mlp_only_layers": [0],
+        },
+        {**BLOCKS, "deepstack_visual_indexes": [0]},
+    ),
 ]
 BY_NAME = {model.name: model for model in MODELS}
 
