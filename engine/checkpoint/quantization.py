@@ -32,8 +32,8 @@ class Scheme:
     layout: "plain", a number for each weight; "packed", compressed-tensors' words of several; "awq"; "gptq";
     or "mxfp4". kind: "float" or "int".
     block: the (rows, columns) of weights that share a scale, None for all there are.
-    zero_points: whether a scale has a zero point beside it. zero_shift: added to a zero point as stored.
-    column_groups: whether the file says of each column which scale is its own.
+    zero_points: whether each scale must have a zero point beside it. zero_shift: added to those as stored.
+    column_groups: whether the file must say of each column which scale is its own.
     scale_name: of a plain weight's scale, by which one that is missing is named.
     targets: the modules, as compressed-tensors writes them: names, "re:" patterns, names of classes.
     """

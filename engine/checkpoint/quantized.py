@@ -126,7 +126,8 @@ def _open_plain(parts: Parts, scheme: Scheme) -> CheckpointTensor:
     shapes = [(rows, columns), (rows,), ()][: 1 if columns > 1 else 2 if rows > 1 else 3]
     scale_name = "weight_scale_inv" if parts.holds("weight_scale_inv") else scheme.scale_name
     scale = parts.get(scale_name, FLOATS if scheme.kind == "int" else (*FLOATS, "F8_E8M0"), *shapes)
-    zero_points = parts.get("weight_zero_point", ("I8",), *shapes) if scheme.zero_points else 0
+    has_zero_points = scheme.zero_points or parts.holds("weight_zero_point")
+    zero_points = parts.get("weight_zero_point", ("I8",), *shapes) if has_zero_points else 0
     return QuantizedTensor(codes.name, codes.path, codes, scheme.block, scale, zero_points=zero_points)
 
 
@@ -143,7 +144,7 @@ def _open_packed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
         )
     num_scales = count_scales((rows, columns), scheme.block)
     zero_points: Codes | int = 1 << (scheme.bits - 1)
-    if scheme.zero_points:
+    if scheme.zero_points or parts.holds("weight_zero_point"):
         stored = parts.get("weight_zero_point", ("I32",), (-(-num_scales[0] // size), num_scales[1]))
         zero_points = PackedIntegers(stored, num_scales, scheme.bits, dim=0, transposed=False)
     return QuantizedTensor(

@@ -205,7 +205,7 @@ def mxfp4(weight: Tensor) -> Quantized:
                     value = E2M1[nibble & 7] * 2.0**exponent
                     unpacked[e, b * 32 + i, r] = -value if nibble & 8 else value
     return Quantized(
-        {"blocks": blocks, "scales": scales}, unpacked, weight.abs() / 3 + weight.abs().max() / 24
+        {"blocks": blocks, "scales": scales}, unpacked, weight.abs() / 3 + weight.abs().max() / 12
     )
 
 
@@ -296,26 +296,57 @@ class QuantizedCheckpoint:
 
 
 def quantize_checkpoint(
-    original: Path, target: Path, form: Format, linear: str = "_proj"
+    original: Path, target: Path, form: Format, linear: str | tuple[str, ...] = "_proj"
 ) -> QuantizedCheckpoint:
     """Quantize every linear layer of a checkpoint whose name ends so."""
     tensors = load_file(original / "model.safetensors")
-    quantized, unpacked, count = dict(tensors), dict(tensors), 0
-    for name, weight in tensors.items():
-        module, _, part = name.rpartition(".")
-        if part == "weight" and module.endswith(linear):
-            count += 1
-            made = form.quantize(weight)
-            assert ((made.weight - weight).abs() <= made.largest_error).all(), name
-            del quantized[name]
-            quantized |= {f"{module}.{key}": part for key, part in made.parts.items()}
-            unpacked[name] = made.weight
-    assert count
-    for folder, content in ((target / "quantized", quantized), (target / "unpacked", unpacked)):
+    made = {
+        name: form.quantize(weight)
+        for name, weight in tensors.items()
+        if name.endswith(".weight") and name.removesuffix(".weight").endswith(linear)
+    }
+    parts = {
+        f"{name.removesuffix('weight')}{part}": tensor
+        for name, quantized in made.items()
+        for part, tensor in quantized.parts.items()
+    }
+    return write(original, target, made, parts, form.config)
+
+
+def quantize_experts(original: Path, target: Path) -> QuantizedCheckpoint:
+    """gpt-oss' experts in MXFP4."""
+    tensors = load_file(original / "model.safetensors")
+    made = {
+        name: mxfp4(weight)
+        for name, weight in tensors.items()
+        if name.endswith(("gate_up_proj", "down_proj"))
+    }
+    parts = {
+        f"{name}_{part}": tensor
+        for name, quantized in made.items()
+        for part, tensor in quantized.parts.items()
+    }
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    return write(original, target, made, parts, config)
+
+
+def write(
+    original: Path, target: Path, made: dict[str, Quantized], parts: dict[str, Tensor], config: dict[str, Any]
+) -> QuantizedCheckpoint:
+    """made: the quantized weights by name. parts: what the files hold in their place."""
+    tensors = load_file(original / "model.safetensors")
+    assert made
+    for name, quantized in made.items():
+        assert ((quantized.weight - tensors[name]).abs() <= quantized.largest_error).all(), name
+    contents = {
+        target / "quantized": {name: tensor for name, tensor in tensors.items() if name not in made} | parts,
+        target / "unpacked": tensors | {name: quantized.weight for name, quantized in made.items()},
+    }
+    for folder, content in contents.items():
         shutil.copytree(original, folder)
         save_file(
             {name: tensor.contiguous() for name, tensor in content.items()}, folder / "model.safetensors"
         )
-    config = target / "quantized" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": form.config}))
+    file = target / "quantized" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
     return QuantizedCheckpoint(target / "quantized", target / "unpacked", original)

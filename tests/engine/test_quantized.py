@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,14 @@ from engine.checkpoint.quantization import Quantization, read_quantization
 from engine.checkpoint.quantized import unpacked
 from engine.checkpoint.weights import CheckpointTensor, open_tensors
 from tests.engine.checkpoints import shard
-from tests.engine.families import FAMILIES, Family, make_family
-from tests.engine.quantizers import FORMATS, QuantizedCheckpoint, mxfp4, quantize_checkpoint
+from tests.engine.families import BY_NAME, make_family
+from tests.engine.quantizers import (
+    FORMATS,
+    QuantizedCheckpoint,
+    mxfp4,
+    quantize_checkpoint,
+    quantize_experts,
+)
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPTS = [[5, 9, 300, 7], [411], list(range(40, 90))]
@@ -135,13 +142,26 @@ def test_any_part_of_a_weight_is_what_the_whole_has_there(
             assert torch.equal(weight.read(dim, start, length), expected.narrow(dim, start, length))
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_weights_of_every_family_may_be_quantized(family: Family, tmp_path: Path) -> None:
-    """Whichever of them are one tensor in its files, or one of those of a layer here."""
-    original = make_family(tmp_path / "original", family)
-    name = ("awq", "fp8_blocks", "ct_packed4_asymmetric")[len(family.name) % 3]
-    made = quantize_checkpoint(original, tmp_path, FORMATS[name])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("llama3", "gptq"), ("phi3", "awq"), ("mixtral", "ct_fp8_channel"), ("qwen3_moe", "fp8_blocks")],
+)
+def test_weights_of_other_families_may_be_quantized(family: str, name: str, tmp_path: Path) -> None:
+    """Also where one tensor of the files is several layers, or one of a layer's many experts."""
+    original = make_family(tmp_path / "original", BY_NAME[family])
+    made = quantize_checkpoint(original, tmp_path, FORMATS[name], ("_proj", ".w1", ".w2", ".w3"))
     assert torch.equal(answers(made.folder)[0], answers(made.unpacked)[0])
+
+
+def test_a_gpt_oss_in_mxfp4_answers_as_its_unpacked_weights(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 3, "num_hidden_layers": 2}
+    family = replace(BY_NAME["gpt_oss"], values={**BY_NAME["gpt_oss"].values, **sizes})
+    made = quantize_experts(make_family(tmp_path / "original", family), tmp_path)
+    logits, tokens = answers(made.folder)
+    assert torch.equal(logits, answers(made.unpacked)[0])
+    assert tokens == answers(made.unpacked)[1]
+    before = answers(made.original)[0]
+    assert 0 < relative(logits - before, before) < 0.5
 
 
 def test_parts_of_a_weight_may_lie_in_several_files(
@@ -193,6 +213,18 @@ def test_a_head_may_be_quantized_and_layers_may_be_left_as_they_are(
     for linear in ("lm_head", "layers.1.self_attn.o_proj"):
         made = quantize_checkpoint(folders["gqa1_untied"], tmp_path / linear, FORMATS["awq"], linear)
         assert torch.equal(answers(made.folder)[0], answers(made.unpacked)[0])
+
+
+@pytest.mark.parametrize("name", ["ct_int8_asymmetric", "ct_packed4_asymmetric"])
+def test_zero_points_count_whatever_the_configuration_says(
+    checkpoints: Callable[[str], QuantizedCheckpoint], tmp_path: Path, name: str
+) -> None:
+    made = checkpoints(name)
+    folder = changed(made.folder, tmp_path)
+    values = json.loads((folder / "config.json").read_text())
+    values["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = True
+    (folder / "config.json").write_text(json.dumps(values))
+    assert torch.equal(answers(folder)[0], answers(made.unpacked)[0])
 
 
 def test_what_belongs_to_activations_and_to_the_cache_is_passed_over(
