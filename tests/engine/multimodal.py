@@ -39,6 +39,23 @@ class Multimodal:
 
 MODELS = [
     Multimodal(
+        "gemma3",
+        "gemma3",
+        {
+            **TEXT,
+            "rope_parameters": {
+                "full_attention": rope("linear", theta=2_000.0, factor=4.0),
+                "sliding_attention": rope(theta=100.0),
+            },
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 20,
+            "query_pre_attn_scalar": 24,
+            "tie_word_embeddings": False,
+        },
+        PIXELS,
+        {"mm_tokens_per_image": 4, "tie_word_embeddings": False},
+    ),
+    Multimodal(
         "mistral3",
         "mistral3",
         {**TEXT, "model_type": "mistral", "sliding_window": None},
@@ -127,6 +144,22 @@ def write_as_the_hub_has_qwen2_5_vl(folder: Path) -> None:
         "rope_scaling": {"type": "mrope", "mrope_section": parameters["mrope_section"]},
         "torch_dtype": config.pop("dtype"),
     }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_as_the_hub_has_gemma3(folder: Path) -> None:
+    """Older keys for the rotations and the layers, and nothing of what is the default of Gemma3TextConfig."""
+    config = json.loads((folder / "config.json").read_text())
+    text = config["text_config"]
+    ropes = text.pop("rope_parameters")
+    del text["layer_types"], text["_sliding_window_pattern"], text["rms_norm_eps"]
+    text |= {
+        "rope_theta": ropes["full_attention"].pop("rope_theta"),
+        "rope_scaling": ropes["full_attention"],
+        "rope_local_base_freq": ropes["sliding_attention"]["rope_theta"],
+        "sliding_window_pattern": 3,
+    }
+    config["torch_dtype"] = config.pop("dtype")
     (folder / "config.json").write_text(json.dumps(config))
 
 

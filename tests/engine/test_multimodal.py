@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.engine.multimodal import (
     BY_NAME,
     MultimodalReference,
     make_multimodal,
+    write_as_the_hub_has_gemma3,
     write_as_the_hub_has_qwen2_5_vl,
     write_in_the_other_layout,
 )
@@ -37,9 +39,14 @@ def test_greedy_tokens_equal_the_whole_models(reference: MultimodalReference) ->
     assert run(reference, "whole")[0] == []
 
 
-def test_an_older_file_is_read_alike(tmp_path: Path) -> None:
-    reference = MultimodalReference(make_multimodal(tmp_path / "model", BY_NAME["qwen2_5_vl"]))
-    write_as_the_hub_has_qwen2_5_vl(reference.folder)
+@pytest.mark.parametrize(
+    ("name", "rewrite"),
+    [("qwen2_5_vl", write_as_the_hub_has_qwen2_5_vl), ("gemma3", write_as_the_hub_has_gemma3)],
+)
+def test_an_older_file_is_read_alike(tmp_path: Path, name: str, rewrite: Callable[[Path], None]) -> None:
+    reference = MultimodalReference(make_multimodal(tmp_path / "model", BY_NAME[name]))
+    assert reference.answers
+    rewrite(reference.folder)
     assert run(reference, "whole")[0] == []
 
 
