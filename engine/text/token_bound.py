@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-NORMALIZERS = (None, {"type": "NFC"})
+NORMALIZERS: tuple[list[dict[str, Any]], ...] = ([], [{"type": "NFC"}])
 MOST_NFC_SAVES = 4  # of so many bytes at least one is left; a test asks Unicode's tables
 
 SPACE = "\u2581"  # what SentencePiece writes for a space
@@ -35,18 +35,16 @@ class TokenBound:
         self._count: Callable[[str], float] = lambda text: 0.0
         if tokenizer is None:
             return
-        parts = json.loads(tokenizer.to_str())
-        added = parts.get("added_tokens") or []
-        if parts["model"].get("type") != "BPE" or any(
-            token.get("lstrip") or token.get("rstrip") for token in added
-        ):
+        added = tokenizer.get_added_tokens_decoder().values()
+        if type(tokenizer.model).__name__ != "BPE" or any(token.lstrip or token.rstrip for token in added):
             return
         vocabulary = tokenizer.get_vocab(with_added_tokens=False)
-        contents = [token["content"] for token in added]
-        if _keeps_bytes(parts):
+        contents = [token.content for token in added]
+        if _keeps_bytes(tokenizer):
             self._count = _ByteCount(byte_weights(vocabulary, contents), tokenizer.normalizer)
-        elif _keeps_chars(parts):
-            self._count = _CharCount(char_weights(vocabulary, contents, parts["model"]))
+        elif _keeps_chars(tokenizer):
+            as_bytes = bool(tokenizer.model.byte_fallback)
+            self._count = _CharCount(char_weights(vocabulary, contents, as_bytes=as_bytes))
 
     def __call__(self, text: str) -> int:
         """Tokens that `text` has at least, whatever the tokenizer makes of it."""
@@ -75,40 +73,42 @@ class _CharCount:
         return float(self._weights[_codes(text)].sum())
 
 
-def _keeps_bytes(parts: dict[str, Any]) -> bool:
+def _keeps_bytes(tokenizer: Any) -> bool:
     """Whether this is byte-level BPE of which every byte of a text comes out in a token."""
-    steps = _steps(parts, "pre_tokenizer", "pretokenizers")
+    steps = _steps(tokenizer.pre_tokenizer)
     return (
-        parts.get("normalizer") in NORMALIZERS
+        _steps(tokenizer.normalizer) in NORMALIZERS
         and any(step.get("type") == "ByteLevel" for step in steps)
         and all(step.get("type") in ("ByteLevel", "Split", "Digits") for step in steps)
         and not any(step.get("behavior") == "Removed" for step in steps)
     )
 
 
-def _keeps_chars(parts: dict[str, Any]) -> bool:
+def _keeps_chars(tokenizer: Any) -> bool:
     """Whether every character of a text comes out in a token, a space maybe written as another character."""
     writes_space = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-    model = parts["model"]
     return (
-        not model.get("continuing_subword_prefix")
-        and not model.get("end_of_word_suffix")
+        not tokenizer.model.continuing_subword_prefix
+        and not tokenizer.model.end_of_word_suffix
         and all(
-            step.get("type") == "Prepend" or step == writes_space
-            for step in _steps(parts, "normalizer", "normalizers")
+            step.get("type") == "Prepend" or step == writes_space for step in _steps(tokenizer.normalizer)
         )
         and all(
             (step.get("type") == "Metaspace" and step["replacement"] == SPACE)
             or (step.get("type") in ("Split", "Digits") and step.get("behavior") != "Removed")
-            for step in _steps(parts, "pre_tokenizer", "pretokenizers")
+            for step in _steps(tokenizer.pre_tokenizer)
         )
     )
 
 
-def _steps(parts: dict[str, Any], name: str, many: str) -> list[dict[str, Any]]:
+def _steps(component: Any) -> list[dict[str, Any]]:
     """The steps of a normalizer or a pre-tokenizer; none if there is none."""
-    step = parts.get(name)
-    return [] if step is None else step.get(many, [step])
+    if component is None:
+        return []
+    # to_str() would write the whole vocabulary beside it, in a second or two
+    step = json.loads(component.__getstate__())
+    found: list[dict[str, Any]] = step.get("normalizers", step.get("pretokenizers", [step]))
+    return found
 
 
 def byte_weights(vocabulary: Iterable[str], added: Iterable[str]) -> Weights:
@@ -127,10 +127,10 @@ def byte_weights(vocabulary: Iterable[str], added: Iterable[str]) -> Weights:
     return np.asarray(1 / longest)
 
 
-def char_weights(vocabulary: Iterable[str], added: Iterable[str], model: dict[str, Any]) -> Weights:
-    """What each character counts, [all of Unicode]. model: the tokenizer's, as the library writes it."""
+def char_weights(vocabulary: Iterable[str], added: Iterable[str], *, as_bytes: bool) -> Weights:
+    """What each character counts, [all of Unicode]. as_bytes: one that is no piece becomes its bytes."""
     pieces = set(vocabulary)
-    as_bytes = bool(model.get("byte_fallback")) and {f"<0x{byte:02X}>" for byte in range(256)} <= pieces
+    as_bytes = as_bytes and {f"<0x{byte:02X}>" for byte in range(256)} <= pieces
     longest = _longest(pieces)
     # a token of its own text may also stand for the space that a normalizer put before it
     for content in added:

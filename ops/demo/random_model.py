@@ -36,6 +36,7 @@ SIZES = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
     "initializer_range": 0.2,  # at the usual 0.02 an answer is one token over and over
+    "tie_word_embeddings": False,  # as with ties
 }
 
 
