@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.text.chat_templates import FOLDER as TEMPLATES
 from engine.text.ranked_bytes import LLAMA_3_SPLIT, read_tekken, read_tiktoken
 from engine.text.sentencepiece_file import build_tokenizer, is_sentencepiece, read_sentencepiece
 
 VOCABULARIES = ("tokenizer.json", "tekken.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+READ = ("*.json", "*.model", "*.jinja", f"{TEMPLATES}/*.jinja")
 
 MAX_FILE_BYTES = 256 << 20
 
@@ -29,7 +32,7 @@ def load_tokenizer(folder: Path) -> Any:
     if not any((folder / name).is_file() for name in VOCABULARIES):
         # transformers 5 would make an empty tokenizer of the model's class
         raise ConfigError(f"{folder} holds none of {', '.join(VOCABULARIES)}; add the model's tokenizer")
-    for path in [*folder.glob("*.json"), *folder.glob("*.model")]:
+    for path in (path for pattern in READ for path in folder.glob(pattern)):
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(
                 f"{path} has {path.stat().st_size} bytes, more than any tokenizer's; fetch it again"

@@ -106,6 +106,7 @@ def test_a_module_in_the_place_of_a_function_is_refused(
             "the pool has no room; lower kv_cache_bytes",
             "the pool has no room; lower TOKENMILL_KV_CACHE_BYTES",
         ),
+        ("chat_template='a' is no template", "TOKENMILL_CHAT_TEMPLATE='a' is no template"),
         ("/m/config.json: dtype must be a text", "/m/config.json: dtype must be a text"),
         ("TOKENMILL_MODEL='x': no model folder", "TOKENMILL_MODEL='x': no model folder"),
     ],
