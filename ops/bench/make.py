@@ -117,7 +117,7 @@ def make_workloads() -> list[Workload]:
         _mixed("W1", "q54m", 64, (32, 256), (32, 256), seed=100),
         _shared_prefix(),
         _real_shape(),
-        _mixed("M1", "moe98m", 32, (32, 256), (32, 128), seed=103),
+        _mixed("M1", "moe98m", 64, (32, 256), (32, 128), seed=103),
     ]
 
 

@@ -75,4 +75,4 @@ def test_the_workloads_are_those_of_the_table_and_the_same_each_time() -> None:
     assert len({tuple(prompt[:512]) for prompt in shared.prompts}) == 1
     assert {len(prompt) for prompt in shared.prompts} == {544}
     assert (len(real.prompts), real.model) == (16, "q06b")
-    assert (len(short.prompts), max(short.lengths)) == (32, 127)
+    assert (len(short.prompts), max(short.lengths)) == (64, 127)
