@@ -19,7 +19,7 @@ class LayerKernels:
     rms_norm(x, weight, eps) -> norm of x; gelu_and_mul(gate_up) -> gelu(gate) * up, gelu by tanh. None where
     a backend has none of its own: plain torch then.
     grouped_product(x, weight, bias or None, ends) -> experts' linear layers over rows sorted by expert;
-    None where a backend has none.
+    clamped_swiglu_and_mul(gate_up, alpha, limit) -> ClampedSwigluAndMul's. None where a backend has none.
     Shapes are those of the layers: RMSNorm, RotaryEmbedding and SiluAndMul.
     """
 
@@ -31,3 +31,4 @@ class LayerKernels:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] | None = None
     gelu_and_mul: Callable[[Tensor], Tensor] | None = None
     grouped_product: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor] | None = None
+    clamped_swiglu_and_mul: Callable[[Tensor, float, float], Tensor] | None = None

@@ -23,7 +23,7 @@ from engine.kernels.decode_attention import (
     choose_num_splits,
     decode_attention,
 )
-from engine.kernels.gate_and_mul import gelu_and_mul, silu_and_mul
+from engine.kernels.gate_and_mul import clamped_swiglu_and_mul, gelu_and_mul, silu_and_mul
 from engine.kernels.grouped_product import grouped_product
 from engine.kernels.kv_store import store_kv
 from engine.kernels.kv_tile import INTERPRETED, MAX_HEAD_DIM
@@ -74,8 +74,9 @@ class TritonBackend(CapturableBackend):
         self._device = device
         self._num_processors = INTERPRETER_PROCESSORS
         self.layer_kernels = LayerKernels(
-            add_rms_norm, norm_and_rotate, silu_and_mul, rms_norm, gelu_and_mul, grouped_product
-        )
+            add_rms_norm, norm_and_rotate, silu_and_mul, rms_norm, gelu_and_mul, grouped_product,
+            clamped_swiglu_and_mul,
+        )  # fmt: skip
         if device.type == "cuda":
             if device.index is not None:
                 torch.cuda.set_device(device)  # Triton launches on the thread's current device

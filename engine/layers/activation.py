@@ -30,12 +30,15 @@ class ClampedSwigluAndMul(nn.Module):
     Source: gpt-oss, https://github.com/openai/gpt-oss, torch/model.py.
     """
 
-    def __init__(self, alpha: float, limit: float) -> None:
+    def __init__(self, alpha: float, limit: float, kernels: LayerKernels | None = None) -> None:
         super().__init__()
         self.alpha, self.limit = alpha, limit
+        self.fused = None if kernels is None else kernels.clamped_swiglu_and_mul
 
     def forward(self, gate_up: Tensor) -> Tensor:
         """gate_up: [tokens, 2 * dim] -> [tokens, dim]."""
+        if self.fused is not None:
+            return self.fused(gate_up, self.alpha, self.limit)
         gate, up = gate_up.chunk(2, dim=-1)
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return gate * torch.sigmoid(self.alpha * gate) * (up + 1)

@@ -97,7 +97,9 @@ class ExpertMLPs(WeightedModule):
         self.down_proj_bias = parameter(hidden_size) if experts.bias else None
         swiglu = experts.swiglu
         self.activation = (
-            SiluAndMul(kernels) if swiglu is None else ClampedSwigluAndMul(swiglu.alpha, swiglu.limit)
+            SiluAndMul(kernels)
+            if swiglu is None
+            else ClampedSwigluAndMul(swiglu.alpha, swiglu.limit, kernels)
         )
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.kernels.decode_attention import DecodeRows, decode_attention
-from engine.kernels.gate_and_mul import gelu_and_mul, silu_and_mul
+from engine.kernels.gate_and_mul import clamped_swiglu_and_mul, gelu_and_mul, silu_and_mul
 from engine.kernels.grouped_product import grouped_product
 from engine.kernels.kv_store import store_kv
 from engine.kernels.prefill_attention import PrefillTiles, prefill_attention
@@ -140,6 +140,7 @@ def other_layers(dtype: torch.dtype) -> None:
     rms_norm(hidden, weight, 1e-6)
     norm_and_rotate(merged[:, :16], merged[:, 16:24], (cos, cos), (weight[:128], weight[:128]), 1e-6)
     gelu_and_mul(torch.empty((256, 6144), dtype=dtype))
+    clamped_swiglu_and_mul(torch.empty((256, 5760), dtype=dtype), 1.702, 7.0)
 
 
 def experts(dtype: torch.dtype, num_rows: int) -> None:

@@ -8,10 +8,11 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
 
-from engine.kernels.gate_and_mul import gelu_and_mul, silu_and_mul
+from engine.kernels.gate_and_mul import clamped_swiglu_and_mul, gelu_and_mul, silu_and_mul
 from engine.kernels.kv_tile import INTERPRETED
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rotary import norm_and_rotate
+from engine.layers.activation import ClampedSwigluAndMul
 from engine.layers.rotary import RotaryEmbedding, apply_rotary
 from engine.layers.rotary_scaling import Rope
 from tests.engine.paged import DEVICE
@@ -141,3 +142,15 @@ def test_gelu_of_gates_that_shut_and_that_are_wide_open() -> None:
     fused = gelu_and_mul(torch.cat((gate, torch.ones_like(gate)), -1))
     expected = F.gelu(gate.double(), approximate="tanh")
     torch.testing.assert_close(fused.double(), expected, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "dim"), [(1, 96), (9, 2880), (40, 33)])
+def test_clamped_swiglu_and_mul(num_tokens: int, dim: int, dtype: torch.dtype) -> None:
+    """Gates far below, which no clamp holds, among them."""
+    gate_up = random(num_tokens, 2 * dim, dtype=dtype) * 8
+    gate_up[:, :8] *= 100
+    expected = ClampedSwigluAndMul(1.702, 7.0)(gate_up.double())
+    fused = clamped_swiglu_and_mul(gate_up, 1.702, 7.0).double()
+    torch.testing.assert_close(fused, expected, rtol=DTYPES[dtype], atol=DTYPES[dtype])
+    assert expected.abs().max() > 8 * 7 * 0.99
