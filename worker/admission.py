@@ -45,6 +45,8 @@ class Admission:
         """The record less what may not be called here when its job ends; its retries stay."""
         if any(name not in self._allowed for name in record.callbacks.values()):
             record = record.without_callbacks()
+        if not record.webhooks:
+            return record
         allowed = [hook for hook in record.webhooks if urlparse(hook.url).hostname in self._webhook_hosts]
         return replace(record, webhooks=tuple(allowed))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,7 +16,8 @@ from rq.serializers import JSONSerializer
 
 from worker.store.claimed_job import ClaimedJob
 from worker.store.job_record import CALLBACKS, JobRecord, read_record
-from worker.store.next_step import Policy
+from worker.store.next_step import Policy, next_step
+from worker.store.outcome import Outcome
 from worker.store.stored_job import job_of
 
 MAX_BYTES = 1 << 20
@@ -90,6 +91,36 @@ def test_a_record_without_its_payload_still_says_what_its_job_calls() -> None:
     assert small.meta == {"a": 1}
     assert job_of(claimed(small), Redis(), "mine.add").func_name == "mine.add"
     assert record.without_payload(keeps_meta=False).meta == {}
+
+
+def test_letting_go_of_a_payload_is_worth_it_once_and_where_there_is_much_of_it() -> None:
+    light, _ = read_record("j", {b"data": CALL}, MAX_BYTES)
+    heavy, _ = read_record("j", {b"data": CALL, b"description": b"x" * 4000}, MAX_BYTES)
+    large_rest, _ = read_record("j", {b"data": CALL, b"webhooks": b"x" * 4000}, MAX_BYTES)
+    assert (light.is_heavy, heavy.is_heavy, large_rest.is_heavy) == (False, True, True)
+    assert not heavy.without_payload(keeps_meta=False).is_heavy
+    assert not large_rest.without_payload(keeps_meta=False).is_heavy
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.fixed_dictionaries({}, optional=FIELDS), st.booleans(), st.booleans())
+def test_an_end_can_be_written_with_any_record_that_is_not_damaged(
+    found: dict[str, bytes], is_finished: bool, may_retry: bool
+) -> None:
+    values = {b"data": CALL, **{name.encode(): value for name, value in found.items()}}
+    record, damage = read_record("j", values, MAX_BYTES)
+    if damage is None:  # as Outcome.as_left_by takes for granted
+        assert next_step(record.policy, is_finished=is_finished, may_retry=may_retry)
+
+
+def test_the_end_of_a_job_whose_policy_is_damaged_is_not_written_with_it() -> None:
+    values = {b"data": CALL, b"retries_left": b"1", b"retry_intervals": b'["x"]'}
+    record, damage = read_record("j", values, MAX_BYTES)
+    failed = Outcome(
+        replace(claimed(record), damage=damage), "failed", "", datetime.now(UTC), 0.0, retries=True
+    )
+    with pytest.raises(ValueError, match="invalid literal"):
+        failed.as_left_by(None)
 
 
 @pytest.mark.parametrize("owner", [ClaimedJob, JobRecord, Policy])

@@ -114,12 +114,12 @@ JSON = st.recursive(PLAIN, lambda inner: st.lists(inner) | st.dictionaries(st.te
 
 
 @settings(max_examples=30)
-@given(JSON.filter(lambda value: value is not None))
-def test_a_value_is_packed_as_its_json_up_to_its_bound(value: Any) -> None:
+@given(JSON.filter(lambda value: value is not None), st.booleans())
+def test_a_value_is_packed_as_its_json_up_to_its_bound(value: Any, known_small: bool) -> None:
     text = json.dumps(value).encode()
-    assert pack(value, len(text)) == text
+    assert pack(value, len(text), known_small) == text
     with pytest.raises(ResultTooLarge):
-        pack(value, len(text) - 1)
+        pack(value, len(text) - 1, known_small)
 
 
 def test_a_value_of_many_is_packed_like_one_of_few() -> None:

@@ -128,7 +128,8 @@ class HeldJob:
 
     def hold(self, record: JobRecord) -> None:
         """Hold this of its hash from now on."""
-        self.claimed = replace(self.claimed, record=record)
+        if record is not self.claimed.record:
+            self.claimed = replace(self.claimed, record=record)
 
     def for_user_code(self, client: Redis) -> StoredJob:
         """Its copy for the user's code, the same one each time; built when it is first asked for."""

@@ -135,17 +135,17 @@ class JobEnds:
             self._call_back(job, outcome, error)
         elif status != "finished" or (job.is_ours and is_small(value)):
             try:
-                self._write(job, self._packed(outcome))
+                self._write(job, self._packed(outcome, known_small=True))
             except ResultTooLarge as too_large:
                 self.fail(job, too_large)
         else:  # in a thread: it may be large, or hold objects whose methods are user code
             self._calls.submit(self._pool, partial(self._packed, outcome), job, self._then_write)
 
-    def _packed(self, outcome: Outcome) -> Outcome:
-        """The outcome with its value as it is written. Raises ResultTooLarge."""
+    def _packed(self, outcome: Outcome, known_small: bool = False) -> Outcome:
+        """The outcome with its value as it is written. known_small: see `pack`. Raises ResultTooLarge."""
         if outcome.status != "finished" or outcome.wish is not None:
             return outcome
-        return replace(outcome, packed=pack(outcome.value, self._max_result_bytes))
+        return replace(outcome, packed=pack(outcome.value, self._max_result_bytes, known_small))
 
     def _then_write(self, job: HeldJob, outcome: Any, failure: BaseException | None) -> None:
         if failure is not None:

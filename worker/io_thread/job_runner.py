@@ -243,7 +243,8 @@ class JobRunner:
         """Hold no more of a job than its end takes: it may run for long beside others of its lane."""
         record = job.claimed.record
         if job.is_ours and not self._callbacks.may_see(record):
-            job.hold(record.without_payload(keeps_meta=job.is_file))  # which shows its progress there
+            if record.is_heavy:
+                job.hold(record.without_payload(keeps_meta=job.is_file))  # which shows its progress there
             self._budget.keep(job, job.claimed.record.hash_bytes)
 
     def _collect(self, job: HeldJob) -> None:

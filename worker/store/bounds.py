@@ -22,13 +22,13 @@ take 27 times their text in memory, and ten times as long as other values."""
 _MAX_FIELD_BYTES = 1 << 20
 """Of a field beside the payload that is JSON: `meta`, and what says how a job ends."""
 
-_JSON_FIELDS = ("meta", "webhooks", "dependency_ids", "retry_intervals", "repeat_intervals")
-_COUNTS = ("retries_left", "number_of_retries", "repeats_left", "worker_deaths")
+_JSON_FIELDS = (b"meta", b"webhooks", b"dependency_ids", b"retry_intervals", b"repeat_intervals")
+_COUNTS = (b"retries_left", b"number_of_retries", b"repeats_left", b"worker_deaths")
 _COUNT = re.compile(rb"-?(0|[1-9][0-9]{0,17})")
 _MAX_COUNT = 2**53
 """Scripts add to these fields, and Redis refuses a sum it cannot write, also in the middle of a script."""
 
-_WHOLE_NUMBERS = ("timeout", "result_ttl", "failure_ttl", "ttl")
+_WHOLE_NUMBERS = (b"timeout", b"result_ttl", b"failure_ttl", b"ttl")
 """Seconds, which RQ's producers write as whole numbers; for others its reader raises what names no field."""
 
 
@@ -75,7 +75,8 @@ _NO_MARKS = bytes(set(range(256)) - set(b'"[{'))
 def check_json_fields(values: Mapping[bytes, bytes]) -> None:
     """Raise TooLarge for a field beside the payload that is JSON and beyond its bounds."""
     for name in _JSON_FIELDS:
-        _check_field(name, values.get(name.encode(), b""))
+        if text := values.get(name):
+            _check_field(name.decode(), text)
 
 
 def _check_field(name: str, text: bytes) -> None:
@@ -89,16 +90,16 @@ def _check_field(name: str, text: bytes) -> None:
 def check_seconds(values: Mapping[bytes, bytes]) -> None:
     """Raise ValueError for seconds that are no whole number; an empty field is none."""
     for name in _WHOLE_NUMBERS:
-        if text := values.get(name.encode()):
+        if text := values.get(name):
             try:
                 int(text)
             except ValueError:
-                raise ValueError(f"{name} is {text[:40]!r}, expected whole seconds") from None
+                raise ValueError(f"{name.decode()} is {text[:40]!r}, expected whole seconds") from None
 
 
 def check_counts(values: Mapping[bytes, bytes]) -> None:
     """Raise ValueError for a count that a script would stumble over when the job ends."""
     for name in _COUNTS:
-        text = values.get(name.encode())
+        text = values.get(name)
         if text and not (_COUNT.fullmatch(text) and abs(int(text)) <= _MAX_COUNT):
-            raise ValueError(f"{name} is {text[:40]!r}, expected a whole number up to {_MAX_COUNT}")
+            raise ValueError(f"{name.decode()} is {text[:40]!r}, expected a whole number up to {_MAX_COUNT}")

@@ -45,8 +45,18 @@ _KEPT = frozenset(name.encode() for name in (*_TEXTS, *DATES, *_POLICY_NUMBERS, 
 """Fields that RQ's `Job` reads, but those in which old versions kept the end of a job: it asks rq:results
 first."""
 
-_PAYLOAD = frozenset((b"data", b"description", b"meta"))
+_CALLBACK_FIELDS = tuple(
+    (role, name.encode(), name.replace("_name", "_timeout").encode()) for role, name in CALLBACKS.items()
+)
+"""Role of each callback -> the fields of its name and its timeout."""
+
+_DATE_FIELDS = tuple(name.encode() for name in DATES)
+
+_PAYLOAD = (b"data", b"description", b"meta")
 """What nobody asks for any more once all of a job is in the batch, perhaps but `meta`."""
+
+_LIGHT_BYTES = 1 << 11
+"""A record of no more takes about as much for itself."""
 
 _rq_log = logging.getLogger("rq.job")
 
@@ -73,18 +83,27 @@ class JobRecord:
         """The job's timeout; 0 or less for none."""
         return self.timeout_s or Queue.DEFAULT_TIMEOUT
 
+    @property
+    def is_heavy(self) -> bool:
+        """Whether it holds a payload, and `without_payload` frees more than the copy of the rest takes."""
+        return self.hash_bytes > _LIGHT_BYTES and bool(self.fields[b"data"])
+
     def payload(self) -> bytes:
         """Unpack the payload's JSON. Raises TooLarge."""
         return unpack(self.fields[b"data"], self.max_job_bytes)
 
     def without_payload(self, keeps_meta: bool) -> JobRecord:
         """Less what nobody asks for any more."""
-        dropped = _PAYLOAD - {b"meta"} if keeps_meta else _PAYLOAD
-        kept = {name: value for name, value in self.fields.items() if name not in dropped}
+        kept = dict(self.fields)
+        for name in _PAYLOAD:
+            if name != b"meta" or not keeps_meta:
+                kept.pop(name, None)
+        hash_bytes = sum(map(len, kept.values()))
+        kept[b"data"] = b""
         return replace(
             self,
-            fields=MappingProxyType({**kept, b"data": b""}),
-            hash_bytes=sum(map(len, kept.values())),
+            fields=MappingProxyType(kept),
+            hash_bytes=hash_bytes,
             meta=self.meta if keeps_meta else {},
         )
 
@@ -113,13 +132,15 @@ def read_record(
     damage = None
     try:
         reader.read()
+        policy = Policy(**reader.policy)
+        policy.check()
     except Exception as error:  # noqa: BLE001  # a hash may hold anything
-        damage = error
+        damage, policy = error, Policy(**reader.policy)
     record = JobRecord(
         fields=MappingProxyType({name: value for name, value in values.items() if name in _KEPT}),
         max_job_bytes=max_job_bytes,
         hash_bytes=sum(map(len, values.values())),
-        policy=Policy(**reader.policy),
+        policy=policy,
         callbacks=MappingProxyType(reader.callbacks),
         webhooks=tuple(reader.webhooks),
         timeout_s=reader.timeout_s,
@@ -139,9 +160,9 @@ class _Reader:
         self.timeout_s: float | None = None
         self.meta: Any = {}
 
-    def _get(self, name: str) -> bytes | None:
+    def _get(self, name: bytes) -> bytes | None:
         """A field's bytes, None where it is missing or empty."""
-        return self._values.get(name.encode()) or None
+        return self._values.get(name) or None
 
     def read(self) -> None:
         """Read everything. Raises for the first field that is damaged."""
@@ -153,71 +174,69 @@ class _Reader:
             field_name.decode()
         self._check_texts()
         self._read_times()
-        if status := self._get("status"):
+        if status := self._get(b"status"):
             JobStatus(status.decode())
         self._read_hooks()
         self._check_dependencies()
         self._read_meta()
         self._read_policy()
-        for name in DATES:
+        for name in _DATE_FIELDS:
             if value := self._get(name):
                 datetime.fromisoformat(value.decode())
         check_counts(self._values)
-        Policy(**self.policy).check()
 
     def _check_texts(self) -> None:
-        for name in ("origin", "worker_name", "description", "group_id"):
+        for name in (b"origin", b"worker_name", b"description", b"group_id"):
             if value := self._get(name):
                 value.decode()
 
     def _read_times(self) -> None:
-        timeout: Any = self._get("timeout")
+        timeout: Any = self._get(b"timeout")
         self.timeout_s = parse_timeout(timeout) if timeout else None
-        for name in ("result_ttl", "failure_ttl"):
+        for name in (b"result_ttl", b"failure_ttl"):
             if value := self._get(name):
-                self.policy[name] = int(value)
+                self.policy[name.decode()] = int(value)
 
     def _read_hooks(self) -> None:
-        for role, name in CALLBACKS.items():
+        for role, name, timeout_name in _CALLBACK_FIELDS:
             if value := self._get(name):
                 self.callbacks[role] = value.decode()
-            timeout_name = name.replace("_name", "_timeout").encode()
             if timeout_name in self._values:
                 int(self._values[timeout_name])
-        if webhooks := self._get("webhooks"):
+        if webhooks := self._get(b"webhooks"):
             try:
                 self.webhooks = [Webhook.from_dict(data) for data in json.loads(webhooks.decode())]
             except Exception:  # noqa: BLE001  # as RQ does
                 _rq_log.warning("Job %s: failed to deserialize webhooks", self._job_id, exc_info=True)
 
     def _check_dependencies(self) -> None:
-        if ids := self._get("dependency_ids"):
+        if ids := self._get(b"dependency_ids"):
             json.loads(ids.decode())
-        elif dependency_id := self._get("dependency_id"):
+        elif dependency_id := self._get(b"dependency_id"):
             dependency_id.decode()
-        if flag := self._get("allow_dependency_failures"):
+        if flag := self._get(b"allow_dependency_failures"):
             int(flag)
         if b"enqueue_at_front" in self._values:
             int(self._values[b"enqueue_at_front"])
-        if ttl := self._get("ttl"):
+        if ttl := self._get(b"ttl"):
             int(ttl)
 
     def _read_meta(self) -> None:
-        if meta := self._get("meta"):
+        if meta := self._get(b"meta"):
             try:
                 self.meta = JSONSerializer.loads(meta)
             except Exception:  # noqa: BLE001  # as RQ does
                 self.meta = {"unserialized": meta}
 
     def _read_policy(self) -> None:
-        for name in ("number_of_retries", "retries_left"):
+        for name in (b"number_of_retries", b"retries_left"):
             if value := self._get(name):
-                self.policy[name] = int(value)
-        if intervals := self._get("retry_intervals"):
+                self.policy[name.decode()] = int(value)
+        if intervals := self._get(b"retry_intervals"):
             self.policy["retry_intervals"] = json.loads(intervals.decode())
-        if flag := self._get("enqueue_at_front_on_retry"):
+        if flag := self._get(b"enqueue_at_front_on_retry"):
             self.policy["enqueue_at_front_on_retry"] = bool(int(flag))
-        if left := self._get("repeats_left"):
+        if left := self._get(b"repeats_left"):
             self.policy["repeats_left"] = int(left)
-        if intervals := self._get("repeat_intervals"):
+        if intervals := self._get(b"repeat_intervals"):
             self.policy["repeat_intervals"] = json.loads(intervals.decode())

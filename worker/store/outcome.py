@@ -69,6 +69,8 @@ class Outcome:
         Raises where no end can be written with that, such as a text for `result_ttl`, or anything, since a
         user's object may.
         """
+        if job is None and self.claimed.damage is None:
+            return self  # as it was read, and checked then
         outcome = self if job is None else replace(self, changed_policy=Policy.of(job))
         outcome.policy.check()
         outcome.next_step(0)

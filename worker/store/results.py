@@ -48,15 +48,16 @@ def is_small(value: Any) -> bool:
     return least_bytes <= _SMALL_BYTES and num_values <= _SMALL_VALUES
 
 
-def pack(value: Any, most: int) -> bytes | None:
+def pack(value: Any, most: int, known_small: bool = False) -> bytes | None:
     """Return a value's JSON, None for None, and RQ's placeholder for a value that has none.
 
+    known_small: `is_small` has said so, and nothing is measured again.
     Raises ResultTooLarge beyond `most` bytes. A large value leaves other threads their turns.
     """
     if value is None:
         return None
     try:
-        least_bytes, num_values = _measure(value, most)
+        least_bytes, num_values = (0, 0) if known_small else _measure(value, most)
         if least_bytes > most:
             raise ResultTooLarge(most)
         text = json.dumps(value) if num_values <= _SMALL_VALUES else _dump_in_pieces(value, most)
