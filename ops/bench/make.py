@@ -83,7 +83,7 @@ def make_checkpoint(folder: Path, shape: Shape, dtype: torch.dtype = torch.float
         for name, size in tensor_sizes(shape)
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    _save_tokenizer(folder, shape)
+    save_tokenizer(folder, shape)
     return folder
 
 
@@ -155,7 +155,7 @@ def _tokens(rng: random.Random, count: int, vocab_size: int = PROMPT_TOKENS) -> 
     return [rng.randrange(vocab_size) for _ in range(count)]
 
 
-def _save_tokenizer(folder: Path, shape: Shape) -> None:
+def save_tokenizer(folder: Path, shape: Shape) -> None:
     """Byte-level BPE of 256 bytes and one merge; the other ids are names that no text gives."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = [*alphabet, "th", *(f"token{i}" for i in range(len(alphabet) + 1, shape.vocab_size - 1)), END]

@@ -1,0 +1,171 @@
+"""The decoder reads of config.json what transformers reads, with the keys that the hub's files have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.checkpoint.model_config import read_model_config
+from engine.models.decoder_config import DecoderConfig, read_decoder_config
+from engine.models.registry import decoder_flags
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 8192,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
+FACTORS = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
+PHI4_FACTORS = {"short_factor": [1.0] * 6, "long_factor": [1.0, 1.1, 1.3, 1.9, 2.6, 3.5]}
+QWEN = {"sliding_window": 128, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0}
+
+#: By the checkpoint whose config.json has these keys; the sizes are small.
+HUB: dict[str, dict[str, Any]] = {
+    "Llama-2-7b": {"model_type": "llama", "rms_norm_eps": 1e-05, "rope_scaling": None, "pretraining_tp": 1},
+    "Llama-3.1-8B": {
+        "model_type": "llama",
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 1024},
+        "rope_theta": 500000.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    "Mistral-7B-v0.1": {
+        "model_type": "mistral",
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-05,
+        "sliding_window": 4096,
+    },
+    "Mistral-7B-v0.3": {
+        "model_type": "mistral",
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+    },
+    "Qwen2.5-0.5B": {
+        "model_type": "qwen2",
+        "num_key_value_heads": 2,
+        **QWEN,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "max_window_layers": 5,
+    },
+    "Qwen2-with-windows-and-YaRN": {
+        "model_type": "qwen2",
+        "num_key_value_heads": 2,
+        **QWEN,
+        "use_sliding_window": True,
+        "max_window_layers": 5,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048},
+    },
+    "Qwen3-8B": {"model_type": "qwen3", "head_dim": 32, **QWEN, "use_sliding_window": False},
+    "Phi-3-mini-4k": {
+        "model_type": "phi3",
+        "rms_norm_eps": 1e-05,
+        "sliding_window": 2047,
+        "rope_scaling": None,
+    },
+    "Phi-3-mini-128k": {
+        "model_type": "phi3",
+        "rms_norm_eps": 1e-05,
+        "sliding_window": 4000,
+        "original_max_position_embeddings": 1024,
+        "rope_scaling": {"type": "longrope", **FACTORS},
+    },
+    "Phi-4-mini": {
+        "model_type": "phi3",
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-05,
+        "partial_rotary_factor": 0.75,
+        "sliding_window": 4000,
+        "original_max_position_embeddings": 512,
+        "rope_scaling": {"type": "longrope", **PHI4_FACTORS},
+        "tie_word_embeddings": True,
+    },
+    "OLMo-2-1124-7B": {"model_type": "olmo2", "rms_norm_eps": 1e-06, "rope_theta": 500000},
+    "gemma-2-2b": {
+        "model_type": "gemma2",
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-06,
+        "hidden_act": "gelu_pytorch_tanh",
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "query_pre_attn_scalar": 224,
+        "sliding_window": 4096,
+        "rope_theta": 10000.0,
+    },
+    "gemma-3-1b-it": {
+        "model_type": "gemma3_text",
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-06,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "rope_local_base_freq": 10000,
+        "rope_theta": 1000000,
+        "rope_scaling": None,
+    },
+    "gemma-3-12b, its text part": {
+        "model_type": "gemma3_text",
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-06,
+        "sliding_window": 1024,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    },
+}
+
+
+def ours(folder: Path, values: dict[str, Any]) -> DecoderConfig:
+    """As the engine reads config.json, whose architecture follows from the type."""
+    config_class = type(AutoConfig.for_model(values["model_type"]))
+    architecture = AutoModelForCausalLM._model_mapping[config_class].__name__
+    (folder / "config.json").write_text(json.dumps({**values, "architectures": [architecture]}))
+    model = read_model_config(folder)
+    return read_decoder_config(model, decoder_flags(model.architecture))
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_the_same_model_is_read(name: str, tmp_path: Path) -> None:
+    """Windows, rotations, scales, caps, biases and ties of each layer."""
+    values = {**SIZES, **HUB[name]}
+    read = ours(tmp_path, values)
+    with torch.device("meta"):
+        config = AutoConfig.for_model(**values)
+        theirs = AutoModelForCausalLM.from_config(config)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    windowed = getattr(config, "sliding_window", None)
+    assert [layer.window for layer in read.layers] == [
+        windowed if kind == "sliding_attention" else None for kind in kinds
+    ]
+    attention, mlp = theirs.model.layers[0].self_attn, theirs.model.layers[0].mlp
+    assert read.attention_scale == attention.scaling
+    assert read.attention_soft_cap == getattr(config, "attn_logit_softcapping", None)
+    assert read.logit_soft_cap == getattr(config, "final_logit_softcapping", None)
+    assert read.qkv_bias == (getattr(attention, "q_proj", attention.o_proj).bias is not None)
+    assert read.output_bias == (attention.o_proj.bias is not None)
+    assert read.mlp_bias == (mlp.down_proj.bias is not None)
+    assert read.tie_word_embeddings == config.tie_word_embeddings
+    assert read.flags.scaled_embeddings == hasattr(theirs.model.embed_tokens, "embed_scale")
+    rotary = type(theirs.model.rotary_emb)(config)
+    for layer, kind in zip(read.layers, kinds, strict=True):
+        of_kind = f"{kind}_" if hasattr(rotary, f"{kind}_inv_freq") else ""
+        frequencies, factor = read.ropes[layer.rope].frequencies(longest=100)
+        assert torch.equal(frequencies, getattr(rotary, f"{of_kind}inv_freq"))
+        assert factor == getattr(rotary, f"{of_kind}attention_scaling")
