@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.checkpoint.model_config import ModelConfig
@@ -69,6 +69,14 @@ class DecoderConfig:
     tie_word_embeddings: bool
     ropes: tuple[Rope, ...]
     layers: tuple[LayerConfig, ...]
+
+    def within(self, max_positions: int) -> DecoderConfig:
+        """The same for sequences of so many tokens at most: a window that holds them all is none."""
+        layers = [
+            replace(layer, window=None) if layer.window and layer.window >= max_positions else layer
+            for layer in self.layers
+        ]
+        return replace(self, layers=tuple(layers))
 
 
 def read_decoder_config(model: ModelConfig, flags: DecoderFlags) -> DecoderConfig:

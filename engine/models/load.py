@@ -48,6 +48,7 @@ def load_model(
     config = read_decoder_config(model_config, decoder_flags(model_config.architecture))
     if model_config.is_text_part and config.tie_word_embeddings and _has_head(folder):
         config = replace(config, tie_word_embeddings=False)  # what transformers does: the default was wrong
+    config = config.within(max_positions)
     for rope in config.ropes:
         _warn_of_long_factors(rope, max_positions)
     rotary_dtype = torch.float32 if config.flags.float32_rotation else dtype
