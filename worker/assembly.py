@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -54,10 +54,11 @@ class RqWorker(Protocol):
     job_monitoring_interval: int
     default_result_ttl: int
     maintenance_interval: int
-    _exc_handlers: list[Callable[..., Any]]
 
     @property
     def connection(self) -> Redis: ...
+    @property
+    def exception_handlers(self) -> Sequence[Callable[..., Any]]: ...
     def queue_names(self) -> list[str]: ...
     def beat(self, client: Redis, state: str, job_id: str | None) -> None: ...
     def keep_scheduler(self) -> None: ...
@@ -167,7 +168,7 @@ class _Assembly:
             enders=self._enders,
             pool_client=self._pool_client,
             user_client=self._user_client,
-            callbacks=Callbacks(worker._exc_handlers, self._pool_client, self._user_client),
+            callbacks=Callbacks(worker.exception_handlers, self._pool_client, self._user_client),
             ends_store=JobStore(
                 self._pool_client, worker.name, self._limits.lease_s, max_job_bytes=settings.max_job_bytes
             ),

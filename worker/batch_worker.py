@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -292,6 +293,11 @@ class BatchWorker(BaseWorker):
         """Go on listening whatever went wrong: RQ gives up on all but a lost connection."""
         self.log.error("Worker %s: cannot listen for commands (%s); trying again", self.name, exc)
         time.sleep(_LISTEN_AGAIN_S)
+
+    @property
+    def exception_handlers(self) -> Sequence[Callable[..., Any]]:
+        """What RQ was told to call for every job that fails."""
+        return self._exc_handlers
 
     # What RQ shows of the worker
 
