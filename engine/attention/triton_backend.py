@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.attention.base import AttentionMetadata, CapturableBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
-from engine.attention.layer_kernels import LayerKernels
+from engine.attention.layer_kernels import ExpertKernels, LayerKernels
 from engine.errors import ConfigError
 from engine.kernels.decode_attention import (
     MIN_SPLIT_TOKENS,
@@ -23,6 +23,7 @@ from engine.kernels.decode_attention import (
     choose_num_splits,
     decode_attention,
 )
+from engine.kernels.expert_groups import choose_experts, group_by_expert
 from engine.kernels.gate_and_mul import clamped_swiglu_and_mul, gelu_and_mul, silu_and_mul
 from engine.kernels.grouped_product import grouped_product
 from engine.kernels.kv_store import store_kv
@@ -74,9 +75,13 @@ class TritonBackend(CapturableBackend):
         self._device = device
         self._num_processors = INTERPRETER_PROCESSORS
         self.layer_kernels = LayerKernels(
-            add_rms_norm, norm_and_rotate, silu_and_mul, rms_norm, gelu_and_mul, grouped_product,
-            clamped_swiglu_and_mul,
-        )  # fmt: skip
+            add_rms_norm,
+            norm_and_rotate,
+            silu_and_mul,
+            rms_norm,
+            gelu_and_mul,
+            ExpertKernels(choose_experts, group_by_expert, grouped_product, clamped_swiglu_and_mul),
+        )
         if device.type == "cuda":
             if device.index is not None:
                 torch.cuda.set_device(device)  # Triton launches on the thread's current device

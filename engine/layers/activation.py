@@ -33,7 +33,8 @@ class ClampedSwigluAndMul(nn.Module):
     def __init__(self, alpha: float, limit: float, kernels: LayerKernels | None = None) -> None:
         super().__init__()
         self.alpha, self.limit = alpha, limit
-        self.fused = None if kernels is None else kernels.clamped_swiglu_and_mul
+        experts = None if kernels is None else kernels.experts
+        self.fused = None if experts is None else experts.clamped_swiglu_and_mul
 
     def forward(self, gate_up: Tensor) -> Tensor:
         """gate_up: [tokens, 2 * dim] -> [tokens, dim]."""

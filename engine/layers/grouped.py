@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.layer_kernels import LayerKernels
+from engine.attention.layer_kernels import ExpertKernels
 from engine.layers.packed import linear, pack_weight
 
 GROUPED_MM_CAPABILITIES = (9, 10)  # major; on others torch waits for the device and loops over the experts
@@ -22,20 +22,25 @@ GROUPED_MM_ALIGNMENT = 8  # numbers of a row, 16 bytes
 class ExpertGroups:
     """A step's choices of experts, sorted by expert: the rows of a grouped product.
 
-    order: [rows] int64, which of the flattened choices a row is.  experts: [rows] int64, ascending.
-    ends: [experts] int32, where each expert's rows end.
+    tokens: [rows] int64, whose choice a row is.  places: [tokens, experts of a token] int64, the row of each
+    choice.  experts: [rows] int64, ascending.  ends: [experts] int32, where each expert's rows end.
     """
 
-    order: Tensor
+    tokens: Tensor
+    places: Tensor
     experts: Tensor
     ends: Tensor
 
     @classmethod
-    def of(cls, chosen: Tensor, num_experts: int) -> ExpertGroups:
+    def of(cls, chosen: Tensor, num_experts: int, kernels: ExpertKernels | None = None) -> ExpertGroups:
         """chosen: [tokens, experts of a token] int64. Nothing of it is read by the host."""
+        if kernels is not None:
+            return cls(*kernels.group(chosen, num_experts))
         experts, order = chosen.flatten().sort(stable=True)
-        ids = torch.arange(num_experts, device=chosen.device)
-        return cls(order, experts, torch.searchsorted(experts, ids, right=True, out_int32=True))
+        numbers = torch.arange(max(len(order), num_experts), device=chosen.device)
+        places = torch.empty_like(order).scatter_(0, order, numbers[: len(order)])
+        ends = torch.searchsorted(experts, numbers[:num_experts], right=True, out_int32=True)
+        return cls(order // chosen.shape[1], places.view_as(chosen), experts, ends)
 
     @cached_property
     def spans(self) -> list[tuple[int, int, int]]:
@@ -46,12 +51,8 @@ class ExpertGroups:
 
     def weighted_sums(self, rows: Tensor, weights: Tensor) -> Tensor:
         """rows: [rows, dim], sorted by expert; weights: [tokens, experts of a token] -> [tokens, dim]."""
-        numbers = torch.arange(len(self.order), device=self.order.device)
-        places = torch.empty_like(self.order).scatter_(0, self.order, numbers)
         # gathers, multiplies and adds in one pass, in float32; separate ops took 2 to 9 times as long
-        return F.embedding_bag(
-            places.view_as(weights), rows, mode="sum", per_sample_weights=weights.to(rows.dtype)
-        )
+        return F.embedding_bag(self.places, rows, mode="sum", per_sample_weights=weights.to(rows.dtype))
 
 
 class GroupedLinear(nn.Module, ABC):
@@ -62,7 +63,7 @@ class GroupedLinear(nn.Module, ABC):
         """x: [rows, in], sorted by expert.  bias: [experts, out] -> [rows, out]."""
 
 
-def grouped_linear(weight: nn.Parameter, kernels: LayerKernels | None) -> GroupedLinear:
+def grouped_linear(weight: nn.Parameter, kernels: ExpertKernels | None) -> GroupedLinear:
     """The fastest for a weight [experts, out, in], which is its own from now on.
 
     On a GPU one launch for all experts, which a graph can record: torch's where it has one, else the
@@ -70,8 +71,8 @@ def grouped_linear(weight: nn.Parameter, kernels: LayerKernels | None) -> Groupe
     """
     if _serves_grouped_mm(weight):
         return TorchGroupedLinear(weight)
-    if kernels is not None and kernels.grouped_product is not None:
-        return KernelGroupedLinear(weight, kernels.grouped_product)
+    if kernels is not None:
+        return KernelGroupedLinear(weight, kernels.product)
     return LinearForEachExpert(weight)
 
 

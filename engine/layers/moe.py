@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from engine.attention.layer_kernels import LayerKernels
+from engine.attention.layer_kernels import ChooseExperts, LayerKernels
 from engine.checkpoint.weights import CheckpointTensor, TransposedTensor
 from engine.errors import WeightMismatch
 from engine.layers.activation import ClampedSwigluAndMul, SiluAndMul
@@ -84,7 +84,8 @@ class ExpertMLPs(WeightedModule):
         kernels: LayerKernels | None,
     ) -> None:
         super().__init__()
-        self.experts, self.tp, self.kernels = experts, tp, kernels
+        self.experts, self.tp = experts, tp
+        self.kernels = None if kernels is None else kernels.experts
         self.columns = tp.share(experts.intermediate_size, "intermediate columns of an expert")
         rows = 2 * self.columns.length
 
@@ -107,9 +108,8 @@ class ExpertMLPs(WeightedModule):
 
         The sum over a token's experts, all of it on every rank.
         """
-        num_chosen = self.experts.num_chosen
-        groups = ExpertGroups.of(chosen, self.experts.num_experts)
-        rows = self.gate_up(x[groups.order // num_chosen], self.gate_up_proj_bias, groups)
+        groups = ExpertGroups.of(chosen, self.experts.num_experts, self.kernels)
+        rows = self.gate_up(x.index_select(0, groups.tokens), self.gate_up_proj_bias, groups)
         # a sum over the ranks has the bias once
         bias = self.down_proj_bias if self.tp.rank == 0 else None
         rows = self.down(self.activation(rows), bias, groups)
@@ -198,6 +198,8 @@ class SparseMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.num_chosen, self.normalised = experts.num_chosen, experts.normalised
+        fused = None if kernels is None else kernels.experts
+        self.choose: ChooseExperts = choose_experts if fused is None else fused.choose
         self.gate = ReplicatedLinear(hidden_size, experts.num_experts, bias=experts.bias, dtype=dtype)
         self.experts = ExpertMLPs(experts, hidden_size, tp, dtype=dtype, kernels=kernels)
 
@@ -205,6 +207,6 @@ class SparseMLP(nn.Module):
         """hidden: [tokens, hidden] -> [tokens, hidden]."""
         if len(hidden) == 0:  # a step of which no row samples ends like this
             return hidden
-        weights, chosen = choose_experts(self.gate(hidden), self.num_chosen, normalised=self.normalised)
+        weights, chosen = self.choose(self.gate(hidden), self.num_chosen, normalised=self.normalised)
         output: Tensor = self.experts(hidden, weights, chosen)
         return output

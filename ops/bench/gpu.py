@@ -33,6 +33,7 @@ GPU_TESTS = (
     "tests/engine/test_gpu.py",
     "tests/engine/test_kernels_attention.py",
     "tests/engine/test_kernels_layers.py",
+    "tests/engine/test_moe.py",
 )
 DRY_RUN_PATIENCE = 4  # times as long: a CPU may be any, and busy
 NOT_ON_GPU = "not slip_in_a_kernel"  # faulty on purpose: one may take the device down with it

@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.kernels.decode_attention import DecodeRows, decode_attention
+from engine.kernels.expert_groups import choose_experts, group_by_expert
 from engine.kernels.gate_and_mul import clamped_swiglu_and_mul, gelu_and_mul, silu_and_mul
 from engine.kernels.grouped_product import grouped_product
 from engine.kernels.kv_store import store_kv
@@ -147,6 +148,9 @@ def experts(dtype: torch.dtype, num_rows: int) -> None:
     """The sizes of gpt-oss-20b, whose hidden size is no multiple of a tile, and biases."""
     x, ends = torch.empty((num_rows, 2880), dtype=dtype), torch.zeros(32, dtype=torch.int32)
     grouped_product(x, torch.empty((32, 5760, 2880), dtype=dtype), torch.empty((32, 5760), dtype=dtype), ends)
+    for normalised in (True, False):
+        _, chosen = choose_experts(torch.empty((num_rows, 128), dtype=dtype), 8, normalised=normalised)
+    group_by_expert(chosen, 128)
 
 
 def main() -> None:

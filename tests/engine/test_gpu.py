@@ -18,6 +18,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
 
 from engine import Engine, EngineConfig, SamplingParams
+from tests.engine import families, family_runs
 from tests.engine import test_determinism as determinism
 from tests.engine.checkpoints import SHAPES, Shape, make_checkpoint, pool_bytes
 from tests.engine.reference import Reference
@@ -81,6 +82,19 @@ def test_every_checkpoint_gives_transformers_tokens(name: str, shortened: dict[s
     reference = shortened[name]
     with Engine(config(reference.folder, BY_NAME[name])) as engine:
         completions = engine.generate(reference.prompts, GREEDY)
+    assert reference.unexplained(completions) == []
+
+
+@pytest.mark.parametrize("name", ["mixtral_window", "qwen3_moe", "gpt_oss"])
+def test_families_with_experts_give_transformers_tokens(name: str, tmp_path: Path) -> None:
+    """Graphs that hold the choice of experts and their products, windows and sinks."""
+    reference = family_runs.reference_of(tmp_path, families.BY_NAME[name])
+    if ON_CPU:
+        reference.prompts = reference.prompts[1:3]
+    settings = family_runs.config_of(tmp_path, "chunks", "triton")
+    greedy = replace(GREEDY, max_tokens=family_runs.NUM_NEW_TOKENS)
+    with Engine(replace(settings, device=DEVICE)) as engine:
+        completions = engine.generate(reference.prompts, greedy)
     assert reference.unexplained(completions) == []
 
 

@@ -14,13 +14,14 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from engine.attention.layer_kernels import LayerKernels
+from engine.attention.layer_kernels import ExpertKernels, LayerKernels
 from engine.checkpoint.weights import open_tensors
 from engine.errors import ConfigError, WeightMismatch
 from engine.layers import grouped
-from engine.layers.grouped import ExpertGroups, GroupedLinear, grouped_linear
+from engine.layers.grouped import ExpertGroups, GroupedLinear, TorchGroupedLinear, grouped_linear
 from engine.layers.moe import ClampedSwiglu, Experts, SparseMLP, choose_experts
 from engine.layers.parallel import TensorParallel
+from tests.engine.paged import DEVICE
 
 HIDDEN, COLUMNS, NUM_EXPERTS, NUM_CHOSEN = 40, 24, 6, 3
 NORMALISED = Experts(NUM_EXPERTS, NUM_CHOSEN, COLUMNS, normalised=True)
@@ -40,17 +41,18 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param != "triton":
         return None
     pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
-    from engine.kernels.grouped_product import grouped_product
+    from engine.attention.triton_backend import TritonBackend
 
-    def unused(*arguments: object) -> Tensor:
-        raise AssertionError(arguments)
-
-    return LayerKernels(unused, unused, lambda x: unfused_silu(x), grouped_product=grouped_product)
+    return TritonBackend(DEVICE).layer_kernels
 
 
-def unfused_silu(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
+def device_of(kernels: LayerKernels | None) -> torch.device:
+    """Where that way is tried: Triton's on the GPU if there is one."""
+    return torch.device("cpu") if kernels is None else DEVICE
+
+
+def of_experts(kernels: LayerKernels | None) -> ExpertKernels | None:
+    return None if kernels is None else kernels.experts
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -61,9 +63,16 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 def products(linear: GroupedLinear, x: Tensor, bias: Tensor | None, counts: list[int]) -> Tensor:
-    """Of rows of which each expert has so many."""
-    experts = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    return linear(x, bias, ExpertGroups.of(experts.unsqueeze(1), len(counts)))
+    """Of rows of which each expert has so many; on the linear layer's device, and back."""
+    device = next(linear.parameters()).device
+    experts = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(device)
+    groups = ExpertGroups.of(experts.unsqueeze(1), len(counts))
+    return linear(x.to(device), None if bias is None else bias.to(device), groups).cpu()
+
+
+def make_linear(weight: Tensor, kernels: LayerKernels | None) -> GroupedLinear:
+    parameter = nn.Parameter(weight.to(device_of(kernels), copy=True), requires_grad=False)
+    return grouped_linear(parameter, of_experts(kernels))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -84,7 +93,7 @@ def test_grouped_products_equal_float64(
     x, weight = (random(n, in_features, dtype=dtype) for n in (sum(counts), len(counts) * out_features))
     weight = weight.view(len(counts), out_features, in_features) / in_features**0.5
     bias = random(len(counts), out_features, seed=1, dtype=dtype)
-    linear = grouped_linear(nn.Parameter(weight.clone(), requires_grad=False), kernels)
+    linear = make_linear(weight, kernels)
     tolerance = 1e-5 if dtype == torch.float32 else 5e-2  # the interpreter rounds bfloat16 towards zero
     for b in (None, bias):
         wide = [rows.double() @ w.double().T for rows, w in zip(x.split(counts), weight, strict=True)]
@@ -97,23 +106,50 @@ def test_grouped_products_equal_float64(
 
 def test_rows_of_a_wide_tensor_may_lie_apart(kernels: LayerKernels | None) -> None:
     x, weight = random(9, 64)[:, 16:48], random(4, 24, 32, seed=1)
-    linear = grouped_linear(nn.Parameter(weight.clone(), requires_grad=False), kernels)
+    linear = make_linear(weight, kernels)
     expected = products(linear, x.contiguous(), None, [4, 0, 5, 0])
     torch.testing.assert_close(products(linear, x, None, [4, 0, 5, 0]), expected)
 
 
-def test_a_token_is_the_weighted_sum_of_its_experts() -> None:
+def test_a_token_is_the_weighted_sum_of_its_experts(kernels: LayerKernels | None) -> None:
     """Choices sorted by expert come back to their tokens, in float32 and rounded once."""
-    chosen = torch.tensor([[2, 0], [1, 2], [2, 3], [0, 1]])
-    groups = ExpertGroups.of(chosen, 5)
+    device = device_of(kernels)
+    chosen = torch.tensor([[2, 0], [1, 2], [2, 3], [0, 1]], device=device)
+    groups = ExpertGroups.of(chosen, 5, of_experts(kernels))
+    assert groups.tokens.tolist() == [0, 3, 1, 3, 0, 1, 2, 2]
     assert groups.ends.tolist() == [2, 4, 7, 8, 8]
     assert groups.spans == [(0, 0, 2), (1, 2, 4), (2, 4, 7), (3, 7, 8)]
-    weights = random(4, 2, seed=3)
-    values = random(5, 7, seed=4)  # what each expert says, whoever asks
+    weights = random(4, 2, seed=3).to(device)
+    values = random(5, 7, seed=4).to(device)  # what each expert says, whoever asks
     expected = (weights.unsqueeze(-1) * values[chosen]).sum(1)
     torch.testing.assert_close(groups.weighted_sums(values[groups.experts], weights), expected)
     rows = values[groups.experts].bfloat16()
     torch.testing.assert_close(groups.weighted_sums(rows, weights).float(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has the fast one for GPUs alone")
+def test_torchs_own_product_can_be_recorded_on_a_gpu() -> None:
+    """In bfloat16, where torch has it in one launch; replayed, it groups by the choices of that time."""
+    weight = nn.Parameter(random(6, 64, 128, dtype=torch.bfloat16).cuda(), requires_grad=False)
+    linear = grouped_linear(weight, None)
+    if not isinstance(linear, TorchGroupedLinear):
+        pytest.skip("this GPU has none")
+    x, chosen = random(33, 128, dtype=torch.bfloat16).cuda(), torch.zeros(33, 1, dtype=torch.int64).cuda()
+    linear(x, None, ExpertGroups.of(chosen, 6))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        groups = ExpertGroups.of(chosen, 6)
+        product = linear(x.index_select(0, groups.tokens), None, groups)
+    for seed in (0, 1):
+        chosen.copy_(random(33, 6, seed=seed).argmax(-1, keepdim=True))
+        graph.replay()
+        expected = torch.einsum("ri,roi->ro", x.double(), weight.double()[chosen[:, 0]])
+        torch.testing.assert_close(
+            product.double()[groups.places[:, 0]],
+            expected,
+            rtol=2e-2,
+            atol=2e-2 * expected.abs().max().item(),
+        )
 
 
 # Layers
@@ -165,7 +201,7 @@ def stored_tensors(block: nn.Module, *, fused: bool) -> dict[tuple[str, str | No
     return found
 
 
-def load(mlp: SparseMLP, block: nn.Module, folder: Path, *, fused: bool) -> SparseMLP:
+def load(mlp: SparseMLP, block: nn.Module, folder: Path, device: torch.device, *, fused: bool) -> SparseMLP:
     """Through a file, as a checkpoint's tensors come."""
     router = block.router if hasattr(block, "router") else block.gate
     tensors = stored_tensors(block, fused=fused)
@@ -176,6 +212,7 @@ def load(mlp: SparseMLP, block: nn.Module, folder: Path, *, fused: bool) -> Spar
             parameter.copy_(getattr(router, name))
         for name, shard in tensors:
             mlp.experts.load(name, stored[f"{name} {shard}"], shard)
+    mlp.to(device)
     mlp.gate.finish_loading()
     mlp.experts.finish_loading()
     return mlp
@@ -191,7 +228,7 @@ def make(
     fused: bool = True,
 ) -> SparseMLP:
     mlp = SparseMLP(experts, HIDDEN, tp, dtype=torch.float32, kernels=kernels)
-    return load(mlp, block, folder, fused=fused)
+    return load(mlp, block, folder, device_of(kernels), fused=fused)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -201,7 +238,8 @@ def test_a_layer_equals_transformers(variant: str, kernels: LayerKernels | None,
     mlp = make(VARIANTS[variant], block, tmp_path, kernels)
     for num_tokens in (1, 7, 60):
         x = random(num_tokens, HIDDEN, seed=num_tokens)
-        torch.testing.assert_close(mlp(x), expected_output(block, x), rtol=2e-5, atol=2e-3)
+        output = mlp(x.to(device_of(kernels))).cpu()
+        torch.testing.assert_close(output, expected_output(block, x), rtol=2e-5, atol=2e-3)
     assert mlp(x[:0]).shape == (0, HIDDEN)
 
 
@@ -291,14 +329,48 @@ def test_a_router_with_or_without_renormalisation_is_told_apart(variant: str, tm
     assert (mlp(x) - expected_output(block, x)).abs().mean() > 1
 
 
-def test_weights_are_a_softmax_in_float32() -> None:
-    scores = random(9, 12).bfloat16() * 8
+@pytest.mark.parametrize("num_experts", [4, 12, 130])
+def test_weights_are_a_softmax_in_float32(num_experts: int, kernels: LayerKernels | None) -> None:
+    """Of the highest scores, highest first."""
+    scores = (random(9, num_experts).argsort(-1).bfloat16() / 8).to(device_of(kernels))  # no two alike
     probabilities = scores.double().softmax(-1)
+    choose = choose_experts if kernels is None else kernels.experts.choose
     for normalised in (True, False):
-        weights, chosen = choose_experts(scores, 4, normalised=normalised)
+        weights, chosen = choose(scores, 4, normalised=normalised)
         expected = probabilities.gather(1, chosen)
         assert torch.equal(chosen, scores.float().topk(4).indices)
         if normalised:
             expected = expected / expected.sum(-1, keepdim=True)
         assert weights.dtype == torch.float32
         torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_many_choices_are_grouped_as_torch_sorts_them() -> None:
+    """More than a program looks at together, of few experts and of many, some of which nobody chose."""
+    pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
+    from engine.kernels.expert_groups import TILE, group_by_expert
+
+    for num_tokens, num_chosen, num_experts in ((TILE, 2, 3), (1, 1, 1), (TILE // 4 + 1, 8, 150)):
+        generator = torch.Generator().manual_seed(num_tokens)
+        chosen = torch.rand(num_tokens, num_experts, generator=generator).topk(num_chosen).indices.to(DEVICE)
+        chosen[chosen == num_experts - 2] = 0
+        sorted_by_torch = ExpertGroups.of(chosen, num_experts)
+        fused = ExpertGroups(*group_by_expert(chosen, num_experts))
+        for name in ("tokens", "places", "experts", "ends"):
+            assert torch.equal(getattr(fused, name), getattr(sorted_by_torch, name)), name
+
+
+def test_a_row_of_padding_gets_experts_that_are_there() -> None:
+    """Whatever its scores are: a choice outside would be read outside of the weights."""
+    pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
+    from engine.kernels.expert_groups import choose_experts as choose
+
+    for value in (torch.nan, torch.inf, -torch.inf):
+        scores = random(3, 5).to(DEVICE)
+        scores[1] = value
+        scores[2, 1:3] = value
+        for normalised in (True, False):
+            weights, chosen = choose(scores, 3, normalised=normalised)
+            assert ((chosen >= 0) & (chosen < 5)).all()
+            expected = choose_experts(scores[:1], 3, normalised=normalised)
+            torch.testing.assert_close((weights[:1], chosen[:1]), expected)
