@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from engine.checkpoint.fingerprint import ModelIdentity
 from engine.errors import (
+    AttentionRefused,
     BlockAccountingError,
     ConfigError,
     DamagedWeights,
@@ -36,6 +37,7 @@ from engine.errors import (
     UnsupportedModel,
     WeightMismatch,
 )
+from engine.models.served import model_table
 from engine.run.config import EngineConfig, model_identity
 from engine.sampling.params import SamplingParams
 from engine.schedule.outputs import Completion, EngineStats
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from engine.engine import Engine
 
 __all__ = [
+    "AttentionRefused",
     "BlockAccountingError",
     "Completion",
     "ConfigError",
@@ -73,6 +76,7 @@ __all__ = [
     "UnsupportedModel",
     "WeightMismatch",
     "model_identity",
+    "model_table",
 ]
 
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from engine.checkpoint.fingerprint import ModelIdentity
 from engine.checkpoint.folder import resolve_model
-from engine.checkpoint.model_config import ModelConfig, dtype_name, read_model_config
+from engine.checkpoint.model_config import ModelConfig, dtype_name
 from engine.errors import (
     DuplicateRequest,
     EngineBusy,
@@ -23,7 +23,7 @@ from engine.errors import (
     SequenceFailed,
 )
 from engine.layers.parallel import TensorParallel
-from engine.models.load import check_supported
+from engine.models.load import read_supported
 from engine.run.config import EngineConfig, model_identity
 from engine.run.device import resolve_device
 from engine.run.model_runner import ModelRunner
@@ -63,8 +63,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, *, start_runner: StartRunner | None = None) -> None:
         folder = resolve_model(config.model)
-        model = read_model_config(folder)
-        check_supported(model)
+        model = read_supported(folder, config.model_path)
         if model.quantization is not None:
             logger.info(
                 "quantized weights (%s) are unpacked to %s when they are read, and take its memory",

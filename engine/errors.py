@@ -6,7 +6,8 @@ EngineError
 │   ├── UnsupportedModel     the checkpoint needs something that is not built
 │   ├── MissingWeights       a file or a tensor of the checkpoint is not there
 │   ├── WeightMismatch       a tensor is there and does not fit the model
-│   └── DamagedWeights       numbers of a quantized tensor that none can have
+│   ├── DamagedWeights       numbers of a quantized tensor that none can have
+│   └── AttentionRefused     the attention backend cannot compute a layer of this model
 ├── InvalidRequest           this request cannot run; the others are not affected
 │   ├── InvalidSampling      a sampling name or value
 │   ├── InvalidPrompt        not text, not token ids, empty, or outside the vocabulary
@@ -52,6 +53,10 @@ class WeightMismatch(ConfigError):
 
 class DamagedWeights(ConfigError):
     """Raised when scales or indices of a quantized weight are what none can have. Names the tensor."""
+
+
+class AttentionRefused(ConfigError):
+    """Raised when the attention backend cannot compute a layer of this model, and another might."""
 
 
 class InvalidRequest(EngineError):

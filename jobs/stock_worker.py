@@ -76,6 +76,13 @@ def check_sampling(sampling: Mapping[str, Any]) -> None:
         raise InvalidValue(f"{error.problem}, got {{}}", error.got) from None
 
 
+def model_table() -> str:
+    """Which model architectures are served, and how, as text for people. Loads no torch."""
+    from engine import model_table as table
+
+    return table()
+
+
 def drive(task: OpenTask, engine: Engine) -> None:
     """Feed an open task's requests to the engine until every one is delivered.
 

@@ -52,6 +52,7 @@ class WorkerSettings(BaseSettings):
     enable_prefix_caching: bool = True
     tensor_parallel_size: int = 1
     attention_backend: str = "auto"
+    model_path: str = "auto"
     enforce_eager: bool = False
     async_scheduling: bool | None = None
     seed: int = 0
@@ -194,6 +195,7 @@ class WorkerSettings(BaseSettings):
             enable_prefix_caching=self.enable_prefix_caching,
             tensor_parallel_size=self.tensor_parallel_size,
             attention_backend=self.attention_backend,
+            model_path=self.model_path,
             enforce_eager=self.enforce_eager,
             async_scheduling=self.async_scheduling,
             seed=self.seed,

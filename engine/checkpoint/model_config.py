@@ -17,6 +17,22 @@ MAX_SIZE = 2**31
 MAX_JSON_BYTES = 64 << 20  # the index of a thousand shards has some ten of them
 DTYPES = ("float32", "bfloat16", "float16")
 
+#: What other architectures call the same sizes, which are looked for in this order.
+NAMES = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "intermediate_size": (
+        "intermediate_size",
+        "n_inner",
+        "ffn_dim",
+        "ffn_hidden_size",
+        "moe_intermediate_size",
+    ),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length"),
+}
+
 
 def dtype_name(wanted: str, checkpoint_dtype: str) -> str:
     """Return the dtype that is served: "auto" is the checkpoint's own. Raises ConfigError for one unknown."""
@@ -74,13 +90,13 @@ def read_model_config(folder: Path) -> ModelConfig:
         read = ModelConfig(
             architecture=architectures[0],
             vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_layers=config["num_hidden_layers"],
-            num_heads=config["num_attention_heads"],
-            num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-            max_position_embeddings=config["max_position_embeddings"],
+            hidden_size=(hidden := _size(config, "hidden_size")),
+            intermediate_size=_size(config, "intermediate_size", 4 * hidden),
+            num_layers=_size(config, "num_hidden_layers"),
+            num_heads=(heads := _size(config, "num_attention_heads")),
+            num_kv_heads=_size(config, "num_key_value_heads", heads),
+            head_dim=config.get("head_dim") or hidden // heads,
+            max_position_embeddings=_size(config, "max_position_embeddings"),
             dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
             eos_token_ids=_token_ids(generation.get("eos_token_id"))
             or _token_ids(config.get("eos_token_id")),
@@ -89,11 +105,24 @@ def read_model_config(folder: Path) -> ModelConfig:
             is_text_part=is_text_part,
         )
     except KeyError as error:
-        raise ConfigError(f"{path} has no {error.args[0]!r}, which the engine needs") from error
+        named = shown(config.get("architectures"))
+        raise ConfigError(
+            f"{path} has no {error.args[0]!r}, which the engine needs (architectures: {named})"
+        ) from error
     except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
         raise ConfigError(f"{path} or {generation_file} holds a value of a wrong kind: {error}") from error
     _check_values(read, path)
     return read
+
+
+def _size(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    """A size by any of its names. Raises KeyError if it has none and there is no default."""
+    for key in NAMES[name]:
+        if config.get(key) is not None:
+            return config[key]
+    if default is None:
+        raise KeyError(name)
+    return default
 
 
 def _check_values(read: ModelConfig, path: Path) -> None:

@@ -8,17 +8,17 @@ from engine.attention.base import KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import LayerKVCache
-from engine.errors import ConfigError
+from engine.errors import AttentionRefused
 
 
 class Attention(nn.Module):
     """Stores the step's keys and values, then attends: in that order, so that a step shares its prefixes."""
 
     def __init__(self, backend: KernelBackend, features: AttentionFeatures) -> None:
-        """Raises ConfigError if the backend cannot compute such an attention."""
+        """Raises AttentionRefused if the backend cannot compute such an attention."""
         super().__init__()
         if problem := backend.refusal(features):
-            raise ConfigError(f"attention_backend={backend.name!r} {problem}")
+            raise AttentionRefused(f"attention_backend={backend.name!r} {problem}")
         self.backend = backend
         self.features = features
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -17,10 +18,12 @@ class CausalModel(nn.Module, ABC):
 
     attention_layers: its attention layers in the order of the cache's, which is made after them.
     hidden_size: of what `hidden_states` returns.
+    may_wait: `hidden_states` may read values on the host, for which it waits, and which no graph records.
     """
 
     attention_layers: Sequence[AttentionFeatures]
     hidden_size: int
+    may_wait: ClassVar[bool] = False
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Logits [samples, vocabulary] of the rows that sample, float32; keys and values are stored.
@@ -36,3 +39,10 @@ class CausalModel(nn.Module, ABC):
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [samples, hidden] -> [samples, vocabulary] float32; a part of it on ranks other than 0."""
+
+    def reference_logits(self, token_ids: Tensor) -> Tensor | None:
+        """Logits [tokens, vocabulary] of one sequence by other code than `forward`, None if there is none.
+
+        token_ids: [tokens]. float32; a part of the vocabulary on ranks other than 0.
+        """
+        return None

@@ -3,37 +3,82 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from engine.attention.base import KernelBackend
 from engine.checkpoint.folder import list_weight_files
-from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.model_config import ModelConfig, read_json, read_model_config
 from engine.checkpoint.text_part import text_tensors
 from engine.checkpoint.weights import open_tensors
+from engine.errors import UnsupportedModel
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.rotary_scaling import Rope
 from engine.models.base import CausalModel
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
-from engine.models.decoder_config import read_decoder_config
+from engine.models.decoder_config import DecoderConfig, read_decoder_config
 from engine.models.loader import load_weights
 from engine.models.registry import decoder_flags
+from engine.models.served import refuse_known
+from engine.models.transformers_model import load_transformers_model
 
 logger = logging.getLogger(__name__)
 
 
-def check_supported(model: ModelConfig) -> None:
-    """Raise UnsupportedModel, or another ConfigError, if no such model can be built; reads no weights."""
-    read_decoder_config(model, decoder_flags(model.architecture))
+def read_supported(folder: Path, model_path: str) -> ModelConfig:
+    """The configuration of a folder's model, which can be built; reads no weights.
+
+    model_path: as EngineConfig has it. Raises UnsupportedModel or another ConfigError.
+    """
+    named = read_json(folder / "config.json").get("architectures")
+    if model_path != "transformers" and isinstance(named, list):
+        refuse_known(named[:1])  # before its sizes are read, which may have no names that are known here
+    model = read_model_config(folder)
+    choose_path(model, model_path)
+    return model
+
+
+@dataclass(frozen=True)
+class ModelPath:
+    """How a model is computed: natively by `decoder`, through transformers where that is None; and why."""
+
+    decoder: DecoderConfig | None
+    reason: str
+
+
+def choose_path(model: ModelConfig, wanted: str) -> ModelPath:
+    """What computes a model. wanted: as EngineConfig.model_path.
+
+    Raises UnsupportedModel, or another ConfigError, for a model that nothing here computes.
+    """
+    if wanted == "transformers":
+        reason = "model_path='transformers' says so"
+    else:
+        try:
+            decoder = read_decoder_config(model, decoder_flags(model.architecture))
+        except UnsupportedModel as error:
+            if wanted == "native":
+                hint = "model_path='native' is set, 'auto' tries transformers"
+                raise UnsupportedModel(f"{error}; {hint}") from error
+            reason = str(error)
+        else:
+            return ModelPath(decoder, f"{model.architecture} is native")
+    if model.quantization is not None:
+        raise UnsupportedModel(
+            f"quantized weights ({model.quantization}) are unpacked for native models alone, and {reason}: "
+            "use an unquantized checkpoint"
+        )
+    return ModelPath(None, reason)
 
 
 def load_model(
-    model_config: ModelConfig,
+    config: ModelConfig,
     folder: Path,
     *,
+    model_path: str,
     tp: TensorParallel,
     backend: KernelBackend,
     max_positions: int,
@@ -42,28 +87,41 @@ def load_model(
 ) -> CausalModel:
     """Build the model, or one rank's share of it, and fill it from the folder.
 
-    max_positions: tokens that no sequence will exceed.
+    model_path: as EngineConfig has it.  max_positions: tokens that no sequence will exceed.
     Raises UnsupportedModel, MissingWeights, WeightMismatch, DamagedWeights or another ConfigError.
     """
-    config = read_decoder_config(model_config, decoder_flags(model_config.architecture))
-    if model_config.is_text_part and config.tie_word_embeddings and _has_head(folder):
-        config = replace(config, tie_word_embeddings=False)  # what transformers does: the default was wrong
-    config = config.within(max_positions)
-    for rope in config.ropes:
+    path = choose_path(config, model_path)
+    if path.decoder is None:
+        logger.info("%s runs through transformers: %s", config.architecture, path.reason)
+        return load_transformers_model(
+            config,
+            folder,
+            tp=tp,
+            backend=backend,
+            max_positions=max_positions,
+            dtype=dtype,
+            device=device,
+        )
+    logger.info("%s runs natively", config.architecture)
+    decoder = path.decoder
+    if config.is_text_part and decoder.tie_word_embeddings and _has_head(folder):
+        decoder = replace(decoder, tie_word_embeddings=False)  # what transformers does: the default was wrong
+    decoder = decoder.within(max_positions)
+    for rope in decoder.ropes:
         _warn_of_long_factors(rope, max_positions)
-    rotary_dtype = torch.float32 if config.flags.float32_rotation else dtype
+    rotary_dtype = torch.float32 if decoder.flags.float32_rotation else dtype
     rotaries = [
-        RotaryEmbedding(rope, max_positions, dtype=rotary_dtype, device=device) for rope in config.ropes
+        RotaryEmbedding(rope, max_positions, dtype=rotary_dtype, device=device) for rope in decoder.ropes
     ]
-    parts = DecoderParts(config, tp, backend, dtype)
+    parts = DecoderParts(decoder, tp, backend, dtype)
     with torch.device("meta"):
         model = DecoderForCausalLM(parts, rotaries)
     load_weights(
         model,
         folder,
         device,
-        quantization=model_config.quantization,
-        is_text_part=model_config.is_text_part,
+        quantization=config.quantization,
+        is_text_part=config.is_text_part,
     )
     return model.eval()
 

@@ -174,6 +174,6 @@ def decoder_flags(architecture: str) -> DecoderFlags:
     """The flags that make the decoder this architecture. Raises UnsupportedModel."""
     if architecture not in ARCHITECTURES:
         raise UnsupportedModel(
-            f"architecture {architecture!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
+            f"architecture {architecture!r} is not native; native are {', '.join(sorted(ARCHITECTURES))}"
         )
     return ARCHITECTURES[architecture]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from engine.checkpoint.fingerprint import ModelIdentity, read_identity
 from engine.errors import ConfigError
 
+MODEL_PATHS = ("auto", "native", "transformers")
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -31,6 +33,8 @@ class EngineConfig:
     attention_backend: "auto" (on a GPU triton where it is installed; on a CPU cpu where numba is installed
         and the dtype is float32; else torch), "cpu", "torch", "triton" or "flash_attn" (on a GPU, with the
         package flash-attn, half precision and a block_size of a multiple of 256).
+    model_path: "native" (the engine's own decoder), "transformers" (transformers' model of the architecture
+        with the engine's attention), or "auto": native where the engine has what the checkpoint needs.
     enforce_eager: run decode steps without CUDA graphs. Those are captured at start, on a GPU, for a backend
         that can be recorded (triton, flash_attn); a CPU has none.
     async_scheduling: schedule a step while the one before runs; None does so on a GPU without tensor
@@ -51,6 +55,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     tensor_parallel_size: int = 1
     attention_backend: str = "auto"
+    model_path: str = "auto"
     enforce_eager: bool = False
     async_scheduling: bool | None = None
     seed: int = 0
@@ -64,6 +69,8 @@ class EngineConfig:
         for name in ("max_model_len", "kv_cache_bytes"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
+        if self.model_path not in MODEL_PATHS:
+            raise ConfigError(f"model_path={self.model_path!r} must be 'auto', 'native' or 'transformers'")
         if self.max_model_len == 1:
             raise ConfigError("max_model_len=1 leaves no room for a new token; give at least 2")
         if self.chat_template is not None and (

@@ -39,15 +39,27 @@ class CudaCapture:
     one for another set of graphs: the pool is gone with the last graph in it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, may_wait: bool = False) -> None:
+        """may_wait: what is captured may wait for the device, which is found out before it is recorded."""
+        self._may_wait = may_wait
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], None]) -> Replay:
-        """Run once, so that kernels are compiled and loaded and libraries set up, then record."""
+        """Run once, so that kernels are compiled and loaded and libraries set up, then record.
+
+        Raises RuntimeError for what waits for the device.
+        """
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             run()
+            if self._may_wait:
+                mode = torch.cuda.get_sync_debug_mode()
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    run()
+                finally:
+                    torch.cuda.set_sync_debug_mode(mode)
         graph = torch.cuda.CUDAGraph()
         # thread_local: NCCL's watchdog thread asks for the state of events meanwhile
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):

@@ -13,16 +13,19 @@ from engine.attention import CapturableBackend, KernelBackend, load_backend
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import KVCache, block_bytes
 from engine.checkpoint.model_config import ModelConfig
-from engine.errors import ConfigError
+from engine.errors import AttentionRefused, ConfigError, UnsupportedModel
 from engine.kernels.upload import upload
 from engine.layers.parallel import TensorParallel
+from engine.models.base import CausalModel
 from engine.models.load import load_model
+from engine.models.served import nearest
 from engine.run.config import EngineConfig
 from engine.run.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.run.device import resolve_device, resolve_dtype
 from engine.run.gpu_memory import GpuMemory, PoolRoom, fits, measure_room
 from engine.run.memory import allowed_bytes, default_cpu_kv_cache_bytes, keep_freed_memory
 from engine.run.pending_tokens import DeviceTokens, PendingTokens
+from engine.run.probe import Probe
 from engine.run.runner import PoolSize
 from engine.run.to_device import to_device
 from engine.run.warm_up import nucleus_sampling, warm_up_steps
@@ -53,18 +56,12 @@ class ModelRunner:
         self._sampled: Tensor | None = None  # [samples], by the step launched last
         self._memory = gpu_memory(self.device)
         self._graphs: DecodeGraphs | None = None
+        self._graphs_failed = False
         if self.device.type == "cpu":
             keep_freed_memory()
         try:
-            self.model = load_model(
-                model_config,
-                folder,
-                tp=tp,
-                backend=self.backend,
-                max_positions=self._longest,
-                dtype=self.dtype,
-                device=self.device,
-            )
+            self.model = self._load(folder)
+            self._probe()
             self._allocate()
         except torch.OutOfMemoryError as error:
             raise ConfigError(
@@ -114,6 +111,29 @@ class ModelRunner:
         logits: Tensor = self.model(batch, self.cache)
         return logits
 
+    def _load(self, folder: Path) -> CausalModel:
+        """The model for the configured backend, or for torch where "auto" took one that does not serve it."""
+        try:
+            return self._load_for_backend(folder)
+        except AttentionRefused as error:
+            if self._config.attention_backend != "auto" or self.backend.name == "torch":
+                raise
+            logger.warning("attention_backend='auto' takes 'torch', which is slower: %s", error)
+        self.backend = load_backend("torch", self.device, self.dtype, self._config.block_size)
+        return self._load_for_backend(folder)
+
+    def _load_for_backend(self, folder: Path) -> CausalModel:
+        return load_model(
+            self._model_config,
+            folder,
+            model_path=self._config.model_path,
+            tp=self._tp,
+            backend=self.backend,
+            max_positions=self._longest,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
     @property
     def _longest(self) -> int:
         """Tokens no sequence exceeds, however large the pool will be."""
@@ -131,6 +151,18 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
         )
+
+    @torch.inference_mode()
+    def _probe(self) -> None:
+        """Compute a few tokens over a pool of their own. Raises UnsupportedModel for what mixes them."""
+        probe = Probe(self._model_config.vocab_size, self._config.block_size, self._longest)
+        self.cache = self._make_cache(probe.num_blocks)
+        problem = probe.find(self.logits, self.dtype, reference=self.model.reference_logits)
+        del self.cache
+        if problem and self._tp.rank == 0:  # the others hold a part of the logits
+            raise UnsupportedModel(
+                f"{self._model_config.architecture} {problem}; {nearest(self._model_config.architecture)}"
+            )
 
     def _allocate(self) -> None:
         """Size the pool, make it, and capture the graphs that read it. Raises ConfigError."""
@@ -200,30 +232,41 @@ class ModelRunner:
     @torch.inference_mode()
     def _capture_graphs(self, max_model_len: int) -> DecodeGraphs | None:
         """Capture decode steps over the pool as it is now; None if steps run without graphs."""
-        capture = choose_capture(self._config, self.backend, self.device)
-        if capture is None:
+        model, cache = self.model, self.cache  # not self: with this object the graphs shall go
+        capture = choose_capture(self._config, self.backend, self.device, may_wait=model.may_wait)
+        if capture is None or self._graphs_failed:
             return None
         assert isinstance(self.backend, CapturableBackend)
-        model, cache = self.model, self.cache  # not self: with this object the graphs shall go
-        return DecodeGraphs(
-            lambda batch: model.hidden_states(batch, cache),
-            self.backend,
-            capture,
-            max_num_seqs=self._config.max_num_seqs,
-            max_model_len=max_model_len,
-            block_size=self._config.block_size,
-            num_kv_heads=max(layer.num_kv_heads for layer in model.attention_layers),
-            hidden_size=model.hidden_size,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        try:
+            return DecodeGraphs(
+                lambda batch: model.hidden_states(batch, cache),
+                self.backend,
+                capture,
+                max_num_seqs=self._config.max_num_seqs,
+                max_model_len=max_model_len,
+                block_size=self._config.block_size,
+                num_kv_heads=max(layer.num_kv_heads for layer in model.attention_layers),
+                hidden_size=model.hidden_size,
+                dtype=self.dtype,
+                device=self.device,
+            )
+        except RuntimeError as error:
+            if not model.may_wait or isinstance(error, torch.OutOfMemoryError):
+                raise
+            logger.warning(
+                "decode steps run without CUDA graphs, as this model's cannot be recorded: %s", error
+            )
+            self._graphs_failed = True
+            return None
 
 
-def choose_capture(config: EngineConfig, backend: KernelBackend, device: torch.device) -> Capture | None:
+def choose_capture(
+    config: EngineConfig, backend: KernelBackend, device: torch.device, *, may_wait: bool = False
+) -> Capture | None:
     """How decode steps are captured; None on a CPU, with enforce_eager, and for backends that cannot be."""
     if config.enforce_eager or device.type != "cuda" or not isinstance(backend, CapturableBackend):
         return None
-    return CudaCapture(device)
+    return CudaCapture(device, may_wait=may_wait)
 
 
 def gpu_memory(device: torch.device) -> GpuMemory | None:

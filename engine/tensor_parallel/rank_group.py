@@ -17,6 +17,7 @@ from engine import errors
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import CollectiveFailed, ConfigError, EngineError, RankFailed
 from engine.layers.parallel import TensorParallel
+from engine.models.load import choose_path
 from engine.run.config import EngineConfig
 from engine.run.device import resolve_device
 from engine.run.pending_tokens import PendingTokens
@@ -87,7 +88,8 @@ class RankGroup:
         start_timeout_s: float = START_TIMEOUT_S,
         step_timeout_s: float = STEP_TIMEOUT_S,
     ) -> None:
-        check_split(model, config.tensor_parallel_size)
+        if choose_path(model, config.model_path).decoder is not None:
+            check_split(model, config.tensor_parallel_size)
         devices = rank_devices(config)
         self._step_timeout_s = step_timeout_s
         self._failure: EngineError | None = None

@@ -19,7 +19,7 @@ from ..runs.obstacles import listened_queues, obstacles
 from ..runs.output import RunOutput, named_run, output_here
 from ..runs.snapshot import REFUSED, RunSnapshot, failure_text, plan_result, read_snapshot
 from ..runs.spec import RunSpec
-from ..stock_worker import check_sampling
+from ..stock_worker import check_sampling, model_table
 from .errors_told import errors_told
 from .progress import progress
 from .queue_commands import info, requeue_command
@@ -150,6 +150,12 @@ def cancel(connection: redis.Redis, /, run: str) -> None:
             click.echo(f"run {snapshot.run} is finished: nothing was left to cancel")
         else:
             click.echo(f"cancelled: {cancelled.removed} jobs removed, {cancelled.stopped} told to stop")
+
+
+@main.command()
+def models() -> None:
+    """List the model architectures that are served, natively or through transformers, and those refused."""
+    click.echo(model_table())
 
 
 main.add_command(info)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
+from tests.engine.architectures import ArchitectureRuns, Architectures
 from tests.engine.checkpoints import SHAPES, make_checkpoint, shard, write_as_the_hub_does
 from tests.engine.reference import Reference
 
@@ -43,3 +44,16 @@ def references(folders: dict[str, Path]) -> dict[str, Reference]:
 def folder(folders: dict[str, Path]) -> Path:
     """A checkpoint for tests that need just any model."""
     return folders["gqa2_tied_hub"]
+
+
+@pytest.fixture(scope="session")
+def architecture(tmp_path_factory: pytest.TempPathFactory, _quiet_single_thread: None) -> Architectures:
+    """An architecture's checkpoint and reference, made when it is first asked for."""
+    made: dict[str, ArchitectureRuns] = {}
+
+    def find(name: str) -> ArchitectureRuns:
+        if name not in made:
+            made[name] = ArchitectureRuns(tmp_path_factory.mktemp(name), name)
+        return made[name]
+
+    return find

@@ -43,10 +43,16 @@ def reference_of(folder: Path, family: Family) -> Reference:
 
 
 def config_of(
-    folder: Path, mode: str = "all", backend: str = "torch", *, max_model_len: int = 170
+    folder: Path,
+    mode: str = "all",
+    backend: str = "torch",
+    *,
+    max_model_len: int = 170,
+    block_bytes: int | None = None,
+    **settings: Any,
 ) -> EngineConfig:
-    """The engine's configuration of a mode."""
-    changes = {"max_num_seqs": 32, "max_num_batched_tokens": 2048, **MODES[mode]}
+    """The engine's configuration of a mode. block_bytes: of a KV block, where config.json does not say it."""
+    changes = {"max_num_seqs": 32, "max_num_batched_tokens": 2048, **MODES[mode], **settings}
     model = read_model_config(folder)
     ranks = changes.get("tensor_parallel_size", 1)
     layer_bytes = 2 * BLOCK_SIZE * max(1, model.num_kv_heads // ranks) * model.head_dim * 4
@@ -56,7 +62,7 @@ def config_of(
         max_model_len=max_model_len,
         attention_backend=backend,
         block_size=BLOCK_SIZE,
-        kv_cache_bytes=changes.pop("pool_blocks", 300) * model.num_layers * layer_bytes,
+        kv_cache_bytes=changes.pop("pool_blocks", 300) * (block_bytes or model.num_layers * layer_bytes),
         **changes,
     )
 
@@ -66,12 +72,13 @@ def run(
     mode: str = "all",
     backend: str = "torch",
     change: Callable[[Engine], None] = lambda engine: None,
+    **settings: Any,
 ) -> tuple[list[str], EngineStats]:
     """Generate for all prompts; return the differences that no tie explains, and the stats.
 
-    change: what is done to the engine before.
+    change: what is done to the engine before.  settings: of its configuration, beside the mode's.
     """
-    with Engine(config_of(reference.folder, mode, backend)) as engine:
+    with Engine(config_of(reference.folder, mode, backend, **settings)) as engine:
         change(engine)
         completions = engine.generate(reference.prompts, GREEDY)
         return reference.unexplained(completions), engine.stats()

@@ -95,5 +95,5 @@ def simulate_graphs(monkeypatch: pytest.MonkeyPatch) -> SimulatedCapture:
         return backend if isinstance(backend, CapturableBackend) else ReplayedTorch(device)
 
     monkeypatch.setattr(engine.run.model_runner, "load_backend", load_capturable)
-    monkeypatch.setattr(engine.run.model_runner, "choose_capture", lambda *args: capture)
+    monkeypatch.setattr(engine.run.model_runner, "choose_capture", lambda *args, **options: capture)
     return capture

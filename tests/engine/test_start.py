@@ -123,7 +123,8 @@ def test_other_weight_formats_and_broken_files_are_not_read(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported; supported: .*Qwen3"),
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM has layers with a state .* LlamaForCaus"),
+        ({"architectures": ["OtherForCausalLM"]}, "'OtherForCausalLM' is not native; native are .*Qwen3"),
         ({"architectures": None}, "none named"),
         ({"quantization_config": {"quant_method": "hqq"}}, "'hqq' are not supported; supported are fp8"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "type linear_attention"),
@@ -136,9 +137,10 @@ def test_other_weight_formats_and_broken_files_are_not_read(copy: Path) -> None:
     ],
 )
 def test_a_model_that_is_not_supported_is_named(copy: Path, changes: dict[str, Any], message: str) -> None:
+    """Natively; most of these run through transformers otherwise."""
     change_config(copy, **changes)
     with pytest.raises(UnsupportedModel, match=message):
-        Engine(EngineConfig(str(copy), **SMALL))
+        Engine(EngineConfig(str(copy), model_path="native", **SMALL))
 
 
 def test_a_config_without_a_needed_key_names_it(copy: Path) -> None:

@@ -1,0 +1,224 @@
+"""What a model of transformers asks of its attention function, and the paged attention that answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.attention.base import KernelBackend
+from engine.attention.features import AttentionFeatures
+from engine.attention.forward_batch import ForwardBatch
+from engine.attention.kv_cache import KVCache
+from engine.errors import UnsupportedModel
+from engine.layers.attention import Attention
+
+PLACE = "tokenmill_attention"  # the attribute of a module that holds who answers its calls
+NUM_RECORDED_TOKENS = 8
+FAR = 1 << 20  # a position beyond every window and chunk
+
+# Options by which attention differs and that are built, and those that say nothing about it.
+BUILT = frozenset({"sliding_window", "softcap", "s_aux"})
+IDLE = frozenset(
+    {
+        "cache_position",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of the attention function.
+
+    query: [1, heads, tokens, dim].  key, value: [1, kv_heads, tokens, dim]; values may be narrower or wider.
+    mask: what the model made of its own mask function, None if nothing.
+    options: all that the model says besides.
+    """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    scaling: float | None
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class MaskSpan:
+    """How far a mask lets a query look back: as AttentionFeatures have it."""
+
+    window: int | None
+    chunk: int | None
+
+
+def answer(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The function that models call in place of their own attention: whoever has this module's place answers.
+
+    Returns ([1, tokens, heads, value dim], None for the attention weights, which nobody sees).
+    """
+    call = AttentionCall(module, query, key, value, attention_mask, scaling, options)
+    answers: Callable[[AttentionCall], Tensor] | None = module.__dict__.get(PLACE)
+    if answers is None:
+        raise UnsupportedModel(f"{type(module).__name__} attends where it did not when the model was loaded")
+    return answers(call), None
+
+
+def describe_mask(mask_function: MaskFunction, device: torch.device) -> Tensor:
+    """A mask for the recorded tokens, [1, 1, tokens, tokens], that says as `.span` how far it looks back.
+
+    Raises UnsupportedModel for a mask that is neither causal, nor a window, nor chunks.
+    """
+    zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
+
+    def sees(queries: Tensor, keys: Tensor) -> Tensor:
+        seen = mask_function(zero, zero, queries.view(1, 1, -1, 1), keys.view(1, 1, 1, -1))
+        return seen.expand(1, 1, len(queries), len(keys))
+
+    def first_seen(query: int) -> int:
+        row = sees(torch.tensor([query], device=device), torch.arange(query + 2, device=device)).flatten()
+        first = int(row.int().argmax())
+        if row[-1] or not row[first:-1].all():
+            raise UnsupportedModel("its mask shows a query what comes after it, or leaves gaps before it")
+        return first
+
+    tokens = torch.arange(NUM_RECORDED_TOKENS, device=device)
+    mask = sees(tokens, tokens).clone()
+    start = first_seen(FAR)
+    window, chunk = None, None
+    if start and first_seen(FAR + 1) == start + 1:
+        window = FAR + 1 - start
+    elif start:
+        chunk = start - first_seen(start - 1)
+    mask.span = MaskSpan(window, chunk)  # type: ignore[attr-defined]  # it travels through the model's code
+    return mask
+
+
+class CallRecorder:
+    """Answers with zeros and keeps the calls of one forward pass, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        self.calls.append(call)
+        _, heads, tokens, _ = call.query.shape
+        return call.value.new_zeros(1, tokens, heads, call.value.shape[-1])
+
+
+def features_of(call: AttentionCall) -> AttentionFeatures:
+    """What attention a recorded call asks for. Raises UnsupportedModel for one that is not built."""
+    said = {name for name, value in call.options.items() if value is not None and value is not False}
+    if unknown := said - BUILT - IDLE - {"is_causal"}:
+        raise UnsupportedModel(f"its attention takes {', '.join(sorted(unknown))}, which is not built")
+    if call.options.get("is_causal") is False or not getattr(call.module, "is_causal", True):
+        raise UnsupportedModel("its attention is not causal")
+    sinks = call.options.get("s_aux")
+    if sinks is not None and sinks.shape != call.query.shape[1:2]:
+        raise UnsupportedModel(f"its sinks are of shape {list(sinks.shape)}; one for each head is built")
+    head_dim = call.query.shape[-1]
+    span = _span_of(call)
+    return AttentionFeatures(
+        num_heads=call.query.shape[1],
+        num_kv_heads=call.key.shape[1],
+        head_dim=max(head_dim, call.value.shape[-1]),
+        scale=head_dim**-0.5 if call.scaling is None else float(call.scaling),
+        window=span.window,
+        chunk=span.chunk,
+        soft_cap=call.options.get("softcap"),
+    )
+
+
+def _span_of(call: AttentionCall) -> MaskSpan:
+    """The mask's own word, or the option's where the model changed the mask or made none."""
+    if (span := getattr(call.mask, "span", None)) is not None:
+        assert isinstance(span, MaskSpan)
+        return span
+    span = MaskSpan(call.options.get("sliding_window"), None)
+    if call.mask is not None:
+        seen = call.mask if call.mask.dtype == torch.bool else call.mask == 0
+        ones = torch.ones(call.query.shape[2], call.key.shape[2], dtype=torch.bool, device=seen.device)
+        expected = ones.tril() & ones.triu(1 - (span.window or len(ones)))
+        if seen.shape[-2:] != expected.shape or not (seen == expected).all():
+            raise UnsupportedModel("it builds an attention mask or bias of its own")
+    return span
+
+
+class PagedAttention:
+    """Answers the calls of each forward pass, in the order in which they were recorded.
+
+    Holds the batch and the cache of the pass that runs, for as long as it does.
+    """
+
+    def __init__(self, calls: Sequence[AttentionCall], backend: KernelBackend) -> None:
+        """Raises UnsupportedModel, or ConfigError if the backend cannot compute such an attention."""
+        self._modules = [call.module for call in calls]
+        self._layers = [Attention(backend, features_of(call)) for call in calls]
+        self._pass: tuple[ForwardBatch, KVCache] | None = None
+        self._next = 0
+
+    @property
+    def features(self) -> list[AttentionFeatures]:
+        """Of all calls, in order."""
+        return [layer.features for layer in self._layers]
+
+    def take_places(self) -> None:
+        """Answer the modules that were recorded, from now on."""
+        for module in self._modules:
+            module.__dict__[PLACE] = self
+
+    @contextmanager
+    def serving(self, batch: ForwardBatch, cache: KVCache) -> Iterator[None]:
+        """Answer from this batch and cache within the block."""
+        self._pass, self._next = (batch, cache), 0
+        try:
+            yield
+        finally:
+            self._pass = None
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        index, self._next = self._next, self._next + 1
+        if self._pass is None or index >= len(self._modules) or call.module is not self._modules[index]:
+            raise UnsupportedModel("its layers attend in another order than when the model was loaded")
+        batch, cache = self._pass
+        layer, layer_cache = self._layers[index], cache.layers[index]
+        head_dim, dtype = layer.features.head_dim, layer_cache.keys.dtype
+        query, key, value = (_rows(x, head_dim, dtype) for x in (call.query, call.key, call.value))
+        sinks = call.options.get("s_aux")
+        attended = layer(
+            query, key, value, batch, layer_cache, None if sinks is None else sinks.float().contiguous()
+        )
+        heads = attended.view(1, len(query), -1, head_dim)[..., : call.value.shape[-1]]
+        answered: Tensor = heads.to(call.value.dtype).contiguous()
+        return answered
+
+
+def _rows(x: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """[1, heads, tokens, dim] -> [tokens, heads, head_dim], zeros behind heads that are narrower."""
+    rows = x[0].transpose(0, 1).to(dtype)
+    if rows.shape[-1] < head_dim:
+        return F.pad(rows, (0, head_dim - rows.shape[-1]))
+    return rows.contiguous()

@@ -1,0 +1,168 @@
+"""Linear layers and embeddings of transformers' models: split over ranks by their own plans, and packed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.errors import UnsupportedModel
+from engine.layers.packed import linear, pack_weight
+from engine.layers.parallel import Share, TensorParallel
+
+WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce"})  # on every rank
+GATHERED = frozenset({"colwise_gather_output", "colwise_rep"})
+
+Join = Callable[[Tensor, Share], Tensor]
+
+
+class PackedLinear(nn.Module):
+    """y = x W^T + b with a weight as `pack_weight` lays it out. weight: [out, in]."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in] -> [..., out]."""
+        if not self.weight.is_mkldnn:
+            return F.linear(x, self.weight, self.bias)
+        rows = x.reshape(-1, x.shape[-1])
+        return linear(rows, self.weight, self.bias).view(*x.shape[:-1], self.weight.shape[0])
+
+
+class ColumnShare(PackedLinear):
+    """This rank's output features, or what `join` makes of all ranks' parts."""
+
+    def __init__(self, whole: nn.Linear, share: Share, join: Join | None) -> None:
+        bias = None if whole.bias is None else _part(whole.bias, share, 0)
+        super().__init__(_part(whole.weight, share, 0), bias)
+        self.share, self.join = share, join
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in] -> [..., this rank's out], or all."""
+        part = super().forward(x)
+        return part if self.join is None else self.join(part, self.share)
+
+
+class RowShare(PackedLinear):
+    """This rank's input features -> all output features, summed over the ranks; the first adds the bias."""
+
+    def __init__(self, whole: nn.Linear, share: Share, tp: TensorParallel, *, cuts: bool) -> None:
+        """cuts: the input comes whole, and this rank's part of it is cut out here."""
+        super().__init__(_part(whole.weight, share, 1), whole.bias if tp.rank == 0 else None)
+        self.share, self.tp, self.cuts = share, tp, cuts
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., this rank's in], or all -> [..., out]."""
+        if self.cuts:
+            x = x.narrow(-1, self.share.start, self.share.length)
+        return self.tp.all_reduce(super().forward(x))
+
+
+class EmbeddingShare(nn.Module):
+    """This rank's rows of the vocabulary; those of others come from them."""
+
+    def __init__(self, whole: nn.Embedding, share: Share, tp: TensorParallel) -> None:
+        super().__init__()
+        self.weight = _part(whole.weight, share, 0)
+        self.share, self.tp = share, tp
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """token_ids: [...] int64 -> [..., hidden]."""
+        own = token_ids - self.share.start
+        foreign = (own < 0) | (own >= self.share.length)
+        hidden = F.embedding(own.masked_fill(foreign, 0), self.weight)
+        return self.tp.all_reduce(hidden.masked_fill(foreign.unsqueeze(-1), 0.0))
+
+
+def pack_linears(model: nn.Module, called: Collection[nn.Module]) -> None:
+    """Lay out the weights of linear layers as they are fastest where this model is.
+
+    called: those that a forward pass calls; the weights of others may be read without a call.
+    """
+    for name, module in list(model.named_modules()):
+        if isinstance(module, PackedLinear):
+            module.weight = pack_weight(module.weight)
+        elif type(module) is nn.Linear and module in called:
+            weight = pack_weight(nn.Parameter(module.weight, requires_grad=False))
+            _replace(model, name, PackedLinear(weight, module.bias))
+
+
+def split_by_plan(model: Any, tp: TensorParallel) -> None:
+    """Keep this rank's share of each module that transformers' plan for the model splits.
+
+    Raises UnsupportedModel for a model without a plan and for kinds of split that are not built, ConfigError
+    for sizes that the ranks cannot share.
+    """
+    plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
+    if "rowwise" not in plan.values() and "rowwise_split_input" not in plan.values():
+        raise UnsupportedModel(
+            f"tensor_parallel_size={tp.size}: transformers has no plan for splitting {type(model).__name__}; "
+            "set tensor_parallel_size=1"
+        )
+    head = model.get_output_embeddings()
+    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    for name in names:
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if style is not None and style not in WHOLE:
+            parent, _, last = name.rpartition(".")
+            module = getattr(model.get_submodule(parent), last)
+            _replace(model, name, _split(module, style, name, tp, is_head=module is head))
+
+
+def _split(module: nn.Module, style: str, name: str, tp: TensorParallel, *, is_head: bool) -> nn.Module:
+    """This rank's share of a module, in its place."""
+    if isinstance(module, nn.Embedding) and style == "embedding_rowwise":
+        if type(module) is not nn.Embedding:
+            return module  # it does more than look up: whole on every rank
+        return EmbeddingShare(module, tp.share_padded(module.num_embeddings), tp)
+    if type(module) is nn.Linear:
+        if style == "colwise":
+            return ColumnShare(module, tp.share(module.out_features, f"features of {name}"), None)
+        if style in GATHERED and is_head:
+            return ColumnShare(module, tp.share_padded(module.out_features), _join_on_first(tp))
+        if style in GATHERED:
+            return ColumnShare(module, tp.share(module.out_features, f"features of {name}"), _join(tp))
+        if style in ("rowwise", "rowwise_split_input"):
+            share = tp.share(module.in_features, f"input features of {name}")
+            return RowShare(module, share, tp, cuts=style == "rowwise_split_input")
+    raise UnsupportedModel(
+        f"tensor_parallel_size={tp.size}: transformers' plan splits {name} ({type(module).__name__}) as "
+        f"{style!r}, which is not built; set tensor_parallel_size=1"
+    )
+
+
+def _join(tp: TensorParallel) -> Join:
+    """All ranks' parts side by side, on every rank."""
+
+    def join(part: Tensor, share: Share) -> Tensor:
+        return tp.all_reduce(F.pad(part, (share.start, share.total - share.start - share.length)))
+
+    return join
+
+
+def _join_on_first(tp: TensorParallel) -> Join:
+    """All ranks' parts side by side on rank 0, which alone looks at logits."""
+
+    def join(part: Tensor, share: Share) -> Tensor:
+        padded = F.pad(part, (0, tp.padded_length(share.total) - share.length))
+        return tp.gather(padded)[..., : share.total]
+
+    return join
+
+
+def _part(weight: Tensor, share: Share, dim: int) -> nn.Parameter:
+    part = weight.detach().narrow(dim, share.start, share.length).clone()
+    return nn.Parameter(part, requires_grad=False)
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, module)

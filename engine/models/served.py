@@ -1,0 +1,158 @@
+"""Which architectures are served, and how: what `tokenmill models` prints and README repeats.
+
+Imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from engine.errors import UnsupportedModel
+from engine.models.registry import ARCHITECTURES
+
+#: Compared with transformers token by token: `python -m ops.architectures`. Those that are native by now are
+#: served natively unless model_path says otherwise.
+TRANSFORMERS = tuple(
+    """
+    AXK1ForCausalLM AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM BeamForCausalLM
+    BioGptForCausalLM BitNetForCausalLM CTRLLMHeadModel Cohere2ForCausalLM Cohere2MoeForCausalLM
+    CohereForCausalLM CwmForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM DiffLlamaForCausalLM
+    Dots1ForCausalLM Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM
+    FlexOlmoForCausalLM FlintForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM GPTNeoXForCausalLM
+    Gemma2ForCausalLM Gemma3ForCausalLM GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM
+    Glm4MoeLiteForCausalLM GlmForCausalLM GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM
+    GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM GraniteSWAForCausalLM HYV3ForCausalLM
+    HeliumForCausalLM HrmTextForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM
+    HyperCLOVAXForCausalLM Jais2ForCausalLM JetMoeForCausalLM Kolibri1ForCausalLM LagunaForCausalLM
+    Llama4ForCausalLM LlamaForCausalLM LongcatFlashForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM
+    MiniCPM3ForCausalLM MiniMaxM2ForCausalLM Ministral3ForCausalLM MinistralForCausalLM MistralForCausalLM
+    MixtralForCausalLM ModernBertDecoderForCausalLM NanoChatForCausalLM NemotronForCausalLM OPTForCausalLM
+    Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM OlmoeForCausalLM PersimmonForCausalLM Phi3ForCausalLM
+    PhiForCausalLM PhimoeForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM
+    SeedOssForCausalLM SmolLM3ForCausalLM SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM
+    VaultGemmaForCausalLM YoutuForCausalLM
+    """.split()  # noqa: SIM905  # as a list it would fill a page
+)
+
+
+class Refused(NamedTuple):
+    """Architectures that are refused for one reason, each with the nearest that is served."""
+
+    reason: str
+    nearest: dict[str, str]
+
+
+REFUSED = (
+    Refused(
+        "layers with a state outside the KV cache (Mamba, linear attention, convolutions)",
+        {
+            "BambaForCausalLM": "GraniteForCausalLM",
+            "FalconH1ForCausalLM": "LlamaForCausalLM",
+            "FalconMambaForCausalLM": "LlamaForCausalLM",
+            "GraniteMoeHybridForCausalLM": "GraniteMoeForCausalLM",
+            "JambaForCausalLM": "MixtralForCausalLM",
+            "KimiLinearForCausalLM": "DeepseekV3ForCausalLM",
+            "Lfm2ForCausalLM": "SmolLM3ForCausalLM",
+            "Mamba2ForCausalLM": "LlamaForCausalLM",
+            "MambaForCausalLM": "LlamaForCausalLM",
+            "MiniMaxForCausalLM": "MiniMaxM2ForCausalLM",
+            "NemotronHForCausalLM": "NemotronForCausalLM",
+            "OlmoHybridForCausalLM": "Olmo3ForCausalLM",
+            "Qwen3NextForCausalLM": "Qwen3MoeForCausalLM",
+            "Qwen3_5ForCausalLM": "Qwen3ForCausalLM",
+            "Qwen3_5MoeForCausalLM": "Qwen3MoeForCausalLM",
+            "RecurrentGemmaForCausalLM": "Gemma2ForCausalLM",
+            "RwkvForCausalLM": "LlamaForCausalLM",
+            "ZambaForCausalLM": "LlamaForCausalLM",
+        },
+    ),
+    Refused(
+        "an attention of its own, which no other can take the place of",
+        {
+            "BloomForCausalLM": "GPTNeoXForCausalLM",
+            "CodeGenForCausalLM": "Starcoder2ForCausalLM",
+            "FalconForCausalLM": "LlamaForCausalLM",
+            "GPTJForCausalLM": "GPTNeoXForCausalLM",
+            "GPTNeoForCausalLM": "GPTNeoXForCausalLM",
+            "MptForCausalLM": "OlmoForCausalLM",
+            "OpenAIGPTLMHeadModel": "GPT2LMHeadModel",
+            "XGLMForCausalLM": "OPTForCausalLM",
+        },
+    ),
+    Refused(
+        "attention to tokens that an index, a bias or a mask of its own chooses",
+        {
+            "DeepseekV32ForCausalLM": "DeepseekV3ForCausalLM",
+            "DogeForCausalLM": "SmolLM3ForCausalLM",
+            "GlmMoeDsaForCausalLM": "Glm4MoeForCausalLM",
+            "HYV4ForCausalLM": "HYV3ForCausalLM",
+            "InklingForCausalLM": "Qwen3MoeForCausalLM",
+        },
+    ),
+    Refused(
+        "attention to tokens that come after (encoders)",
+        {"BertLMHeadModel": "GPT2LMHeadModel", "RobertaForCausalLM": "GPT2LMHeadModel"},
+    ),
+)
+
+RELATED_CHARS = 3  # names that begin alike for so long are of one family
+WIDTH = 110
+
+
+def nearest(architecture: str) -> str:
+    """The end of a sentence that names what is served and most like this architecture."""
+    for refused in REFUSED:
+        if architecture in refused.nearest:
+            return f"the nearest that is served: {refused.nearest[architecture]}"
+    others = sorted(served_architectures() - {architecture})
+    related = max(others, key=lambda name: _alike(name, architecture))
+    if _alike(related, architecture) < RELATED_CHARS:
+        return "`tokenmill models` lists what is served"
+    return f"the nearest that is served: {related}; `tokenmill models` lists all"
+
+
+def refuse_known(architectures: list[object]) -> None:
+    """Raise UnsupportedModel if one of these was tried and is refused."""
+    for refused in REFUSED:
+        for name, instead in refused.nearest.items():
+            if name in architectures:
+                raise UnsupportedModel(
+                    f"{name} has {refused.reason}; the nearest that is served: {instead} "
+                    "(model_path='transformers' tries it all the same)"
+                )
+
+
+def served_architectures() -> frozenset[str]:
+    """All that were compared with transformers' own."""
+    return frozenset(ARCHITECTURES).union(TRANSFORMERS)
+
+
+def model_table() -> str:
+    """What is served natively, what through transformers, and what is refused and why, in lines."""
+    through = served_architectures() - frozenset(ARCHITECTURES)
+    lines = ["Natively:", *_wrapped(ARCHITECTURES), ""]
+    lines += [
+        "Through transformers (others are tried, and probed when the engine starts):",
+        *_wrapped(through),
+    ]
+    lines += ["", "Refused, each with the nearest that is served:"]
+    for refused in REFUSED:
+        pairs = (f"{name} ({instead})" for name, instead in refused.nearest.items())
+        lines += [f"  {refused.reason}", *_wrapped(pairs, indent=4)]
+    return "\n".join(lines)
+
+
+def _wrapped(names: Iterable[str], indent: int = 2) -> list[str]:
+    """The names in alphabetical order, in lines that are broken after commas only."""
+    text = ", ".join(name.replace(" ", "\0") for name in sorted(names, key=str.lower))
+    space = " " * indent
+    lines = textwrap.wrap(text, WIDTH, initial_indent=space, subsequent_indent=space, break_on_hyphens=False)
+    return [line.replace("\0", " ") for line in lines]
+
+
+def _alike(one: str, other: str) -> int:
+    """With how many letters both begin."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -1,0 +1,309 @@
+"""transformers' own model of an architecture, with the paged attention in the place of its own.
+
+The one module that asks transformers for a model, which is called with one flat row of tokens. Whatever in it
+looks from one token at another must do so by its attention function, which has the batch and the cache.
+Whether all of it does is not known from here: engine.run.probe finds out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from engine.attention.base import KernelBackend
+from engine.attention.forward_batch import ForwardBatch
+from engine.attention.kv_cache import KVCache
+from engine.checkpoint.folder import list_weight_files
+from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.text_part import PREFIXES, text_name
+from engine.errors import MissingWeights, UnsupportedModel, WeightMismatch
+from engine.layers.parallel import TensorParallel
+from engine.models.attention_calls import (
+    NUM_RECORDED_TOKENS,
+    PLACE,
+    AttentionCall,
+    CallRecorder,
+    MaskFunction,
+    PagedAttention,
+    answer,
+    describe_mask,
+)
+from engine.models.base import CausalModel
+from engine.models.linear_plan import pack_linears, split_by_plan
+from engine.models.served import nearest
+
+PAGED = "tokenmill"  # our attention's name among transformers'
+RECORDED = "tokenmill_recorded"  # the same, with masks, which say how far a layer looks back
+OWN = "eager"  # transformers' plainest
+MAX_ERROR_CHARS, MAX_NAMES = 500, 8  # of transformers' own words in our errors
+
+
+class TransformersModel(CausalModel):
+    """A causal model of transformers over flat batches and the paged cache."""
+
+    may_wait = True
+
+    def __init__(self, model: Any, body: nn.Module, attention: PagedAttention, hidden_size: int) -> None:
+        """body: the part of the model that makes hidden states of token ids. Given `inputs_embeds`, it gives
+        back those as its hidden states, so that the rest of the model makes logits of them."""
+        super().__init__()
+        self.model, self.hidden_size = model, hidden_size
+        self._body = [body]  # in a list, so that its weights are not counted twice
+        self._attention = attention
+        self.attention_layers = attention.features
+
+    def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """What the body gives for all rows."""
+        with self._attention.serving(batch, cache):
+            output = self._body[0](
+                input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False
+            )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Whatever the model makes of hidden states: its LM head, scales and caps."""
+        logits: Tensor = self.model(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits.float()
+
+    def reference_logits(self, token_ids: Tensor) -> Tensor:
+        """By transformers alone, with its own attention and without any cache."""
+        with _attending(self.model, OWN):
+            logits: Tensor = self.model(input_ids=token_ids[None], use_cache=False).logits[0]
+        return logits.float()
+
+
+def load_transformers_model(
+    config: ModelConfig,
+    folder: Path,
+    *,
+    tp: TensorParallel,
+    backend: KernelBackend,
+    max_positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> CausalModel:
+    """Build the model, or one rank's share of it, by transformers' loader; the parameters are load_model's.
+
+    Weights pass through the host's memory: with several ranks each reads all of them and keeps its share.
+    """
+    model = _read(config, folder, dtype)
+    _refuse_moving_rotary(model, max_positions)
+    if tp.size > 1:
+        split_by_plan(model, tp)
+    model.requires_grad_(False).eval().to(device)
+    try:
+        return _with_paged_attention(config, model, backend, device)
+    except UnsupportedModel as error:
+        name = config.architecture
+        raise UnsupportedModel(
+            f"{name} does not run through transformers: {error}; {nearest(name)}"
+        ) from error
+
+
+def _read(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Any:
+    """transformers' model with all weights of the folder, on the CPU. Raises the ConfigError that fits."""
+    import transformers
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    list_weight_files(folder)
+    for name in (PAGED, RECORDED):
+        ALL_ATTENTION_FUNCTIONS.register(name, answer)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(RECORDED, _describe)
+    loader: Any = transformers.AutoModelForCausalLM
+    try:
+        with _quiet_transformers():
+            model, report = loader.from_pretrained(
+                str(folder),
+                dtype=dtype,
+                attn_implementation=PAGED,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # they are reported, and refused below
+                output_loading_info=True,
+                **(_text_part(config, folder) if config.is_text_part else {}),
+            )
+    except SafetensorError as error:
+        raise MissingWeights(
+            f"{folder} holds no complete safetensors files ({error}); fetch it again"
+        ) from error
+    except Exception as error:  # whatever transformers makes of what is in the files
+        words = " ".join(str(error).split())
+        problem = f"transformers {transformers.__version__} cannot load it: {type(error).__name__}: {words}"
+        if error.args == (PAGED,):  # a KeyError of a class that knows attentions by name
+            problem = "its attention is its own, and no other can take the place of it"
+        raise UnsupportedModel(
+            f"{config.architecture} does not run through transformers: {problem[:MAX_ERROR_CHARS]}; "
+            f"{nearest(config.architecture)}"
+        ) from error
+    if type(model).__name__ != config.architecture:
+        raise UnsupportedModel(
+            f"config.json names {config.architecture}, transformers makes a {type(model).__name__} of it; "
+            f"{nearest(config.architecture)}"
+        )
+    _check_filled(folder, report)
+    return model
+
+
+def _text_part(config: ModelConfig, folder: Path) -> dict[str, Any]:
+    """How transformers' loader finds the text part of a checkpoint that reads images or sound too."""
+    from transformers import AutoConfig
+
+    whole: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    text = whole.get_text_config(decoder=True)
+    text.tie_word_embeddings = config.values["tie_word_embeddings"]
+    return {"config": text, "key_mapping": {f"^{re.escape(old)}": new for old, new in PREFIXES.items()}}
+
+
+def _check_filled(folder: Path, report: dict[str, Any]) -> None:
+    """Raise MissingWeights or WeightMismatch unless each tensor had its place, and each place its tensor."""
+    unexpected = [name for name in report["unexpected_keys"] if text_name(name) is not None]
+    for kind, problem, names in (
+        (MissingWeights, "lacks tensors that the model needs", report["missing_keys"]),
+        (WeightMismatch, "holds tensors of another shape than config.json says", report["mismatched_keys"]),
+        (WeightMismatch, "holds tensors for which this model has no place", unexpected),
+    ):
+        if names:
+            shown = ", ".join(sorted(map(str, names))[:MAX_NAMES])
+            raise kind(
+                f"{folder} {problem}: {shown}{', ...' if len(names) > MAX_NAMES else ''}; fetch it again"
+            )
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Without its progress bar and its report of a checkpoint: what is wrong with one is raised."""
+    from transformers.utils import logging
+
+    shown: Any = logging
+    had_bar, verbosity = shown.is_progress_bar_enabled(), shown.get_verbosity()
+    shown.disable_progress_bar()
+    shown.set_verbosity_error()
+    try:
+        yield
+    finally:
+        shown.set_verbosity(verbosity)
+        if had_bar:
+            shown.enable_progress_bar()
+
+
+@contextmanager
+def _attending(model: Any, name: str) -> Iterator[None]:
+    """The model with another attention within the block."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _describe(*, mask_function: MaskFunction, device: torch.device | str = "cpu", **ignored: Any) -> Tensor:
+    """What transformers calls for a mask while calls are recorded."""
+    return describe_mask(mask_function, torch.device(device))
+
+
+def _refuse_moving_rotary(model: nn.Module, max_positions: int) -> None:
+    """Raise UnsupportedModel where a sequence is rotated otherwise because of a longer one in its step.
+
+    longrope: transformers takes one set of frequencies or the other by the longest position that it sees.
+    """
+    for module in model.modules():
+        parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+        for each in (parameters, *parameters.values()):
+            if isinstance(each, dict) and each.get("rope_type") == "longrope":
+                most = each["original_max_position_embeddings"]
+                if max_positions > most:
+                    raise UnsupportedModel(
+                        f"max_model_len={max_positions}: in {type(model).__name__} a sequence of more than "
+                        f"{most} tokens changes the rotary frequencies (longrope) of all others in its step; "
+                        f"set max_model_len={most} or lower"
+                    )
+
+
+@torch.inference_mode()
+def _with_paged_attention(
+    config: ModelConfig, model: Any, backend: KernelBackend, device: torch.device
+) -> TransformersModel:
+    """Find out by a forward pass what the layers' attention is, and take its place."""
+    recorded = _record(model, device)
+    body, calls = recorded.body, recorded.calls
+    if len(calls) < config.num_layers:
+        raise UnsupportedModel(
+            f"{len(calls)} of its {config.num_layers} layers attend through transformers' attention "
+            "interface, the others keep a state outside the KV cache (Mamba, linear attention, convolutions) "
+            "or have an attention of their own"
+        )
+    if "position_ids" not in inspect.signature(body.forward).parameters:
+        raise UnsupportedModel(f"{type(body).__name__} takes no position_ids: it counts tokens by itself")
+    attention = PagedAttention(calls, backend)
+    attention.take_places()
+    pack_linears(model, recorded.called)
+    compute, output_type = body.forward, type(recorded.output)
+
+    def forward(*args: Any, inputs_embeds: Tensor | None = None, **options: Any) -> Any:
+        if inputs_embeds is not None:
+            return output_type(last_hidden_state=inputs_embeds)
+        return compute(*args, **options)
+
+    body.forward = forward
+    return TransformersModel(model, body, attention, recorded.output.last_hidden_state.shape[-1])
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What one forward pass shows of a model.
+
+    body: the outermost module that gives hidden states, and `output`, what it gave.
+    calls: of the attention function, in order.  called: all modules that were.
+    """
+
+    body: nn.Module
+    output: Any
+    calls: list[AttentionCall]
+    called: set[nn.Module]
+
+
+def _record(model: Any, device: torch.device) -> Recorded:
+    """Run the whole model over a few tokens, with zeros for attention. Raises UnsupportedModel."""
+    recorder = CallRecorder()
+    called: set[nn.Module] = set()
+    bodies: list[tuple[nn.Module, Any]] = []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        called.add(module)
+        if hasattr(output, "last_hidden_state"):
+            bodies.append((module, output))
+
+    hooks = [module.register_forward_hook(keep) for module in model.modules()]
+    for module in model.modules():
+        module.__dict__[PLACE] = recorder
+    tokens = torch.arange(1, NUM_RECORDED_TOKENS + 1, device=device)[None]
+    try:
+        with _attending(model, RECORDED):
+            model(input_ids=tokens, use_cache=False)
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # whatever the model makes of another attention
+        problem = f"its forward pass raises {type(error).__name__}: {error}"
+        raise UnsupportedModel(problem[:MAX_ERROR_CHARS]) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module in model.modules():
+            del module.__dict__[PLACE]
+    if not bodies:
+        raise UnsupportedModel("no part of it gives hidden states apart from its LM head")
+    body, output = bodies[-1]  # the outermost ends last
+    return Recorded(body, output, recorder.calls, called)

@@ -1,0 +1,239 @@
+"""A small random checkpoint of each architecture that was tried through transformers: served, and refused.
+
+They are made as the families' are (tests/engine/families.py), to show a mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import engine.attention.kv_cache
+from engine import Engine, EngineConfig, EngineStats
+from engine.run.model_runner import ModelRunner
+from tests.engine.checkpoints import make_tokenizer
+from tests.engine.families import COMMON, Family
+from tests.engine.family_runs import BLOCK_SIZE, NUM_NEW_TOKENS, config_of, prompts, run
+from tests.engine.reference import Reference
+
+#: Beside COMMON, as far as an architecture knows the names.
+MORE = {
+    "sliding_window": 20,
+    "use_sliding_window": True,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+}
+
+SERVED: dict[str, dict[str, Any]] = {
+    "afmoe": {},
+    "apertus": {},
+    "arcee": {},
+    "aria_text": {},
+    "axk1": LATENT,
+    "beam": {},
+    "biogpt": {},
+    "bitnet": {},
+    "cohere": {},
+    "cohere2": {},
+    "cohere2_moe": {},
+    "ctrl": {},
+    "cwm": {"bos_token_id": 1},
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    "diffllama": {},
+    "dots1": {"first_k_dense_replace": 1, "n_shared_experts": 1},
+    "ernie4_5": {},
+    "ernie4_5_moe": {},
+    "exaone4": {},
+    "exaone_moe": {},
+    "flex_olmo": {},
+    "flint": {},
+    "gemma": {},
+    "gemma2": {"attn_logit_softcapping": 5.0},
+    "gemma3_text": {},
+    "glm": {},
+    "glm4": {},
+    "glm4_moe": {},
+    "glm4_moe_lite": LATENT,
+    "gpt2": {},
+    "gpt_bigcode": {},
+    "gpt_neox": {},
+    "gpt_oss": {},
+    "granite": {},
+    "granite_swa": {},
+    "granitemoe": {},
+    "granitemoe_swa": {},
+    "granitemoeshared": {},
+    "helium": {"head_dim": 12},
+    "hrm_text": {},
+    "hunyuan_v1_dense": {},
+    "hunyuan_v1_moe": {},
+    "hy_v3": {},
+    "hyperclovax": {},
+    "jais2": {},
+    "jetmoe": {},
+    "kolibri1": {},
+    "laguna": {},
+    "llama": {},
+    "llama4_text": {"attention_chunk_size": 32},
+    "longcat_flash": LATENT,
+    "mellum": {},
+    "mimo_v2_flash": {},
+    "minicpm3": LATENT,
+    "minimax_m2": {},
+    "ministral": {},
+    "ministral3": {},
+    "mistral": {},
+    "mixtral": {},
+    "modernbert-decoder": {"bos_token_id": 1},
+    "nanochat": {},
+    "nemotron": {},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": {},
+    "olmoe": {},
+    "opt": {"word_embed_proj_dim": 48, "init_std": 0.2},
+    "persimmon": {},
+    "phi": {},
+    "phi3": {},
+    "phimoe": {},
+    "qwen2": {},
+    "qwen2_moe": {},
+    "qwen3": {},
+    "qwen3_moe": {},
+    "seed_oss": {},
+    "smollm3": {},
+    "solar_open": {},
+    "stablelm": {"hidden_size": 64},
+    "starcoder2": {},
+    "vaultgemma": {},
+    "youtu": LATENT,
+}
+REFUSED: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 12, "attn_layer_indices": [1]},
+    "bert": {},
+    "bloom": {},
+    "codegen": {"rotary_dim": 8},
+    "deepseek_v32": {},
+    "doge": {},
+    "falcon": {"head_dim": None, "num_kv_heads": 2, "new_decoder_architecture": True},
+    "falcon_h1": {"mamba_d_ssm": 96, "mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 16},
+    "falcon_mamba": {},
+    "glm_moe_dsa": {},
+    "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
+    "gptj": {"rotary_dim": 8},
+    "granitemoehybrid": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 12,
+        "layer_types": ["mamba", "attention", "mamba"],
+    },
+    "hy_v4": {},
+    "inkling_text": {},
+    "jamba": {},
+    "kimi_linear": {},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "mamba": {},
+    "mamba2": {"num_heads": 8, "head_dim": 12},
+    "minimax": {},
+    "mpt": {},
+    "nemotron_h": {},
+    "olmo_hybrid": {},
+    "openai-gpt": {},
+    "qwen3_5_moe_text": {},
+    "qwen3_5_text": {},
+    "qwen3_next": {},
+    "recurrent_gemma": {},
+    "roberta": {},
+    "rwkv": {},
+    "xglm": {},
+    "zamba": {},
+}
+BY_NAME = {name: Family(name, name, values) for name, values in {**SERVED, **REFUSED}.items()}
+
+
+def class_name(name: str) -> str:
+    """What config.json calls the architecture."""
+    found: str = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[BY_NAME[name].model_type]
+    return found
+
+
+def make_architecture(folder: Path, name: str, **values: Any) -> Path:
+    """Write a random float32 checkpoint with its tokenizer; return its folder.
+
+    values: of its configuration, beside the architecture's own.
+    """
+    torch.manual_seed(len(name))
+    model = AutoModelForCausalLM.from_config(_config_for(BY_NAME[name], values))
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name or ".ln" in parameter_name:
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.6, 0.6))
+            elif parameter_name.endswith("bias"):
+                parameter.normal_(0.0, 0.2)
+            elif "sink" in parameter_name:
+                parameter.normal_(0.0, 1.0)
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _config_for(family: Family, more: dict[str, Any]) -> PreTrainedConfig:
+    """The family's configuration; of COMMON and MORE what its class has a name for."""
+    kind = CONFIG_MAPPING[family.model_type]
+    known = kind()
+    common = {name: value for name, value in {**COMMON, **MORE}.items() if hasattr(known, name)}
+    values = {**common, **family.values, **more}
+    return kind(**{name: value for name, value in values.items() if value is not None})
+
+
+def small(folder: Path, **changes: Any) -> EngineConfig:
+    """A configuration to start with."""
+    return EngineConfig(str(folder), **{"max_model_len": 100, "kv_cache_bytes": 1 << 22, **changes})
+
+
+class ArchitectureRuns:
+    """An architecture's checkpoint in the modes of family_runs, through transformers."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.reference = Reference(
+            make_architecture(folder, name), prompts(), num_new_tokens=NUM_NEW_TOKENS, use_cache=False
+        )
+
+    def run(self, mode: str = "all", backend: str = "torch") -> tuple[list[str], EngineStats]:
+        """As family_runs.run. Raises UnsupportedModel for an architecture that is refused."""
+        settings = {"model_path": "transformers", "block_bytes": self._block_bytes}
+        return run(self.reference, mode, backend, **settings)
+
+    @cached_property
+    def _block_bytes(self) -> int:
+        """Of one rank that has all: what the layers are is known when the model is loaded."""
+        config = config_of(self.reference.folder, "whole", model_path="transformers", block_bytes=1 << 16)
+        with Engine(config) as built:
+            runner = built._open_runner()
+            assert isinstance(runner, ModelRunner)
+            layers = runner.model.attention_layers
+            return engine.attention.kv_cache.block_bytes(layers, BLOCK_SIZE, torch.float32)
+
+
+Architectures = Callable[[str], ArchitectureRuns]

@@ -1,0 +1,294 @@
+"""Models of transformers with the engine's attention: the same tokens, or a refusal that says why.
+
+All architectures in all modes: `python -m ops.architectures`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig
+
+import engine.models.attention_calls
+import engine.models.transformers_model
+from engine import (
+    AttentionRefused,
+    ConfigError,
+    Engine,
+    MissingWeights,
+    UnsupportedModel,
+    WeightMismatch,
+)
+from engine.models.attention_calls import features_of
+from engine.run.warm_up import make_step
+from tests.engine.architectures import Architectures, class_name, make_architecture, small
+from tests.engine.families import COMMON
+from tests.engine.family_runs import NUM_NEW_TOKENS
+from tests.engine.graphs import simulate_graphs
+
+#: Each for something that the others lack: two calls of a layer, values narrower than keys, a soft cap with
+#: windows, other names in config.json, sinks, chunks, a window that the mask alone tells of.
+SAMPLE = ["diffllama", "deepseek_v3", "gemma2", "gpt2", "gpt_oss", "llama4_text", "qwen2_moe"]
+MIXING = ["bloom", "falcon_h1", "jamba", "minimax", "qwen3_next"]
+
+
+@pytest.fixture
+def gpt2(architecture: Architectures, tmp_path: Path) -> Path:
+    """A checkpoint of an architecture that is not native, for a test to spoil."""
+    return Path(shutil.copytree(architecture("gpt2").reference.folder, tmp_path / "gpt2"))
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_greedy_tokens_equal_transformers(name: str, architecture: Architectures) -> None:
+    """With chunks of 24 tokens, the prefix cache, and preemptions, all at once."""
+    differences, stats = architecture(name).run()
+    assert differences == []
+    assert stats.cached_tokens > 0
+    assert stats.num_preemptions > 0
+    answers = architecture(name).reference.answers
+    assert sum(len(set(answer)) for answer in answers) > NUM_NEW_TOKENS / 4 * len(answers)
+
+
+def test_the_cpu_backend_gives_the_same_tokens(architecture: Architectures) -> None:
+    pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
+    assert architecture("deepseek_v3").run(backend="cpu")[0] == []
+
+
+# Mutations: what a call of the attention function says, misread.
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gemma2", lambda layer: replace(layer, window=layer.window and layer.window + 1)),
+        ("qwen2_moe", lambda layer: replace(layer, window=layer.window and layer.window - 1)),
+        ("llama4_text", lambda layer: replace(layer, chunk=None)),
+    ],
+)
+def test_a_misread_mask_is_seen(
+    name: str, change: Any, architecture: Architectures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.models.attention_calls, "features_of", lambda call: change(features_of(call)))
+    assert architecture(name).run()[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gemma2", lambda call: replace(call, options={**call.options, "softcap": None})),
+        ("gemma2", lambda call: replace(call, scaling=call.scaling * 1.1)),
+        ("gpt_oss", lambda call: replace(call, options={**call.options, "s_aux": None})),
+    ],
+    ids=["soft cap", "scale", "sinks"],
+)
+def test_what_is_left_out_of_a_layers_attention_is_found_at_start(
+    name: str, change: Any, architecture: Architectures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By comparing the model with itself as transformers runs it."""
+    call_type = engine.models.attention_calls.AttentionCall
+    monkeypatch.setattr(
+        engine.models.attention_calls, "AttentionCall", lambda *args: change(call_type(*args))
+    )
+    folder = architecture(name).reference.folder
+    with pytest.raises(UnsupportedModel, match="attends otherwise here than by transformers' own code"):
+        Engine(small(folder, model_path="transformers"))
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_models_that_mix_rows_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    """At sight by the table, and where that is passed over, by what the model does."""
+    folder = make_architecture(tmp_path / "model", name)
+    with pytest.raises(UnsupportedModel, match=rf"{class_name(name)} .*the nearest that is served: \w+"):
+        Engine(small(folder))
+    if name == "bloom":
+        change_config(folder, max_position_embeddings=512)  # it has no length of its own
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(UnsupportedModel, match=f"{class_name(name)} .*the nearest") as refused:
+            Engine(small(folder, model_path="transformers", dtype=dtype))
+        assert "layers attend" in str(refused.value) or "mixes the sequences" in str(refused.value)
+
+
+def test_a_state_beside_the_cache_is_found(
+    architecture: Architectures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer that adds what its first row was in the step before forgets nothing within a step."""
+    last: dict[str, Tensor] = {}
+
+    class Remembering(engine.models.transformers_model.TransformersModel):
+        def hidden_states(self, batch: Any, cache: Any) -> Tensor:
+            hidden = super().hidden_states(batch, cache)
+            moved = hidden + last.get("row", 0.0) * (batch.positions[:1] > 0)
+            last["row"] = hidden[-1:]
+            return moved
+
+    monkeypatch.setattr(engine.models.transformers_model, "TransformersModel", Remembering)
+    with pytest.raises(UnsupportedModel, match="forgets what came before a chunk"):
+        Engine(small(architecture("gpt2").reference.folder))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"architectures": None}, UnsupportedModel, "names none named, transformers makes a GPT2LMHeadModel"),
+        ({"architectures": ["GPT2Model"]}, UnsupportedModel, "names GPT2Model, transformers makes a GPT2LMH"),
+        ({"model_type": "gpt9"}, UnsupportedModel, "GPT2LMHeadModel .* cannot load it: .*gpt9"),
+        (
+            {"auto_map": {"AutoModelForCausalLM": "code.Model"}, "model_type": "x"},
+            UnsupportedModel,
+            "not recog",
+        ),
+        ({"n_embd": 96}, WeightMismatch, r"another shape than config.json says: .*transformer\."),
+        ({"n_layer": 4}, MissingWeights, r"lacks tensors .*transformer\.h\.3"),
+        ({"n_layer": 2}, WeightMismatch, r"no place: transformer\.h\.2"),
+        ({"add_cross_attention": True}, MissingWeights, "crossattention"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            UnsupportedModel,
+            "fp8.* are unpacked for native models alone",
+        ),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_named(
+    gpt2: Path, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    change_config(gpt2, **changes)
+    with pytest.raises(error, match=message):
+        Engine(small(gpt2))
+
+
+def test_tensors_that_are_missing_or_broken_are_named(gpt2: Path) -> None:
+    path = gpt2 / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["transformer.h.1.attn.c_attn.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(MissingWeights, match=r"lacks tensors .*: transformer\.h\.1\.attn\.c_attn\.weight"):
+        Engine(small(gpt2))
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(MissingWeights, match="no complete safetensors"):
+        Engine(small(gpt2))
+
+
+def test_rotations_that_follow_the_longest_sequence_are_refused(tmp_path: Path) -> None:
+    """Up to the length at which they change, the model is served."""
+    rope = {
+        "rope_type": "longrope", "rope_theta": 500.0, "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * 6, "long_factor": [4.0] * 6, "factor": 8.0,
+    }  # fmt: skip
+    values = {**COMMON, "head_dim": None, "rope_parameters": rope, "partial_rotary_factor": 1.0}
+    folder = make_architecture(tmp_path / "model", "granite", **values)
+    with pytest.raises(UnsupportedModel, match=r"set max_model_len=64 or lower"):
+        Engine(small(folder))
+    Engine(small(folder, max_model_len=64)).close()
+
+
+# Which way, and by which backend
+
+
+def test_the_way_is_chosen_and_logged(
+    architecture: Architectures, folders: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Native where it can be, else through transformers; and what the configuration wants."""
+    native, foreign = folders["gqa1_untied"], architecture("gpt2").reference.folder
+    caplog.set_level("INFO", logger="engine")
+    for folder, changes, line in (
+        (native, {}, "Qwen3ForCausalLM runs natively"),
+        (native, {"model_path": "transformers"}, "Qwen3ForCausalLM runs through transformers: model_path="),
+        (foreign, {}, "GPT2LMHeadModel runs through transformers: architecture 'GPT2LMHeadModel' is not nat"),
+    ):
+        caplog.clear()
+        Engine(small(folder, **changes)).close()
+        assert line in caplog.text
+    with pytest.raises(UnsupportedModel, match=r"not native.* 'auto' tries transformers"):
+        Engine(small(foreign, model_path="native"))
+    with pytest.raises(ConfigError, match="model_path='fast' must be 'auto', 'native' or 'transformers'"):
+        small(foreign, model_path="fast")
+
+
+def test_a_native_architecture_with_a_value_that_is_not_built_runs_through_transformers(
+    folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Path(shutil.copytree(folders["gqa1_untied"], tmp_path / "model"))
+    change_config(folder, hidden_act="relu")
+    caplog.set_level("INFO", logger="engine")
+    Engine(small(folder)).close()
+    assert "runs through transformers: hidden_act 'relu'" in caplog.text
+
+
+def test_auto_takes_another_backend_where_a_layer_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An explicit one is an error."""
+    pytest.importorskip("numba", reason="numba is not installed, so 'auto' takes torch anyway")
+    folder = make_architecture(tmp_path / "model", "gemma", head_dim=272)
+    with Engine(small(folder, max_model_len=20, model_path="transformers")) as built:
+        assert built.attention_backend == "torch"
+    assert "attention_backend='auto' takes 'torch'" in caplog.text
+    with pytest.raises(AttentionRefused, match="heads of up to 256 numbers, this model has 272"):
+        Engine(small(folder, model_path="transformers", attention_backend="cpu"))
+
+
+# Graphs, and parts of other checkpoints
+
+
+def test_decode_steps_are_captured(architecture: Architectures, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture = simulate_graphs(monkeypatch)
+    assert architecture("gemma2").run("chunks")[0] == []
+    assert capture.replayed
+
+
+def test_a_model_that_cannot_be_captured_runs_without_graphs(
+    architecture: Architectures, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    simulate_graphs(monkeypatch)
+
+    def refuse(run: Any) -> Any:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    monkeypatch.setattr(engine.run.model_runner, "choose_capture", lambda *args, **options: refuse)
+    with Engine(small(architecture("gpt2").reference.folder)) as built:
+        assert built._open_runner()._graphs is None
+    assert "without CUDA graphs" in caplog.text
+
+
+def test_the_text_part_of_a_larger_model_runs_through_transformers(
+    architecture: Architectures, tmp_path: Path
+) -> None:
+    """Llama 4 with its pictures: tensors by other names, and others that are not the text's."""
+    runs = architecture("llama4_text")
+    folder = Path(shutil.copytree(runs.reference.folder, tmp_path / "model"))
+    text = json.loads((folder / "config.json").read_text())
+    vision = AutoConfig.for_model("llama4_vision_model", hidden_size=32).to_dict()
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "llama4", "architectures": ["Llama4ForConditionalGeneration"],
+                "text_config": text, "vision_config": vision, "tie_word_embeddings": False,
+                "dtype": "float32",
+            }
+        )
+    )  # fmt: skip
+    tensors = {
+        f"language_model.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    tensors["vision_model.layernorm_pre.weight"] = torch.ones(32)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with Engine(small(folder)) as built, Engine(small(runs.reference.folder)) as alone:
+        step = make_step([20], [20], 16, 4)
+        logits = [each._open_runner().logits(step) for each in (built, alone)]
+    torch.testing.assert_close(*logits)
