@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from engine.checkpoint.text_part import ARCHITECTURES as WITH_IMAGES
 from engine.errors import UnsupportedModel
 from engine.models.registry import ARCHITECTURES
 
@@ -137,6 +138,7 @@ def model_table() -> str:
         "Through transformers (others are tried, and probed when the engine starts):",
         *_wrapped(through),
     ]
+    lines += ["", "For text alone, of models that read images too:", *_wrapped(WITH_IMAGES)]
     lines += ["", "Refused, each with the nearest that is served:"]
     for refused in REFUSED:
         pairs = (f"{name} ({instead})" for name, instead in refused.nearest.items())

@@ -55,6 +55,20 @@ MODELS = [
         PIXELS,
         {"mm_tokens_per_image": 4, "tie_word_embeddings": False},
     ),
+    Multimodal(  # through transformers' own model; the others natively
+        "llama4",
+        "llama4",
+        {
+            **TEXT,
+            "num_hidden_layers": 4,
+            "rope_parameters": rope(),
+            "intermediate_size_mlp": 96,
+            "interleave_moe_layer_step": 2,
+            "num_local_experts": 4,
+            "attention_chunk_size": 24,
+        },
+        {**PIXELS, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+    ),
     Multimodal(
         "mistral3",
         "mistral3",
