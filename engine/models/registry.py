@@ -119,6 +119,9 @@ ARCHITECTURES = {
         qk_norm="head",
         scaled_embeddings=True,
     ),
+    "SeedOssForCausalLM": DecoderFlags(
+        keys={"attention_bias": True, "attention_out_bias": False, "mlp_bias": False}
+    ),
     "MixtralForCausalLM": DecoderFlags(
         keys={
             "num_experts_per_tok": 2,

@@ -116,6 +116,7 @@ FAMILIES = [
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         },
     ),
+    Family("seed_oss", "seed_oss", {"rope_parameters": rope(), "attention_bias": True, "mlp_bias": True}),
     Family("mixtral", "mixtral", {"rope_parameters": rope(), "num_local_experts": 5}),
     Family(
         "mixtral_window",
