@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import engine.models.load
 from engine import Engine, WeightMismatch
@@ -22,7 +23,7 @@ from engine.checkpoint.model_config import ModelConfig, read_model_config
 from engine.layers.moe import ClampedSwiglu
 from engine.layers.parallel import TensorParallel
 from engine.models.decoder_config import DecoderConfig, LayerConfig, read_decoder_config
-from engine.models.registry import DecoderFlags
+from engine.models.registry import ARCHITECTURES, DecoderFlags
 from engine.run.model_runner import ModelRunner
 from tests.engine.families import BY_NAME
 from tests.engine.family_runs import NUM_NEW_TOKENS, config_of, reference_of, run
@@ -248,3 +249,11 @@ def test_a_bias_of_router_or_experts_left_out_is_seen(bias: str, family: Referen
 
     differences, _ = run(family("gpt_oss"), change=forget)
     assert differences
+
+
+def test_every_native_architecture_is_compared() -> None:
+    classes = AutoModelForCausalLM._model_mapping
+    compared = {
+        classes[type(AutoConfig.for_model(family.model_type))].__name__ for family in BY_NAME.values()
+    }
+    assert set(ARCHITECTURES) == compared
