@@ -32,6 +32,8 @@ class CheckpointTensor:
 
     def part(self, *ranges: slice) -> Tensor:
         """Read these ranges of the first dimensions, and all of the others, on the CPU."""
+        if not ranges:
+            return self.whole()
         tensor: Tensor = self._slice[ranges]
         return tensor
 

@@ -227,6 +227,18 @@ def test_zero_points_count_whatever_the_configuration_says(
     assert torch.equal(answers(folder)[0], answers(made.unpacked)[0])
 
 
+def test_a_single_zero_point_may_be_a_scalar(
+    checkpoints: Callable[[str], QuantizedCheckpoint], tmp_path: Path
+) -> None:
+    made = checkpoints("ct_int8_tensor")
+    scale = load_file(made.folder / "model.safetensors")[f"{MODULE}.weight_scale"]
+    points = {f"{MODULE}.weight_zero_point": torch.tensor(3, dtype=torch.int8)}
+    with weights_of(changed(made.folder, tmp_path, **points)) as weights:
+        moved = weights[f"{MODULE}.weight"].whole()
+    with weights_of(made.folder) as weights:
+        assert torch.allclose(moved, weights[f"{MODULE}.weight"].whole() - 3 * scale)
+
+
 def test_what_belongs_to_activations_and_to_the_cache_is_passed_over(
     checkpoints: Callable[[str], QuantizedCheckpoint], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
