@@ -66,11 +66,6 @@ def choose_path(model: ModelConfig, wanted: str) -> ModelPath:
             reason = str(error)
         else:
             return ModelPath(decoder, f"{model.architecture} is native")
-    if model.quantization is not None:
-        raise UnsupportedModel(
-            f"quantized weights ({model.quantization}) are unpacked for native models alone, and {reason}: "
-            "use an unquantized checkpoint"
-        )
     return ModelPath(None, reason)
 
 

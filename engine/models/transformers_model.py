@@ -24,8 +24,10 @@ from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import KVCache
 from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.text_part import PREFIXES, text_name
-from engine.errors import MissingWeights, UnsupportedModel, WeightMismatch
+from engine.checkpoint.quantized import unpacked
+from engine.checkpoint.text_part import PREFIXES, text_name, text_tensors
+from engine.checkpoint.weights import CheckpointTensor, open_tensors
+from engine.errors import ConfigError, MissingWeights, UnsupportedModel, WeightMismatch
 from engine.layers.parallel import TensorParallel
 from engine.models.attention_calls import (
     NUM_RECORDED_TOKENS,
@@ -120,11 +122,11 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Any:
     for name in (PAGED, RECORDED):
         ALL_ATTENTION_FUNCTIONS.register(name, answer)
     ALL_MASK_ATTENTION_FUNCTIONS.register(RECORDED, _describe)
-    loader: Any = transformers.AutoModelForCausalLM
     try:
         with _quiet_transformers():
+            loader, path, more = _source(config, folder, dtype)
             model, report = loader.from_pretrained(
-                str(folder),
+                path,
                 dtype=dtype,
                 attn_implementation=PAGED,
                 local_files_only=True,
@@ -132,8 +134,10 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Any:
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # they are reported, and refused below
                 output_loading_info=True,
-                **(_text_part(config, folder) if config.is_text_part else {}),
+                **more,
             )
+    except ConfigError:  # of quantized weights
+        raise
     except SafetensorError as error:
         raise MissingWeights(
             f"{folder} holds no complete safetensors files ({error}); fetch it again"
@@ -154,6 +158,31 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Any:
         )
     _check_filled(folder, report)
     return model
+
+
+def _source(config: ModelConfig, folder: Path, dtype: torch.dtype) -> tuple[Any, str | None, dict[str, Any]]:
+    """Whose loader is asked, with which path and what beside. Quantized weights are unpacked for it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    more = _text_part(config, folder) if config.is_text_part else {}
+    loader: Any = AutoModelForCausalLM
+    if config.quantization is None:
+        return loader, str(folder), more
+    values: Any = more.get("config") or AutoConfig.from_pretrained(
+        str(folder), local_files_only=True, trust_remote_code=False
+    )
+    if hasattr(values, "quantization_config"):
+        del values.quantization_config  # or it would unpack them itself, with packages that are not here
+    with torch.device("meta"):
+        loader = type(loader.from_config(values))  # which takes weights in place of a path
+    with open_tensors(list_weight_files(folder)) as stored:
+        tensors = unpacked(stored, config.quantization)
+        named = text_tensors(tensors) if config.is_text_part else tensors
+        state = {
+            name: tensor.whole() if type(tensor) is CheckpointTensor else tensor.whole().to(dtype)
+            for name, tensor in named.items()
+        }
+    return loader, None, {"config": values, "state_dict": state}
 
 
 def _text_part(config: ModelConfig, folder: Path) -> dict[str, Any]:

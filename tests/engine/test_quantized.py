@@ -32,6 +32,7 @@ from engine.checkpoint import packed_words, quantized_tensor
 from engine.checkpoint.quantization import Quantization, read_quantization
 from engine.checkpoint.quantized import unpacked
 from engine.checkpoint.weights import CheckpointTensor, open_tensors
+from tests.engine.architectures import Architectures
 from tests.engine.checkpoints import shard
 from tests.engine.families import BY_NAME, make_family
 from tests.engine.quantizers import (
@@ -162,6 +163,21 @@ def test_a_gpt_oss_in_mxfp4_answers_as_its_unpacked_weights(tmp_path: Path) -> N
     assert tokens == answers(made.unpacked)[1]
     before = answers(made.original)[0]
     assert 0 < relative(logits - before, before) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [("qwen2_moe", "gptq"), ("cohere", "fp8_blocks"), ("gpt_neox", "ct_packed4")]
+)
+def test_models_of_transformers_may_be_quantized(
+    architecture: Architectures, name: str, form: str, tmp_path: Path
+) -> None:
+    original = architecture(name).reference.folder
+    linear = ("_proj", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
+    made = quantize_checkpoint(original, tmp_path, FORMATS[form], linear)
+    assert torch.equal(answers(made.folder)[0], answers(made.unpacked)[0])
+    name = next(each for each in load_file(made.folder / "model.safetensors") if "scale" in each)
+    with pytest.raises(MissingWeights, match=name):
+        Engine(config(changed(made.folder, tmp_path, **{name: None}), model_path="transformers"))
 
 
 def test_parts_of_a_weight_may_lie_in_several_files(

@@ -157,11 +157,7 @@ def test_a_state_beside_the_cache_is_found(
         ({"n_layer": 4}, MissingWeights, r"lacks tensors .*transformer\.h\.3"),
         ({"n_layer": 2}, WeightMismatch, r"no place: transformer\.h\.2"),
         ({"add_cross_attention": True}, MissingWeights, "crossattention"),
-        (
-            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-            UnsupportedModel,
-            "fp8.* are unpacked for native models alone",
-        ),
+        ({"quantization_config": {"quant_method": "hqq"}}, UnsupportedModel, "'hqq' are not supported"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_named(
