@@ -9,7 +9,10 @@ from engine.checkpoint.model_config import read_json
 from engine.errors import ConfigError, MissingWeights, ModelNotFound
 
 INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
 FETCHED = ["*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer.model"]  # no code, no pickles
+#: The same weights once more, as their makers' own programs name them (Mistral, Llama, gpt-oss).
+SECOND_COPIES = ["consolidated*", "original/*", "metal/*"]
 
 
 def resolve_model(model: str) -> Path:
@@ -41,6 +44,8 @@ def list_weight_files(folder: Path) -> list[Path]:
                 f"{', '.join(missing)}; fetch them again"
             )
         return [folder / name for name in names]
+    if (folder / WHOLE).is_file():
+        return [folder / WHOLE]  # what lies beside it is a second copy in other names
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise MissingWeights(f"{folder} holds no .safetensors file; other weight formats are not read")
@@ -64,7 +69,7 @@ def _fetch(model: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=FETCHED))
+        return Path(snapshot_download(model, allow_patterns=FETCHED, ignore_patterns=SECOND_COPIES))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelNotFound(
             f"{model!r} is no folder here, and the hub gave no such model ({type(error).__name__}: {error}); "

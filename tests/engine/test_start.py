@@ -69,8 +69,9 @@ def test_a_hub_id_goes_to_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     """And comes back as a folder, or as ModelNotFound with the reason."""
     asked: list[tuple[str, Any]] = []
 
-    def fetch(model: str, *, allow_patterns: list[str]) -> str:
+    def fetch(model: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         asked.append((model, allow_patterns))
+        assert "original/*" in ignore_patterns  # the same weights once more
         if model == "no/net":
             raise OSError("no route")
         return str(tmp_path)
@@ -87,6 +88,12 @@ def test_a_missing_shard_is_named(folders: dict[str, Path], tmp_path: Path) -> N
     (folder / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(MissingWeights, match=r"1 of 3 .* missing: model-00002-of-00003\.safetensors"):
         Engine(EngineConfig(str(folder), **SMALL))
+
+
+def test_a_second_copy_of_the_weights_is_left_alone(copy: Path) -> None:
+    """As Mistral's repositories hold one: the maker's own names, beside the file that transformers reads."""
+    save_file({"tok_embeddings.weight": torch.zeros(3)}, copy / "consolidated.safetensors")
+    Engine(EngineConfig(str(copy), **SMALL)).close()
 
 
 def test_a_missing_tensor_is_named(copy: Path) -> None:
