@@ -18,7 +18,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from engine import Engine, EngineConfig, EngineError
-from tests.engine.architectures import REFUSED, SERVED, ArchitectureRuns, make_architecture
+from tests.engine.architectures import REFUSED, SERVED, ArchitectureRuns, add_sizes, make_architecture
 from tests.engine.family_runs import MODES
 
 
@@ -69,7 +69,7 @@ def _outcome(runs: ArchitectureRuns, mode: str, backend: str) -> str:
 
 def _refusal(name: str) -> str | None:
     with TemporaryDirectory() as folder:
-        make_architecture(Path(folder), name)
+        add_sizes(make_architecture(Path(folder), name))
         config = EngineConfig(folder, model_path="transformers", max_model_len=100, kv_cache_bytes=1 << 22)
         try:
             Engine(config).close()

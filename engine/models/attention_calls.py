@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -167,16 +167,27 @@ def _span_of(call: AttentionCall) -> MaskSpan:
     return span
 
 
+def _within(features: AttentionFeatures, max_positions: int) -> AttentionFeatures:
+    """The same for sequences of so many tokens at most."""
+    window, chunk = (
+        None if span is None or span >= max_positions else span for span in (features.window, features.chunk)
+    )
+    return replace(features, window=window, chunk=chunk)
+
+
 class PagedAttention:
     """Answers the calls of each forward pass, in the order in which they were recorded.
 
     Holds the batch and the cache of the pass that runs, for as long as it does.
     """
 
-    def __init__(self, calls: Sequence[AttentionCall], backend: KernelBackend) -> None:
-        """Raises UnsupportedModel, or ConfigError if the backend cannot compute such an attention."""
+    def __init__(self, calls: Sequence[AttentionCall], backend: KernelBackend, max_positions: int) -> None:
+        """max_positions: tokens that no sequence exceeds; a window or chunk that holds them all is none.
+
+        Raises UnsupportedModel, or AttentionRefused if the backend cannot compute such an attention.
+        """
         self._modules = [call.module for call in calls]
-        self._layers = [Attention(backend, features_of(call)) for call in calls]
+        self._layers = [Attention(backend, _within(features_of(call), max_positions)) for call in calls]
         self._pass: tuple[ForwardBatch, KVCache] | None = None
         self._next = 0
 

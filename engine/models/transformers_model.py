@@ -46,6 +46,7 @@ from engine.models.served import nearest
 PAGED = "tokenmill"  # our attention's name among transformers'
 RECORDED = "tokenmill_recorded"  # the same, with masks, which say how far a layer looks back
 OWN = "eager"  # transformers' plainest
+MIN_VERSION = 5  # of transformers; masks of older ones say nothing of positions that are not there
 MAX_ERROR_CHARS, MAX_NAMES = 500, 8  # of transformers' own words in our errors
 
 
@@ -104,7 +105,7 @@ def load_transformers_model(
         split_by_plan(model, tp)
     model.requires_grad_(False).eval().to(device)
     try:
-        return _with_paged_attention(config, model, backend, device)
+        return _with_paged_attention(config, model, backend, max_positions, device)
     except UnsupportedModel as error:
         name = config.architecture
         raise UnsupportedModel(
@@ -119,6 +120,11 @@ def _read(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Any:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     list_weight_files(folder)
+    if int(transformers.__version__.partition(".")[0]) < MIN_VERSION:
+        raise UnsupportedModel(
+            f"{config.architecture} runs through transformers {MIN_VERSION} or later, here is "
+            f"{transformers.__version__}; {nearest(config.architecture)}"
+        )
     for name in (PAGED, RECORDED):
         ALL_ATTENTION_FUNCTIONS.register(name, answer)
     ALL_MASK_ATTENTION_FUNCTIONS.register(RECORDED, _describe)
@@ -263,7 +269,7 @@ def _refuse_moving_rotary(model: nn.Module, max_positions: int) -> None:
 
 @torch.inference_mode()
 def _with_paged_attention(
-    config: ModelConfig, model: Any, backend: KernelBackend, device: torch.device
+    config: ModelConfig, model: Any, backend: KernelBackend, max_positions: int, device: torch.device
 ) -> TransformersModel:
     """Find out by a forward pass what the layers' attention is, and take its place."""
     recorded = _record(model, device)
@@ -276,7 +282,7 @@ def _with_paged_attention(
         )
     if "position_ids" not in inspect.signature(body.forward).parameters:
         raise UnsupportedModel(f"{type(body).__name__} takes no position_ids: it counts tokens by itself")
-    attention = PagedAttention(calls, backend)
+    attention = PagedAttention(calls, backend, max_positions)
     attention.take_places()
     pack_linears(model, recorded.called)
     compute, output_type = body.forward, type(recorded.output)

@@ -20,13 +20,16 @@ from engine.kernels.kv_tile import INTERPRETED
 from engine.layers.base import WeightedModule
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
+from engine.models.base import CausalModel
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.decoder_config import read_decoder_config
+from engine.models.load import load_model
 from engine.models.registry import decoder_flags
 from engine.run.decode_graphs import DecodeGraphs
 from engine.run.model_runner import ModelRunner
 from engine.run.warm_up import make_step
 from engine.schedule.step_batch import StepBatch
+from tests.engine.architectures import make_architecture
 from tests.engine.families import BY_NAME, make_family
 from tests.engine.graphs import SimulatedCapture, simulate_graphs
 from tests.engine.launches import record_launches
@@ -109,6 +112,28 @@ def test_a_recorded_step_reads_nothing_on_the_host(
         for module in model.modules():
             if isinstance(module, WeightedModule):
                 module.finish_loading()
+    record_without_values(model, backend)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen2_moe"])
+def test_a_recorded_step_of_transformers_reads_nothing_on_the_host(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dense model of its, and one with experts."""
+    folder = make_architecture(tmp_path / "model", name)
+    backend = TritonBackend(torch.device("cpu"))
+    record_launches(monkeypatch)
+    model = load_model(
+        read_model_config(folder), folder, model_path="transformers", tp=TensorParallel(), backend=backend,
+        max_positions=200, dtype=torch.bfloat16, device=torch.device("cpu"),
+    )  # fmt: skip
+    record_without_values(model.to("meta"), backend)
+
+
+@torch.inference_mode()
+def record_without_values(model: CausalModel, backend: TritonBackend) -> None:
+    """Capture the decode steps of a model on the meta device."""
+    meta = torch.device("meta")
     cache = KVCache(model.attention_layers, num_blocks=3, block_size=16, dtype=torch.bfloat16, device=meta)
     mode, capture = NoHostReads(), SimulatedCapture()
 
@@ -118,7 +143,7 @@ def test_a_recorded_step_reads_nothing_on_the_host(
 
     DecodeGraphs(
         lambda batch: model.hidden_states(batch, cache), backend, record, max_num_seqs=9, max_model_len=200,
-        block_size=16, num_kv_heads=model_config.num_kv_heads, hidden_size=model_config.hidden_size,
+        block_size=16, num_kv_heads=model.attention_layers[0].num_kv_heads, hidden_size=model.hidden_size,
         dtype=torch.bfloat16, device=meta,
     )  # fmt: skip
     assert capture.num_captured > 5

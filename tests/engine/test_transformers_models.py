@@ -29,7 +29,7 @@ from engine import (
 )
 from engine.models.attention_calls import features_of
 from engine.run.warm_up import make_step
-from tests.engine.architectures import Architectures, class_name, make_architecture, small
+from tests.engine.architectures import Architectures, add_sizes, class_name, make_architecture, small
 from tests.engine.families import COMMON
 from tests.engine.family_runs import NUM_NEW_TOKENS
 from tests.engine.graphs import simulate_graphs
@@ -116,8 +116,7 @@ def test_models_that_mix_rows_are_refused_by_name(name: str, tmp_path: Path) -> 
     folder = make_architecture(tmp_path / "model", name)
     with pytest.raises(UnsupportedModel, match=rf"{class_name(name)} .*the nearest that is served: \w+"):
         Engine(small(folder))
-    if name == "bloom":
-        change_config(folder, max_position_embeddings=512)  # it has no length of its own
+    add_sizes(folder)
     for dtype in ("float32", "bfloat16"):
         with pytest.raises(UnsupportedModel, match=f"{class_name(name)} .*the nearest") as refused:
             Engine(small(folder, model_path="transformers", dtype=dtype))
@@ -193,6 +192,12 @@ def test_rotations_that_follow_the_longest_sequence_are_refused(tmp_path: Path) 
     Engine(small(folder, max_model_len=64)).close()
 
 
+def test_an_older_transformers_is_named(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", "4.57.1")
+    with pytest.raises(UnsupportedModel, match=r"GPT2LMHeadModel .*5 or later, here is 4\.57\.1"):
+        Engine(small(gpt2))
+
+
 # Which way, and by which backend
 
 
@@ -237,6 +242,13 @@ def test_auto_takes_another_backend_where_a_layer_is_refused(
     assert "attention_backend='auto' takes 'torch'" in caplog.text
     with pytest.raises(AttentionRefused, match="heads of up to 256 numbers, this model has 272"):
         Engine(small(folder, model_path="transformers", attention_backend="cpu"))
+
+
+def test_a_window_that_holds_every_sequence_is_none(architecture: Architectures) -> None:
+    folder = architecture("gemma2").reference.folder
+    for length, windows in ((20, {None}), (21, {None, 20})):
+        with Engine(small(folder, max_model_len=length, model_path="transformers")) as built:
+            assert {layer.window for layer in built._open_runner().model.attention_layers} == windows
 
 
 # Graphs, and parts of other checkpoints
