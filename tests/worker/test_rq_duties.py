@@ -5,12 +5,16 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import pytest
 from rq import Queue, Retry
 from rq.group import Group
+from rq.serializers import JSONSerializer
 from rq.webhook import Webhook
 
 from tests.rq_workers import Workers, wait_until
 from tests.worker.webhook_server import WebhookServer, webhook_server
+from worker import BatchWorker
+from worker.store.scheduler import Scheduler
 
 F = "tests.worker.functions."
 
@@ -55,6 +59,20 @@ def test_webhooks_say_what_those_of_rqs_own_worker_say(workers: Workers) -> None
         ("finishes", "finished"),
         ("retried", "failed"),
     ]
+
+
+def test_a_burst_in_which_the_scheduler_raises_keeps_none_of_its_locks(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def boom(scheduler: Scheduler) -> None:
+        assert workers.redis.keys("rq:scheduler*"), "it has none to keep"
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(Scheduler, "enqueue_scheduled_jobs", boom)
+    worker = BatchWorker(["bulk"], connection=workers.redis, serializer=JSONSerializer)
+    with pytest.raises(RuntimeError, match="boom"):
+        worker._start_scheduler(burst=True)
+    assert workers.redis.keys("rq:scheduler*") == []
 
 
 def test_a_scheduler_that_is_killed_is_started_again(workers: Workers) -> None:
