@@ -7,6 +7,7 @@ suite's dependencies and runs from the repository's root. The test suite has a s
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 from pathlib import Path
@@ -31,6 +32,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     torch.set_num_threads(1)
+    logging.getLogger("engine").setLevel(logging.ERROR)  # a warning would break a line of the table
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     modes = [options.mode] if options.mode else list(MODES)

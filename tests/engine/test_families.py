@@ -257,3 +257,19 @@ def test_every_native_architecture_is_compared() -> None:
         classes[type(AutoConfig.for_model(family.model_type))].__name__ for family in BY_NAME.values()
     }
     assert set(ARCHITECTURES) == compared
+
+
+@pytest.mark.parametrize("name", ["phi3_longrope", "olmo2", "gemma2", "gemma3"])
+def test_bfloat16_is_as_near_to_float32_as_transformers_own(name: str, family: References) -> None:
+    """Where norms, embeddings and rotations are rounded is a part of the model."""
+    reference = family(name)
+    theirs = AutoModelForCausalLM.from_pretrained(reference.folder, dtype=torch.bfloat16).eval()
+    errors = [0.0, 0.0]
+    with Engine(replace(config_of(reference.folder, "whole"), dtype="bfloat16")) as built:
+        for prompt in reference.prompts[:4]:
+            exact = reference.logits(prompt)
+            with torch.inference_mode():
+                other = theirs(torch.tensor([prompt]), use_cache=False).logits[0, -1]
+            for i, logits in enumerate((prefill_logits(built, prompt), other.float())):
+                errors[i] += ((logits - exact).square().mean().sqrt() / exact.std()).item()
+    assert errors[0] < 1.2 * errors[1]
