@@ -34,6 +34,8 @@ def resolve_model(model: str) -> Path:
 
 def list_weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint. Raises MissingWeights, naming a shard that is not there."""
+    if (folder / WHOLE).is_file():
+        return [folder / WHOLE]  # before an index, as transformers does; other files are a second copy
     index = folder / INDEX
     if index.is_file():
         names = _shard_names(index)
@@ -44,9 +46,7 @@ def list_weight_files(folder: Path) -> list[Path]:
                 f"{', '.join(missing)}; fetch them again"
             )
         return [folder / name for name in names]
-    if (folder / WHOLE).is_file():
-        return [folder / WHOLE]  # what lies beside it is a second copy in other names
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     if not files:
         raise MissingWeights(f"{folder} holds no .safetensors file; other weight formats are not read")
     return files

@@ -93,8 +93,9 @@ def read_decoder_config(model: ModelConfig, flags: DecoderFlags) -> DecoderConfi
 
 
 def _read(model: ModelConfig, flags: DecoderFlags) -> DecoderConfig:
-    _refuse_unbuilt(model)
-    known = {key: model.values.get(key, default) for key, default in {**COMMON_KEYS, **flags.keys}.items()}
+    _refuse_unbuilt(model, flags)
+    keys = {**COMMON_KEYS, **flags.keys}
+    known = {key: model.values.get(key, default) for key, default in keys.items()} | dict(flags.fixed)
     kinds = _layer_kinds(known, model.num_layers)
     windows = {FULL: None, SLIDING: _window(known) if SLIDING in kinds else None}
     ropes = read_ropes(known, model.head_dim, model.max_position_embeddings)
@@ -159,8 +160,16 @@ def _activation(known: Mapping[str, Any]) -> str:
     return activation
 
 
-def _refuse_unbuilt(model: ModelConfig) -> None:
+def _refuse_unbuilt(model: ModelConfig, flags: DecoderFlags) -> None:
     values = model.values
+    found = values.get("model_type", flags.model_type)
+    if found != flags.model_type and not model.is_text_part:
+        raise UnsupportedModel(
+            f"config.json names {model.architecture} and the model_type {found!r}; it is native as "
+            f"{flags.model_type!r}"
+        )
+    if others := [key for key in flags.refused if values.get(key) is not None]:
+        raise UnsupportedModel(f"{model.architecture} with {others[0]} in config.json is not native")
     if values.get("use_bidirectional_attention") or values.get("is_causal") is False:
         raise UnsupportedModel("this model attends to later tokens too, which no completion can")
     if model.num_heads % model.num_kv_heads:

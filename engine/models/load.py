@@ -99,8 +99,8 @@ def load_model(
         )
     logger.info("%s runs natively", config.architecture)
     decoder = path.decoder
-    if config.is_text_part and decoder.tie_word_embeddings and _has_head(folder):
-        decoder = replace(decoder, tie_word_embeddings=False)  # what transformers does: the default was wrong
+    if decoder.tie_word_embeddings and _has_own_head(folder, is_text_part=config.is_text_part):
+        decoder = replace(decoder, tie_word_embeddings=False)  # as transformers does: the file knows better
     decoder = decoder.within(max_positions)
     for rope in decoder.ropes:
         _warn_of_long_factors(rope, max_positions)
@@ -121,10 +121,14 @@ def load_model(
     return model.eval()
 
 
-def _has_head(folder: Path) -> bool:
-    """Whether the text part has an LM head of its own."""
+def _has_own_head(folder: Path, *, is_text_part: bool) -> bool:
+    """Whether there is an LM head that does not repeat the embedding."""
     with open_tensors(list_weight_files(folder)) as tensors:
-        return "lm_head.weight" in text_tensors(tensors)
+        named = text_tensors(tensors) if is_text_part else tensors
+        head, embedding = named.get("lm_head.weight"), named.get("model.embed_tokens.weight")
+        if head is None or embedding is None:
+            return False
+        return head.shape != embedding.shape or not torch.equal(head.whole(), embedding.whole())
 
 
 def _warn_of_long_factors(rope: Rope, max_positions: int) -> None:

@@ -5,7 +5,7 @@ To add one: an entry here, and a line in tests/engine/families.py for the compar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -32,8 +32,11 @@ AROUND = Norms(
 class DecoderFlags:
     """What tells one Llama-like architecture from another.
 
+    model_type: config.json's, by which transformers finds the model whatever `architectures` says.
     keys: what its model reads of config.json beyond what all do, with the values of keys that are missing.
         decoder_config.py says what each does; a key that is not here is ignored, as transformers ignores it.
+    fixed: values of such keys that hold whatever config.json says.
+    refused: keys by which transformers takes config.json for another model's.
     norms: where a layer normalises. What is normalised after attention or MLP is their output, before it
         joins the residual stream.
     norm_offset: added to norm weights as the checkpoint has them.
@@ -46,7 +49,10 @@ class DecoderFlags:
     expert_bias, interleaved_experts: as `bias` and `interleaved` of Experts.
     """
 
+    model_type: str
     keys: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    refused: Sequence[str] = ()
     norms: Norms = BEFORE
     norm_offset: float = 0.0
     float32_norms: bool = False
@@ -75,18 +81,20 @@ GEMMA = {
 }
 
 ARCHITECTURES = {
-    "LlamaForCausalLM": DecoderFlags(keys={"attention_bias": False, "mlp_bias": False}),
-    "MistralForCausalLM": DecoderFlags(keys={"sliding_window": 4096}),
-    "Qwen2ForCausalLM": DecoderFlags(keys=QWEN_WINDOWS, qkv_bias=True),
-    "Qwen3ForCausalLM": DecoderFlags(keys={"attention_bias": False, **QWEN_WINDOWS}, qk_norm="head"),
+    "LlamaForCausalLM": DecoderFlags("llama", keys={"attention_bias": False, "mlp_bias": False}),
+    "MistralForCausalLM": DecoderFlags("mistral", keys={"sliding_window": 4096}, refused=("layer_types",)),
+    "Qwen2ForCausalLM": DecoderFlags("qwen2", keys=QWEN_WINDOWS, qkv_bias=True),
+    "Qwen3ForCausalLM": DecoderFlags("qwen3", keys={"attention_bias": False, **QWEN_WINDOWS}, qk_norm="head"),
     "Phi3ForCausalLM": DecoderFlags(
+        "phi3",
         keys={
             "original_max_position_embeddings": 4096,
             "partial_rotary_factor": 1.0,
             "sliding_window": None,
-        }
+        },
     ),
     "Olmo2ForCausalLM": DecoderFlags(
+        "olmo2",
         keys={"attention_bias": False},
         norms=AFTER,
         float32_norms=True,
@@ -94,18 +102,20 @@ ARCHITECTURES = {
         qk_norm="whole",
     ),
     "Gemma2ForCausalLM": DecoderFlags(
+        "gemma2",
         keys={
             **GEMMA,
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
-            "sliding_window_pattern": 2,
         },
+        fixed={"sliding_window_pattern": 2},
         norms=AROUND,
         norm_offset=1.0,
         float32_norms=True,
         scaled_embeddings=True,
     ),
     "Gemma3ForCausalLM": DecoderFlags(
+        "gemma3_text",
         keys={
             **GEMMA,
             "final_logit_softcapping": None,
@@ -120,17 +130,19 @@ ARCHITECTURES = {
         scaled_embeddings=True,
     ),
     "SeedOssForCausalLM": DecoderFlags(
-        keys={"attention_bias": True, "attention_out_bias": False, "mlp_bias": False}
+        "seed_oss", keys={"attention_bias": True, "attention_out_bias": False, "mlp_bias": False}
     ),
     "MixtralForCausalLM": DecoderFlags(
+        "mixtral",
         keys={
             "num_experts_per_tok": 2,
             "num_local_experts": 8,
             "rope_theta": 1_000_000.0,
             "sliding_window": None,
-        }
+        },
     ),
     "Qwen3MoeForCausalLM": DecoderFlags(
+        "qwen3_moe",
         keys={
             "attention_bias": False,
             "decoder_sparse_step": 1,
@@ -146,6 +158,7 @@ ARCHITECTURES = {
         qk_norm="head",
     ),
     "GptOssForCausalLM": DecoderFlags(
+        "gpt_oss",
         keys={
             "attention_bias": True,
             "layer_types": None,
@@ -161,10 +174,10 @@ ARCHITECTURES = {
             },
             "rope_theta": 150_000.0,
             "sliding_window": 128,
-            "sliding_window_pattern": 2,
             "swiglu_alpha": 1.702,
             "swiglu_limit": 7.0,
         },
+        fixed={"sliding_window_pattern": 2},
         float32_norms=True,
         sinks=True,
         expert_bias=True,

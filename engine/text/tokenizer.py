@@ -23,6 +23,9 @@ from engine.text.tokenizer_files import load_tokenizer
 #: Texts of which one at least is written in ordinary tokens, not in bytes.
 ANCHORS = ("a", "e", "1", ".")
 
+#: What templates raise besides jinja2's own errors.
+RENDER_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
 #: Where bytes are pieces of the vocabulary, each byte of an incomplete character is a character of its text.
 BYTE_PIECES_OPEN = 3
 
@@ -114,7 +117,7 @@ class Tokenizer:
             raise InvalidPrompt("this model's tokenizer has no chat template; send a plain prompt instead")
         try:
             text = self._render(messages if self._takes_parts else with_joined_parts(messages))
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        except (TemplateError, *RENDER_ERRORS) as error:
             raise InvalidPrompt(f"the chat template refused these messages: {error}") from error
         return self._encode(text, limit, add_special_tokens=False)
 

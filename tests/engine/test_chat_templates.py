@@ -138,7 +138,14 @@ def test_a_template_that_takes_no_system_role_refuses_one_request(folder: Path, 
 
 
 @pytest.mark.parametrize(
-    "content", ["{{ 1 // 0 }}", "{{ messages[9]['role'] }}", "{{ [][3] + 1 }}", "{% if %}"]
+    "content",
+    [
+        "{% macro again() %}{{ again() }}{% endmacro %}{% if messages %}{{ again() }}{% endif %}",
+        "{{ 1 // 0 }}",
+        "{{ messages[9]['role'] }}",
+        "{{ [][3] + 1 }}",
+        "{% if %}",
+    ],
 )
 def test_a_template_that_breaks_fails_the_request_by_name(model: Path, content: str) -> None:
     (model / "chat_template.jinja").write_text(content)

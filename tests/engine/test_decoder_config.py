@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.checkpoint.model_config import read_model_config
+from engine.checkpoint.model_config import ModelConfig, read_model_config
+from engine.errors import UnsupportedModel
 from engine.models.decoder_config import DecoderConfig, read_decoder_config
 from engine.models.registry import decoder_flags
 
@@ -169,3 +170,40 @@ def test_the_same_model_is_read(name: str, tmp_path: Path) -> None:
         frequencies, factor = read.ropes[layer.rope].frequencies(longest=100)
         assert torch.equal(frequencies, getattr(rotary, f"{of_kind}inv_freq"))
         assert factor == getattr(rotary, f"{of_kind}attention_scaling")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "named"),
+    [
+        (
+            "MistralForCausalLM",
+            {"model_type": "mistral", "layer_types": ["full_attention"] * 7},
+            "layer_types",
+        ),
+        ("LlamaForCausalLM", {"model_type": "mistral"}, "model_type 'mistral'"),
+    ],
+)
+def test_what_transformers_takes_for_another_model_is_not_native(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], named: str
+) -> None:
+    """It goes by model_type, and takes a Mistral with types of layers for a Ministral."""
+    model = read_written(tmp_path, architecture, changes)
+    with pytest.raises(UnsupportedModel, match=named):
+        read_decoder_config(model, decoder_flags(architecture))
+
+
+@pytest.mark.parametrize("pattern", [2, 3])
+def test_gemma_2_alternates_whatever_a_pattern_says(tmp_path: Path, pattern: int) -> None:
+    """transformers reads no sliding_window_pattern for it."""
+    changes = {"model_type": "gemma2", "sliding_window": 9, "sliding_window_pattern": pattern}
+    model = read_written(tmp_path, "Gemma2ForCausalLM", changes)
+    windows = [
+        layer.window for layer in read_decoder_config(model, decoder_flags("Gemma2ForCausalLM")).layers
+    ]
+    assert windows == [9, None, 9, None, 9, None, 9]
+
+
+def read_written(folder: Path, architecture: str, changes: dict[str, Any]) -> ModelConfig:
+    values = {**SIZES, "rms_norm_eps": 1e-5, "architectures": [architecture], **changes}
+    (folder / "config.json").write_text(json.dumps(values))
+    return read_model_config(folder)

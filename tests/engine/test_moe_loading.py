@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def test_a_value_that_experts_cannot_have_is_named(
     config = make_family(tmp_path, BY_NAME[name]) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | values))
     with pytest.raises(ConfigError, match=said):
-        Engine(config_of(tmp_path))
+        Engine(replace(config_of(tmp_path), model_path="native"))
 
 
 def test_the_hubs_name_of_the_number_of_experts_is_read(tmp_path: Path) -> None:

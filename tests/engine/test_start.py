@@ -27,7 +27,7 @@ from engine import (
     UnsupportedModel,
     WeightMismatch,
 )
-from engine.checkpoint.folder import resolve_model
+from engine.checkpoint.folder import INDEX, resolve_model
 from engine.run.memory import allowed_bytes
 
 PACKAGE = Path(engine.__file__).parent
@@ -94,6 +94,34 @@ def test_a_second_copy_of_the_weights_is_left_alone(copy: Path) -> None:
     """As Mistral's repositories hold one: the maker's own names, beside the file that transformers reads."""
     save_file({"tok_embeddings.weight": torch.zeros(3)}, copy / "consolidated.safetensors")
     Engine(EngineConfig(str(copy), **SMALL)).close()
+
+
+def test_one_whole_file_goes_before_an_index(copy: Path) -> None:
+    """An index that was left from another division of the weights is not followed, nor by transformers."""
+    (copy / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "model-00001-of-00001.safetensors"}}'
+    )
+    Engine(EngineConfig(str(copy), **SMALL)).close()
+
+
+def test_an_lm_head_of_its_own_is_not_tied_away(copy: Path) -> None:
+    """tie_word_embeddings says so, the file says otherwise: transformers believes the file."""
+    prompt, params = [5, 9, 11], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    with Engine(EngineConfig(str(copy), **SMALL)) as built:
+        untied = built.generate([prompt], params)[0].token_ids
+    change_config(copy, tie_word_embeddings=True)
+    with Engine(EngineConfig(str(copy), **SMALL)) as built:
+        assert built.generate([prompt], params)[0].token_ids == untied
+    change_weights(copy, **{"lm_head.weight": None})
+    with Engine(EngineConfig(str(copy), **SMALL)) as built:
+        assert built.generate([prompt], params)[0].token_ids != untied
+
+
+def test_a_folder_in_place_of_the_weights_is_named(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    (copy / "model.safetensors").mkdir()
+    with pytest.raises(MissingWeights, match=r"holds no \.safetensors file"):
+        Engine(EngineConfig(str(copy), **SMALL))
 
 
 def test_a_missing_tensor_is_named(copy: Path) -> None:
@@ -346,6 +374,8 @@ def test_a_hostile_model_folder_is_refused_by_name(
     shutil.copytree(folder, made)
     content = json.loads((made / file).read_text()) if (made / file).exists() else {}
     (made / file).write_text(json.dumps(content | change))
+    if file == INDEX:
+        (made / "model.safetensors").unlink()  # which would go before an index
     with pytest.raises(ConfigError, match=words):
         Engine(EngineConfig(str(made), **SMALL))
 
