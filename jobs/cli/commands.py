@@ -154,7 +154,7 @@ def cancel(connection: redis.Redis, /, run: str) -> None:
 
 @main.command()
 def models() -> None:
-    """List the model architectures that are served, natively or through transformers, and those refused."""
+    """List which models are served, how, and which are not."""
     click.echo(model_table())
 
 
