@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine import Engine, EngineConfig, EngineError
 from tests.engine.architectures import REFUSED, SERVED, ArchitectureRuns, add_sizes, make_architecture
-from tests.engine.family_runs import MODES
+from tests.engine.family_runs import MODES, outcome
 
 
 def main() -> int:
@@ -43,7 +44,7 @@ def main() -> int:
         with TemporaryDirectory() as folder:
             runs = ArchitectureRuns(Path(folder), name)
             for mode in modes:
-                found = _outcome(runs, mode, options.backend)
+                found = outcome(mode, partial(runs.run, mode, options.backend))
                 num_failed += found != "ok"
                 print(f"{found:>12}", end="", flush=True)
         print(f"{time.monotonic() - started:12.0f}", flush=True)
@@ -52,19 +53,6 @@ def main() -> int:
         num_failed += reason is None
         print(f"{name:24}  {reason or 'is served'}", flush=True)
     return 1 if num_failed else 0
-
-
-def _outcome(runs: ArchitectureRuns, mode: str, backend: str) -> str:
-    try:
-        differences, stats = runs.run(mode, backend)
-    except EngineError as error:
-        print(f"\n{error}")
-        return type(error).__name__
-    if differences:
-        return f"{len(differences)} differ"
-    if "pool_blocks" in MODES[mode] and not stats.num_preemptions:
-        return "no preemption"
-    return "ok"
 
 
 def _refusal(name: str) -> str | None:

@@ -10,16 +10,15 @@ import argparse
 import logging
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 from transformers.utils import logging as transformers_logging
 
-from engine import EngineError
 from tests.engine.families import BY_NAME
-from tests.engine.family_runs import MODES, reference_of, run
-from tests.engine.reference import Reference
+from tests.engine.family_runs import MODES, outcome, reference_of, run
 
 
 def main() -> int:
@@ -44,24 +43,11 @@ def main() -> int:
         with TemporaryDirectory() as folder:
             reference = reference_of(Path(folder), BY_NAME[name])
             for mode in modes:
-                found = _outcome(reference, mode, options.backend)
+                found = outcome(mode, partial(run, reference, mode, options.backend))
                 num_failed += found != "ok"
                 print(f"{found:>12}", end="", flush=True)
         print(f"{time.monotonic() - started:12.0f}", flush=True)
     return 1 if num_failed else 0
-
-
-def _outcome(reference: Reference, mode: str, backend: str) -> str:
-    try:
-        differences, stats = run(reference, mode, backend)
-    except EngineError as error:
-        print(f"\n{error}")
-        return type(error).__name__
-    if differences:
-        return f"{len(differences)} differ"
-    if "pool_blocks" in MODES[mode] and not stats.num_preemptions:
-        return "no preemption"
-    return "ok"
 
 
 if __name__ == "__main__":

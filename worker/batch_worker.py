@@ -89,6 +89,8 @@ class BatchWorker(BaseWorker):
         leave_out_working_directory()
         setup_loghandlers(logging_level, date_format, log_format)  # `bootstrap` does so too late
         keep_plain(self.log)
+        level = self.log.getEffectiveLevel()
+        setup_loghandlers(level, date_format, log_format, name="engine")  # how the model is computed
         try:
             settings = self._check_start(dequeue_strategy)
         except StartupError as error:

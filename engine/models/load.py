@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from reprlib import repr as shown  # short
 
 import torch
 
@@ -29,15 +30,23 @@ logger = logging.getLogger(__name__)
 
 
 def read_supported(folder: Path, model_path: str) -> ModelConfig:
-    """The configuration of a folder's model, which can be built; reads no weights.
+    """The configuration of a folder's model, which can be built, and say what computes it; reads no weights.
 
     model_path: as EngineConfig has it. Raises UnsupportedModel or another ConfigError.
     """
-    named = read_json(folder / "config.json").get("architectures")
+    values = read_json(folder / "config.json")
+    named = values.get("architectures")
+    # before its sizes are read, which may have no names that are known here
+    if values.get("is_encoder_decoder"):
+        raise UnsupportedModel(
+            f"{shown(named)} has an encoder; decoders alone are served, which `tokenmill models` lists"
+        )
     if model_path != "transformers" and isinstance(named, list):
-        refuse_known(named[:1])  # before its sizes are read, which may have no names that are known here
+        refuse_known(named[:1])
     model = read_model_config(folder)
-    choose_path(model, model_path)
+    path = choose_path(model, model_path)
+    way = "runs natively" if path.decoder is not None else f"runs through transformers: {path.reason}"
+    logger.info("%s %s", model.architecture, way)
     return model
 
 
@@ -87,7 +96,6 @@ def load_model(
     """
     path = choose_path(config, model_path)
     if path.decoder is None:
-        logger.info("%s runs through transformers: %s", config.architecture, path.reason)
         return load_transformers_model(
             config,
             folder,
@@ -97,7 +105,6 @@ def load_model(
             dtype=dtype,
             device=device,
         )
-    logger.info("%s runs natively", config.architecture)
     decoder = path.decoder
     if decoder.tie_word_embeddings and _has_own_head(folder, is_text_part=config.is_text_part):
         decoder = replace(decoder, tie_word_embeddings=False)  # as transformers does: the file knows better

@@ -1,4 +1,4 @@
-"""A small random checkpoint of any model family, to see one through a worker: its answers are nonsense.
+"""A small random checkpoint of a model family, to see one through a worker: its answers are nonsense.
 
     python -m ops.demo.random_model --family llama ops/out/llama
     MODEL=ops/out/llama bash ops/demo.sh
@@ -43,7 +43,8 @@ SIZES = {
 def make_model(folder: Path, family: str) -> Path:
     """Write configuration, float32 weights and the demo's tokenizer, with a token for a text's beginning.
 
-    Returns the folder. Raises ValueError for a family that transformers does not know.
+    Returns the folder. Raises ValueError for a family that transformers does not know, and whatever else
+    transformers makes of sizes that do not fit one.
     """
     torch.manual_seed(0)
     tokenizer = _make_tokenizer()
@@ -80,8 +81,8 @@ def main() -> None:
     options = parser.parse_args()
     try:
         make_model(options.folder, options.family)
-    except ValueError as error:
-        parser.error(str(error)[:300])
+    except (ValueError, AttributeError, TypeError) as error:
+        parser.error(f"no small model of the family {options.family!r}: {str(error)[:300]}")
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ def test_a_llama_worker_runs_both_kinds_of_job(workers: RealWorkers) -> None:
     log = workers.burst(TOKENMILL_MODEL=str(folder), TOKENMILL_CHAT_TEMPLATE="strict")
 
     assert prompts.get_status() == JobStatus.FINISHED, log
+    assert "LlamaForCausalLM runs natively" in log
     choices = prompts.return_value()["choices"]
     assert [choice["text"] for choice in choices] == [truth.complete(text) for text in TEXTS]
     assert chat.return_value()["choices"][0]["message"]["content"] == truth.chat(user(TEXTS[2]))

@@ -287,7 +287,7 @@ def test_nothing_is_read_on_the_host_where_one_launch_serves_all_experts(
         if serves:
             assert mlp(x).shape == x.shape
         else:
-            with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+            with pytest.raises(RuntimeError, match="meta tensor"):
                 mlp(x)
 
 

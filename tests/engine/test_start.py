@@ -96,6 +96,13 @@ def test_a_second_copy_of_the_weights_is_left_alone(copy: Path) -> None:
     Engine(EngineConfig(str(copy), **SMALL)).close()
 
 
+def test_a_model_with_an_encoder_is_refused_by_that_name(copy: Path) -> None:
+    """Not for a size that such models call otherwise."""
+    change_config(copy, architectures=["T5ForConditionalGeneration"], is_encoder_decoder=True)
+    with pytest.raises(UnsupportedModel, match=r"T5ForConditionalGeneration.* has an encoder"):
+        Engine(EngineConfig(str(copy), **SMALL))
+
+
 def test_one_whole_file_goes_before_an_index(copy: Path) -> None:
     """An index that was left from another division of the weights is not followed, nor by transformers."""
     (copy / "model.safetensors.index.json").write_text(
