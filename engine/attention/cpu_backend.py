@@ -65,7 +65,7 @@ class CpuBackend(KernelBackend):
         self._decoding, self._elementwise = decode_attention, elementwise
         self.layer_kernels = LayerKernels(
             elementwise.add_rms_norm,
-            elementwise.norm_and_rotate,
+            self.norm_rotate_and_store,
             elementwise.silu_and_mul,
             elementwise.rms_norm,
             elementwise.gelu_and_mul,
@@ -73,6 +73,22 @@ class CpuBackend(KernelBackend):
 
     def store(self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
         self._elementwise.store_kv(keys, values, cache.keys, cache.values, slot_mapping)
+
+    def norm_rotate_and_store(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        cache: LayerKVCache,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """As LayerKernels has it, in two passes."""
+        query, key = self._elementwise.norm_and_rotate(query, key, rotation, norms, eps)
+        self.store(key, value, cache, slot_mapping)
+        return query
 
     def build_metadata(
         self,

@@ -8,6 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine.attention.kv_cache import LayerKVCache
+
 
 class ChooseExperts(Protocol):
     """choose_experts of engine/layers/moe.py."""
@@ -31,13 +33,34 @@ class ExpertKernels:
     clamped_swiglu_and_mul: Callable[[Tensor, float, float], Tensor]
 
 
+class NormRotateAndStore(Protocol):
+    """What lies between the merged projection and attention.
+
+    Each head of queries and keys is normalised if there are norms, then rotated; keys and values go to their
+    slots of the cache, the queries are returned, contiguous. Cosines and sines may be narrower than a head,
+    whose other numbers are not rotated then. A slot of -1 marks padding, of which nothing is stored.
+    Shapes are those of RotaryEmbedding and LayerKVCache.write; the norms' weights are [head_dim], or
+    [heads, head_dim] where each head has its own.
+    """
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        cache: LayerKVCache,
+        slot_mapping: Tensor,
+    ) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class LayerKernels:
     """One fused kernel for each place where plain torch takes several passes over the same numbers.
 
     add_rms_norm(x, residual, weight, eps) -> (norm of x + residual, x + residual).
-    norm_and_rotate(query, key, (cos, sin), norm weights of both or None, eps) -> (query, key). Cosines and
-    sines may be narrower than a head, whose other numbers are not rotated then.
     silu_and_mul(gate_up) -> silu(gate) * up.
     rms_norm(x, weight, eps) -> norm of x; gelu_and_mul(gate_up) -> gelu(gate) * up, gelu by tanh. None where
     a backend has none of its own: plain torch then.
@@ -46,9 +69,7 @@ class LayerKernels:
     """
 
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    norm_and_rotate: Callable[
-        [Tensor, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None, float], tuple[Tensor, Tensor]
-    ]
+    norm_rotate_and_store: NormRotateAndStore
     silu_and_mul: Callable[[Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] | None = None
     gelu_and_mul: Callable[[Tensor], Tensor] | None = None

@@ -30,7 +30,7 @@ from engine.kernels.kv_store import store_kv
 from engine.kernels.kv_tile import INTERPRETED, MAX_HEAD_DIM
 from engine.kernels.prefill_attention import QUERY_TILE, PrefillTiles, prefill_attention
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
-from engine.kernels.rotary import norm_and_rotate
+from engine.kernels.rotary import norm_rotate_and_store
 from engine.kernels.upload import upload_aligned
 
 MIN_CAPABILITY = (8, 0)  # the first with bfloat16 and asynchronous copies
@@ -76,7 +76,7 @@ class TritonBackend(CapturableBackend):
         self._num_processors = INTERPRETER_PROCESSORS
         self.layer_kernels = LayerKernels(
             add_rms_norm,
-            norm_and_rotate,
+            self.norm_rotate_and_store,
             silu_and_mul,
             rms_norm,
             gelu_and_mul,
@@ -89,6 +89,22 @@ class TritonBackend(CapturableBackend):
 
     def store(self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
         store_kv(keys, values, cache.keys, cache.values, slot_mapping)
+
+    def norm_rotate_and_store(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        cache: LayerKVCache,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """As LayerKernels has it, in one launch."""
+        return norm_rotate_and_store(
+            query, key, value, rotation, norms, eps, cache.keys, cache.values, slot_mapping
+        )
 
     def build_metadata(
         self,

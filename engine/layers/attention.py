@@ -12,7 +12,7 @@ from engine.errors import AttentionRefused
 
 
 class Attention(nn.Module):
-    """Stores the step's keys and values, then attends: in that order, so that a step shares its prefixes."""
+    """Attends to what is stored; the step's own keys and values first, so that a step shares its prefixes."""
 
     def __init__(self, backend: KernelBackend, features: AttentionFeatures) -> None:
         """Raises AttentionRefused if the backend cannot compute such an attention."""
@@ -31,9 +31,20 @@ class Attention(nn.Module):
         cache: LayerKVCache,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """query: [tokens, heads, dim]; key, value: [tokens, kv_heads, dim] -> [tokens, heads * dim].
+        """Store keys and values, then attend.
 
+        query: [tokens, heads, dim]; key, value: [tokens, kv_heads, dim] -> [tokens, heads * dim].
         sinks: [heads] float32, see KernelBackend.forward.
         """
+        self.store(key, value, batch, cache)
+        return self.attend(query, batch, cache, sinks)
+
+    def store(self, key: Tensor, value: Tensor, batch: ForwardBatch, cache: LayerKVCache) -> None:
+        """key, value: [tokens, kv_heads, dim], of the batch's tokens."""
         self.backend.store(key, value, cache, batch.slot_mapping)
+
+    def attend(
+        self, query: Tensor, batch: ForwardBatch, cache: LayerKVCache, sinks: Tensor | None = None
+    ) -> Tensor:
+        """The same where the step's keys and values are stored already."""
         return self.backend.forward(query, cache, batch.attention, self.features, sinks).flatten(1)

@@ -119,8 +119,11 @@ class DecoderAttention(WeightedModule):
     ) -> Tensor:
         """hidden: [tokens, hidden] -> [tokens, hidden], or of those `rows` alone."""
         query, key, value = self.qkv_proj.split(self.qkv_proj(hidden))
-        query, key = self._norm_and_rotate(query, key, rotations[self.rope])
-        attended = self.attention(query, key, value, batch, cache, self.sinks)
+        if self.qk_norm == "whole":
+            query = self.q_norm(query.flatten(1)).view(query.shape)
+            key = self.k_norm(key.flatten(1)).view(key.shape)
+        query = self._norm_rotate_and_store(query, key, value, rotations[self.rope], batch, cache)
+        attended = self.attention.attend(query, batch, cache, self.sinks)
         output: Tensor = self.o_proj(attended if rows is None else attended[rows])
         return output
 
@@ -128,16 +131,25 @@ class DecoderAttention(WeightedModule):
         """Copy the sinks of this rank's heads."""
         fill(self.get_parameter(name), self.heads.read(tensor, 0))
 
-    def _norm_and_rotate(self, query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        if self.qk_norm == "whole":
-            query = self.q_norm(query.flatten(1)).view(query.shape)
-            key = self.k_norm(key.flatten(1)).view(key.shape)
+    def _norm_rotate_and_store(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        cache: LayerKVCache,
+    ) -> Tensor:
+        """Return the queries; keys and values are in the cache then."""
         if self.kernels is not None:
             weights = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm == "head" else None
-            return self.kernels.norm_and_rotate(query, key, rotation, weights, self.rms_norm_eps)
+            return self.kernels.norm_rotate_and_store(
+                query, key, value, rotation, weights, self.rms_norm_eps, cache, batch.slot_mapping
+            )
         if self.qk_norm == "head":
             query, key = self.q_norm(query), self.k_norm(key)
-        return apply_rotary(query, *rotation), apply_rotary(key, *rotation)
+        self.attention.store(apply_rotary(key, *rotation), value, batch, cache)
+        return apply_rotary(query, *rotation)
 
 
 class DecoderMLP(nn.Module):

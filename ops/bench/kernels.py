@@ -153,7 +153,7 @@ def layer_cases(shape: Shape, num_tokens: int, device: torch.device, dtype: torc
     from engine.kernels.gate_and_mul import silu_and_mul
     from engine.kernels.kv_store import store_kv  # Triton's, which a CPU user need not have
     from engine.kernels.rms_norm import add_rms_norm
-    from engine.kernels.rotary import norm_and_rotate
+    from engine.kernels.rotary import norm_rotate_and_store
 
     def random_tensor(*size: int) -> Tensor:
         return torch.randn(size, dtype=dtype, device=device)
@@ -166,14 +166,14 @@ def layer_cases(shape: Shape, num_tokens: int, device: torch.device, dtype: torc
     rotation = (random_tensor(num_tokens, 1, head_dim), random_tensor(num_tokens, 1, head_dim))
     norms = (random_tensor(head_dim), random_tensor(head_dim))
     half_of_each = rotation[0].nbytes  # the second half of cosines and sines repeats the first
-    yield Case(
-        "head norms + rotary",
-        lambda: norm_and_rotate(query, key, rotation, norms, 1e-6),
-        2 * (query.nbytes + key.nbytes) + half_of_each,
-    )
     pool = (-(-num_tokens // BLOCK_SIZE), BLOCK_SIZE, shape.num_kv_heads, head_dim)
     keys, values = random_tensor(*pool), random_tensor(*pool)
     slots = torch.randperm(pool[0] * BLOCK_SIZE, device=device)[:num_tokens]
+    yield Case(
+        "head norms + rotary + store",
+        lambda: norm_rotate_and_store(query, key, key, rotation, norms, 1e-6, keys, values, slots),
+        2 * (query.nbytes + 2 * key.nbytes) + half_of_each,
+    )
     yield Case("store K and V", lambda: store_kv(key, key, keys, values, slots), 4 * key.nbytes)
     gate_up = random_tensor(num_tokens, 2 * shape.intermediate_size)
     yield Case("SiLU · mul", lambda: silu_and_mul(gate_up), gate_up.nbytes * 3 // 2)

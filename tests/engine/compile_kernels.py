@@ -27,7 +27,7 @@ from engine.kernels.grouped_product import grouped_product
 from engine.kernels.kv_store import store_kv
 from engine.kernels.prefill_attention import PrefillTiles, prefill_attention
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
-from engine.kernels.rotary import norm_and_rotate
+from engine.kernels.rotary import norm_rotate_and_store
 
 HOPPER = GPUTarget("cuda", 90, 32)
 DTYPES = {
@@ -127,9 +127,10 @@ def layers(dtype: torch.dtype) -> None:
     query, key, value = merged[:, :16], merged[:, 16:24], merged[:, 24:]
     weight, hidden = torch.empty(1024, dtype=dtype), torch.empty((256, 1024), dtype=dtype)
     cache, cos = torch.empty((4, 16, 8, 128), dtype=dtype), torch.empty((256, 1, 128), dtype=dtype)
-    store_kv(key, value, cache, cache, torch.zeros(256, dtype=torch.int64))
+    slots, norms = torch.zeros(256, dtype=torch.int64), (weight[:128], weight[:128])
+    store_kv(key, value, cache, cache, slots)
     add_rms_norm(hidden, hidden, weight, 1e-6)
-    norm_and_rotate(query, key, (cos, cos), (weight[:128], weight[:128]), 1e-6)
+    norm_rotate_and_store(query, key, value, (cos, cos), norms, 1e-6, cache, cache, slots)
     silu_and_mul(torch.empty((256, 6144), dtype=dtype))
 
 
@@ -137,9 +138,12 @@ def other_layers(dtype: torch.dtype) -> None:
     """Gates by gelu, norms without a residual, weights in float32, a rotation of a quarter of each head."""
     merged = torch.empty((256, 32, 128), dtype=dtype)
     weight, hidden = torch.empty(1024), torch.empty((256, 1024), dtype=dtype)
-    cos = torch.empty((256, 1, 32))
+    cache, cos = torch.empty((4, 16, 8, 128), dtype=dtype), torch.empty((256, 1, 32))
+    slots, norms = torch.zeros(256, dtype=torch.int64), (weight[:128], weight[:128])
     rms_norm(hidden, weight, 1e-6)
-    norm_and_rotate(merged[:, :16], merged[:, 16:24], (cos, cos), (weight[:128], weight[:128]), 1e-6)
+    norm_rotate_and_store(
+        merged[:, :16], merged[:, 16:24], merged[:, 24:], (cos, cos), norms, 1e-6, cache, cache, slots
+    )
     gelu_and_mul(torch.empty((256, 6144), dtype=dtype))
     clamped_swiglu_and_mul(torch.empty((256, 5760), dtype=dtype), 1.702, 7.0)
 

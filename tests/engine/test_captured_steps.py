@@ -75,8 +75,8 @@ def test_start_compiles_every_kernel_that_steps_use(
     runner._graphs = runner._capture_graphs(6000)
     experts = {"grouped_product_kernel", "choose_kernel", "group_kernel"} if name == "qwen3_moe" else set()
     assert {name for name, _ in at_start} == experts | {
-        "decode_kernel", "merge_kernel", "prefill_kernel", "store_kernel", "rms_norm_kernel",
-        "norm_and_rotate_kernel", "gate_and_mul_kernel",
+        "decode_kernel", "merge_kernel", "prefill_kernel", "rms_norm_kernel", "norm_rotate_store_kernel",
+        "gate_and_mul_kernel",
     }  # fmt: skip
     rng = random.Random(0)
     for _ in range(60):

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 SHARED_BYTES = 227 * 1024  # what one program may take on compute capability 9.0
 KERNELS = {
     "decode_kernel", "merge_kernel", "prefill_kernel", "store_kernel", "rms_norm_kernel",
-    "norm_and_rotate_kernel", "gate_and_mul_kernel", "grouped_product_kernel", "choose_kernel",
+    "norm_rotate_store_kernel", "gate_and_mul_kernel", "grouped_product_kernel", "choose_kernel",
     "group_kernel",
 }  # fmt: skip
 

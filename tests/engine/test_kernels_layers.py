@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed, so its kernels ca
 from engine.kernels.gate_and_mul import clamped_swiglu_and_mul, gelu_and_mul, silu_and_mul
 from engine.kernels.kv_tile import INTERPRETED
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
-from engine.kernels.rotary import norm_and_rotate
+from engine.kernels.rotary import norm_rotate_and_store
 from engine.layers.activation import ClampedSwigluAndMul
 from engine.layers.rotary import RotaryEmbedding, apply_rotary
 from engine.layers.rotary_scaling import Rope
@@ -69,11 +69,11 @@ def test_a_norm_with_weights_in_float32_rounds_once() -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(4, 2, 16), (16, 8, 128), (5, 1, 96), (40, 8, 64)]
 )
-def test_norm_and_rotate(
+def test_norm_rotate_and_store(
     heads: int, kv_heads: int, head_dim: int, has_norms: bool, dtype: torch.dtype
 ) -> None:
-    """Queries and keys as views of one merged projection, at positions far apart."""
-    check_norm_and_rotate(heads, kv_heads, head_dim, head_dim, dtype, dtype if has_norms else None)
+    """Views of one merged projection, at positions far apart, to slots in any order."""
+    check_norm_rotate_and_store(heads, kv_heads, head_dim, head_dim, dtype, dtype if has_norms else None)
 
 
 @pytest.mark.parametrize(
@@ -94,10 +94,10 @@ def test_a_part_of_each_head_is_rotated(
     weights: torch.dtype | None,
 ) -> None:
     """The rest passes, normalised with the part; each head may have a norm's weight of its own."""
-    check_norm_and_rotate(heads, kv_heads, head_dim, rotary_dim, dtype, weights, per_head=per_head)
+    check_norm_rotate_and_store(heads, kv_heads, head_dim, rotary_dim, dtype, weights, per_head=per_head)
 
 
-def check_norm_and_rotate(
+def check_norm_rotate_and_store(
     heads: int,
     kv_heads: int,
     head_dim: int,
@@ -108,7 +108,7 @@ def check_norm_and_rotate(
     per_head: bool = False,
 ) -> None:
     merged = random(19, heads + 2 * kv_heads, head_dim, dtype=dtype)
-    query, key = merged[:, :heads], merged[:, heads : heads + kv_heads]
+    query, key, value = merged.split([heads, kv_heads, kv_heads], dim=1)
     norms = None
     if weight_dtype is not None:
         shapes = [(count, head_dim) if per_head else (head_dim,) for count in (heads, kv_heads)]
@@ -117,13 +117,21 @@ def check_norm_and_rotate(
     rotary = RotaryEmbedding(rope, 3000, dtype=dtype, device=DEVICE)
     rotation = rotary(torch.arange(19, device=DEVICE) * 150)
     wide = [part.double() for part in rotation]
-    for i, (got, x) in enumerate(
-        zip(norm_and_rotate(query, key, rotation, norms, 1e-5), (query, key), strict=True)
-    ):
+    slots = torch.randperm(24, generator=torch.Generator().manual_seed(0))[:19].to(DEVICE)
+    slots[[3, 18]] = -1
+    kept = slots >= 0
+    caches = [torch.full((6, 4, kv_heads, head_dim), 77.0, dtype=dtype, device=DEVICE) for _ in range(2)]
+    turned = norm_rotate_and_store(query, key, value, rotation, norms, 1e-5, *caches, slots)
+    assert turned.is_contiguous()
+    key_slots, value_slots = (cache.flatten(0, 1) for cache in caches)
+    for i, (got, x, rows) in enumerate(((turned, query, slice(None)), (key_slots[slots[kept]], key, kept))):
         x = x.double() if norms is None else norm(x.double(), norms[i].double(), 1e-5)
-        expected = apply_rotary(x, *wide)
+        expected = apply_rotary(x, *wide)[rows]
         torch.testing.assert_close(got.double(), expected, rtol=DTYPES[dtype], atol=DTYPES[dtype])
-        assert got.is_contiguous()
+    assert torch.equal(value_slots[slots[kept]], value[kept])
+    others = torch.ones(24, dtype=torch.bool, device=DEVICE).index_fill_(0, slots[kept], False)
+    for stored in (key_slots, value_slots):
+        assert (stored[others] == 77.0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

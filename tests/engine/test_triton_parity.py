@@ -150,14 +150,15 @@ def cache_of(built: Engine) -> KVCache:
 
 def test_one_wrong_slot_is_caught(few: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first token of each step goes to the slot after its own."""
-    store = TritonBackend.store
+    store = TritonBackend.norm_rotate_and_store
 
-    def store_wrongly(self: Any, keys: Any, values: Any, cache: Any, slot_mapping: torch.Tensor) -> None:
+    def store_wrongly(self: Any, *parts: Any) -> torch.Tensor:
+        *others, slot_mapping = parts
         wrong = slot_mapping.clone()
         wrong[0] += 1 if wrong[0] % 16 < 15 else -1
-        store(self, keys, values, cache, wrong)
+        return store(self, *others, wrong)
 
-    monkeypatch.setattr(TritonBackend, "store", store_wrongly)
+    monkeypatch.setattr(TritonBackend, "norm_rotate_and_store", store_wrongly)
     monkeypatch.setattr(ModelRunner, "_probe", lambda self: None)  # it sees it too
     assert differences(few["gqa4_tied"], BY_NAME["gqa4_tied"], {"enable_prefix_caching": False})
 
