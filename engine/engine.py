@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from engine.checkpoint.fingerprint import ModelIdentity
 from engine.checkpoint.folder import resolve_model
-from engine.checkpoint.model_config import ModelConfig, dtype_name
+from engine.checkpoint.model_config import ModelConfig
 from engine.errors import (
     DuplicateRequest,
     EngineBusy,
@@ -26,6 +26,7 @@ from engine.layers.parallel import TensorParallel
 from engine.models.load import read_supported
 from engine.run.config import EngineConfig, model_identity
 from engine.run.device import resolve_device
+from engine.run.dtype import served_dtype
 from engine.run.model_runner import ModelRunner
 from engine.run.progress import Progress
 from engine.run.runner import Runner
@@ -68,7 +69,7 @@ class Engine:
             logger.info(
                 "quantized weights (%s) are unpacked to %s when they are read, and take its memory",
                 model.quantization,
-                dtype_name(config.dtype, model.dtype),
+                served_dtype(config.dtype, model.dtype, config.device).name,
             )
         self.config = config
         self._tokenizer = Tokenizer(folder, config.chat_template)

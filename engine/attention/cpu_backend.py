@@ -1,4 +1,4 @@
-"""CPU backend, float32: compiled kernels for decodes and other layers, torch's own attention for prefills."""
+"""CPU backend, float32 and bfloat16: compiled kernels for decodes and other layers, torch's for prefills."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from engine.cpu_kernels.decode_attention import DecodeRows
 
 MAX_HEAD_DIM = 256  # the kernels hold a head in registers
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class CpuBackend(KernelBackend):
         """Why it cannot serve these, and what to do; None if it can."""
         if device.type != "cpu":
             return f"it does not run on device={device.type!r}, set device='cpu'"
-        if dtype != torch.float32:
+        if dtype not in DTYPES:
             shown = str(dtype).removeprefix("torch.")
-            return f"its kernels compute in float32, not in {shown}; set dtype='float32'"
+            return f"its kernels take float32 and bfloat16, not {shown}; set dtype='float32'"
         try:
             import numba  # noqa: F401 - raises ImportError also beside a numpy it does not know
         except ImportError as error:

@@ -9,8 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
 
-from engine.checkpoint.folder import list_weight_files, resolve_model
-from engine.checkpoint.model_config import dtype_name, read_model_config
+from engine.checkpoint.folder import list_weight_files
 from engine.errors import MissingWeights
 
 #: Read whole: all that decides which tokens a text becomes, how they are computed, and where they end.
@@ -47,8 +46,8 @@ class ModelIdentity:
     dtype: str
 
 
-def read_identity(model: str, dtype: str, chat_template: str | None = None) -> ModelIdentity:
-    """Return the identity of a model, a folder or a hub id, computed in this dtype; "auto" is its own.
+def read_identity(folder: Path, dtype: str, chat_template: str | None = None) -> ModelIdentity:
+    """Return the identity of a folder's model, computed in the dtype of this name.
 
     chat_template: the name of the one that is used, if it was chosen.
     Two models have the same fingerprint when they have the same dtype, the same configuration, tokenizer and
@@ -57,11 +56,9 @@ def read_identity(model: str, dtype: str, chat_template: str | None = None) -> M
     evenly spaced, its first and last bytes among them: reading 70 GB would take minutes. So any other
     training, merge, rounding or truncation is told apart; an edit of a few values in a large tensor may not
     be.
-    Raises ModelNotFound, MissingWeights or another ConfigError for a model that no engine could load.
+    Raises MissingWeights or another ConfigError for weights that no engine could load.
     """
-    folder = resolve_model(model)
-    computed_in = dtype_name(dtype, read_model_config(folder).dtype)
-    digest = blake2b(computed_in.encode(), digest_size=16)
+    digest = blake2b(dtype.encode(), digest_size=16)
     templates = sorted(str(path.relative_to(folder)) for path in folder.glob(TEMPLATES))
     for name in (*TEXT_FILES, *templates):
         if (folder / name).is_file():
@@ -71,7 +68,7 @@ def read_identity(model: str, dtype: str, chat_template: str | None = None) -> M
     tensors = sorted(each for path in list_weight_files(folder) for each in _read_tensors(path))
     for description, content in tensors:
         _add(digest, description.encode(), content)
-    return ModelIdentity(digest.hexdigest(), computed_in)
+    return ModelIdentity(digest.hexdigest(), dtype)
 
 
 def _add(digest: blake2b, *fields: bytes) -> None:

@@ -11,12 +11,13 @@ import torch
 from numba import carray, float32, int32, int64, njit
 from torch import Tensor
 
-from engine.cpu_kernels.kernel import Kernel, next_task, worker_number
+from engine.cpu_kernels.kernel import Kernel, element_of, next_task, worker_number
 from engine.cpu_kernels.softmax import LEAST, ONE, exp_of_negative, softmax_numerators, tanh
 from engine.cpu_kernels.vectors import (
     FLOAT_BYTES,
     add_weighted,
     float_of,
+    narrow,
     pointer_to,
     rows_at_once,
     score_tokens,
@@ -55,8 +56,9 @@ def decode_attention(
     """Attend to what each decode row's query sees of its context and write it to the same row of `out`.
 
     query: [tokens, heads, head_dim], out: the same and contiguous, key_cache, value_cache: [blocks, block,
-    kv_heads, head_dim] contiguous; all float32. A padding row gets zeros. Blocks before the first token that
-    a query sees are not read. window, chunk, soft_cap, sinks: as AttentionFeatures has them.
+    kv_heads, head_dim] contiguous; all float32 or all bfloat16, of which sums and softmax are float32 and the
+    output is rounded once. A padding row gets zeros. Blocks before the first token that a query sees are not
+    read. window, chunk, soft_cap, sinks (float32): as AttentionFeatures has them.
     """
     num_heads, head_dim = query.shape[1:]
     _, block_size, num_kv_heads, _ = key_cache.shape
@@ -67,8 +69,16 @@ def decode_attention(
     limited = window is not None or chunk is not None
     window, chunk = min(window or longest, longest), min(chunk or longest, longest)
     most_seen = min(window, chunk)
-    scores = query.new_empty(num_threads * num_heads * most_seen)
-    _kernel(head_dim, num_heads // num_kv_heads, limited, soft_cap is not None, sinks is not None)(
+    scratch = torch.empty(num_threads * num_heads * (most_seen + head_dim))
+    kernel = _kernel(
+        head_dim,
+        num_heads // num_kv_heads,
+        limited,
+        soft_cap is not None,
+        sinks is not None,
+        element_of(query),
+    )
+    kernel(
         num_seqs * num_parts,
         query,
         key_cache,
@@ -81,7 +91,7 @@ def decode_attention(
         block_size,
         num_kv_heads,
         num_parts,
-        scores,
+        scratch,
         most_seen,
         scale,
         window,
@@ -109,14 +119,16 @@ def _cap(scores: Any, scale: Any, soft_cap: Any) -> Any:
 
 
 @cache
-def _kernel(head_dim: int, group: int, limited: bool, has_cap: bool, has_sinks: bool) -> Kernel:
+def _kernel(head_dim: int, group: int, limited: bool, has_cap: bool, has_sinks: bool, element: Any) -> Kernel:
     """One task is a sequence, or some KV heads of it: scores of what it sees, softmax, weighted values.
 
     Each load of a key or value serves the heads of a group. While a block is in work, the next one is
     fetched in the order of its addresses: measured, 1.5 times faster, for the context is in no cache.
+    element: of query, keys, values and output. A thread's scratch holds scores and sums, both float32.
     """
     rows = rows_at_once(group, head_dim)
-    head_bytes = head_dim * FLOAT_BYTES
+    head_bytes = head_dim * (element.bitwidth // 8)
+    sum_bytes = head_dim * FLOAT_BYTES
 
     def kernel(parameters: Any) -> None:
         query, keys, values, out = parameters[3], parameters[4], parameters[5], parameters[6]
@@ -133,7 +145,8 @@ def _kernel(head_dim: int, group: int, limited: bool, has_cap: bool, has_sinks: 
         token_bytes = kv_heads * head_bytes
         block_bytes = block_size * token_bytes
         score_bytes = most_seen * FLOAT_BYTES
-        scores = parameters[14] + worker_number(parameters) * kv_heads * group * score_bytes
+        scores = parameters[14] + worker_number(parameters) * kv_heads * group * (score_bytes + sum_bytes)
+        sums = scores + kv_heads * group * score_bytes
         task = next_task(parameters)
         while task >= 0:
             seq = task // num_parts
@@ -161,11 +174,12 @@ def _kernel(head_dim: int, group: int, limited: bool, has_cap: bool, has_sinks: 
                             score_bytes,
                             rows,
                             head_dim,
+                            element,
                         )
             for head in range(first * group, (first + heads_of_part) * group):
-                output = pointer_to(outputs + head * head_bytes, float32)
+                weighted = carray(pointer_to(sums + head * sum_bytes, float32), (head_dim,))
                 for d in range(head_dim):
-                    output[d] = np.float32(0)
+                    weighted[d] = np.float32(0)
                 weights = carray(pointer_to(scores + head * score_bytes, float32), (context_len - begin,))
                 if has_cap:
                     _cap(weights, scale, soft_cap)
@@ -190,10 +204,16 @@ def _kernel(head_dim: int, group: int, limited: bool, has_cap: bool, has_sinks: 
                             token_bytes,
                             min((i + 1) * block_size, context_len) - start,
                             ahead + kv_head * block_size * head_bytes,
-                            outputs + head * head_bytes,
+                            sums + head * sum_bytes,
                             rows,
                             head_dim,
+                            element,
                         )
+            for head in range(first * group, (first + heads_of_part) * group):
+                weighted = carray(pointer_to(sums + head * sum_bytes, float32), (head_dim,))
+                output = carray(pointer_to(outputs + head * head_bytes, element), (head_dim,))
+                for d in range(head_dim):
+                    output[d] = narrow(weighted[d], element)
             task = next_task(parameters)
 
     return Kernel(kernel)

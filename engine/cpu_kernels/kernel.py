@@ -19,13 +19,20 @@ from numba.misc.appdirs import AppDirs
 from torch import Tensor
 
 from engine.cpu_kernels.private_folder import close_to_others, exposure, make_private
-from engine.cpu_kernels.vectors import fetch_add
+from engine.cpu_kernels.vectors import BFLOAT16, FLOAT32, fetch_add
 
 FIRST_ARGUMENT = 3  # before it: the next task, the next worker, the number of tasks
 SIGNATURE = types.void(types.CPointer(types.int64))
 OPTIONS = {"error_model": "numpy"}  # divisions need no check: nobody could catch what it raises
 
+ELEMENTS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
+
 logger = logging.getLogger(__name__)
+
+
+def element_of(tensor: Tensor) -> Any:
+    """The type of its numbers, as kernels are compiled for it."""
+    return ELEMENTS[tensor.dtype]
 
 
 @njit  # type: ignore[untyped-decorator]
@@ -105,8 +112,9 @@ def _digest(function: Callable[[Any], None]) -> str:
     old code be taken for new, nor can two processes that write at once mix up two kernels.
     """
     contents = [cell.cell_contents for cell in function.__closure__ or ()]
-    sizes = [value for value in contents if isinstance(value, int)]  # the others are helpers, in the sources
-    parts = [function.__qualname__.encode(), repr(sizes).encode()]
+    # the others are helpers, in the sources
+    constants = [value for value in contents if isinstance(value, (int, types.Type))]
+    parts = [function.__qualname__.encode(), repr(constants).encode()]
     parts += [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
 

@@ -1,7 +1,8 @@
 """The two inner loops of attention, emitted as LLVM vector code, and what Numba has no name for.
 
-Addresses are plain int64, counted in bytes; all numbers behind them are float32. Numba's own loops keep a
-row's sums in memory, these keep them in registers: measured 1.5 to 2 times faster.
+Addresses are plain int64, counted in bytes. Numbers in memory are of an element type, FLOAT32 or BFLOAT16;
+all are computed with as float32. Numba's own loops keep a row's sums in memory, these keep them in
+registers: measured 1.5 to 2 times faster.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+FLOAT32 = types.float32
+BFLOAT16 = types.uint16  # its bits, the upper half of a float32's: Numba has no such number
 FLOAT_BYTES = 4
 CACHE_LINE = 64
 LONGEST_VECTOR = 16  # floats: 64 bytes, one AVX-512 register; LLVM splits it where there is none
 ACCUMULATORS = 16  # vectors kept in registers, of the 32 (AVX-512) or 16 there are
 
-I64 = ir.IntType(64)
+I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 F32 = ir.FloatType()
 
 
@@ -36,6 +39,18 @@ def pointer_to(typing: Any, address: Any, element: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(element.dtype)(types.int64, element), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def row_pointer(typing: Any, address: Any, index: Any, stride: Any, element: Any) -> Any:
+    """Row `index` of a matrix of the element type, whose rows are `stride` numbers apart, as a pointer."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        first = builder.mul(builder.mul(args[1], args[2]), I64(element.dtype.bitwidth // 8))
+        kind = context.get_value_type(signature.return_type)
+        return builder.inttoptr(builder.add(args[0], first), kind)
+
+    return types.CPointer(element.dtype)(types.int64, types.int64, types.int64, element), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -64,10 +79,39 @@ def power_of_two(typing: Any, exponent: Any) -> Any:
     """2 ** exponent as float32, for an int32 from -126 to 127."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        biased = builder.add(args[0], ir.IntType(32)(127))
-        return builder.bitcast(builder.shl(biased, ir.IntType(32)(23)), F32)
+        biased = builder.add(args[0], I32(127))
+        return builder.bitcast(builder.shl(biased, I32(23)), F32)
 
-    return types.float32(types.int32), generate
+    return FLOAT32(types.int32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def wide(typing: Any, number: Any) -> Any:
+    """A number as it is in memory, of either element type, as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return args[0] if number == FLOAT32 else _widen(builder, args[0], I32, F32)
+
+    return FLOAT32(number), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def narrow(typing: Any, number: Any, element: Any) -> Any:
+    """A float32 as the element type has it: the nearest, of two the even one; NaN stays NaN."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if element.dtype == FLOAT32:
+            return args[0]
+        bits = builder.bitcast(args[0], I32)
+        upper = builder.lshr(bits, I32(16))
+        half = builder.add(I32(0x7FFF), builder.and_(upper, I32(1)))
+        rounded = builder.lshr(builder.add(bits, half), I32(16))
+        # by its bits: a comparison of floats may be left out where fast arithmetic made the number
+        is_nan = builder.icmp_unsigned(">", builder.and_(bits, I32(0x7FFFFFFF)), I32(0x7F800000))
+        kept = builder.or_(upper, I32(0x40))
+        return builder.trunc(builder.select(is_nan, kept, rounded), I16)
+
+    return element.dtype(FLOAT32, element), generate
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
@@ -82,14 +126,16 @@ def score_tokens(
     score_stride: Any,
     rows: Any,
     head_dim: Any,
+    element: Any,
 ) -> Any:
-    """scores[row, token] = queries[row] . keys[token] for `rows` adjacent rows of `head_dim` floats.
+    """scores[row, token] = queries[row] . keys[token] for `rows` adjacent rows of `head_dim` numbers.
 
-    Strides are in bytes, between two keys and between two rows of scores. rows and head_dim are literals.
+    Strides are in bytes, between two keys and between two rows of scores. rows and head_dim are literals,
+    element is the type of queries and keys; scores are float32.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emit = _Emitter(builder, head_dim.literal_value)
+        emit = _Emitter(builder, head_dim.literal_value, element.dtype)
         query, key, key_step, tokens, ahead, score, score_step = args[:7]
         held = [
             [emit.load(query, emit.row_bytes * r + emit.vector_bytes * i) for i in range(emit.num_vectors)]
@@ -108,7 +154,7 @@ def score_tokens(
                 builder.store(emit.sum(total), builder.inttoptr(place, F32.as_pointer()))
         return context.get_dummy_value()
 
-    return _void(7, rows, head_dim), generate
+    return _void(7, rows, head_dim, element), generate
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
@@ -123,42 +169,51 @@ def add_weighted(
     outputs: Any,
     rows: Any,
     head_dim: Any,
+    element: Any,
 ) -> Any:
     """outputs[row] += sum over tokens of weights[row, token] * values[token].
 
     Strides are in bytes, between two rows of weights and between two values; the outputs' rows are adjacent.
+    rows and head_dim are literals, element is the type of values; weights and outputs are float32.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emit = _Emitter(builder, head_dim.literal_value)
+        emit = _Emitter(builder, head_dim.literal_value, element.dtype)
         weight, weight_step, value, value_step, tokens, ahead, output = args[:7]
+        sums = _Emitter(builder, head_dim.literal_value, FLOAT32)
         offsets = [
-            [emit.row_bytes * r + emit.vector_bytes * i for i in range(emit.num_vectors)]
+            [sums.row_bytes * r + sums.vector_bytes * i for i in range(sums.num_vectors)]
             for r in range(rows.literal_value)
         ]
         # LLVM turns these stack slots into registers
-        sums = [[cgutils.alloca_once_value(builder, emit.load(output, at)) for at in row] for row in offsets]
+        slots = [[cgutils.alloca_once_value(builder, sums.load(output, at)) for at in row] for row in offsets]
         with cgutils.for_range(builder, tokens) as loop:
             here = builder.add(value, builder.mul(loop.index, value_step))
             emit.prefetch(builder.add(ahead, builder.mul(loop.index, I64(emit.row_bytes))))
             loaded = [emit.load(here, emit.vector_bytes * i) for i in range(emit.num_vectors)]
-            for r, row in enumerate(sums):
+            for r, row in enumerate(slots):
                 place = builder.add(weight, builder.mul(I64(r), weight_step))
                 place = builder.add(place, builder.mul(loop.index, I64(FLOAT_BYTES)))
                 factor = emit.splat(builder.load(builder.inttoptr(place, F32.as_pointer())))
                 for slot, vector in zip(row, loaded, strict=True):
                     builder.store(emit.multiply_add(factor, vector, builder.load(slot)), slot)
-        for row, places in zip(sums, offsets, strict=True):
+        for row, places in zip(slots, offsets, strict=True):
             for slot, at in zip(row, places, strict=True):
-                emit.store(builder.load(slot), output, at)
+                sums.store(builder.load(slot), output, at)
         return context.get_dummy_value()
 
-    return _void(7, rows, head_dim), generate
+    return _void(7, rows, head_dim, element), generate
 
 
-def _void(num_args: int, *literals: Any) -> Any:
-    """A signature with the literals in it: Numba keeps what an intrinsic generates under that alone."""
-    return types.void(*[types.int64] * num_args, *literals)
+def _void(num_args: int, *constants: Any) -> Any:
+    """A signature with literals and types in it: Numba keeps what an intrinsic generates under that alone."""
+    return types.void(*[types.int64] * num_args, *constants)
+
+
+def _widen(builder: Any, bits: Any, wide_bits: Any, floats: Any) -> Any:
+    """bfloat16 as float32: the bits become the upper half. Scalars or vectors, of these LLVM types."""
+    shift = wide_bits(16) if isinstance(wide_bits, ir.IntType) else wide_bits([16] * wide_bits.count)
+    return builder.bitcast(builder.shl(builder.zext(bits, wide_bits), shift), floats)
 
 
 def _vector_length(head_dim: int) -> int:
@@ -167,30 +222,36 @@ def _vector_length(head_dim: int) -> int:
 
 
 class _Emitter:
-    """Vector instructions over the numbers of one head."""
+    """Vector instructions over the numbers of one head, which are of the element type in memory."""
 
-    def __init__(self, builder: Any, head_dim: int) -> None:
+    def __init__(self, builder: Any, head_dim: int, element: Any) -> None:
         self._builder = builder
         self._length = _vector_length(head_dim)
         self._type = ir.VectorType(F32, self._length)
+        self._is_wide = element == FLOAT32
+        self._element_bytes = element.bitwidth // 8
         self.num_vectors = head_dim // self._length
-        self.vector_bytes = self._length * FLOAT_BYTES
-        self.row_bytes = head_dim * FLOAT_BYTES
+        self.vector_bytes = self._length * self._element_bytes
+        self.row_bytes = head_dim * self._element_bytes
 
     def zero(self) -> Any:
         return self._type([0.0] * self._length)
 
     def load(self, address: Any, offset: int) -> Any:
-        loaded = self._builder.load(self._pointer(address, offset))
-        loaded.align = FLOAT_BYTES
-        return loaded
+        stored = self._type if self._is_wide else ir.VectorType(I16, self._length)
+        loaded = self._builder.load(self._pointer(address, offset, stored))
+        loaded.align = self._element_bytes
+        if self._is_wide:
+            return loaded
+        return _widen(self._builder, loaded, ir.VectorType(I32, self._length), self._type)
 
     def store(self, vector: Any, address: Any, offset: int) -> None:
-        self._builder.store(vector, self._pointer(address, offset)).align = FLOAT_BYTES
+        """Of float32 alone."""
+        self._builder.store(vector, self._pointer(address, offset, self._type)).align = FLOAT_BYTES
 
     def prefetch(self, address: Any) -> None:
-        """Ask for one row of head_dim floats; into the first cache, a block of them would evict the last."""
-        byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+        """Ask for one row of head_dim numbers; into the first cache, a block of them would evict the last."""
+        byte, flag = ir.IntType(8).as_pointer(), I32
         kind = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
         function = cgutils.get_or_insert_function(self._builder.module, kind, "llvm.prefetch.p0")
         for offset in range(0, self.row_bytes, CACHE_LINE):
@@ -198,8 +259,8 @@ class _Emitter:
             self._builder.call(function, (line, flag(0), flag(2), flag(1)))  # to read, into L2, data
 
     def splat(self, number: Any) -> Any:
-        one = self._builder.insert_element(self._type(ir.Undefined), number, ir.IntType(32)(0))
-        lanes = ir.VectorType(ir.IntType(32), self._length)
+        one = self._builder.insert_element(self._type(ir.Undefined), number, I32(0))
+        lanes = ir.VectorType(I32, self._length)
         return self._builder.shuffle_vector(one, self._type(ir.Undefined), lanes([0] * self._length))
 
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
@@ -210,13 +271,13 @@ class _Emitter:
         lengths, builder = self._length, self._builder
         while lengths > 1:  # add the upper half to the lower one
             lengths //= 2
-            lanes = ir.VectorType(ir.IntType(32), lengths)
+            lanes = ir.VectorType(I32, lengths)
             half = ir.VectorType(F32, 2 * lengths)(ir.Undefined)
             lower = builder.shuffle_vector(vector, half, lanes(list(range(lengths))))
             upper = builder.shuffle_vector(vector, half, lanes(list(range(lengths, 2 * lengths))))
             vector = builder.fadd(lower, upper)
-        return builder.extract_element(vector, ir.IntType(32)(0))
+        return builder.extract_element(vector, I32(0))
 
-    def _pointer(self, address: Any, offset: int) -> Any:
+    def _pointer(self, address: Any, offset: int, kind: Any) -> Any:
         place = self._builder.add(address, I64(offset))
-        return self._builder.inttoptr(place, self._type.as_pointer())
+        return self._builder.inttoptr(place, kind.as_pointer())

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.checkpoint.fingerprint import ModelIdentity, read_identity
+from engine.checkpoint.folder import resolve_model
+from engine.checkpoint.model_config import read_model_config
 from engine.errors import ConfigError
+from engine.run.dtype import served_dtype
 
 MODEL_PATHS = ("auto", "native", "transformers")
 
@@ -15,7 +18,8 @@ class EngineConfig:
     """How to start an engine. Reads no environment; a bad value raises ConfigError and names itself.
 
     model: a folder in Hugging Face layout, or a hub id.
-    dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
+    dtype: "auto" (the checkpoint's own; on a CPU bfloat16 where the processor multiplies it, else float32),
+        "float32", "bfloat16" or "float16".
     device: "auto" (cuda where there is one, else cpu) or a torch device string.
     max_model_len: tokens of prompt and completion together; None takes what the model has and the KV
         pool holds. A sequence that reaches it ends with "length".
@@ -31,8 +35,8 @@ class EngineConfig:
         the caller's. On a CPU they divide torch's threads. It must divide the attention heads and the MLP
         features, and divide the KV heads or be a multiple of them.
     attention_backend: "auto" (on a GPU triton where it is installed; on a CPU cpu where numba is installed
-        and the dtype is float32; else torch), "cpu", "torch", "triton" or "flash_attn" (on a GPU, with the
-        package flash-attn, half precision and a block_size of a multiple of 256).
+        and the dtype is float32 or bfloat16; else torch), "cpu", "torch", "triton" or "flash_attn" (on a
+        GPU, with the package flash-attn, half precision and a block_size of a multiple of 256).
     model_path: "native" (the engine's own decoder), "transformers" (transformers' model of the architecture
         with the engine's attention), or "auto": native where the engine has what the checkpoint needs.
     enforce_eager: run decode steps without CUDA graphs. Those are captured at start, on a GPU, for a backend
@@ -102,13 +106,16 @@ class EngineConfig:
 
 def model_identity(config: EngineConfig) -> ModelIdentity:
     """Return the identity of the model that an engine of this configuration serves; loads no torch, unless
-    the model reads more than text.
+    the model reads more than text, or its dtype depends on whether there is a GPU.
 
     What the fingerprint tells apart, and what not, stands at `read_identity`.
     Device, attention backend and tensor parallelism are no part of it: they change the order of sums only.
+    The dtype that "auto" stands for on this machine is.
     Raises ModelNotFound, MissingWeights or another ConfigError for a model that no engine could load.
     """
-    return read_identity(config.model, config.dtype, config.chat_template)
+    folder = resolve_model(config.model)
+    dtype = served_dtype(config.dtype, read_model_config(folder).dtype, config.device).name
+    return read_identity(folder, dtype, config.chat_template)
 
 
 def _check_positive(name: str, value: object) -> None:

@@ -1,10 +1,9 @@
-"""Which device and dtype a configuration's names stand for on this machine."""
+"""Which device a configuration's name stands for on this machine."""
 
 from __future__ import annotations
 
 import torch
 
-from engine.checkpoint.model_config import dtype_name
 from engine.errors import ConfigError
 
 
@@ -23,10 +22,3 @@ def resolve_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={name!r} is not supported; use 'auto', 'cpu' or 'cuda'")
     return device
-
-
-def resolve_dtype(name: str, checkpoint_dtype: str) -> torch.dtype:
-    """Turn "auto" or a dtype name into a dtype. Raises ConfigError for one that is not supported."""
-    dtype = getattr(torch, dtype_name(name, checkpoint_dtype))
-    assert isinstance(dtype, torch.dtype)
-    return dtype

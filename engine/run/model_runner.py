@@ -21,7 +21,8 @@ from engine.models.load import load_model
 from engine.models.served import nearest
 from engine.run.config import EngineConfig
 from engine.run.decode_graphs import Capture, CudaCapture, DecodeGraphs
-from engine.run.device import resolve_device, resolve_dtype
+from engine.run.device import resolve_device
+from engine.run.dtype import served_dtype
 from engine.run.gpu_memory import GpuMemory, PoolRoom, fits, measure_room
 from engine.run.memory import allowed_bytes, default_cpu_kv_cache_bytes, keep_freed_memory
 from engine.run.pending_tokens import DeviceTokens, PendingTokens
@@ -46,7 +47,10 @@ class ModelRunner:
         self, config: EngineConfig, model_config: ModelConfig, folder: Path, tp: TensorParallel
     ) -> None:
         self.device = resolve_device(config.device)
-        self.dtype = resolve_dtype(config.dtype, model_config.dtype)
+        served = served_dtype(config.dtype, model_config.dtype, config.device)
+        if served.reason and tp.rank == 0:
+            logger.warning("%s", served.reason)
+        self.dtype: torch.dtype = getattr(torch, served.name)
         self.backend: KernelBackend = load_backend(
             config.attention_backend, self.device, self.dtype, config.block_size
         )

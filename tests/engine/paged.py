@@ -85,6 +85,13 @@ class PagedBatch:
             start += query_len
         return out
 
+    def error_beyond_rounding(self, output: Tensor) -> float:
+        """The largest of what the differences have beyond half of the last digit in the output's dtype."""
+        expected = self.expected()
+        last_digit = torch.finfo(output.dtype).eps * torch.exp2(expected.abs().log2().floor())
+        difference = (output[: len(self.query)].cpu().double() - expected).abs() - last_digit / 2
+        return float(difference.nan_to_num(float("inf")).max())
+
     def error(self, output: Tensor) -> float:
         """Largest difference from the expected rows; NaN anywhere gives infinity."""
         difference = (output[: len(self.query)].cpu().double() - self.expected()).abs()

@@ -24,6 +24,7 @@ from engine.attention.cpu_backend import CpuBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.torch_backend import TorchBackend
+from engine.cpu_kernels import decode_attention, vectors
 from engine.cpu_kernels import kernel as kernel_module
 from engine.cpu_kernels.kernel import Kernel, next_task
 from engine.cpu_kernels.private_folder import exposure
@@ -33,6 +34,8 @@ from engine.layers.attention import Attention
 from tests.engine.paged import TOLERANCE, PagedBatch, make_batch
 
 CPU = torch.device("cpu")
+
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +60,41 @@ def attend(backend: CpuBackend, batch: PagedBatch) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("head_dim", "group", "kv_heads"), [(32, 1, 3), (64, 2, 4), (128, 16, 1), (256, 3, 2), (40, 5, 1)]
 )
+@both_dtypes
 def test_decode_equals_float64(
-    backend: CpuBackend, head_dim: int, group: int, kv_heads: int, block_size: int
+    backend: CpuBackend, head_dim: int, group: int, kv_heads: int, block_size: int, dtype: torch.dtype
 ) -> None:
     """Contexts of one token to several blocks and one; a padding row; a pool that is NaN elsewhere."""
     contexts = [1, block_size - 1, block_size, block_size + 1, 0, 3 * block_size + 1, 2 * block_size]
     batch = make_batch(
-        contexts, head_dim=head_dim, group=group, kv_heads=kv_heads, block_size=block_size, seed=head_dim
+        contexts,
+        head_dim=head_dim,
+        group=group,
+        kv_heads=kv_heads,
+        block_size=block_size,
+        dtype=dtype,
+        seed=head_dim,
     )
-    assert batch.error(attend(backend, batch)) < TOLERANCE[torch.float32]
+    assert batch.error_beyond_rounding(attend(backend, batch)) < TOLERANCE[torch.float32]
+
+
+def test_sums_that_are_rounded_to_bfloat16_are_seen(
+    backend: CpuBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the bound above, which one rounding of the result keeps: of scores and of weighted values."""
+    multiply_add = vectors._Emitter.multiply_add
+
+    def rounding_multiply_add(self: Any, a: Any, b: Any, c: Any) -> Any:
+        bits = vectors.ir.VectorType(vectors.I32, self._length)
+        total = self._builder.bitcast(multiply_add(self, a, b, c), bits)
+        upper = self._builder.and_(total, bits([-(1 << 16)] * self._length))
+        return self._builder.bitcast(upper, self._type)
+
+    monkeypatch.setattr(vectors._Emitter, "multiply_add", rounding_multiply_add)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))  # the sources are the same
+    monkeypatch.setattr(decode_attention, "_kernel", decode_attention._kernel.__wrapped__)
+    batch = make_batch([1, 15, 49, 300], dtype=torch.bfloat16)
+    assert batch.error_beyond_rounding(attend(backend, batch)) > 100 * TOLERANCE[torch.float32]
 
 
 # a decode, a padding row, a whole prompt, a chunk behind a cached context
@@ -76,10 +105,16 @@ chunks = st.tuples(st.integers(2, 100), st.integers(1, 100)).map(lambda pair: (p
 sequences = st.lists(st.one_of(decodes, padding, prompts, chunks), min_size=1, max_size=12)
 
 
+@both_dtypes
 @settings(max_examples=40, deadline=None)
 @given(sequences, st.sampled_from([4, 16, 32]), st.integers(1, 2), st.integers(0, 99))
 def test_random_steps_equal_float64(
-    backend: CpuBackend, lens: list[tuple[int, int]], block_size: int, num_threads: int, seed: int
+    backend: CpuBackend,
+    dtype: torch.dtype,
+    lens: list[tuple[int, int]],
+    block_size: int,
+    num_threads: int,
+    seed: int,
 ) -> None:
     """Any mix of decodes, padding, prompts and chunks in any order, on one thread and on two."""
     torch.set_num_threads(num_threads)
@@ -90,16 +125,18 @@ def test_random_steps_equal_float64(
             head_dim=32,
             group=1,
             block_size=block_size,
+            dtype=dtype,
             seed=seed,
         )
-        assert batch.error(attend(backend, batch)) < TOLERANCE[torch.float32]
+        assert batch.error(attend(backend, batch)) < TOLERANCE[dtype]
     finally:
         torch.set_num_threads(1)
 
 
-def test_a_sequence_gets_the_same_bits_in_every_batch(backend: CpuBackend) -> None:
+@both_dtypes
+def test_a_sequence_gets_the_same_bits_in_every_batch(backend: CpuBackend, dtype: torch.dtype) -> None:
     """Alone its KV heads are shared out, in a batch they are not."""
-    batch = make_batch([70, 33, 5, 260, 12, 1, 90, 17], head_dim=32, group=1)
+    batch = make_batch([70, 33, 5, 260, 12, 1, 90, 17], head_dim=32, group=1, dtype=dtype)
     together = attend(backend, batch)
     for i in range(8):
         metadata = backend.build_metadata(
@@ -116,19 +153,21 @@ def test_rows_share_loads_within_the_registers() -> None:
     assert rows_at_once(7, 256) == rows_at_once(1, 16) == 1
 
 
-def test_heads_of_one_size_are_not_taken_for_those_of_another() -> None:
+def test_heads_of_one_size_and_dtype_are_not_taken_for_those_of_another() -> None:
     """Code for a size that was compiled before another one's, and is compiled into a second kernel now."""
     results = []
-    for head_dim in (8, 16, 8):
+    float32, bfloat16 = torch.float32, torch.bfloat16
+    for head_dim, dtype in ((8, float32), (16, float32), (8, bfloat16), (8, float32), (16, bfloat16)):
+        element = kernel_module.ELEMENTS[dtype]
 
         @numba.njit
         def product(query: Any, key: Any, score: Any) -> None:
-            score_tokens(query, key, 0, 1, key, score, 0, 1, head_dim)  # noqa: B023 - compiled in this turn
+            score_tokens(query, key, 0, 1, key, score, 0, 1, head_dim, element)  # noqa: B023 - compiled here
 
-        ones, score = torch.ones(16), torch.zeros(1)
+        ones, score = torch.ones(16, dtype=dtype), torch.zeros(1)
         product(ones.data_ptr(), ones.data_ptr(), score.data_ptr())
         results.append(score.item())
-    assert results == [8, 16, 8]
+    assert results == [8, 16, 8, 8, 16]
 
 
 def count_task(parameters: Any) -> None:
@@ -189,28 +228,29 @@ def test_kept_machine_code_is_used_again_and_a_damaged_file_costs_time_alone(
     assert "does not serve" in caplog.text
 
 
-def test_machine_code_is_kept_apart_by_the_sizes_it_is_made_for() -> None:
-    def kernel_of(size: int) -> Callable[[Any], None]:
-        return lambda parameters: parameters[size]
+def test_machine_code_is_kept_apart_by_the_sizes_and_types_it_is_made_for() -> None:
+    def kernel_of(constant: Any) -> Callable[[Any], None]:
+        return lambda parameters: parameters[constant]
 
-    small, large = (kernel_module._digest(kernel_of(size)) for size in (1, 2))
-    assert small != large
-    assert small == kernel_module._digest(kernel_of(1))
+    constants = (1, 2, *kernel_module.ELEMENTS.values())
+    digests = {kernel_module._digest(kernel_of(constant)) for constant in constants}
+    assert len(digests) == len(constants)
+    assert kernel_module._digest(kernel_of(1)) in digests
 
 
-def test_auto_takes_it_for_float32_on_a_cpu() -> None:
-    chosen = load_backend("auto", CPU, torch.float32)
+@both_dtypes
+def test_auto_takes_it_on_a_cpu(dtype: torch.dtype) -> None:
+    chosen = load_backend("auto", CPU, dtype)
     assert isinstance(chosen, CpuBackend)
     assert chosen.layer_kernels is not None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_other_dtypes_stay_with_torch(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_dtype_stays_with_torch(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        assert isinstance(load_backend("auto", CPU, dtype), TorchBackend)
-    assert "compute in float32" in caplog.text
+        assert isinstance(load_backend("auto", CPU, torch.float16), TorchBackend)
+    assert "take float32 and bfloat16, not float16" in caplog.text
     with pytest.raises(ConfigError, match=r"attention_backend='cpu' cannot be used: .* set dtype='float32'"):
-        load_backend("cpu", CPU, dtype)
+        load_backend("cpu", CPU, torch.float16)
 
 
 def test_without_numba_torch_serves_and_the_log_says_so(

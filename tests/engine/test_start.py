@@ -28,6 +28,8 @@ from engine import (
     WeightMismatch,
 )
 from engine.checkpoint.folder import INDEX, resolve_model
+from engine.layers import processor
+from engine.run.dtype import served_dtype
 from engine.run.memory import allowed_bytes
 
 PACKAGE = Path(engine.__file__).parent
@@ -245,11 +247,42 @@ def test_max_model_len_is_what_the_model_has_and_the_pool_holds(
     assert f"sequences of up to {num_blocks * 16} tokens" in caplog.text
 
 
-def test_dtype_auto_is_the_checkpoints(folders: dict[str, Path]) -> None:
-    for name, dtype in (("gqa2_tied_hub", torch.bfloat16), ("gqa1_untied", torch.float32)):
-        with Engine(EngineConfig(str(folders[name]), **SMALL)) as built:
-            assert built._open_runner().dtype == dtype
-            assert len(built.generate([[5, 6]], SamplingParams(max_tokens=3))) == 1
+BFLOAT16_CPU = frozenset({"avx512f", "avx512_bf16"})
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "flags", "served", "said"),
+    [
+        ("gqa1_untied", "auto", frozenset(), "float32", None),
+        ("gqa2_tied_hub", "auto", BFLOAT16_CPU, "bfloat16", None),
+        ("gqa2_tied_hub", "auto", frozenset({"avx512f"}), "float32", "takes float32 rather than the check"),
+        ("gqa2_tied_hub", "bfloat16", frozenset({"avx512f"}), "bfloat16", "slower than 'float32' here"),
+    ],
+)
+def test_dtype_auto_is_the_checkpoints_unless_this_cpu_would_convert_it(
+    name: str,
+    wanted: str,
+    flags: frozenset[str],
+    served: str,
+    said: str | None,
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And what the engine computes in is what its identity says, and the log why."""
+    monkeypatch.setattr(processor, "processor_flags", lambda: flags)
+    with Engine(EngineConfig(str(folders[name]), dtype=wanted, device="cpu", **SMALL)) as built:
+        assert built._open_runner().dtype == getattr(torch, served)
+        assert built.identity.dtype == served
+        assert len(built.generate([[5, 6]], SamplingParams(max_tokens=3))) == 1
+    said_so = [record.getMessage() for record in caplog.records if "dtype=" in record.getMessage()]
+    assert len(said_so) == (said is not None)
+    assert (said or "") in "".join(said_so)
+
+
+def test_a_float16_checkpoint_is_computed_in_float32_on_a_cpu() -> None:
+    assert served_dtype("auto", "float16", "cpu").name == "float32"
+    assert served_dtype("float16", "bfloat16", "cpu").name == "float16"
 
 
 def test_memory_allowed_is_the_least_of_machine_and_cgroups(tmp_path: Path) -> None:
