@@ -13,6 +13,8 @@ from torch import Tensor
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
+from engine.sampling.sampler import sample
+from engine.sampling.sampling_rows import SamplingRows
 
 
 class AttentionMetadata:
@@ -20,7 +22,7 @@ class AttentionMetadata:
 
 
 class KernelBackend(ABC):
-    """Kernels of one kind: attention over block tables, and for the other layers if it has fused ones.
+    """Kernels of one kind: attention over block tables, for the other layers if it has fused ones, a sampler.
 
     One object serves all layers and keeps no state between steps.
     name: as EngineConfig.attention_backend names it.
@@ -85,6 +87,10 @@ class KernelBackend(ABC):
         are in the cache already.  features: what this layer's attention is.  sinks: [heads] float32, a score
         for each head that joins its softmax and has no value.  Returns [tokens, heads, head_dim].
         """
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """Choose a token for each row: see engine/sampling/sampler.py, which waits for the device."""
+        return sample(logits, rows)
 
 
 class CapturableBackend(KernelBackend):

@@ -26,7 +26,7 @@ class CausalModel(nn.Module, ABC):
     may_wait: ClassVar[bool] = False
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Logits [samples, vocabulary] of the rows that sample, float32; keys and values are stored.
+        """Logits [samples, vocabulary] of the rows that sample; keys and values are stored.
 
         On ranks other than 0 they are a part of the vocabulary's.
         """
@@ -38,7 +38,7 @@ class CausalModel(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [samples, hidden] -> [samples, vocabulary] float32; a part of it on ranks other than 0."""
+        """hidden: [samples, hidden] -> [samples, vocabulary], in its dtype; a part on ranks other than 0."""
 
     def reference_logits(self, token_ids: Tensor) -> Tensor | None:
         """Logits [tokens, vocabulary] of one sequence by other code than `forward`, None if there is none.

@@ -299,9 +299,10 @@ class DecoderForCausalLM(CausalModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Multiply by the LM head, split over the ranks by vocabulary."""
-        logits: Tensor = self.lm_head(hidden).float()
+        logits: Tensor = self.lm_head(hidden)
         if self.logit_soft_cap is not None:
-            logits.div_(self.logit_soft_cap).tanh_().mul_(self.logit_soft_cap)
+            capped = logits.float().div_(self.logit_soft_cap).tanh_().mul_(self.logit_soft_cap)
+            logits = capped.to(logits.dtype)
         return logits
 
     def _rotations(self, batch: ForwardBatch) -> list[Rotation]:

@@ -76,7 +76,7 @@ class TransformersModel(CausalModel):
     def logits(self, hidden: Tensor) -> Tensor:
         """Whatever the model makes of hidden states: its LM head, scales and caps."""
         logits: Tensor = self.model(inputs_embeds=hidden[None], use_cache=False).logits[0]
-        return logits.float()
+        return logits
 
     def reference_logits(self, token_ids: Tensor) -> Tensor:
         """By transformers alone, with its own attention and without any cache."""

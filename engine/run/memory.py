@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.checkpoint.model_config import ModelConfig
 from engine.run.config import EngineConfig
-from engine.sampling.sampler import ROWS_AT_ONCE
+from engine.sampling.sampler import CUT_ROWS_AT_ONCE
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ CPU_KV_CACHE_SHARE = 4  # a quarter, so that two workers fit on a laptop
 # Python, torch, transformers and a tokenizer, 320 MiB as seen with torch's CPU build, 70 more with Numba's
 # compiler; the rest is for fragments.
 LIBRARY_BYTES = 512 * 2**20
-SAMPLER_BYTES = 48  # its scratch for each row that it draws at once and each token of the vocabulary
+SAMPLER_BYTES = 48  # its scratch for each row that it cuts at once and each token of the vocabulary
 BLOCK_BOOKS_BYTES = 1024  # of one block: table entries, its key with its tokens, the index that finds it
 
 
@@ -63,7 +63,7 @@ def cpu_allowance_bytes(config: EngineConfig, model: ModelConfig, num_blocks: in
     per_token = 4 * (6 * model.hidden_size + max(4 * model.intermediate_size, _experts(model)) + 6 * heads)
     longest_chunk = min(num_tokens, max_model_len)
     attention = max_model_len * (8 * heads + 5 * longest_chunk)
-    logits = model.vocab_size * (8 * num_seqs + SAMPLER_BYTES * min(num_seqs, ROWS_AT_ONCE))
+    logits = model.vocab_size * (8 * num_seqs + SAMPLER_BYTES * min(num_seqs, CUT_ROWS_AT_ONCE))
     slots = num_seqs * max_model_len * (4 + 40) + num_blocks * BLOCK_BOOKS_BYTES
     return LIBRARY_BYTES + num_tokens * per_token + attention + logits + slots
 

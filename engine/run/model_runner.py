@@ -30,8 +30,9 @@ from engine.run.probe import Probe
 from engine.run.runner import PoolSize
 from engine.run.to_device import to_device
 from engine.run.warm_up import nucleus_sampling, warm_up_steps
-from engine.sampling.sampler import sample
+from engine.sampling.sampler import ban
 from engine.sampling.sampling_batch import SamplingBatch
+from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.step_batch import StepBatch
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,9 @@ class ModelRunner:
         order of their launches, so that a step can read what the one before has sampled. On a CPU the step
         has run when this returns.
         """
-        self._sampled = sample(self.logits(step), sampling)
+        logits = self.logits(step)
+        ban(logits, sampling.banned)
+        self._sampled = self.backend.sample(logits, SamplingRows.upload(sampling, self.device))
         return DeviceTokens(self._sampled)
 
     @property
@@ -108,7 +111,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Compute the batch and store its keys and values; returns logits [samples, vocabulary] float32.
+        """Compute the batch and store its keys and values; returns logits [samples, vocabulary].
 
         On ranks other than 0 they are a part of the vocabulary's.
         """

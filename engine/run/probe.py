@@ -87,6 +87,7 @@ def _differ(expected: Tensor, found: Tensor, dtype: torch.dtype) -> bool:
 
     Not a row here and there: a router's near tie goes the other way for one now and then.
     """
+    expected, found = expected.float(), found.float()
     spread = expected.std(-1).clamp_min(torch.finfo(torch.float32).tiny)
     error = (found - expected).square().mean(-1).sqrt() / spread
     error = error.nan_to_num(torch.inf)[expected.isfinite().all(-1)]  # what overflows alone says nothing

@@ -103,7 +103,7 @@ class SamplingParams:
     max_tokens: int = integer(256, 1, MAX_COUNT)
     temperature: float = column(1.0, 0, 1_000_000, "float32")
     top_p: float = column(1.0, 0, 1, "float32")
-    top_k: int = column(-1, -1, MAX_COUNT, "int64")
+    top_k: int = column(-1, -1, MAX_COUNT, "int32")
     min_p: float = column(0.0, 0, 1, "float32")
     seed: int | None = integer(None, -(2**63), 2**64 - 1)
     stop: Sequence[str] = ()

@@ -31,11 +31,10 @@ def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Wor
     return c0, c1, c2, c3
 
 
-def uniform(seed: Words, position: Words, sample_index: Words) -> NDArray[np.float64]:
-    """One number in (0, 1) for each row: (first word + 1/2) / 2^32.
+def first_words(seed: Words, position: Words, sample_index: Words) -> Words:
+    """The 32 random bits of each row; its uniform, in (0, 1), is (word + 1/2) / 2^32.
 
     Counter words: position low, position high, sample index, 0. Key words: seed low, seed high.
     """
     counter = (position & LOW, position >> SHIFT, sample_index & LOW, np.zeros_like(position))
-    word = philox4x32(counter, (seed & LOW, seed >> SHIFT))[0]
-    return (word.astype(np.float64) + 0.5) / 2.0**32
+    return philox4x32(counter, (seed & LOW, seed >> SHIFT))[0]

@@ -1,105 +1,204 @@
 """Sampler: logits to token ids, each row by its own parameters and its own Philox uniform.
 
-A row's choice is the inverse of its cumulative distribution in token-id order. The cuts min_p, top_k and
-top_p, in this order, each keep the most probable tokens; where a cut falls among equal logits, the lower
-token ids stay. So a row's result is a function of its logits, parameters and uniform alone.
+A row's choice is the inverse of its cumulative distribution in token-id order, over integer weights
+(`weights`), so that it is exact. The cuts min_p, top_k and top_p, in this order, each keep the most probable
+tokens; where a cut falls among equal logits, the lower token ids stay. So a row's result is a function of its
+logits, parameters and uniform alone.
+
+This is the reference, in plain torch, and what CPUs run. On a GPU it waits for the device.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.kernels.token_weights import MAX_VOCAB_SIZE
 from engine.kernels.upload import upload
-from engine.sampling.philox import uniform
-from engine.sampling.sampling_batch import SamplingBatch
+from engine.sampling.philox import first_words
+from engine.sampling.sampling_rows import SamplingRows
+from engine.sampling.weights import decay_rate, least_weight, share, target, weigh
 
 # A nucleus rarely holds more tokens than this: looking at so many first saves sorting the vocabulary.
 NUCLEUS_GUESS = 1024
-ROWS_AT_ONCE = 64  # bounds the float64 scratch: 64 rows of 152k tokens are 78 MB
+CUT_ROWS_AT_ONCE = 64  # bounds the scratch of sorting: 64 rows of 152k tokens are 78 MB and more
+TILE = 512  # tokens whose highest logit is looked at together
+WEIGHTS_AT_ONCE = 2**17  # about what a core's cache holds while they are computed
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Choose one token for each row: [samples] int64 on the logits' device; -1 where there is none to choose.
+def ban(logits: Tensor, banned: NDArray[np.int64]) -> None:
+    """Make the banned tokens impossible, in place. banned: [bans, 2], pairs of a row and a token id."""
+    if len(banned):
+        logits[tuple(upload(list(banned.T), logits.device))] = -torch.inf
+
+
+def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Choose one token for each row: [rows] int64 on the logits' device; -1 where there is none to choose.
 
     There is none where a logit is NaN or plus infinity, or every token is banned.
-    logits: [samples, vocabulary] float32, changed in place. The host waits for the device in one case only:
-    rows with top_p and without top_k, whose nucleus may be wider than the candidates looked at first.
+    logits: [rows, vocabulary], of any floating dtype; at most MAX_VOCAB_SIZE tokens.
     """
-    if len(batch.banned):
-        logits[tuple(upload(list(batch.banned.T), logits.device))] = -torch.inf
-    chosen = logits.argmax(dim=-1)  # NaN counts as the highest
-    highest = logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
-    drawn = np.flatnonzero(batch.values["temperature"] > 0)
-    for start in range(0, len(drawn), ROWS_AT_ONCE):
-        rows = drawn[start : start + ROWS_AT_ONCE]
-        device_rows, token_ids = _draw(logits, rows, batch)
-        chosen[device_rows] = token_ids
-    return chosen.masked_fill_(~highest.isfinite(), -1)
-
-
-def _draw(logits: Tensor, rows: NDArray[np.int64], batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """Inverse CDF of the given rows. Returns the rows on the device and their token ids, [rows] int64."""
     vocab_size = logits.shape[1]
-    values = batch.values[rows]
-    top_k, top_p = values["top_k"], values["top_p"]
-    u = uniform(values["seed"], batch.position[rows], values["sample_index"])
-    cut = np.flatnonzero(((top_k > 0) & (top_k < vocab_size)) | (top_p < 1))
-    device_rows, temperature, min_p, uniforms, cut_rows, k, p = upload(
-        [rows, values["temperature"], values["min_p"], u, cut, top_k[cut], top_p[cut]], logits.device
-    )
-    row_logits = logits if len(rows) == len(logits) else logits[device_rows]
-    scaled = (row_logits - row_logits.amax(dim=-1, keepdim=True)).div_(temperature.unsqueeze(1))
-    if (values["min_p"] > 0).any():
-        # exp(scaled) is the probability relative to the likeliest token's
-        scaled.masked_fill_(scaled.exp() < min_p.unsqueeze(1), -torch.inf)
-    if len(cut):
-        num_candidates = min(vocab_size, max(NUCLEUS_GUESS, int(top_k[cut].max())))
-        decided = bool((top_k[cut] > 0).all())  # the candidates hold top_k tokens, so what top_p leaves too
-        scaled[cut_rows] = _top_k_top_p(scaled[cut_rows], k, p, num_candidates, decided=decided)
-    cdf = scaled.exp_().cumsum(dim=-1, dtype=torch.float64)
-    target = uniforms.unsqueeze(1) * cdf[:, -1:]
-    return device_rows, torch.searchsorted(cdf, target, right=True).squeeze(1)
+    assert vocab_size <= MAX_VOCAB_SIZE
+    highest, chosen = first_highest(logits)
+    is_one = highest.isfinite()
+    is_drawn = is_one & (rows.temperature > 0)
+    is_cut = is_drawn & (((rows.top_k > 0) & (rows.top_k < vocab_size)) | (rows.top_p < 1))
+    for group, at_once in ((is_drawn & ~is_cut, max(1, len(logits))), (is_cut, CUT_ROWS_AT_ONCE)):
+        places = group.nonzero().squeeze(1)
+        for start in range(0, len(places), at_once):
+            drawn = Drawn(logits, highest, rows, places[start : start + at_once])
+            chosen[drawn.places] = pick(drawn, find_cut(drawn) if group is is_cut else None)
+    return chosen.masked_fill_(~is_one, -1)
 
 
-def _top_k_top_p(
-    scaled: Tensor, top_k: Tensor, top_p: Tensor, num_candidates: int, *, decided: bool
-) -> Tensor:
-    """Set what top_k and top_p cut off to -inf. scaled: [rows, vocabulary], the highest of each row 0.
+def first_highest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's highest logit, float32, and its lowest token id, int64; NaN counts as the highest.
 
-    Looks at the num_candidates highest of each row. Unless these are known to decide every row, the host
-    waits to see which rows they do not, and those are done again with all.
+    By tiles: torch finds a maximum ten times faster than its place.
     """
-    ordered = scaled.topk(num_candidates, dim=-1).values
-    num_kept = _count_kept(scaled, ordered, top_k, top_p)
-    kept = _keep_highest(scaled, ordered, num_kept.clamp(max=num_candidates))
-    if decided or num_candidates == scaled.shape[1]:
-        return kept
-    undecided = torch.nonzero(num_kept > num_candidates).squeeze(1)
-    if len(undecided):
-        rest = scaled[undecided], top_k[undecided], top_p[undecided]
-        kept[undecided] = _top_k_top_p(*rest, scaled.shape[1], decided=True)
-    return kept
+    vocab_size = logits.shape[1]
+    whole = vocab_size - vocab_size % TILE
+    maxima = logits[:, :whole].reshape(len(logits), whole // TILE, TILE).amax(-1)
+    if whole < vocab_size:
+        maxima = torch.cat((maxima, logits[:, whole:].amax(-1, keepdim=True)), 1)
+    highest, tile = maxima.float().max(-1)
+    ids = ids_of(tile, TILE, vocab_size)
+    place = logits.gather(1, ids).float().argmax(-1, keepdim=True)
+    return highest, ids.gather(1, place).squeeze(1)
 
 
-def _count_kept(scaled: Tensor, ordered: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """How many tokens of each row stay; more than `ordered` has, if that does not tell."""
-    vocab_size, num_candidates = scaled.shape[1], ordered.shape[1]
-    cdf = ordered.exp().cumsum(dim=-1, dtype=torch.float64)
-    limit = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size)
-    mass_of_k = cdf.gather(1, (limit.clamp(max=num_candidates) - 1).unsqueeze(1)).squeeze(1)
-    mass = torch.where(top_k > 0, mass_of_k, scaled.exp().sum(dim=-1, dtype=torch.float64))
-    # the token that reaches top_p of the mass stays: count those before it and add one
-    nucleus = (cdf < (top_p.double() * mass).unsqueeze(1)).sum(dim=-1) + 1
-    return torch.minimum(limit, torch.where(top_p < 1, nucleus, vocab_size))
+def ids_of(tile: Tensor, width: int, vocab_size: int) -> Tensor:
+    """Token ids of each row's tile: [rows, width]; where the vocabulary has ended its last one."""
+    ids = tile.unsqueeze(1) * width + torch.arange(width, device=tile.device)
+    return ids.clamp_(max=vocab_size - 1)
 
 
-def _keep_highest(scaled: Tensor, ordered: Tensor, num_kept: Tensor) -> Tensor:
-    """Keep the num_kept highest of each row, the lower token ids among equals; -inf elsewhere."""
-    last = ordered.gather(1, (num_kept - 1).unsqueeze(1))
-    num_above = (ordered > last).sum(dim=-1, keepdim=True)
-    equal = scaled == last
-    equal &= equal.cumsum(dim=-1) <= num_kept.unsqueeze(1) - num_above
-    return scaled.masked_fill(~(equal | (scaled > last)), -torch.inf)
+@dataclass(frozen=True)
+class Cut:
+    """What top_k and top_p leave of each row: logits above `lowest`, and equal ones up to token `last_id`.
+
+    Both [rows, 1], float32 and int64.
+    """
+
+    lowest: Tensor
+    last_id: Tensor
+
+
+class Drawn:
+    """Rows of the logits that are drawn, and what weighs them."""
+
+    def __init__(self, logits: Tensor, highest: Tensor, rows: SamplingRows, places: Tensor) -> None:
+        """highest: [rows] float32, each row's highest logit.  places: [drawn] int64, which of the rows."""
+        self._all_logits, self._all_highest, self._all_rows = logits, highest, rows
+        self.places, self.vocab_size = places, logits.shape[1]
+        self.rows = rows.only(places)
+        self.width = max(TILE, WEIGHTS_AT_ONCE // len(places))
+        self._highest = highest[places].unsqueeze(1)
+        self._rate = decay_rate(self.rows.temperature).unsqueeze(1)
+        self._least = least_weight(self.rows.min_p).unsqueeze(1)
+        self._has_least = bool((self._least > 0).any())
+
+    def only(self, which: Tensor) -> Drawn:
+        """Those of the drawn rows. which: [some] int64."""
+        return Drawn(self._all_logits, self._all_highest, self._all_rows, self.places[which])
+
+    def logits(self, start: int, stop: int) -> Tensor:
+        """Of tokens start to stop, [drawn, tokens], as they are."""
+        tokens = self._all_logits[:, start:stop]
+        return tokens if len(self.places) == len(tokens) else tokens[self.places]
+
+    def logits_at(self, ids: Tensor) -> Tensor:
+        """ids: [drawn, tokens] int64, of each row's own."""
+        return self._all_logits[self.places.unsqueeze(1), ids]
+
+    def weigh(self, logits: Tensor) -> Tensor:
+        """Weights of such logits, 0 where min_p cuts them off."""
+        weights = weigh(logits, self._highest, self._rate)
+        return weights.masked_fill_(weights < self._least, 0) if self._has_least else weights
+
+    def tile_sums(self, cut: Cut | None = None) -> Tensor:
+        """Sums of the weights that stay, over tiles of `width` tokens: [drawn, tiles] int64."""
+        sums = []
+        for start in range(0, self.vocab_size, self.width):
+            logits = self.logits(start, start + self.width)
+            weights = self.weigh(logits)
+            if cut is not None:
+                ids = torch.arange(start, start + logits.shape[1], device=logits.device)
+                weights.masked_fill_(~stays(logits, ids, cut), 0)
+            sums.append(weights.sum(-1))
+        return torch.stack(sums, 1)
+
+
+def stays(logits: Tensor, ids: Tensor, cut: Cut) -> Tensor:
+    """Which tokens the cut leaves. ids: of the logits, [tokens] or [rows, tokens] int64."""
+    return (logits > cut.lowest) | ((logits == cut.lowest) & (ids <= cut.last_id))
+
+
+def pick(drawn: Drawn, cut: Cut | None) -> Tensor:
+    """The first token of each row whose cumulative weight exceeds its uniform's part of all: [drawn]."""
+    sums = drawn.tile_sums(cut)
+    ends = sums.cumsum(-1)
+    goal = target(ends[:, -1:], random_words(drawn.rows).unsqueeze(1))
+    tile = (ends <= goal).sum(-1, keepdim=True)
+    ids = ids_of(tile.squeeze(1), drawn.width, drawn.vocab_size)
+    logits = drawn.logits_at(ids)
+    weights = drawn.weigh(logits)
+    if cut is not None:
+        weights.masked_fill_(~stays(logits, ids, cut), 0)
+    reached = (ends - sums).gather(1, tile) + weights.cumsum(-1)
+    return ids.gather(1, (reached <= goal).sum(-1, keepdim=True)).squeeze(1)
+
+
+def random_words(rows: SamplingRows) -> Tensor:
+    """Each row's word of Philox: [rows] int64 on their device."""
+    seed, position, sample_index = (
+        column.cpu().numpy().view(np.uint64) for column in (rows.seed, rows.position, rows.sample_index)
+    )
+    words = first_words(seed, position, sample_index).view(np.int64)
+    return torch.from_numpy(words).to(rows.seed.device)
+
+
+def find_cut(drawn: Drawn, num_candidates: int = NUCLEUS_GUESS) -> Cut:
+    """What top_k and top_p keep of what min_p leaves of each row.
+
+    Looks at the num_candidates highest logits of each row, and at as many as top_k may keep; where a nucleus
+    may be wider, at all.
+    """
+    vocab_size = drawn.vocab_size
+    top_k, top_p = drawn.rows.top_k.long(), drawn.rows.top_p
+    num_candidates = min(vocab_size, max(num_candidates, int(top_k.max())))
+    logits = drawn.logits(0, vocab_size).float()
+    ordered = logits.topk(num_candidates, dim=-1).values
+    ends = drawn.weigh(ordered).cumsum(-1)
+    limit = torch.where(top_k > 0, top_k, vocab_size).clamp_(max=vocab_size)
+    last = (limit.clamp(max=num_candidates) - 1).unsqueeze(1)
+    total = ends.gather(1, last).squeeze(1)
+    if bool((top_k <= 0).any()):
+        total = torch.where(top_k > 0, total, drawn.tile_sums().sum(-1))
+    # the token that reaches top_p of the weight stays: count those before it and add one
+    nucleus = (ends < share(total, top_p).unsqueeze(1)).sum(-1) + 1
+    num_kept = torch.minimum(limit, torch.where(top_p < 1, nucleus, vocab_size))
+    is_known = num_kept <= num_candidates
+    num_kept.clamp_(max=num_candidates)
+    lowest = ordered.gather(1, (num_kept - 1).unsqueeze(1))
+    room = num_kept - (ordered > lowest).sum(-1)
+    cut = Cut(lowest, last_id_of_equals(logits == lowest, room).unsqueeze(1))
+    wider = (~is_known).nonzero().squeeze(1)
+    if len(wider):
+        again = find_cut(drawn.only(wider), vocab_size)
+        cut.lowest[wider], cut.last_id[wider] = again.lowest, again.last_id
+    return cut
+
+
+def last_id_of_equals(equal: Tensor, room: Tensor) -> Tensor:
+    """The token id of the room-th of the equal tokens, the vocabulary's last where all have room: [rows]."""
+    vocab_size = equal.shape[1]
+    last_id = torch.full_like(room, vocab_size - 1)
+    short = (equal.sum(-1) > room).nonzero().squeeze(1)
+    last_id[short] = (equal[short].cumsum(-1) < room[short].unsqueeze(1)).sum(-1)
+    return last_id

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import engine.run.model_runner
-from engine.sampling.sampling_batch import SamplingBatch
+from torch import Tensor
+
+from engine.attention import KernelBackend
+from engine.sampling.sampling_rows import SamplingRows
 from worker.batch_worker import BatchWorker
 from worker.engine_thread.engine_like import EngineLike
 from worker.settings import WorkerSettings
@@ -15,15 +17,13 @@ class PoisonedWorker(BatchWorker):
     """Serves the real engine with that sampler."""
 
     def load_engine(self, settings: WorkerSettings) -> EngineLike:
-        sample = engine.run.model_runner.sample
+        sample = KernelBackend.sample
 
-        def poisoned(
-            logits: engine.run.model_runner.Tensor, batch: SamplingBatch
-        ) -> engine.run.model_runner.Tensor:
-            if POISON in batch.values["seed"]:
+        def poisoned(backend: KernelBackend, logits: Tensor, rows: SamplingRows) -> Tensor:
+            if POISON in rows.seed:
                 raise OverflowError("a value of one sequence")
-            return sample(logits, batch)
+            return sample(backend, logits, rows)
 
         loaded = super().load_engine(settings)
-        engine.run.model_runner.sample = poisoned
+        KernelBackend.sample = poisoned
         return loaded

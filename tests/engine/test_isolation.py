@@ -17,11 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import engine.run.model_runner
 import engine.run.stepper
 from engine import Completion, Engine, EngineConfig, RankFailed, SamplingParams, StepFailed
+from engine.attention import KernelBackend
 from engine.run.pending_tokens import PendingTokens
 from engine.sampling.sampling_batch import SamplingBatch
+from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.sequence import Sequence
 from engine.schedule.slots import SlotTable
 from engine.schedule.step_batch import StepBatch
@@ -73,14 +74,14 @@ def run(built: Engine) -> dict[tuple[str, int], Completion]:
 
 def in_sample(monkeypatch: pytest.MonkeyPatch, *, step: int = 4) -> None:
     """At the sequence's fourth token, as the sampler sees it."""
-    sample = engine.run.model_runner.sample
+    sample = KernelBackend.sample
 
-    def poisoned(logits: Tensor, batch: SamplingBatch) -> Tensor:
-        if any(batch.position[batch.values["seed"] == POISON] == len(PREFIX) + 3 + step):
+    def poisoned(backend: KernelBackend, logits: Tensor, rows: SamplingRows) -> Tensor:
+        if (rows.position[rows.seed == POISON] == len(PREFIX) + 3 + step).any():
             raise Poisoned("a part of the prompt")
-        return sample(logits, batch)
+        return sample(backend, logits, rows)
 
-    monkeypatch.setattr(engine.run.model_runner, "sample", poisoned)
+    monkeypatch.setattr(KernelBackend, "sample", poisoned)
 
 
 def in_first_sample(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,13 +140,13 @@ def in_final_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As NaN, which a model in half precision gives for some prompts."""
-    sample = engine.run.model_runner.sample
+    sample = KernelBackend.sample
 
-    def poisoned(logits: Tensor, batch: SamplingBatch) -> Tensor:
-        logits[torch.from_numpy(batch.values["seed"] == POISON)] = torch.nan
-        return sample(logits, batch)
+    def poisoned(backend: KernelBackend, logits: Tensor, rows: SamplingRows) -> Tensor:
+        logits[rows.seed == POISON] = torch.nan
+        return sample(backend, logits, rows)
 
-    monkeypatch.setattr(engine.run.model_runner, "sample", poisoned)
+    monkeypatch.setattr(KernelBackend, "sample", poisoned)
 
 
 PLACES = [

@@ -11,19 +11,25 @@ import torch
 
 import engine.sampling.sampler
 from engine.sampling.params import COLUMNS, SamplingParams
-from engine.sampling.philox import philox4x32, uniform
-from engine.sampling.sampler import sample
+from engine.sampling.philox import first_words, philox4x32
+from engine.sampling.sampler import ban, sample
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows, sampling_row
+from engine.sampling.sampling_rows import SamplingRows
 
 
-def sampling_batch(n: int, **values: Any) -> SamplingBatch:
-    """banned: the token ids that a row may not choose, by row; the others: one for all rows, or for each."""
-    banned = [(row, token_id) for row, ids in values.pop("banned", {}).items() for token_id in ids]
+def sampling_rows(n: int, **values: Any) -> SamplingRows:
+    """Each value is one for all rows, or one for each."""
     position = np.broadcast_to(np.asarray(values.pop("position", 0), np.uint64), (n,)).copy()
     rows = neutral_rows(n)
     for name, value in values.items():
         rows[name] = value
-    return SamplingBatch(rows, position, np.array(banned, np.int64).reshape(-1, 2))
+    batch = SamplingBatch(rows, position, np.zeros((0, 2), np.int64))
+    return SamplingRows.upload(batch, torch.device("cpu"))
+
+
+def uniforms(rows: SamplingRows) -> list[float]:
+    columns = (column.numpy().view(np.uint64) for column in (rows.seed, rows.position, rows.sample_index))
+    return ((first_words(*columns) + 0.5) / 2**32).tolist()
 
 
 def test_a_row_carries_each_value_in_its_own_column() -> None:
@@ -85,12 +91,11 @@ def test_uniforms_differ_by_seed_position_and_sample() -> None:
     """Each of the three changes the number, high halves included; none is 0 or 1."""
     triples = [(0, 0, 0), (1, 0, 0), (2**32, 0, 0), (0, 1, 0), (0, 2**32, 0), (0, 0, 1)]
     seed, position, index = (np.array(column, np.uint64) for column in zip(*triples, strict=True))
-    u = uniform(seed, position, index)
-    assert len(set(u.tolist())) == len(triples)
-    assert ((u > 0) & (u < 1)).all()
-    many = uniform(
-        np.full(10_000, 3, np.uint64), np.arange(10_000, dtype=np.uint64), np.zeros(10_000, np.uint64)
-    )
+    words = first_words(seed, position, index)
+    assert len(set(words.tolist())) == len(triples)
+    assert words.max() < 2**32
+    many = np.array(uniforms(sampling_rows(10_000, seed=3, position=np.arange(10_000))))
+    assert ((many > 0) & (many < 1)).all()
     assert abs(many.mean() - 0.5) < 0.01
     assert abs(many.var() - 1 / 12) < 0.005
 
@@ -111,16 +116,16 @@ def test_choices_equal_a_float64_reference(vocab_size: int, ties: bool) -> None:
     if ties:
         logits = np.round(logits)
     temperature, top_k, top_p, min_p = (np.array(column) for column in zip(*mixes, strict=True))
-    batch = sampling_batch(
+    rows = sampling_rows(
         len(mixes), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=np.arange(len(mixes))
     )
-    u = uniform(batch.values["seed"], batch.position, batch.values["sample_index"])
-    chosen = sample(torch.from_numpy(logits.copy()), batch)
+    u = uniforms(rows)
+    chosen = sample(torch.from_numpy(logits), rows)
     wrong = 0
     for i in range(len(mixes)):
         token, margin = reference_choice(
             logits[i].tolist(),
-            float(u[i]),
+            u[i],
             temperature=float(np.float32(temperature[i])),
             top_k=int(top_k[i]),
             top_p=float(np.float32(top_p[i])),
@@ -134,51 +139,55 @@ def test_a_row_does_not_depend_on_the_other_rows() -> None:
     """The same row alone and in a batch of mixed parameters, also when others need the whole vocabulary."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(70, 5000, generator=generator)
-    batch = sampling_batch(
+    rows = sampling_rows(
         70,
         temperature=np.linspace(0, 3, 70),
         top_p=np.where(np.arange(70) % 3 == 0, 1.0, 0.97),
         top_k=np.where(np.arange(70) % 4 == 0, 3000, 0),
         seed=np.arange(70),
     )
-    together = sample(logits.clone(), batch)
+    together = sample(logits, rows)
     for i in range(70):
-        row = SamplingBatch(batch.values[i : i + 1], batch.position[i : i + 1], batch.banned)
-        assert sample(logits[i : i + 1].clone(), row)[0] == together[i]
+        assert sample(logits[i : i + 1], rows.only(torch.tensor([i])))[0] == together[i]
 
 
 def test_samples_follow_the_distribution() -> None:
     """20,000 draws of one row: each token's share is within four standard deviations."""
     n = 20_000
     logits = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1]))
-    chosen = sample(logits.repeat(n, 1), sampling_batch(n, seed=7, position=np.arange(n)))
+    chosen = sample(logits.repeat(n, 1), sampling_rows(n, seed=7, position=np.arange(n)))
     for token, share in enumerate((0.5, 0.25, 0.15, 0.1)):
         assert abs((chosen == token).double().mean() - share) < 4 * math.sqrt(share * (1 - share) / n)
 
 
+def test_no_rows_have_no_tokens() -> None:
+    """A step in which no sequence samples, such as one with the first chunk of a long prompt."""
+    assert sample(torch.zeros(0, 700), sampling_rows(0)).shape == (0,)
+
+
 def test_greedy_takes_the_lowest_id_of_equals() -> None:
-    chosen = sample(torch.tensor([[1.0, 3.0, 3.0, 3.0]]), sampling_batch(1, temperature=0.0))
+    chosen = sample(torch.tensor([[1.0, 3.0, 3.0, 3.0]]), sampling_rows(1, temperature=0.0))
     assert chosen.tolist() == [1]
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.45}])
 def test_a_cut_among_equals_keeps_the_lowest_ids(cut: dict[str, float]) -> None:
     """Four equal logits, two kept: ids 0 and 1, never 2 or 3."""
-    chosen = sample(torch.zeros(500, 4), sampling_batch(500, position=np.arange(500), **cut))
+    chosen = sample(torch.zeros(500, 4), sampling_rows(500, position=np.arange(500), **cut))
     assert set(chosen.tolist()) == {0, 1}
 
 
 def test_banned_tokens_are_never_chosen() -> None:
     """For their row only, greedy or drawn."""
     logits = torch.tensor([[5.0, 4.0, 0.0]]).repeat(3, 1)
-    batch = sampling_batch(3, temperature=[0.0, 0.0, 0.01], banned={0: [0], 2: [0]})
-    assert sample(logits, batch).tolist() == [1, 0, 1]
+    ban(logits, np.array([(0, 0), (2, 0)]))
+    assert sample(logits, sampling_rows(3, temperature=[0.0, 0.0, 0.01])).tolist() == [1, 0, 1]
 
 
 def test_a_flat_distribution_falls_back_to_the_whole_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """A nucleus wider than the first candidates gives the same choices as sorting everything."""
     logits = torch.randn(20, 4000, generator=torch.Generator().manual_seed(2)) / 10
-    batch = sampling_batch(20, top_p=0.95, seed=np.arange(20))
-    quick = sample(logits.clone(), batch)
+    rows = sampling_rows(20, top_p=0.95, seed=np.arange(20))
+    quick = sample(logits, rows)
     monkeypatch.setattr(engine.sampling.sampler, "NUCLEUS_GUESS", 4000)
-    assert quick.tolist() == sample(logits.clone(), batch).tolist()
+    assert quick.tolist() == sample(logits, rows).tolist()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from engine import EngineError, SamplingParams
 from engine.sampling.params import check_params
 from engine.sampling.sampler import sample
+from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.sequence import Sequence
 from engine.schedule.slots import SlotTable
@@ -54,7 +55,7 @@ def _sample(params: SamplingParams) -> int:
     batch = ScheduledBatch()
     batch.add_prefill(seq, 1)
     logits = torch.linspace(-9, 9, VOCAB_SIZE).reshape(1, VOCAB_SIZE)
-    return int(sample(logits, build_sampling_batch(batch, slots)))
+    return int(sample(logits, SamplingRows.upload(build_sampling_batch(batch, slots), logits.device)))
 
 
 def check_chat(tokenizer: Tokenizer, case: tuple[Any, dict[str, Any]]) -> None:

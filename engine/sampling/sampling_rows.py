@@ -1,0 +1,53 @@
+"""SamplingRows: how to choose one token for each row of logits, as tensors on the logits' device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kernels.upload import upload
+from engine.sampling.sampling_batch import SamplingBatch
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """One entry of each for a row; fields of one name mean what those of SamplingParams do.
+
+    temperature, top_p, min_p: [rows] float32.  top_k: [rows] int32, 0 or less is off.
+    seed: [rows] int64, the bits of the unsigned one.  sample_index, position: [rows] int64, with the seed the
+    counter of the row's uniform; position counts all tokens before the one that is chosen.
+    """
+
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    top_k: Tensor
+    seed: Tensor
+    sample_index: Tensor
+    position: Tensor
+
+    @classmethod
+    def upload(cls, batch: SamplingBatch, device: torch.device) -> SamplingRows:
+        """The batch's values, in one transfer that the host does not wait for."""
+        values = batch.values
+        return cls(
+            *upload(
+                [
+                    values["temperature"],
+                    values["top_p"],
+                    values["min_p"],
+                    values["top_k"],
+                    values["seed"].view(np.int64),
+                    values["sample_index"].view(np.int64),
+                    batch.position.view(np.int64),
+                ],
+                device,
+            )
+        )
+
+    def only(self, places: Tensor) -> SamplingRows:
+        """Those of the rows. places: [some] int64, on their device."""
+        return SamplingRows(*(getattr(self, each.name)[places] for each in fields(self)))
