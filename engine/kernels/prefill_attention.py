@@ -151,5 +151,6 @@ def prefill_attention(
         HEADS=heads, GROUP=heads // kv_heads, HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
         WINDOW=window, CHUNK=chunk, SOFT_CAP=base2_cap(soft_cap),
         TILE=tile_tokens(dim_pad, itemsize), QUERY_TILE=QUERY_TILE,
-        num_warps=num_warps, num_stages=3,  # as for decode: table lookup, copy of the tile, use
+        # as for decode: table lookup, copy of the tile, use; float32 has no registers for the first two
+        num_warps=num_warps, num_stages=2 if itemsize == 4 else 3,
     )  # fmt: skip

@@ -1,7 +1,12 @@
-"""Every kernel compiles for a Hopper GPU and fits it: what the interpreter cannot show, and needs no GPU."""
+"""Every kernel compiles for a Hopper GPU and fits it: what the interpreter cannot show, and needs no GPU.
+
+`python -m ops.bench.static` compiles all cases; the suite those of two models, and asks all of them for their
+variants.
+"""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -13,61 +18,84 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot be compiled")
 
+from ops.bench.compiled import programs_per_processor
+from ops.bench.kernel_cases import KERNELS
+
 ROOT = Path(__file__).parents[2]
-SHARED_BYTES = 227 * 1024  # what one program may take on compute capability 9.0
-KERNELS = {
-    "decode_kernel", "merge_kernel", "prefill_kernel", "store_kernel", "rms_norm_kernel",
-    "norm_rotate_store_kernel", "gate_and_mul_kernel", "grouped_product_kernel", "choose_kernel",
-    "group_kernel",
-}  # fmt: skip
+COMPILED = ("Qwen3-0.6B, bfloat16", "gpt-oss-20b")
+FAULTS = {
+    "specialized_kernel": ("3 variants, at most 1 wanted; they differ in num_rows",),
+    "unlisted_kernel": ("it has no line in KERNELS",),
+    "missing_kernel": ("no case launches it",),
+    "spilling_kernel": ("spills ",),
+    "narrow_kernel": ("0% of its loads' bytes by 16, 75% wanted",),
+    "crowded_kernel": ("warps on a multiprocessor, 32 warps wanted", "no mma instruction"),
+}
+
+
+def static(folder: Path, *arguments: str) -> dict[str, Any]:
+    """What the command reports, from a process that does not interpret; its status says if all is well."""
+    report = folder / "static.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "ops.bench.static", "--json", str(report), *arguments],
+        cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert report.exists(), done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(report.read_text())
+    assert done.returncode == int(bool(found["problems"]))
+    return found
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """One line for each kernel and case, from a process that does not interpret."""
-    cache = tmp_path_factory.mktemp("triton_cache")
-    env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
-    output = subprocess.run(
-        [sys.executable, "-m", "tests.engine.compile_kernels"],
-        cwd=ROOT, env=env, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert output.returncode == 0, output.stderr
-    return [json.loads(line) for line in output.stdout.splitlines()]
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The kernels of a small dense model, and of one with experts, windows and sinks."""
+    return static(tmp_path_factory.mktemp("compiled"), "--only", *COMPILED)
 
 
-def test_every_kernel_compiles_and_fits(compiled: list[dict[str, Any]]) -> None:
-    """Shared memory stays within a multiprocessor's, and no tile spills from registers to the stack.
-
-    A few bytes there are the assembler's choice; tiles that are too large take hundreds to thousands.
-    """
-    assert {line["kernel"] for line in compiled} == KERNELS
-    for line in compiled:
-        assert line["stack_bytes"] <= 64, line
-        assert line["shared_bytes"] <= SHARED_BYTES, line
-
-
-def test_attention_multiplies_on_tensor_cores_and_copies_ahead(compiled: list[dict[str, Any]]) -> None:
-    """In 16-bit dtypes: prefill with warp-group instructions, decode, whose tiles have 16 rows, with warp's.
-
-    The loops load block tables and tiles asynchronously: for Qwen3's heads of 128, five decode programs and
-    two prefill programs share a multiprocessor's 228 KiB.
-    """
-    for line in compiled:
-        if line["kernel"] in ("decode_kernel", "prefill_kernel") and "float32" not in line["case"]:
-            assert line["async_copies"] > 0, line
-            assert line["wgmma" if line["kernel"] == "prefill_kernel" else "mma"] > 0, line
-        if line["case"] == "bfloat16 128 x2" and line["kernel"] != "merge_kernel":
-            assert line["shared_bytes"] <= (44 if line["kernel"] == "decode_kernel" else 112) * 1024, line
+def test_no_kernel_spills_and_each_fits_and_loads_as_it_should(compiled: dict[str, Any]) -> None:
+    """Every kernel that these models launch; KERNELS says what is asked of each."""
+    assert compiled["problems"] == []
+    assert {"decode_kernel", "prefill_kernel", "grouped_product_kernel"} <= {
+        each["kernel"] for each in compiled["kernels"]
+    }
+    for each in compiled["kernels"]:
+        assert each["spill_bytes"] == 0, each
 
 
-def test_experts_multiply_on_tensor_cores_and_copy_ahead(compiled: list[dict[str, Any]]) -> None:
-    """Few rows for each expert with a warp's instructions, three programs to a multiprocessor; many with a
-    warp group's, two of them."""
-    lines = [line for line in compiled if line["kernel"] == "grouped_product_kernel"]
-    by_case = {line["case"]: line for line in lines}
-    few, many = by_case["bfloat16 experts x16"], by_case["bfloat16 experts x128"]
-    assert few["mma"] > 0
-    assert many["wgmma"] > 0
-    assert min(few["async_copies"], many["async_copies"]) > 0
-    assert few["shared_bytes"] <= 75 * 1024
-    assert many["shared_bytes"] <= 112 * 1024
+def test_no_step_compiles_a_variant_of_its_own(tmp_path: Path) -> None:
+    """Whatever the row count, of every model; and every kernel with a line in KERNELS is launched."""
+    assert static(tmp_path, "--no-compile")["problems"] == []
+
+
+def test_every_kernel_that_is_launched_has_a_line() -> None:
+    """`name[grid](...)` in engine/kernels, whatever calls it."""
+    launched = {
+        node.func.value.id
+        for path in (ROOT / "engine/kernels").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Subscript)
+        and isinstance(node.func.value, ast.Name)
+    }
+    assert launched == set(KERNELS)
+
+
+def test_each_fault_is_found(tmp_path: Path) -> None:
+    """Kernels that spill, crowd a multiprocessor, load by 2 bytes, or compile for each row count."""
+    problems = static(tmp_path, "--cases", "tests.engine.faulty_kernels")["problems"]
+    for name, faults in FAULTS.items():
+        for fault in faults:
+            assert [text for text in problems if text.startswith(name) and fault in text], (name, problems)
+    assert {problem.split(",")[0].split(":")[0] for problem in problems} == set(FAULTS)
+
+
+def test_programs_that_share_a_multiprocessor() -> None:
+    """By what is scarce: room for programs, warps, registers, shared memory; or one that cannot start."""
+    assert programs_per_processor(registers=16, shared_bytes=0, num_warps=1) == 32
+    assert programs_per_processor(registers=32, shared_bytes=0, num_warps=4) == 16
+    assert programs_per_processor(registers=96, shared_bytes=0, num_warps=4) == 5
+    assert programs_per_processor(registers=97, shared_bytes=0, num_warps=4) == 4
+    assert programs_per_processor(registers=255, shared_bytes=0, num_warps=8) == 1
+    assert programs_per_processor(registers=32, shared_bytes=227 * 1024, num_warps=4) == 1
+    assert programs_per_processor(registers=32, shared_bytes=113 * 1024, num_warps=4) == 2
+    assert programs_per_processor(registers=32, shared_bytes=227 * 1024 + 1, num_warps=4) == 0

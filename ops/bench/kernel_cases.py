@@ -1,0 +1,161 @@
+"""Which Triton kernels there are, what is asked of each, and the sizes they are compiled for.
+
+A new kernel is a line of KERNELS; where no model of MODELS launches it, an entry of CASES too.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.attention.forward_batch import ForwardBatch
+from engine.attention.kv_cache import KVCache
+from engine.attention.triton_backend import TritonBackend
+from engine.checkpoint.model_config import read_model_config
+from engine.layers.base import WeightedModule
+from engine.layers.parallel import TensorParallel
+from engine.layers.rotary import RotaryEmbedding
+from engine.models.decoder import DecoderForCausalLM, DecoderParts
+from engine.models.decoder_config import read_decoder_config
+from engine.models.registry import decoder_flags
+from engine.run.warm_up import make_step
+
+PROCESSORS = 132  # of an H200
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 8192
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What is asked of a kernel, whatever its sizes; float32, which is for accuracy, is asked for no more
+    than not to spill.
+
+    variants: at most so many are compiled for one layer, whatever its steps are.
+    of_layer: constants that tell a model's layers from each other.
+    warps: at least so many share a multiprocessor, which has room for 64; loads hide behind each other's.
+    product: its matrix instructions, of a warp ("mma") or of a warp group ("wgmma") in some variant.
+    wide: at least this share of the bytes its instructions load is loaded by 16 at a time.
+    """
+
+    variants: int = 1
+    of_layer: tuple[str, ...] = ()
+    warps: int = 32
+    product: str | None = None
+    wide: float = 0.75
+
+
+KERNELS = {
+    "decode_kernel": Kernel(variants=2, of_layer=("WINDOW",), warps=16, product="mma"),
+    "merge_kernel": Kernel(variants=5, of_layer=("WINDOW",), wide=0.0),  # a few rows of float32
+    "prefill_kernel": Kernel(of_layer=("WINDOW",), warps=8, product="wgmma"),
+    "store_kernel": Kernel(),
+    "rms_norm_kernel": Kernel(variants=2),
+    "norm_and_rotate_kernel": Kernel(wide=0.6),  # a half of each head at a time
+    "gate_and_mul_kernel": Kernel(),
+    "grouped_product_kernel": Kernel(variants=2, of_layer=("IN", "OUT"), warps=8, product="wgmma"),
+    "choose_kernel": Kernel(wide=0.0),  # a row of scores is shorter than a warp's wide load
+    "group_kernel": Kernel(wide=0.0),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes in which kernels are used. launch: launches all of them for so many rows, over meta tensors."""
+
+    name: str
+    launch: Callable[[int], None]
+
+
+def common(hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int, vocab: int) -> dict[str, Any]:
+    """What every config.json has; two layers, since of some models every other one has a window."""
+    return {
+        "hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": vocab, "num_hidden_layers": 2,
+        "max_position_embeddings": MAX_MODEL_LEN, "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+
+
+#: Architecture, and what config.json says of the shipped checkpoint.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-0.6B": ("Qwen3ForCausalLM", common(1024, 3072, 16, 8, 128, 151_936)),
+    "Qwen3-8B": ("Qwen3ForCausalLM", common(4096, 12_288, 32, 8, 128, 151_936)),
+    "Llama-3-8B": ("LlamaForCausalLM", common(4096, 14_336, 32, 8, 128, 128_256)),
+    "Gemma-2-9B": (
+        "Gemma2ForCausalLM",
+        {**common(3584, 14_336, 16, 8, 256, 256_000), "hidden_activation": "gelu_pytorch_tanh"},
+    ),
+    "gpt-oss-20b": ("GptOssForCausalLM", {**common(2880, 2880, 64, 8, 64, 201_088), "num_local_experts": 32}),
+    "Qwen3-30B-A3B": (
+        "Qwen3MoeForCausalLM",
+        {**common(2048, 6144, 32, 4, 128, 151_936), "norm_topk_prob": True},
+    ),
+}
+
+
+def model_case(name: str, dtype: torch.dtype = torch.bfloat16) -> Case:
+    """A decode step of so many rows at each length that has a graph of its own, and a prefill."""
+    return Case(f"{name}, {str(dtype).removeprefix('torch.')}", partial(take_steps, name, dtype))
+
+
+@cache
+def meta_model(name: str, dtype: torch.dtype) -> tuple[DecoderForCausalLM, TritonBackend, KVCache]:
+    """The model as it is on an H200, with weights that have no values."""
+    architecture, values = MODELS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        text = json.dumps({"architectures": [architecture], **values})
+        (Path(folder) / "config.json").write_text(text)
+        model_config = read_model_config(Path(folder))
+    config = read_decoder_config(model_config, decoder_flags(architecture))
+    backend = TritonBackend(torch.device("cpu"))
+    backend._num_processors = PROCESSORS
+    with META:
+        rotaries = [RotaryEmbedding(rope, MAX_MODEL_LEN, dtype=dtype, device=META) for rope in config.ropes]
+        model = DecoderForCausalLM(DecoderParts(config, TensorParallel(), backend, dtype), rotaries)
+        for module in model.modules():
+            if isinstance(module, WeightedModule):
+                module.finish_loading()
+    cache = KVCache(model.attention_layers, num_blocks=4, block_size=BLOCK_SIZE, dtype=dtype, device=META)
+    return model, backend, cache
+
+
+@torch.inference_mode()
+def take_steps(name: str, dtype: torch.dtype, num_rows: int) -> None:
+    """num_rows sequences decode, then one of num_rows + 1 tokens prefills beside a decoding one."""
+    model, backend, cache = meta_model(name, dtype)
+    for batch in batches(backend, num_rows, model.attention_layers[0].num_kv_heads):
+        model.logits(model.hidden_states(batch, cache))
+
+
+def batches(backend: TritonBackend, num_rows: int, num_kv_heads: int) -> Iterator[ForwardBatch]:
+    """Recorded decode steps over static buffers, a decode that is not recorded, and a mixed step."""
+
+    def make(num_tokens: int, attention: Any) -> ForwardBatch:
+        tokens = torch.zeros(num_tokens, dtype=torch.int64, device=META)
+        return ForwardBatch(tokens, tokens, tokens, tokens, attention)
+
+    ints = torch.zeros(num_rows, dtype=torch.int32, device=META)
+    tables = torch.zeros((num_rows, MAX_MODEL_LEN // BLOCK_SIZE), dtype=torch.int32, device=META)
+    for longest in backend.context_buckets(num_rows * num_kv_heads, MAX_MODEL_LEN):
+        yield make(num_rows, backend.decode_metadata(ints, ints, tables, longest))
+    for lens, contexts in (
+        ([1] * num_rows, [1000 + num_rows] * num_rows),
+        ([num_rows + 1, 1], [num_rows + 1, MAX_MODEL_LEN]),
+    ):
+        step = make_step(lens, contexts, BLOCK_SIZE, 4)
+        metadata = backend.build_metadata(step.block_tables, step.context_lens, step.query_lens)
+        yield make(len(step.token_ids), metadata)
+
+
+CASES = (
+    *(model_case(name) for name in MODELS),
+    model_case("Qwen3-0.6B", torch.float32),
+    model_case("Qwen3-0.6B", torch.float16),
+)
