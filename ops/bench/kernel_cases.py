@@ -19,6 +19,7 @@ from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import KVCache
 from engine.attention.triton_backend import TritonBackend
 from engine.checkpoint.model_config import read_model_config
+from engine.kernels.kv_store import store_kv
 from engine.layers.base import WeightedModule
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
@@ -58,7 +59,7 @@ KERNELS = {
     "prefill_kernel": Kernel(of_layer=("WINDOW",), warps=8, product="wgmma"),
     "store_kernel": Kernel(),
     "rms_norm_kernel": Kernel(variants=2),
-    "norm_and_rotate_kernel": Kernel(wide=0.6),  # a half of each head at a time
+    "norm_rotate_store_kernel": Kernel(wide=0.4),  # a half of each head at a time; slots of 8 bytes
     "gate_and_mul_kernel": Kernel(),
     "grouped_product_kernel": Kernel(variants=2, of_layer=("IN", "OUT"), warps=8, product="wgmma"),
     "choose_kernel": Kernel(wide=0.0),  # a row of scores is shorter than a warp's wide load
@@ -154,8 +155,16 @@ def batches(backend: TritonBackend, num_rows: int, num_kv_heads: int) -> Iterato
         yield make(len(step.token_ids), metadata)
 
 
+def store_alone(num_rows: int) -> None:
+    """Where transformers' model has rotated the keys: 8 heads of 128."""
+    keys = torch.empty((num_rows, 8, 128), dtype=torch.bfloat16, device=META)
+    cache = torch.empty((4, BLOCK_SIZE, 8, 128), dtype=torch.bfloat16, device=META)
+    store_kv(keys, keys, cache, cache, torch.zeros(num_rows, dtype=torch.int64, device=META))
+
+
 CASES = (
     *(model_case(name) for name in MODELS),
     model_case("Qwen3-0.6B", torch.float32),
     model_case("Qwen3-0.6B", torch.float16),
+    Case("storing alone, bfloat16", store_alone),
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -201,6 +201,33 @@ def time_case(case: Case, ceilings: Ceilings, device: torch.device) -> Found:
     return Found(case.name, seconds, case.floor_s(ceilings), case.num_bytes / seconds)
 
 
+def run_cases(
+    cases: Iterable[Case], ceilings: Ceilings, device: torch.device, json_file: Path | None
+) -> None:
+    """Time each case, write what was found after each, and print a table."""
+    found: list[Found] = []
+    with torch.inference_mode():
+        for case in cases:
+            found.append(time_case(case, ceilings, device))
+            if json_file:
+                rows = [asdict(each) for each in found]
+                json_file.write_text(json.dumps({"ceilings": asdict(ceilings), "kernels": rows}))
+    print_table(
+        ["one call", "µs", "floor, µs", "floor ÷ time", "GB/s", "of copy bandwidth"],
+        [
+            [
+                each.name,
+                f"{1e6 * each.seconds:,.1f}",
+                f"{1e6 * each.floor_s:,.1f}",
+                f"{each.floor_s / each.seconds:.0%}",
+                f"{each.bandwidth / 1e9:,.0f}",
+                f"{each.bandwidth / ceilings.bandwidth:.0%}",
+            ]
+            for each in found
+        ],
+    )
+
+
 def main() -> None:
     """Measure the ceilings and each case; print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -223,27 +250,7 @@ def main() -> None:
         cases = triton_cases(shape, device, dtype, dry_run=options.dry_run)
     else:
         cases = cpu_cases(SHAPES["q54m"])
-    found: list[Found] = []
-    with torch.inference_mode():
-        for case in cases:
-            found.append(time_case(case, ceilings, device))
-            if options.json:
-                rows = [asdict(each) for each in found]
-                options.json.write_text(json.dumps({"ceilings": asdict(ceilings), "kernels": rows}))
-    print_table(
-        ["kernel, one layer", "µs", "floor, µs", "floor ÷ time", "GB/s", "of copy bandwidth"],
-        [
-            [
-                each.name,
-                f"{1e6 * each.seconds:,.1f}",
-                f"{1e6 * each.floor_s:,.1f}",
-                f"{each.floor_s / each.seconds:.0%}",
-                f"{each.bandwidth / 1e9:,.0f}",
-                f"{each.bandwidth / ceilings.bandwidth:.0%}",
-            ]
-            for each in found
-        ],
-    )
+    run_cases(cases, ceilings, device, options.json)
 
 
 if __name__ == "__main__":

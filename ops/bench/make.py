@@ -87,6 +87,14 @@ def make_checkpoint(folder: Path, shape: Shape, dtype: torch.dtype = torch.float
     return folder
 
 
+def existing_checkpoint(folder: Path, shape: Shape, dtype: torch.dtype) -> Path:
+    """The folder, with a checkpoint made in it if there is none; half of one is never there."""
+    if not folder.exists():
+        unfinished = folder.with_name(folder.name + ".unfinished")
+        make_checkpoint(unfinished, shape, dtype).rename(folder)
+    return folder
+
+
 def tensor_sizes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and size of each tensor; those of one dimension are norms."""
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim

@@ -3,8 +3,8 @@
     python -m ops.bench.throughput --json throughput.json
 
 Prompts and answers of 100 to 1,024 tokens, random weights in bfloat16. Engines with and without CUDA graphs,
-with and without overlap of scheduling and computing, take turns, each new in its turn. All sample at
-temperature 0.6, as nano-vLLM's does; the default one also runs greedily.
+with and without overlap of scheduling and computing, take turns, each new in its turn. They sample at
+temperature 0.6, as nano-vLLM's does, greedily, and with top_p.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,19 @@ import torch
 
 from engine import Engine, EngineConfig
 from ops.bench.engine import generate
+from ops.bench.estimate import GREEDY, TEMPERATURE_06, TOP_P_095
 from ops.bench.floor import Floor, floor_of, measure_ceilings
-from ops.bench.make import SHAPES, make_checkpoint, mixed_256
+from ops.bench.make import SHAPES, existing_checkpoint, mixed_256
 from ops.bench.report import print_machine
+from ops.bench.simulated import graphs_on_cpu
 from ops.bench.table import print_table, spread
 from ops.bench.workload import Workload
 
-TEMPERATURE = 0.6
+SAMPLING = {
+    TEMPERATURE_06: {"temperature": 0.6},
+    GREEDY: {"temperature": 0.0},
+    TOP_P_095: {"temperature": 0.6, "top_p": 0.95},
+}
 DEFAULT = "graphs, overlap"
 VARIANTS: dict[str, dict[str, Any]] = {
     DEFAULT: {"enforce_eager": False, "async_scheduling": True},
@@ -56,17 +63,17 @@ def with_other_tokens(workload: Workload, turn: int, vocab_size: int) -> list[li
     return [[(token + 101 * turn + 1) % vocab_size for token in prompt] for prompt in workload.prompts]
 
 
-def time_run(engine: Engine, prompts: list[list[int]], lengths: list[int], temperature: float) -> Record:
+def time_run(engine: Engine, prompts: list[list[int]], lengths: list[int], sampling: str) -> Record:
     """Seconds, output tokens per second, and what the engine counted."""
     before = engine.stats()
     started = time.perf_counter()
-    outputs = generate(engine, prompts, lengths, temperature)
+    outputs = generate(engine, prompts, lengths, **SAMPLING[sampling])
     wall_s = time.perf_counter() - started
     after = engine.stats()
     assert [len(tokens) for tokens in outputs] == lengths, "a sequence ended early"
     steps = after.num_steps - before.num_steps
     return {
-        "temperature": temperature,
+        "sampling": sampling,
         "wall_s": wall_s,
         "tok_s": sum(lengths) / wall_s,
         "steps": steps,
@@ -76,38 +83,41 @@ def time_run(engine: Engine, prompts: list[list[int]], lengths: list[int], tempe
     }
 
 
-def run_variant(name: str, model: Path, workload: Workload, turn: int, **settings: Any) -> list[Record]:
-    """Start an engine, warm it up, and run the workload; the default one also greedily."""
+def run_variant(
+    name: str, model: Path, workload: Workload, turn: int, ways: Sequence[str], **settings: Any
+) -> Iterator[Record]:
+    """Start an engine, warm it up, and run the workload with each of these ways of sampling."""
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     limit = min(10_000, vocab_size - 1)
     config = EngineConfig(str(model), max_num_seqs=len(workload.prompts), **VARIANTS[name], **settings)
     started = time.perf_counter()
-    records = []
     with Engine(config) as engine:
         start_s = time.perf_counter() - started
         few = with_other_tokens(workload, 1000 + turn, limit)[:8]
-        generate(engine, few, [2] * len(few), TEMPERATURE)
-        for i, temperature in enumerate((TEMPERATURE, 0.0) if name == DEFAULT else (TEMPERATURE,)):
-            prompts = with_other_tokens(workload, 2 * turn + i, limit)
-            found = time_run(engine, prompts, workload.lengths, temperature)
-            records.append({"variant": name, "turn": turn, "start_s": start_s, **found})
+        for sampling in ways:
+            generate(engine, few, [2] * len(few), **SAMPLING[sampling])
+        for i, sampling in enumerate(ways):
+            prompts = with_other_tokens(workload, len(ways) * turn + i, limit)
+            found = time_run(engine, prompts, workload.lengths, sampling)
+            yield {"variant": name, "turn": turn, "start_s": start_s, **found}
     del engine
     gc.collect()  # the engine's pool must be free before the next one measures what is
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return records
 
 
 def print_results(records: list[Record], floor: Floor) -> None:
-    """A row for each variant and temperature; ratios to the default are within turns."""
-    default = {r["turn"]: r["tok_s"] for r in records if _kind(r) == (DEFAULT, TEMPERATURE)}
+    """A row for each variant and way of sampling; ratios to the default are within turns."""
+    default = {(r["turn"], r["sampling"]): r["tok_s"] for r in records if r["variant"] == DEFAULT}
     rows = []
-    for name, temperature in dict.fromkeys(map(_kind, records)):
-        own = [r for r in records if _kind(r) == (name, temperature)]
-        ratios = [r["tok_s"] / default[r["turn"]] for r in own if r["turn"] in default]
+    for name, sampling in dict.fromkeys(map(_kind, records)):
+        own = [r for r in records if _kind(r) == (name, sampling)]
+        ratios = [
+            r["tok_s"] / default[turn, sampling] for r in own if (turn := r["turn"], sampling) in default
+        ]
         rows.append(
             [
-                f"{name}, {'greedy' if temperature == 0 else f'temperature {temperature}'}",
+                f"{name}, {sampling}",
                 spread([r["tok_s"] for r in own], 0),
                 f"{statistics.median(floor.seconds / r['wall_s'] for r in own):.1%}",
                 spread(ratios) if ratios else "-",
@@ -120,8 +130,8 @@ def print_results(records: list[Record], floor: Floor) -> None:
     print_table(header, rows)
 
 
-def _kind(record: Record) -> tuple[str, float]:
-    return record["variant"], record["temperature"]
+def _kind(record: Record) -> tuple[str, str]:
+    return record["variant"], record["sampling"]
 
 
 def main() -> None:
@@ -129,6 +139,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no new engine after this time")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--sampling", nargs="+", choices=SAMPLING, default=list(SAMPLING))
+    parser.add_argument("--model", type=Path, help="where its checkpoint is, or is to be made and left")
     parser.add_argument("--json", type=Path, help="written anew after each run")
     parser.add_argument("--dry-run", action="store_true", help="a tiny model and a few sequences, on a CPU")
     options = parser.parse_args()
@@ -150,22 +163,31 @@ def main() -> None:
         f"KV reads {floor.kv_reads:.2f}, weights {floor.weight_reads:.2f}, prefill {floor.prefill:.2f}",
         flush=True,
     )
+    found = {
+        "ceilings": asdict(ceilings),
+        "floor": {**asdict(floor), "seconds": floor.seconds},
+        "out_tokens": num_tokens,
+    }
     records: list[Record] = []
-    with tempfile.TemporaryDirectory() as folder:
-        model = make_checkpoint(Path(folder), shape, dtype)
-        if not options.dry_run:  # Triton compiles each kernel when it is first met; no run should hold that
-            for variant in (DEFAULT, "eager, overlap"):
-                run_variant(variant, model, workload, -1, **settings)
-        turns = [(turn, variant) for turn in range(options.rounds) for variant in VARIANTS]
+    with tempfile.TemporaryDirectory() as folder, graphs_on_cpu(wanted=options.dry_run):
+        model = existing_checkpoint(options.model or Path(folder) / "model", shape, dtype)
+        turns = [(turn, variant) for turn in range(options.rounds) for variant in options.variants]
         for turn, variant in turns:
             if time.monotonic() - started > options.seconds:
                 print(f"the time is up: {options.rounds} rounds were meant")
                 break
-            records += run_variant(variant, model, workload, turn, **settings)
-            print(json.dumps({key: records[-1][key] for key in ("variant", "turn", "tok_s")}), flush=True)
-            if options.json:
-                found = {"ceilings": asdict(ceilings), "floor": {**asdict(floor), "seconds": floor.seconds}}
-                options.json.write_text(json.dumps({**found, "out_tokens": num_tokens, "runs": records}))
+            for record in run_variant(variant, model, workload, turn, options.sampling, **settings):
+                records.append(record)
+                print(
+                    json.dumps({key: record[key] for key in ("variant", "sampling", "turn", "tok_s")}),
+                    flush=True,
+                )
+                if options.json:
+                    found = {
+                        "ceilings": asdict(ceilings),
+                        "floor": {**asdict(floor), "seconds": floor.seconds},
+                    }
+                    options.json.write_text(json.dumps({**found, "out_tokens": num_tokens, "runs": records}))
     print_results(records, floor)
 
 

@@ -12,48 +12,81 @@ from pathlib import Path
 import pytest
 
 from ops.bench import gpu
+from ops.bench.estimate import PART_S, beside
 from ops.bench.floor import Ceilings, floor_of
 from ops.bench.gpu import Section, sections
+from ops.bench.gpu_summary import summarize
+from ops.bench.kernel_cases import KERNELS
 from ops.bench.make import SHAPES, mixed_256
+from ops.bench.step_profile import Profile, part_of
 from ops.bench.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
+#: What the table has of a section, as parts of its rows' names.
+SUMMARIZED = {
+    "run": ("graphs, overlap, temperature 0.6", "greedy", "top_p 0.95"),
+    "profile": ("sequences, a step", *(f"the run, {part}" for part in PART_S)),
+    "products": ("LM head, 2 rows",),
+    "sampler": ("top_p 0.95",),
+    "sweep": ("decode attention",),
+    "graphs and overlap": ("graphs ÷ eager, overlap", "overlap ÷ none, graphs"),
+}
 
 
-def test_the_dry_run_writes_a_table_and_a_file(tmp_path: Path) -> None:
-    """Through the shell script, two sections of it; the others run in this process below."""
-    command = ["bash", str(ROOT / "ops/bench/gpu.sh"), "--dry-run", "--out", str(tmp_path)]
-    done = subprocess.run(
-        [*command, "--only", "kernels", "tests"],
-        env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
+def dry_run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The shell script, as on a GPU machine but for its arguments."""
+    return subprocess.run(
+        ["bash", str(ROOT / "ops/bench/gpu.sh"), "--dry-run", "--out", str(folder), *arguments],
+        env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), **environment},
         stdout=subprocess.PIPE,
         text=True,
         timeout=290,
     )
+
+
+def statuses(folder: Path) -> dict[str, str]:
+    """Of each section, by gpu.json."""
+    found = json.loads((folder / "gpu.json").read_text())["sections"]
+    return {name: each["status"] for name, each in found.items()}
+
+
+def test_the_dry_run_writes_a_table_and_files(tmp_path: Path) -> None:
+    """Through the shell script, two sections of it; the others run in this process below."""
+    done = dry_run(tmp_path, "--only", "kernels", "tests")
     assert done.returncode == 0, done.stdout
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    assert {name: each["status"] for name, each in found["sections"].items()} == {
-        "kernels": "ok",
-        "tests": "ok",
-    }
-    assert len(found["kernels"]["kernels"]) == 6
-    assert dict(found["summary"])["GPU tests"] == "1 passed"
+    assert statuses(tmp_path) == {"kernels": "ok", "tests": "ok"}
+    assert len(json.loads((tmp_path / "kernels.json").read_text())["kernels"]) > 4
+    summary = dict(json.loads((tmp_path / "gpu.json").read_text())["summary"])
+    assert summary["GPU tests"] == "1 passed"
+    assert "GB/s" in summary["copies, reads"]
     assert "| section kernels" in done.stdout
+    assert "\nok: kernels, tests\nfailed or not run: none\n" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["throughput", "accuracy", "host time"])
+def test_sections_for_which_there_is_no_time_are_named(tmp_path: Path) -> None:
+    done = dry_run(tmp_path, "--budget", "1", "--only", "profile", "host time")
+    assert done.returncode == 1
+    assert set(statuses(tmp_path).values()) == {"not run: the time is up"}
+    assert "\nok: none\nfailed or not run: profile, host time\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["run", "profile", "products", "sampler", "sweep", "graphs and overlap", "accuracy", "host time"],
+)
 def test_each_other_section_runs_dry(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the very arguments of the dry run."""
+    """With the very arguments of the dry run; all that it finds is in the table."""
     pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
-    section = next(each for each in sections(tmp_path) if each.name == name)
+    section = next(each for each in sections(tmp_path, tmp_path) if each.name == name)
     module, *arguments = section.dry_run
     monkeypatch.setattr(sys, "argv", [module, *arguments])
     assert not importlib.import_module(module).main()
     assert "\n| " in capsys.readouterr().out
-    rows = dict(gpu.summarize(tmp_path, {}))
-    assert name != "throughput" or "times" in rows["graphs ÷ eager, overlap"]
+    rows = dict(summarize(tmp_path, {}))
+    for wanted in SUMMARIZED.get(name, ()):
+        assert any(wanted in row for row in rows), (wanted, rows)
 
 
 def test_a_section_that_fails_or_hangs_stops_no_other(
@@ -61,25 +94,60 @@ def test_a_section_that_fails_or_hangs_stops_no_other(
 ) -> None:
     """What the hanging one wrote before its time was up is kept."""
     kernel = {"name": "a kernel", "seconds": 2.0, "floor_s": 1.0, "bandwidth": 1.0}
-    text = json.dumps({"ceilings": {"bandwidth": 1e9, "flops": 1e12}, "kernels": [kernel]})
+    rates = {"bandwidth": 1e9, "read_bandwidth": 2e9, "flops": 1e12}
+    text = json.dumps({"ceilings": rates, "kernels": [kernel]})
     write = f"open({str(tmp_path / 'kernels.json')!r}, 'w').write({text!r})"
     hang = f"exec({write + '; import signal; signal.pause()'!r})"
     (tmp_path / "hang.py").write_text(hang)
+    (tmp_path / "crash.py").write_text("import os; os.abort()")
     (tmp_path / "well.py").write_text("print('well')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     made = [
         Section("fails", 60, ("no_such_module",), ()),
         Section("hangs", 1, ("hang",), ()),
+        Section("crashes", 60, ("crash",), ()),
         Section("well", 60, ("well",), ()),
     ]
-    monkeypatch.setattr(gpu, "sections", lambda out: made)
+    monkeypatch.setattr(gpu, "sections", lambda out, models: made)
     monkeypatch.setattr(sys, "argv", ["gpu", "--out", str(tmp_path)])
     assert gpu.main() == 1
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    statuses = [each["status"] for each in found["sections"].values()]
-    assert statuses == ["failed (1)", "failed (-9)", "ok"]
-    assert dict(found["summary"])["a kernel"] == "50% of its floor's speed"
-    assert "No module named no_such_module" in capsys.readouterr().out
+    assert list(statuses(tmp_path).values()) == ["failed (1)", "failed (-9)", "failed (-6)", "ok"]
+    summary = dict(json.loads((tmp_path / "gpu.json").read_text())["summary"])
+    assert summary["a kernel"].endswith("50% of its floor's speed")
+    printed = capsys.readouterr().out
+    assert "No module named no_such_module" in printed
+    assert "\nok: well\nfailed or not run: fails, hangs, crashes\n" in printed
+
+
+def test_what_misses_the_estimate_by_more_than_15_percent_is_marked() -> None:
+    assert beside(4.6, 4.1, "s") == "4.60 s, estimated 4.10, +12%"
+    assert beside(0.69, 0.8, "s") == "0.69 s, estimated 0.80, -14%"
+    assert beside(5.0, 4.1, "s").endswith("+22%: misses by more than 15%")
+    assert beside(0.6, 0.8, "s").endswith("-25%: misses by more than 15%")
+
+
+def test_every_kernel_belongs_to_a_part_of_the_estimate() -> None:
+    assert [name for name in KERNELS if part_of(name) in ("glue", "product")] == ["grouped_product_kernel"]
+
+
+def test_a_profile_knows_when_the_device_waits_and_which_part_a_kernel_is() -> None:
+    """Overlapping kernels count once; the longest product is the LM head's."""
+    spans = [
+        ("decode_kernel", 0.0, 4.0), ("nvjet_hsh_128x64", 3.0, 5.0), ("nvjet_hsh_128x64", 6.0, 7.0),
+        ("nvjet_hsh_256x128", 8.0, 28.0), ("Memcpy HtoD", 29.0, 30.0),
+    ]  # fmt: skip
+    found = Profile(spans)
+    assert found.busy_s == 5 + 1 + 20 + 1
+    assert found.idle_share == pytest.approx(3 / 30)
+    assert found.by_part() == {
+        "attention": 4.0, "merge": 0.0, "layers": 3.0, "head": 20.0, "sampler": 0.0, "glue": 1.0,
+    }  # fmt: skip
+    assert list(found.by_kernel()) == [
+        "nvjet_hsh_256x128",
+        "decode_kernel",
+        "nvjet_hsh_128x64",
+        "Memcpy HtoD",
+    ]
 
 
 def test_missing_packages_are_named(
@@ -94,7 +162,7 @@ def test_missing_packages_are_named(
 def test_the_floor_is_the_bytes_and_operations_of_the_run() -> None:
     """By hand on one sequence; and the H200's run has nano-vLLM's number of tokens."""
     shape, workload = SHAPES["tiny"], Workload("one", "tiny", [[1, 2, 3]], [3])
-    floor = floor_of(workload, shape, Ceilings(bandwidth=1.0, flops=1.0), itemsize=2)
+    floor = floor_of(workload, shape, Ceilings(bandwidth=1.0, read_bandwidth=1.0, flops=1.0), itemsize=2)
     # K and V of one layer with one head of 16; the second and third token read 4 and 5 tokens
     assert floor.kv_reads == (2 * 16 * 2) * (4 + 5)
     # queries 32 x 32, keys and values 16 x 32, output 32 x 32, three of 64 x 32; the head 512 x 32

@@ -1,0 +1,21 @@
+"""Dry runs of what records CUDA graphs: on a CPU a recorded step is called again over the same buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.engine.graphs import simulate_graphs
+
+
+@contextmanager
+def graphs_on_cpu(*, wanted: bool) -> Iterator[None]:
+    """Within it engines on a CPU record their decode steps, if wanted."""
+    if not wanted:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        simulate_graphs(patch)
+        yield
