@@ -11,10 +11,10 @@ run.
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import count
+from struct import Struct
 
 import xxhash
 
@@ -69,6 +69,7 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._hash_block = hash_block
+        self._as_int32 = Struct(f"{block_size}i").pack
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         # Free blocks, the next to be taken first: those that hold nothing, then least recently used.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -100,7 +101,7 @@ class BlockManager:
         size = self.block_size
         parent_hash = keys[-1].hash if keys else ROOT
         for start in range(len(keys) * size, len(token_ids) - size + 1, size):
-            tokens = array("i", token_ids[start : start + size]).tobytes()
+            tokens = self._as_int32(*token_ids[start : start + size])
             parent_hash = self._hash_block(parent_hash, tokens)
             keys.append(BlockKey(parent_hash, tokens))
 
@@ -174,15 +175,16 @@ class BlockManager:
         if not self.enable_prefix_caching or num_full == seq.num_published_blocks:
             return []
         self.extend_keys(seq)
-        parent = ROOT
-        if seq.num_published_blocks:
-            previous = self._blocks[seq.block_table[seq.num_published_blocks - 1]].content_id
+        first, parent = seq.num_published_blocks, ROOT
+        if first:
+            previous = self._blocks[seq.block_table[first - 1]].content_id
             assert previous is not None
             parent = previous
-        new = slice(seq.num_published_blocks, num_full)
-        published = [self._blocks[block_id] for block_id in seq.block_table[new]]
-        for block, key in zip(published, seq.block_keys[new], strict=True):
-            parent = self._publish_block(block, key, parent)
+        published = []
+        for i in range(first, num_full):
+            block = self._blocks[seq.block_table[i]]
+            parent = self._publish_block(block, seq.block_keys[i], parent)
+            published.append(block)
         seq.num_published_blocks = num_full
         return published
 

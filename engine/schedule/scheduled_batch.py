@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.schedule.block_manager import Block
+from engine.schedule.running import SlotGroup
 from engine.schedule.sequence import Sequence, SequenceStatus
 
 
@@ -21,7 +23,9 @@ class ScheduledBatch:
     `decodes` that were generated; a prompt's last chunk may be one token too. published: blocks that can be
     hit from this step on.
     refused: a sequence that could not be admitted, still the first to wait in its lane, and what it raised.
-    launched: whether the books count what the step computes.
+    decode_slots: [decodes] int64, the slots of `decodes`.
+    launched: whether the books count what the step computes.  generations: [samples] int64, of the slots of
+    those that sample, once it is: see SlotTable.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -30,9 +34,18 @@ class ScheduledBatch:
     completes_prefill: list[bool] = field(default_factory=list)
     num_tokens: int = 0
     num_decode_tokens: int = 0
+    decode_slots: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    generations: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     published: list[Block] = field(default_factory=list)
     refused: tuple[Sequence, Exception] | None = None
     launched: bool = False
+
+    def add_decodes(self, group: SlotGroup, *, num_generated: int) -> None:
+        """Compute one token of each of `group`; num_generated of these are no prompt's last."""
+        self.decodes += group.seqs
+        self.decode_slots = np.concatenate((self.decode_slots, group.slots))
+        self.num_tokens += len(group.seqs)
+        self.num_decode_tokens += num_generated
 
     def add_prefill(self, seq: Sequence, num_new_tokens: int) -> None:
         """Compute the next `num_new_tokens` tokens of `seq`."""
@@ -54,6 +67,7 @@ class ScheduledBatch:
                 self.prefills[prefills],
                 self.prefill_lens[prefills],
                 self.completes_prefill[prefills],
+                decode_slots=self.decode_slots[decodes],
                 num_tokens=len(self.decodes[decodes]) + sum(self.prefill_lens[prefills]),
                 num_decode_tokens=sum(
                     seq.num_tokens > seq.num_prompt_tokens for seq in self.decodes[decodes]
@@ -77,12 +91,12 @@ class ScheduledBatch:
     @cached_property
     def slots(self) -> NDArray[np.int64]:
         """[seqs] int64, the slot of each while this step is built and launched."""
-        return np.array([seq.slot for seq in self.seqs], np.int64)
+        return np.concatenate((self.decode_slots, np.array([seq.slot for seq in self.prefills], np.int64)))
 
     @cached_property
     def num_new_tokens(self) -> NDArray[np.int64]:
         """[seqs] int64, the tokens to compute for each."""
-        return np.array([1] * len(self.decodes) + self.prefill_lens, np.int64)
+        return np.concatenate((np.ones_like(self.decode_slots), np.array(self.prefill_lens, np.int64)))
 
     @cached_property
     def samples(self) -> NDArray[np.bool_]:
@@ -94,8 +108,16 @@ class ScheduledBatch:
     @cached_property
     def sampling(self) -> list[Sequence]:
         """The sequences that sample, in the order of `seqs` and so of the step's tokens when they arrive."""
-        completing = zip(self.prefills, self.completes_prefill, strict=True)
-        return self.decodes + [seq for seq, completes in completing if completes]
+        return self.decodes + [seq for seq, _, completes in self.each_prefill() if completes]
+
+    @cached_property
+    def sampling_slots(self) -> NDArray[np.int64]:
+        """[samples] int64, the slots of `sampling` when the step is launched."""
+        return self.slots[self.samples]
+
+    def each_prefill(self) -> Iterator[tuple[Sequence, int, bool]]:
+        """Each of `prefills`, the tokens to compute, and whether it samples then."""
+        return zip(self.prefills, self.prefill_lens, self.completes_prefill, strict=True)
 
     @property
     def num_dropped(self) -> int:

@@ -21,7 +21,6 @@ launch, and the device runs launches in order.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import Counter, deque
 
 import numpy as np
@@ -29,6 +28,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ConfigError
 from engine.schedule.block_manager import BlockManager
+from engine.schedule.running import RunningList, SlotGroup
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.sequence import Sequence, SequenceStatus
 from engine.schedule.slots import SlotTable
@@ -59,7 +59,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.slots = SlotTable(max_num_seqs, max_model_len, block_manager.block_size)
         self.waiting: dict[int, deque[Sequence]] = {}
-        self.running: list[Sequence] = []  # by (lane, arrival): the last one is the first to be preempted
+        self.running = RunningList()
         self._overtakes: Counter[int] = Counter()
         self._num_arrivals = 0
         self.in_flight: deque[ScheduledBatch] = deque()  # scheduled and not received, the oldest first
@@ -102,9 +102,9 @@ class Scheduler:
         """
         batch = ScheduledBatch()
         self.in_flight.append(batch)
-        for lane in sorted({seq.lane for seq in self.running}.union(self.waiting)):
-            prefills = self._schedule_decodes(lane, batch)
-            self._schedule_prefills(lane, prefills, batch)
+        for lane in sorted(self.running.lanes.keys() | self.waiting.keys()):
+            if lane in self.running.lanes:
+                self._schedule_running(self.running.lanes[lane], batch)
             self._admit(lane, batch)
         self.waiting = {lane: queue for lane, queue in self.waiting.items() if queue}
         self.max_running = max(self.max_running, len(self.running))
@@ -116,18 +116,20 @@ class Scheduler:
         """The step just scheduled is launched: count what it computes, and a pending token per sample."""
         batch.launched = True
         self.slots.advance(batch.slots, batch.num_new_tokens, batch.samples)
-        for seq, num_new_tokens in zip(batch.seqs, batch.num_new_tokens.tolist(), strict=True):
-            seq.num_computed_tokens += num_new_tokens
-        ending = []
-        for seq in batch.sampling:
+        batch.generations = self.slots.generations[batch.sampling_slots]
+        for seq in batch.decodes:
+            seq.num_computed_tokens += 1
             seq.num_tokens += 1
-            if seq.num_tokens >= seq.max_len:
-                ending.append(seq)
+        for seq, num_new_tokens, completes in batch.each_prefill():
+            seq.num_computed_tokens += num_new_tokens
+            seq.num_tokens += completes
+        at_end = self.slots.num_tokens[batch.sampling_slots] >= self.slots.max_len[batch.sampling_slots]
+        ending = [batch.sampling[i] for i in np.flatnonzero(at_end).tolist()]
+        if ending:
+            self.running.remove(ending)
         for seq in ending:
             seq.status = SequenceStatus.ENDING
             self._release(seq)
-        if ending:
-            self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
 
     def receive(self, token_ids: NDArray[np.int64]) -> list[Sequence]:
         """The oldest step in flight has run: fill in the tokens; return the sequences that finished.
@@ -136,20 +138,17 @@ class Scheduler:
         while the step ran, or ended with the token before.
         """
         batch = self.in_flight.popleft()
-        slots = np.array([seq.slot for seq in batch.sampling], np.int64)
-        held = slots >= 0
-        self.slots.add_known(slots[held], token_ids[held])
+        slots = batch.sampling_slots
+        is_held = self.slots.generations[slots] == batch.generations
+        goes_on = is_held & ~self.slots.may_end(slots, token_ids)
+        self.slots.add_known(slots[is_held], token_ids[is_held])
         self.prefill_tokens += batch.num_tokens - batch.num_decode_tokens
-        self.decode_tokens += batch.num_decode_tokens - (0 if held.all() else batch.num_dropped)
+        self.decode_tokens += batch.num_decode_tokens - (0 if is_held.all() else batch.num_dropped)
         finished = []
-        for seq, token_id in zip(batch.sampling, token_ids.tolist(), strict=True):
-            if seq.status is SequenceStatus.FINISHED:
-                continue
-            try:
-                if seq.append(token_id):
-                    finished.append(seq)
-            except Exception as error:  # noqa: BLE001 - what its text raises is this sequence's end alone
-                seq.fail(error)
+        for seq, token_id, is_plain in zip(batch.sampling, token_ids.tolist(), goes_on.tolist(), strict=True):
+            if is_plain:
+                seq.token_ids.append(token_id)
+            elif seq.status is not SequenceStatus.FINISHED and _ends_with(seq, token_id):
                 finished.append(seq)
         for seq in finished:
             self._leave(seq)
@@ -171,7 +170,7 @@ class Scheduler:
         for seq in self.running:
             self._release(seq)
             self._wait_again(seq)
-        self.running = []
+        self.running.clear()
 
     def split(self) -> None:
         """The first step in flight becomes two that do the same, one after the other; it is not launched."""
@@ -186,7 +185,7 @@ class Scheduler:
         (seq,) = batch.seqs
         self.blocks.withdraw(batch.published)
         missing = {block.block_id for block in batch.published}
-        self.running.remove(seq)
+        self.running.remove([seq])
         self._release(seq)
         self._wait_again(seq)
         if not all(missing.isdisjoint(other.block_table) for other in self.running):
@@ -199,7 +198,7 @@ class Scheduler:
         If all is taken, which it is not after `set_aside`, the least urgent gives way.
         """
         while not self.slots.num_free or not self.blocks.num_free_blocks:
-            self._preempt(self.running[-1])
+            self._preempt()
         self.blocks.allocate(seq, [])
         self.slots.assign(seq)
         batch = ScheduledBatch()
@@ -215,33 +214,36 @@ class Scheduler:
         """Raise BlockAccountingError unless blocks, references and block tables agree."""
         self.blocks.check_accounting(self.running)
 
-    def _schedule_decodes(self, lane: int, batch: ScheduledBatch) -> list[Sequence]:
-        """Schedule the lane's sequences with one token to compute; return those in mid-prefill.
+    def _schedule_running(self, group: SlotGroup, batch: ScheduledBatch) -> None:
+        """Schedule a lane's running sequences: a token of each decode, then chunks of prefills under way."""
+        in_prefill = self.slots.num_tokens[group.slots] - self.slots.num_computed[group.slots] > 1
+        decodes = self._grow_decodes(group.select(~in_prefill))
+        num_generated = self.slots.num_tokens[decodes.slots] > self.slots.num_prompt[decodes.slots]
+        batch.add_decodes(decodes, num_generated=int(num_generated.sum()))
+        self._publish_decodes(decodes, batch)
+        if in_prefill.any():
+            self._schedule_prefills(group.select(in_prefill).seqs, batch)
 
-        In a given step few of them begin a block or have filled one. Arrays tell which: the others cost
-        nothing here, and at 256 sequences that is a third of the host's time.
-        """
-        seqs = [seq for seq in self.running if seq.lane == lane]
-        slots, size = np.array([seq.slot for seq in seqs], np.int64), self.blocks.block_size
-        num_tokens, num_known = self.slots.num_tokens[slots], self.slots.num_known[slots]
-        in_prefill = num_tokens - self.slots.num_computed[slots] > 1
-        for i in np.flatnonzero(~in_prefill & ((num_tokens - 1) % size == 0)).tolist():
-            if seqs[i].status is SequenceStatus.RUNNING:
-                self._grow(seqs[i])
-        # whoever had to give way to them was taken from the end of the running list
-        is_running = np.array([seq.status is SequenceStatus.RUNNING for seq in seqs], bool)
-        is_decode = ~in_prefill & is_running
-        decodes = seqs if is_decode.all() else [seqs[i] for i in np.flatnonzero(is_decode).tolist()]
-        batch.decodes += decodes
-        batch.num_tokens += len(decodes)
-        batch.num_decode_tokens += int((is_decode & (num_tokens > self.slots.num_prompt[slots])).sum())
-        for i in np.flatnonzero(is_decode & (num_known % size == 0)).tolist():
-            self._publish(seqs[i], seqs[i].num_tokens, batch)
-        return [seqs[i] for i in np.flatnonzero(in_prefill).tolist()]
+    def _grow_decodes(self, decodes: SlotGroup) -> SlotGroup:
+        """Give a block to each that begins one; return those that had not to give way for it."""
+        begins_block = (self.slots.num_tokens[decodes.slots] - 1) % self.blocks.block_size == 0
+        num_preemptions = self.num_preemptions
+        for i in np.flatnonzero(begins_block).tolist():
+            if decodes.seqs[i].status is SequenceStatus.RUNNING:
+                self._grow(decodes.seqs[i])
+        if self.num_preemptions == num_preemptions:
+            return decodes
+        return decodes.select(np.array([s.status is SequenceStatus.RUNNING for s in decodes.seqs], np.bool_))
 
-    def _schedule_prefills(self, lane: int, prefills: list[Sequence], batch: ScheduledBatch) -> None:
+    def _publish_decodes(self, decodes: SlotGroup, batch: ScheduledBatch) -> None:
+        """Publish the blocks that their tokens fill, as soon as those are known."""
+        may_fill = self.slots.num_known[decodes.slots] % self.blocks.block_size == 0
+        for i in np.flatnonzero(may_fill).tolist():
+            self._publish(decodes.seqs[i], decodes.seqs[i].num_tokens, batch)
+
+    def _schedule_prefills(self, prefills: list[Sequence], batch: ScheduledBatch) -> None:
         for seq in prefills:
-            if seq.status is SequenceStatus.RUNNING and (budget := self._prefill_budget(lane, batch)) > 0:
+            if seq.status is SequenceStatus.RUNNING and (budget := self._prefill_budget(seq.lane, batch)) > 0:
                 self._schedule_chunk(seq, budget, batch)
 
     def _schedule_chunk(self, seq: Sequence, budget: int, batch: ScheduledBatch) -> None:
@@ -261,7 +263,7 @@ class Scheduler:
     def _prefill_budget(self, lane: int, batch: ScheduledBatch) -> int:
         """Tokens left for prefills of this lane: less urgent lanes keep one for each of their decodes."""
         reserved = 0
-        if self.running and self.running[-1].lane > lane:
+        if self.running and self.running.last.lane > lane:
             reserved = sum(
                 seq.lane > lane and seq.num_tokens - seq.num_computed_tokens == 1 for seq in self.running
             )
@@ -286,7 +288,7 @@ class Scheduler:
                 return
             queue.popleft()
             seq.status = SequenceStatus.RUNNING
-            insort(self.running, seq, key=_urgency)
+            self.running.add(seq)
             self.cached_tokens += seq.num_computed_tokens
             if seq.num_cached_tokens is None:
                 seq.num_cached_tokens = seq.num_computed_tokens
@@ -308,7 +310,7 @@ class Scheduler:
         if not victims or (missing > 0 and self.blocks.num_freed_by(victims, keep=cached) < missing):
             return False
         while not self.slots.num_free or self.blocks.num_missing(seq, cached) > 0:
-            self._preempt(self.running[-1])
+            self._preempt()
         return True
 
     def _num_growing(self) -> int:
@@ -324,24 +326,23 @@ class Scheduler:
         if seq.num_tokens <= len(seq.block_table) * self.blocks.block_size:
             return
         while not self.blocks.num_free_blocks:
-            victim = self.running[-1]
-            self._preempt(victim)
-            if victim is seq:
+            if self._preempt() is seq:
                 return
         self.blocks.grow(seq)
         self.slots.add_block(seq)
 
-    def _preempt(self, seq: Sequence) -> None:
-        assert seq is self.running[-1]
-        self.running.pop()
+    def _preempt(self) -> Sequence:
+        """Take slot and blocks from the least urgent sequence, which is returned."""
+        seq = self.running.pop()
         self._release(seq)
         self._wait_again(seq)
         self.num_preemptions += 1
+        return seq
 
     def _leave(self, seq: Sequence) -> None:
         """Take an unfinished sequence out of its list and free what it holds."""
         if seq.status is SequenceStatus.RUNNING:
-            self.running.remove(seq)
+            self.running.remove([seq])
             self._release(seq)
         elif seq.status is SequenceStatus.WAITING:
             self.waiting[seq.lane].remove(seq)
@@ -360,7 +361,7 @@ class Scheduler:
     def _count_overtakes(self, lane: int) -> None:
         """Count one admission from `lane` against every less urgent lane that waits or is mid-prefill."""
         overtaken = {other for other, queue in self.waiting.items() if other > lane and queue}
-        if self.running[-1].lane > lane:
+        if self.running.last.lane > lane:
             overtaken.update(seq.lane for seq in self._mid_prefill() if seq.lane > lane)
         self._overtakes.update(overtaken)
 
@@ -369,9 +370,7 @@ class Scheduler:
         for other in [other for other, n in self._overtakes.items() if other > lane and n >= MAX_OVERTAKES]:
             del self._overtakes[other]
             for seq in [seq for seq in self._mid_prefill() if seq.lane == other]:
-                self.running.remove(seq)
-                seq.lane = lane
-                insort(self.running, seq, key=_urgency)
+                self.running.move(seq, lane)
             if queue := self.waiting.get(other):
                 seq = queue.popleft()
                 seq.lane = lane
@@ -381,5 +380,10 @@ class Scheduler:
         return [seq for seq in self.running if seq.num_tokens - seq.num_computed_tokens > 1]
 
 
-def _urgency(seq: Sequence) -> tuple[int, int]:
-    return seq.lane, seq.arrival
+def _ends_with(seq: Sequence, token_id: int) -> bool:
+    """Hand a token to its sequence; whether that ends it."""
+    try:
+        return seq.append(token_id) is not None
+    except Exception as error:  # noqa: BLE001 - what its text raises is this sequence's end alone
+        seq.fail(error)
+        return True

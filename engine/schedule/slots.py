@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from engine.sampling.sampling_batch import neutral_rows, sampling_row
 from engine.schedule.sequence import Sequence
 
+NO_TOKEN = -1
+
 
 class SlotTable:
     """Arrays of max_num_seqs rows. The scheduler writes them, it and `step_batch` read.
@@ -24,6 +26,12 @@ class SlotTable:
     sample_place: [slots] int64, which of the samples of the last step it sampled in is the sequence's.
     num_prompt: [slots] int64, tokens of the prompt.
     min_len: [slots] int64, tokens before which no end token may come.
+    max_len: [slots] int64, tokens with which the sequence ends.
+    end_token_ids: [slots, most of any sequence] int64, the ids that end each, NO_TOKEN after the last.
+    reads_text: [slots] bool, whether text may end it too.
+    generations: [slots] int64, a number of its own for each time that a slot was given: where it is the same
+    as before, so is the sequence, and its blocks are those of before with new ones after them; -1 in a free
+    slot.
     sampling: [slots] of sampling_batch.ROW, what the sampler reads of each sequence.
     """
 
@@ -38,10 +46,14 @@ class SlotTable:
         self.sample_place: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.num_prompt: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.min_len: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.max_len: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.end_token_ids: NDArray[np.int64] = np.full((max_num_seqs, 1), NO_TOKEN)
+        self.reads_text: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
+        self.generations: NDArray[np.int64] = np.full(max_num_seqs, -1)
         self.sampling = neutral_rows(max_num_seqs)
-        self.stop_token_ids: list[frozenset[int]] = [frozenset()] * max_num_seqs
         self.block_size = block_size
         self._free = list(range(max_num_seqs - 1, -1, -1))
+        self._num_given = 0
 
     @property
     def num_free(self) -> int:
@@ -59,11 +71,16 @@ class SlotTable:
         self.num_prompt[slot] = seq.num_prompt_tokens
         self.min_len[slot] = seq.num_prompt_tokens + seq.params.min_tokens
         self.sampling[slot] = sampling_row(seq.params, seq.seed, seq.index)
-        self.stop_token_ids[slot] = seq.stop_token_ids
+        self.max_len[slot] = seq.max_len
+        self._write_end_token_ids(slot, seq.stop_token_ids)
+        self.reads_text[slot] = seq.stop_strings is not None
+        self.generations[slot] = self._num_given
+        self._num_given += 1
 
     def release(self, seq: Sequence) -> None:
         """Take the slot of `seq` back."""
         self._free.append(seq.slot)
+        self.generations[seq.slot] = -1
         seq.slot = -1
 
     def add_block(self, seq: Sequence) -> None:
@@ -83,3 +100,20 @@ class SlotTable:
         """Write the first pending token of each of these slots."""
         self.token_ids[slots, self.num_known[slots]] = token_ids
         self.num_known[slots] += 1
+
+    def may_end(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """[slots] bool: whether a sequence may end with this token of it; it must be looked at then.
+
+        token_ids: [slots] int64, the first pending token of each.
+        """
+        is_end_token = (self.end_token_ids[slots] == token_ids[:, None]).any(axis=1)
+        is_last = self.num_known[slots] + 1 >= self.max_len[slots]
+        may_end: NDArray[np.bool_] = is_end_token | is_last | self.reads_text[slots] | (token_ids < 0)
+        return may_end
+
+    def _write_end_token_ids(self, slot: int, token_ids: frozenset[int]) -> None:
+        num_more = len(token_ids) - self.end_token_ids.shape[1]
+        if num_more > 0:
+            self.end_token_ids = np.pad(self.end_token_ids, ((0, 0), (0, num_more)), constant_values=NO_TOKEN)
+        self.end_token_ids[slot, : len(token_ids)] = list(token_ids)
+        self.end_token_ids[slot, len(token_ids) :] = NO_TOKEN

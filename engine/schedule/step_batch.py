@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.scheduled_batch import ScheduledBatch
-from engine.schedule.slots import SlotTable
+from engine.schedule.slots import NO_TOKEN, SlotTable
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,13 @@ class StepBatch:
 def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
     """Cut the scheduled tokens out of the slot table."""
     rows, num_new = batch.slots, batch.num_new_tokens
+    context_lens = slots.num_computed[rows] + num_new
     ends = np.cumsum(num_new)
-    computed = slots.num_computed[rows]
-    positions = np.arange(ends[-1]) + np.repeat(computed - ends + num_new, num_new)
-    token_rows = np.repeat(rows, num_new)
+    token_rows, positions = rows, context_lens - 1
+    if batch.prefills:
+        token_rows = np.repeat(rows, num_new)
+        positions = np.arange(ends[-1]) + np.repeat(context_lens - ends, num_new)
     blocks = slots.block_tables[token_rows, positions // slots.block_size]
-    context_lens = computed + num_new
     max_blocks = -(-int(context_lens.max()) // slots.block_size)
     is_pending = context_lens > slots.num_known[rows]  # its last token, which is then the last of its rows
     return StepBatch(
@@ -56,7 +57,7 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
         positions=positions,
         slot_mapping=blocks.astype(np.int64) * slots.block_size + positions % slots.block_size,
         sample_rows=ends[batch.samples] - 1,
-        block_tables=slots.block_tables[rows, :max_blocks],
+        block_tables=slots.block_tables[:, :max_blocks].take(rows, axis=0),
         context_lens=context_lens,
         query_lens=num_new,
         pending_rows=ends[is_pending] - 1,
@@ -66,12 +67,19 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
 
 def build_sampling_batch(batch: ScheduledBatch, slots: SlotTable) -> SamplingBatch:
     """Cut the sampling values of the sequences that sample in this step out of the slot table."""
-    rows = batch.slots[batch.samples]
+    rows = batch.sampling_slots
     position = slots.num_tokens[rows]
-    early = np.flatnonzero(position < slots.min_len[rows]).tolist()
-    banned = [(i, token_id) for i in early for token_id in slots.stop_token_ids[rows[i]]]
     return SamplingBatch(
-        values=slots.sampling[rows],
+        values=slots.sampling.take(rows),  # of a structured array a tenth of indexing's time
         position=position.astype(np.uint64),
-        banned=np.array(banned, np.int64).reshape(-1, 2),
+        banned=_banned(np.flatnonzero(position < slots.min_len[rows]), rows, slots),
     )
+
+
+def _banned(early: NDArray[np.int64], rows: NDArray[np.int64], slots: SlotTable) -> NDArray[np.int64]:
+    """[bans, 2], each of the `early` of the rows with each token id that would end it."""
+    if not len(early):
+        return np.zeros((0, 2), np.int64)
+    end_token_ids = slots.end_token_ids[rows[early]]
+    places, columns = np.nonzero(end_token_ids != NO_TOKEN)
+    return np.stack((early[places], end_token_ids[places, columns]), axis=1)

@@ -24,7 +24,7 @@ def test_an_urgent_sequence_takes_a_slot_from_the_latest_bulk_one(overlap: bool)
         shadow.step()
     urgent = shadow.add([2, 2, 1], lane=0)
     assert urgent in shadow.step().seqs
-    assert shadow.scheduler.running == [urgent, bulk[0], bulk[1]]
+    assert list(shadow.scheduler.running) == [urgent, bulk[0], bulk[1]]
     shadow.drain()
 
 
