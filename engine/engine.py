@@ -331,7 +331,7 @@ def _overlaps(config: EngineConfig) -> bool:
     """Whether a step is scheduled while the one before runs."""
     if config.async_scheduling is not None:
         return config.async_scheduling
-    return config.tensor_parallel_size == 1 and resolve_device(config.device).type == "cuda"
+    return resolve_device(config.device).type == "cuda"
 
 
 def _start_runner(config: EngineConfig, model: ModelConfig, folder: Path) -> Runner:

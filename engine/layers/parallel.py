@@ -79,6 +79,10 @@ class TensorParallel:
         """All ranks' parts side by side in the last dimension on rank 0; the others keep their part."""
         return part
 
+    def broadcast(self, values: Tensor) -> Tensor:
+        """Rank 0's values, on every rank; the others' are overwritten, and must be of the same size."""
+        return values
+
     def minimum(self, value: int) -> int:
         """The smallest of all ranks' values, on every rank."""
         return value

@@ -41,8 +41,8 @@ class EngineConfig:
         with the engine's attention), or "auto": native where the engine has what the checkpoint needs.
     enforce_eager: run decode steps without CUDA graphs. Those are captured at start, on a GPU, for a backend
         that can be recorded (triton, flash_attn); a CPU has none.
-    async_scheduling: schedule a step while the one before runs; None does so on a GPU without tensor
-        parallelism, with which True is refused. On a CPU the model runs in the caller's thread: no gain.
+    async_scheduling: schedule a step while the one before runs; None does so on GPUs. On a CPU without
+        tensor parallelism the model runs in the caller's thread: no gain.
     seed: starts the generator that draws a seed for each request without one.
     chat_template: the name of one of the model's chat templates; None takes the default one, or the only one.
     """
@@ -87,11 +87,6 @@ class EngineConfig:
             raise ConfigError(f"seed must be an integer, got {self.seed!r}")
         if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
             raise ConfigError(f"async_scheduling must be true, false or None, got {self.async_scheduling!r}")
-        if self.async_scheduling and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"async_scheduling=True does not work with tensor_parallel_size={self.tensor_parallel_size}: "
-                "each rank would need tokens that only rank 0 has; leave one of them out"
-            )
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(
                 f"memory_utilization must be above 0 and at most 1, got {self.memory_utilization!r}"

@@ -76,15 +76,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
-        """Start the step on the device, up to a token for each row that samples. Rank 0 only.
+        """Start the step on the device, up to a token for each row that samples, which rank 0 chooses.
 
         Everything is queued on the device's current stream; nothing here waits for it, and steps run in the
         order of their launches, so that a step can read what the one before has sampled. On a CPU the step
         has run when this returns.
         """
-        logits = self.logits(step)
-        ban(logits, sampling.banned)
-        self._sampled = self.backend.sample(logits, SamplingRows.upload(sampling, self.device))
+        self._sampled = self._choose(self.logits(step), sampling)
         return DeviceTokens(self._sampled)
 
     @property
@@ -92,12 +90,15 @@ class ModelRunner:
         """The attention backend, as configurations name it."""
         return self.backend.name
 
-    def follow(self, step: StepBatch) -> None:
-        """Compute this rank's share of the step whose tokens rank 0 chooses."""
-        self.logits(step)
-
     def close(self) -> None:
-        """Nothing to end: model and pool are freed with this object."""
+        """Let go of the graphs once what was launched has run; model and pool are freed with this object.
+
+        Before the process group ends: NCCL waits for graphs that hold its communicators.
+        """
+        if self._graphs is not None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self._graphs = None
 
     @torch.inference_mode()
     def logits(self, step: StepBatch) -> Tensor:
@@ -117,6 +118,14 @@ class ModelRunner:
         """
         logits: Tensor = self.model(batch, self.cache)
         return logits
+
+    def _choose(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
+        """A token for each row of logits, on every rank: only rank 0 has all of the vocabulary's."""
+        if self._tp.rank == 0:
+            ban(logits, sampling.banned)
+            rows = SamplingRows.upload(sampling, self.device)
+            return self._tp.broadcast(self.backend.sample(logits, rows))
+        return self._tp.broadcast(torch.empty(len(logits), dtype=torch.int64, device=self.device))
 
     def _load(self, folder: Path) -> CausalModel:
         """The model for the configured backend, or for torch where "auto" took one that does not serve it."""
@@ -231,10 +240,7 @@ class ModelRunner:
     def warm_up(self, num_blocks: int) -> None:
         """Run the largest steps of each kind over the pool's first num_blocks blocks, overwriting them."""
         for step in warm_up_steps(self._config, self._longest, num_blocks):
-            if self._tp.rank == 0:
-                self.launch(step, nucleus_sampling(len(step.sample_rows))).wait()
-            else:
-                self.follow(step)
+            self.launch(step, nucleus_sampling(len(step.sample_rows))).wait()
 
     @torch.inference_mode()
     def _capture_graphs(self, max_model_len: int) -> DecodeGraphs | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 
 from engine.tensor_parallel.messages import PREFIX_BYTES, Message, body_bytes, decode
 
@@ -14,14 +15,16 @@ class Channel:
         """timeout_s: how long the peer may take to read a message, or to go on with one it has begun."""
         self._socket = end
         self._socket.settimeout(timeout_s)
+        self._sending = threading.Lock()
 
     def fileno(self) -> int:
         """The socket's descriptor, for a selector: it is readable when a message or the peer's end comes."""
         return self._socket.fileno()
 
     def send(self, message: bytes) -> None:
-        """Send an encoded message."""
-        self._socket.sendall(message)
+        """Send an encoded message, whole also where another thread sends one."""
+        with self._sending:
+            self._socket.sendall(message)
 
     def receive(self) -> Message:
         """Wait for the next message. Raises EOFError if the peer has ended."""

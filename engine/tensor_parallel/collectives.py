@@ -46,6 +46,13 @@ class ProcessGroupParallel(TensorParallel):
             dist.gather(part, parts)
         return part if parts is None else torch.cat(parts, dim=-1)
 
+    def broadcast(self, values: Tensor) -> Tensor:
+        """Rank 0's values, on every rank, in place. Raises CollectiveFailed."""
+        if values.numel():  # in a step in which nothing samples there is nothing to send
+            with _collective():
+                dist.broadcast(values, src=0)
+        return values
+
     def minimum(self, value: int) -> int:
         """The smallest of all ranks' values, on every rank. Raises CollectiveFailed."""
         smallest = torch.tensor([value], device=self.device)

@@ -71,16 +71,14 @@ def decode(prefix: bytes | bytearray, body: bytearray) -> Message:
     return Message(Kind(kind), arrays)
 
 
-def pack_step(step: StepBatch, sampling: SamplingBatch | None) -> list[Array]:
-    """Arrays of a STEP; only rank 0 gets a sampling batch, the others compute and choose nothing."""
-    parts = (step,) if sampling is None else (step, sampling)
-    return [getattr(part, field.name) for part in parts for field in fields(part)]
+def pack_step(step: StepBatch, sampling: SamplingBatch) -> list[Array]:
+    """Arrays of a STEP, the same for all ranks."""
+    return [getattr(part, field.name) for part in (step, sampling) for field in fields(part)]
 
 
-def unpack_step(arrays: list[Array]) -> tuple[StepBatch, SamplingBatch | None]:
+def unpack_step(arrays: list[Array]) -> tuple[StepBatch, SamplingBatch]:
     """What `pack_step` packed."""
-    step, sampling = StepBatch(*arrays[:NUM_STEP_ARRAYS]), arrays[NUM_STEP_ARRAYS:]
-    return step, SamplingBatch(*sampling) if sampling else None
+    return StepBatch(*arrays[:NUM_STEP_ARRAYS]), SamplingBatch(*arrays[NUM_STEP_ARRAYS:])
 
 
 def pack_json(value: dict[str, Any]) -> list[Array]:

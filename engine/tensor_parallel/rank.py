@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +20,7 @@ from engine.checkpoint.model_config import read_model_config
 from engine.errors import CollectiveFailed, ConfigError
 from engine.run.config import EngineConfig
 from engine.run.model_runner import ModelRunner
+from engine.run.pending_tokens import PendingTokens
 from engine.tensor_parallel.channel import Channel
 from engine.tensor_parallel.collectives import join_ranks, leave_ranks
 from engine.tensor_parallel.messages import Kind, encode, pack_json, unpack_json, unpack_step
@@ -29,11 +33,13 @@ def main(descriptor: int) -> NoReturn:
     """
     channel = Channel(socket.socket(fileno=descriptor))
     try:
-        runner = _start(unpack_json(channel.receive().arrays))
+        order = unpack_json(channel.receive().arrays)
+        runner = _start(order)
         size = runner.pool_size
         ready = pack_json({"pool_size": asdict(size), "backend_name": runner.backend_name})
         channel.send(encode(Kind.READY, ready))
-        _serve(channel, runner)
+        _serve(channel, runner, order["rank"])
+        runner.close()  # its graphs hold the process group's communicators
     except EOFError:
         os._exit(1)  # the driver has ended
     except Exception as error:  # noqa: BLE001  # the driver turns whatever it was into one error
@@ -54,13 +60,34 @@ def _start(order: dict[str, Any]) -> ModelRunner:
     return ModelRunner(config, model, folder, tp)
 
 
-def _serve(channel: Channel, runner: ModelRunner) -> None:
-    while (message := channel.receive()).kind is Kind.STEP:
-        step, sampling = unpack_step(message.arrays)
-        if sampling is None:
-            runner.follow(step)
-        else:
-            channel.send(encode(Kind.TOKENS, [runner.launch(step, sampling).wait()]))
+def _serve(channel: Channel, runner: ModelRunner, rank: int) -> None:
+    with _answering(channel) as answers:
+        while (message := channel.receive()).kind is Kind.STEP:
+            tokens = runner.launch(*unpack_step(message.arrays))
+            if rank == 0:
+                answers.put(tokens)
+
+
+@contextmanager
+def _answering(channel: Channel) -> Iterator[SimpleQueue[PendingTokens | None]]:
+    """A queue whose tokens go to the driver in turn, each as soon as they are here.
+
+    A thread waits for them: meanwhile the next step can be launched behind the one that runs.
+    """
+    answers: SimpleQueue[PendingTokens | None] = SimpleQueue()
+
+    def send_all() -> None:
+        try:
+            while (tokens := answers.get()) is not None:
+                channel.send(encode(Kind.TOKENS, [tokens.wait()]))
+        except Exception as error:  # noqa: BLE001  # as in main
+            _give_up(channel, error)
+
+    thread = threading.Thread(target=send_all, name="rank-answers", daemon=True)
+    thread.start()
+    yield answers
+    answers.put(None)
+    thread.join()
 
 
 def _give_up(channel: Channel, error: Exception) -> NoReturn:

@@ -66,11 +66,12 @@ class Failure:
 class RankTokens(PendingTokens):
     """The tokens that rank 0 will send."""
 
-    def __init__(self, group: RankGroup) -> None:
-        self._group = group
+    def __init__(self, group: RankGroup, number: int) -> None:
+        """number: of the step among those launched, from 0."""
+        self._group, self._number = group, number
 
     def wait(self) -> NDArray[np.int64]:
-        return self._group.receive_tokens()
+        return self._group.receive_tokens(self._number)
 
 
 class RankGroup:
@@ -93,7 +94,8 @@ class RankGroup:
         devices = rank_devices(config)
         self._step_timeout_s = step_timeout_s
         self._failure: EngineError | None = None
-        self._unanswered = False
+        self._num_launched = 0
+        self._num_answered = 0
         self._ranks: list[RankProcess] = []
         self._selector = selectors.DefaultSelector()
         self._store: TCPStore | None = None
@@ -113,24 +115,27 @@ class RankGroup:
         return [rank.pid for rank in self._ranks]
 
     def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
-        """Send the step to the ranks. Wait for its tokens before the next launch: ranks know no others.
+        """Send the step to the ranks, where it follows those they compute.
 
         Raises RankFailed, here or from `wait`, and raises it again on every later call.
         """
         if self._failure is not None:
             raise self._failure
         with self._ending_on_failure():
-            if self._unanswered:  # an interrupt fell between launch and wait
-                raise RankFailed(0, "its last step was never waited for")
-            self._unanswered = True
             self._send_step(step, sampling)
-        return RankTokens(self)
+        self._num_launched += 1
+        return RankTokens(self, self._num_launched - 1)
 
-    def receive_tokens(self) -> NDArray[np.int64]:
-        """Wait for the tokens of the step that was launched last: [samples] int64. Raises RankFailed."""
+    def receive_tokens(self, number: int) -> NDArray[np.int64]:
+        """Wait for the tokens of that step, and drop those of steps before it: [samples] int64.
+
+        Nobody waits for the tokens of a step that was withdrawn, and rank 0 sends them all the same. Raises
+        RankFailed.
+        """
         with self._ending_on_failure():
-            (tokens,) = self._await({0}, Kind.TOKENS, self._step_timeout_s)[0]
-            self._unanswered = False
+            while self._num_answered <= number:
+                (tokens,) = self._await({0}, Kind.TOKENS, self._step_timeout_s)[0]
+                self._num_answered += 1
         return tokens
 
     def close(self) -> None:
@@ -181,10 +186,9 @@ class RankGroup:
             raise
 
     def _send_step(self, step: StepBatch, sampling: SamplingBatch) -> None:
-        others = encode(Kind.STEP, pack_step(step, None))
-        for rank in self._ranks[1:]:
-            self._send(rank, others)
-        self._send(self._ranks[0], encode(Kind.STEP, pack_step(step, sampling)))
+        message = encode(Kind.STEP, pack_step(step, sampling))
+        for rank in self._ranks:
+            self._send(rank, message)
 
     def _send(self, rank: RankProcess, message: bytes) -> None:
         try:

@@ -134,10 +134,8 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_waited_for(f
             drain(built)
 
 
-def test_it_is_off_on_a_cpu_and_with_tensor_parallelism_unless_asked_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And on for one GPU."""
+def test_it_is_off_on_a_cpu_unless_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And on for GPUs, one or several."""
 
     def overlaps(**values: Any) -> bool:
         config = EngineConfig(str(folder), block_size=BLOCK, **values)
@@ -151,7 +149,7 @@ def test_it_is_off_on_a_cpu_and_with_tensor_parallelism_unless_asked_for(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert overlaps(device="cuda")
     assert not overlaps(device="cuda", async_scheduling=False)
-    assert not overlaps(device="cuda", tensor_parallel_size=2)
+    assert overlaps(device="cuda", tensor_parallel_size=2)
 
 
 def test_the_token_computed_past_a_stop_is_dropped(folder: Path, stopping_prompts: list[list[int]]) -> None:

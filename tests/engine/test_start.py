@@ -212,7 +212,6 @@ def test_a_config_without_a_needed_key_names_it(copy: Path) -> None:
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be a positive integer"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3: 4 attention heads cannot be shared"),
         ({"async_scheduling": 1}, "async_scheduling must be true, false or None, got 1"),
-        ({"async_scheduling": True, "tensor_parallel_size": 2}, "leave one of them out"),
         ({"dtype": "int8"}, "supported are 'auto', 'float32', 'bfloat16', 'float16'"),
         ({"device": "tpu9"}, "device='tpu9'"),
         ({"device": "meta"}, "not supported"),
