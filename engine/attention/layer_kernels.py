@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from engine.attention.kv_cache import LayerKVCache
@@ -56,6 +57,34 @@ class NormRotateAndStore(Protocol):
     ) -> Tensor: ...
 
 
+class NormGate(Protocol):
+    """norm_gate of ProductKernels."""
+
+    def __call__(
+        self, x: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None, *, gelu: bool
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class ProductKernels:
+    """Linear layers with what stands around them in one launch each, for steps of few rows.
+
+    A row's `squares`, [rows, any number] float32, add up to the sum of its squares. A norm's own weight is
+    folded into the weight of the product after it.
+
+    dtypes: of models that they serve.  serves(num_rows, weight) -> whether they pay for such a product.
+    norm_linear(x, squares of x, eps, weight, bias or None) -> norm(x) W^T + b.
+    norm_gate(the same, gelu) -> silu(gate) * up of such a product, or gelu by tanh.
+    linear_add(x, weight, bias or None, residual) -> (residual + x W^T + b, squares of that).
+    """
+
+    dtypes: Sequence[torch.dtype]
+    serves: Callable[[int, Tensor], bool]
+    norm_linear: Callable[[Tensor, Tensor, float, Tensor, Tensor | None], Tensor]
+    norm_gate: NormGate
+    linear_add: Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
+
+
 @dataclass(frozen=True)
 class LayerKernels:
     """One fused kernel for each place where plain torch takes several passes over the same numbers.
@@ -64,7 +93,7 @@ class LayerKernels:
     silu_and_mul(gate_up) -> silu(gate) * up.
     rms_norm(x, weight, eps) -> norm of x; gelu_and_mul(gate_up) -> gelu(gate) * up, gelu by tanh. None where
     a backend has none of its own: plain torch then.
-    experts: for mixtures of them, None where a backend has none.
+    experts: for mixtures of them, None where a backend has none.  products: None likewise.
     Shapes are those of the layers: RMSNorm, RotaryEmbedding and SiluAndMul.
     """
 
@@ -74,3 +103,4 @@ class LayerKernels:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] | None = None
     gelu_and_mul: Callable[[Tensor], Tensor] | None = None
     experts: ExpertKernels | None = None
+    products: ProductKernels | None = None

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.attention.base import AttentionMetadata, CapturableBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
-from engine.attention.layer_kernels import ExpertKernels, LayerKernels
+from engine.attention.layer_kernels import ExpertKernels, LayerKernels, ProductKernels
 from engine.errors import ConfigError
 from engine.kernels.decode_attention import (
     MIN_SPLIT_TOKENS,
@@ -24,6 +24,7 @@ from engine.kernels.decode_attention import (
     decode_attention,
 )
 from engine.kernels.expert_groups import choose_experts, group_by_expert
+from engine.kernels.fused_product import DTYPES, linear_add, norm_gate, norm_linear, serves
 from engine.kernels.gate_and_mul import clamped_swiglu_and_mul, gelu_and_mul, silu_and_mul
 from engine.kernels.grouped_product import grouped_product
 from engine.kernels.kv_store import store_kv
@@ -81,6 +82,7 @@ class TritonBackend(CapturableBackend):
             rms_norm,
             gelu_and_mul,
             ExpertKernels(choose_experts, group_by_expert, grouped_product, clamped_swiglu_and_mul),
+            ProductKernels(DTYPES, serves, norm_linear, norm_gate, linear_add),
         )
         if device.type == "cuda":
             if device.index is not None:

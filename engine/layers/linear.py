@@ -13,7 +13,12 @@ from engine.layers.parallel import Share, TensorParallel
 
 
 class ReplicatedLinear(WeightedModule):
-    """y = x W^T + b, the whole weight on every rank. weight: [out, in]."""
+    """y = x W^T + b, the whole weight on every rank. weight: [out, in].
+
+    may_pack: False keeps the weight as it is, for kernels that read it so.
+    """
+
+    may_pack = True
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -28,7 +33,8 @@ class ReplicatedLinear(WeightedModule):
 
     def finish_loading(self) -> None:
         """Pack the weight where that pays."""
-        self.weight = pack_weight(self.weight)
+        if self.may_pack:
+            self.weight = pack_weight(self.weight)
 
 
 class ColumnParallelLinear(ReplicatedLinear):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from engine.layers.moe import Experts, SparseMLP
 from engine.layers.norm import ParallelRMSNorm, RMSNorm
 from engine.layers.parallel import Share, TensorParallel
 from engine.layers.rotary import RotaryEmbedding, apply_rotary
+from engine.layers.stream import Stream, StreamProducts
 from engine.models.base import CausalModel
 from engine.models.decoder_config import DecoderConfig, LayerConfig
 
@@ -53,6 +54,17 @@ class DecoderParts:
             offset=self.config.flags.norm_offset,
         )
 
+    def products(self, layer: LayerConfig) -> StreamProducts:
+        """A layer's from and to the residual stream.
+
+        Plain ones where a sum over the ranks, a norm or experts stand between product and stream.
+        """
+        kernels, norms = self.backend.layer_kernels, self.config.flags.norms
+        fused = None if kernels is None else kernels.products
+        if self.tp.size > 1 or norms.after_attention or norms.after_mlp or layer.experts:
+            fused = None
+        return StreamProducts(fused if fused is not None and self.dtype in fused.dtypes else None)
+
     def parallel_norm(self, share: Share) -> RMSNorm:
         """A norm over features of which each rank has a share."""
         return ParallelRMSNorm(
@@ -62,6 +74,16 @@ class DecoderParts:
             dtype=self.norm_dtype,
             kernels=self.backend.layer_kernels,
         )
+
+
+class NormPair(NamedTuple):
+    """The norms around attention or MLP, None where there is none.
+
+    before: of the residual stream that goes in.  after: of the output, before it joins the stream.
+    """
+
+    before: RMSNorm | None
+    after: RMSNorm | None
 
 
 class DecoderAttention(WeightedModule):
@@ -95,7 +117,7 @@ class DecoderAttention(WeightedModule):
         sinks = torch.empty(self.heads.length, dtype=torch.float32)
         self.sinks = nn.Parameter(sinks, requires_grad=False) if config.flags.sinks else None
         self.rms_norm_eps = config.rms_norm_eps
-        self.kernels = parts.backend.layer_kernels
+        self.kernels, self.products = parts.backend.layer_kernels, parts.products(layer)
         self.attention = Attention(
             parts.backend,
             AttentionFeatures(
@@ -111,21 +133,24 @@ class DecoderAttention(WeightedModule):
 
     def forward(
         self,
-        hidden: Tensor,
+        stream: Stream,
+        norms: NormPair,
         rotations: Sequence[Rotation],
         batch: ForwardBatch,
         cache: LayerKVCache,
         rows: Tensor | None = None,
-    ) -> Tensor:
-        """hidden: [tokens, hidden] -> [tokens, hidden], or of those `rows` alone."""
-        query, key, value = self.qkv_proj.split(self.qkv_proj(hidden))
+    ) -> Stream:
+        """The residual stream after attention, or of those `rows` alone."""
+        qkv, total = self.products.after_norm(stream, norms.before, self.qkv_proj)
+        query, key, value = self.qkv_proj.split(qkv)
         if self.qk_norm == "whole":
             query = self.q_norm(query.flatten(1)).view(query.shape)
             key = self.k_norm(key.flatten(1)).view(key.shape)
         query = self._norm_rotate_and_store(query, key, value, rotations[self.rope], batch, cache)
         attended = self.attention.attend(query, batch, cache, self.sinks)
-        output: Tensor = self.o_proj(attended if rows is None else attended[rows])
-        return output
+        if rows is not None:
+            attended, total = attended[rows], total[rows]
+        return self.products.add(attended, self.o_proj, norms.after, total)
 
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
         """Copy the sinks of this rank's heads."""
@@ -155,7 +180,7 @@ class DecoderAttention(WeightedModule):
 class DecoderMLP(nn.Module):
     """Gated MLP: down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, parts: DecoderParts) -> None:
+    def __init__(self, parts: DecoderParts, layer: LayerConfig) -> None:
         super().__init__()
         config, tp, dtype, bias = parts.config, parts.tp, parts.dtype, parts.config.mlp_bias
         sizes = {"gate": config.intermediate_size, "up": config.intermediate_size}
@@ -164,11 +189,12 @@ class DecoderMLP(nn.Module):
             config.intermediate_size, config.hidden_size, tp, bias=bias, dtype=dtype
         )
         self.activation = ACTIVATIONS[config.activation](parts.backend.layer_kernels)
+        self.products = parts.products(layer)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """hidden: [tokens, hidden] -> [tokens, hidden]."""
-        output: Tensor = self.down_proj(self.activation(self.gate_up_proj(hidden)))
-        return output
+    def forward(self, stream: Stream, norms: NormPair) -> Stream:
+        """The residual stream after the MLP."""
+        gated, total = self.products.gate_after_norm(stream, norms.before, self.gate_up_proj, self.activation)
+        return self.products.add(gated, self.down_proj, norms.after, total)
 
 
 def sparse_mlp(parts: DecoderParts, experts: Experts) -> SparseMLP:
@@ -177,46 +203,42 @@ def sparse_mlp(parts: DecoderParts, experts: Experts) -> SparseMLP:
     return SparseMLP(experts, parts.config.hidden_size, parts.tp, dtype=parts.dtype, kernels=kernels)
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(WeightedModule):
     """One block; the residual stream travels beside the hidden states so that each norm adds it."""
 
     def __init__(self, parts: DecoderParts, layer: LayerConfig) -> None:
         super().__init__()
         self.self_attn = DecoderAttention(parts, layer)
-        self.mlp = DecoderMLP(parts) if layer.experts is None else sparse_mlp(parts, layer.experts)
+        self.mlp = DecoderMLP(parts, layer) if layer.experts is None else sparse_mlp(parts, layer.experts)
         named = {name: parts.norm(parts.config.hidden_size) for name in parts.config.flags.norms if name}
         for name, norm in named.items():
             self.add_module(name, norm)
-        self.norms = tuple(named[name] if name else None for name in parts.config.flags.norms)
+        norms = [named[name] if name else None for name in parts.config.flags.norms]
+        self.attention_norms, self.mlp_norms = NormPair(*norms[:2]), NormPair(*norms[2:])
 
     def forward(
         self,
-        hidden: Tensor,
-        residual: Tensor,
+        stream: Stream,
         rotations: Sequence[Rotation],
         batch: ForwardBatch,
         cache: LayerKVCache,
         rows: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return (MLP output, the residual stream before it is added), of `rows` alone if given."""
-        before_attention, after_attention, before_mlp, after_mlp = self.norms
-        hidden, residual = add_and_norm(before_attention, hidden, residual)
-        hidden = self.self_attn(hidden, rotations, batch, cache, rows)
-        if after_attention is not None:
-            hidden = after_attention(hidden)
-        if rows is not None:
-            residual = residual[rows]
-        hidden, residual = add_and_norm(before_mlp, hidden, residual)
-        hidden = self.mlp(hidden)
-        return hidden if after_mlp is None else after_mlp(hidden), residual
+    ) -> Stream:
+        """The residual stream after the block, of `rows` alone if given."""
+        stream = self.self_attn(stream, self.attention_norms, rotations, batch, cache, rows)
+        if isinstance(self.mlp, DecoderMLP):
+            after: Stream = self.mlp(stream, self.mlp_norms)
+            return after
+        normed, total = stream.normed(self.mlp_norms.before)
+        hidden = self.mlp(normed)
+        return Stream(total, hidden if self.mlp_norms.after is None else self.mlp_norms.after(hidden))
 
-
-def add_and_norm(norm: RMSNorm | None, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (the residual stream with `hidden`, normalised if there is a norm; the stream itself)."""
-    if norm is None:
-        total = hidden + residual
-        return total, total
-    return norm.add_and_norm(hidden, residual)
+    def finish_loading(self) -> None:
+        """Before the products pack their weights."""
+        attention, mlp = self.self_attn, self.mlp
+        attention.products.prepare(self.attention_norms.before, attention.qkv_proj, attention.o_proj)
+        if isinstance(mlp, DecoderMLP):
+            mlp.products.prepare(self.mlp_norms.before, mlp.gate_up_proj, mlp.down_proj)
 
 
 class DecoderModel(nn.Module):
@@ -248,12 +270,12 @@ class DecoderModel(nn.Module):
         hidden = self.embed_tokens(batch.token_ids)
         if self.embedding_scale is not None:
             hidden *= self.embedding_scale
-        residual = torch.zeros_like(hidden)
+        stream = Stream(hidden)
         last = len(self.layers) - 1
         for i, (layer, layer_cache) in enumerate(zip(self.layers, cache.layers, strict=True)):
             wanted = rows if i == last else None
-            hidden, residual = layer(hidden, residual, rotations, batch, layer_cache, wanted)
-        normed, _ = self.norm.add_and_norm(hidden, residual)
+            stream = layer(stream, rotations, batch, layer_cache, wanted)
+        normed, _ = stream.normed(self.norm)
         return normed
 
 

@@ -9,14 +9,16 @@ from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
 from engine.schedule.step_batch import StepBatch
 
 FIRST_CONTEXT = 64  # no backend plans otherwise for shorter ones
+SHORT_PROMPTS = (64, 256)  # no backend tiles otherwise for shorter ones, down to those of 16 tokens
 
 
 def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> list[StepBatch]:
     """The largest steps of each kind, over a pool of num_blocks blocks that nobody else uses yet.
 
     As many prompts as may run, sharing the token budget; one chunk of the whole budget at the end of the
-    longest context; as many decodes as may run, at the longest context; and single decodes at doubling
-    contexts, because a backend may cut longer ones into more pieces.
+    longest context; as many decodes as may run, at the longest context; single decodes at doubling
+    contexts, because a backend may cut longer ones into more pieces; and short prompts, because products of
+    few rows may have tiles of their own.
     """
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
     share, rest = divmod(num_tokens, num_seqs)
@@ -31,6 +33,7 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
             ([min(num_tokens, max_model_len)], [max_model_len]),
             ([1] * num_seqs, [max_model_len] * num_seqs),
             *(([1], [context]) for context in contexts),
+            *(([length], [length]) for length in SHORT_PROMPTS if length <= min(num_tokens, max_model_len)),
         )
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
 
 from engine import EngineConfig
+from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import KVCache
 from engine.attention.triton_backend import TritonBackend
 from engine.checkpoint.model_config import read_model_config
 from engine.kernels.kv_tile import INTERPRETED
+from engine.layers import packed
 from engine.layers.base import WeightedModule
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
@@ -32,9 +35,11 @@ from engine.schedule.step_batch import StepBatch
 from tests.engine.architectures import make_architecture
 from tests.engine.families import BY_NAME, make_family
 from tests.engine.graphs import SimulatedCapture, simulate_graphs
-from tests.engine.launches import record_launches
+from tests.engine.launches import LaunchCount, record_launches
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="about CPUs: here the kernels run on a GPU")
+
+LAUNCHES_OF_A_LAYER = 6
 
 
 def mixed_step(rng: random.Random, num_blocks: int) -> StepBatch:
@@ -73,8 +78,8 @@ def test_start_compiles_every_kernel_that_steps_use(
     runner.warm_up(num_blocks=5)
     at_start = set(seen)
     runner._graphs = runner._capture_graphs(6000)
-    experts = {"grouped_product_kernel", "choose_kernel", "group_kernel"} if name == "qwen3_moe" else set()
-    assert {name for name, _ in at_start} == experts | {
+    experts, dense = {"grouped_product_kernel", "choose_kernel", "group_kernel"}, {"fused_product_kernel"}
+    assert {name for name, _ in at_start} == (experts if name == "qwen3_moe" else dense) | {
         "decode_kernel", "merge_kernel", "prefill_kernel", "rms_norm_kernel", "norm_rotate_store_kernel",
         "gate_and_mul_kernel",
     }  # fmt: skip
@@ -102,17 +107,53 @@ def test_a_recorded_step_reads_nothing_on_the_host(
 ) -> None:
     """The whole model on the meta device, whose tensors have no values: a recording GPU reads none."""
     record_launches(monkeypatch)
-    model_config, meta = read_model_config(checkpoints[name]), torch.device("meta")
     backend = TritonBackend(torch.device("cpu"))
+    model = model_without_values(checkpoints[name], backend)
+    record_without_values(model, backend)
+
+
+def model_without_values(folder: Path, backend: TritonBackend, times: int = 1) -> DecoderForCausalLM:
+    """The model on the meta device, in bfloat16, with its layers that many times over."""
+    model_config, meta = read_model_config(folder), torch.device("meta")
     config = read_decoder_config(model_config, decoder_flags(model_config.architecture))
     with meta:
         rotaries = [RotaryEmbedding(rope, 200, dtype=torch.bfloat16, device=meta) for rope in config.ropes]
-        parts = DecoderParts(config, TensorParallel(), backend, torch.bfloat16)
-        model = DecoderForCausalLM(parts, rotaries)
+        config = replace(config, layers=times * config.layers)
+        model = DecoderForCausalLM(DecoderParts(config, TensorParallel(), backend, torch.bfloat16), rotaries)
         for module in model.modules():
             if isinstance(module, WeightedModule):
                 module.finish_loading()
-    record_without_values(model, backend)
+    return model
+
+
+@pytest.mark.parametrize("name", ["gqa2_tied_hub", "gqa2_bias", "llama3"])
+@torch.inference_mode()
+def test_a_decode_step_has_six_launches_a_layer_and_few_beside(
+    name: str, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Qwen3 and Llama, from token ids to logits: embedding, rotation, the norms before the first layer and
+    after the last one, LM head; the sampler's launches come to those."""
+    folder = make_family(tmp_path, BY_NAME[name]) if name in BY_NAME else checkpoints[name]
+    backend, meta = TritonBackend(torch.device("cpu")), torch.device("meta")
+    counts = []
+    for times in (1, 2):
+        model = model_without_values(folder, backend, times)
+        cache = KVCache(
+            model.attention_layers, num_blocks=3, block_size=16, dtype=torch.bfloat16, device=meta
+        )
+        ids, rows = (
+            torch.zeros(24, dtype=torch.int64, device=meta),
+            torch.zeros(24, dtype=torch.int32, device=meta),
+        )
+        metadata = backend.decode_metadata(
+            rows, rows, torch.zeros((24, 8), dtype=torch.int32, device=meta), 128
+        )
+        with LaunchCount(monkeypatch) as launched:
+            model.logits(model.hidden_states(ForwardBatch(ids, ids, ids, ids[:0], metadata), cache))
+        counts.append(len(launched.names))
+    num_layers = len(model.model.layers) // 2
+    assert counts[1] - counts[0] == LAUNCHES_OF_A_LAYER * num_layers, launched.names
+    assert 2 * counts[0] - counts[1] <= 5, launched.names
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen2_moe"])
@@ -123,6 +164,7 @@ def test_a_recorded_step_of_transformers_reads_nothing_on_the_host(
     folder = make_architecture(tmp_path / "model", name)
     backend = TritonBackend(torch.device("cpu"))
     record_launches(monkeypatch)
+    monkeypatch.setattr(packed, "_can_pack", lambda dtype: False)  # no packed weight moves to another device
     model = load_model(
         read_model_config(folder), folder, model_path="transformers", tp=TensorParallel(), backend=backend,
         max_positions=200, dtype=torch.bfloat16, device=torch.device("cpu"),

@@ -62,6 +62,20 @@ def test_no_kernel_spills_and_each_fits_and_loads_as_it_should(compiled: dict[st
         assert each["spill_bytes"] == 0, each
 
 
+def test_products_have_a_buffer_for_every_stage(compiled: dict[str, Any]) -> None:
+    """With one less, as Triton plans it where registers read a tile too, copies overtake wgmma."""
+    products = [each for each in compiled["kernels"] if each["kernel"] == "fused_product_kernel"]
+    assert len(products) == 4 * 3  # of a layer, by the class of rows
+    for each in products:
+        constants, stages = each["constants"], each["options"]["num_stages"]
+        columns = constants["COLUMNS"] * (1 + constants["GATED"])
+        wanted = stages * (constants["ROWS"] + columns) * constants["DEPTH"] * 2
+        # tiles of 16 rows are read by registers alone, which have read them before the next copy begins
+        assert each["shared_bytes"] >= (
+            wanted if constants["ROWS"] >= 64 else wanted * (stages - 1) // stages
+        )
+
+
 def test_no_step_compiles_a_variant_of_its_own(tmp_path: Path) -> None:
     """Whatever the row count, of every model; and every kernel with a line in KERNELS is launched."""
     assert static(tmp_path, "--no-compile")["problems"] == []
