@@ -54,9 +54,9 @@ class Kernel:
 
 
 KERNELS = {
-    "decode_kernel": Kernel(variants=2, of_layer=("WINDOW",), warps=16, product="mma"),
+    "decode_kernel": Kernel(variants=2, of_layer=("WINDOW",), warps=16, product="mma", wide=0.7),
     "merge_kernel": Kernel(variants=5, of_layer=("WINDOW",), wide=0.0),  # a few rows of float32
-    "prefill_kernel": Kernel(of_layer=("WINDOW",), warps=8, product="wgmma"),
+    "prefill_kernel": Kernel(of_layer=("WINDOW",), warps=8, product="wgmma", wide=0.7),
     "store_kernel": Kernel(),
     "rms_norm_kernel": Kernel(variants=2),
     "norm_rotate_store_kernel": Kernel(wide=0.4),  # a half of each head at a time; slots of 8 bytes
