@@ -28,6 +28,7 @@ OUT = Path("ops/out/gpu")
 TOTAL_S = 465  # under eight minutes, with what starting and gathering take
 LEAST_S = 5  # with less left no section is begun
 DEFAULT = "graphs, overlap"
+SHIPPED = "Qwen3-0.6B, bfloat16"  # of ops/bench/kernel_cases.py
 PACKAGES = (
     "torch", "triton", "numpy", "xxhash", "transformers", "tokenizers", "safetensors", "jinja2", "pyarrow",
     "pytest", "hypothesis", "psutil",
@@ -92,6 +93,9 @@ def sections(out: Path, models: Path) -> list[Section]:
             ("ops.bench.accuracy", "--rows", "3", "--batches", "1", "2", "--device", "cpu"),
         ),
         Section("host time", 45, ("ops.bench.host_time",), ("ops.bench.host_time", "--cases", "8x40")),
+        Section(
+            "static", 60, ("ops.bench.static", "--only", SHIPPED), ("ops.bench.static", "--no-compile"),
+        ),
     ]  # fmt: skip
 
 

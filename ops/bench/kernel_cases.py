@@ -59,7 +59,7 @@ KERNELS = {
     "prefill_kernel": Kernel(of_layer=("WINDOW",), warps=8, product="wgmma", wide=0.7),
     "store_kernel": Kernel(),
     "rms_norm_kernel": Kernel(variants=2),
-    "norm_rotate_store_kernel": Kernel(wide=0.4),  # a half of each head at a time; slots of 8 bytes
+    "norm_rotate_store_kernel": Kernel(wide=0.35),  # a half of each head at a time; slots of 8 bytes
     "gate_and_mul_kernel": Kernel(),
     "grouped_product_kernel": Kernel(variants=2, of_layer=("IN", "OUT"), warps=8, product="wgmma"),
     # a program has the largest tiles that fit: what hides its loads are the stages of its own loop

@@ -150,6 +150,13 @@ def test_a_profile_knows_when_the_device_waits_and_which_part_a_kernel_is() -> N
     ]
 
 
+def test_every_kernels_tests_run_on_a_gpu() -> None:
+    """But those that need none."""
+    kernels = {f"tests/engine/{path.name}" for path in (ROOT / "tests/engine").glob("test_kernels_*.py")}
+    assert kernels - {"tests/engine/test_kernels_compile.py"} <= set(gpu.GPU_TESTS)
+    assert all((ROOT / name).exists() for name in gpu.GPU_TESTS)
+
+
 def test_missing_packages_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
