@@ -37,6 +37,9 @@ GPU_TESTS = (
     "tests/engine/test_gpu.py",
     "tests/engine/test_kernels_attention.py",
     "tests/engine/test_kernels_layers.py",
+    "tests/engine/test_fused_product.py",
+    "tests/engine/test_attention_features.py",
+    "tests/engine/test_triton_backend.py",
     "tests/engine/test_moe.py",
 )
 DRY_RUN_PATIENCE = 4  # times as long: a CPU may be any, and busy

@@ -2,19 +2,22 @@
 
     python -m ops.bench.products --json products.json
 
-Sizes are Qwen3-0.6B's in bfloat16, at 32, 128 and 256 rows: each product by torch, which calls cuBLAS.
+Sizes are Qwen3-0.6B's in bfloat16, at 32, 128 and 256 rows: each product by torch, which calls cuBLAS, and
+with norm, gate and sum in the same launch.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from engine.attention import load_backend
 from engine.sampling.params import SamplingParams
@@ -26,6 +29,7 @@ from ops.bench.make import SHAPES, Shape
 from ops.bench.report import print_machine
 
 ROWS = (32, 128, 256)
+EPS = 1e-6
 SAMPLED = {
     "greedy": SamplingParams(temperature=0.0),
     "temperature 0.6": SamplingParams(temperature=0.6),
@@ -35,24 +39,60 @@ SAMPLED = {
 }
 
 
-def weights_of(shape: Shape) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of a layer's products, merged as the engine merges them, and of the LM head."""
+def product_cases(shape: Shape, rows: int, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """Each product of so many rows: cuBLAS alone, with the launches beside it, and all in one launch.
+
+    Where there is no launch beside it, the sum that the one launch makes falls to the norm that follows.
+    """
+    from engine.kernels.fused_product import linear_add, norm_gate, norm_linear
+    from engine.kernels.gate_and_mul import silu_and_mul  # Triton's, which a CPU user need not have
+    from engine.kernels.rms_norm import add_rms_norm
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, dtype=dtype, device=device)
+
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     hidden, inner = shape.hidden_size, shape.intermediate_size
-    return {
-        "qkv": (queries + 2 * keys, hidden), "o": (hidden, queries), "gate and up": (2 * inner, hidden),
-        "down": (hidden, inner), "LM head": (shape.vocab_size, hidden),
+    x, norm, squares = random(rows, hidden), random(hidden), torch.ones((rows, 8), device=device)
+    attended, gated = random(rows, queries), random(rows, inner)
+    qkv, o = random(queries + 2 * keys, hidden), random(hidden, queries)
+    gate_up, down = random(2 * inner, hidden), random(hidden, inner)
+
+    def normed() -> Tensor:
+        return add_rms_norm(x, x, norm, EPS)[0]
+
+    ways: dict[str, tuple[Tensor, Tensor, dict[str, Callable[[], object]]]] = {
+        "qkv": (x, qkv, {
+            "cuBLAS": lambda: F.linear(x, qkv),
+            "norm + cuBLAS": lambda: F.linear(normed(), qkv),
+            "one launch": lambda: norm_linear(x, squares, EPS, qkv, None),
+        }),
+        "o": (attended, o, {
+            "cuBLAS": lambda: F.linear(attended, o),
+            "one launch": lambda: linear_add(attended, o, None, x),
+        }),
+        "gate and up": (x, gate_up, {
+            "cuBLAS": lambda: F.linear(x, gate_up),
+            "norm + cuBLAS + SiLU": lambda: silu_and_mul(F.linear(normed(), gate_up)),
+            "one launch": lambda: norm_gate(x, squares, EPS, gate_up, None, gelu=False),
+        }),
+        "down": (gated, down, {
+            "cuBLAS": lambda: F.linear(gated, down),
+            "one launch": lambda: linear_add(gated, down, None, x),
+        }),
     }  # fmt: skip
+    for name, (left, weight, calls) in ways.items():
+        for way, call in calls.items():
+            yield _product(f"{name}, {rows} rows, {way}", call, left, weight)
+    head = random(shape.vocab_size, hidden)
+    yield _product(f"LM head, {rows} rows, cuBLAS", lambda: F.linear(x, head), x, head)
 
 
-def product_cases(shape: Shape, rows: int, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Each product of so many rows."""
-    for name, (num_out, num_in) in weights_of(shape).items():
-        weight = torch.randn((num_out, num_in), dtype=dtype, device=device)
-        x = torch.randn((rows, num_in), dtype=dtype, device=device)
-        num_bytes = weight.nbytes + x.nbytes + rows * num_out * dtype.itemsize
-        flops = 2 * rows * num_out * num_in
-        yield Case(f"{name}, {rows} rows", partial(F.linear, x, weight), num_bytes, flops)
+def _product(name: str, call: Callable[[], object], x: Tensor, weight: Tensor) -> Case:
+    """Its floor: x and weight are read once, the product is written."""
+    num_out, num_in = weight.shape
+    num_bytes = weight.nbytes + x.nbytes + len(x) * num_out * x.element_size()
+    return Case(name, call, num_bytes, 2 * len(x) * num_out * num_in)
 
 
 def sampler_cases(shape: Shape, rows: int, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
@@ -71,7 +111,7 @@ def main() -> None:
     """Measure the ceilings and each case; print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", choices=["products", "sampler"])
-    parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU")
+    parser.add_argument("--dry-run", action="store_true", help="tiny, in Triton's interpreter")
     parser.add_argument("--json", type=Path, help="written anew after each case")
     options = parser.parse_args()
     device = torch.device("cpu" if options.dry_run else "cuda")
@@ -79,13 +119,13 @@ def main() -> None:
     print_machine()
     ceilings = measure_ceilings(device, dtype)
     print(ceilings, flush=True)
-    cases: list[Case] = []
-    for rows in (2,) if options.dry_run else ROWS:
-        if options.only != "sampler":
-            cases += product_cases(shape, rows, device, dtype)
-        if options.only != "products":
-            cases += sampler_cases(shape, rows, device, dtype)
-    run_cases(cases, ceilings, device, options.json)
+    all_rows = (2,) if options.dry_run else ROWS
+    cases: list[Iterator[Case]] = []
+    if options.only != "sampler":
+        cases += [product_cases(shape, rows, device, dtype) for rows in all_rows]
+    if options.only != "products":
+        cases += [sampler_cases(shape, rows, device, dtype) for rows in all_rows]
+    run_cases(chain.from_iterable(cases), ceilings, device, options.json)
 
 
 if __name__ == "__main__":
