@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
 from engine.checkpoint.fingerprint import ModelIdentity
 from engine.checkpoint.folder import resolve_model
 from engine.checkpoint.model_config import ModelConfig
@@ -230,6 +232,7 @@ class Engine:
             decode_tokens=scheduler.decode_tokens,
             num_blocks=scheduler.blocks.num_blocks,
             free_blocks=scheduler.blocks.num_free_blocks,
+            cpu_threads=torch.get_num_threads(),
         )
 
     def chat_token_ids(self, messages: list[dict[str, Any]]) -> list[int]:

@@ -29,6 +29,7 @@ from worker.errors import EngineFailed, ForeignJobsPackage, IoThreadFailed, Star
 from worker.import_path import leave_out_working_directory
 from worker.imports import load_functions, load_parts
 from worker.io_thread.io_events import Shutdown, StopJob
+from worker.openmp import spin_briefly
 from worker.plain_log import keep_plain
 from worker.process_memory import share_freed_memory
 from worker.store.client import MIN_REDIS_VERSION
@@ -97,9 +98,7 @@ class BatchWorker(BaseWorker):
             self._tell_no_start(error)
             raise
         share_freed_memory()
-        # Read by OpenMP when torch is loaded. Spinning threads stall each other where the cores are shared,
-        # and here an I/O thread, user functions and other processes always share them (RESULTS.md).
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        spin_briefly(os.environ)
         self._install_signal_handlers()
         if with_scheduler:
             self._start_scheduler(burst, logging_level, date_format, log_format)

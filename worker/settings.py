@@ -112,7 +112,7 @@ class WorkerSettings(BaseSettings):
     """With more threads given up that have not ended, the worker gives back what it holds and exits."""
 
     torch_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the engine; by default what torch finds."""
+    """CPU threads of the engine; by default what torch finds, and fewer while others use the processors."""
 
     @field_validator("data_roots", mode="before")
     @classmethod
@@ -200,6 +200,7 @@ class WorkerSettings(BaseSettings):
             async_scheduling=self.async_scheduling,
             seed=self.seed,
             chat_template=self.chat_template,
+            adapt_cpu_threads=self.torch_threads is None and "OMP_NUM_THREADS" not in os.environ,
         )
 
 

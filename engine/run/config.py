@@ -45,6 +45,9 @@ class EngineConfig:
         tensor parallelism the model runs in the caller's thread: no gain.
     seed: starts the generator that draws a seed for each request without one.
     chat_template: the name of one of the model's chat templates; None takes the default one, or the only one.
+    adapt_cpu_threads: on a CPU take fewer of torch's threads while other processes use the processors, as
+        engine.run.cpu_threads does. Their number is the process', so this is for one whose torch is the
+        engine's alone. Not with tensor parallelism.
     """
 
     model: str
@@ -64,6 +67,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     seed: int = 0
     chat_template: str | None = None
+    adapt_cpu_threads: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:

@@ -20,6 +20,7 @@ from engine.models.base import CausalModel
 from engine.models.load import load_model
 from engine.models.served import nearest
 from engine.run.config import EngineConfig
+from engine.run.cpu_threads import CpuThreads
 from engine.run.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.run.device import resolve_device
 from engine.run.dtype import served_dtype
@@ -62,8 +63,11 @@ class ModelRunner:
         self._memory = gpu_memory(self.device)
         self._graphs: DecodeGraphs | None = None
         self._graphs_failed = False
+        self._cpu_threads: CpuThreads | None = None
         if self.device.type == "cpu":
             keep_freed_memory()
+            if config.adapt_cpu_threads and tp.size == 1:
+                self._cpu_threads = CpuThreads()
         try:
             self.model = self._load(folder)
             self._probe()
@@ -82,6 +86,8 @@ class ModelRunner:
         order of their launches, so that a step can read what the one before has sampled. On a CPU the step
         has run when this returns.
         """
+        if self._cpu_threads is not None:
+            self._cpu_threads.adapt()
         self._sampled = self._choose(self.logits(step), sampling)
         return DeviceTokens(self._sampled)
 

@@ -54,6 +54,7 @@ class EngineStats:
     prefill_tokens: computed for prompts, and again for preempted sequences.
     cached_tokens: taken from the prefix cache instead.
     decode_tokens: computed one at a time for running sequences.
+    cpu_threads: torch's, in this process.
     """
 
     num_steps: int
@@ -66,3 +67,4 @@ class EngineStats:
     decode_tokens: int
     num_blocks: int
     free_blocks: int
+    cpu_threads: int = 0

@@ -252,6 +252,10 @@ def arrow_allocator() -> str:
     return str(pyarrow.default_memory_pool().backend_name)
 
 
+def spin_count() -> str | None:
+    return os.environ.get("GOMP_SPINCOUNT")
+
+
 def hang_in_c(where: str) -> None:
     """Wait for ever where no exception can be raised from outside."""
     if where == "sleep":

@@ -119,3 +119,12 @@ def test_a_device_that_is_none_is_told_by_its_variable() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_device("gpu!")
     assert with_variables(str(caught.value)).startswith("TOKENMILL_DEVICE='gpu!' is no torch device")
+
+
+@pytest.mark.parametrize("told", ["TOKENMILL_TORCH_THREADS", "OMP_NUM_THREADS"])
+def test_a_number_of_threads_that_was_set_stays(
+    told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert load(monkeypatch, tmp_path).engine_config().adapt_cpu_threads
+    assert not load(monkeypatch, tmp_path, **{told: "2"}).engine_config().adapt_cpu_threads

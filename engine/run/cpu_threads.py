@@ -1,0 +1,82 @@
+"""CpuThreads: as many of torch's threads as there are processors that others leave to this process.
+
+A product is cut into equal parts, one for each thread, and waits for the slowest. Where another process takes
+one of the processors, that part comes late every time, and fewer threads are done sooner.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+INTERVAL_S = 1.0
+# A thread more pays only where most of a processor is free for it; one that is there goes at less than half.
+ADDED_AT, KEPT_AT = 0.7, 0.5
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ProcessorTime:
+    """Seconds up to now: `passed`, `own`, which this process has computed, and `idle`, which the processors
+    that it may run on have done nothing, all of them together."""
+
+    passed: float
+    own: float
+    idle: float
+
+
+class CpuThreads:
+    """Sets torch's number of threads, which is the whole process', between 1 and what it was at first.
+
+    read_time: None where this system does not tell; the number then stays.
+    """
+
+    def __init__(self, read_time: Callable[[], ProcessorTime | None] | None = None) -> None:
+        self._read_time = read_time or read_processor_time
+        self._most = self._current = torch.get_num_threads()
+        self._before = self._read_time()
+        logger.info("CPU threads: at most %d, fewer while other processes use the processors", self._most)
+
+    def adapt(self) -> None:
+        """To be called between steps: about once a second it looks how many processors were free meanwhile.
+
+        Free is what this process used, and what nobody did: a thread that waits and spins counts as used.
+        """
+        if self._before is None or time.monotonic() - self._before.passed < INTERVAL_S:
+            return
+        now, before = self._read_time(), self._before
+        self._before = now
+        if now is None:
+            return
+        free = (now.own - before.own + now.idle - before.idle) / (now.passed - before.passed)
+        wanted = choose_threads(free, self._current, self._most)
+        if wanted != self._current:
+            logger.debug("%.1f processors are free: %d threads instead of %d", free, wanted, self._current)
+            torch.set_num_threads(wanted)
+            self._current = wanted
+
+
+def choose_threads(free: float, current: int, most: int) -> int:
+    """How many of at most `most` threads go on where so many processors are free."""
+    kept = min(current, int(free + 1 - KEPT_AT))
+    return min(most, max(1, kept, int(free + 1 - ADDED_AT)))
+
+
+def read_processor_time(proc: Path = Path("/proc")) -> ProcessorTime | None:
+    """The times of now; None where there is no /proc/stat, as outside Linux. Source: proc_stat(5)."""
+    try:
+        lines = (proc / "stat").read_text().splitlines()
+        ticks = os.sysconf("SC_CLK_TCK")
+        allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    except (OSError, AttributeError, ValueError):
+        return None
+    rows = [fields for fields in map(str.split, lines) if fields and fields[0] in allowed]
+    idle = sum(int(fields[4]) + int(fields[5]) for fields in rows)  # of which some waits for disks
+    return ProcessorTime(time.monotonic(), time.process_time(), idle / ticks) if rows else None
