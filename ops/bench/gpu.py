@@ -77,12 +77,12 @@ def sections(out: Path, models: Path) -> list[Section]:
     one_test = f"{GPU_TESTS[0]}::test_bfloat16_heads_of_128_follow_float32"
     demo = ("ops.bench.accuracy", "--rows", "300", "--device", "cuda", "--attention-backend", "triton")
     return [
-        bench("run", 90, "ops.bench.throughput", *checkpoint, "--variants", DEFAULT, "--rounds", "1"),
+        bench("run", 120, "ops.bench.throughput", *checkpoint, "--variants", DEFAULT, "--rounds", "1"),
         bench("profile", 70, "ops.bench.step_profile", *checkpoint),
         bench("kernels", 60, "ops.bench.kernels"),
         bench("products", 30, "ops.bench.products", "--only", "products"),
         bench("sampler", 30, "ops.bench.products", "--only", "sampler"),
-        bench("sweep", 75, "ops.bench.sweep", "--seconds", "50"),
+        bench("sweep", 60, "ops.bench.sweep", "--seconds", "35"),
         bench(
             "graphs and overlap", 110, "ops.bench.throughput", *checkpoint, "--sampling", TEMPERATURE_06,
             "--seconds", "80", dry_run=("--rounds", "1"),

@@ -123,32 +123,40 @@ def compile_all(asked: Iterable[Asked]) -> dict[Variant, Usage]:
 
 
 def print_usages(asked: Sequence[Asked], usages: Mapping[Variant, Usage]) -> None:
-    """A row for each variant that is compiled, with the cases that share it."""
-    cases: dict[Variant, list[str]] = {}
+    """A row for each kernel and case, over its variants; cases with the same figures share one."""
+    by_case: dict[tuple[str, str], list[Usage]] = {}
     for each in asked:
-        cases.setdefault(each.variant, []).append(each.case)
-    rows = [
-        [
-            f"{variant.name}: {'; '.join(sharing)}",
-            usages[variant].registers,
-            usages[variant].spill_bytes,
-            f"{usages[variant].shared_bytes / 1024:.1f}",
-            usages[variant].num_warps,
-            usages[variant].programs,
-            _counts(usages[variant].loads),
-            _counts(usages[variant].stores),
-            _counts(usages[variant].products),
-        ]
-        for variant, sharing in sorted(cases.items(), key=lambda item: item[0].name)
-    ]
+        by_case.setdefault((each.variant.name, each.case), []).append(usages[each.variant])
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for (name, case), own in by_case.items():
+        widths = sorted({width for usage in own for width in usage.loads}, reverse=True)
+        products = sorted({kind for usage in own for kind in usage.products})
+        figures = (
+            str(len(own)),
+            _range(usage.registers for usage in own),
+            _range(usage.spill_bytes for usage in own),
+            _range(round(usage.shared_bytes / 1024) for usage in own),
+            _range(usage.num_warps for usage in own),
+            _range(usage.programs for usage in own),
+            ", ".join(map(str, widths)) or "-",
+            f"{min(usage.wide_share for usage in own):.0%}",
+            ", ".join(products) or "-",
+        )
+        rows.setdefault((name, *figures), []).append(case)
     header = [
-        "kernel: sizes", "registers", "spills, bytes", "shared, KiB", "warps", "programs per SM",
-        "loads, bytes × count", "stores", "products",
+        "kernel: sizes", "variants", "registers", "spills, bytes", "shared, KiB", "warps", "programs per SM",
+        "loads of bytes", "by 16", "products",
     ]  # fmt: skip
-    print_table(header, rows)
+    print_table(header, [[f"{row[0]}: {'; '.join(cases)}", *row[1:]] for row, cases in sorted(rows.items())])
 
 
-def _counts(counts: Mapping[int, int] | Mapping[str, int]) -> str:
+def _range(values: Iterable[int]) -> str:
+    """Least and most, or the one that all are."""
+    found = list(values)
+    return f"{min(found)}..{max(found)}" if min(found) < max(found) else str(found[0])
+
+
+def _counts(counts: Mapping[int, int]) -> str:
     return ", ".join(f"{what}×{count}" for what, count in counts.items()) or "-"
 
 

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,7 @@ class Profile:
         return found
 
 
+@cache
 def part_of(name: str) -> str:
     """The part of the estimate that a kernel belongs to; "product" for layers' products and the head's."""
     for part, beginnings in PARTS.items():
