@@ -24,7 +24,7 @@ class AttentionMetadata:
 class KernelBackend(ABC):
     """Kernels of one kind: attention over block tables, for the other layers if it has fused ones, a sampler.
 
-    One object serves all layers and keeps no state between steps.
+    One object serves all layers. What it keeps between steps is scratch memory, none of a step's values.
     name: as EngineConfig.attention_backend names it.
     max_head_dim: the largest head it serves, None if any.
     layer_kernels: for norms, rotations and activations, None if those stay in plain torch.
@@ -101,18 +101,17 @@ class CapturableBackend(KernelBackend):
     """
 
     @abstractmethod
-    def context_buckets(self, num_programs: int, max_model_len: int) -> list[int]:
-        """Longest contexts for which a graph of its own pays, ascending, the last one max_model_len.
-
-        num_programs: rows of the batch times this rank's KV heads.
-        """
-
-    @abstractmethod
     def decode_metadata(
-        self, rows: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int
+        self,
+        rows: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        max_context_len: int,
+        order: Tensor | None = None,
     ) -> AttentionMetadata:
         """Metadata of decode steps of len(rows) sequences, over tensors that are filled anew for each step.
 
         rows: [seqs] int32, 0, 1, 2, ...  context_lens: [seqs] int32, at most max_context_len.
-        block_tables: [seqs, blocks] int32; rows may lie apart.
+        block_tables: [seqs, blocks] int32; rows may lie apart.  order: [seqs] int32, a permutation: which
+        sequences should start first, the longest contexts for the shortest time; None: as they stand.
         """

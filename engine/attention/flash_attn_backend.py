@@ -121,13 +121,15 @@ class FlashAttnBackend(TritonBackend):
             ),
         )
 
-    def context_buckets(self, num_programs: int, max_model_len: int) -> list[int]:
-        """One graph for all: the library plans its splits for the widest block table in any case."""
-        return [max_model_len]
-
     def decode_metadata(
-        self, rows: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int
+        self,
+        rows: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        max_context_len: int,
+        order: Tensor | None = None,
     ) -> AttentionMetadata:
+        """The library has an order of its own."""
         return FlashMetadata(FlashDecodes(rows, context_lens, block_tables), None)
 
     def forward(

@@ -17,12 +17,7 @@ from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import ExpertKernels, LayerKernels, ProductKernels
 from engine.errors import ConfigError
-from engine.kernels.decode_attention import (
-    MIN_SPLIT_TOKENS,
-    DecodeRows,
-    choose_num_splits,
-    decode_attention,
-)
+from engine.kernels.decode_attention import DecodeRows, choose_num_programs, decode_attention
 from engine.kernels.expert_groups import choose_experts, group_by_expert
 from engine.kernels.fused_product import DTYPES, linear_add, norm_gate, norm_linear, serves
 from engine.kernels.gate_and_mul import clamped_swiglu_and_mul, gelu_and_mul, silu_and_mul
@@ -35,10 +30,6 @@ from engine.kernels.rotary import norm_rotate_and_store
 from engine.kernels.upload import upload_aligned
 
 MIN_CAPABILITY = (8, 0)  # the first with bfloat16 and asynchronous copies
-# A graph plans its splits for contexts it does not know. A split that a context does not reach ends at once,
-# but all of them are started, which takes as long as reading a short context does: so short contexts have
-# graphs of their own, the shortest with one split and without the launch that merges.
-CAPTURED_CONTEXTS = (MIN_SPLIT_TOKENS, 8 * MIN_SPLIT_TOKENS)
 INTERPRETER_PROCESSORS = 8  # stands in for a GPU's multiprocessors, so that tests see few splits and many
 
 
@@ -51,7 +42,7 @@ class TritonMetadata(AttentionMetadata):
 
 
 class TritonBackend(CapturableBackend):
-    """One launch for all prefill chunks of a step and one or two for all its decodes."""
+    """One launch for all prefill chunks of a step and one for all its decodes."""
 
     name = "triton"
     max_head_dim = MAX_HEAD_DIM
@@ -75,6 +66,7 @@ class TritonBackend(CapturableBackend):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._num_processors = INTERPRETER_PROCESSORS
+        self._arrived: list[Tensor] = []
         self.layer_kernels = LayerKernels(
             add_rms_norm,
             self.norm_rotate_and_store,
@@ -115,6 +107,8 @@ class TritonBackend(CapturableBackend):
         query_lens: NDArray[np.int64],
     ) -> AttentionMetadata:
         decodes = np.flatnonzero(query_lens == 1)
+        # the longest first, so that the device has short ones left to even the finish out
+        decodes = decodes[np.argsort(-context_lens[decodes], kind="stable")]
         prefills = np.flatnonzero(query_lens > 1)
         starts = np.cumsum(query_lens) - query_lens
         num_tiles = -(-query_lens[prefills] // QUERY_TILE)
@@ -137,21 +131,17 @@ class TritonBackend(CapturableBackend):
             DecodeRows(decode_rows, decode_lens, decode_tables, max_decode_len), PrefillTiles(*prefill_parts)
         )
 
-    def context_buckets(self, num_programs: int, max_model_len: int) -> list[int]:
-        """Where choose_num_splits plans other numbers of splits for the contexts of CAPTURED_CONTEXTS.
-
-        Layers with windows plan fewer in the graphs of the longer contexts.
-        """
-        ladder = [*(length for length in CAPTURED_CONTEXTS if length < max_model_len), max_model_len]
-        longest = {choose_num_splits(num_programs, n, self._num_processors): n for n in ladder}
-        return list(longest.values())
-
     def decode_metadata(
-        self, rows: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int
+        self,
+        rows: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        max_context_len: int,
+        order: Tensor | None = None,
     ) -> AttentionMetadata:
         none = rows[:0]
         return TritonMetadata(
-            DecodeRows(rows, context_lens, block_tables, max_context_len),
+            DecodeRows(rows, context_lens, block_tables, max_context_len, order),
             PrefillTiles(none, none, none, none, none),
         )
 
@@ -181,23 +171,32 @@ class TritonBackend(CapturableBackend):
                 sinks=sinks,
             )
         if len(decode.rows):
-            num_programs = len(decode.rows) * cache.keys.shape[2]
-            # splits are planned over what a query sees, which in this layer may be little of a long context
-            max_seen = min(n for n in (decode.max_context_len, window, chunk) if n is not None)
+            num_pairs = len(decode.rows) * cache.keys.shape[2]
             decode_attention(
                 query,
                 cache.keys,
                 cache.values,
                 decode,
+                self._counters(num_pairs),
                 out,
                 scale=features.scale,
-                num_splits=choose_num_splits(num_programs, max_seen, self._num_processors),
+                num_programs=choose_num_programs(num_pairs, self._num_processors),
                 window=window,
                 chunk=chunk,
                 soft_cap=features.soft_cap,
                 sinks=sinks,
             )
         return out
+
+    def _counters(self, number: int) -> Tensor:
+        """At least so many zeros, which each launch leaves as zeros.
+
+        Graphs go on writing to those that they were recorded with, so none is ever freed; they are recorded
+        after a run of the same size, so that none is made while one is.
+        """
+        if not self._arrived or len(self._arrived[-1]) < number:
+            self._arrived.append(torch.zeros(number, dtype=torch.int32, device=self._device))
+        return self._arrived[-1]
 
     def _upload(self, *arrays: NDArray[np.integer]) -> list[Tensor]:
         """Copy the arrays to the device as int32, in one transfer."""

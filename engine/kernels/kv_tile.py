@@ -11,7 +11,14 @@ import triton
 import triton.language as tl
 
 MAX_HEAD_DIM = 256
-KEY_TILE_BYTES = 16 * 1024
+# Stages of the loops over tiles. Keys and values have two buffers each, because the block ids that their
+# places depend on come from the iteration before: looked up in the same one, they would take stages too, and
+# leave a single buffer, so that no copy overlaps the products (seen in code compiled for sm_90).
+NUM_STAGES = 3
+# Of keys or values. Decode: both with two buffers are 32 KiB, so that five programs share the 228 KiB of a
+# Hopper multiprocessor with 160 KiB on their way. Prefill: two programs beside their queries.
+DECODE_TILE_BYTES = 8 * 1024
+PREFILL_TILE_BYTES = 16 * 1024
 DOT_MIN = 16  # the smallest side of a tl.dot operand
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 # The interpreter's tl.dot multiplies the raw bits of bfloat16. A product of two bfloat16 numbers is exact in
@@ -49,9 +56,18 @@ def cap_scores(scores, SOFT_CAP: tl.constexpr):
 
 
 @triton.jit
+def load_block_ids(table_ptr, tokens, end, BLOCK_SIZE: tl.constexpr):
+    """The block of each of `tokens` that is before `end`, 0 for the others.
+
+    Looked up per token, so that the tile's size and the block's do not depend on each other.
+    """
+    return tl.load(table_ptr + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
+
+
+@triton.jit
 def fold_tile(
     queries, acc, row_max, row_sum,
-    keys_ptr, values_ptr, table_ptr, tokens, end, first, last, log2_scale,
+    keys_ptr, values_ptr, blocks, tokens, end, first, last, log2_scale,
     block_stride, token_stride,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, SOFT_CAP: tl.constexpr,
     MASKED: tl.constexpr,
@@ -59,37 +75,33 @@ def fold_tile(
     """Attend to `tokens` of one sequence and KV head; return the new (acc, row_max, row_sum).
 
     queries: [rows, DIM_PAD].  acc: [rows, DIM_PAD] float32, the weighted sum of values so far, not
-    yet divided by row_sum.  row_max, row_sum: [rows] float32, of scores in base 2.  tokens: [tile] int32.
-    end: tokens from here on are not read.  first, last: [rows], the first and the last token each row may
-    see; first is None if all rows see all tokens before their last.  Without MASKED every token is below
-    `end` and seen by every row.  A row whose maximum is still infinite must see some token of the tile.
+    yet divided by row_sum.  row_max, row_sum: [rows] float32, of scores in base 2.  tokens: [tile] int32,
+    and blocks: theirs, as load_block_ids gives them.  end: tokens from here on are not read.  first, last:
+    [rows], the first and the last token each row may see; first is None if all rows see all tokens before
+    their last.  Without MASKED every token is below `end` and seen by every row.  A row whose maximum is
+    still infinite must see some token of the tile.
     Source: FlashAttention-2, arXiv:2307.08691, section 3.1.
     """
     dims = tl.arange(0, DIM_PAD)
     inside = dims < HEAD_DIM
-    # block ids are looked up per token, so that the tile's size and the block's do not depend on each other
-    if MASKED:
-        blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
-    else:
-        blocks = tl.load(table_ptr + tokens // BLOCK_SIZE)
     # int64: a pool of 2^31 elements is only 4 GiB
     offsets = blocks.to(tl.int64) * block_stride + (tokens % BLOCK_SIZE) * token_stride
-    key_places = keys_ptr + offsets[None, :] + dims[:, None]
-    value_places = values_ptr + offsets[:, None] + dims[None, :]
+    places = offsets[:, None] + dims[None, :]
     if MASKED:
         # a slot that was never written may hold NaN, and 0 * NaN is NaN: load zeros instead
-        keys = tl.load(key_places, mask=inside[:, None] & (tokens < end)[None, :], other=0.0)
-        values = tl.load(value_places, mask=(tokens < end)[:, None] & inside[None, :], other=0.0)
+        read = (tokens < end)[:, None] & inside[None, :]
+        keys = tl.load(keys_ptr + places, mask=read, other=0.0)
+        values = tl.load(values_ptr + places, mask=read, other=0.0)
     elif DIM_PAD != HEAD_DIM:
-        keys = tl.load(key_places, mask=inside[:, None], other=0.0)
-        values = tl.load(value_places, mask=inside[None, :], other=0.0)
+        keys = tl.load(keys_ptr + places, mask=inside[None, :], other=0.0)
+        values = tl.load(values_ptr + places, mask=inside[None, :], other=0.0)
     else:
-        keys = tl.load(key_places)
-        values = tl.load(value_places)
+        keys = tl.load(keys_ptr + places)
+        values = tl.load(values_ptr + places)
     if WIDEN:
         queries, keys = queries.to(tl.float32), keys.to(tl.float32)
     # "ieee" keeps float32 products in float32; tf32 has 10 bits of mantissa
-    scores = tl.dot(queries, keys, input_precision="ieee") * log2_scale
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * log2_scale
     if SOFT_CAP is not None:
         scores = cap_scores(scores, SOFT_CAP)
     if MASKED:
@@ -113,15 +125,17 @@ def base2_cap(soft_cap: float | None) -> float | None:
     return None if soft_cap is None else soft_cap * LOG2_E.value
 
 
-def tile_tokens(dim_pad: int, itemsize: int) -> int:
-    """Tokens of one tile, 16 to 128: K and V of 16 KiB each, so that five decode programs share the 228 KiB
-    of a Hopper multiprocessor. float32 takes 16: its exact products are made in registers, outside the
-    tensor cores, and those of larger tiles spill (seen in code compiled for sm_90)."""
+def tile_tokens(dim_pad: int, itemsize: int, tile_bytes: int) -> int:
+    """Tokens of one tile, 16 to 128: as many keys as take tile_bytes.
+
+    float32 takes 16: its exact products are made in registers, outside the tensor cores, and those of larger
+    tiles spill (seen in code compiled for sm_90).
+    """
     if INTERPRETED:
         return 128  # it pays by the operation, not by the byte
     if itemsize == 4:
         return DOT_MIN
-    return min(max(KEY_TILE_BYTES // (dim_pad * itemsize), DOT_MIN), 128)
+    return min(max(tile_bytes // (dim_pad * itemsize), DOT_MIN), 128)
 
 
 def pad_head_dim(head_dim: int) -> int:

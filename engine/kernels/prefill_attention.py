@@ -16,9 +16,12 @@ from torch import Tensor
 from engine.kernels.kv_tile import (
     LOG2_E,
     LOWEST,
+    NUM_STAGES,
+    PREFILL_TILE_BYTES,
     base2_cap,
     first_seen,
     fold_tile,
+    load_block_ids,
     pad_head_dim,
     tile_tokens,
 )
@@ -53,9 +56,9 @@ def prefill_kernel(
 ):  # fmt: skip
     """Program (head, tile of queries)."""
     head = tl.program_id(0)
-    tile = tl.program_id(1)
-    seq = tl.load(tile_seqs_ptr + tile).to(tl.int64)
-    tile_start = tl.load(tile_starts_ptr + tile)
+    query_tile = tl.program_id(1)
+    seq = tl.load(tile_seqs_ptr + query_tile).to(tl.int64)
+    tile_start = tl.load(tile_starts_ptr + query_tile)
     first_row = tl.load(query_ranges_ptr + 2 * seq)
     num_queries = tl.load(query_ranges_ptr + 2 * seq + 1) - first_row
     context_len = tl.load(context_lens_ptr + seq)
@@ -84,6 +87,7 @@ def prefill_kernel(
     keys_ptr += kv_head * HEAD_DIM
     values_ptr += kv_head * HEAD_DIM
     tables_ptr += seq * table_stride
+    tile = tl.arange(0, TILE)
 
     acc = tl.zeros([QUERY_TILE, DIM_PAD], tl.float32)
     row_max = tl.full([QUERY_TILE], LOWEST, tl.float32)
@@ -92,25 +96,33 @@ def prefill_kernel(
         row_max = tl.zeros([QUERY_TILE], tl.float32) + tl.load(sinks_ptr + head) * LOG2_E
         row_sum += 1.0
     if first_seens is not None:
+        blocks = load_block_ids(tables_ptr, begin + tile, end, BLOCK_SIZE)
         for start in tl.range(begin, begin_of_unmasked, TILE):
+            next_blocks = load_block_ids(tables_ptr, start + TILE + tile, end, BLOCK_SIZE)
             acc, row_max, row_sum = fold_tile(
-                queries, acc, row_max, row_sum, keys_ptr, values_ptr, tables_ptr,
-                start + tl.arange(0, TILE), end, first_seens, last_seen, log2_scale,
+                queries, acc, row_max, row_sum, keys_ptr, values_ptr, blocks,
+                start + tile, end, first_seens, last_seen, log2_scale,
                 block_stride, token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, True,
             )  # fmt: skip
+            blocks = next_blocks
         end_of_unmasked = tl.maximum(begin_of_unmasked, end_of_unmasked)
+    blocks = load_block_ids(tables_ptr, begin_of_unmasked + tile, end, BLOCK_SIZE)
     for start in tl.range(begin_of_unmasked, end_of_unmasked, TILE):
+        next_blocks = load_block_ids(tables_ptr, start + TILE + tile, end, BLOCK_SIZE)
         acc, row_max, row_sum = fold_tile(
-            queries, acc, row_max, row_sum, keys_ptr, values_ptr, tables_ptr,
-            start + tl.arange(0, TILE), end, None, last_seen, log2_scale,
+            queries, acc, row_max, row_sum, keys_ptr, values_ptr, blocks,
+            start + tile, end, None, last_seen, log2_scale,
             block_stride, token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, False,
         )  # fmt: skip
+        blocks = next_blocks
     for start in tl.range(end_of_unmasked, end, TILE):
+        next_blocks = load_block_ids(tables_ptr, start + TILE + tile, end, BLOCK_SIZE)
         acc, row_max, row_sum = fold_tile(
-            queries, acc, row_max, row_sum, keys_ptr, values_ptr, tables_ptr,
-            start + tl.arange(0, TILE), end, None, last_seen, log2_scale,
+            queries, acc, row_max, row_sum, keys_ptr, values_ptr, blocks,
+            start + tile, end, None, last_seen, log2_scale,
             block_stride, token_stride, HEAD_DIM, DIM_PAD, BLOCK_SIZE, SOFT_CAP, True,
         )  # fmt: skip
+        blocks = next_blocks
     places = out_ptr + (rows[:, None] * HEADS + head) * HEAD_DIM + dims[None, :]
     tl.store(places, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -150,7 +162,8 @@ def prefill_attention(
         key_cache.stride(0), key_cache.stride(1),
         HEADS=heads, GROUP=heads // kv_heads, HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
         WINDOW=window, CHUNK=chunk, SOFT_CAP=base2_cap(soft_cap),
-        TILE=tile_tokens(dim_pad, itemsize), QUERY_TILE=QUERY_TILE,
-        # as for decode: table lookup, copy of the tile, use; float32 has no registers for the first two
-        num_warps=num_warps, num_stages=2 if itemsize == 4 else 3,
+        TILE=tile_tokens(dim_pad, itemsize, PREFILL_TILE_BYTES), QUERY_TILE=QUERY_TILE,
+        num_warps=num_warps, num_stages=2 if itemsize == 4 else NUM_STAGES,
+        # left to itself, the assembler gives 16 warps of float32 few registers and spills some
+        maxnreg=80 if itemsize == 4 else None,
     )  # fmt: skip

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -115,15 +114,6 @@ class StaticInputs:
         self.block_tables[:num_seqs, :width].copy_(unpack(arrived, arrays)[-1])
 
 
-@dataclass(frozen=True)
-class SizeGraphs:
-    """The graphs of one batch size: replays[i] serves contexts of up to max_context_lens[i] tokens."""
-
-    size: int
-    max_context_lens: list[int]
-    replays: list[Replay]
-
-
 class DecodeGraphs:
     """Owner of the graphs and of their buffers. They read the weights and the KV pool where those are now."""
 
@@ -136,7 +126,6 @@ class DecodeGraphs:
         max_num_seqs: int,
         max_model_len: int,
         block_size: int,
-        num_kv_heads: int,
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -147,16 +136,14 @@ class DecodeGraphs:
         # one output for all graphs: a captured result of its own would keep its part of the pool for ever
         self._hidden = torch.zeros((max_num_seqs, hidden_size), dtype=dtype, device=device)
         self._sizes = batch_sizes(max_num_seqs)
-        self._graphs: list[SizeGraphs] = []
-        for size in reversed(self._sizes):  # the largest first: the others fit into the memory it took
-            buckets = backend.context_buckets(size * num_kv_heads, max_model_len)
-            replays = [capture(self._bind(size, bucket)) for bucket in buckets]
-            self._graphs.insert(0, SizeGraphs(size, buckets, replays))
+        # the largest first: the others fit into the memory it took
+        largest_first = [capture(self._bind(size, max_model_len)) for size in reversed(self._sizes)]
+        self._replays = largest_first[::-1]
 
     @property
     def num_graphs(self) -> int:
-        """All sizes' graphs together."""
-        return sum(len(graphs.replays) for graphs in self._graphs)
+        """One for each size."""
+        return len(self._replays)
 
     def fits(self, step: StepBatch) -> bool:
         """Whether `run` can take this step: one token of each sequence."""
@@ -168,11 +155,9 @@ class DecodeGraphs:
         They stay valid until the next call. sampled: as in `fill_pending`.
         """
         num_seqs = len(step.query_lens)
-        graphs = self._graphs[bisect_left(self._sizes, num_seqs)]
-        bucket = bisect_left(graphs.max_context_lens, int(step.context_lens.max()))
         self._inputs.fill(step)
         fill_pending(self._inputs.token_ids, step, sampled)
-        graphs.replays[bucket]()
+        self._replays[bisect_left(self._sizes, num_seqs)]()
         return self._hidden[:num_seqs]
 
     def _bind(self, size: int, max_context_len: int) -> Callable[[], None]:

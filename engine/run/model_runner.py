@@ -264,7 +264,6 @@ class ModelRunner:
                 max_num_seqs=self._config.max_num_seqs,
                 max_model_len=max_model_len,
                 block_size=self._config.block_size,
-                num_kv_heads=max(layer.num_kv_heads for layer in model.attention_layers),
                 hidden_size=model.hidden_size,
                 dtype=self.dtype,
                 device=self.device,

@@ -23,6 +23,8 @@ HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES, SHARED_BYTES_OF_PROGRAM = 228 * 1024, 227 * 1024
 REGISTERS, WARPS, PROGRAMS = 65_536, 64, 32
 ALIGNMENT = 16
+# Memory that is allocated without a value is what a loop's copies go to, one after another.
+BUFFERS = r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x"
 POINTERS = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float64: "*fp64",
     torch.float8_e4m3fn: "*fp8e4nv", torch.bool: "*i1", torch.uint8: "*u8", torch.int8: "*i8",
@@ -70,6 +72,7 @@ class Usage:
     registers: of a thread.  spill_bytes: stored and loaded again.  shared_bytes: of a program.
     loads, stores: instructions that touch global memory, by the bytes each moves for one thread.
     products: matrix instructions, of a warp ("mma") or of a warp group ("wgmma").
+    buffers: of each tensor that a loop copies ahead to shared memory, how many.
     """
 
     registers: int
@@ -79,6 +82,7 @@ class Usage:
     loads: dict[int, int]
     stores: dict[int, int]
     products: dict[str, int]
+    buffers: tuple[int, ...]
 
     @property
     def programs(self) -> int:
@@ -183,6 +187,7 @@ def compile_variant(variant: Variant) -> Usage:
         loads=_widths(ptx, "ld"),
         stores=_widths(ptx, "st"),
         products={name: count for name, count in products.items() if count},
+        buffers=tuple(int(count) for count in re.findall(BUFFERS, compiled.asm["ttgir"])),
     )
 
 

@@ -44,6 +44,7 @@ class Kernel:
     warps: at least so many share a multiprocessor, which has room for 64; loads hide behind each other's.
     product: its matrix instructions, of a warp ("mma") or of a warp group ("wgmma") in some variant.
     wide: at least this share of the bytes its instructions load is loaded by 16 at a time.
+    buffers: of each tensor that its loops copy to shared memory, at least so many.
     """
 
     variants: int = 1
@@ -51,12 +52,12 @@ class Kernel:
     warps: int = 32
     product: str | None = None
     wide: float = 0.75
+    buffers: int = 0
 
 
 KERNELS = {
-    "decode_kernel": Kernel(variants=2, of_layer=("WINDOW",), warps=16, product="mma", wide=0.7),
-    "merge_kernel": Kernel(variants=5, of_layer=("WINDOW",), wide=0.0),  # a few rows of float32
-    "prefill_kernel": Kernel(of_layer=("WINDOW",), warps=8, product="wgmma", wide=0.7),
+    "decode_kernel": Kernel(of_layer=("WINDOW",), warps=16, product="mma", buffers=2, wide=0.65),
+    "prefill_kernel": Kernel(of_layer=("WINDOW",), warps=8, product="wgmma", buffers=2, wide=0.7),
     "store_kernel": Kernel(),
     "rms_norm_kernel": Kernel(variants=2),
     "norm_rotate_store_kernel": Kernel(wide=0.35),  # a half of each head at a time; slots of 8 bytes
@@ -106,7 +107,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def model_case(name: str, dtype: torch.dtype = torch.bfloat16) -> Case:
-    """A decode step of so many rows at each length that has a graph of its own, and a prefill."""
+    """A decode step of so many rows, and a prefill."""
     return Case(f"{name}, {str(dtype).removeprefix('torch.')}", partial(take_steps, name, dtype))
 
 
@@ -135,12 +136,12 @@ def meta_model(name: str, dtype: torch.dtype) -> tuple[DecoderForCausalLM, Trito
 def take_steps(name: str, dtype: torch.dtype, num_rows: int) -> None:
     """num_rows sequences decode, then one of num_rows + 1 tokens prefills beside a decoding one."""
     model, backend, cache = meta_model(name, dtype)
-    for batch in batches(backend, num_rows, model.attention_layers[0].num_kv_heads):
+    for batch in batches(backend, num_rows):
         model.logits(model.hidden_states(batch, cache))
 
 
-def batches(backend: TritonBackend, num_rows: int, num_kv_heads: int) -> Iterator[ForwardBatch]:
-    """Recorded decode steps over static buffers, a decode that is not recorded, and a mixed step."""
+def batches(backend: TritonBackend, num_rows: int) -> Iterator[ForwardBatch]:
+    """A recorded decode step over static buffers, one that is not recorded, and a mixed step."""
 
     def make(num_tokens: int, attention: Any) -> ForwardBatch:
         tokens = torch.zeros(num_tokens, dtype=torch.int64, device=META)
@@ -148,8 +149,7 @@ def batches(backend: TritonBackend, num_rows: int, num_kv_heads: int) -> Iterato
 
     ints = torch.zeros(num_rows, dtype=torch.int32, device=META)
     tables = torch.zeros((num_rows, MAX_MODEL_LEN // BLOCK_SIZE), dtype=torch.int32, device=META)
-    for longest in backend.context_buckets(num_rows * num_kv_heads, MAX_MODEL_LEN):
-        yield make(num_rows, backend.decode_metadata(ints, ints, tables, longest))
+    yield make(num_rows, backend.decode_metadata(ints, ints, tables, MAX_MODEL_LEN))
     for lens, contexts in (
         ([1] * num_rows, [1000 + num_rows] * num_rows),
         ([num_rows + 1, 1], [num_rows + 1, MAX_MODEL_LEN]),

@@ -106,6 +106,11 @@ def usage_problems(
                 f"{each.where}: {usage.wide_share:.0%} of its loads' bytes by 16, {wanted.wide:.0%} wanted; "
                 f"it loads {_counts(usage.loads)}"
             )
+        if in_16_bits and min(usage.buffers, default=0) < wanted.buffers:
+            yield (
+                f"{each.where}: loops copy to {list(usage.buffers)} buffers, {wanted.buffers} of each tensor "
+                "wanted: with one, no copy overlaps the products"
+            )
         if in_16_bits and wanted.product:
             products.setdefault((each.where, wanted.product), set()).update(usage.products)
     for (where, product), found in products.items():

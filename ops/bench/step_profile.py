@@ -44,7 +44,7 @@ HEAD_TIMES = 5  # the LM head reads 25 times the weights of a layer's largest pr
 #: Beginnings of kernels' names, by the part of the estimate they belong to; what is in none of them is glue.
 PARTS = {
     "attention": ("decode_kernel", "prefill_kernel"),
-    "merge": ("merge_kernel",),
+    "merge": (),  # a part of decode_kernel, where the estimate has a launch of its own for it
     "layers": (
         "rms_norm_kernel",
         "norm_rotate_store_kernel",

@@ -1,8 +1,8 @@
-"""Decode attention with other tiles, stages, warps and splits than the engine takes.
+"""Decode attention with other tiles, stages, warps and numbers of programs than the engine takes.
 
     python -m ops.bench.sweep --json sweep.json
 
-Each batch starts from what the engine takes: tiles and stages are tried together, then warps, then splits,
+Each batch starts from what the engine takes: tiles and stages are tried together, then warps, then programs,
 the best kept each time, so that a score of variants is compiled and not two hundred.
 """
 
@@ -31,18 +31,19 @@ from ops.bench.table import print_table
 
 BATCHES = ((256, 150, 1536), (64, 150, 1536), (256, 512, 512), (16, 4096, 4096))  # sequences, contexts
 VALUES: dict[str, tuple[int, ...]] = {
-    "tile": (16, 32, 64), "stages": (2, 3, 4, 5, 6), "warps": (2, 4, 8), "splits": (1, 2, 4, 8, 16)
+    "tile": (16, 32, 64), "stages": (2, 3, 4, 5, 6), "warps": (2, 4, 8), "programs": (1, 2, 4, 8, 16)
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Choice:
-    """tile: tokens.  stages: of the loop over tiles.  warps: of a program.  splits: of a context."""
+    """tile: tokens.  stages: of the loop over tiles.  warps: of a program.
+    programs: that share the splits of a sequence and KV head."""
 
     tile: int
     stages: int
     warps: int
-    splits: int
+    programs: int
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,13 @@ class Relaunched:
 
 @contextmanager
 def relaunched(**changes: Any) -> Iterator[Relaunched]:
-    """Within it both kernels of decode attention get these arguments instead of their own."""
-    decode, merge = module.decode_kernel, module.merge_kernel
-    module.decode_kernel, module.merge_kernel = Relaunched(decode, changes), Relaunched(merge, changes)
+    """Within it decode attention's kernel gets these arguments instead of its own."""
+    kernel = module.decode_kernel
+    module.decode_kernel = Relaunched(kernel, changes)
     try:
         yield module.decode_kernel
     finally:
-        module.decode_kernel, module.merge_kernel = decode, merge
+        module.decode_kernel = kernel
 
 
 class Sweep:
@@ -89,16 +90,16 @@ class Sweep:
         self._metadata = TritonBackend(device).build_metadata(
             paged.tables, paged.context_lens, paged.query_lens
         )
-        self._splits = module.choose_num_splits(
-            len(paged.query) * paged.cache.keys.shape[2], int(paged.context_lens.max()), 132
-        )
+        num_pairs = len(paged.query) * paged.cache.keys.shape[2]
+        self._programs = module.choose_num_programs(num_pairs, 132)
+        self._arrived = torch.zeros(num_pairs, dtype=torch.int32, device=device)
 
     def engines(self) -> Choice:
         """What the engine takes."""
         with relaunched() as kernel:
-            self._attend(self._splits)
+            self._attend(self._programs)
         given = kernel.given
-        return Choice(given["TILE"], given["num_stages"], given["num_warps"], self._splits)
+        return Choice(given["TILE"], given["num_stages"], given["num_warps"], self._programs)
 
     def best(self, choices: Iterable[Choice], keep: Callable[[], None]) -> Choice:
         """Time those that were not timed yet; the fastest of all choices."""
@@ -113,21 +114,21 @@ class Sweep:
         changes = {"TILE": choice.tile, "num_stages": choice.stages, "num_warps": choice.warps}
         with relaunched(**changes):
             try:
-                self._attend(choice.splits)
+                self._attend(choice.programs)
             except OutOfResources:
                 return None
             if self._device.type != "cuda":
-                return seconds_of(lambda: self._attend(choice.splits), self._device, repeats=1)
+                return seconds_of(lambda: self._attend(choice.programs), self._device, repeats=1)
             from triton.testing import do_bench
 
-            median = do_bench(lambda: self._attend(choice.splits), warmup=10, rep=40, return_mode="median")
+            median = do_bench(lambda: self._attend(choice.programs), warmup=10, rep=40, return_mode="median")
             return float(median) / 1000
 
-    def _attend(self, splits: int) -> None:
+    def _attend(self, programs: int) -> None:
         paged = self._paged
         module.decode_attention(
             paged.query, paged.cache.keys, paged.cache.values, self._metadata.decode,  # type: ignore[attr-defined]
-            torch.empty_like(paged.query), scale=paged.features.scale, num_splits=splits,
+            self._arrived, torch.empty_like(paged.query), scale=paged.features.scale, num_programs=programs,
         )  # fmt: skip
 
 
@@ -144,7 +145,7 @@ def main() -> None:
     batches: tuple[tuple[int, int, int], ...] = BATCHES
     shape, values = SHAPES["q06b"], VALUES
     if options.dry_run:
-        shape, values = SHAPES["tiny"], {"tile": (16, 32), "stages": (3,), "warps": (4,), "splits": (1, 2)}
+        shape, values = SHAPES["tiny"], {"tile": (16, 32), "stages": (3,), "warps": (4,), "programs": (1, 2)}
         batches = ((2, 20, 40),)
     print_machine()
     bandwidth = measure_ceilings(device, dtype).read_bandwidth
@@ -168,7 +169,7 @@ def main() -> None:
             grid = product(values["tile"], values["stages"])
             best = sweep.best([best, *(replace(best, tile=t, stages=s) for t, s in grid)], keep)
             best = sweep.best([replace(best, warps=each) for each in values["warps"]], keep)
-            best = sweep.best([replace(best, splits=each) for each in values["splits"]], keep)
+            best = sweep.best([replace(best, programs=each) for each in values["programs"]], keep)
         print_table(
             [name, "µs", "of read bandwidth"],
             [

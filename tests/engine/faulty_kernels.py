@@ -73,7 +73,7 @@ KERNELS = {
     "spilling_kernel": Kernel(warps=1, wide=0.0),
     "specialized_kernel": Kernel(),
     "narrow_kernel": Kernel(),
-    "crowded_kernel": Kernel(product="mma"),
+    "crowded_kernel": Kernel(product="mma", buffers=2),
     "missing_kernel": Kernel(),
 }
 CASES = (

@@ -52,11 +52,13 @@ class ReplayedTorch(TorchBackend, CapturableBackend):
     Padding stores nothing and gets NaN, so that a row of it which goes on anywhere shows.
     """
 
-    def context_buckets(self, num_programs: int, max_model_len: int) -> list[int]:
-        return [length for length in (40, 100) if length < max_model_len] + [max_model_len]
-
     def decode_metadata(
-        self, rows: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int
+        self,
+        rows: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        max_context_len: int,
+        order: Tensor | None = None,
     ) -> StaticDecodes:
         assert rows.tolist() == list(range(len(context_lens)))
         return StaticDecodes(context_lens, block_tables)

@@ -184,7 +184,6 @@ def test_what_its_calls_do_not_know_is_refused_at_start(
 
 def test_a_recorded_decode_step_gives_padding_rows_zeros(backend: FlashAttnBackend) -> None:
     batch = make_batch([300, 1, 0, 256, 0], block_size=256, dtype=torch.bfloat16)
-    assert backend.context_buckets(10, 1024) == [1024]
     lens, tables, rows = (batch.tensor(x) for x in (batch.context_lens, batch.block_tables, range(5)))
     out = run(backend, batch, backend.decode_metadata(rows, lens, tables, 1024))
     assert batch.error(out) < TOLERANCE[torch.bfloat16]

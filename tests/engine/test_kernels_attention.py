@@ -6,6 +6,8 @@ import importlib
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +36,7 @@ def set_tile(monkeypatch: pytest.MonkeyPatch, kernels: Any, tile: int) -> None:
     if DEVICE.type == "cuda":
         return
     for module in (kernels.decode_attention, kernels.prefill_attention):
-        monkeypatch.setattr(module, "tile_tokens", lambda dim_pad, itemsize: tile)
+        monkeypatch.setattr(module, "tile_tokens", lambda *args: tile)
 
 
 def named(batch: PagedBatch) -> dict[str, Any]:
@@ -44,20 +46,52 @@ def named(batch: PagedBatch) -> dict[str, Any]:
 
 
 def decode(
-    batch: PagedBatch, *, num_splits: int, min_split: int = 16, kernels: Any = KERNELS
+    batch: PagedBatch,
+    *,
+    split: int,
+    programs: int = 32,
+    order: list[int] | None = None,
+    arrived: torch.Tensor | None = None,
+    kernels: Any = KERNELS,
 ) -> torch.Tensor:
-    """Run the decode kernels on a batch of one query for each sequence; two more rows stay poisoned."""
+    """Run the decode kernel on a batch of one query for each sequence; two more rows stay poisoned.
+
+    split: tokens of a split.  programs: at most so many for each sequence.  The scratch memory holds NaN.
+    """
     rows = kernels.decode_attention.DecodeRows(
         batch.tensor(np.arange(len(batch.query))), batch.tensor(batch.context_lens),
         batch.tensor(batch.block_tables), int(batch.context_lens.max()),
+        None if order is None else batch.tensor(order),
     )  # fmt: skip
     out = batch.poisoned_output(num_more_rows=2)
-    kernels.decode_attention.decode_attention(
-        batch.query, batch.key_cache, batch.value_cache, rows, out,
-        num_splits=num_splits, min_split_tokens=min_split, **named(batch),
-    )  # fmt: skip
+    if arrived is None:
+        arrived = counters(batch)
+    with poisoned_scratch():
+        kernels.decode_attention.decode_attention(
+            batch.query, batch.key_cache, batch.value_cache, rows, arrived, out,
+            num_programs=programs, split_tokens=split, **named(batch),
+        )  # fmt: skip
     assert out[len(batch.query) :].isnan().all()
     return out
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(left.nan_to_num(7.0), right.nan_to_num(7.0))
+
+
+def counters(batch: PagedBatch) -> torch.Tensor:
+    return batch.tensor(np.zeros(len(batch.query) * batch.key_cache.shape[2]))
+
+
+@contextmanager
+def poisoned_scratch() -> Iterator[None]:
+    """torch.empty gives NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # which fills what it does not initialise
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def prefill(batch: PagedBatch, kernels: Any = KERNELS) -> torch.Tensor:
@@ -86,31 +120,59 @@ def test_decode_equals_float64(
     set_tile(monkeypatch, KERNELS, tile)
     lens = [1, block_size - 1, block_size, block_size + 1, 3 * block_size + 1]
     batch = make_batch(lens, head_dim=head_dim, group=group, block_size=block_size)
-    for num_splits in (1, 3):
-        assert batch.error(decode(batch, num_splits=num_splits)) < TOLERANCE[torch.float32]
+    for split in (512, 16):
+        assert batch.error(decode(batch, split=split)) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_splits", [1, 2, 7, 32])
-def test_decode_splits_do_not_show(num_splits: int, dtype: torch.dtype) -> None:
-    """Fewer splits than blocks, and more splits than blocks or tokens."""
+@pytest.mark.parametrize("split", [333, 200, 48, 1])
+def test_decode_splits_do_not_show(split: int, dtype: torch.dtype) -> None:
+    """One split, a long and a short one, splits of blocks, and the most that there may be."""
     batch = make_batch([1, 17, 100, 333], head_dim=64, kv_heads=1, dtype=dtype)
-    assert batch.error(decode(batch, num_splits=num_splits)) < TOLERANCE[dtype]
+    assert batch.error(decode(batch, split=split)) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("num_splits", [1, 4])
-def test_padding_rows_get_zeros_and_read_nothing(num_splits: int) -> None:
+@pytest.mark.parametrize("split", [64, 16])
+def test_padding_rows_get_zeros_and_read_nothing(split: int) -> None:
     """Their block tables point to NaN; the rows between them are right."""
     batch = make_batch([0, 40, 0, 7, 0])
-    out = decode(batch, num_splits=num_splits)
+    out = decode(batch, split=split)
     assert batch.error(out) < TOLERANCE[torch.float32]
     assert (out[[0, 2, 4]] == 0).all()
 
 
 def test_a_batch_of_padding_alone() -> None:
     batch = make_batch([0, 0])
-    for num_splits in (1, 2):
-        assert (decode(batch, num_splits=num_splits)[:2] == 0).all()
+    assert (decode(batch, split=16)[:2] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_of_a_row_depend_on_nothing_but_its_context(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, in a batch, started in another order, and by one program, three, or one for each split."""
+    set_tile(monkeypatch, KERNELS, 16)
+    batch = make_batch([90, 0, 33, 257], kv_heads=2, group=3, head_dim=32, dtype=dtype)
+    out = decode(batch, split=32)
+    for programs, order in ((1, None), (3, [3, 0, 2, 1]), (32, [1, 2, 3, 0])):
+        assert same_bits(decode(batch, split=32, programs=programs, order=order), out)
+    for i in (0, 2, 3):
+        alone = replace(
+            batch, query=batch.query[i : i + 1], block_tables=batch.block_tables[i : i + 1],
+            context_lens=batch.context_lens[i : i + 1], query_lens=batch.query_lens[i : i + 1],
+        )  # fmt: skip
+        assert torch.equal(decode(alone, split=32)[0], out[i])
+
+
+def test_a_launch_leaves_the_counters_to_the_next() -> None:
+    """Launch upon launch over the same counters, as graphs are replayed; contexts grow meanwhile."""
+    arrived = counters(make_batch([1, 1, 1]))
+    for lens in ([31, 65, 3], [32, 66, 4], [33, 0, 100]):
+        batch = make_batch(lens, head_dim=16)
+        for programs in (1, 2, 7):
+            out = decode(batch, split=32, programs=programs, arrived=arrived)
+            assert batch.error(out) < TOLERANCE[torch.float32]
+            assert not arrived.any()
 
 
 @pytest.mark.parametrize(("head_dim", "group", "block_size", "tile"), SHAPES)
@@ -161,15 +223,15 @@ CASES = list(zip(FEATURES, HEADS, strict=True))
 def test_decode_with_features_equals_float64(
     features: dict[str, Any], heads: tuple[int, int, int, torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What no query sees is NaN. One split and several, some with more than there are tokens to see."""
+    """What no query sees is NaN. One split and several."""
     set_tile(monkeypatch, KERNELS, 16)
     head_dim, group, block_size, dtype = heads
     batch = make_batch(
         [130, 1, 0, 25], head_dim=head_dim, group=group, kv_heads=1, block_size=block_size, dtype=dtype,
         **features,
     )  # fmt: skip
-    for num_splits in (1, 3):
-        out = decode(batch, num_splits=num_splits)
+    for split in (130, 48):
+        out = decode(batch, split=split)
         assert batch.error(out) < TOLERANCE[dtype]
         assert (out[2] == 0).all()
 
@@ -179,7 +241,7 @@ def test_one_sink_counts_once_in_32_splits() -> None:
     batch = make_batch([600, 0, 3], head_dim=16, kv_heads=1, has_sinks=True, window=550)
     assert batch.sinks is not None
     batch.sinks.copy_(torch.tensor([9.0, -30.0]))
-    out = decode(batch, num_splits=32)
+    out = decode(batch, split=16)
     assert batch.error(out) < TOLERANCE[torch.float32]
     assert 0 < out[0, 0].abs().max() < 0.1 < out[0, 1].abs().max()
 
@@ -235,7 +297,23 @@ MUTATIONS = {
         "end = tl.minimum(start + length, context_len + 1)",
     ),
     "splits overlap": ("decode_attention.py", "first + split * length", "first + split * (length - 1)"),
-    "merge drops the last split": ("decode_attention.py", "split < num_used", "split < num_used - 1"),
+    "splits begin a token late": (
+        "decode_attention.py", "start = first + split * length", "start = first + split * length + 1",
+    ),
+    "splits of another length than their number is for": (
+        "decode_attention.py", "tl.cdiv(context_len - first, length), 1)",
+        "tl.cdiv(context_len - first - 1, length), 1)",
+    ),
+    "merge drops the last split": (
+        "decode_attention.py", "seq * max_splits * HEADS + kv_head * GROUP, num_splits,",
+        "seq * max_splits * HEADS + kv_head * GROUP, num_splits - 1,",
+    ),
+    "the last but one merges": ("decode_attention.py", "== num_programs - 1", "== num_programs - 2"),
+    "programs that have nothing to do are waited for": (
+        "decode_attention.py", "num_programs = tl.minimum(num_splits, tl.num_programs(2))",
+        "num_programs = tl.num_programs(2)",
+    ),
+    "the counter stays as it is": ("decode_attention.py", "tl.store(arrived, 0)", "tl.store(arrived, 1)"),
     "merge weighs splits by a wrong sum": (
         "decode_attention.py", "row_max + tl.log2(row_sum)", "row_max",
     ),
@@ -246,7 +324,7 @@ MUTATIONS = {
         "kv_tile.py", "<= last[:, None]", "<= last[:, None] + 1",
     ),
     "values past the end are read": (
-        "kv_tile.py", "mask=(tokens < end)[:, None] & inside[None, :]", "mask=inside[None, :]",
+        "kv_tile.py", "values_ptr + places, mask=read", "values_ptr + places, mask=inside[None, :]",
     ),
     "no mask one tile too long": (
         "prefill_attention.py", "(first_token + 1 - begin) // TILE * TILE",
@@ -266,10 +344,6 @@ FEATURE_MUTATIONS = {
     "the window is masked one tile too short": (
         "prefill_attention.py", "tl.cdiv(first_seen(end - 1, WINDOW, CHUNK) - begin, TILE)",
         "(first_seen(end - 1, WINDOW, CHUNK) - begin) // TILE",
-    ),
-    "the merge counts splits of the whole context": (
-        "decode_attention.py", "num_seen = context_len - first_seen(context_len - 1, WINDOW, CHUNK)",
-        "num_seen = context_len",
     ),
     "each split has the sink": ("decode_attention.py", "tl.where(split == 0, ", "tl.where(split >= 0, "),
     "decode leaves the sink out": (
@@ -307,11 +381,11 @@ def mutant(
         del sys.modules[name]
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy sees a mutant's NaN
+@pytest.mark.filterwarnings("ignore:(invalid value|divide by zero):RuntimeWarning")  # a mutant's NaN
 @pytest.mark.parametrize("mutant", MUTATIONS, indirect=True)
 def test_a_slip_in_a_kernel_is_caught(mutant: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same two checks on the true kernels pass."""
-    decodes = make_batch([1, 33, 100], head_dim=32)
+    decodes = make_batch([1, 60, 97], head_dim=32)
     chunks = make_batch([70, 90], [70, 20], head_dim=32)
     for kernels, caught in ((KERNELS, False), (mutant, True)):
         set_tile(monkeypatch, kernels, 16)
@@ -331,8 +405,12 @@ def test_a_slip_in_a_feature_is_caught(mutant: SimpleNamespace, monkeypatch: pyt
 
 
 def worst_error(decodes: PagedBatch, chunks: PagedBatch, kernels: Any) -> float:
-    """Of decodes in three splits and of chunks."""
+    """Of decodes in up to three splits by as many programs, twice over the same counters, and of chunks."""
+    arrived = counters(decodes)
     return max(
-        decodes.error(decode(decodes, num_splits=3, kernels=kernels)),
+        *(
+            decodes.error(decode(decodes, split=48, programs=3, arrived=arrived, kernels=kernels))
+            for _ in "12"
+        ),
         chunks.error(prefill(chunks, kernels=kernels)),
     )

@@ -29,7 +29,11 @@ FAULTS = {
     "missing_kernel": ("no case launches it",),
     "spilling_kernel": ("spills ",),
     "narrow_kernel": ("0% of its loads' bytes by 16, 75% wanted",),
-    "crowded_kernel": ("warps on a multiprocessor, 32 warps wanted", "no mma instruction"),
+    "crowded_kernel": (
+        "warps on a multiprocessor, 32 warps wanted",
+        "no mma instruction",
+        "copy to [] buffers, 2 of each",
+    ),
 }
 
 
@@ -74,6 +78,17 @@ def test_products_have_a_buffer_for_every_stage(compiled: dict[str, Any]) -> Non
         assert each["shared_bytes"] >= (
             wanted if constants["ROWS"] >= 64 else wanted * (stages - 1) // stages
         )
+
+
+def test_five_decode_programs_have_160_kib_on_their_way(compiled: dict[str, Any]) -> None:
+    """For heads of 64 and 128, on one multiprocessor: two buffers of 8 KiB for keys and for values each."""
+    decodes = [each for each in compiled["kernels"] if each["kernel"] == "decode_kernel"]
+    assert {each["constants"]["HEAD_DIM"] for each in decodes} == {64, 128}
+    for each in decodes:
+        assert each["programs"] >= 5, each
+        assert each["buffers"] == [2, 2], each
+        assert each["constants"]["TILE"] * each["constants"]["DIM_PAD"] * 2 == 8 * 1024, each
+        assert 32 * 1024 < each["shared_bytes"] < 40 * 1024, each
 
 
 def test_no_step_compiles_a_variant_of_its_own(tmp_path: Path) -> None:

@@ -14,18 +14,15 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
 
+from triton.runtime.interpreter import InterpretedFunction
+
 import engine.attention
 from engine.attention import load_backend, triton_backend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.triton_backend import TritonBackend
 from engine.errors import ConfigError
-from engine.kernels.decode_attention import (
-    MAX_SPLITS,
-    MIN_SPLIT_TOKENS,
-    PROGRAMS_PER_PROCESSOR,
-    choose_num_splits,
-)
+from engine.kernels.decode_attention import MAX_SPLITS, PROGRAMS_PER_PROCESSOR, choose_num_programs
 from engine.kernels.kv_tile import INTERPRETED
 from engine.layers.attention import Attention
 from tests.engine.paged import DEVICE, TOLERANCE, PagedBatch, make_batch
@@ -112,24 +109,47 @@ def test_one_step_serves_layers_with_different_windows(backend: TritonBackend) -
             assert not out[[1, 4]].any()
 
 
-def test_splits_are_planned_over_what_a_query_sees(
+def test_scratch_memory_is_for_what_a_query_sees(
     backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A window of 128 in a context of 30,000 takes one split and no merge, in a recorded step too."""
+    """A window of 128 in a context of 30,000 takes one split, in a recorded step too."""
     batch = make_batch([30_000], head_dim=16, group=1, kv_heads=1)
     rows, lens, tables = (batch.tensor(x) for x in ([0], [30_000], batch.block_tables))
     cache = LayerKVCache(batch.key_cache, batch.value_cache)
-    planned = []
-    monkeypatch.setattr(
-        triton_backend, "decode_attention", lambda *args, num_splits, **kwargs: planned.append(num_splits)
-    )
+    taken: list[int] = []
+    monkeypatch.setattr(InterpretedFunction, "run", lambda kernel, *args, **kwargs: taken.append(args[13]))
     for metadata in (
         backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens),
         backend.decode_metadata(rows, lens, tables, 40_960),
     ):
-        for changes in ({}, {"window": 128}, {"window": 1024}, {"chunk": 256}, {"window": 10**6}):
+        for changes in ({}, {"window": 128}, {"window": 1024}, {"chunk": 600}, {"window": 10**6}):
             backend.forward(batch.query, cache, metadata, replace(batch.features, **changes))
-    assert planned == [MAX_SPLITS, 1, 8, 2, MAX_SPLITS] * 2
+    assert taken == [MAX_SPLITS, 1, 2, 2, MAX_SPLITS] * 2
+
+
+def test_bits_do_not_depend_on_the_batch_nor_on_being_recorded(backend: TritonBackend) -> None:
+    """One long context among short ones; a recorded step of more rows, in an order of its own."""
+    whole = make_batch([1500, 20, 700, 0], head_dim=16, kv_heads=1)
+    cache = LayerKVCache(whole.key_cache, whole.value_cache)
+    alone = replace(
+        whole, query=whole.query[:1], block_tables=whole.block_tables[:1],
+        context_lens=whole.context_lens[:1], query_lens=whole.query_lens[:1],
+    )  # fmt: skip
+    rows, lens, tables, order = (
+        whole.tensor(x) for x in (range(4), whole.context_lens, whole.block_tables, [0, 2, 1, 3])
+    )
+    recorded = backend.decode_metadata(rows, lens, tables, 40_960, order)
+    together = attend(backend, whole)
+    assert torch.equal(attend(backend, alone), together[:1])
+    assert torch.equal(backend.forward(whole.query, cache, recorded, whole.features), together)
+
+
+def test_the_longest_contexts_start_first(backend: TritonBackend) -> None:
+    tables = np.arange(8, dtype=np.int32).reshape(4, 2)
+    metadata = backend.build_metadata(tables, np.array([5, 9, 30, 9]), np.array([1, 1, 2, 1]))
+    assert metadata.decode.rows.tolist() == [1, 4, 0]
+    assert metadata.decode.context_lens.tolist() == [9, 9, 5]
+    assert metadata.decode.block_tables.tolist() == tables[[1, 3, 0]].tolist()
 
 
 def test_metadata_splits_a_step_by_kind(backend: TritonBackend) -> None:
@@ -137,9 +157,9 @@ def test_metadata_splits_a_step_by_kind(backend: TritonBackend) -> None:
     tables = np.arange(12, dtype=np.int32).reshape(4, 3)
     metadata = backend.build_metadata(tables, np.array([5, 80, 9, 3]), np.array([1, 70, 1, 3]))
     decode, prefill = metadata.decode, metadata.prefill
-    assert decode.rows.tolist() == [0, 71]
-    assert decode.context_lens.tolist() == [5, 9]
-    assert decode.block_tables.tolist() == tables[[0, 2]].tolist()
+    assert decode.rows.tolist() == [71, 0]
+    assert decode.context_lens.tolist() == [9, 5]
+    assert decode.block_tables.tolist() == tables[[2, 0]].tolist()
     assert decode.max_context_len == 9
     assert prefill.seqs.tolist() == [0, 0, 1]
     assert prefill.starts.tolist() == [0, 64, 0]
@@ -149,14 +169,13 @@ def test_metadata_splits_a_step_by_kind(backend: TritonBackend) -> None:
     assert all(part.data_ptr() % 16 == 0 for part in parts)  # or Triton compiles anew in mid-run
 
 
-def test_number_of_splits_fills_the_device_and_is_bounded() -> None:
-    """It depends on the longest context only where that is short, so the scratch has a bound."""
-    assert choose_num_splits(8, 100_000, 132) == MAX_SPLITS
-    assert choose_num_splits(8, 3 * MIN_SPLIT_TOKENS, 132) == 3
-    assert choose_num_splits(8, 1, 132) == choose_num_splits(8, 0, 132) == 1
-    for num_programs in (1, 100, 2048, 100_000):
-        num_splits = choose_num_splits(num_programs, 10**6, 132)
-        assert num_programs * num_splits < PROGRAMS_PER_PROCESSOR * 132 + num_programs
+def test_programs_fill_the_device_and_few_are_idle() -> None:
+    """However long contexts are: one graph serves all."""
+    assert choose_num_programs(8, 132) == MAX_SPLITS
+    for num_pairs in (1, 100, 2048, 100_000):
+        num_programs = choose_num_programs(num_pairs, 132)
+        assert num_programs >= 1
+        assert num_pairs * num_programs < PROGRAMS_PER_PROCESSOR * 132 + num_pairs
 
 
 def test_auto_takes_triton_on_cuda_and_warns(caplog: pytest.LogCaptureFixture) -> None:
