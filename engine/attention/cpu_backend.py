@@ -86,10 +86,10 @@ class CpuBackend(KernelBackend):
         cache: LayerKVCache,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """As LayerKernels has it, in two passes."""
-        query, key = self._elementwise.norm_and_rotate(query, key, rotation, norms, eps)
-        self.store(key, value, cache, slot_mapping)
-        return query
+        """As LayerKernels has it."""
+        return self._elementwise.norm_rotate_and_store(
+            query, key, value, rotation, norms, eps, cache.keys, cache.values, slot_mapping
+        )
 
     def build_metadata(
         self,

@@ -11,7 +11,7 @@ import torch
 from numba import carray, float32, int32, int64, njit
 from torch import Tensor
 
-from engine.cpu_kernels.kernel import Kernel, element_of, next_task, worker_number
+from engine.cpu_kernels.kernel import ELEMENTS, Kernel, next_task, worker_number
 from engine.cpu_kernels.softmax import LEAST, ONE, exp_of_negative, softmax_numerators, tanh
 from engine.cpu_kernels.vectors import (
     FLOAT_BYTES,
@@ -62,7 +62,7 @@ def decode_attention(
     """
     num_heads, head_dim = query.shape[1:]
     _, block_size, num_kv_heads, _ = key_cache.shape
-    num_seqs, num_threads = len(decode.rows), torch.get_num_threads()
+    num_seqs, num_threads = decode.rows.shape[0], torch.get_num_threads()
     num_parts = 1 if num_seqs >= TASKS_PER_THREAD * num_threads else num_kv_heads
     query = query.contiguous()
     longest = max(1, decode.max_context_len)
@@ -76,7 +76,7 @@ def decode_attention(
         limited,
         soft_cap is not None,
         sinks is not None,
-        element_of(query),
+        query.dtype,
     )
     kernel(
         num_seqs * num_parts,
@@ -119,14 +119,16 @@ def _cap(scores: Any, scale: Any, soft_cap: Any) -> Any:
 
 
 @cache
-def _kernel(head_dim: int, group: int, limited: bool, has_cap: bool, has_sinks: bool, element: Any) -> Kernel:
+def _kernel(
+    head_dim: int, group: int, limited: bool, has_cap: bool, has_sinks: bool, dtype: torch.dtype
+) -> Kernel:
     """One task is a sequence, or some KV heads of it: scores of what it sees, softmax, weighted values.
 
     Each load of a key or value serves the heads of a group. While a block is in work, the next one is
     fetched in the order of its addresses: measured, 1.5 times faster, for the context is in no cache.
-    element: of query, keys, values and output. A thread's scratch holds scores and sums, both float32.
+    dtype: of query, keys, values and output. A thread's scratch holds scores and sums, both float32.
     """
-    rows = rows_at_once(group, head_dim)
+    rows, element = rows_at_once(group, head_dim), ELEMENTS[dtype]
     head_bytes = head_dim * (element.bitwidth // 8)
     sum_bytes = head_dim * FLOAT_BYTES
 

@@ -15,9 +15,9 @@ import torch
 from numba import carray, int64, njit
 from torch import Tensor
 
-from engine.cpu_kernels.kernel import Kernel, element_of, next_task
+from engine.cpu_kernels.kernel import ELEMENTS, Kernel, next_task
 from engine.cpu_kernels.softmax import exp_of_negative
-from engine.cpu_kernels.vectors import FLOAT32, float_of, narrow, pointer_to, row_pointer, wide
+from engine.cpu_kernels.vectors import float_of, narrow, pointer_to, row_pointer, wide
 
 GELU_LINEAR = np.float32(2 * (2 / np.pi) ** 0.5)  # gelu's tanh is of sqrt(2 / pi) * (x + 0.044715 x^3)
 GELU_CUBIC = np.float32(0.044715 * 2 * (2 / np.pi) ** 0.5)
@@ -32,19 +32,19 @@ def store_kv(
     keys, values: [tokens, kv_heads, head_dim], heads adjacent.  key_cache, value_cache: [blocks, block,
     kv_heads, head_dim] contiguous.  slot_mapping: [tokens] int64.
     """
-    row_len = keys.shape[1] * keys.shape[2]
-    _store_kernel(element_of(keys))(
-        _num_tasks(keys), len(keys), keys, keys.stride(0), values, values.stride(0), key_cache, value_cache,
-        slot_mapping, row_len,
+    num_tokens, kv_heads, head_dim = keys.shape
+    _store_kernel(keys.dtype)(
+        _num_tasks(num_tokens), num_tokens, keys, keys.stride(0), values, values.stride(0), key_cache,
+        value_cache, slot_mapping, kv_heads * head_dim,
     )  # fmt: skip
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (norm of x + residual, x + residual). x, residual: [tokens, dim] contiguous."""
     normed, total = torch.empty_like(x), torch.empty_like(x)
-    dim = x.shape[1]
-    kernel = _norm_kernel(True, element_of(x), element_of(weight))
-    kernel(_num_tasks(x), len(x), x, dim, residual, weight, normed, total, dim, eps)
+    num_rows, dim = x.shape
+    kernel = _norm_kernel(True, x.dtype, weight.dtype)
+    kernel(_num_tasks(num_rows), num_rows, x, dim, residual, weight, normed, total, dim, eps)
     return normed, total
 
 
@@ -52,43 +52,42 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight. x: [..., dim], where rows may lie apart; weight: [dim]."""
     rows = x.flatten(0, -2)
     normed = x.new_empty(x.shape)
-    kernel = _norm_kernel(False, element_of(x), element_of(weight))
-    kernel(_num_tasks(rows), len(rows), rows, rows.stride(0), 0, weight, normed, 0, rows.shape[1], eps)
+    num_rows, dim = rows.shape
+    kernel = _norm_kernel(False, x.dtype, weight.dtype)
+    kernel(_num_tasks(num_rows), num_rows, rows, rows.stride(0), 0, weight, normed, 0, dim, eps)
     return normed
 
 
-def norm_and_rotate(
+def norm_rotate_and_store(
     query: Tensor,
     key: Tensor,
+    value: Tensor,
     rotation: tuple[Tensor, Tensor],
-    norm_weights: tuple[Tensor, Tensor] | None,
+    norms: tuple[Tensor, Tensor] | None,
     eps: float,
-) -> tuple[Tensor, Tensor]:
-    """Normalise each head, unless norm_weights is None, then rotate it by its position.
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """As NormRotateAndStore has it, in one pass over the tokens.
 
-    query, key: [tokens, heads, head_dim], heads adjacent.  rotation: cosines and sines [tokens, 1,
-    rotary_dim]; a head's numbers from rotary_dim on are not rotated.  norm_weights: [head_dim] each, or
-    [heads, head_dim] where each head has its own; contiguous.
+    query, key, value: [tokens, heads, head_dim], heads adjacent.  rotation: cosines and sines [tokens, 1,
+    rotary_dim].  norms: weights, contiguous.  Caches and slots: as for store_kv.
     """
+    num_tokens, num_heads, head_dim = query.shape
     cos, sin = rotation
-    rotary_dim, turned = cos.shape[-1], []
-    for heads, weight in zip((query, key), norm_weights or (None, None), strict=True):
-        out = heads.new_empty(heads.shape)
-        num_tokens, num_heads, head_dim = heads.shape
-        kernel = _rotate_kernel(
-            weight is not None,
-            rotary_dim < head_dim,
-            element_of(heads),
-            element_of(cos),
-            FLOAT32 if weight is None else element_of(weight),
-        )
-        kernel(
-            _num_tasks(heads), num_tokens, heads, heads.stride(0), num_heads, head_dim, cos, sin,
-            cos.stride(0), rotary_dim, 0 if weight is None else weight,
-            head_dim if weight is not None and weight.dim() == 2 else 0, out, eps,
-        )  # fmt: skip
-        turned.append(out)
-    return turned[0], turned[1]
+    query_norm, key_norm = (0, 0) if norms is None else norms
+    weight_step = head_dim if norms is not None and norms[0].dim() == 2 else 0
+    out = query.new_empty(query.shape)
+    kernel = _turn_kernel(
+        norms is not None, query.dtype, cos.dtype, (cos if norms is None else norms[0]).dtype
+    )
+    kernel(
+        _num_tasks(num_tokens), num_tokens, num_heads, key.shape[1], head_dim, cos.shape[-1],
+        query, query.stride(0), key, key.stride(0), value, value.stride(0), cos, sin, cos.stride(0),
+        query_norm, key_norm, weight_step, eps, out, key_cache, value_cache, slot_mapping,
+    )  # fmt: skip
+    return out
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -104,12 +103,12 @@ def gelu_and_mul(gate_up: Tensor) -> Tensor:
 def _gate(gate_up: Tensor, *, gelu: bool) -> Tensor:
     num_tokens, width = gate_up.shape
     out = gate_up.new_empty(num_tokens, width // 2)
-    _gate_kernel(gelu, element_of(gate_up))(_num_tasks(gate_up), num_tokens, gate_up, out, width // 2)
+    _gate_kernel(gelu, gate_up.dtype)(_num_tasks(num_tokens), num_tokens, gate_up, out, width // 2)
     return out
 
 
-def _num_tasks(rows: Tensor) -> int:
-    return -(-len(rows) // ROWS_PER_TASK)
+def _num_tasks(num_rows: int) -> int:
+    return -(-num_rows // ROWS_PER_TASK)
 
 
 @njit  # type: ignore[untyped-decorator]
@@ -131,8 +130,70 @@ def _inverse_rms(row: Any, eps: Any) -> Any:
     return np.float32(1) / np.sqrt(total / np.float32(len(row)) + eps)
 
 
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _turn(x: Any, out: Any, weight: Any, cos: Any, sin: Any, eps: Any, normed: Any, element: Any) -> None:
+    """Normalise the numbers of a head and rotate as many of them as there are cosines."""
+    rotary_dim = len(cos)
+    half = rotary_dim // 2
+    factor = _inverse_rms(x, eps) if normed else np.float32(1)
+    for d in range(half):
+        first, second = wide(x[d]), wide(x[d + half])
+        if normed:
+            first = first * factor * wide(weight[d])
+            second = second * factor * wide(weight[d + half])
+        out[d] = narrow(first * wide(cos[d]) - second * wide(sin[d]), element)
+        out[d + half] = narrow(second * wide(cos[d + half]) + first * wide(sin[d + half]), element)
+    for d in range(rotary_dim, len(x)):
+        still = wide(x[d])
+        if normed:
+            still = still * factor * wide(weight[d])
+        out[d] = narrow(still, element)
+
+
 @cache
-def _store_kernel(element: Any) -> Kernel:
+def _turn_kernel(
+    normed: bool, dtype: torch.dtype, angle_dtype: torch.dtype, weight_dtype: torch.dtype
+) -> Kernel:
+    """dtype: of queries, keys and values.  angle_dtype: of cosines and sines."""
+    element, angle_element, weight_element = ELEMENTS[dtype], ELEMENTS[angle_dtype], ELEMENTS[weight_dtype]
+
+    def turn(parameters: Any) -> None:
+        num_rows, num_heads, kv_heads, head_dim = parameters[3], parameters[4], parameters[5], parameters[6]
+        rotary_dim, weight_step = parameters[7], parameters[19]
+        eps = np.float32(float_of(parameters[20]))
+        key_len = kv_heads * head_dim
+        slots = pointer_to(parameters[24], int64)
+        task = next_task(parameters)
+        while task >= 0:
+            for i in _rows_of_task(task, num_rows):
+                cos = _row(parameters[14], i, parameters[16], rotary_dim, angle_element)
+                sin = _row(parameters[15], i, parameters[16], rotary_dim, angle_element)
+                queries = _row(parameters[8], i, parameters[9], num_heads * head_dim, element)
+                for head in range(num_heads):
+                    weight = _row(parameters[17], head, weight_step, head_dim, weight_element)
+                    x = queries[head * head_dim : (head + 1) * head_dim]
+                    out = _row(parameters[21], i * num_heads + head, head_dim, head_dim, element)
+                    _turn(x, out, weight, cos, sin, eps, normed, element)
+                if slots[i] >= 0:
+                    keys = _row(parameters[10], i, parameters[11], key_len, element)
+                    for head in range(kv_heads):
+                        weight = _row(parameters[18], head, weight_step, head_dim, weight_element)
+                        x = keys[head * head_dim : (head + 1) * head_dim]
+                        out = _row(parameters[22], slots[i] * kv_heads + head, head_dim, head_dim, element)
+                        _turn(x, out, weight, cos, sin, eps, normed, element)
+                    value = _row(parameters[12], i, parameters[13], key_len, element)
+                    cached = _row(parameters[23], slots[i], key_len, key_len, element)
+                    for d in range(key_len):
+                        cached[d] = value[d]
+            task = next_task(parameters)
+
+    return Kernel(turn)
+
+
+@cache
+def _store_kernel(dtype: torch.dtype) -> Kernel:
+    element = ELEMENTS[dtype]
+
     def store(parameters: Any) -> None:
         num_rows, row_len = parameters[3], parameters[11]
         slots = pointer_to(parameters[10], int64)
@@ -154,7 +215,9 @@ def _store_kernel(element: Any) -> Kernel:
 
 
 @cache
-def _norm_kernel(adds: bool, element: Any, weight_element: Any) -> Kernel:
+def _norm_kernel(adds: bool, dtype: torch.dtype, weight_dtype: torch.dtype) -> Kernel:
+    element, weight_element = ELEMENTS[dtype], ELEMENTS[weight_dtype]
+
     def norm(parameters: Any) -> None:
         num_rows, stride, dim = parameters[3], parameters[5], parameters[10]
         eps = np.float32(float_of(parameters[11]))
@@ -179,54 +242,9 @@ def _norm_kernel(adds: bool, element: Any, weight_element: Any) -> Kernel:
 
 
 @cache
-def _rotate_kernel(
-    normed: bool, partly: bool, element: Any, angle_element: Any, weight_element: Any
-) -> Kernel:
-    """partly: some of a head's numbers are not rotated.  angle_element: of cosines and sines."""
-
-    def rotate(parameters: Any) -> None:
-        num_rows, row_len, num_heads, head_dim = parameters[3], parameters[5], parameters[6], parameters[7]
-        rotary_dim, weight_step = parameters[11], parameters[13]
-        eps = np.float32(float_of(parameters[15]))
-        half = rotary_dim // 2 if partly else head_dim // 2
-        task = next_task(parameters)
-        while task >= 0:
-            for i in _rows_of_task(task, num_rows):
-                cos = _row(parameters[8], i, parameters[10], rotary_dim, angle_element)
-                sin = _row(parameters[9], i, parameters[10], rotary_dim, angle_element)
-                heads = _row(parameters[4], i, row_len, num_heads * head_dim, element)
-                for head in range(num_heads):
-                    x = heads[head * head_dim : (head + 1) * head_dim]
-                    out = _row(parameters[14], i * num_heads + head, head_dim, head_dim, element)
-                    if normed:
-                        weight = _row(parameters[12], head, weight_step, head_dim, weight_element)
-                        factor = _inverse_rms(x, eps)
-                        for d in range(half):
-                            first = wide(x[d]) * factor * wide(weight[d])
-                            second = wide(x[d + half]) * factor * wide(weight[d + half])
-                            out[d] = narrow(first * wide(cos[d]) - second * wide(sin[d]), element)
-                            turned = second * wide(cos[d + half]) + first * wide(sin[d + half])
-                            out[d + half] = narrow(turned, element)
-                        if partly:
-                            for d in range(rotary_dim, head_dim):
-                                out[d] = narrow(wide(x[d]) * factor * wide(weight[d]), element)
-                    else:
-                        for d in range(half):
-                            first, second = wide(x[d]), wide(x[d + half])
-                            out[d] = narrow(first * wide(cos[d]) - second * wide(sin[d]), element)
-                            turned = second * wide(cos[d + half]) + first * wide(sin[d + half])
-                            out[d + half] = narrow(turned, element)
-                        if partly:
-                            for d in range(rotary_dim, head_dim):
-                                out[d] = x[d]
-            task = next_task(parameters)
-
-    return Kernel(rotate)
-
-
-@cache
-def _gate_kernel(gelu: bool, element: Any) -> Kernel:
+def _gate_kernel(gelu: bool, dtype: torch.dtype) -> Kernel:
     """gate * sigmoid(gate) * up; gelu by tanh is gate * sigmoid(2 * what the tanh is of), as well."""
+    element = ELEMENTS[dtype]
 
     def gate_and_mul(parameters: Any) -> None:
         num_rows, dim = parameters[3], parameters[6]

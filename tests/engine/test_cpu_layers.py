@@ -22,7 +22,7 @@ from engine.cpu_kernels import elementwise
 from engine.cpu_kernels.elementwise import (
     add_rms_norm,
     gelu_and_mul,
-    norm_and_rotate,
+    norm_rotate_and_store,
     rms_norm,
     silu_and_mul,
     store_kv,
@@ -101,24 +101,46 @@ def test_a_norm_that_is_summed_in_bfloat16_is_seen(monkeypatch: pytest.MonkeyPat
         test_rms_norm(48, torch.bfloat16)
 
 
+def check_turned(
+    merged: torch.Tensor,
+    num_heads: int,
+    kv_heads: int,
+    rotation: tuple[torch.Tensor, torch.Tensor],
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """Queries, keys and values as views of one merged projection; slots out of order, some of them -1."""
+    num_tokens, _, head_dim = merged.shape
+    query, key, value = merged.split((num_heads, kv_heads, kv_heads), dim=1)
+    slots = torch.randperm(4 * 7, generator=torch.Generator().manual_seed(1))[:num_tokens]
+    slots[2::5] = -1
+    caches = [torch.full((4, 7, kv_heads, head_dim), float("nan"), dtype=merged.dtype) for _ in range(2)]
+    turned = norm_rotate_and_store(query, key, value, rotation, norms, 1e-5, *caches, slots)
+    keys, values = (cache.flatten(0, 1) for cache in caches)
+    stored = slots >= 0
+    assert torch.equal(values[slots[stored]], value[stored])
+    others = torch.ones(len(keys), dtype=torch.bool).index_fill_(0, slots[stored], False)
+    assert keys[others].isnan().all()
+    assert values[others].isnan().all()
+    rotary_dim = rotation[0].shape[-1]
+    for i, (got, x) in enumerate(((turned, query), (keys[slots[stored]], key[stored]))):
+        wide = x.double() if norms is None else norm(x.double(), norms[i].double(), 1e-5)
+        angles = [part.double() if i == 0 else part[stored].double() for part in rotation]
+        expected = apply_rotary(wide, *angles)
+        assert torch.equal(expected[..., rotary_dim:], wide[..., rotary_dim:])
+        torch.testing.assert_close(got.double(), expected, **CLOSE[merged.dtype])
+    assert turned.is_contiguous()
+
+
 @both_dtypes
 @pytest.mark.parametrize("has_norms", [True, False])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (5, 1, 96), (40, 8, 128)])
-def test_norm_and_rotate(
+def test_norm_rotate_and_store(
     heads: int, kv_heads: int, head_dim: int, has_norms: bool, dtype: torch.dtype
 ) -> None:
-    """Queries and keys as views of one merged projection, at random positions."""
+    """At random positions."""
+    weights = (random(head_dim, seed=1, dtype=dtype), random(head_dim, seed=2, dtype=dtype))
     merged = random(19, heads + 2 * kv_heads, head_dim, dtype=dtype)
-    query, key = merged[:, :heads], merged[:, heads : heads + kv_heads]
-    norms = (random(head_dim, seed=1, dtype=dtype), random(head_dim, seed=2, dtype=dtype))
-    norms = norms if has_norms else None
-    rotation = rotation_of(19, head_dim, dtype)
-    turned = norm_and_rotate(query, key, rotation, norms, 1e-5)
-    for i, (got, x) in enumerate(zip(turned, (query, key), strict=True)):
-        wide = x.double() if norms is None else norm(x.double(), norms[i].double(), 1e-5)
-        expected = apply_rotary(wide, *[part.double() for part in rotation])
-        torch.testing.assert_close(got.double(), expected, **CLOSE[dtype])
-        assert got.is_contiguous()
+    check_turned(merged, heads, kv_heads, rotation_of(19, head_dim, dtype), weights if has_norms else None)
 
 
 @both_dtypes
@@ -131,17 +153,11 @@ def test_a_part_of_each_head_is_rotated(
 
     Beside bfloat16 heads, weights and angles may be float32: some families keep them so.
     """
-    query, key = random(19, 6, head_dim, dtype=dtype)[:, :5], random(19, 2, head_dim, seed=1, dtype=dtype)
     shapes = [(5, head_dim), (2, head_dim)] if per_head else [(head_dim,)] * 2
     weights = (random(*shapes[0], seed=2), random(*shapes[1], seed=3))
-    rotation = rotation_of(19, rotary_dim)
     for norms in (weights, None):
-        turned = norm_and_rotate(query, key, rotation, norms, 1e-5)
-        for i, (got, x) in enumerate(zip(turned, (query, key), strict=True)):
-            wide = x.double() if norms is None else norm(x.double(), norms[i].double(), 1e-5)
-            expected = apply_rotary(wide, *[part.double() for part in rotation])
-            assert torch.equal(expected[..., rotary_dim:], wide[..., rotary_dim:])
-            torch.testing.assert_close(got.double(), expected, **CLOSE[dtype])
+        merged = random(19, 9, head_dim, dtype=dtype)
+        check_turned(merged, 5, 2, rotation_of(19, rotary_dim), norms)
 
 
 @both_dtypes

@@ -35,6 +35,14 @@ def test_every_answer_is_the_same_at_every_batch_size() -> None:
     assert outcomes[-1].accuracy > 0.97
 
 
+def test_bfloat16_answers_as_well() -> None:
+    """Its logits move with the batch: now and then an answer may, too."""
+    rows = Rows.read(100)
+    for outcome in compare(engine_answers(device="cpu", dtype="bfloat16"), rows, (8, 64)):
+        assert outcome.accuracy > 0.97
+        assert len(outcome.different_rows) <= 1
+
+
 def test_batching_that_sees_its_padding_is_caught() -> None:
     """A toy that pads prompts on the left and masks nothing: right alone, disturbed in company."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "model")
