@@ -42,6 +42,7 @@ WARM_STEPS = 5
 PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|splitK|::mm$|::addmm$|product", re.IGNORECASE)
 HEAD_TIMES = 5  # the LM head reads 25 times the weights of a layer's largest product
 #: Beginnings of kernels' names, by the part of the estimate they belong to; what is in none of them is glue.
+#: Attention merges its splits by itself.
 PARTS = {
     "attention": ("decode_kernel", "prefill_kernel"),
     "merge": (),  # a part of decode_kernel, where the estimate has a launch of its own for it

@@ -1,9 +1,9 @@
-"""Decode attention with other tiles, stages, warps and numbers of programs than the engine takes.
+"""Decode attention with other tiles, stages, warps, splits and numbers of programs than the engine takes.
 
     python -m ops.bench.sweep --json sweep.json
 
-Each batch starts from what the engine takes: tiles and stages are tried together, then warps, then programs,
-the best kept each time, so that a score of variants is compiled and not two hundred.
+Each batch starts from what the engine takes: tiles and stages are tried together, then warps, lengths of
+splits and programs, the best kept each time, so that a score of variants is compiled and not a thousand.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ from ops.bench.table import print_table
 
 BATCHES = ((256, 150, 1536), (64, 150, 1536), (256, 512, 512), (16, 4096, 4096))  # sequences, contexts
 VALUES: dict[str, tuple[int, ...]] = {
-    "tile": (16, 32, 64), "stages": (2, 3, 4, 5, 6), "warps": (2, 4, 8), "programs": (1, 2, 4, 8, 16)
+    "tile": (16, 32, 64), "stages": (2, 3, 4, 5, 6), "warps": (2, 4, 8), "split": (256, 512, 1024, 2048),
+    "programs": (1, 2, 4, 8, 16),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Choice:
-    """tile: tokens.  stages: of the loop over tiles.  warps: of a program.
+    """tile, split: tokens.  stages: of the loop over tiles.  warps: of a program.
     programs: that share the splits of a sequence and KV head."""
 
     tile: int
     stages: int
     warps: int
+    split: int
     programs: int
 
 
@@ -97,9 +99,9 @@ class Sweep:
     def engines(self) -> Choice:
         """What the engine takes."""
         with relaunched() as kernel:
-            self._attend(self._programs)
+            self._attend(module.SPLIT_TOKENS, self._programs)
         given = kernel.given
-        return Choice(given["TILE"], given["num_stages"], given["num_warps"], self._programs)
+        return Choice(given["TILE"], given["num_stages"], given["num_warps"], given["SPLIT"], self._programs)
 
     def best(self, choices: Iterable[Choice], keep: Callable[[], None]) -> Choice:
         """Time those that were not timed yet; the fastest of all choices."""
@@ -114,21 +116,26 @@ class Sweep:
         changes = {"TILE": choice.tile, "num_stages": choice.stages, "num_warps": choice.warps}
         with relaunched(**changes):
             try:
-                self._attend(choice.programs)
+                self._attend(choice.split, choice.programs)
             except OutOfResources:
                 return None
             if self._device.type != "cuda":
-                return seconds_of(lambda: self._attend(choice.programs), self._device, repeats=1)
+                return seconds_of(
+                    lambda: self._attend(choice.split, choice.programs), self._device, repeats=1
+                )
             from triton.testing import do_bench
 
-            median = do_bench(lambda: self._attend(choice.programs), warmup=10, rep=40, return_mode="median")
+            median = do_bench(
+                lambda: self._attend(choice.split, choice.programs), warmup=10, rep=40, return_mode="median"
+            )
             return float(median) / 1000
 
-    def _attend(self, programs: int) -> None:
+    def _attend(self, split: int, programs: int) -> None:
         paged = self._paged
         module.decode_attention(
             paged.query, paged.cache.keys, paged.cache.values, self._metadata.decode,  # type: ignore[attr-defined]
             self._arrived, torch.empty_like(paged.query), scale=paged.features.scale, num_programs=programs,
+            split_tokens=split,
         )  # fmt: skip
 
 
@@ -145,7 +152,8 @@ def main() -> None:
     batches: tuple[tuple[int, int, int], ...] = BATCHES
     shape, values = SHAPES["q06b"], VALUES
     if options.dry_run:
-        shape, values = SHAPES["tiny"], {"tile": (16, 32), "stages": (3,), "warps": (4,), "programs": (1, 2)}
+        shape = SHAPES["tiny"]
+        values = {"tile": (16, 32), "stages": (3,), "warps": (4,), "split": (256,), "programs": (1, 2)}
         batches = ((2, 20, 40),)
     print_machine()
     bandwidth = measure_ceilings(device, dtype).read_bandwidth
@@ -169,6 +177,7 @@ def main() -> None:
             grid = product(values["tile"], values["stages"])
             best = sweep.best([best, *(replace(best, tile=t, stages=s) for t, s in grid)], keep)
             best = sweep.best([replace(best, warps=each) for each in values["warps"]], keep)
+            best = sweep.best([replace(best, split=each) for each in values["split"]], keep)
             best = sweep.best([replace(best, programs=each) for each in values["programs"]], keep)
         print_table(
             [name, "µs", "of read bandwidth"],
