@@ -165,5 +165,5 @@ def prefill_attention(
         TILE=tile_tokens(dim_pad, itemsize, PREFILL_TILE_BYTES), QUERY_TILE=QUERY_TILE,
         num_warps=num_warps, num_stages=2 if itemsize == 4 else NUM_STAGES,
         # left to itself, the assembler gives 16 warps of float32 few registers and spills some
-        maxnreg=80 if itemsize == 4 else None,
+        maxnreg=128 if itemsize == 4 else None,
     )  # fmt: skip
