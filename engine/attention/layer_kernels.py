@@ -65,6 +65,24 @@ class NormGate(Protocol):
     ) -> Tensor: ...
 
 
+class ProjectHeads(Protocol):
+    """project_heads of ProductKernels."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        squares: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+        rotation: tuple[Tensor, Tensor],
+        norms: tuple[Tensor, Tensor] | None,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class ProductKernels:
     """Linear layers with what stands around them in one launch each, for steps of few rows.
@@ -76,6 +94,8 @@ class ProductKernels:
     norm_linear(x, squares of x, eps, weight, bias or None) -> norm(x) W^T + b.
     norm_gate(the same, gelu) -> silu(gate) * up of such a product, or gelu by tanh.
     linear_add(x, weight, bias or None, residual) -> (residual + x W^T + b, squares of that).
+    project_heads: norm_linear for the merged projection, and NormRotateAndStore of it with the same eps.
+    serves_heads(num_rows, head_dim, width of cosines and sines) -> whether it pays, where `serves` holds.
     """
 
     dtypes: Sequence[torch.dtype]
@@ -83,6 +103,8 @@ class ProductKernels:
     norm_linear: Callable[[Tensor, Tensor, float, Tensor, Tensor | None], Tensor]
     norm_gate: NormGate
     linear_add: Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
+    project_heads: ProjectHeads
+    serves_heads: Callable[[int, int, int], bool]
 
 
 @dataclass(frozen=True)

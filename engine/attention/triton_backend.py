@@ -19,6 +19,7 @@ from engine.attention.layer_kernels import ExpertKernels, LayerKernels, ProductK
 from engine.errors import ConfigError
 from engine.kernels.decode_attention import DecodeRows, choose_num_programs, decode_attention
 from engine.kernels.expert_groups import choose_experts, group_by_expert
+from engine.kernels.fused_heads import project_heads, serves_heads
 from engine.kernels.fused_product import DTYPES, linear_add, norm_gate, norm_linear, serves
 from engine.kernels.gate_and_mul import clamped_swiglu_and_mul, gelu_and_mul, silu_and_mul
 from engine.kernels.grouped_product import grouped_product
@@ -74,7 +75,7 @@ class TritonBackend(CapturableBackend):
             rms_norm,
             gelu_and_mul,
             ExpertKernels(choose_experts, group_by_expert, grouped_product, clamped_swiglu_and_mul),
-            ProductKernels(DTYPES, serves, norm_linear, norm_gate, linear_add),
+            ProductKernels(DTYPES, serves, norm_linear, norm_gate, linear_add, project_heads, serves_heads),
         )
         if device.type == "cuda":
             if device.index is not None:

@@ -45,6 +45,50 @@ class Tile(NamedTuple):
     num_stages: int
 
 
+@triton.jit
+def load_squares(squares_ptr, row, is_row, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr):
+    """The parts of each row's squares, [rows, PARTS_PAD].
+
+    Asked for before a product's loop and used after it, so that nothing waits for them.
+    """
+    part = tl.arange(0, PARTS_PAD)[None, :]
+    is_part = is_row[:, None] & (part < PARTS)
+    return tl.load(squares_ptr + row[:, None] * PARTS + part, mask=is_part, other=0.0)
+
+
+@triton.jit
+def multiply(
+    x_ptr, weight_ptr, row, is_row, column, is_column, x_stride,
+    IN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SECOND: tl.constexpr,
+):  # fmt: skip
+    """Rows of x times rows `column` of the weight, and, unless it is None, those SECOND rows after them.
+
+    Returns two tiles [ROWS, COLUMNS] float32, the second of zeros if there is none.
+    """
+    depth = tl.arange(0, DEPTH)
+    x_places = x_ptr + row[:, None] * x_stride + depth[None, :]
+    weight_places = weight_ptr + column[None, :].to(tl.int64) * IN + depth[:, None]
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    second = acc
+    for done in tl.range(0, IN, DEPTH):
+        if IN % DEPTH == 0:
+            x_mask, weight_mask = is_row[:, None], is_column[None, :]
+        else:
+            x_mask = is_row[:, None] & (depth < IN - done)[None, :]
+            weight_mask = is_column[None, :] & (depth < IN - done)[:, None]
+        x = tl.load(x_places + done, mask=x_mask, other=0.0)
+        weight = tl.load(weight_places + done, mask=weight_mask, other=0.0)
+        if WIDEN:
+            x, weight = x.to(tl.float32), weight.to(tl.float32)
+        acc = tl.dot(x, weight, acc, input_precision="ieee")
+        if SECOND is not None:
+            weight = tl.load(weight_places + SECOND * IN + done, mask=weight_mask, other=0.0)
+            if WIDEN:
+                weight = weight.to(tl.float32)
+            second = tl.dot(x, weight, second, input_precision="ieee")
+    return acc, second
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def fused_product_kernel(
     out_ptr, squares_out_ptr, x_ptr, squares_ptr, weight_ptr, bias_ptr, residual_ptr, num_rows, x_stride, eps,
@@ -60,33 +104,13 @@ def fused_product_kernel(
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    depth = tl.arange(0, DEPTH)
     is_row, is_column = row < num_rows, column < OUT
-    x_places = x_ptr + row[:, None] * x_stride + depth[None, :]
-    weight_places = weight_ptr + column[None, :].to(tl.int64) * IN + depth[:, None]
     if squares_ptr is not None:
-        # asked for before the loop and used after it, so that nothing waits for them
-        part = tl.arange(0, PARTS_PAD)[None, :]
-        is_part = is_row[:, None] & (part < PARTS)
-        squares = tl.load(squares_ptr + row[:, None] * PARTS + part, mask=is_part, other=0.0)
-    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    up = acc
-    for done in tl.range(0, IN, DEPTH):
-        if IN % DEPTH == 0:
-            x_mask, weight_mask = is_row[:, None], is_column[None, :]
-        else:
-            x_mask = is_row[:, None] & (depth < IN - done)[None, :]
-            weight_mask = is_column[None, :] & (depth < IN - done)[:, None]
-        x = tl.load(x_places + done, mask=x_mask, other=0.0)
-        weight = tl.load(weight_places + done, mask=weight_mask, other=0.0)
-        if WIDEN:
-            x, weight = x.to(tl.float32), weight.to(tl.float32)
-        acc = tl.dot(x, weight, acc, input_precision="ieee")
-        if GATED:
-            weight = tl.load(weight_places + OUT * IN + done, mask=weight_mask, other=0.0)
-            if WIDEN:
-                weight = weight.to(tl.float32)
-            up = tl.dot(x, weight, up, input_precision="ieee")
+        squares = load_squares(squares_ptr, row, is_row, PARTS, PARTS_PAD)
+    acc, up = multiply(
+        x_ptr, weight_ptr, row, is_row, column, is_column, x_stride,
+        IN, ROWS, COLUMNS, DEPTH, OUT if GATED else None,
+    )  # fmt: skip
     if squares_ptr is not None:
         inverse = tl.rsqrt(tl.sum(squares, 1) / IN + eps)[:, None]
         acc *= inverse

@@ -141,12 +141,7 @@ class DecoderAttention(WeightedModule):
         rows: Tensor | None = None,
     ) -> Stream:
         """The residual stream after attention, or of those `rows` alone."""
-        qkv, total = self.products.after_norm(stream, norms.before, self.qkv_proj)
-        query, key, value = self.qkv_proj.split(qkv)
-        if self.qk_norm == "whole":
-            query = self.q_norm(query.flatten(1)).view(query.shape)
-            key = self.k_norm(key.flatten(1)).view(key.shape)
-        query = self._norm_rotate_and_store(query, key, value, rotations[self.rope], batch, cache)
+        query, total = self._project_and_store(stream, norms.before, rotations[self.rope], batch, cache)
         attended = self.attention.attend(query, batch, cache, self.sinks)
         if rows is not None:
             attended, total = attended[rows], total[rows]
@@ -155,6 +150,31 @@ class DecoderAttention(WeightedModule):
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
         """Copy the sinks of this rank's heads."""
         fill(self.get_parameter(name), self.heads.read(tensor, 0))
+
+    def _project_and_store(
+        self,
+        stream: Stream,
+        norm: RMSNorm | None,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        cache: LayerKVCache,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (the queries, the stream); keys and values are in the cache then."""
+        if self.qk_norm != "whole":
+            queries = self.products.heads_after_norm(
+                stream, norm, self.qkv_proj, rotation, self._head_norms(), cache, batch.slot_mapping
+            )
+            if queries is not None:
+                return queries, stream.total
+        qkv, total = self.products.after_norm(stream, norm, self.qkv_proj)
+        query, key, value = self.qkv_proj.split(qkv)
+        if self.qk_norm == "whole":
+            query = self.q_norm(query.flatten(1)).view(query.shape)
+            key = self.k_norm(key.flatten(1)).view(key.shape)
+        return self._norm_rotate_and_store(query, key, value, rotation, batch, cache), total
+
+    def _head_norms(self) -> tuple[Tensor, Tensor] | None:
+        return (self.q_norm.weight, self.k_norm.weight) if self.qk_norm == "head" else None
 
     def _norm_rotate_and_store(
         self,
@@ -167,9 +187,8 @@ class DecoderAttention(WeightedModule):
     ) -> Tensor:
         """Return the queries; keys and values are in the cache then."""
         if self.kernels is not None:
-            weights = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm == "head" else None
             return self.kernels.norm_rotate_and_store(
-                query, key, value, rotation, weights, self.rms_norm_eps, cache, batch.slot_mapping
+                query, key, value, rotation, self._head_norms(), self.rms_norm_eps, cache, batch.slot_mapping
             )
         if self.qk_norm == "head":
             query, key = self.q_norm(query), self.k_norm(key)

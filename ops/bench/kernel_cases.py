@@ -65,8 +65,9 @@ KERNELS = {
     "grouped_product_kernel": Kernel(variants=2, of_layer=("IN", "OUT"), warps=8, product="wgmma"),
     # a program has the largest tiles that fit: what hides its loads are the stages of its own loop
     "fused_product_kernel": Kernel(
-        variants=3, of_layer=("IN", "OUT", "GATED"), warps=4, product="wgmma", wide=0.5
+        variants=3, of_layer=("IN", "OUT", "GATED"), warps=4, product="wgmma", wide=0.5, buffers=3
     ),
+    "project_heads_kernel": Kernel(warps=8, product="wgmma", buffers=4),
     "choose_kernel": Kernel(wide=0.0),  # a row of scores is shorter than a warp's wide load
     "group_kernel": Kernel(wide=0.0),
 }

@@ -39,8 +39,6 @@ from tests.engine.launches import LaunchCount, record_launches
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="about CPUs: here the kernels run on a GPU")
 
-LAUNCHES_OF_A_LAYER = 6
-
 
 def mixed_step(rng: random.Random, num_blocks: int) -> StepBatch:
     """Up to nine sequences, decodes or chunks, at any place of contexts of up to 5,000 tokens."""
@@ -78,7 +76,10 @@ def test_start_compiles_every_kernel_that_steps_use(
     runner.warm_up(num_blocks=5)
     at_start = set(seen)
     runner._graphs = runner._capture_graphs(6000)
-    experts, dense = {"grouped_product_kernel", "choose_kernel", "group_kernel"}, {"fused_product_kernel"}
+    experts, dense = (
+        {"grouped_product_kernel", "choose_kernel", "group_kernel"},
+        {"fused_product_kernel", "project_heads_kernel"},
+    )
     assert {name for name, _ in at_start} == (experts if name == "qwen3_moe" else dense) | {
         "decode_kernel", "prefill_kernel", "rms_norm_kernel", "norm_rotate_store_kernel",
         "gate_and_mul_kernel",
@@ -127,9 +128,15 @@ def model_without_values(folder: Path, backend: TritonBackend, times: int = 1) -
 
 
 @pytest.mark.parametrize("name", ["gqa2_tied_hub", "gqa2_bias", "llama3"])
+@pytest.mark.parametrize(("num_rows", "expected"), [(1, 6), (24, 6), (64, 6), (65, 5), (256, 5)])
 @torch.inference_mode()
-def test_a_decode_step_has_six_launches_a_layer_and_few_beside(
-    name: str, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_decode_step_has_at_most_six_launches_a_layer_and_few_beside(
+    num_rows: int,
+    expected: int,
+    name: str,
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of Qwen3 and Llama, from token ids to logits: embedding, rotation, the norms before the first layer and
     after the last one, LM head; the sampler's launches come to those."""
@@ -142,19 +149,20 @@ def test_a_decode_step_has_six_launches_a_layer_and_few_beside(
             model.attention_layers, num_blocks=3, block_size=16, dtype=torch.bfloat16, device=meta
         )
         ids, rows = (
-            torch.zeros(24, dtype=torch.int64, device=meta),
-            torch.zeros(24, dtype=torch.int32, device=meta),
+            torch.zeros(num_rows, dtype=torch.int64, device=meta),
+            torch.zeros(num_rows, dtype=torch.int32, device=meta),
         )
         metadata = backend.decode_metadata(
-            rows, rows, torch.zeros((24, 8), dtype=torch.int32, device=meta), 128
+            rows, rows, torch.zeros((num_rows, 8), dtype=torch.int32, device=meta), 128
         )
         for _ in range(2):  # the first step makes the counters that decode attention keeps
             with LaunchCount(monkeypatch) as launched:
                 model.logits(model.hidden_states(ForwardBatch(ids, ids, ids, ids[:0], metadata), cache))
         counts.append(len(launched.names))
     num_layers = len(model.model.layers) // 2
-    assert counts[1] - counts[0] == LAUNCHES_OF_A_LAYER * num_layers, launched.names
-    assert 2 * counts[0] - counts[1] <= 5, launched.names
+    assert counts[1] - counts[0] == expected * num_layers, launched.names
+    # the first layer's norm stands alone, and in its place the projection and the rest are two launches
+    assert 2 * counts[0] - counts[1] <= 5 + (6 - expected), launched.names
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen2_moe"])

@@ -10,7 +10,10 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
 
 from engine.kernels import fused_product
+from engine.kernels.fused_heads import project_heads, serves_heads
 from engine.kernels.fused_product import Tile, linear_add, norm_gate, norm_linear
+from engine.layers.rotary import RotaryEmbedding, apply_rotary
+from engine.layers.rotary_scaling import Rope
 from tests.engine.paged import DEVICE
 
 # One rounding of a result of a few units in each dtype; the interpreter rounds bfloat16 towards zero.
@@ -97,6 +100,57 @@ def test_each_program_gives_its_own_sum_of_squares() -> None:
     torch.testing.assert_close(squares.double(), torch.stack(ends, 1), rtol=1e-5, atol=1e-6)
     wide, _ = weights(96, 200, torch.float32)
     close(norm_linear(total, squares, EPS, wide, None), F.linear(normed(total), wide.double()))
+
+
+def head_normed(heads: Tensor, weight: Tensor | None) -> Tensor:
+    """[rows, heads, dim], float64."""
+    if weight is None:
+        return heads
+    return heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + EPS) * weight.double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 17, 70])
+@pytest.mark.parametrize(
+    ("width", "heads", "kv_heads", "head_dim"), [(48, 4, 2, 16), (200, 3, 3, 64), (64, 5, 1, 32)]
+)
+def test_project_heads(
+    width: int, heads: int, kv_heads: int, head_dim: int, num_rows: int, has_norms: bool, dtype: torch.dtype
+) -> None:
+    """Queries, and keys and values in slots in any order, of which padding has none; a bias without norms."""
+    weight, bias = weights((heads + 2 * kv_heads) * head_dim, width, dtype)
+    x = random(num_rows, width, dtype=dtype, seed=1) * 5
+    norms = tuple(random(head_dim, dtype=dtype, seed=i) for i in (5, 6)) if has_norms else (None, None)
+    rotary = RotaryEmbedding(Rope("default", head_dim, 500.0, 3000, {}), 3000, dtype=dtype, device=DEVICE)
+    rotation = rotary(torch.arange(num_rows, device=DEVICE) * 41)
+    slots = torch.randperm(80, generator=torch.Generator().manual_seed(0))[:num_rows].to(DEVICE)
+    slots[-1] = -1
+    kept = slots >= 0
+    # a block before the first, for what a slot of -1 would hit
+    pools = [torch.full((21, 4, kv_heads, head_dim), 77.0, dtype=dtype, device=DEVICE) for _ in range(2)]
+    caches = [pool[1:] for pool in pools]
+    each = None if has_norms else bias
+    got = project_heads(
+        x, parts_of_squares(x), EPS, weight, each, rotation, norms if has_norms else None, *caches, slots
+    )
+    product = F.linear(normed(x), weight.double(), None if each is None else each.double())
+    query, key, value = product.view(num_rows, -1, head_dim).split([heads, kv_heads, kv_heads], dim=1)
+    wide = [part.double() for part in rotation]
+    close(got, apply_rotary(head_normed(query, norms[0]), *wide))
+    expected = apply_rotary(head_normed(key, norms[1]), *wide), value
+    others = torch.ones(80, dtype=torch.bool, device=DEVICE).index_fill_(0, slots[kept], False)
+    for pool, cache, numbers in zip(pools, caches, expected, strict=True):
+        close(cache.flatten(0, 1)[slots[kept]], numbers[kept])
+        assert (cache.flatten(0, 1)[others] == 77.0).all()
+        assert (pool[0] == 77.0).all()
+
+
+def test_heads_are_projected_whole_where_there_are_rows_for_it() -> None:
+    """And where they turn as a whole: no part of a head, and no head that is padded to a power of two."""
+    assert [serves_heads(rows, 128, 128) for rows in (64, 65, 256)] == [False, True, True]
+    assert not serves_heads(256, 128, 64)
+    assert not serves_heads(256, 96, 96)
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,9 @@ def check_norm_rotate_and_store(
     slots = torch.randperm(24, generator=torch.Generator().manual_seed(0))[:19].to(DEVICE)
     slots[[3, 18]] = -1
     kept = slots >= 0
-    caches = [torch.full((6, 4, kv_heads, head_dim), 77.0, dtype=dtype, device=DEVICE) for _ in range(2)]
+    # a block before the first, for what a slot of -1 would hit
+    pools = [torch.full((7, 4, kv_heads, head_dim), 77.0, dtype=dtype, device=DEVICE) for _ in range(2)]
+    caches = [pool[1:] for pool in pools]
     turned = norm_rotate_and_store(query, key, value, rotation, norms, 1e-5, *caches, slots)
     assert turned.is_contiguous()
     key_slots, value_slots = (cache.flatten(0, 1) for cache in caches)
@@ -130,8 +132,9 @@ def check_norm_rotate_and_store(
         torch.testing.assert_close(got.double(), expected, rtol=DTYPES[dtype], atol=DTYPES[dtype])
     assert torch.equal(value_slots[slots[kept]], value[kept])
     others = torch.ones(24, dtype=torch.bool, device=DEVICE).index_fill_(0, slots[kept], False)
-    for stored in (key_slots, value_slots):
+    for pool, stored in zip(pools, (key_slots, value_slots), strict=True):
         assert (stored[others] == 77.0).all()
+        assert (pool[0] == 77.0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="triton is not installed, so its kernels ca
 from engine import Engine, EngineConfig, SamplingParams
 from engine.attention.kv_cache import KVCache
 from engine.attention.triton_backend import TritonBackend
+from engine.kernels import fused_heads
 from engine.layers.activation import SiluAndMul
 from engine.layers.norm import RMSNorm
 from engine.run.model_runner import ModelRunner
@@ -90,6 +91,16 @@ def test_attention_features_give_transformers_tokens_through_graphs(
     capture = simulate_graphs(monkeypatch)
     differing, _ = run(reference, "chunks", "triton")
     assert differing == []
+    assert capture.replayed
+
+
+def test_heads_projected_whole_give_transformers_tokens(few: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As steps of many rows have them: here every step, through graphs where it may."""
+    monkeypatch.setattr(fused_heads, "MIN_ROWS", 1)
+    capture = simulate_graphs(monkeypatch)
+    reference = copy(few["gqa2_bias"])
+    reference.answers, reference.prompts = reference.answers[:2], reference.prompts[:2]
+    assert differences(reference, BY_NAME["gqa2_bias"], {"max_num_seqs": 2}) == []
     assert capture.replayed
 
 
