@@ -128,7 +128,10 @@ def compile_all(asked: Iterable[Asked]) -> dict[Variant, Usage]:
 
 
 def print_usages(asked: Sequence[Asked], usages: Mapping[Variant, Usage]) -> None:
-    """A row for each kernel and case, over its variants; cases with the same figures share one."""
+    """A row for each kernel and case, over its variants; cases with the same figures share one.
+
+    What is not said to be in another dtype is in bfloat16.
+    """
     by_case: dict[tuple[str, str], list[Usage]] = {}
     for each in asked:
         by_case.setdefault((each.variant.name, each.case), []).append(usages[each.variant])
@@ -147,7 +150,7 @@ def print_usages(asked: Sequence[Asked], usages: Mapping[Variant, Usage]) -> Non
             f"{min(usage.wide_share for usage in own):.0%}",
             ", ".join(products) or "-",
         )
-        rows.setdefault((name, *figures), []).append(case)
+        rows.setdefault((name, *figures), []).append(case.removesuffix(", bfloat16"))
     header = [
         "kernel: sizes", "variants", "registers", "spills, bytes", "shared, KiB", "warps", "programs per SM",
         "loads of bytes", "by 16", "products",
