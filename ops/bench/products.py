@@ -44,9 +44,11 @@ def product_cases(shape: Shape, rows: int, device: torch.device, dtype: torch.dt
 
     Where there is no launch beside it, the sum that the one launch makes falls to the norm that follows.
     """
+    from engine.kernels.fused_heads import project_heads  # Triton's, which a CPU user need not have
     from engine.kernels.fused_product import linear_add, norm_gate, norm_linear
-    from engine.kernels.gate_and_mul import silu_and_mul  # Triton's, which a CPU user need not have
+    from engine.kernels.gate_and_mul import silu_and_mul
     from engine.kernels.rms_norm import add_rms_norm
+    from engine.kernels.rotary import norm_rotate_and_store
 
     def random(*size: int) -> Tensor:
         return torch.randn(size, dtype=dtype, device=device)
@@ -58,14 +60,31 @@ def product_cases(shape: Shape, rows: int, device: torch.device, dtype: torch.dt
     qkv, o = random(queries + 2 * keys, hidden), random(hidden, queries)
     gate_up, down = random(2 * inner, hidden), random(hidden, inner)
 
+    rotation = (random(rows, 1, shape.head_dim), random(rows, 1, shape.head_dim))
+    norms = (random(shape.head_dim), random(shape.head_dim))
+    cache, slots = random(rows, 1, shape.num_kv_heads, shape.head_dim), torch.arange(rows, device=device)
+
     def normed() -> Tensor:
         return add_rms_norm(x, x, norm, EPS)[0]
+
+    def stored(merged: Tensor) -> Tensor:
+        parts = merged.view(rows, -1, shape.head_dim).split(
+            [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1
+        )
+        return norm_rotate_and_store(*parts, rotation, norms, EPS, cache, cache, slots)
 
     ways: dict[str, tuple[Tensor, Tensor, dict[str, Callable[[], object]]]] = {
         "qkv": (x, qkv, {
             "cuBLAS": lambda: F.linear(x, qkv),
             "norm + cuBLAS": lambda: F.linear(normed(), qkv),
             "one launch": lambda: norm_linear(x, squares, EPS, qkv, None),
+        }),
+        "qkv, rotated and stored": (x, qkv, {
+            "norm + cuBLAS + heads": lambda: stored(F.linear(normed(), qkv)),
+            "product + heads": lambda: stored(norm_linear(x, squares, EPS, qkv, None)),
+            "one launch": lambda: project_heads(
+                x, squares, EPS, qkv, None, rotation, norms, cache, cache, slots
+            ),
         }),
         "o": (attended, o, {
             "cuBLAS": lambda: F.linear(attended, o),

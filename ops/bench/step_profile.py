@@ -47,6 +47,7 @@ PARTS = {
     "attention": ("decode_kernel", "prefill_kernel"),
     "merge": (),  # a part of decode_kernel, where the estimate has a launch of its own for it
     "layers": (
+        "project_heads_kernel",
         "rms_norm_kernel",
         "norm_rotate_store_kernel",
         "store_kernel",
