@@ -68,10 +68,10 @@ def product_cases(shape: Shape, rows: int, device: torch.device, dtype: torch.dt
         return add_rms_norm(x, x, norm, EPS)[0]
 
     def stored(merged: Tensor) -> Tensor:
-        parts = merged.view(rows, -1, shape.head_dim).split(
-            [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1
-        )
-        return norm_rotate_and_store(*parts, rotation, norms, EPS, cache, cache, slots)
+        heads = merged.view(rows, -1, shape.head_dim)
+        query, rest = heads[:, : shape.num_heads], heads[:, shape.num_heads :]
+        key, value = rest[:, : shape.num_kv_heads], rest[:, shape.num_kv_heads :]
+        return norm_rotate_and_store(query, key, value, rotation, norms, EPS, cache, cache, slots)
 
     ways: dict[str, tuple[Tensor, Tensor, dict[str, Callable[[], object]]]] = {
         "qkv": (x, qkv, {
