@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from functools import partial
 
 import torch
 
 from engine import Engine, EngineConfig, SamplingParams
-from ops.bench.workload import Workload, measure, parse_options, report
+from ops.bench.workload import parse_options, run
 
 
 def generate(
@@ -30,16 +31,14 @@ def generate(
 
 
 def main() -> None:
-    """Measure once and print a RESULT line."""
+    """Measure once and print a RESULT line, or take turns."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--attention-backend", default="auto")
     options = parse_options(parser)
     torch.set_num_threads(options.threads)
-    workload = Workload.read(options.workload)
     config = EngineConfig(options.model, dtype=options.dtype, attention_backend=options.attention_backend)
     with Engine(config) as engine:
-        result = measure(lambda prompts, lengths: generate(engine, prompts, lengths), workload)
-        report({"peer": "tokenmill", **result, "stats": asdict(engine.stats())}, options.out)
+        run(options, "tokenmill", partial(generate, engine), lambda: {"stats": asdict(engine.stats())})
 
 
 if __name__ == "__main__":

@@ -8,12 +8,13 @@ Shorter prompts are padded on the left, and every sequence runs as long as the l
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from ops.bench.workload import Workload, measure, parse_options, report
+from ops.bench.workload import parse_options, run
 
 
 def pad_left(prompts: list[list[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,17 +40,14 @@ def generate(model: Any, prompts: list[list[int]], lengths: list[int]) -> list[l
 
 
 def main() -> None:
-    """Measure once and print a RESULT line."""
+    """Measure once and print a RESULT line, or take turns."""
     options = parse_options(
         argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     )
     torch.set_num_threads(options.threads)
     model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
     model.generation_config.eos_token_id = None  # to the full length
-    result = measure(
-        lambda prompts, lengths: generate(model, prompts, lengths), Workload.read(options.workload)
-    )
-    report({"peer": "transformers", **result}, options.out)
+    run(options, "transformers", partial(generate, model))
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,12 @@ class Workload:
         prompts = [seq["prompt"] for seq in found["seqs"]]
         return cls(found["name"], found["model"], prompts, [seq["max_tokens"] for seq in found["seqs"]])
 
+    def shifted(self, shift: int) -> Workload:
+        """The same with other token ids, no more of them than before."""
+        vocab_size = 1 + max(map(max, self.prompts))
+        prompts = [[(token_id + shift) % vocab_size for token_id in prompt] for prompt in self.prompts]
+        return replace(self, prompts=prompts)
+
     def write(self, path: Path) -> None:
         """Write a workload's file."""
         pairs = zip(self.prompts, self.lengths, strict=True)
@@ -53,8 +60,7 @@ def measure(generate: Generate, workload: Workload) -> dict[str, Any]:
 
     cpu_s is of this process's processors: on a busy machine it says more than wall_s.
     """
-    vocab_size = 1 + max(map(max, workload.prompts))
-    others = [[(t + WARM_UP_SHIFT) % vocab_size for t in prompt] for prompt in workload.prompts[:4]]
+    others = workload.shifted(WARM_UP_SHIFT).prompts[:4]
     generate(others, [8] * len(others))
     started, cpu_started = time.perf_counter(), time.process_time()
     outputs = generate(workload.prompts, workload.lengths)
@@ -72,14 +78,45 @@ def measure(generate: Generate, workload: Workload) -> dict[str, Any]:
     }
 
 
+def run(
+    options: argparse.Namespace,
+    peer: str,
+    generate: Generate,
+    more: Callable[[], dict[str, Any]] = dict,
+) -> None:
+    """Do what the options ask: report one workload, with what `more` tells after it, or take turns."""
+    if options.turns:
+        take_turns(generate)
+    else:
+        result = measure(generate, Workload.read(options.workload))
+        report({"peer": peer, **result, **more()}, options.out)
+
+
+def take_turns(generate: Generate) -> None:
+    """Be a peer of `ops.bench.turns`: a line of standard input for each turn, a RESULT for each line."""
+    generate([[1, 2, 3]] * 4, [8] * 4)
+    print("READY", flush=True)
+    for line in sys.stdin:
+        turn = json.loads(line)
+        workload = Workload.read(Path(turn["workload"])).shifted(turn["shift"])
+        started = time.perf_counter()
+        outputs = generate(workload.prompts, workload.lengths)
+        tok_s = sum(map(len, outputs)) / (time.perf_counter() - started)
+        print("RESULT " + json.dumps({"tok_s": round(tok_s, 2), "outputs": outputs}), flush=True)
+
+
 def parse_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """What every runner of a workload takes."""
     parser.add_argument("--model", required=True)
-    parser.add_argument("--workload", type=Path, required=True)
+    parser.add_argument("--workload", type=Path)
+    parser.add_argument("--turns", action="store_true", help="take the workloads from ops.bench.turns")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--out", type=Path, help="where to write the result with all output tokens")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if (options.workload is None) != options.turns:
+        parser.error("give either --workload or --turns")
+    return options
 
 
 def report(result: dict[str, Any], out: Path | None) -> None:

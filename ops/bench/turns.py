@@ -1,0 +1,162 @@
+"""Output tokens per second of engines that stay loaded and take turns, with ratios within rounds.
+
+    python -m ops.bench.make
+    python -m ops.bench.turns --workloads W1 W2 --rounds 5 --dtypes float32 bfloat16 --peers turns.json
+
+A shared machine drifts within minutes, and some engines take a minute to start: here each is started once,
+and in every round all of them run one after the other, a few seconds apart. turns.json names peers by a shell
+command, which may have {model} and {threads} in it:
+
+    {"vllm bfloat16": "venv/bin/python vllm_turns.py --model {model} --dtype bfloat16"}
+
+A peer prints READY once it is loaded and warm. Then it reads lines {"workload": path, "shift": n}, adds n
+to the workload's token ids, so that no turn finds the prefixes of another in its cache, and answers each line
+with `RESULT {"tok_s": ..., "outputs": [[token ids], ...]}`. It ends when its input does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ops.bench.make import OUT
+from ops.bench.peers import PYTHON, tree_rss_mib
+from ops.bench.report import gemm_ms, print_machine
+from ops.bench.table import print_table, spread
+from ops.bench.workload import Workload
+
+OURS = "tokenmill"
+SHIFT = 101  # of the token ids from one round to the next
+
+
+class Peer:
+    """An engine in a process of its own, which waits for its turn."""
+
+    def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
+        self.name = name
+        self._process = process
+        self.peak_mib = 0.0
+
+    def wait_until_ready(self) -> None:
+        """Wait until it is loaded. Raises RuntimeError if it ends instead."""
+        self._line_after("READY")
+
+    def run(self, workload: Path, shift: int) -> dict[str, Any]:
+        """Let it run a workload; return its RESULT. Raises RuntimeError if it ends instead."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"workload": str(workload), "shift": shift}) + "\n")
+        self._process.stdin.flush()
+        result: dict[str, Any] = json.loads(self._line_after("RESULT "))
+        self.peak_mib = max(self.peak_mib, tree_rss_mib(psutil.Process(self._process.pid)))
+        return result
+
+    def _line_after(self, mark: str) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(mark):
+                return line.removeprefix(mark)
+        raise RuntimeError(f"{self.name} ended with status {self._process.wait()}; see its log")
+
+
+@contextmanager
+def started(name: str, command: str, log: Path) -> Iterator[Peer]:
+    """A peer's process, which ends with the block."""
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            command, shell=True, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+        )
+        try:
+            yield Peer(name, process)
+        finally:
+            process.communicate()  # closes its input, and reads what it still prints
+
+
+def take_turns(peers: list[Peer], workload: Path, rounds: int, threads: int) -> list[dict[str, Any]]:
+    """Run a workload with all peers in each round, each round beginning with another one."""
+    records = []
+    for number in range(rounds):
+        first = number % len(peers)
+        for peer in peers[first:] + peers[:first]:
+            gemm = gemm_ms(threads)
+            found = peer.run(workload, SHIFT * (number + 1))
+            record = {"name": peer.name, "round": number, "gemm_ms": round(gemm, 2), **found}
+            records.append(record)
+            print(json.dumps({key: record[key] for key in ("name", "round", "gemm_ms", "tok_s")}), flush=True)
+    return records
+
+
+def summarize(records: list[dict[str, Any]], peak_mib: Mapping[str, float]) -> list[list[str]]:
+    """A row for each of ours beside each peer: both speeds, the ratio within rounds, memory, agreement."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        runs.setdefault(record["name"], []).append(record)
+    for own in runs.values():
+        own.sort(key=lambda record: int(record["round"]))
+    rows = []
+    for ours in (name for name in runs if name.startswith(OURS)):
+        for other in (name for name in runs if not name.startswith(OURS)) if len(runs) > 1 else ():
+            pairs = list(zip(runs[ours], runs[other], strict=True))
+            rows.append(
+                [
+                    f"{ours} / {other}",
+                    spread([own["tok_s"] for own, _ in pairs], 0),
+                    spread([peer["tok_s"] for _, peer in pairs], 0),
+                    spread([own["tok_s"] / peer["tok_s"] for own, peer in pairs]),
+                    f"{peak_mib[ours]:,.0f} / {peak_mib[other]:,.0f}",
+                    _agreement(pairs),
+                ]
+            )
+    return rows
+
+
+def _agreement(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+    """How many sequences have the same tokens, of all rounds."""
+    same = [a == b for own, peer in pairs for a, b in zip(own["outputs"], peer["outputs"], strict=True)]
+    return f"{statistics.mean(same):.0%}"
+
+
+def main() -> None:
+    """Start all, let them take turns on each workload, print a table for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=OUT, help="what ops.bench.make wrote")
+    parser.add_argument("--workloads", nargs="+", default=["W1", "W2"], help="all for one model")
+    parser.add_argument("--dtypes", nargs="+", default=["float32"], help="those of ours")
+    parser.add_argument("--peers", type=Path, help="JSON: names and commands")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    paths = [options.folder / f"{name}.json" for name in options.workloads]
+    model = options.folder / Workload.read(paths[0]).model
+    ours = f"{PYTHON} -m ops.bench.engine --model {{model}} --threads {{threads}} --turns --dtype"
+    commands = {f"{OURS} {dtype}": f"{ours} {dtype}" for dtype in options.dtypes}
+    if options.peers:
+        commands.update(json.loads(options.peers.read_text()))
+    print_machine()
+    with ExitStack() as stack:
+        peers = []
+        for name, command in commands.items():
+            command = command.replace("{model}", shlex.quote(str(model.resolve())))
+            command = command.replace("{threads}", str(options.threads))
+            log = options.folder / f"turns-{name.replace(' ', '-')}.log"
+            peers.append(stack.enter_context(started(name, command, log)))
+            peers[-1].wait_until_ready()
+        for path in paths:
+            records = take_turns(peers, path.resolve(), options.rounds, options.threads)
+            print(f"\n{path.stem}: {Workload.read(path)}; {options.rounds} rounds, {options.threads} threads")
+            print_table(
+                ["", "tok/s", "theirs", "ours / theirs", "MiB, ours / theirs", "same output"],
+                summarize(records, {peer.name: peer.peak_mib for peer in peers}),
+            )
+
+
+if __name__ == "__main__":
+    main()
