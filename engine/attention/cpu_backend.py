@@ -1,9 +1,9 @@
-"""CPU backend, float32 and bfloat16: compiled kernels for decodes and other layers, torch's for prefills."""
+"""CPU backend, float32 and bfloat16: compiled kernels for attention and other layers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,12 +14,11 @@ from engine.attention.base import AttentionMetadata, KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
-from engine.attention.spans import Spans
-from engine.attention.torch_backend import attend_spans
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from engine.cpu_kernels.decode_attention import DecodeRows
+    from engine.cpu_kernels.prefill_attention import PrefillRows
 
 MAX_HEAD_DIM = 256  # the kernels hold a head in registers
 DTYPES = (torch.float32, torch.bfloat16)
@@ -30,11 +29,11 @@ class CpuMetadata(AttentionMetadata):
     """The step's sequences by kind: those with one new token, and those with more."""
 
     decode: DecodeRows
-    prefills: Spans
+    prefill: PrefillRows
 
 
 class CpuBackend(KernelBackend):
-    """All decodes of a step in one call, prefill chunks one sequence at a time."""
+    """All decodes of a step in one call, and all prefill chunks in another."""
 
     name = "cpu"
     max_head_dim = MAX_HEAD_DIM
@@ -60,10 +59,11 @@ class CpuBackend(KernelBackend):
 
     def __init__(self, device: torch.device) -> None:
         # numba is optional and takes a moment to import, and whether this backend serves is asked without it
-        from engine.cpu_kernels import decode_attention, elementwise
+        from engine.cpu_kernels import decode_attention, elementwise, prefill_attention
 
         self._device = device
-        self._decoding, self._elementwise = decode_attention, elementwise
+        self._decoding, self._prefilling = decode_attention, prefill_attention
+        self._elementwise = elementwise
         self.layer_kernels = LayerKernels(
             elementwise.add_rms_norm,
             self.norm_rotate_and_store,
@@ -109,12 +109,11 @@ class CpuBackend(KernelBackend):
                 torch.from_numpy(block_tables[decodes]),
                 int(lens.max(initial=0)),
             ),
-            Spans(
-                block_tables[prefills],
-                context_lens[prefills],
+            self._prefilling.PrefillRows(
+                torch.from_numpy(starts[prefills]),
                 query_lens[prefills],
-                starts[prefills],
-                self._device,
+                context_lens[prefills],
+                torch.from_numpy(block_tables[prefills]),
             ),
         )
 
@@ -128,17 +127,13 @@ class CpuBackend(KernelBackend):
     ) -> Tensor:
         assert isinstance(metadata, CpuMetadata)
         out = query.new_empty(query.shape)
-        attend_spans(query, cache, metadata.prefills, out, features, sinks)
-        self._decoding.decode_attention(
-            query,
-            cache.keys,
-            cache.values,
-            metadata.decode,
-            out,
-            scale=features.scale,
-            window=features.window,
-            chunk=features.chunk,
-            soft_cap=features.soft_cap,
-            sinks=sinks,
-        )
+        kind: dict[str, Any] = {
+            "scale": features.scale,
+            "window": features.window,
+            "chunk": features.chunk,
+            "soft_cap": features.soft_cap,
+            "sinks": sinks,
+        }
+        self._prefilling.prefill_attention(query, cache.keys, cache.values, metadata.prefill, out, **kind)
+        self._decoding.decode_attention(query, cache.keys, cache.values, metadata.decode, out, **kind)
         return out

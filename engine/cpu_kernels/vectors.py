@@ -205,6 +205,58 @@ def add_weighted(
     return _void(7, rows, head_dim, element), generate
 
 
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def add_outer_products(
+    typing: Any,
+    factors: Any,
+    row_stride: Any,
+    step: Any,
+    vectors: Any,
+    sums: Any,
+    num_steps: Any,
+    adds: Any,
+    rows: Any,
+    num_vectors: Any,
+) -> Any:
+    """sums[row] = the sum over k of factors[row * row_stride + k * step] * vectors[k], for `rows` rows.
+
+    sums and vectors have rows of `num_vectors` vectors of LONGEST_VECTOR floats, one after the other; strides
+    are in bytes, all numbers float32. adds: literal, whether sums are added to. rows, num_vectors: literals.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit = _Emitter(builder, num_vectors.literal_value * LONGEST_VECTOR, FLOAT32)
+        factor, row_step, k_step, vector, total, steps = args[:6]
+        offsets = [
+            [emit.row_bytes * r + emit.vector_bytes * i for i in range(num_vectors.literal_value)]
+            for r in range(rows.literal_value)
+        ]
+        slots = [
+            [
+                cgutils.alloca_once_value(
+                    builder, emit.load(total, at) if adds.literal_value else emit.zero()
+                )
+                for at in row
+            ]
+            for row in offsets
+        ]
+        with cgutils.for_range(builder, steps) as loop:
+            here = builder.add(vector, builder.mul(loop.index, I64(emit.row_bytes)))
+            loaded = [emit.load(here, at) for at in offsets[0]]
+            place = builder.add(factor, builder.mul(loop.index, k_step))
+            for r, row in enumerate(slots):
+                address = builder.add(place, builder.mul(I64(r), row_step))
+                number = emit.splat(builder.load(builder.inttoptr(address, F32.as_pointer())))
+                for slot, each in zip(row, loaded, strict=True):
+                    builder.store(emit.multiply_add(number, each, builder.load(slot)), slot)
+        for row, places in zip(slots, offsets, strict=True):
+            for slot, at in zip(row, places, strict=True):
+                emit.store(builder.load(slot), total, at)
+        return context.get_dummy_value()
+
+    return _void(6, adds, rows, num_vectors), generate
+
+
 def _void(num_args: int, *constants: Any) -> Any:
     """A signature with literals and types in it: Numba keeps what an intrinsic generates under that alone."""
     return types.void(*[types.int64] * num_args, *constants)

@@ -7,9 +7,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,7 +26,7 @@ from engine.attention.cpu_backend import CpuBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.torch_backend import TorchBackend
-from engine.cpu_kernels import decode_attention, vectors
+from engine.cpu_kernels import decode_attention, prefill_attention, vectors
 from engine.cpu_kernels import kernel as kernel_module
 from engine.cpu_kernels.kernel import Kernel, next_task
 from engine.cpu_kernels.private_folder import exposure
@@ -53,7 +55,7 @@ def two_threads() -> Iterator[None]:
 def attend(backend: CpuBackend, batch: PagedBatch) -> torch.Tensor:
     metadata = backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
     cache = LayerKVCache(batch.key_cache, batch.value_cache)
-    return backend.forward(batch.query, cache, metadata, batch.features)
+    return backend.forward(batch.query, cache, metadata, batch.features, batch.sinks)
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 256])
@@ -78,8 +80,9 @@ def test_decode_equals_float64(
     assert batch.error_beyond_rounding(attend(backend, batch)) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("queries", [[1, 1, 1, 1], [1, 15, 20, 40]], ids=["decode", "prefill"])
 def test_sums_that_are_rounded_to_bfloat16_are_seen(
-    backend: CpuBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    backend: CpuBackend, queries: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By the bound above, which one rounding of the result keeps: of scores and of weighted values."""
     multiply_add = vectors._Emitter.multiply_add
@@ -92,8 +95,9 @@ def test_sums_that_are_rounded_to_bfloat16_are_seen(
 
     monkeypatch.setattr(vectors._Emitter, "multiply_add", rounding_multiply_add)
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))  # the sources are the same
-    monkeypatch.setattr(decode_attention, "_kernel", decode_attention._kernel.__wrapped__)
-    batch = make_batch([1, 15, 49, 300], dtype=torch.bfloat16)
+    for module in (decode_attention, prefill_attention):
+        monkeypatch.setattr(module, "_kernel", module._kernel.__wrapped__)
+    batch = make_batch([1, 15, 49, 300], queries, dtype=torch.bfloat16)
     assert batch.error_beyond_rounding(attend(backend, batch)) > 100 * TOLERANCE[torch.float32]
 
 
@@ -128,7 +132,7 @@ def test_random_steps_equal_float64(
             dtype=dtype,
             seed=seed,
         )
-        assert batch.error(attend(backend, batch)) < TOLERANCE[dtype]
+        assert batch.error_beyond_rounding(attend(backend, batch)) < TOLERANCE[torch.float32]
     finally:
         torch.set_num_threads(1)
 
@@ -145,6 +149,27 @@ def test_a_sequence_gets_the_same_bits_in_every_batch(backend: CpuBackend, dtype
         cache = LayerKVCache(batch.key_cache, batch.value_cache)
         alone = backend.forward(batch.query[i : i + 1], cache, metadata, batch.features)
         assert torch.equal(alone[0], together[i])
+
+
+@both_dtypes
+@pytest.mark.parametrize("features", [{}, {"window": 70}, {"has_sinks": True, "soft_cap": 1.5}], ids=str)
+def test_a_prompt_gets_the_same_bits_in_chunks(
+    backend: CpuBackend, features: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Of 2 tokens and more, cut anywhere, and in other company."""
+    whole = make_batch([150, 30], [150, 30], head_dim=32, group=3, dtype=dtype, **features)
+    together = attend(backend, whole)
+    start = 0
+    for end in (2, 39, 41, 128, 150):
+        piece = replace(
+            whole,
+            query=whole.query[start:end],
+            block_tables=whole.block_tables[:1],
+            context_lens=np.array([end]),
+            query_lens=np.array([end - start]),
+        )
+        assert torch.equal(attend(backend, piece), together[start:end])
+        start = end
 
 
 def test_rows_share_loads_within_the_registers() -> None:
