@@ -4,7 +4,9 @@ The norm before a product is a scale of its rows: norm(x) W^T is x (w * W)^T, ea
 its mean square. So the norm's weight w is folded into W when the model is loaded, and the squares of a row
 are summed by the product that wrote it, one sum for each of its programs. After a product come the bias and
 the gate's activation times up, or the addition to the residual stream. All of it is float32, and what is
-stored is rounded once: the norm itself is never rounded, W is, when w is folded into it.
+stored is rounded once: the norm itself is never rounded, W is, when w is folded into it. Of bfloat16 products
+that leaves the error which rounding the norm would have. Where the norm is a launch of its own, beside a
+folded W, both are rounded; transformers, too, rounds twice, the norm before its weight and after.
 
 The squares are not summed in the loop of the product that needs them, although x passes there: of a tile that
 registers and wgmma both read, Triton 3.7 keeps a buffer too few, and copies into the one that wgmma still
@@ -220,7 +222,9 @@ def _choose_tile(num_rows: int, out_features: int, gated: bool) -> Tile:
     if num_rows <= DOT_MIN:
         candidates = [Tile(DOT_MIN, columns, 128, 4, 4) for columns in (64, 32, 16)]
     else:
-        candidates = [Tile(64, columns, 64, 4, 4) for columns in (128, 64, 32, 16)]
+        # one warp group; two for accumulators that take more than 64 registers of each of its threads
+        warps = {columns: 8 if gated and columns == 128 else 4 for columns in (128, 64, 32, 16)}
+        candidates = [Tile(64, columns, 64, num_warps, 4) for columns, num_warps in warps.items()]
     if num_rows > 64:
         candidates += [Tile(128, columns, 64, 8, 4) for columns in (128, 64, 32)]
 

@@ -76,6 +76,7 @@ def test_products_have_a_buffer_for_every_stage(compiled: dict[str, Any]) -> Non
         columns = (
             constants["COLUMNS"] * (1 + constants["GATED"]) if "GATED" in constants else 2 * constants["HALF"]
         )
+        assert each["products"].get("wgmma" if constants["ROWS"] >= 64 else "mma"), each
         wanted = stages * (constants["ROWS"] + columns) * constants["DEPTH"] * 2
         # tiles of 16 rows are read by registers alone, which have read them before the next copy begins
         assert each["shared_bytes"] >= (
