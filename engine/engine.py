@@ -85,6 +85,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=pool.max_model_len,
+            batches_admissions=self._live_runner.has_graphs,
         )
         self._prompts = PromptReader(self._tokenizer, model.vocab_size, pool.max_model_len)
         self._vocab_size = model.vocab_size

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.attention.decode_state import DecodeState, advance
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
@@ -96,9 +97,13 @@ class KernelBackend(ABC):
 class CapturableBackend(KernelBackend):
     """A backend whose decode step may be recorded as a CUDA graph.
 
-    While one is recorded, `store` and `forward` read no tensor's values on the host and start kernels on the
-    current stream only. Rows with slot -1 and context length 0 are padding: they store and read nothing.
+    While one is recorded, its methods read no tensor's values on the host and start kernels on the current
+    stream only. Rows with slot -1 and context length 0 are padding: they store and read nothing.
     """
+
+    def advance(self, state: DecodeState) -> None:
+        """Begin a decode step: see engine/attention/decode_state.py."""
+        advance(state)
 
     @abstractmethod
     def decode_metadata(

@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionMetadata, CapturableBackend
+from engine.attention.decode_state import DecodeState
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import ExpertKernels, LayerKernels, ProductKernels
 from engine.errors import ConfigError
+from engine.kernels.advance import advance_rows
 from engine.kernels.decode_attention import DecodeRows, choose_num_programs, decode_attention
 from engine.kernels.expert_groups import choose_experts, group_by_expert
 from engine.kernels.fused_heads import project_heads, serves_heads
@@ -130,6 +132,19 @@ class TritonBackend(CapturableBackend):
         max_decode_len = int(context_lens[decodes].max(initial=0))
         return TritonMetadata(
             DecodeRows(decode_rows, decode_lens, decode_tables, max_decode_len), PrefillTiles(*prefill_parts)
+        )
+
+    def advance(self, state: DecodeState) -> None:
+        advance_rows(
+            state.next_token_ids,
+            state.next_positions,
+            state.block_tables,
+            state.token_ids,
+            state.positions,
+            state.slot_mapping,
+            state.context_lens,
+            state.sampling.position,
+            block_size=state.block_size,
         )
 
     def decode_metadata(

@@ -3,12 +3,13 @@
 On a GPU a decode step is hundreds of short kernels, and starting them from Python takes longer than they
 run. A CUDA graph starts all of them with one call, but replays the very addresses and sizes it recorded: so
 there is one graph for each of a ladder of batch sizes, a step takes the next larger one, and all of them read
-the same static buffers. A padding row has slot -1 and context length 0: it stores nothing and attends to
-nothing, and its hidden state is never read.
+the same static rows. A padding row has slot -1 and context length 0: it stores nothing and attends to
+nothing, and what is sampled from it is never read.
 
-The LM head stays outside. It runs on the rows that sample and no others, its logits (max_num_seqs *
-vocabulary float32, 150 MiB for Qwen3 at 256) are not held once more for the graphs, and its few launches
-are queued while the graph still runs. Source: https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
+A graph is the whole step: it advances the rows (`attention.decode_state`), computes them, and samples their
+next tokens into the state that the next step starts from. The host writes only what it alone knows: rows of
+sequences that joined or moved, padding where one left, new blocks (`batch_rows`).
+Source: https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
 
 from __future__ import annotations
@@ -18,17 +19,25 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import CapturableBackend
 from engine.attention.forward_batch import ForwardBatch
-from engine.kernels.upload import pack, starts, unpack
-from engine.run.to_device import fill_pending
+from engine.kernels.upload import upload
+from engine.run.batch_rows import BatchRows
+from engine.run.pending_tokens import Sampled
+from engine.run.static_rows import StaticRows
+from engine.sampling.sampling_batch import SamplingBatch
+from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.step_batch import StepBatch
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
 Forward = Callable[[ForwardBatch], Tensor]
+Choose = Callable[[Tensor, SamplingRows, NDArray[np.int64]], Tensor]
+
+NONE_BANNED: NDArray[np.int64] = np.zeros((0, 2), np.int64)
 
 
 class CudaCapture:
@@ -76,69 +85,37 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in ladder if size < max_num_seqs] + [max_num_seqs]
 
 
-class StaticInputs:
-    """The buffers that graphs read, max_num_seqs rows of each, filled by one transfer for each step.
-
-    token_ids, positions, slot_mapping: [rows] int64.  context_lens, rows (0, 1, 2, ...): [rows] int32.
-    block_tables: [rows, blocks of the longest sequence] int32; what lies past a row's context is stale, and
-    nothing reads it.
-    """
-
-    def __init__(self, max_num_seqs: int, max_blocks: int, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        kinds = (np.int64, np.int64, np.int64, np.int32)
-        self._padded = [np.zeros(max_num_seqs, kind) for kind in kinds]  # on the host, filled by each step
-        largest = [*self._padded, np.zeros((max_num_seqs, max_blocks), np.int32)]
-        self._arrived = torch.zeros(
-            starts(array.nbytes for array in largest)[-1], dtype=torch.uint8, device=device
-        )
-        self.token_ids, self.positions, self.slot_mapping, self.context_lens = unpack(
-            self._arrived, self._padded
-        )
-        self.slot_mapping.fill_(-1)  # all padding, so that a capture writes nowhere
-        self.rows = torch.arange(max_num_seqs, dtype=torch.int32, device=device)
-        self.block_tables = torch.zeros((max_num_seqs, max_blocks), dtype=torch.int32, device=device)
-
-    def fill(self, step: StepBatch) -> None:
-        """Copy the step's rows, and padding into all rows after them."""
-        num_seqs, width = step.block_tables.shape
-        rows = (step.token_ids, step.positions, step.slot_mapping, step.context_lens)
-        for place, values, padding in zip(self._padded, rows, (0, 0, -1, 0), strict=True):
-            place[:num_seqs] = values
-            place[num_seqs:] = padding
-        arrays = [*self._padded, step.block_tables]
-        # Pinned, so that the copy does not wait; torch reuses pinned memory only when its copies are done.
-        packed = pack(arrays, pin_memory=self._on_gpu)
-        arrived = self._arrived[: len(packed)]
-        arrived.copy_(packed, non_blocking=True)
-        self.block_tables[:num_seqs, :width].copy_(unpack(arrived, arrays)[-1])
-
-
 class DecodeGraphs:
-    """Owner of the graphs and of their buffers. They read the weights and the KV pool where those are now."""
+    """Owner of the graphs and of their rows. They read the weights and the KV pool where those are now."""
 
     def __init__(
         self,
         forward: Forward,
+        choose: Choose,
         backend: CapturableBackend,
         capture: Capture,
         *,
         max_num_seqs: int,
         max_model_len: int,
         block_size: int,
-        hidden_size: int,
-        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """forward: ForwardBatch -> hidden states [tokens, hidden_size]; this captures all of its calls."""
-        self._forward, self._backend = forward, backend
-        self._inputs = StaticInputs(max_num_seqs, -(-max_model_len // block_size), device)
-        # one output for all graphs: a captured result of its own would keep its part of the pool for ever
-        self._hidden = torch.zeros((max_num_seqs, hidden_size), dtype=dtype, device=device)
+        """All calls of both are captured, each graph is run once with padding.
+
+        forward: ForwardBatch -> hidden states [tokens, hidden_size].
+        choose: hidden states [rows, hidden_size], their sampling values, [bans, 2] pairs of a row and a token
+        id that it may not choose -> token ids [rows] int64.
+        """
+        self._forward, self._choose, self._backend = forward, choose, backend
+        self._rows = BatchRows(max_num_seqs, block_size)
+        self._static = StaticRows(max_num_seqs, -(-max_model_len // block_size), block_size, device)
+        self._hidden: dict[int, Tensor] = {}  # of each size, what its graph computed last
         self._sizes = batch_sizes(max_num_seqs)
         # the largest first: the others fit into the memory it took
         largest_first = [capture(self._bind(size, max_model_len)) for size in reversed(self._sizes)]
         self._replays = largest_first[::-1]
+        for replay in self._replays:
+            replay()  # the first time takes longer, and what is wrong with one shows here
 
     @property
     def num_graphs(self) -> int:
@@ -146,34 +123,56 @@ class DecodeGraphs:
         return len(self._replays)
 
     def fits(self, step: StepBatch) -> bool:
-        """Whether `run` can take this step: one token of each sequence."""
-        return len(step.token_ids) == len(step.query_lens) <= self._sizes[-1]
+        """Whether `run` can take this step: one token of each sequence, and each samples the next."""
+        num_seqs = len(step.slots)
+        return len(step.token_ids) == len(step.sample_rows) == num_seqs and 0 < num_seqs <= self._sizes[-1]
 
-    def run(self, step: StepBatch, sampled: Tensor | None = None) -> Tensor:
-        """Hidden states [sequences, hidden_size] of the step, stored keys and values included.
+    def run(self, step: StepBatch, sampling: SamplingBatch, last: Sampled | None = None) -> Sampled:
+        """Compute the step without waiting for it. last: what `to_device` calls sampled."""
+        graph = bisect_left(self._sizes, len(step.slots))
+        try:
+            rows, changes = self._rows.update(step)
+            self._static.write(changes, step, sampling, last)
+            self._replays[graph]()
+            if len(sampling.banned):
+                self._choose_again(self._hidden[self._sizes[graph]], rows, sampling.banned)
+        except BaseException:
+            self._rows.forget()
+            raise
+        return Sampled(self._static.state.next_token_ids[: len(rows)], rows)
 
-        They stay valid until the next call. sampled: as in `fill_pending`.
+    def _choose_again(self, hidden: Tensor, rows: NDArray[np.int64], banned: NDArray[np.int64]) -> None:
+        """Sequences that may not choose some tokens yet choose anew; what the graph chose does not count.
+
+        rows: of the step's sequences.  banned: [bans, 2], pairs of a sequence and a token id.
         """
-        num_seqs = len(step.query_lens)
-        self._inputs.fill(step)
-        fill_pending(self._inputs.token_ids, step, sampled)
-        self._replays[bisect_left(self._sizes, num_seqs)]()
-        return self._hidden[:num_seqs]
+        seqs, places = np.unique(banned[:, 0], return_inverse=True)
+        state = self._static.state
+        (at,) = upload([rows[seqs]], hidden.device)
+        bans = np.stack((places, banned[:, 1]), axis=1)
+        state.next_token_ids[at] = self._choose(hidden[at], state.sampling.only(at), bans)
 
     def _bind(self, size: int, max_context_len: int) -> Callable[[], None]:
-        """What to capture: one decode step of `size` rows out of the static buffers."""
-        inputs, forward, hidden = self._inputs, self._forward, self._hidden[:size]
+        """What to capture: one decode step of `size` rows out of the static ones."""
+        forward, choose, advance = self._forward, self._choose, self._backend.advance
+        state, outputs = self._static.state.first(size), self._hidden
         batch = ForwardBatch(
-            token_ids=inputs.token_ids[:size],
-            positions=inputs.positions[:size],
-            slot_mapping=inputs.slot_mapping[:size],
-            sample_rows=inputs.rows[:0],  # logits are no part of it
+            token_ids=state.token_ids,
+            positions=state.positions,
+            slot_mapping=state.slot_mapping,
+            sample_rows=self._static.indices[:0],  # the LM head is not a part of `forward`
             attention=self._backend.decode_metadata(
-                inputs.rows[:size], inputs.context_lens[:size], inputs.block_tables[:size], max_context_len
+                self._static.indices[:size],
+                state.context_lens,
+                state.block_tables,
+                max_context_len,
+                self._static.order[:size],
             ),
         )
 
         def run() -> None:
-            hidden.copy_(forward(batch))
+            advance(state)
+            outputs[size] = forward(batch)
+            state.next_token_ids.copy_(choose(outputs[size], state.sampling, NONE_BANNED))
 
         return run

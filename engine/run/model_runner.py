@@ -6,7 +6,9 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention import CapturableBackend, KernelBackend, load_backend
@@ -14,7 +16,6 @@ from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import KVCache, block_bytes
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import AttentionRefused, ConfigError, UnsupportedModel
-from engine.kernels.upload import upload
 from engine.layers.parallel import TensorParallel
 from engine.models.base import CausalModel
 from engine.models.load import load_model
@@ -26,7 +27,7 @@ from engine.run.device import resolve_device
 from engine.run.dtype import served_dtype
 from engine.run.gpu_memory import GpuMemory, PoolRoom, fits, measure_room
 from engine.run.memory import allowed_bytes, default_cpu_kv_cache_bytes, keep_freed_memory
-from engine.run.pending_tokens import DeviceTokens, PendingTokens
+from engine.run.pending_tokens import DeviceTokens, PendingTokens, Sampled
 from engine.run.probe import Probe
 from engine.run.runner import PoolSize
 from engine.run.to_device import to_device
@@ -59,7 +60,7 @@ class ModelRunner:
         self._config = config
         self._model_config = model_config
         self._tp = tp
-        self._sampled: Tensor | None = None  # [samples], by the step launched last
+        self._sampled: Sampled | None = None  # by the step launched last
         self._memory = gpu_memory(self.device)
         self._graphs: DecodeGraphs | None = None
         self._graphs_failed = False
@@ -88,7 +89,13 @@ class ModelRunner:
         """
         if self._cpu_threads is not None:
             self._cpu_threads.adapt()
-        self._sampled = self._choose(self.logits(step), sampling)
+        if self._graphs is not None and self._graphs.fits(step):
+            self._sampled = self._graphs.run(step, sampling, self._sampled)
+        else:
+            logits = self.logits(step)
+            rows = SamplingRows.upload(sampling, self.device)
+            token_ids = choose(logits, rows, sampling.banned, self.backend, self._tp)
+            self._sampled = Sampled(token_ids, np.arange(len(token_ids)))
         return DeviceTokens(self._sampled)
 
     @property
@@ -106,15 +113,15 @@ class ModelRunner:
                 torch.cuda.synchronize(self.device)
             self._graphs = None
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether decode steps run from recorded graphs."""
+        return self._graphs is not None
+
     @torch.inference_mode()
     def logits(self, step: StepBatch) -> Tensor:
-        """Logits of the rows that sample, as from `forward`; through a captured graph if one fits."""
-        if self._graphs is None or not self._graphs.fits(step):
-            return self.forward(to_device(step, self.backend, self.device, self._sampled))
-        hidden = self._graphs.run(step, self._sampled)
-        if len(step.sample_rows) < len(hidden):
-            hidden = hidden[upload([step.sample_rows], self.device)[0]]
-        return self.model.logits(hidden)
+        """Logits of the rows that sample, as from `forward`."""
+        return self.forward(to_device(step, self.backend, self.device, self._sampled))
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -124,14 +131,6 @@ class ModelRunner:
         """
         logits: Tensor = self.model(batch, self.cache)
         return logits
-
-    def _choose(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
-        """A token for each row of logits, on every rank: only rank 0 has all of the vocabulary's."""
-        if self._tp.rank == 0:
-            ban(logits, sampling.banned)
-            rows = SamplingRows.upload(sampling, self.device)
-            return self._tp.broadcast(self.backend.sample(logits, rows))
-        return self._tp.broadcast(torch.empty(len(logits), dtype=torch.int64, device=self.device))
 
     def _load(self, folder: Path) -> CausalModel:
         """The model for the configured backend, or for torch where "auto" took one that does not serve it."""
@@ -251,21 +250,21 @@ class ModelRunner:
     @torch.inference_mode()
     def _capture_graphs(self, max_model_len: int) -> DecodeGraphs | None:
         """Capture decode steps over the pool as it is now; None if steps run without graphs."""
-        model, cache = self.model, self.cache  # not self: with this object the graphs shall go
+        # not self: with this object the graphs shall go
+        model, cache, backend, tp = self.model, self.cache, self.backend, self._tp
         capture = choose_capture(self._config, self.backend, self.device, may_wait=model.may_wait)
         if capture is None or self._graphs_failed:
             return None
-        assert isinstance(self.backend, CapturableBackend)
+        assert isinstance(backend, CapturableBackend)
         try:
             return DecodeGraphs(
                 lambda batch: model.hidden_states(batch, cache),
-                self.backend,
+                lambda hidden, rows, banned: choose(model.logits(hidden), rows, banned, backend, tp),
+                backend,
                 capture,
                 max_num_seqs=self._config.max_num_seqs,
                 max_model_len=max_model_len,
                 block_size=self._config.block_size,
-                hidden_size=model.hidden_size,
-                dtype=self.dtype,
                 device=self.device,
             )
         except RuntimeError as error:
@@ -276,6 +275,23 @@ class ModelRunner:
             )
             self._graphs_failed = True
             return None
+
+
+def choose(
+    logits: Tensor,
+    rows: SamplingRows,
+    banned: NDArray[np.int64],
+    backend: KernelBackend,
+    tp: TensorParallel,
+) -> Tensor:
+    """A token for each row of logits, [rows] int64, on every rank; rank 0 alone has all of the vocabulary's.
+
+    banned: [bans, 2], pairs of a row and a token id.
+    """
+    if tp.rank == 0:
+        ban(logits, banned)
+        return tp.broadcast(backend.sample(logits, rows))
+    return tp.broadcast(torch.empty(len(logits), dtype=torch.int64, device=logits.device))
 
 
 def choose_capture(

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What the step launched last has sampled, on its device, until the next one is launched.
+
+    token_ids: [rows] int64.  places: [samples] int64, the row of each sample.
+    """
+
+    token_ids: Tensor
+    places: NDArray[np.int64]
 
 
 class PendingTokens(ABC):
@@ -21,11 +33,12 @@ class PendingTokens(ABC):
 class DeviceTokens(PendingTokens):
     """On their way from the device: one copy into pinned memory, queued behind the step that samples them."""
 
-    def __init__(self, token_ids: Tensor) -> None:
-        """token_ids: [samples] int64, on the device or on the CPU."""
+    def __init__(self, sampled: Sampled) -> None:
+        token_ids, self._places = sampled.token_ids, sampled.places
         self._event: torch.cuda.Event | None = None
-        self._host = token_ids
-        if token_ids.is_cuda:
+        if not token_ids.is_cuda:
+            self._host = token_ids.clone()
+        else:
             self._host = torch.empty_like(token_ids, device="cpu", pin_memory=True)
             self._host.copy_(token_ids, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -34,5 +47,5 @@ class DeviceTokens(PendingTokens):
     def wait(self) -> NDArray[np.int64]:
         if self._event is not None:
             self._event.synchronize()
-        token_ids: NDArray[np.int64] = self._host.numpy()
+        token_ids: NDArray[np.int64] = self._host.numpy()[self._places]
         return token_ids

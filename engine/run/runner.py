@@ -30,6 +30,10 @@ class Runner(Protocol):
     def backend_name(self) -> str:
         """The attention backend that computes."""
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps that decode alone run from recorded graphs, so that others are dearer by far."""
+
     def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
         """Start the step, up to a token for each row that samples; steps run in the order of launches."""
 

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ConfigError
+from engine.schedule.admission import AdmissionGate
 from engine.schedule.block_manager import BlockManager
 from engine.schedule.running import RunningList, SlotGroup
 from engine.schedule.scheduled_batch import ScheduledBatch
@@ -46,7 +47,9 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        batches_admissions: bool = False,
     ) -> None:
+        """batches_admissions: hold a backlog's admissions back for a few steps, see AdmissionGate."""
         pool_tokens = block_manager.num_blocks * block_manager.block_size
         if max_model_len > pool_tokens:
             raise ConfigError(
@@ -60,6 +63,7 @@ class Scheduler:
         self.slots = SlotTable(max_num_seqs, max_model_len, block_manager.block_size)
         self.waiting: dict[int, deque[Sequence]] = {}
         self.running = RunningList()
+        self._gate = AdmissionGate(batches=batches_admissions)
         self._overtakes: Counter[int] = Counter()
         self._num_arrivals = 0
         self.in_flight: deque[ScheduledBatch] = deque()  # scheduled and not received, the oldest first
@@ -102,6 +106,7 @@ class Scheduler:
         """
         batch = ScheduledBatch()
         self.in_flight.append(batch)
+        self._gate.begin_step(len(self.running))
         for lane in sorted(self.running.lanes.keys() | self.waiting.keys()):
             if lane in self.running.lanes:
                 self._schedule_running(self.running.lanes[lane], batch)
@@ -127,6 +132,7 @@ class Scheduler:
         ending = [batch.sampling[i] for i in np.flatnonzero(at_end).tolist()]
         if ending:
             self.running.remove(ending)
+            self._gate.count_left(len(ending))
         for seq in ending:
             seq.status = SequenceStatus.ENDING
             self._release(seq)
@@ -276,8 +282,12 @@ class Scheduler:
             seq = queue[0]
             if seq.num_pending_tokens:  # preempted just now: its turn comes when the running step has told
                 return
+            may_take = len(self.running) > 0 and self.running.last.lane > lane
+            if self._gate.holds(lane) and not may_take:
+                return
             cached = self.blocks.find_cached(seq)
             if not self._make_room(seq, cached):
+                self._gate.close(lane)
                 return
             self.blocks.allocate(seq, cached)
             try:
@@ -344,6 +354,7 @@ class Scheduler:
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove([seq])
             self._release(seq)
+            self._gate.count_left(1)
         elif seq.status is SequenceStatus.WAITING:
             self.waiting[seq.lane].remove(seq)
 

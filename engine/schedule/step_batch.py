@@ -27,6 +27,8 @@ class StepBatch:
     has once this step is computed, and how many of them are in it.
     pending_rows, pending_samples: [pending] int64, the rows whose token was not known when the step was
     built, and which sample of the step launched before is that token. token_ids holds anything there.
+    slots, generations: [seqs] int64, the slot of each sequence and the number of its giving, as in SlotTable;
+    empty in steps that are no scheduler's.
     """
 
     token_ids: NDArray[np.int64]
@@ -38,6 +40,8 @@ class StepBatch:
     query_lens: NDArray[np.int64]
     pending_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     pending_samples: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    slots: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    generations: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
@@ -62,6 +66,8 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
         query_lens=num_new,
         pending_rows=ends[is_pending] - 1,
         pending_samples=slots.sample_place[rows[is_pending]],
+        slots=rows,
+        generations=slots.generations[rows],
     )
 
 

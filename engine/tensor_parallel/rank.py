@@ -36,8 +36,8 @@ def main(descriptor: int) -> NoReturn:
         order = unpack_json(channel.receive().arrays)
         runner = _start(order)
         size = runner.pool_size
-        ready = pack_json({"pool_size": asdict(size), "backend_name": runner.backend_name})
-        channel.send(encode(Kind.READY, ready))
+        facts = {"backend_name": runner.backend_name, "has_graphs": runner.has_graphs}
+        channel.send(encode(Kind.READY, pack_json({"pool_size": asdict(size), **facts})))
         _serve(channel, runner, order["rank"])
         runner.close()  # its graphs hold the process group's communicators
     except EOFError:

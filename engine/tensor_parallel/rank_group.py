@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -104,7 +105,10 @@ class RankGroup:
             for rank in range(len(devices)):
                 self._ranks.append(RankProcess(rank, step_timeout_s))
                 self._selector.register(self._ranks[rank].channel, selectors.EVENT_READ, self._ranks[rank])
-            self.pool_size, self.backend_name = self._start(config, folder, devices, start_timeout_s)
+            facts = self._start(config, folder, devices, start_timeout_s)
+            self.pool_size = PoolSize(**facts["pool_size"])
+            self.backend_name: str = facts["backend_name"]
+            self.has_graphs: bool = facts["has_graphs"]
         except BaseException:
             self._kill()
             raise
@@ -150,11 +154,8 @@ class RankGroup:
 
     def _start(
         self, config: EngineConfig, folder: Path, devices: list[str], timeout_s: float
-    ) -> tuple[PoolSize, str]:
-        """Tell each rank what it is, and wait until all have loaded their share.
-
-        Returns what rank 0 has room for, and its attention backend.
-        """
+    ) -> dict[str, Any]:
+        """Tell each rank what it is, and wait until all have loaded their share. What rank 0 says of it."""
         assert self._store is not None
         order = {
             "folder": str(folder.resolve()),
@@ -165,8 +166,7 @@ class RankGroup:
             own = {**order, "rank": rank.rank, "config": asdict(replace(config, device=device))}
             self._send(rank, encode(Kind.START, pack_json(own)))
         ready = self._await(set(range(len(devices))), Kind.READY, timeout_s)
-        facts = unpack_json(ready[0])
-        return PoolSize(**facts["pool_size"]), facts["backend_name"]
+        return unpack_json(ready[0])
 
     @contextmanager
     def _ending_on_failure(self) -> Iterator[None]:

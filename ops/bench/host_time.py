@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.checkpoint.model_config import ModelConfig
-from engine.run.pending_tokens import DeviceTokens, PendingTokens
+from engine.run.pending_tokens import DeviceTokens, PendingTokens, Sampled
 from engine.run.runner import PoolSize
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.step_batch import StepBatch
@@ -33,7 +34,7 @@ MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"  # for its tokeni
 BLOCK_SIZE = 16
 TURNS = 5
 STEPS = 2 * BLOCK_SIZE  # in each turn: two blocks for each sequence, whenever it needs them
-BAR_MS = 0.5
+BAR_MS = 0.3
 CASES = ((256, 100), (256, 500), (256, 1000), (256, 2000), (256, 3000), (1024, 100), (1024, 1000))
 RATIOS = {
     "context 2,000 / 100, 256 sequences": ((256, 2000), (256, 100)),
@@ -45,7 +46,7 @@ RATIOS = {
 class NullRunner:
     """Stands in for a ModelRunner: room for all sequences, and the same token for each row."""
 
-    backend_name = "none"
+    backend_name, has_graphs = "none", False
     last_step: StepBatch
 
     def __init__(self, num_seqs: int, max_model_len: int) -> None:
@@ -55,7 +56,8 @@ class NullRunner:
     def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
         """One token for each row that samples."""
         self.last_step = step
-        return DeviceTokens(torch.full((len(step.sample_rows),), TOKEN))
+        num_samples = len(step.sample_rows)
+        return DeviceTokens(Sampled(torch.full((num_samples,), TOKEN), np.arange(num_samples)))
 
     def close(self) -> None:
         """Nothing to free."""

@@ -26,6 +26,7 @@ from engine.layers.rotary import RotaryEmbedding
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.decoder_config import read_decoder_config
 from engine.models.registry import decoder_flags
+from engine.run.static_rows import StaticRows
 from engine.run.warm_up import make_step
 
 PROCESSORS = 132  # of an H200
@@ -56,7 +57,7 @@ class Kernel:
 
 
 KERNELS = {
-    "decode_kernel": Kernel(of_layer=("WINDOW",), warps=16, product="mma", buffers=2, wide=0.65),
+    "decode_kernel": Kernel(variants=2, of_layer=("WINDOW",), warps=16, product="mma", buffers=2, wide=0.65),
     "prefill_kernel": Kernel(of_layer=("WINDOW",), warps=8, product="wgmma", buffers=2, wide=0.7),
     "store_kernel": Kernel(),
     "rms_norm_kernel": Kernel(variants=2),
@@ -70,6 +71,7 @@ KERNELS = {
     "project_heads_kernel": Kernel(warps=8, product="wgmma", buffers=4),
     "choose_kernel": Kernel(wide=0.0),  # a row of scores is shorter than a warp's wide load
     "group_kernel": Kernel(wide=0.0),
+    "advance_kernel": Kernel(wide=0.0),  # a number or two of each row
 }
 
 
@@ -150,7 +152,7 @@ def batches(backend: TritonBackend, num_rows: int) -> Iterator[ForwardBatch]:
 
     ints = torch.zeros(num_rows, dtype=torch.int32, device=META)
     tables = torch.zeros((num_rows, MAX_MODEL_LEN // BLOCK_SIZE), dtype=torch.int32, device=META)
-    yield make(num_rows, backend.decode_metadata(ints, ints, tables, MAX_MODEL_LEN))
+    yield make(num_rows, backend.decode_metadata(ints, ints, tables, MAX_MODEL_LEN, ints))
     for lens, contexts in (
         ([1] * num_rows, [1000 + num_rows] * num_rows),
         ([num_rows + 1, 1], [num_rows + 1, MAX_MODEL_LEN]),
@@ -167,9 +169,16 @@ def store_alone(num_rows: int) -> None:
     store_kv(keys, keys, cache, cache, torch.zeros(num_rows, dtype=torch.int64, device=META))
 
 
+def advance_alone(num_rows: int) -> None:
+    """The rows of a recorded step, as they lie in an engine."""
+    static = StaticRows(max(num_rows, 256), MAX_MODEL_LEN // BLOCK_SIZE, BLOCK_SIZE, META)
+    TritonBackend(torch.device("cpu")).advance(static.state.first(num_rows))
+
+
 CASES = (
     *(model_case(name) for name in MODELS),
     model_case("Qwen3-0.6B", torch.float32),
     model_case("Qwen3-0.6B", torch.float16),
     Case("storing alone, bfloat16", store_alone),
+    Case("advancing the rows of a step", advance_alone),
 )

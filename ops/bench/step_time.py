@@ -61,7 +61,7 @@ class Device(PendingTokens):
 class DeviceRunner:
     """Stands in for a ModelRunner on a GPU."""
 
-    backend_name = "none"
+    backend_name, has_graphs = "none", False
     pool_size = PoolSize(SLOTS * 1024, 0, PROMPT_TOKENS + ENDLESS + 1)
 
     def __init__(self, *_: Any) -> None:

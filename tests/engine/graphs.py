@@ -44,6 +44,7 @@ class StaticDecodes(AttentionMetadata):
 
     context_lens: Tensor
     block_tables: Tensor
+    order: Tensor
 
 
 class ReplayedTorch(TorchBackend, CapturableBackend):
@@ -61,7 +62,8 @@ class ReplayedTorch(TorchBackend, CapturableBackend):
         order: Tensor | None = None,
     ) -> StaticDecodes:
         assert rows.tolist() == list(range(len(context_lens)))
-        return StaticDecodes(context_lens, block_tables)
+        assert order is not None
+        return StaticDecodes(context_lens, block_tables, order)
 
     def store(self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
         kept = slot_mapping >= 0
@@ -77,6 +79,9 @@ class ReplayedTorch(TorchBackend, CapturableBackend):
     ) -> Tensor:
         if not isinstance(metadata, StaticDecodes):
             return super().forward(query, cache, metadata, features, sinks)
+        in_order = metadata.context_lens[metadata.order.long()].tolist()
+        assert sorted(metadata.order.tolist()) == list(range(len(in_order)))
+        assert in_order == sorted(in_order, reverse=True), "the longest start first"
         rows = metadata.context_lens > 0
         out = torch.full_like(query, torch.nan)
         if rows.any():

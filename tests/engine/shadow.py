@@ -102,6 +102,8 @@ class ShadowEngine:
         enable_prefix_caching: bool = True,
         hash_block: Callable[[int, bytes], int] = hash_block,
         overlap: bool = False,
+        batches_admissions: bool = False,
+        make_device: Callable[[int, int], ShadowDevice] = ShadowDevice,
     ) -> None:
         self.blocks = BlockManager(
             num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, hash_block=hash_block
@@ -111,9 +113,10 @@ class ShadowEngine:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
+            batches_admissions=batches_admissions,
         )
         self.overlap = overlap
-        self.device = ShadowDevice(num_blocks, block_size)
+        self.device = make_device(num_blocks, block_size)
         self.unfinished: list[Sequence] = []
         self.finished: list[Sequence] = []
         self.admitted: list[Sequence] = []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,9 +30,10 @@ from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.decoder_config import read_decoder_config
 from engine.models.load import load_model
 from engine.models.registry import decoder_flags
-from engine.run.decode_graphs import DecodeGraphs, batch_sizes
+from engine.run.decode_graphs import Capture, DecodeGraphs, Replay, batch_sizes
 from engine.run.model_runner import ModelRunner
-from engine.run.warm_up import make_step
+from engine.run.pending_tokens import Sampled
+from engine.run.warm_up import make_step, nucleus_sampling
 from engine.schedule.step_batch import StepBatch
 from tests.engine.architectures import make_architecture
 from tests.engine.families import BY_NAME, make_family
@@ -45,6 +48,16 @@ def mixed_step(rng: random.Random, num_blocks: int) -> StepBatch:
     query_lens = [rng.choice((1, 1, rng.randrange(1, 80))) for _ in range(rng.randrange(1, 10))]
     context_lens = [query_len + int(2 ** rng.uniform(0, 12)) for query_len in query_lens]
     return make_step(query_lens, context_lens, 16, num_blocks)
+
+
+def decode_step(rng: random.Random, num_blocks: int, number: int) -> StepBatch:
+    """One that a graph serves, of one to nine sequences that no step before had."""
+    num_seqs = 1 + number % 9
+    context_lens = [1 + int(2 ** rng.uniform(0, 12)) for _ in range(num_seqs)]
+    seqs = np.arange(num_seqs)
+    return replace(
+        make_step([1] * num_seqs, context_lens, 16, num_blocks), slots=seqs, generations=9 * number + seqs
+    )
 
 
 @pytest.fixture(scope="module")
@@ -76,17 +89,20 @@ def test_start_compiles_every_kernel_that_steps_use(
     runner.warm_up(num_blocks=5)
     at_start = set(seen)
     runner._graphs = runner._capture_graphs(6000)
+    assert {name for name, _ in seen - at_start} == {"advance_kernel", "decode_kernel"}, "in graphs alone"
+    at_start = set(seen)
     experts, dense = (
         {"grouped_product_kernel", "choose_kernel", "group_kernel"},
         {"fused_product_kernel", "project_heads_kernel"},
     )
     assert {name for name, _ in at_start} == (experts if name == "qwen3_moe" else dense) | {
         "decode_kernel", "prefill_kernel", "rms_norm_kernel", "norm_rotate_store_kernel",
-        "gate_and_mul_kernel",
+        "gate_and_mul_kernel", "advance_kernel",
     }  # fmt: skip
     rng = random.Random(0)
-    for _ in range(60):
+    for i in range(60):
         runner.logits(mixed_step(rng, 5))
+        runner.launch(decode_step(rng, 5, i), nucleus_sampling(1 + i % 9))
     assert seen == at_start
 
 
@@ -192,9 +208,68 @@ def record_without_values(model: CausalModel, backend: TritonBackend) -> None:
         with mode:
             return capture(run)
 
-    DecodeGraphs(
-        lambda batch: model.hidden_states(batch, cache), backend, record, max_num_seqs=9, max_model_len=200,
-        block_size=16, hidden_size=model.hidden_size, dtype=torch.bfloat16, device=meta,
-    )  # fmt: skip
+    capture_steps(model, cache, backend, record)
     assert capture.num_captured == len(batch_sizes(9))
     assert mode.num_operations > 20 * capture.num_captured
+
+
+def capture_steps(
+    model: CausalModel, cache: KVCache, backend: TritonBackend, capture: Capture
+) -> DecodeGraphs:
+    """The graphs of such a model, up to nine rows, with a sampler of one launch."""
+    return DecodeGraphs(
+        lambda batch: model.hidden_states(batch, cache),
+        lambda hidden, rows, banned: model.logits(hidden).argmax(-1),
+        backend,
+        capture,
+        max_num_seqs=9,
+        max_model_len=200,
+        block_size=16,
+        device=torch.device("meta"),
+    )
+
+
+@torch.inference_mode()
+def test_a_whole_step_has_few_launches_beside_its_layers(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight in a graph, with a sampler of one. Before it, beside the transfer: none where nothing is new, one
+    where blocks are, six at most where sequences join. Behind it one copy of the tokens."""
+    backend, meta, in_graph = TritonBackend(torch.device("cpu")), torch.device("meta"), []
+    for times in (1, 2):
+        model = model_without_values(checkpoints["gqa2_tied_hub"], backend, times)
+        cache = KVCache(
+            model.attention_layers, num_blocks=3, block_size=16, dtype=torch.bfloat16, device=meta
+        )
+        counts: list[int] = []
+
+        def count(run: Callable[[], None], counts: list[int] = counts) -> Replay:
+            launched = LaunchCount(monkeypatch)
+            for _ in range(2):  # the first time makes room that the next ones find
+                launched.names.clear()
+                with launched:
+                    run()
+            counts.append(len(launched.names))
+            return run
+
+        graphs = capture_steps(model, cache, backend, count)
+        assert len(set(counts)) == 1
+        in_graph.append(counts[0])
+    assert 2 * in_graph[0] - in_graph[1] == 8
+
+    lens = np.array([16, 20])
+    join = replace(make_step([1, 1], [16, 20], 16, 3), slots=np.arange(2), generations=np.arange(2))
+    join = replace(join, pending_rows=np.array([1]), pending_samples=np.array([0]))
+    steady = replace(join, positions=join.positions + 1, context_lens=lens + 1)
+    sampled, tables = (
+        Sampled(torch.zeros(2, dtype=torch.int64, device=meta), np.arange(2)),
+        np.ones((2, 2), np.int32),
+    )
+    for step, expected in (
+        (join, 6), (replace(steady, block_tables=tables), 1),
+        (replace(steady, positions=lens + 1, context_lens=lens + 2), 0),
+    ):  # fmt: skip
+        _, changes = graphs._rows.update(step)
+        with LaunchCount(monkeypatch) as launched:
+            graphs._static.write(changes, step, nucleus_sampling(2), sampled)
+        assert len(launched.names) == expected, launched.names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,14 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from engine import Engine, EngineConfig, StepFailed
+from engine import Engine, EngineConfig, SamplingParams, StepFailed
+from engine.attention.decode_state import PADDING, DecodeState, advance
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.torch_backend import TorchBackend
-from engine.run.decode_graphs import CudaCapture, DecodeGraphs, StaticInputs, batch_sizes
+from engine.run.batch_rows import RowChanges
+from engine.run.decode_graphs import CudaCapture, DecodeGraphs, batch_sizes
 from engine.run.model_runner import choose_capture
+from engine.run.pending_tokens import Sampled
+from engine.run.static_rows import StaticRows
+from engine.run.warm_up import nucleus_sampling
 from engine.schedule.step_batch import StepBatch
 from tests.engine import test_determinism as determinism
 from tests.engine import test_parity as parity
@@ -61,6 +65,8 @@ def decode_step(context_lens: list[int], first_block: int = 1) -> StepBatch:
         block_tables=tables,
         context_lens=lens,
         query_lens=np.ones_like(lens),
+        slots=np.arange(len(lens)),
+        generations=first_block + np.arange(len(lens)),
     )
 
 
@@ -112,100 +118,142 @@ def differences(reference: Reference) -> list[str]:
     return parity.generate(three, FAULTY_SHAPE, {"max_num_seqs": 4})[0]
 
 
-def write_padding_to_slot_0(inputs: StaticInputs, step: StepBatch) -> None:
-    inputs.slot_mapping.masked_fill_(inputs.slot_mapping < 0, 0)
+def leave_rows_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are written once, when nothing is known of them."""
+    write, written = StaticRows.write, set()
+
+    def write_once(rows: StaticRows, changes: RowChanges, *args: Any) -> None:
+        if rows not in written:
+            written.add(rows)
+            write(rows, changes, *args)
+
+    monkeypatch.setattr(StaticRows, "write", write_once)
 
 
-def leave_stale_tables(inputs: StaticInputs, step: StepBatch) -> None:
-    inputs.block_tables.copy_(inputs.before["block_tables"])  # type: ignore[attr-defined]
+def advanced(change: Callable[[DecodeState], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
+        def advance_wrongly(backend: ReplayedTorch, state: DecodeState) -> None:
+            advance(state)
+            change(state)
+
+        monkeypatch.setattr(ReplayedTorch, "advance", advance_wrongly)
+
+    return spoil
 
 
-def leave_stale_context_lens(inputs: StaticInputs, step: StepBatch) -> None:
-    inputs.context_lens.copy_(inputs.before["context_lens"])  # type: ignore[attr-defined]
+def write_padding_to_slot_0(state: DecodeState) -> None:
+    state.slot_mapping.masked_fill_(state.slot_mapping < 0, 0)
 
 
-def leave_stale_slots(inputs: StaticInputs, step: StepBatch) -> None:
-    inputs.slot_mapping.copy_(inputs.before["slot_mapping"])  # type: ignore[attr-defined]
+def attend_to_one_token_less(state: DecodeState) -> None:
+    state.context_lens.sub_(1).clamp_(min=0)
 
 
-def leave_stale_positions(inputs: StaticInputs, step: StepBatch) -> None:
-    inputs.positions.copy_(inputs.before["positions"])  # type: ignore[attr-defined]
+def stay_where_it_is(state: DecodeState) -> None:
+    state.next_positions.sub_((state.next_positions != PADDING).long())
 
 
 FAULTS = [
-    write_padding_to_slot_0, leave_stale_tables, leave_stale_context_lens, leave_stale_slots,
-    leave_stale_positions,
+    leave_rows_as_they_are, advanced(write_padding_to_slot_0), advanced(attend_to_one_token_less),
+    advanced(stay_where_it_is),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_faulty_buffer_is_caught(
-    fault: Callable[[StaticInputs, StepBatch], None],
+def test_a_faulty_step_on_the_device_is_caught(
+    fault: Callable[[pytest.MonkeyPatch], None],
     few: dict[str, Reference],
     capture: SimulatedCapture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Padding that writes to slot 0; a buffer that keeps what the step before left there."""
-    fill = StaticInputs.fill
-
-    def fill_wrongly(inputs: Any, step: StepBatch) -> None:
-        names = ("block_tables", "context_lens", "slot_mapping", "positions")
-        inputs.before = {name: getattr(inputs, name).clone() for name in names}
-        fill(inputs, step)
-        fault(inputs, step)
-
+    """Rows that nobody writes again; padding that writes to slot 0; lengths and positions off by one."""
     assert differences(few[FAULTY_SHAPE.name]) == []
-    monkeypatch.setattr(StaticInputs, "fill", fill_wrongly)
+    fault(monkeypatch)
     assert differences(few[FAULTY_SHAPE.name])
 
 
-def test_logits_of_padding_are_caught(
+def test_tokens_of_padding_are_caught(
     few: dict[str, Reference], capture: SimulatedCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Padding that goes on to the sampler: more tokens than sequences."""
+    """What is sampled from padding goes on to the host: more tokens than sequences."""
     run = DecodeGraphs.run
 
-    def run_and_keep_padding(graphs: Any, step: StepBatch, sampled: torch.Tensor | None) -> torch.Tensor:
-        run(graphs, step, sampled)
-        hidden: torch.Tensor = graphs._hidden
-        assert len(hidden) > len(step.query_lens)
-        object.__setattr__(step, "sample_rows", np.arange(len(hidden)))
-        return hidden
+    def run_and_keep_padding(graphs: Any, *args: Any) -> Sampled:
+        tokens = graphs._static.state.next_token_ids
+        places = run(graphs, *args).places
+        assert len(tokens) > len(places)
+        return Sampled(tokens, np.arange(len(tokens)))
 
     monkeypatch.setattr(DecodeGraphs, "run", run_and_keep_padding)
-    with pytest.raises(StepFailed, match="did not match"):
+    with pytest.raises(StepFailed, match="could not be broadcast"):
         differences(few[FAULTY_SHAPE.name])
 
 
+def test_the_same_history_gives_the_tokens_of_the_engine_without_graphs(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Joins, leaves, preemption, aborts, bans, ends by stop token and a step that fails, with overlap."""
+    histories = [History(seed) for seed in range(4)]
+    small = determinism.config(folders, pool_blocks=9, max_num_seqs=4, max_num_batched_tokens=24)
+    expected = [history.play(small) for history in histories]
+    capture = simulate_graphs(monkeypatch)
+    for overlap in (False, True):
+        for history, answers in zip(histories, expected, strict=True):
+            assert history.play(replace(small, async_scheduling=overlap)) == answers
+    assert len(capture.replayed) > 100
+    assert sum(history.num_preemptions for history in histories) > 4
+
+
+class History:
+    """Requests that come and go between an engine's steps, the same for every engine."""
+
+    def __init__(self, seed: int) -> None:
+        rng = random.Random(seed)
+        self.num_preemptions = 0
+        self._requests, self._aborted = [], {}
+        at = 0
+        for i in range(14):
+            at += rng.choice((0, 0, 1, 3))
+            prompt = [rng.randrange(3, 500) for _ in range(rng.randrange(1, 30))]
+            ends = tuple(rng.sample(range(3, 500), 40))
+            params = SamplingParams(
+                max_tokens=rng.randrange(3, 30), temperature=rng.choice((0.0, 1.3)), seed=i, ignore_eos=True,
+                top_k=rng.choice((-1, 9)), stop_token_ids=ends, min_tokens=rng.choice((0, 3)),
+            )  # fmt: skip
+            self._requests.append((at, str(i), prompt, params, rng.choice((0, 1, 1))))
+            if rng.random() < 0.2:
+                self._aborted[at + rng.randrange(6)] = str(i)
+        self._fails_at = rng.randrange(5, 12)
+
+    def play(self, config: EngineConfig) -> dict[str, list[int]]:
+        """Token ids of each request that was not aborted."""
+        done: dict[str, list[int]] = {}
+        with Engine(config) as built, pytest.MonkeyPatch.context() as patch:
+            for at in range(400):
+                for _, name, prompt, params, lane in [each for each in self._requests if each[0] == at]:
+                    built.add(name, prompt, params, lane=lane)
+                if at in self._aborted:
+                    built.abort(self._aborted[at])
+                if at == self._fails_at:
+                    fail_next_forward(built, patch)
+                done |= {each.request_id: each.token_ids for each in built.step()}
+            assert not built.has_unfinished
+            self.num_preemptions += built.stats().num_preemptions
+            built._scheduler.check_accounting()
+        return {name: ids for name, ids in done.items() if name not in self._aborted.values()}
+
+
+def fail_next_forward(built: Engine, patch: pytest.MonkeyPatch) -> None:
+    """The next time that attention is computed raises."""
+
+    def fail(*args: Any) -> torch.Tensor:
+        patch.undo()
+        raise ValueError("broken")
+
+    patch.setattr(type(built._open_runner().backend), "forward", fail)  # type: ignore[attr-defined]
+
+
 # The parts
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.integers(1, 6 * BLOCK), min_size=1, max_size=11), min_size=1, max_size=4))
-def test_buffers_hold_the_last_step_and_padding(steps: list[list[int]]) -> None:
-    """Whatever was in them before: a shorter step after a longer one leaves none of its rows."""
-    inputs = StaticInputs(11, 6, CPU)
-    for i, context_lens in enumerate(steps):
-        step, n = decode_step(context_lens, first_block=100 * i), len(context_lens)
-        inputs.fill(step)
-        assert inputs.token_ids[:n].tolist() == step.token_ids.tolist()
-        assert inputs.positions[:n].tolist() == step.positions.tolist()
-        assert inputs.slot_mapping.tolist() == step.slot_mapping.tolist() + [-1] * (11 - n)
-        assert inputs.context_lens.tolist() == context_lens + [0] * (11 - n)
-        assert (inputs.token_ids[n:] == 0).all()
-        assert (inputs.positions[n:] == 0).all()
-        assert inputs.block_tables[:n, : step.block_tables.shape[1]].tolist() == step.block_tables.tolist()
-
-
-def test_every_buffer_starts_at_16_bytes() -> None:
-    """Triton compiles a kernel anew for pointers that do not: in the middle of a capture."""
-    for max_num_seqs in (1, 2, 3, 5, 255, 257):
-        inputs = StaticInputs(max_num_seqs, 3, CPU)
-        buffers = (
-            inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.context_lens, inputs.rows,
-            inputs.block_tables,
-        )  # fmt: skip
-        assert [buffer.data_ptr() % 16 for buffer in buffers] == [0] * 6
 
 
 def test_ladder_of_sizes_is_dense_enough_and_ends_at_the_largest_batch() -> None:
@@ -225,9 +273,10 @@ class Graphs:
 
     def __init__(self) -> None:
         self.ran: list[int] = []
+        self.capture = SimulatedCapture()
         self.graphs = DecodeGraphs(
-            self._forward, ReplayedTorch(CPU), SimulatedCapture(), max_num_seqs=10, max_model_len=200,
-            block_size=BLOCK, hidden_size=1, dtype=torch.float32, device=CPU,
+            self._forward, lambda hidden, rows, banned: hidden.squeeze(1).long(), ReplayedTorch(CPU),
+            self.capture, max_num_seqs=10, max_model_len=200, block_size=BLOCK, device=CPU,
         )  # fmt: skip
 
     def _forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -236,25 +285,29 @@ class Graphs:
 
 
 def test_a_step_takes_the_next_larger_size() -> None:
-    """And gets its own rows back, no padding."""
+    """And gets its own rows back, no padding. At start each graph is captured, then run once."""
     case = Graphs()
-    assert case.ran == [10, 8, 4, 2, 1]
-    for context_lens, expected in (
-        ([7], 1), ([40, 40], 2), ([41, 2, 3], 4), ([101] * 5, 8), ([200] * 10, 10)
-    ):  # fmt: skip
+    assert case.ran == [10, 8, 4, 2, 1, 1, 2, 4, 8, 10]
+    assert sorted(case.capture.replayed) == list(range(5))
+    cases = ([7], 1), ([40, 40], 2), ([41, 2, 3], 4), ([101] * 5, 8), ([200] * 10, 10)
+    for i, (context_lens, expected) in enumerate(cases):
         case.ran.clear()
-        step = decode_step(context_lens)
+        step = decode_step(context_lens, first_block=100 * i)
         assert case.graphs.fits(step)
-        assert case.graphs.run(step).squeeze(1).tolist() == (2 * step.token_ids).tolist()
+        sampled = case.graphs.run(step, nucleus_sampling(len(context_lens)))
+        assert sampled.token_ids[sampled.places].tolist() == (2 * step.token_ids).tolist()
         assert case.ran == [expected]
 
 
-def test_a_step_with_a_longer_query_or_more_rows_fits_none() -> None:
-    case = Graphs()
-    step = decode_step([5, 6])
-    mixed = replace(step, token_ids=np.append(step.token_ids, 1), query_lens=np.array([1, 2]))
-    assert not case.graphs.fits(mixed)
-    assert not case.graphs.fits(decode_step([5] * 11))
+def test_a_step_of_another_kind_fits_none() -> None:
+    """A longer query, more rows, a row that does not sample, and a step that is no scheduler's."""
+    fits, step = Graphs().graphs.fits, decode_step([5, 6, 7])
+    assert fits(step)
+    assert not fits(decode_step([5] * 11))
+    assert not fits(replace(step, sample_rows=step.sample_rows[:2]))
+    assert not fits(replace(step, slots=step.slots[:0]))
+    longer = replace(step, token_ids=np.arange(4), query_lens=np.array([1, 1, 2]))
+    assert not fits(longer)
 
 
 def test_cpu_eager_and_a_backend_that_cannot_be_recorded_have_no_graphs() -> None:

@@ -48,6 +48,7 @@ SIZES = st.fixed_dictionaries(
         "max_num_batched_tokens": st.sampled_from([7, 12, 40]),
         "max_model_len": st.sampled_from([33, 40]),
         "overlap": st.booleans(),
+        "batches_admissions": st.booleans(),
     }
 )
 THOROUGH = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])

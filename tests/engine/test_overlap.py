@@ -47,6 +47,8 @@ class LateRunner:
     waited for before the next launch.
     """
 
+    has_graphs = False
+
     def __init__(self, num_blocks: int = 30, last_step: int | None = None) -> None:
         self.pool_size = PoolSize(num_blocks, 0, 40)
         self.device = ShadowDevice(num_blocks, BLOCK)

@@ -74,7 +74,7 @@ class RecordedRunner:
     """Stands in for a rank's ModelRunner: a step's token is its number; `calls` lists what happens."""
 
     pool_size = PoolSize(1, 0, 1)
-    backend_name = "none"
+    backend_name, has_graphs = "none", False
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls

@@ -39,6 +39,8 @@ class Drawn(PendingTokens):
 class DrawingRunner:
     """A model of which only the size of its pool matters."""
 
+    has_graphs = False
+
     def __init__(self, num_blocks: int) -> None:
         self.pool_size = PoolSize(num_blocks, 0, MAX_MODEL_LEN)
         self._rng = np.random.default_rng(1)

@@ -1,0 +1,67 @@
+"""DecodeState: the rows of a decode batch as the device keeps them from step to step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from engine.sampling.sampling_rows import SamplingRows
+
+PADDING = -1  # the next position of a row that belongs to no sequence
+
+
+@dataclass(frozen=True)
+class DecodeState:
+    """What a step leaves for the next one, and what the next one makes of that.
+
+    next_token_ids, next_positions: [rows] int64, the token that each row computes next and its place in its
+    sequence, PADDING in a row without one; the token may be -1 where none could be chosen.
+    block_tables: [rows, blocks of the longest sequence] int32; what lies past a row's context is stale, and
+    nothing reads it.
+    sampling: of each row. Its positions are written by `advance`, as are all that follow.
+    token_ids, positions, slot_mapping: [rows] int64 and context_lens: [rows] int32, of the step that runs. A
+    padding row has slot -1 and context length 0.
+    """
+
+    next_token_ids: Tensor
+    next_positions: Tensor
+    block_tables: Tensor
+    sampling: SamplingRows
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    context_lens: Tensor
+    block_size: int
+
+    def first(self, num_rows: int) -> DecodeState:
+        """The first rows of it, in the same memory."""
+        return DecodeState(
+            self.next_token_ids[:num_rows],
+            self.next_positions[:num_rows],
+            self.block_tables[:num_rows],
+            SamplingRows(*(getattr(self.sampling, each.name)[:num_rows] for each in fields(SamplingRows))),
+            self.token_ids[:num_rows],
+            self.positions[:num_rows],
+            self.slot_mapping[:num_rows],
+            self.context_lens[:num_rows],
+            self.block_size,
+        )
+
+
+def advance(state: DecodeState) -> None:
+    """Begin a step: make its inputs of what the step before has left, and the next positions one more.
+
+    In plain torch, the reference of `engine.kernels.advance`.
+    """
+    is_real = state.next_positions != PADDING
+    position = state.next_positions.clamp(min=0)
+    blocks = state.block_tables.gather(1, (position // state.block_size).unsqueeze(1)).squeeze(1).long()
+    slots = blocks * state.block_size + position % state.block_size
+    state.token_ids.copy_(torch.where(is_real, state.next_token_ids.clamp(min=0), 0))
+    state.positions.copy_(position)
+    state.slot_mapping.copy_(torch.where(is_real, slots, -1))
+    state.context_lens.copy_((position + 1) * is_real)
+    state.sampling.position.copy_(position + 1)
+    state.next_positions.add_(is_real)

@@ -1,0 +1,54 @@
+"""The first launch of a recorded decode step: its inputs, made of what the step before has left."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS = 128
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def advance_kernel(
+    next_token_ids_ptr, next_positions_ptr, block_tables_ptr, token_ids_ptr, positions_ptr, slots_ptr,
+    context_lens_ptr, sample_positions_ptr,
+    num_rows, table_stride,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program advances ROWS rows."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < num_rows
+    next_position = tl.load(next_positions_ptr + row, mask=inside, other=-1)
+    is_real = next_position >= 0
+    position = tl.maximum(next_position, 0)
+    token_id = tl.load(next_token_ids_ptr + row, mask=is_real, other=0)
+    block = tl.load(block_tables_ptr + row * table_stride + position // BLOCK_SIZE, mask=is_real, other=0)
+    slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+    tl.store(token_ids_ptr + row, tl.maximum(token_id, 0), mask=inside)
+    tl.store(positions_ptr + row, position, mask=inside)
+    tl.store(slots_ptr + row, tl.where(is_real, slot, -1), mask=inside)
+    tl.store(context_lens_ptr + row, tl.where(is_real, position + 1, 0).to(tl.int32), mask=inside)
+    tl.store(sample_positions_ptr + row, position + 1, mask=inside)
+    tl.store(next_positions_ptr + row, next_position + 1, mask=is_real)
+
+
+def advance_rows(
+    next_token_ids: Tensor,
+    next_positions: Tensor,
+    block_tables: Tensor,
+    token_ids: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    context_lens: Tensor,
+    sample_positions: Tensor,
+    *,
+    block_size: int,
+) -> None:
+    """One launch; shapes, dtypes and meanings are DecodeState's. sample_positions: its sampling's."""
+    num_rows = len(next_positions)
+    assert block_tables.stride(1) == 1
+    advance_kernel[(triton.cdiv(num_rows, ROWS),)](
+        next_token_ids, next_positions, block_tables, token_ids, positions, slot_mapping, context_lens,
+        sample_positions, num_rows, block_tables.stride(0), BLOCK_SIZE=block_size, ROWS=ROWS,
+    )  # fmt: skip
