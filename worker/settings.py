@@ -53,6 +53,7 @@ class WorkerSettings(BaseSettings):
     tensor_parallel_size: int = 1
     attention_backend: str = "auto"
     model_path: str = "auto"
+    quantization: str | None = None
     enforce_eager: bool = False
     async_scheduling: bool | None = None
     seed: int = 0
@@ -196,6 +197,7 @@ class WorkerSettings(BaseSettings):
             tensor_parallel_size=self.tensor_parallel_size,
             attention_backend=self.attention_backend,
             model_path=self.model_path,
+            quantization=self.quantization,
             enforce_eager=self.enforce_eager,
             async_scheduling=self.async_scheduling,
             seed=self.seed,

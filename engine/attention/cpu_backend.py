@@ -70,6 +70,7 @@ class CpuBackend(KernelBackend):
             elementwise.silu_and_mul,
             elementwise.rms_norm,
             elementwise.gelu_and_mul,
+            quantize_rows=elementwise.quantize_rows,
         )
 
     def store(self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:

@@ -40,16 +40,20 @@ MAX_HEADER_BYTES = 100 << 20
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """fingerprint: 32 hexadecimal digits. dtype: what the model computes in, "float32" for example."""
+    """fingerprint: 32 hexadecimal digits. dtype: what the model computes in, "float32" or "float32, int8
+    weights" for example."""
 
     fingerprint: str
     dtype: str
 
 
-def read_identity(folder: Path, dtype: str, chat_template: str | None = None) -> ModelIdentity:
+def read_identity(
+    folder: Path, dtype: str, chat_template: str | None = None, quantization: str | None = None
+) -> ModelIdentity:
     """Return the identity of a folder's model, computed in the dtype of this name.
 
-    chat_template: the name of the one that is used, if it was chosen.
+    chat_template: the name of the one that is used, if it was chosen.  quantization: of weights as they are
+    loaded, by name; what the files hold is part of them. It counts as another dtype.
     Two models have the same fingerprint when they have the same dtype, the same configuration, tokenizer and
     chat templates byte by byte, the same choice of one, and the same tensors (name, type, shape and values),
     however those are divided into files. Of each tensor beyond 64 KiB only 16 samples of 4 KiB are read,
@@ -58,6 +62,8 @@ def read_identity(folder: Path, dtype: str, chat_template: str | None = None) ->
     be.
     Raises MissingWeights or another ConfigError for weights that no engine could load.
     """
+    if quantization is not None:
+        dtype = f"{dtype}, {quantization} weights"
     digest = blake2b(dtype.encode(), digest_size=16)
     templates = sorted(str(path.relative_to(folder)) for path in folder.glob(TEMPLATES))
     for name in (*TEXT_FILES, *templates):

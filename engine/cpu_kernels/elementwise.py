@@ -12,15 +12,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, int64, njit
+from numba import carray, int64, njit, uint8
 from torch import Tensor
 
 from engine.cpu_kernels.kernel import ELEMENTS, Kernel, next_task
 from engine.cpu_kernels.softmax import exp_of_negative
-from engine.cpu_kernels.vectors import float_of, narrow, pointer_to, row_pointer, wide
+from engine.cpu_kernels.vectors import (
+    FLOAT32,
+    float32_of,
+    float_of,
+    magnitude_bits,
+    narrow,
+    pointer_to,
+    row_pointer,
+    wide,
+)
 
 GELU_LINEAR = np.float32(2 * (2 / np.pi) ** 0.5)  # gelu's tanh is of sqrt(2 / pi) * (x + 0.044715 x^3)
 GELU_CUBIC = np.float32(0.044715 * 2 * (2 / np.pi) ** 0.5)
+SMALLEST, LARGEST, ZERO = np.float32(2.0**-100), np.float32(127), 128  # as in engine.layers.int8
 ROWS_PER_TASK = 8  # so many rows of 512 floats take about 2 us, what it costs to wake a thread
 
 
@@ -98,6 +108,15 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up, gelu in its approximation by tanh. Shapes as for silu_and_mul."""
     return _gate(gate_up, gelu=True)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As engine.layers.int8.quantize_rows, bit by bit. x: [tokens, dim], where rows may lie apart."""
+    num_tokens, dim = x.shape
+    levels = torch.empty(num_tokens, dim, dtype=torch.uint8)
+    scales = torch.empty(num_tokens, 1)
+    _quantize_kernel(x.dtype)(_num_tasks(num_tokens), num_tokens, x, x.stride(0), levels, scales, dim)
+    return levels, scales
 
 
 def _gate(gate_up: Tensor, *, gelu: bool) -> Tensor:
@@ -265,3 +284,30 @@ def _gate_kernel(gelu: bool, dtype: torch.dtype) -> Kernel:
             task = next_task(parameters)
 
     return Kernel(gate_and_mul)
+
+
+@cache
+def _quantize_kernel(dtype: torch.dtype) -> Kernel:
+    """The largest magnitude is found among integers, which LLVM does in vectors without fast arithmetic: that
+    would lose a NaN."""
+    element = ELEMENTS[dtype]
+
+    def quantize(parameters: Any) -> None:
+        num_rows, dim = parameters[3], parameters[8]
+        scales = pointer_to(parameters[7], FLOAT32)
+        task = next_task(parameters)
+        while task >= 0:
+            for i in _rows_of_task(task, num_rows):
+                x = _row(parameters[4], i, parameters[5], dim, element)
+                levels = _row(parameters[6], i, dim, dim, uint8)
+                bits = magnitude_bits(SMALLEST)
+                for d in range(dim):
+                    bits = max(bits, magnitude_bits(wide(x[d])))
+                largest = float32_of(bits)
+                scales[i] = largest / LARGEST
+                factor = LARGEST / largest
+                for d in range(dim):
+                    levels[d] = np.int32(np.rint(wide(x[d]) * factor)) + np.int32(ZERO)
+            task = next_task(parameters)
+
+    return Kernel(quantize)

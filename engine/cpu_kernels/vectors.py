@@ -86,6 +86,26 @@ def power_of_two(typing: Any, exponent: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def magnitude_bits(typing: Any, number: Any) -> Any:
+    """The bits of |number|, a float32, as an int32: they grow with it, and NaN's are above infinity's."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.and_(builder.bitcast(args[0], I32), I32(0x7FFFFFFF))
+
+    return types.int32(FLOAT32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def float32_of(typing: Any, bits: Any) -> Any:
+    """The float32 whose bits these 32 are."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], F32)
+
+    return FLOAT32(types.int32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def wide(typing: Any, number: Any) -> Any:
     """A number as it is in memory, of either element type, as float32."""
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import WeightMismatch
 from engine.layers.base import WeightedModule, fill
+from engine.layers.int8 import Int8Product, QuantizeRows
 from engine.layers.packed import linear, pack_weight
 from engine.layers.parallel import Share, TensorParallel
 
@@ -16,6 +17,7 @@ class ReplicatedLinear(WeightedModule):
     """y = x W^T + b, the whole weight on every rank. weight: [out, in].
 
     may_pack: False keeps the weight as it is, for kernels that read it so.
+    int8: what multiplies in the weight's place, once that is quantized.
     """
 
     may_pack = True
@@ -26,14 +28,24 @@ class ReplicatedLinear(WeightedModule):
         self.bias = (
             nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
         )
+        self.int8: Int8Product | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, in] -> [tokens, out]."""
-        return linear(x, self.weight, self.bias)
+        return self.product(x, self.bias)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + b of this rank. x: [tokens, in] -> [tokens, out]."""
+        return linear(x, self.weight, bias) if self.int8 is None else self.int8(x, bias)
+
+    def quantize(self, quantize_rows: QuantizeRows) -> None:
+        """Give the weight up for one in int8; once, when it is loaded and before it is packed."""
+        self.int8 = Int8Product(self.weight, quantize_rows)
+        del self.weight
 
     def finish_loading(self) -> None:
         """Pack the weight where that pays."""
-        if self.may_pack:
+        if self.may_pack and self.int8 is None:
             self.weight = pack_weight(self.weight)
 
 
@@ -124,7 +136,7 @@ class RowParallelLinear(ReplicatedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, this rank's in] -> [tokens, out]; only the first rank adds the bias."""
-        return self.tp.all_reduce(linear(x, self.weight, self.bias if self.tp.rank == 0 else None))
+        return self.tp.all_reduce(self.product(x, self.bias if self.tp.rank == 0 else None))
 
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
         """Copy this rank's columns of `tensor`, or the whole bias, into parameter `name`."""

@@ -14,7 +14,8 @@ from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.model_config import ModelConfig, read_json, read_model_config
 from engine.checkpoint.text_part import text_tensors
 from engine.checkpoint.weights import open_tensors
-from engine.errors import UnsupportedModel
+from engine.errors import ConfigError, UnsupportedModel
+from engine.layers.int8 import Int8Product, QuantizeRows, check_int8, quantize_rows
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
 from engine.layers.rotary_scaling import Rope
@@ -88,13 +89,16 @@ def load_model(
     max_positions: int,
     dtype: torch.dtype,
     device: torch.device,
+    quantization: str | None = None,
 ) -> CausalModel:
     """Build the model, or one rank's share of it, and fill it from the folder.
 
-    model_path: as EngineConfig has it.  max_positions: tokens that no sequence will exceed.
+    model_path, quantization: as EngineConfig has them.  max_positions: tokens that no sequence will exceed.
     Raises UnsupportedModel, MissingWeights, WeightMismatch, DamagedWeights or another ConfigError.
     """
     path = choose_path(config, model_path)
+    if quantization is not None:
+        _check_quantization(path, device)
     if path.decoder is None:
         return load_transformers_model(
             config,
@@ -124,8 +128,35 @@ def load_model(
         device,
         quantization=config.quantization,
         is_text_part=config.is_text_part,
+        quantize_rows=None if quantization is None else _quantize_rows(backend),
     )
+    if quantization is not None:
+        quantized = [module for module in model.modules() if isinstance(module, Int8Product)]
+        logger.info(
+            "int8: the weights of %d linear layers by output channel, activations by token; embedding, LM "
+            "head and KV cache stay in %s", len(quantized), str(dtype).removeprefix("torch."),
+        )  # fmt: skip
     return model.eval()
+
+
+def _check_quantization(path: ModelPath, device: torch.device) -> None:
+    """Raise ConfigError for what int8 is not built for."""
+    problem = None
+    if device.type != "cpu":
+        problem = f"device={device.type!r}, it is built for CPUs"
+    elif path.decoder is None:
+        problem = f"{path.reason}, and it is built for the native decoder"
+    elif any(layer.experts for layer in path.decoder.layers):
+        problem = "this is a mixture of experts, and it is built for dense models"
+    if problem is not None:
+        raise ConfigError(f"quantization='int8' cannot be used: {problem}; leave it out")
+    check_int8()
+
+
+def _quantize_rows(backend: KernelBackend) -> QuantizeRows:
+    """The backend's own way, or plain torch."""
+    kernels = backend.layer_kernels
+    return (kernels and kernels.quantize_rows) or quantize_rows
 
 
 def _has_own_head(folder: Path, *, is_text_part: bool) -> bool:

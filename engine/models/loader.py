@@ -13,6 +13,8 @@ from engine.checkpoint.text_part import text_tensors
 from engine.checkpoint.weights import CheckpointTensor, open_tensors
 from engine.errors import MissingWeights, WeightMismatch
 from engine.layers.base import WeightedModule
+from engine.layers.int8 import QuantizeRows
+from engine.layers.linear import ReplicatedLinear
 from engine.models.decoder import DecoderForCausalLM
 
 #: Other names of modules, by what they are called here.
@@ -30,11 +32,13 @@ def load_weights(
     *,
     quantization: Quantization | None,
     is_text_part: bool,
+    quantize_rows: QuantizeRows | None = None,
 ) -> None:
     """Move `model` from the meta device to `device` and fill it from the folder's safetensors files.
 
     Of a tensor that is split over ranks, only this rank's share is read. quantization, is_text_part: as in
-    ModelConfig; tensors of other parts are left where they are.
+    ModelConfig; tensors of other parts are left where they are.  quantize_rows: how linear layers shall
+    quantize activations, each beside its own weight in int8; None for products in the model's dtype.
     Raises MissingWeights if a parameter is not in the checkpoint, WeightMismatch if a tensor has another
     shape than its place or no place at all, DamagedWeights for a quantized one that cannot be unpacked.
     """
@@ -62,6 +66,8 @@ def load_weights(
         shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         raise MissingWeights(f"{folder} lacks {len(names)} tensors the model needs: {shown}; fetch it again")
     for module in modules.values():
+        if quantize_rows is not None and isinstance(module, ReplicatedLinear):
+            module.quantize(quantize_rows)
         module.finish_loading()
 
 

@@ -153,6 +153,7 @@ class ModelRunner:
             max_positions=self._longest,
             dtype=self.dtype,
             device=self.device,
+            quantization=self._config.quantization,
         )
 
     @property

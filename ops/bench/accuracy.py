@@ -108,11 +108,15 @@ def main() -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32", help="in bfloat16 logits move with the batch")
     parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--quantization", help="int8: less exact, and answers may differ between batch sizes")
     options = parser.parse_args()
     torch.set_num_threads(1)  # a million parameters: a second thread costs more than it brings
     print_machine()
     answer = engine_answers(
-        device=options.device, dtype=options.dtype, attention_backend=options.attention_backend
+        device=options.device,
+        dtype=options.dtype,
+        attention_backend=options.attention_backend,
+        quantization=options.quantization,
     )
     rows = Rows.read(options.rows)
     outcomes = compare(answer, rows, options.batches)

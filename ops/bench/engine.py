@@ -34,9 +34,15 @@ def main() -> None:
     """Measure once and print a RESULT line, or take turns."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--quantization", help="int8")
     options = parse_options(parser)
     torch.set_num_threads(options.threads)
-    config = EngineConfig(options.model, dtype=options.dtype, attention_backend=options.attention_backend)
+    config = EngineConfig(
+        options.model,
+        dtype=options.dtype,
+        attention_backend=options.attention_backend,
+        quantization=options.quantization,
+    )
     with Engine(config) as engine:
         run(options, "tokenmill", partial(generate, engine), lambda: {"stats": asdict(engine.stats())})
 

@@ -1,0 +1,202 @@
+"""int8 weights by name: exact products of rounded numbers, each row by itself; refused where not built."""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import ConfigError, Engine, EngineConfig, SamplingParams, model_identity
+from engine.attention import load_backend
+from engine.checkpoint.model_config import read_model_config
+from engine.layers import int8
+from engine.layers.int8 import ZERO, Int8Product, check_int8, quantize_rows, quantize_weight
+from engine.layers.processor import processor_flags
+from engine.models.load import _check_quantization, choose_path
+from tests.engine.families import BY_NAME, make_family
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+needs_int8 = pytest.mark.skipif(
+    int8.FLAGS.isdisjoint(processor_flags()), reason="this processor does not sum products of int8 in 32 bits"
+)
+
+
+def uneven(rows: int, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rows of very different sizes, one of them zero: one scale for all would round most of them away."""
+    generator = torch.Generator().manual_seed(rows * dim)
+    sizes = 10.0 ** torch.linspace(-4, 3, rows).unsqueeze(1)
+    numbers = torch.randn(rows, dim, generator=generator) * sizes
+    numbers[rows // 2] = 0
+    return numbers.to(dtype)
+
+
+def unquantized(levels: Tensor, scales: Tensor) -> Tensor:
+    return (levels.double() - ZERO) * scales.double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 48), (65, 257)])
+def test_each_row_is_rounded_by_its_own_scale(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = uneven(*shape, dtype)
+    levels, scales = quantize_rows(x)
+    error = (unquantized(levels, scales) - x.double()).abs()
+    assert (error <= scales * 0.5001).all(), "half a level"
+    largest = x.double().abs().amax(1, keepdim=True)
+    assert torch.allclose(scales.double()[largest > 0] * 127, largest[largest > 0], rtol=1e-6)
+    assert levels.min() >= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_output_channel_of_a_weight_has_its_own_scale(dtype: torch.dtype) -> None:
+    weight = uneven(65, 257, dtype)
+    levels, scales = quantize_weight(weight)
+    error = (levels.double() * scales.double().unsqueeze(1) - weight.double()).abs()
+    assert (error <= weight.double().abs().amax(1, keepdim=True) / 127 * 0.5001).all()
+    assert levels.min() >= -127
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 48), (65, 257)])
+def test_the_compiled_kernel_gives_the_same_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Also of rows that lie apart, of zeros, of halves between two levels, and of NaN and infinity."""
+    kernels = load_backend("cpu", torch.device("cpu"), dtype, 16).layer_kernels
+    assert kernels is not None
+    assert kernels.quantize_rows is not None
+    x = torch.cat([uneven(*shape, dtype), uneven(*shape, dtype)], 1)[:, : shape[1]]
+    halves = (torch.arange(shape[1]) + 0.5).clamp(max=127).expand(*shape).to(dtype)
+    for each in (x, halves):
+        for ours, reference in zip(kernels.quantize_rows(each), quantize_rows(each), strict=True):
+            assert torch.equal(ours, reference)
+    broken = x.clone()
+    broken[0, 0], broken[-1, -1] = torch.inf, torch.nan
+    ours, reference = kernels.quantize_rows(broken)[1], quantize_rows(broken)[1]
+    torch.testing.assert_close(ours, reference, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_int8
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("rows", "shape"), [(0, (8, 4)), (1, (1, 16)), (9, (130, 257)), (70, (17, 5))])
+def test_a_product_is_that_of_the_rounded_numbers(
+    rows: int, shape: tuple[int, int], biased: bool, dtype: torch.dtype
+) -> None:
+    """Against float64, within what one rounding of sum and result may err: rows of weights and of x have
+    scales of their own, so that the smallest channel of the smallest token is as exact as the largest."""
+    weight, x = uneven(*shape, dtype), uneven(rows + 1, shape[1], dtype)[:rows]
+    bias = torch.randn(shape[0]).to(dtype) if biased else None
+    product = Int8Product(weight, quantize_rows)(x, bias)
+    assert product.dtype == dtype
+    assert product.shape == (rows, shape[0])
+    if rows == 0:
+        return
+    columns, column_scales = quantize_weight(weight)
+    terms = unquantized(*quantize_rows(x)), columns.double() * column_scales.double().unsqueeze(1)
+    exact = terms[0] @ terms[1].T
+    size = terms[0].abs() @ terms[1].abs().T
+    if bias is not None:
+        exact, size = exact + bias.double(), size + bias.double().abs()
+    digit = 2**-8 if dtype == torch.bfloat16 else 2**-22
+    assert ((product.double() - exact).abs() <= size * digit + 1e-30).all()
+
+
+@needs_int8
+def test_a_row_has_the_same_bits_in_every_batch() -> None:
+    product = Int8Product(uneven(96, 48), quantize_rows)
+    x = uneven(65, 48)
+    whole = product(x, None)
+    for rows in (1, 2, 15, 16, 33):
+        assert torch.equal(product(x[:rows], None), whole[:rows])
+
+
+@needs_int8
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_quantizes_every_linear_layer_and_says_so(
+    folder: Path, dtype: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(str(folder), dtype=dtype, device="cpu", kv_cache_bytes=2**20, quantization="int8")
+    with caplog.at_level(logging.INFO), Engine(config) as engine:
+        model = engine._open_runner().model
+        left = {name.rpartition(".")[0] for name, p in model.named_parameters() if p.dim() == 2}
+        num_layers = len(model.model.layers)
+        completions = engine.generate([[5, 6, 7]] * 3, SamplingParams(max_tokens=4, temperature=0))
+    assert f"int8: the weights of {4 * num_layers} linear layers" in caplog.text
+    assert {name for name in left if not name.endswith("int8")} == {"lm_head", "model.embed_tokens"}
+    assert len({tuple(completion.token_ids) for completion in completions}) == 1
+
+
+@needs_int8
+def test_logits_stay_near_those_of_the_weights_as_they_are(folder: Path) -> None:
+    """Random weights of a small model: 8 bits leave the order of the best tokens alone for most prompts."""
+    params, rng = SamplingParams(max_tokens=1, temperature=0), random.Random(3)
+    prompts = [[rng.randrange(3, 90) for _ in range(12)] for _ in range(40)]
+    found = []
+    for quantization in (None, "int8"):
+        config = EngineConfig(
+            str(folder), dtype="float32", device="cpu", kv_cache_bytes=2**20, quantization=quantization
+        )
+        with Engine(config) as engine:
+            found.append([completion.token_ids for completion in engine.generate(prompts, params)])
+    assert sum(a == b for a, b in zip(*found, strict=True)) >= 32
+
+
+def test_it_is_another_model_to_a_run(folder: Path) -> None:
+    plain, quantized = (
+        model_identity(EngineConfig(str(folder), dtype="float32", quantization=quantization))
+        for quantization in (None, "int8")
+    )
+    assert plain.fingerprint != quantized.fingerprint
+    assert (plain.dtype, quantized.dtype) == ("float32", "float32, int8 weights")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"quantization": "int4"}, "quantization='int4' must be 'int8' or None"),
+        ({"quantization": "int8", "tensor_parallel_size": 2}, "not built for tensor_parallel_size=2"),
+    ],
+)
+def test_what_no_engine_has_is_refused_by_the_configuration(settings: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        EngineConfig("m", **settings)  # type: ignore[arg-type]
+
+
+def test_other_devices_processors_and_torches_are_refused_by_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = choose_path(read_model_config(folder), "native")
+    with pytest.raises(ConfigError, match="device='cuda', it is built for CPUs"):
+        _check_quantization(path, torch.device("cuda"))
+
+    def gone(*args: object) -> Tensor:
+        raise AttributeError("no such op")
+
+    right = Int8Product.forward
+    for wrong, says in (
+        (gone, "has no such product.*no such op"),
+        (lambda *args: right(*args) * 1.01, "gives another product"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(int8, "processor_flags", lambda: int8.FLAGS)
+            patch.setattr(Int8Product, "forward", wrong)
+            with pytest.raises(ConfigError, match=says):
+                check_int8()
+    monkeypatch.setattr(int8, "processor_flags", lambda: frozenset({"avx2", "avx512f"}))
+    with pytest.raises(ConfigError, match="this processor has none of amx_int8, avx512_vnni, avx_vnni"):
+        check_int8()
+
+
+def test_experts_and_models_through_transformers_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    mixture = make_family(tmp_path, BY_NAME["mixtral"])
+    for model, model_path, says in (
+        (mixture, "auto", "this is a mixture of experts"),
+        (folder, "transformers", "it is built for the native decoder"),
+    ):
+        config = EngineConfig(str(model), device="cpu", model_path=model_path, quantization="int8")
+        with pytest.raises(ConfigError, match=says):
+            Engine(config)
