@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,15 +34,9 @@ PACKAGES = (
     "torch", "triton", "numpy", "xxhash", "transformers", "tokenizers", "safetensors", "jinja2", "pyarrow",
     "pytest", "hypothesis", "psutil",
 )  # fmt: skip
-GPU_TESTS = (
-    "tests/engine/test_gpu.py",
-    "tests/engine/test_kernels_attention.py",
-    "tests/engine/test_kernels_layers.py",
-    "tests/engine/test_fused_product.py",
-    "tests/engine/test_attention_features.py",
-    "tests/engine/test_triton_backend.py",
-    "tests/engine/test_moe.py",
-)
+GPU_TEST = "tests/engine/test_gpu.py"
+NEED_A_LIBRARY = {"tests/engine/test_flash_attn_backend.py"}
+ON_DEVICE = re.compile(r"^from tests\.engine\.paged import [^\n]*\bDEVICE\b", re.MULTILINE)
 DRY_RUN_PATIENCE = 4  # times as long: a CPU may be any, and busy
 NOT_ON_GPU = "not slip_in_a_kernel"  # faulty on purpose: one may take the device down with it
 TEST_PROCESSES = 6
@@ -74,7 +69,7 @@ def sections(out: Path, models: Path) -> list[Section]:
 
     checkpoint = ("--model", str(models / "model"))
     processes = ("-n", str(TEST_PROCESSES)) if find_spec("xdist") else ()
-    one_test = f"{GPU_TESTS[0]}::test_bfloat16_heads_of_128_follow_float32"
+    one_test = f"{GPU_TEST}::test_bfloat16_heads_of_128_follow_float32"
     demo = ("ops.bench.accuracy", "--rows", "300", "--device", "cuda", "--attention-backend", "triton")
     return [
         bench("run", 120, "ops.bench.throughput", *checkpoint, "--variants", DEFAULT, "--rounds", "1"),
@@ -88,7 +83,7 @@ def sections(out: Path, models: Path) -> list[Section]:
             "--seconds", "80", dry_run=("--rounds", "1"),
         ),
         Section(
-            "tests", 120, (*PYTEST, *processes, "-k", NOT_ON_GPU, *GPU_TESTS),
+            "tests", 120, (*PYTEST, *processes, "-k", NOT_ON_GPU, *gpu_tests()),
             (*PYTEST, one_test), {"GPU_TESTS_ON_CPU": "1"},
         ),
         Section(
@@ -100,6 +95,14 @@ def sections(out: Path, models: Path) -> list[Section]:
             "static", 60, ("ops.bench.static", "--only", SHIPPED), ("ops.bench.static", "--no-compile"),
         ),
     ]  # fmt: skip
+
+
+def gpu_tests() -> list[str]:
+    """The engine's ways on a GPU, and every file of tests that puts its tensors on one where there is one."""
+    files = sorted(
+        path for path in Path("tests/engine").glob("test_*.py") if ON_DEVICE.search(path.read_text())
+    )
+    return [GPU_TEST, *(str(path) for path in files if str(path) not in NEED_A_LIBRARY)]
 
 
 def run_section(section: Section, out: Path, limit_s: float, *, dry_run: bool) -> dict[str, Any]:

@@ -42,8 +42,8 @@ WARM_STEPS = 5
 PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|splitK|::mm$|::addmm$|product", re.IGNORECASE)
 HEAD_TIMES = 5  # the LM head reads 25 times the weights of a layer's largest product
 #: Beginnings of kernels' names, by the part of the estimate they belong to; what is in none of them is glue.
-#: Attention merges its splits by itself.
 PARTS = {
+    "sampler": ("tile_maxima_kernel", "choose_token_kernel"),
     "attention": ("decode_kernel", "prefill_kernel"),
     "merge": (),  # a part of decode_kernel, where the estimate has a launch of its own for it
     "layers": (
@@ -55,8 +55,9 @@ PARTS = {
         "choose_kernel",
         "group_kernel",
     ),
+    "glue": ("advance_kernel",),
 }
-#: What the sampler's torch operations become on a GPU.
+#: What sampling by torch's operations becomes on a GPU.
 SAMPLER = re.compile(
     r"sample|argmax|softmax|cumsum|scan|searchsorted|sort|topk|gather|exp_kernel", re.IGNORECASE
 )
