@@ -22,7 +22,7 @@ def machine_facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "not set"),
+        **{name: os.environ.get(name, "not set") for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")},
         "load": round(os.getloadavg()[0], 1),
     }
     if torch.cuda.is_available():
