@@ -48,6 +48,7 @@ class WorkerSettings(BaseSettings):
     max_num_batched_tokens: int = 8192
     block_size: int = 16
     kv_cache_bytes: ByteSize | None = None
+    kv_cache_dtype: str = "auto"
     memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     tensor_parallel_size: int = 1
@@ -192,6 +193,7 @@ class WorkerSettings(BaseSettings):
             max_num_batched_tokens=self.max_num_batched_tokens,
             block_size=self.block_size,
             kv_cache_bytes=self.kv_cache_bytes,
+            kv_cache_dtype=self.kv_cache_dtype,
             memory_utilization=self.memory_utilization,
             enable_prefix_caching=self.enable_prefix_caching,
             tensor_parallel_size=self.tensor_parallel_size,

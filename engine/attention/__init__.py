@@ -22,13 +22,23 @@ logger = logging.getLogger(__name__)
 
 
 def load_backend(
-    name: str, device: torch.device, dtype: torch.dtype = torch.float32, block_size: int = 16
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    block_size: int = 16,
+    kv_cache_dtype: str = "auto",
 ) -> KernelBackend:
     """Return the backend of that name for queries, keys and values of that dtype. Raises ConfigError.
 
-    "auto" is the best one for device and dtype. block_size: tokens of a KV block.
+    "auto" is the best one for device and dtype. block_size: tokens of a KV block.  kv_cache_dtype: in what
+    keys and values are kept, as EngineConfig names it.
     """
-    backend = _import_backend(_choose(device, dtype) if name == "auto" else name)
+    backend = _import_backend(_choose(device, dtype, kv_cache_dtype) if name == "auto" else name)
+    if kv_cache_dtype not in backend.kv_cache_dtypes:
+        raise ConfigError(
+            f"attention_backend={backend.name!r} keeps keys and values in the model's dtype only, not in "
+            f"kv_cache_dtype={kv_cache_dtype!r}; use 'triton' or 'torch', or leave kv_cache_dtype out"
+        )
     backend.check(device, dtype, block_size)
     return backend(device)
 
@@ -61,12 +71,14 @@ def _import_backend(name: str) -> type[KernelBackend]:
     )
 
 
-def _choose(device: torch.device, dtype: torch.dtype) -> str:
+def _choose(device: torch.device, dtype: torch.dtype, kv_cache_dtype: str = "auto") -> str:
     """The best backend that is installed, with a warning if it has never run on such a device."""
     if device.type == "cpu":
         from engine.attention.cpu_backend import CpuBackend
 
         problem = CpuBackend.problem(device, dtype)
+        if kv_cache_dtype not in CpuBackend.kv_cache_dtypes:
+            problem = f"it keeps no keys and values in {kv_cache_dtype}"
         if problem:
             logger.info("attention_backend='auto' takes 'torch', which is slower than 'cpu': %s", problem)
         return "torch" if problem else "cpu"

@@ -11,14 +11,26 @@ import torch
 from torch import Tensor
 
 from engine.attention.features import AttentionFeatures
+from engine.errors import ConfigError
+
+FP8 = torch.float8_e4m3fn
+FP8_LIMIT = 448.0  # the largest number it holds
+HEADROOM = 8.0
+Scales = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class LayerKVCache:
-    """One layer's keys and values, each [blocks, block_size, kv_heads, head_dim]."""
+    """One layer's keys and values, each [blocks, block_size, kv_heads, head_dim].
+
+    scales: what the FP8 numbers of each head's keys and of its values are multiplied with, [kv_heads] float32
+    each, powers of two: those change no mantissa, so that what is read is what was stored, in every dtype.
+    None for a cache of any other dtype.
+    """
 
     keys: Tensor
     values: Tensor
+    scales: Scales | None = None
 
     def write(self, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
         """Store the new tokens' keys and values.
@@ -26,6 +38,8 @@ class LayerKVCache:
         keys, values: [tokens, kv_heads, head_dim].
         slot_mapping: [tokens] int64, block_id * block_size + offset, each at most once.
         """
+        if self.scales is not None:
+            keys, values = (quantize(x, own) for x, own in zip((keys, values), self.scales, strict=True))
         self.keys.flatten(0, 1)[slot_mapping] = keys
         self.values.flatten(0, 1)[slot_mapping] = values
 
@@ -41,12 +55,45 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        scales: Sequence[Scales] | None = None,
     ) -> None:
+        """dtype: what is stored; FP8 with the scales of each layer."""
         shapes = [(2, num_blocks, block_size, layer.num_kv_heads, layer.head_dim) for layer in layers]
         self.pool = _zeros(sum(map(math.prod, shapes)), dtype, device)
         parts = torch.split(self.pool, [math.prod(shape) for shape in shapes])
         both = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        self.layers = [LayerKVCache(pair[0], pair[1]) for pair in both]
+        self.layers = [
+            LayerKVCache(pair[0], pair[1], scales[i] if scales else None) for i, pair in enumerate(both)
+        ]
+
+
+def quantize(x: Tensor, scales: Tensor) -> Tensor:
+    """x, [tokens, kv_heads, head_dim], as FP8 numbers of these scales; what is too large takes the largest.
+
+    NaN stays, so that a fault is not hidden.
+    """
+    return (x.float() / scales[:, None]).clamp(-FP8_LIMIT, FP8_LIMIT).to(FP8)
+
+
+def measure_scales(cache: KVCache) -> list[Scales]:
+    """Scales of each layer by the largest key and value that this cache, not of FP8, holds of each head.
+
+    An eighth of what FP8 reaches is for those: others may be eight times as large. That costs nothing but
+    among the smallest, as FP8 numbers are floating ones: a head's number below 1/3600 of its largest is
+    rounded more coarsely. Raises ConfigError for numbers that are not finite.
+    """
+    return [(_measure(layer.keys), _measure(layer.values)) for layer in cache.layers]
+
+
+def _measure(pool: Tensor) -> Tensor:
+    largest = pool.float().abs().amax((0, 1, 3))
+    if not largest.isfinite().all():
+        raise ConfigError(
+            "kv_cache_dtype='fp8_e4m3' cannot be used: keys or values of this model are not finite; leave it "
+            "out, or set dtype='bfloat16'"
+        )
+    exponents = torch.ceil(torch.log2(largest * (HEADROOM / FP8_LIMIT)))
+    return torch.where(largest > 0, torch.exp2(exponents), 1.0)
 
 
 def _zeros(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -55,7 +102,7 @@ def _zeros(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     On a CPU they come from numpy, whose large zeros take memory only as they are written.
     """
     if device.type != "cpu":
-        return torch.zeros(length, dtype=dtype, device=device)
+        return torch.zeros(length * dtype.itemsize, dtype=torch.uint8, device=device).view(dtype)
     return torch.from_numpy(np.zeros(length * dtype.itemsize, np.uint8)).view(dtype)
 
 

@@ -34,6 +34,7 @@ class TorchBackend(KernelBackend):
     """
 
     name = "torch"
+    kv_cache_dtypes = ("auto", "fp8_e4m3")
 
     @classmethod
     def check(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
@@ -78,13 +79,16 @@ def attend_spans(
     attend = partial(_attend_explicitly, sinks=sinks) if explicit else _attend
     for view in spans.views(features, cache.keys.shape[1], scores_written=explicit):
         rows = query[view.start : view.end]
-        keys, values = _seen(cache.keys, view), _seen(cache.values, view)
+        key_scales, value_scales = cache.scales or (None, None)
+        keys = _seen(cache.keys, view, key_scales, query.dtype)
+        values = _seen(cache.values, view, value_scales, query.dtype)
         output[view.start : view.end] = attend(rows, keys, values, view.mask, features)
 
 
-def _seen(pool: Tensor, view: View) -> Tensor:
+def _seen(pool: Tensor, view: View, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Gather the keys or values of a view: pool [blocks, size, kv_heads, dim] -> [kv_heads, seen, dim]."""
-    return pool.index_select(0, view.block_ids).flatten(0, 1)[view.first : view.last].transpose(0, 1)
+    seen = pool.index_select(0, view.block_ids).flatten(0, 1)[view.first : view.last].transpose(0, 1)
+    return seen if scales is None else seen.to(dtype) * scales.to(dtype)[:, None, None]
 
 
 def _attend(

@@ -6,6 +6,7 @@ Runs on GPUs; on a CPU only under Triton's interpreter, which is for tests.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -48,6 +49,7 @@ class TritonBackend(CapturableBackend):
     """One launch for all prefill chunks of a step and one for all its decodes."""
 
     name = "triton"
+    kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto", "fp8_e4m3")
     max_head_dim = MAX_HEAD_DIM
 
     @classmethod
@@ -85,7 +87,7 @@ class TritonBackend(CapturableBackend):
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def store(self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
-        store_kv(keys, values, cache.keys, cache.values, slot_mapping)
+        store_kv(keys, values, cache.keys, cache.values, slot_mapping, cache.scales)
 
     def norm_rotate_and_store(
         self,
@@ -100,7 +102,7 @@ class TritonBackend(CapturableBackend):
     ) -> Tensor:
         """As LayerKernels has it, in one launch."""
         return norm_rotate_and_store(
-            query, key, value, rotation, norms, eps, cache.keys, cache.values, slot_mapping
+            query, key, value, rotation, norms, eps, cache.keys, cache.values, slot_mapping, cache.scales
         )
 
     def build_metadata(
@@ -185,6 +187,7 @@ class TritonBackend(CapturableBackend):
                 chunk=chunk,
                 soft_cap=features.soft_cap,
                 sinks=sinks,
+                scales=cache.scales,
             )
         if len(decode.rows):
             num_pairs = len(decode.rows) * cache.keys.shape[2]
@@ -201,6 +204,7 @@ class TritonBackend(CapturableBackend):
                 chunk=chunk,
                 soft_cap=features.soft_cap,
                 sinks=sinks,
+                scales=cache.scales,
             )
         return out
 

@@ -48,13 +48,18 @@ class ModelIdentity:
 
 
 def read_identity(
-    folder: Path, dtype: str, chat_template: str | None = None, quantization: str | None = None
+    folder: Path,
+    dtype: str,
+    chat_template: str | None = None,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> ModelIdentity:
     """Return the identity of a folder's model, computed in the dtype of this name.
 
     chat_template: the name of the one that is used, if it was chosen.  quantization: of weights as they are
-    loaded, by name; what the files hold is part of them. It counts as another dtype.
-    Two models have the same fingerprint when they have the same dtype, the same configuration, tokenizer and
+    loaded, by name; what the files hold is part of them. It counts as another dtype, and so does
+    kv_cache_dtype, of which "auto" is the model's.
+    Two models have the same fingerprint when they have the same dtypes, the same configuration, tokenizer and
     chat templates byte by byte, the same choice of one, and the same tensors (name, type, shape and values),
     however those are divided into files. Of each tensor beyond 64 KiB only 16 samples of 4 KiB are read,
     evenly spaced, its first and last bytes among them: reading 70 GB would take minutes. So any other
@@ -64,6 +69,8 @@ def read_identity(
     """
     if quantization is not None:
         dtype = f"{dtype}, {quantization} weights"
+    if kv_cache_dtype != "auto":
+        dtype = f"{dtype}, {kv_cache_dtype} KV cache"
     digest = blake2b(dtype.encode(), digest_size=16)
     templates = sorted(str(path.relative_to(folder)) for path in folder.glob(TEMPLATES))
     for name in (*TEXT_FILES, *templates):

@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.kernels.kv_tile import (
     DECODE_TILE_BYTES,
     DOT_MIN,
+    FP8_STAGES,
     LOG2_E,
     NUM_STAGES,
     base2_cap,
@@ -64,8 +65,8 @@ def split_length(num_seen, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, TILE: 
 
 @triton.jit(do_not_specialize=["table_stride", "max_splits"])
 def decode_kernel(
-    out_ptr, partial_ptr, logsum_ptr, arrived_ptr, query_ptr, keys_ptr, values_ptr, sinks_ptr,
-    order_ptr, rows_ptr, context_lens_ptr, tables_ptr,
+    out_ptr, partial_ptr, logsum_ptr, arrived_ptr, query_ptr, keys_ptr, values_ptr,
+    key_scales_ptr, value_scales_ptr, sinks_ptr, order_ptr, rows_ptr, context_lens_ptr, tables_ptr,
     log2_scale, max_splits, table_stride, query_stride, block_stride, token_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
@@ -100,6 +101,8 @@ def decode_kernel(
     values_ptr += kv_head * HEAD_DIM
     tables_ptr += seq * table_stride
     tile = tl.arange(0, TILE)
+    if key_scales_ptr is not None:
+        log2_scale *= tl.load(key_scales_ptr + kv_head)
 
     for split in tl.range(first_split, num_splits, tl.num_programs(2), num_stages=1):
         start = first + split * length
@@ -123,6 +126,8 @@ def decode_kernel(
             blocks = next_blocks
         # no context gives zeros, not 0 / 0
         result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
+        if value_scales_ptr is not None:
+            result *= tl.load(value_scales_ptr + kv_head)
         if num_splits == 1:
             row = tl.load(rows_ptr + seq).to(tl.int64)  # again: held through the loop, it takes registers
             places = out_ptr + row * (HEADS * HEAD_DIM) + head_places
@@ -209,6 +214,7 @@ def decode_attention(
     chunk: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
     split_tokens: int = SPLIT_TOKENS,
 ) -> None:
     """Write the attention of the batch's rows of `query` to the same rows of `out`.
@@ -218,6 +224,7 @@ def decode_attention(
     arrived: at least decodes * kv_heads int32, all zero, and zero again afterwards; no other launch that may
     run at the same time may have it.
     scale, window, chunk, soft_cap: as AttentionFeatures has them.  sinks: [heads] float32, contiguous.
+    scales: of a cache of FP8 numbers, as LayerKVCache has them.
     num_programs: of each sequence and KV head, see choose_num_programs; the result is the same with any.
     split_tokens: least tokens of a split.
     Sums are float32; the splits' results take decodes * splits * heads * head_dim * 4 bytes meanwhile.
@@ -238,15 +245,15 @@ def decode_attention(
     logsum = torch.empty(parts, dtype=torch.float32, device=query.device)
     # KV heads in the first place of the grid: neighbours in memory are read at the same time
     decode_kernel[(kv_heads, num_decodes, min(num_programs, max_splits))](
-        out, partial, logsum, arrived, query, key_cache, value_cache, sinks,
+        out, partial, logsum, arrived, query, key_cache, value_cache, *(scales or (None, None)), sinks,
         batch.order, batch.rows, batch.context_lens, batch.block_tables,
         scale * LOG2_E.value, max_splits, batch.block_tables.stride(0), query.stride(0),
         key_cache.stride(0), key_cache.stride(1),
         HEADS=heads, GROUP=group, GROUP_PAD=max(heads_pad, DOT_MIN),
         HEAD_DIM=head_dim, DIM_PAD=dim_pad, BLOCK_SIZE=block_size,
         WINDOW=window, CHUNK=chunk, SOFT_CAP=base2_cap(soft_cap),
-        TILE=tile_tokens(dim_pad, key_cache.element_size(), DECODE_TILE_BYTES),
+        TILE=tile_tokens(dim_pad, query.element_size(), DECODE_TILE_BYTES),
         SPLIT=split_tokens, MAX_SPLITS=MAX_SPLITS,
         HEADS_PAD=heads_pad, PARTS=max(MERGED_ROWS // heads_pad, 1),
-        num_warps=4, num_stages=NUM_STAGES,
+        num_warps=4, num_stages=NUM_STAGES if scales is None else FP8_STAGES,
     )  # fmt: skip

@@ -15,6 +15,9 @@ MAX_HEAD_DIM = 256
 # places depend on come from the iteration before: looked up in the same one, they would take stages too, and
 # leave a single buffer, so that no copy overlaps the products (seen in code compiled for sm_90).
 NUM_STAGES = 3
+# FP8 keys and values: tiles of as many tokens are half as large, and there are four buffers. With twice the
+# tokens, which are converted in registers, those are enough for three programs of five.
+FP8_STAGES = 5
 # Of keys or values. Decode: both with two buffers are 32 KiB, so that five programs share the 228 KiB of a
 # Hopper multiprocessor with 160 KiB on their way. Prefill: two programs beside their queries.
 DECODE_TILE_BYTES = 8 * 1024
@@ -98,6 +101,8 @@ def fold_tile(
     else:
         keys = tl.load(keys_ptr + places)
         values = tl.load(values_ptr + places)
+    # of an FP8 cache: exact in every dtype of queries, as the scales are applied to sums
+    keys, values = keys.to(queries.dtype), values.to(queries.dtype)
     if WIDEN:
         queries, keys = queries.to(tl.float32), keys.to(tl.float32)
     # "ieee" keeps float32 products in float32; tf32 has 10 bits of mantissa

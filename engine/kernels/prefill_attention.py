@@ -47,7 +47,7 @@ class PrefillTiles:
 
 @triton.jit(do_not_specialize=["table_stride"])
 def prefill_kernel(
-    out_ptr, query_ptr, keys_ptr, values_ptr, sinks_ptr,
+    out_ptr, query_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, sinks_ptr,
     tile_seqs_ptr, tile_starts_ptr, query_ranges_ptr, context_lens_ptr, tables_ptr,
     log2_scale, table_stride, query_stride, block_stride, token_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
@@ -86,6 +86,8 @@ def prefill_kernel(
     kv_head = head // GROUP
     keys_ptr += kv_head * HEAD_DIM
     values_ptr += kv_head * HEAD_DIM
+    if key_scales_ptr is not None:
+        log2_scale *= tl.load(key_scales_ptr + kv_head)
     tables_ptr += seq * table_stride
     tile = tl.arange(0, TILE)
 
@@ -124,7 +126,10 @@ def prefill_kernel(
         )  # fmt: skip
         blocks = next_blocks
     places = out_ptr + (rows[:, None] * HEADS + head) * HEAD_DIM + dims[None, :]
-    tl.store(places, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+    result = acc / row_sum[:, None]
+    if value_scales_ptr is not None:
+        result *= tl.load(value_scales_ptr + kv_head)
+    tl.store(places, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def prefill_attention(
@@ -139,24 +144,26 @@ def prefill_attention(
     chunk: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Write the attention of the tiles' rows of `query` to the same rows of `out`.
 
     query, out: [tokens, heads, head_dim]; query's rows may lie apart, out is contiguous.
     key_cache, value_cache: [blocks, block_size, kv_heads, head_dim], the step's own tokens included.
     scale, window, chunk, soft_cap: as AttentionFeatures has them.  sinks: [heads] float32, contiguous.
+    scales: of a cache of FP8 numbers, as LayerKVCache has them.
     """
     heads, head_dim = query.shape[1:]
     assert query.stride()[1:] == (head_dim, 1)
     assert out.is_contiguous()
     block_size, kv_heads = key_cache.shape[1:3]
-    dim_pad, itemsize = pad_head_dim(head_dim), key_cache.element_size()
+    dim_pad, itemsize = pad_head_dim(head_dim), query.element_size()
     # The accumulator, 64 * head_dim float32, takes 64 registers of each thread at 128. float32 products are
     # made in registers besides; with fewer warps they spill (seen in code compiled for sm_90).
     num_warps = 16 if itemsize == 4 else (8 if dim_pad > 128 else 4)
     # heads in the first place of the grid: those of one group read the same keys at the same time
     prefill_kernel[(heads, len(batch.seqs))](
-        out, query, key_cache, value_cache, sinks,
+        out, query, key_cache, value_cache, *(scales or (None, None)), sinks,
         batch.seqs, batch.starts, batch.query_ranges, batch.context_lens, batch.block_tables,
         scale * LOG2_E.value, batch.block_tables.stride(0), query.stride(0),
         key_cache.stride(0), key_cache.stride(1),

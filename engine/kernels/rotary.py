@@ -11,10 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.kv_store import as_stored
+
 
 @triton.jit
 def rotate_heads(
-    out_ptr, x_ptr, weight_ptr, cos, sin, token, place, wanted, stride, eps,
+    out_ptr, x_ptr, weight_ptr, scales_ptr, cos, sin, token, place, wanted, stride, eps,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
     HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, NORM: tl.constexpr, PER_HEAD: tl.constexpr,
 ):  # fmt: skip
@@ -22,6 +24,7 @@ def rotate_heads(
 
     token, place: [tokens, 1, 1], rows of x and of the output.  wanted: [tokens, 1, 1], no other row is read
     or written.  cos, sin: [tokens, 1, HALF_PAD].  PER_HEAD: each has its own norm's weight.
+    scales_ptr: of the heads, where the output holds FP8 numbers.
     """
     head = tl.arange(0, HEADS_PAD)[None, :, None]
     column = tl.arange(0, HALF_PAD)[None, None, :]
@@ -50,16 +53,19 @@ def rotate_heads(
             rest *= inverse * tl.load(rest_weight_ptr, mask=in_weight, other=0.0).to(tl.float32)
     dtype = out_ptr.dtype.element_ty
     if HEAD_DIM > 2 * HALF:
-        tl.store(out_ptr + place * (HEADS * HEAD_DIM) + rest_in_row, rest.to(dtype), mask=has_rest)
+        rest = as_stored(rest, scales_ptr, head, head < HEADS, dtype)
+        tl.store(out_ptr + place * (HEADS * HEAD_DIM) + rest_in_row, rest, mask=has_rest)
     places = out_ptr + place * (HEADS * HEAD_DIM) + in_row
-    tl.store(places, (first * cos - second * sin).to(dtype), mask=inside)
-    tl.store(places + HALF, (second * cos + first * sin).to(dtype), mask=inside)
+    rotated = as_stored(first * cos - second * sin, scales_ptr, head, head < HEADS, dtype)
+    tl.store(places, rotated, mask=inside)
+    rotated = as_stored(second * cos + first * sin, scales_ptr, head, head < HEADS, dtype)
+    tl.store(places + HALF, rotated, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def norm_rotate_store_kernel(
     query_out_ptr, key_cache_ptr, value_cache_ptr, query_ptr, key_ptr, value_ptr,
-    query_weight_ptr, key_weight_ptr, cos_ptr, sin_ptr, slots_ptr,
+    query_weight_ptr, key_weight_ptr, cos_ptr, sin_ptr, slots_ptr, key_scales_ptr, value_scales_ptr,
     num_tokens, query_stride, key_stride, value_stride, rotation_stride, eps,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, KV_HEADS: tl.constexpr, KV_HEADS_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
@@ -76,16 +82,21 @@ def norm_rotate_store_kernel(
     slot = tl.load(slots_ptr + token, mask=is_token, other=-1).to(tl.int64)
     is_stored = slot >= 0
     rotate_heads(
-        query_out_ptr, query_ptr, query_weight_ptr, cos, sin, token, token, is_token, query_stride, eps,
+        query_out_ptr, query_ptr, query_weight_ptr, None, cos, sin, token, token, is_token, query_stride, eps,
         HEADS, HEADS_PAD, HEAD_DIM, HALF, HALF_PAD, REST_PAD, NORM, PER_HEAD,
     )  # fmt: skip
     rotate_heads(
-        key_cache_ptr, key_ptr, key_weight_ptr, cos, sin, token, slot, is_stored, key_stride, eps,
+        key_cache_ptr, key_ptr, key_weight_ptr, key_scales_ptr, cos, sin, token, slot, is_stored, key_stride,
+        eps,
         KV_HEADS, KV_HEADS_PAD, HEAD_DIM, HALF, HALF_PAD, REST_PAD, NORM, PER_HEAD,
     )  # fmt: skip
     in_row = tl.arange(0, ROW_PAD)[None, None, :]
     inside = is_stored & (in_row < KV_HEADS * HEAD_DIM)
     values = tl.load(value_ptr + token * value_stride + in_row, mask=inside)
+    values = as_stored(
+        values, value_scales_ptr, in_row // HEAD_DIM, in_row < KV_HEADS * HEAD_DIM,
+        value_cache_ptr.dtype.element_ty,
+    )  # fmt: skip
     tl.store(value_cache_ptr + slot * (KV_HEADS * HEAD_DIM) + in_row, values, mask=inside)
 
 
@@ -99,6 +110,7 @@ def norm_rotate_and_store(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Queries and keys, each head normalised if there are norms, then rotated: the queries are returned,
     contiguous, keys and values go to their slots of the cache.
@@ -108,7 +120,8 @@ def norm_rotate_and_store(
     first `width` numbers rotate, the others stay.
     norms: weights of the queries' and of the keys' RMSNorm, contiguous, in their dtype or in float32:
     [head_dim], or [heads, head_dim] and [kv_heads, head_dim] where each head has its own.
-    key_cache, value_cache: [blocks, block_size, kv_heads, head_dim], contiguous, in the queries' dtype.
+    key_cache, value_cache: [blocks, block_size, kv_heads, head_dim], contiguous, in the queries' dtype, or in
+    FP8 with scales, as LayerKVCache has them.
     slot_mapping: [tokens] int64, block_id * block_size + offset; a negative one marks padding, whose keys and
     values go nowhere.
     All sums and products are float32, each result is rounded to the queries' dtype once.
@@ -129,7 +142,8 @@ def norm_rotate_and_store(
     tokens = max(1, 1024 // pairs)
     norm_rotate_store_kernel[(triton.cdiv(len(query), tokens),)](
         query_out, key_cache, value_cache, query, key, value, query_weight, key_weight, cos, sin,
-        slot_mapping, len(query), query.stride(0), key.stride(0), value.stride(0), cos.stride(0), eps,
+        slot_mapping, *(scales or (None, None)),
+        len(query), query.stride(0), key.stride(0), value.stride(0), cos.stride(0), eps,
         HEADS=heads, HEADS_PAD=heads_pad, KV_HEADS=kv_heads, KV_HEADS_PAD=triton.next_power_of_2(kv_heads),
         HEAD_DIM=head_dim, HALF=half, HALF_PAD=half_pad, REST_PAD=rest_pad,
         ROW_PAD=triton.next_power_of_2(kv_heads * head_dim),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.attention import CapturableBackend, KernelBackend, load_backend
 from engine.attention.forward_batch import ForwardBatch
-from engine.attention.kv_cache import KVCache, block_bytes
+from engine.attention.kv_cache import FP8, KVCache, Scales, block_bytes, measure_scales
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import AttentionRefused, ConfigError, UnsupportedModel
 from engine.layers.parallel import TensorParallel
@@ -31,13 +31,15 @@ from engine.run.pending_tokens import DeviceTokens, PendingTokens, Sampled
 from engine.run.probe import Probe
 from engine.run.runner import PoolSize
 from engine.run.to_device import to_device
-from engine.run.warm_up import nucleus_sampling, warm_up_steps
+from engine.run.warm_up import make_step, nucleus_sampling, warm_up_steps
 from engine.sampling.sampler import ban
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.step_batch import StepBatch
 
 logger = logging.getLogger(__name__)
+
+NUM_MEASURED_TOKENS = 512  # by whose keys and values an FP8 cache takes its scales
 
 
 class ModelRunner:
@@ -55,12 +57,13 @@ class ModelRunner:
             logger.warning("%s", served.reason)
         self.dtype: torch.dtype = getattr(torch, served.name)
         self.backend: KernelBackend = load_backend(
-            config.attention_backend, self.device, self.dtype, config.block_size
+            config.attention_backend, self.device, self.dtype, config.block_size, config.kv_cache_dtype
         )
         self._config = config
         self._model_config = model_config
         self._tp = tp
         self._sampled: Sampled | None = None  # by the step launched last
+        self._kv_scales: list[Scales] | None = None  # of each layer, if the cache holds FP8
         self._memory = gpu_memory(self.device)
         self._graphs: DecodeGraphs | None = None
         self._graphs_failed = False
@@ -72,6 +75,8 @@ class ModelRunner:
         try:
             self.model = self._load(folder)
             self._probe()
+            if config.kv_cache_dtype != "auto":
+                self._kv_scales = self._measure_kv_scales()
             self._allocate()
         except torch.OutOfMemoryError as error:
             raise ConfigError(
@@ -162,17 +167,38 @@ class ModelRunner:
         model_len = self._model_config.max_position_embeddings
         return min(self._config.max_model_len or model_len, model_len)
 
+    @property
+    def _kv_dtype(self) -> torch.dtype:
+        return self.dtype if self._kv_scales is None else FP8
+
     def _block_bytes(self) -> int:
-        return block_bytes(self.model.attention_layers, self._config.block_size, self.dtype)
+        return block_bytes(self.model.attention_layers, self._config.block_size, self._kv_dtype)
 
     def _make_cache(self, num_blocks: int) -> KVCache:
         return KVCache(
             self.model.attention_layers,
             num_blocks=num_blocks,
             block_size=self._config.block_size,
-            dtype=self.dtype,
+            dtype=self._kv_dtype,
             device=self.device,
+            scales=self._kv_scales,
         )
+
+    @torch.inference_mode()
+    def _measure_kv_scales(self) -> list[Scales]:
+        """Compute the keys and values of some tokens in the model's dtype, and take scales by those.
+
+        The tokens are spread over the vocabulary, the same on every worker and rank. Raises ConfigError.
+        """
+        num_tokens = min(NUM_MEASURED_TOKENS, self._longest, self._config.max_num_batched_tokens)
+        num_blocks = -(-num_tokens // self._config.block_size)
+        self.cache = self._make_cache(num_blocks)
+        step = make_step([num_tokens], [num_tokens], self._config.block_size, num_blocks)
+        token_ids = np.arange(1, num_tokens + 1, dtype=np.int64) * 7919 % self._model_config.vocab_size
+        self.logits(replace(step, token_ids=token_ids))
+        scales = measure_scales(self.cache)
+        del self.cache
+        return scales
 
     @torch.inference_mode()
     def _probe(self) -> None:

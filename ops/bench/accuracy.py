@@ -109,6 +109,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", help="in bfloat16 logits move with the batch")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--quantization", help="int8: less exact, and answers may differ between batch sizes")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     options = parser.parse_args()
     torch.set_num_threads(1)  # a million parameters: a second thread costs more than it brings
     print_machine()
@@ -117,6 +118,7 @@ def main() -> int:
         dtype=options.dtype,
         attention_backend=options.attention_backend,
         quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
     )
     rows = Rows.read(options.rows)
     outcomes = compare(answer, rows, options.batches)

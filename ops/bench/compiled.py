@@ -60,6 +60,11 @@ class Variant:
         return {self.signature[i][0]: value for i, value in self.constants}
 
     @property
+    def is_fp8(self) -> bool:
+        """It reads or writes FP8 numbers."""
+        return any(kind == "*fp8e4nv" for _, kind in self.signature)
+
+    @property
     def is_float32(self) -> bool:
         """It works on no 16-bit numbers, or it makes products of float32 ones."""
         return not any(kind in ("*bf16", "*fp16") for _, kind in self.signature)

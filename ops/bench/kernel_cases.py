@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from engine.attention.forward_batch import ForwardBatch
-from engine.attention.kv_cache import KVCache
+from engine.attention.kv_cache import FP8, KVCache
 from engine.attention.triton_backend import TritonBackend
 from engine.checkpoint.model_config import read_model_config
 from engine.kernels.kv_store import store_kv
@@ -109,13 +109,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def model_case(name: str, dtype: torch.dtype = torch.bfloat16) -> Case:
-    """A decode step of so many rows, and a prefill."""
-    return Case(f"{name}, {str(dtype).removeprefix('torch.')}", partial(take_steps, name, dtype))
+def model_case(name: str, dtype: torch.dtype = torch.bfloat16, *, fp8: bool = False) -> Case:
+    """A decode step of so many rows, and a prefill. fp8: of the KV cache."""
+    label = f"{'FP8 KV cache, ' if fp8 else ''}{name}, {str(dtype).removeprefix('torch.')}"
+    return Case(label, partial(take_steps, name, dtype, fp8))
 
 
 @cache
-def meta_model(name: str, dtype: torch.dtype) -> tuple[DecoderForCausalLM, TritonBackend, KVCache]:
+def meta_model(name: str, dtype: torch.dtype, fp8: bool) -> tuple[DecoderForCausalLM, TritonBackend, KVCache]:
     """The model as it is on an H200, with weights that have no values."""
     architecture, values = MODELS[name]
     with tempfile.TemporaryDirectory() as folder:
@@ -131,14 +132,18 @@ def meta_model(name: str, dtype: torch.dtype) -> tuple[DecoderForCausalLM, Trito
         for module in model.modules():
             if isinstance(module, WeightedModule):
                 module.finish_loading()
-    cache = KVCache(model.attention_layers, num_blocks=4, block_size=BLOCK_SIZE, dtype=dtype, device=META)
+    layers = model.attention_layers
+    scales = [2 * (torch.empty(layer.num_kv_heads, device=META),) for layer in layers] if fp8 else None
+    cache = KVCache(
+        layers, num_blocks=4, block_size=BLOCK_SIZE, dtype=FP8 if fp8 else dtype, device=META, scales=scales
+    )
     return model, backend, cache
 
 
 @torch.inference_mode()
-def take_steps(name: str, dtype: torch.dtype, num_rows: int) -> None:
+def take_steps(name: str, dtype: torch.dtype, fp8: bool, num_rows: int) -> None:
     """num_rows sequences decode, then one of num_rows + 1 tokens prefills beside a decoding one."""
-    model, backend, cache = meta_model(name, dtype)
+    model, backend, cache = meta_model(name, dtype, fp8)
     for batch in batches(backend, num_rows):
         model.logits(model.hidden_states(batch, cache))
 
@@ -179,6 +184,8 @@ CASES = (
     *(model_case(name) for name in MODELS),
     model_case("Qwen3-0.6B", torch.float32),
     model_case("Qwen3-0.6B", torch.float16),
+    model_case("Qwen3-0.6B", fp8=True),
+    model_case("gpt-oss-20b", fp8=True),
     Case("storing alone, bfloat16", store_alone),
     Case("advancing the rows of a step", advance_alone),
 )

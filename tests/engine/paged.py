@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention.features import AttentionFeatures
+from engine.attention.kv_cache import LayerKVCache, Scales, quantize
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Results are rounded once to their dtype; bfloat16 weights of the softmax are rounded before they are summed.
@@ -24,6 +25,7 @@ class PagedBatch:
     that none of a sequence's queries can see through window and chunk.
     context_lens, query_lens: [seqs].  A context of 0 is a padding row, with one query.
     window, chunk, soft_cap: as AttentionFeatures has them.  sinks: [heads] float32, None without.
+    scales: of pools of FP8 numbers, as LayerKVCache has them.
     """
 
     query: Tensor
@@ -36,6 +38,22 @@ class PagedBatch:
     chunk: int | None = None
     soft_cap: float | None = None
     sinks: Tensor | None = None
+    scales: Scales | None = None
+
+    def as_fp8(self) -> PagedBatch:
+        """The same keys and values in FP8, by scales that differ from head to head, keys' from values'."""
+        kv_heads = self.key_cache.shape[2]
+        exponents = torch.arange(kv_heads, dtype=torch.float32, device=DEVICE)
+        scales = 2.0 ** (exponents - 5), 2.0 ** (-3 - exponents)
+        pools = [
+            quantize(pool.flatten(0, 1), own).view(pool.shape)
+            for pool, own in zip((self.key_cache, self.value_cache), scales, strict=True)
+        ]
+        return replace(self, key_cache=pools[0], value_cache=pools[1], scales=scales)
+
+    @property
+    def cache(self) -> LayerKVCache:
+        return LayerKVCache(self.key_cache, self.value_cache, self.scales)
 
     @property
     def scale(self) -> float:
@@ -71,7 +89,8 @@ class PagedBatch:
         for i, (context_len, query_len) in enumerate(zip(self.context_lens, self.query_lens, strict=True)):
             rows = self.query[start : start + query_len].cpu().double()
             if context_len:
-                keys, values = (self._context(pool, i) for pool in (self.key_cache, self.value_cache))
+                pools, scales = (self.key_cache, self.value_cache), self.scales or (None, None)
+                keys, values = (self._context(*pair, i) for pair in zip(pools, scales, strict=True))
                 out[start : start + query_len] = attend(
                     rows,
                     keys,
@@ -97,10 +116,11 @@ class PagedBatch:
         difference = (output[: len(self.query)].cpu().double() - self.expected()).abs()
         return float(difference.nan_to_num(float("inf")).max())
 
-    def _context(self, pool: Tensor, seq: int) -> Tensor:
+    def _context(self, pool: Tensor, scales: Tensor | None, seq: int) -> Tensor:
         """[context, kv_heads, dim] float64; zeros for the blocks that no query sees."""
         blocks = pool.cpu()[torch.from_numpy(self.block_tables[seq]).long()]
-        return blocks.flatten(0, 1)[: self.context_lens[seq]].double().nan_to_num()
+        context = blocks.flatten(0, 1)[: self.context_lens[seq]].double().nan_to_num()
+        return context if scales is None else context * scales.cpu().double()[:, None]
 
 
 def attend(

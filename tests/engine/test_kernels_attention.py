@@ -41,7 +41,7 @@ def set_tile(monkeypatch: pytest.MonkeyPatch, kernels: Any, tile: int) -> None:
 
 def named(batch: PagedBatch) -> dict[str, Any]:
     """What the kernels are told of the layer's attention."""
-    names = ("scale", "window", "chunk", "soft_cap", "sinks")
+    names = ("scale", "window", "chunk", "soft_cap", "sinks", "scales")
     return {name: getattr(batch, name) for name in names}
 
 
@@ -358,13 +358,26 @@ FEATURE_MUTATIONS = {
     "the soft cap is in base 2": ("kv_tile.py", "soft_cap * LOG2_E.value", "soft_cap"),
 }  # fmt: skip
 
+FP8_MUTATIONS = {
+    f"{kernel} takes the {what} of {wrong}": (f"{kernel}_attention.py", right, right.replace(*change))
+    for kernel in ("decode", "prefill")
+    for what, right in (
+        ("keys' scale", "log2_scale *= tl.load(key_scales_ptr + kv_head)"),
+        ("values' scale", "result *= tl.load(value_scales_ptr + kv_head)"),
+    )
+    for wrong, change in (
+        ("the first head", (" + kv_head", "")),
+        ("the others", ("key_" if "key_" in right else "value_", "value_" if "key_" in right else "key_")),
+    )
+}
+
 
 @pytest.fixture
 def mutant(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[SimpleNamespace]:
     """The attention kernels with one line changed, imported from a copy under another name."""
-    file, right, wrong = (MUTATIONS | FEATURE_MUTATIONS)[request.param]
+    file, right, wrong = (MUTATIONS | FEATURE_MUTATIONS | FP8_MUTATIONS)[request.param]
     package = tmp_path / "mutant_kernels"
     shutil.copytree(Path(engine.kernels.__file__).parent, package, ignore=shutil.ignore_patterns("*.pyc"))
     for path in package.glob("*.py"):
@@ -399,6 +412,16 @@ def test_a_slip_in_a_feature_is_caught(mutant: SimpleNamespace, monkeypatch: pyt
     features = {"window": 50, "chunk": 80, "soft_cap": 1.0, "has_sinks": True}
     decodes = make_batch([1, 60, 79, 80, 81], head_dim=16, kv_heads=1, **features)
     chunks = make_batch([70, 90], [70, 20], head_dim=16, kv_heads=1, **features)
+    for kernels, caught in ((KERNELS, False), (mutant, True)):
+        set_tile(monkeypatch, kernels, 16)
+        assert (worst_error(decodes, chunks, kernels) > 1e-3) == caught
+
+
+@pytest.mark.parametrize("mutant", FP8_MUTATIONS, indirect=True)
+def test_a_slip_with_scales_is_caught(mutant: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same two checks on the true kernels pass."""
+    decodes = make_batch([1, 60], head_dim=16).as_fp8()
+    chunks = make_batch([70, 20], [3, 20], head_dim=16).as_fp8()
     for kernels, caught in ((KERNELS, False), (mutant, True)):
         set_tile(monkeypatch, kernels, 16)
         assert (worst_error(decodes, chunks, kernels) > 1e-3) == caught

@@ -62,6 +62,12 @@ def test_a_size_may_carry_its_unit(
     assert settings.engine_config().kv_cache_bytes == settings.max_job_bytes == num_bytes
 
 
+def test_the_kv_caches_dtype_reaches_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load(monkeypatch, tmp_path).engine_config().kv_cache_dtype == "auto"
+    settings = load(monkeypatch, tmp_path, TOKENMILL_KV_CACHE_DTYPE="fp8_e4m3")
+    assert settings.engine_config().kv_cache_dtype == "fp8_e4m3"
+
+
 @pytest.mark.parametrize("text", ["4 gigs", "-1", "GiB", "1e3"])
 def test_a_size_that_is_none_names_its_variable(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

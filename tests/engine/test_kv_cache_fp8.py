@@ -1,0 +1,204 @@
+"""An FP8 KV cache: what is stored, that attention over it is exact, and that the whole engine takes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine import ConfigError, Engine, EngineConfig, SamplingParams
+from engine.attention import KernelBackend, load_backend
+from engine.attention.features import AttentionFeatures
+from engine.attention.kv_cache import FP8, KVCache, LayerKVCache, Scales, measure_scales, quantize
+from engine.attention.torch_backend import TorchBackend
+from engine.run.config import model_identity
+from engine.run.warm_up import make_step
+from tests.engine.checkpoints import SHAPES, pool_bytes
+from tests.engine.paged import DEVICE, TOLERANCE, make_batch
+from tests.engine.reference import Reference
+
+CPU = torch.device("cpu")
+SHAPE = next(shape for shape in SHAPES if shape.name == "gqa4_tied")
+#: Numbers at every edge: halfway between two of FP8's, subnormal, too large, no numbers.
+EDGES = [
+    0.0, 2**-9, 2**-10, 1.5 * 2**-9, 2.5 * 2**-9, 2**-6, 17.0, 19.0, 1.0625, 1.1875, 447.0, 448.0, 464.0,
+    465.0, 1e9, float("inf"),
+]  # fmt: skip
+
+
+def triton_backend() -> KernelBackend:
+    pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
+    from engine.attention.triton_backend import TritonBackend
+
+    return TritonBackend(DEVICE)
+
+
+@pytest.fixture(params=["torch", "triton"])
+def backend(request: pytest.FixtureRequest) -> KernelBackend:
+    return TorchBackend(DEVICE) if request.param == "torch" else triton_backend()
+
+
+def new_tokens(num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values of 3 heads of 16, from below FP8's smallest number to beyond its largest."""
+    generator = torch.Generator().manual_seed(0)
+    both = torch.randn((2, num_tokens, 3, 16), generator=generator)
+    both *= 10.0 ** torch.linspace(-4, 3, num_tokens)[:, None, None]
+    both[0, :, 1] = torch.tensor([*EDGES])
+    both[1, :, 2] = -torch.tensor([*EDGES])
+    keys, values = both.to(dtype).to(DEVICE)
+    return keys, values
+
+
+def scales_of(*exponents: list[int]) -> Scales:
+    keys, values = (2.0 ** torch.tensor(own, dtype=torch.float32, device=DEVICE) for own in exponents)
+    return keys, values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_are_rounded_to_the_nearest_and_saturate(dtype: torch.dtype, backend: KernelBackend) -> None:
+    """Never to NaN, which FP8 has in place of infinity; a NaN stays one. Padding goes nowhere."""
+    keys, values = new_tokens(9, dtype)
+    keys[3, 0, 5] = torch.nan
+    scales = scales_of([0, 0, -3], [2, -5, 0])
+    pools = [torch.zeros((2, 8, 3, 16), dtype=torch.uint8, device=DEVICE).view(FP8) for _ in "kv"]
+    slots = torch.tensor([15, 2, 3, 9, 8, 0, 1, 4, 12], device=DEVICE)
+    backend.store(keys, values, LayerKVCache(pools[0], pools[1], scales), slots)
+    for x, pool, own in zip((keys, values), pools, scales, strict=True):
+        stored = pool.flatten(0, 1)[slots].float().cpu()
+        exact = (x.double().cpu() / own.cpu()[:, None]).clamp(-448, 448)
+        assert torch.equal(stored.isnan(), exact.isnan())
+        codes = torch.arange(256, dtype=torch.uint8).view(FP8).double()
+        nearest = (codes[~codes.isnan()] - exact.nan_to_num()[..., None]).abs().amin(-1)
+        assert torch.equal((stored.double() - exact).abs().nan_to_num(), nearest)
+        assert torch.equal(stored.nan_to_num(7), quantize(x, own).float().cpu().nan_to_num(7))
+    assert pools[0].flatten(0, 1).float()[[5, 6, 7, 10, 11, 13, 14]].abs().sum() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("shape", "features"),
+    [
+        ({"head_dim": 64, "group": 1, "kv_heads": 3}, {}),
+        ({"head_dim": 80, "group": 3, "block_size": 32}, {"window": 40, "has_sinks": True}),
+        ({"head_dim": 128, "group": 2, "block_size": 48}, {"soft_cap": 2.0, "chunk": 64}),
+    ],
+    ids=str,
+)
+def test_attention_equals_float64_over_what_is_stored(
+    dtype: torch.dtype, shape: dict[str, int], features: dict[str, Any], backend: KernelBackend
+) -> None:
+    """Decodes of one split and of two, and chunks of prompts."""
+    contexts, queries = [130, 1, 700, 90, 40], [1, 1, 1, 70, 40]
+    batch = make_batch(contexts, queries, dtype=dtype, **shape, **features).as_fp8()
+    metadata = backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
+    out = backend.forward(batch.query, batch.cache, metadata, batch.features, batch.sinks)
+    assert batch.error(out) < 1.5 * TOLERANCE[dtype]
+
+
+def layers(count: int) -> list[AttentionFeatures]:
+    return [AttentionFeatures(4, 2, 16, 0.25)] * count
+
+
+def cache_of(count: int, dtype: torch.dtype, scales: list[Scales] | None = None) -> KVCache:
+    return KVCache(layers(count), num_blocks=3, block_size=4, dtype=dtype, device=CPU, scales=scales)
+
+
+def test_scales_leave_room_for_eight_times_the_largest() -> None:
+    """Of each head, of keys and of values; a head of zeros has 1."""
+    cache = cache_of(2, torch.bfloat16)
+    cache.layers[0].keys[1, 2, 0, 7] = -56.0  # 8 * 56 is the largest of FP8
+    cache.layers[0].keys[2, 0, 1, 1] = 56.5
+    cache.layers[1].values[0, 0, 1, 3] = 1e-3
+    (first_keys, first_values), (second_keys, second_values) = measure_scales(cache)
+    assert first_keys.tolist() == [1.0, 2.0]
+    assert first_values.tolist() == second_keys.tolist() == [1.0, 1.0]
+    assert second_values.tolist() == [1.0, 2.0**-15]
+
+
+def test_a_model_whose_keys_are_infinite_is_refused() -> None:
+    cache = cache_of(1, torch.float16)
+    cache.layers[0].keys[0, 0, 0, 0] = torch.inf
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_dtype='fp8_e4m3' .* not finite; leave it out, or set dtype"
+    ):
+        measure_scales(cache)
+
+
+@pytest.mark.parametrize("name", ["cpu", "flash_attn"])
+def test_backends_without_it_refuse_by_name(name: str) -> None:
+    pytest.importorskip("triton" if name == "flash_attn" else "numba")
+    with pytest.raises(
+        ConfigError, match=f"attention_backend='{name}' .* kv_cache_dtype='fp8_e4m3'; use 'triton'"
+    ):
+        load_backend(name, CPU, kv_cache_dtype="fp8_e4m3")
+
+
+def test_auto_takes_a_backend_that_has_it() -> None:
+    assert load_backend("auto", CPU, kv_cache_dtype="fp8_e4m3").name == "torch"
+
+
+def config(folder: Path, **changes: Any) -> EngineConfig:
+    values: dict[str, Any] = {
+        "dtype": "float32", "max_model_len": 200, "max_num_seqs": 8, "max_num_batched_tokens": 300,
+        "kv_cache_bytes": pool_bytes(SHAPE, 100), "attention_backend": "torch", "kv_cache_dtype": "fp8_e4m3",
+    }  # fmt: skip
+    return EngineConfig(str(folder), **{**values, **changes})
+
+
+def test_an_unknown_name_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_dtype='fp8' must be 'auto' or 'fp8_e4m3'"):
+        config(folder, kv_cache_dtype="fp8")
+
+
+def test_it_is_part_of_the_models_identity(folder: Path) -> None:
+    """A run that was planned without it is not answered with it; without it the identity is what it was."""
+    plain, fp8 = (model_identity(config(folder, kv_cache_dtype=each)) for each in ("auto", "fp8_e4m3"))
+    assert plain.fingerprint != fp8.fingerprint
+    assert fp8.dtype == "float32, fp8_e4m3 KV cache"
+    assert plain == model_identity(EngineConfig(str(folder), dtype="float32"))
+
+
+def logits_of(folder: Path, prompt: list[int], **changes: Any) -> tuple[Tensor, int]:
+    """Of the tokens of a prompt, the last ones decoded one by one; and the pool's blocks."""
+    with Engine(config(folder, **changes)) as built:
+        runner: Any = built._open_runner()
+        ids, n = np.array(prompt), len(prompt)
+        steps = [(0, n - 3), (n - 3, n - 2), (n - 2, n - 1), (n - 1, n)]
+        out = []
+        for start, end in steps:
+            step = make_step([end - start], [end], 16, 100)
+            out.append(runner.logits(replace(step, token_ids=ids[start:end])))
+        return torch.cat(out).float(), runner.pool_size.num_blocks
+
+
+def test_logits_stay_close_and_the_pool_holds_four_times_as_much_of_float32(folders: dict[str, Path]) -> None:
+    """Beside the spread of the logits; not at all as close with one head's scales for another."""
+    folder = folders[SHAPE.name]
+    reference = Reference(folder)
+    prompt = max((p for p in reference.prompts if len(p) < 150), key=len)
+    plain, num_blocks = logits_of(folder, prompt, kv_cache_dtype="auto")
+    for name in ("torch", "triton"):
+        if name == "triton":
+            pytest.importorskip("triton")
+        found, num_fp8_blocks = logits_of(folder, prompt, attention_backend=name)
+        error = ((found - plain).square().mean(-1).sqrt() / plain.std(-1)).max()
+        assert 1e-4 < error < 0.15
+        assert num_fp8_blocks == 4 * num_blocks
+
+
+def test_both_backends_give_the_same_tokens(folders: dict[str, Path]) -> None:
+    """And graphs, prefix cache and chunks know nothing of it."""
+    pytest.importorskip("triton")
+    reference = Reference(folders[SHAPE.name])
+    prompts = [reference.prompts[i] for i in (0, 3, 7)]
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    answers = []
+    for name in ("torch", "triton"):
+        with Engine(config(reference.folder, attention_backend=name, max_num_batched_tokens=23)) as built:
+            answers.append([each.token_ids for each in built.generate(prompts, params)])
+    assert answers[0] == answers[1]
