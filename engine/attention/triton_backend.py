@@ -31,7 +31,9 @@ from engine.kernels.kv_tile import INTERPRETED, MAX_HEAD_DIM
 from engine.kernels.prefill_attention import QUERY_TILE, PrefillTiles, prefill_attention
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rotary import norm_rotate_and_store
+from engine.kernels.sampler import choose_tokens
 from engine.kernels.upload import upload_aligned
+from engine.sampling.sampling_rows import SamplingRows
 
 MIN_CAPABILITY = (8, 0)  # the first with bfloat16 and asynchronous copies
 INTERPRETER_PROCESSORS = 8  # stands in for a GPU's multiprocessors, so that tests see few splits and many
@@ -217,6 +219,19 @@ class TritonBackend(CapturableBackend):
         if not self._arrived or len(self._arrived[-1]) < number:
             self._arrived.append(torch.zeros(number, dtype=torch.int32, device=self._device))
         return self._arrived[-1]
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """The same tokens by two launches, which may be recorded in a graph: the host waits for nothing."""
+        return choose_tokens(
+            logits,
+            rows.temperature,
+            rows.top_p,
+            rows.min_p,
+            rows.top_k,
+            rows.seed,
+            rows.sample_index,
+            rows.position,
+        )
 
     def _upload(self, *arrays: NDArray[np.integer]) -> list[Tensor]:
         """Copy the arrays to the device as int32, in one transfer."""

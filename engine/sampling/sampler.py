@@ -5,7 +5,8 @@ A row's choice is the inverse of its cumulative distribution in token-id order, 
 tokens; where a cut falls among equal logits, the lower token ids stay. So a row's result is a function of its
 logits, parameters and uniform alone.
 
-This is the reference, in plain torch, and what CPUs run. On a GPU it waits for the device.
+This is the reference, in plain torch, and what CPUs run. On a GPU it waits for the device; there the two
+launches of engine/kernels/sampler.py choose the same tokens and do not.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from engine.sampling.weights import decay_rate, least_weight, share, target, wei
 # A nucleus rarely holds more tokens than this: looking at so many first saves sorting the vocabulary.
 NUCLEUS_GUESS = 1024
 CUT_ROWS_AT_ONCE = 64  # bounds the scratch of sorting: 64 rows of 152k tokens are 78 MB and more
-TILE = 512  # tokens whose highest logit is looked at together
+TILE = 128  # tokens whose highest logit, and whose sum, are looked at together
 WEIGHTS_AT_ONCE = 2**17  # about what a core's cache holds while they are computed
 
 
@@ -67,14 +68,14 @@ def first_highest(logits: Tensor) -> tuple[Tensor, Tensor]:
     if whole < vocab_size:
         maxima = torch.cat((maxima, logits[:, whole:].amax(-1, keepdim=True)), 1)
     highest, tile = maxima.float().max(-1)
-    ids = ids_of(tile, TILE, vocab_size)
+    ids = ids_of(tile, vocab_size)
     place = logits.gather(1, ids).float().argmax(-1, keepdim=True)
     return highest, ids.gather(1, place).squeeze(1)
 
 
-def ids_of(tile: Tensor, width: int, vocab_size: int) -> Tensor:
-    """Token ids of each row's tile: [rows, width]; where the vocabulary has ended its last one."""
-    ids = tile.unsqueeze(1) * width + torch.arange(width, device=tile.device)
+def ids_of(tile: Tensor, vocab_size: int) -> Tensor:
+    """Token ids of each row's tile: [rows, TILE]; where the vocabulary has ended its last one."""
+    ids = tile.unsqueeze(1) * TILE + torch.arange(TILE, device=tile.device)
     return ids.clamp_(max=vocab_size - 1)
 
 
@@ -97,7 +98,6 @@ class Drawn:
         self._all_logits, self._all_highest, self._all_rows = logits, highest, rows
         self.places, self.vocab_size = places, logits.shape[1]
         self.rows = rows.only(places)
-        self.width = max(TILE, WEIGHTS_AT_ONCE // len(places))
         self._highest = highest[places].unsqueeze(1)
         self._rate = decay_rate(self.rows.temperature).unsqueeze(1)
         self._least = least_weight(self.rows.min_p).unsqueeze(1)
@@ -122,16 +122,19 @@ class Drawn:
         return weights.masked_fill_(weights < self._least, 0) if self._has_least else weights
 
     def tile_sums(self, cut: Cut | None = None) -> Tensor:
-        """Sums of the weights that stay, over tiles of `width` tokens: [drawn, tiles] int64."""
+        """Sums of the weights that stay, over tiles of TILE tokens: [drawn, tiles] int64."""
+        whole = self.vocab_size - self.vocab_size % TILE
+        width = TILE * max(1, WEIGHTS_AT_ONCE // (TILE * len(self.places)))
         sums = []
-        for start in range(0, self.vocab_size, self.width):
-            logits = self.logits(start, start + self.width)
+        for start in [*range(0, whole, width), *range(whole, self.vocab_size, TILE)]:
+            stop = min(start + width, whole if start < whole else self.vocab_size)
+            logits = self.logits(start, stop)
             weights = self.weigh(logits)
             if cut is not None:
-                ids = torch.arange(start, start + logits.shape[1], device=logits.device)
+                ids = torch.arange(start, stop, device=logits.device)
                 weights.masked_fill_(~stays(logits, ids, cut), 0)
-            sums.append(weights.sum(-1))
-        return torch.stack(sums, 1)
+            sums.append(weights.view(len(weights), -1, min(TILE, stop - start)).sum(-1))
+        return torch.cat(sums, 1)
 
 
 def stays(logits: Tensor, ids: Tensor, cut: Cut) -> Tensor:
@@ -145,7 +148,7 @@ def pick(drawn: Drawn, cut: Cut | None) -> Tensor:
     ends = sums.cumsum(-1)
     goal = target(ends[:, -1:], random_words(drawn.rows).unsqueeze(1))
     tile = (ends <= goal).sum(-1, keepdim=True)
-    ids = ids_of(tile.squeeze(1), drawn.width, drawn.vocab_size)
+    ids = ids_of(tile.squeeze(1), drawn.vocab_size)
     logits = drawn.logits_at(ids)
     weights = drawn.weigh(logits)
     if cut is not None:

@@ -19,6 +19,7 @@ class SamplingRows:
     temperature, top_p, min_p: [rows] float32.  top_k: [rows] int32, 0 or less is off.
     seed: [rows] int64, the bits of the unsigned one.  sample_index, position: [rows] int64, with the seed the
     counter of the row's uniform; position counts all tokens before the one that is chosen.
+    Each is contiguous.
     """
 
     temperature: Tensor
@@ -33,20 +34,17 @@ class SamplingRows:
     def upload(cls, batch: SamplingBatch, device: torch.device) -> SamplingRows:
         """The batch's values, in one transfer that the host does not wait for."""
         values = batch.values
-        return cls(
-            *upload(
-                [
-                    values["temperature"],
-                    values["top_p"],
-                    values["min_p"],
-                    values["top_k"],
-                    values["seed"].view(np.int64),
-                    values["sample_index"].view(np.int64),
-                    batch.position.view(np.int64),
-                ],
-                device,
-            )
-        )
+        columns = [
+            values["temperature"],
+            values["top_p"],
+            values["min_p"],
+            values["top_k"],
+            values["seed"].view(np.int64),
+            values["sample_index"].view(np.int64),
+            batch.position.view(np.int64),
+        ]
+        # one after another in memory, where a row's values were: kernels read them so, on a CPU too
+        return cls(*upload([np.ascontiguousarray(column) for column in columns], device))
 
     def only(self, places: Tensor) -> SamplingRows:
         """Those of the rows. places: [some] int64, on their device."""

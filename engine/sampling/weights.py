@@ -6,7 +6,7 @@ A token's probability is its weight over the sum of its row's weights:
 
 to a relative 1e-6, below which tokens of 2^-40 of the likeliest one's probability have weight 0. Each step is
 one IEEE operation on float32 or on integers, never two that a compiler fuses, so that any implementation gets
-the same bits. Among tokens of one row, a higher logit never weighs less.
+the same bits: Triton's is in engine/kernels/sampler.py. In a row, a higher logit never weighs less.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.kernels.token_weights import (
     COEFFICIENTS,
     EXPONENT,
-    LARGEST_RATE,
+    LEAST_TEMPERATURE,
     LOG2_E_STEPS,
     LOWEST_EXPONENT,
     MANTISSA,
@@ -28,7 +28,7 @@ from engine.kernels.token_weights import (
 
 def decay_rate(temperature: Tensor) -> Tensor:
     """What `weigh` multiplies logits by. temperature: float32 above 0; below 4e-32 it counts as that."""
-    return torch.div(LOG2_E_STEPS, temperature).clamp_(max=LARGEST_RATE)
+    return torch.div(LOG2_E_STEPS, temperature.clamp(min=LEAST_TEMPERATURE))
 
 
 def weigh(logits: Tensor, highest: Tensor, rate: Tensor) -> Tensor:

@@ -78,6 +78,7 @@ class Usage:
     loads, stores: instructions that touch global memory, by the bytes each moves for one thread.
     products: matrix instructions, of a warp ("mma") or of a warp group ("wgmma").
     buffers: of each tensor that a loop copies ahead to shared memory, how many.
+    fused: instructions that multiply and add float32 with one rounding.
     """
 
     registers: int
@@ -88,6 +89,7 @@ class Usage:
     stores: dict[int, int]
     products: dict[str, int]
     buffers: tuple[int, ...]
+    fused: int
 
     @property
     def programs(self) -> int:
@@ -193,6 +195,7 @@ def compile_variant(variant: Variant) -> Usage:
         stores=_widths(ptx, "st"),
         products={name: count for name, count in products.items() if count},
         buffers=tuple(int(count) for count in re.findall(BUFFERS, compiled.asm["ttgir"])),
+        fused=len(re.findall(r"\bfma\.rn(?:\.ftz)?\.f32", ptx)),
     )
 
 

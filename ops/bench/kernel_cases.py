@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine.attention.forward_batch import ForwardBatch
@@ -28,6 +29,8 @@ from engine.models.decoder_config import read_decoder_config
 from engine.models.registry import decoder_flags
 from engine.run.static_rows import StaticRows
 from engine.run.warm_up import make_step
+from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
+from engine.sampling.sampling_rows import SamplingRows
 
 PROCESSORS = 132  # of an H200
 BLOCK_SIZE = 16
@@ -72,6 +75,8 @@ KERNELS = {
     "choose_kernel": Kernel(wide=0.0),  # a row of scores is shorter than a warp's wide load
     "group_kernel": Kernel(wide=0.0),
     "advance_kernel": Kernel(wide=0.0),  # a number or two of each row
+    "tile_maxima_kernel": Kernel(),
+    "choose_token_kernel": Kernel(warps=16),  # a row for each program; loads come ahead of their use
 }
 
 
@@ -145,7 +150,13 @@ def take_steps(name: str, dtype: torch.dtype, fp8: bool, num_rows: int) -> None:
     """num_rows sequences decode, then one of num_rows + 1 tokens prefills beside a decoding one."""
     model, backend, cache = meta_model(name, dtype, fp8)
     for batch in batches(backend, num_rows):
-        model.logits(model.hidden_states(batch, cache))
+        backend.sample(model.logits(model.hidden_states(batch, cache)), sampling_rows(num_rows))
+
+
+def sampling_rows(num_rows: int) -> SamplingRows:
+    """Of any values: a row's kind is no variant."""
+    batch = SamplingBatch(neutral_rows(num_rows), np.zeros(num_rows, np.uint64), np.zeros((0, 2), np.int64))
+    return SamplingRows.upload(batch, META)
 
 
 def batches(backend: TritonBackend, num_rows: int) -> Iterator[ForwardBatch]:

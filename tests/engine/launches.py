@@ -11,7 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
 Variant = tuple[str, tuple[Any, ...]]
-INDICES = {"choose_kernel": ("chosen_ptr",), "group_kernel": ("tokens_ptr", "places_ptr", "experts_ptr")}
+INDICES = {
+    "choose_kernel": ("chosen_ptr",), "group_kernel": ("tokens_ptr", "places_ptr", "experts_ptr"),
+    "choose_token_kernel": ("chosen_ptr",),
+}  # fmt: skip
 
 
 def record_launches(monkeypatch: pytest.MonkeyPatch) -> set[Variant]:

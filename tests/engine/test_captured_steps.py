@@ -97,7 +97,7 @@ def test_start_compiles_every_kernel_that_steps_use(
     )
     assert {name for name, _ in at_start} == (experts if name == "qwen3_moe" else dense) | {
         "decode_kernel", "prefill_kernel", "rms_norm_kernel", "norm_rotate_store_kernel",
-        "gate_and_mul_kernel", "advance_kernel",
+        "gate_and_mul_kernel", "advance_kernel", "tile_maxima_kernel", "choose_token_kernel",
     }  # fmt: skip
     rng = random.Random(0)
     for i in range(60):

@@ -1,0 +1,189 @@
+"""Compare the sampler's kernels with its reference in torch over random rows: each must give the same token.
+
+    TRITON_INTERPRET=1 python -m ops.sampler_rows --rows 10000
+
+Without a GPU the kernels run in Triton's interpreter, which takes about a tenth of a second for a row. Rows
+are of every kind that a model and a request can bring: ties, minus infinity, one-hot, all equal, huge and
+tiny numbers, and what is no distribution; temperatures from 0 to a million; cuts alone and together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.kernels.kv_tile import INTERPRETED
+from engine.kernels.sampler import TILE, choose_tokens
+from engine.sampling.sampler import sample
+from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
+from engine.sampling.sampling_rows import SamplingRows
+
+Logits = NDArray[np.float32]
+
+ROWS_OF_A_CASE = 20
+LARGEST_VOCAB = 152_000
+#: Shares of vocabularies up to a size, from the one before (100 at first).
+VOCABS = ((0.92, 3_000), (0.985, 20_000), (1.0, LARGEST_VOCAB))
+DTYPES = (torch.bfloat16, torch.bfloat16, torch.float32, torch.float16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """logits: [rows, vocabulary] of any floating dtype. kinds: a name for each row."""
+
+    logits: Tensor
+    rows: SamplingRows
+    kinds: list[str]
+
+
+def normal(rng: np.random.Generator, vocab_size: int) -> Logits:
+    return rng.normal(0, 10.0 ** rng.uniform(-2, 1.2), vocab_size).astype(np.float32)
+
+
+def tied(rng: np.random.Generator, vocab_size: int) -> Logits:
+    """Few values, each of many tokens."""
+    return np.round(rng.normal(0, rng.uniform(0.3, 3), vocab_size)).astype(np.float32)
+
+
+def equal(rng: np.random.Generator, vocab_size: int) -> Logits:
+    return np.full(vocab_size, rng.normal(), np.float32)
+
+
+def banned(rng: np.random.Generator, vocab_size: int) -> Logits:
+    """Some of minus infinity, at times all but a few."""
+    return np.where(rng.random(vocab_size) < rng.choice([0.1, 0.9, 0.999]), -np.inf, normal(rng, vocab_size))
+
+
+def one_hot(rng: np.random.Generator, vocab_size: int) -> Logits:
+    """One token, far above the others or alone; often at a tile's edge."""
+    logits = np.full(vocab_size, rng.choice([-np.inf, -100.0, 0.0]), np.float32)
+    edges = [0, vocab_size - 1, *(at for at in (TILE - 1, TILE) if at < vocab_size)]
+    logits[rng.choice([*edges, int(rng.integers(vocab_size))])] = rng.choice([0.5, 60.0])
+    return logits
+
+
+def huge(rng: np.random.Generator, vocab_size: int) -> Logits:
+    """Up to the largest that all dtypes have; differences of float32's own largest are tried in tests."""
+    return rng.uniform(-6e4, 6e4, vocab_size).astype(np.float32)
+
+
+def tiny(rng: np.random.Generator, vocab_size: int) -> Logits:
+    """Around zero, of both signs, down to numbers below the smallest normal one."""
+    size = 10.0 ** rng.uniform(-44, -1, vocab_size)
+    logits: Logits = (size * rng.choice([-1, 0, 1], vocab_size)).astype(np.float32)
+    return logits
+
+
+def none(rng: np.random.Generator, vocab_size: int) -> Logits:
+    """Nothing to choose from."""
+    logits = normal(rng, vocab_size)
+    if rng.random() < 0.3:
+        logits[:] = -np.inf
+    else:
+        logits[rng.integers(vocab_size)] = rng.choice([np.nan, -np.nan, np.inf])
+    return logits
+
+
+KINDS: list[tuple[float, Callable[[np.random.Generator, int], Logits]]] = [
+    (0.42, normal), (0.2, tied), (0.06, equal), (0.12, banned), (0.08, one_hot), (0.05, huge), (0.05, tiny),
+    (0.02, none),
+]  # fmt: skip
+
+
+def pick(rng: np.random.Generator, choices: list[tuple[float, float]]) -> float:
+    """One of the values, each with its share."""
+    shares = [share for share, _ in choices]
+    return choices[int(rng.choice(len(choices), p=np.array(shares) / sum(shares)))][1]
+
+
+def parameters(rng: np.random.Generator, vocab_size: int) -> dict[str, float]:
+    """Of one row, by the names of COLUMNS."""
+    any_k, any_p = float(rng.integers(1, vocab_size + 1)), rng.uniform(0.01, 1)
+    any_t, extreme_t = 10 ** rng.uniform(-1.3, 0.7), 10 ** rng.uniform(-44, 6)
+    few = min(50, vocab_size)
+    return {
+        "temperature": pick(rng, [(8, 0.0), (70, any_t), (10, extreme_t), (12, 1.0)]),
+        "top_k": pick(rng, [(10, 0), (2, 1), (2, any_k), (2, few), (1, vocab_size), (1, 2**31 - 1)]),
+        "top_p": pick(rng, [(5, 1.0), (3, any_p), (1, 0.95), (0.5, 0.01), (0.3, 1 - 2**-24), (0.2, 1e-12)]),
+        "min_p": pick(rng, [(7, 0.0), (1, 0.05), (1, 10 ** rng.uniform(-9, 0)), (0.3, 1.0)]),
+    }  # fmt: skip
+
+
+def make_case(rng: np.random.Generator, num_rows: int, vocab_size: int, dtype: torch.dtype) -> Case:
+    """Rows of random kinds and parameters over one vocabulary."""
+    shares = np.array([share for share, _ in KINDS])
+    makers = [KINDS[i][1] for i in rng.choice(len(KINDS), num_rows, p=shares / shares.sum())]
+    logits = torch.from_numpy(np.stack([make(rng, vocab_size) for make in makers])).to(dtype)
+    values = neutral_rows(num_rows)
+    for row in values:
+        for name, value in parameters(rng, vocab_size).items():
+            row[name] = value
+    values["seed"] = rng.integers(0, 2**64, num_rows, dtype=np.uint64)
+    values["sample_index"] = rng.integers(0, 128, num_rows)
+    position = rng.integers(0, 2**34, num_rows, dtype=np.uint64)
+    batch = SamplingBatch(values, position, np.zeros((0, 2), np.int64))
+    rows = SamplingRows.upload(batch, torch.device("cpu"))
+    return Case(logits, rows, [make.__name__ for make in makers])
+
+
+def cases(seed: int, num_rows: int) -> Iterator[Case]:
+    """Random ones with num_rows rows in all."""
+    rng = np.random.default_rng(seed)
+    while num_rows > 0:
+        draw, low, high = rng.random(), 100, 100
+        for share, size in VOCABS:
+            low, high = high, size
+            if draw < share:
+                break
+        vocab_size = int(np.exp(rng.uniform(np.log(low), np.log(high))))
+        if rng.random() < 0.05:
+            vocab_size = low + int(rng.integers(-1, 2)) if low != 100 else 128
+        taken = min(num_rows, ROWS_OF_A_CASE if vocab_size < LARGEST_VOCAB // 8 else 3)
+        yield make_case(rng, taken, vocab_size, DTYPES[int(rng.integers(len(DTYPES)))])
+        num_rows -= taken
+
+
+def differences(case: Case, device: torch.device, *, tile: int = TILE) -> list[str]:
+    """What the kernels choose otherwise than the reference, a line for each row."""
+    columns = [getattr(case.rows, each.name).to(device) for each in fields(case.rows)]
+    with np.errstate(over="ignore"):  # in the interpreter: what is far below the highest goes to -inf
+        found = choose_tokens(case.logits.to(device), *columns, tile=tile).cpu()
+    expected = sample(case.logits, case.rows)
+    lines = []
+    for i in (found != expected).nonzero().flatten().tolist():
+        values = {each.name: getattr(case.rows, each.name)[i].item() for each in fields(case.rows)}
+        shape = f"{case.kinds[i]}, {case.logits.shape[1]} tokens, {case.logits.dtype}"
+        lines.append(f"{shape}: {int(found[i])} for {int(expected[i])}, {values}")
+    return lines
+
+
+def main() -> int:
+    """0 if no row differs."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+    if device.type == "cpu" and not INTERPRETED:
+        print("there is no GPU: set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter")
+        return 2
+    torch.set_num_threads(1)
+    num_rows = num_different = 0
+    for case in cases(args.seed, args.rows):
+        lines = differences(case, device)
+        num_rows, num_different = num_rows + len(case.kinds), num_different + len(lines)
+        print(*lines, f"{num_rows} rows, {num_different} differ", sep="\n", flush=True)
+    return int(num_different > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
