@@ -256,4 +256,7 @@ def decode_attention(
         SPLIT=split_tokens, MAX_SPLITS=MAX_SPLITS,
         HEADS_PAD=heads_pad, PARTS=max(MERGED_ROWS // heads_pad, 1),
         num_warps=4, num_stages=NUM_STAGES if scales is None else FP8_STAGES,
+        # left to itself, the assembler takes 152 or 168 registers for heads of 256, which leaves room for 3
+        # programs and not 4
+        maxnreg=128 if dim_pad > 128 else None,
     )  # fmt: skip
