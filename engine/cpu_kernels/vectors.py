@@ -7,6 +7,7 @@ registers: measured 1.5 to 2 times faster.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from llvmlite import ir
@@ -161,17 +162,30 @@ def score_tokens(
             [emit.load(query, emit.row_bytes * r + emit.vector_bytes * i) for i in range(emit.num_vectors)]
             for r in range(rows.literal_value)
         ]
-        with cgutils.for_range(builder, tokens) as loop:
-            here = builder.add(key, builder.mul(loop.index, key_step))
-            emit.prefetch(builder.add(ahead, builder.mul(loop.index, I64(emit.row_bytes))))
+
+        def products(token: Any) -> list[Any]:
+            """Of one key with each row of the queries, not summed yet."""
+            here = builder.add(key, builder.mul(token, key_step))
+            emit.prefetch(builder.add(ahead, builder.mul(token, I64(emit.row_bytes))))
             loaded = [emit.load(here, emit.vector_bytes * i) for i in range(emit.num_vectors)]
-            for r, vectors in enumerate(held):
-                total = emit.zero()
-                for a, b in zip(vectors, loaded, strict=True):
-                    total = emit.multiply_add(a, b, total)
+            return [functools.reduce(emit.add_product, zip(row, loaded, strict=True), None) for row in held]
+
+        def store(first: Any, sums: list[Any]) -> None:
+            """Of each row, from token `first` on."""
+            for r, total in enumerate(sums):
                 place = builder.add(score, builder.mul(I64(r), score_step))
-                place = builder.add(place, builder.mul(loop.index, I64(FLOAT_BYTES)))
-                builder.store(emit.sum(total), builder.inttoptr(place, F32.as_pointer()))
+                place = builder.add(place, builder.mul(first, I64(FLOAT_BYTES)))
+                builder.store(total, builder.inttoptr(place, total.type.as_pointer())).align = FLOAT_BYTES
+
+        fours = builder.udiv(tokens, I64(4)) if emit.sums_four else I64(0)
+        with cgutils.for_range(builder, fours) as loop:
+            first = builder.mul(loop.index, I64(4))
+            each = [products(builder.add(first, I64(i))) for i in range(4)]
+            store(first, [emit.sum_four(row) for row in zip(*each, strict=True)])
+        done = builder.mul(fours, I64(4))
+        with cgutils.for_range(builder, builder.sub(tokens, done)) as loop:
+            token = builder.add(done, loop.index)
+            store(token, [emit.sum(total) for total in products(token)])
         return context.get_dummy_value()
 
     return _void(7, rows, head_dim, element), generate
@@ -338,6 +352,36 @@ class _Emitter:
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
         product = self._builder.fmul(a, b, flags=("contract",))
         return self._builder.fadd(product, c, flags=("contract",))  # one instruction where there is one
+
+    def add_product(self, total: Any, factors: Any) -> Any:
+        """total + the product of both factors; total None is 0."""
+        return self.multiply_add(*factors, self.zero() if total is None else total)
+
+    @property
+    def sums_four(self) -> bool:
+        """Whether `sum_four` knows vectors of this length."""
+        return self._length >= 4
+
+    def sum_four(self, vectors: Any) -> Any:
+        """The sums of four vectors as one vector of four: half the instructions of four times `sum`."""
+        builder, width = self._builder, self._length // 4
+
+        def shuffle(a: Any, b: Any, lanes: list[int]) -> Any:
+            return builder.shuffle_vector(a, b, ir.VectorType(I32, len(lanes))(lanes))
+
+        def halved(a: Any, b: Any, part: int) -> Any:
+            """Parts of so many lanes of a, then those of b, the upper half of each added to the lower."""
+            starts = range(0, 2 * self._length, part)
+            lower = [start + i for start in starts for i in range(part // 2)]
+            return builder.fadd(shuffle(a, b, lower), shuffle(a, b, [lane + part // 2 for lane in lower]))
+
+        pairs = [halved(vectors[i], vectors[i + 1], self._length) for i in (0, 2)]
+        total = halved(*pairs, self._length // 2)
+        while width > 1:
+            turned = [lane ^ (width // 2) for lane in range(self._length)]
+            total = builder.fadd(total, shuffle(total, total, turned))
+            width //= 2
+        return shuffle(total, total, [i * (self._length // 4) for i in range(4)])
 
     def sum(self, vector: Any) -> Any:
         lengths, builder = self._length, self._builder
