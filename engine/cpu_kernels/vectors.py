@@ -355,7 +355,8 @@ class _Emitter:
 
     def add_product(self, total: Any, factors: Any) -> Any:
         """total + the product of both factors; total None is 0."""
-        return self.multiply_add(*factors, self.zero() if total is None else total)
+        a, b = factors
+        return self.multiply_add(a, b, self.zero() if total is None else total)
 
     @property
     def sums_four(self) -> bool:
@@ -376,7 +377,7 @@ class _Emitter:
             return builder.fadd(shuffle(a, b, lower), shuffle(a, b, [lane + part // 2 for lane in lower]))
 
         pairs = [halved(vectors[i], vectors[i + 1], self._length) for i in (0, 2)]
-        total = halved(*pairs, self._length // 2)
+        total = halved(pairs[0], pairs[1], self._length // 2)
         while width > 1:
             turned = [lane ^ (width // 2) for lane in range(self._length)]
             total = builder.fadd(total, shuffle(total, total, turned))
