@@ -35,6 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--quantization", help="int8")
+    parser.add_argument("--kv-cache-bytes", type=int)
     options = parse_options(parser)
     torch.set_num_threads(options.threads)
     config = EngineConfig(
@@ -42,6 +43,7 @@ def main() -> None:
         dtype=options.dtype,
         attention_backend=options.attention_backend,
         quantization=options.quantization,
+        kv_cache_bytes=options.kv_cache_bytes,
     )
     with Engine(config) as engine:
         run(options, "tokenmill", partial(generate, engine), lambda: {"stats": asdict(engine.stats())})

@@ -130,13 +130,15 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=OUT, help="what ops.bench.make wrote")
     parser.add_argument("--workloads", nargs="+", default=["W1", "W2"], help="all for one model")
     parser.add_argument("--dtypes", nargs="+", default=["float32"], help="those of ours")
+    parser.add_argument("--kv-cache-bytes", type=int, default=2**30, help="of ours")
     parser.add_argument("--peers", type=Path, help="JSON: names and commands")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     paths = [options.folder / f"{name}.json" for name in options.workloads]
     model = options.folder / Workload.read(paths[0]).model
-    ours = f"{PYTHON} -m ops.bench.engine --model {{model}} --threads {{threads}} --turns --dtype"
+    ours = f"{PYTHON} -m ops.bench.engine --model {{model}} --threads {{threads}} --turns"
+    ours += f" --kv-cache-bytes {options.kv_cache_bytes} --dtype"
     commands = {f"{OURS} {dtype}": f"{ours} {dtype}" for dtype in options.dtypes}
     if options.peers:
         commands.update(json.loads(options.peers.read_text()))
