@@ -61,6 +61,9 @@ class Engine:
     A process that has taken a step must not fork and go on with the engine in the child: the threads of torch
     and Numba do not exist there, and the step would wait for them for ever.
 
+    While an engine is open, Python's cycle collector leaves alone what the process held when it had loaded
+    (gc.freeze); `close` ends that, for all engines of the process.
+
     start_runner: makes the runner from the configuration, the model's and its folder; a benchmark of the
     host's work puts one here that computes nothing.
     """
