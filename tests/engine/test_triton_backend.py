@@ -22,7 +22,12 @@ from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.triton_backend import TritonBackend
 from engine.errors import ConfigError
-from engine.kernels.decode_attention import MAX_SPLITS, PROGRAMS_PER_PROCESSOR, choose_num_programs
+from engine.kernels.decode_attention import (
+    MAX_SPLITS,
+    PROGRAMS_PER_PROCESSOR,
+    choose_num_programs,
+    decode_kernel,
+)
 from engine.kernels.kv_tile import INTERPRETED
 from engine.layers.attention import Attention
 from tests.engine.paged import DEVICE, TOLERANCE, PagedBatch, make_batch
@@ -117,7 +122,8 @@ def test_scratch_memory_is_for_what_a_query_sees(
     rows, lens, tables = (batch.tensor(x) for x in ([0], [30_000], batch.block_tables))
     cache = LayerKVCache(batch.key_cache, batch.value_cache)
     taken: list[int] = []
-    monkeypatch.setattr(InterpretedFunction, "run", lambda kernel, *args, **kwargs: taken.append(args[13]))
+    place = decode_kernel.arg_names.index("max_splits")
+    monkeypatch.setattr(InterpretedFunction, "run", lambda _, *args, **kwargs: taken.append(args[place]))
     for metadata in (
         backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens),
         backend.decode_metadata(rows, lens, tables, 40_960),
