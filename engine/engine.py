@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -61,9 +60,6 @@ class Engine:
     A process that has taken a step must not fork and go on with the engine in the child: the threads of torch
     and Numba do not exist there, and the step would wait for them for ever.
 
-    While an engine is open, Python's cycle collector leaves alone what the process held when it had loaded
-    (gc.freeze); `close` ends that, for all engines of the process.
-
     start_runner: makes the runner from the configuration, the model's and its folder; a benchmark of the
     host's work puts one here that computes nothing.
     """
@@ -98,9 +94,6 @@ class Engine:
         self._stepper = Stepper(
             self._scheduler, self._live_runner, self._tokenizer.decode, overlaps=_overlaps(config)
         )
-        # What lives by now lives on: the cycle collector's next look through all of it took 0.2 s in a step.
-        gc.collect()
-        gc.freeze()
 
     def __enter__(self) -> Self:
         return self
@@ -115,7 +108,6 @@ class Engine:
         if self._live_runner is not None:
             self._live_runner.close()
             self._stepper.close()
-            gc.unfreeze()
         self._live_runner = None
         self._unfinished.clear()
 

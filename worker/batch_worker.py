@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -68,7 +69,11 @@ class BatchWorker(BaseWorker):
 
         if settings.torch_threads is not None:
             torch.set_num_threads(settings.torch_threads)
-        return Engine(settings.engine_config())
+        engine = Engine(settings.engine_config())
+        # What lives by now lives on: the cycle collector's next look through all of it took 0.2 s in a step.
+        gc.collect()
+        gc.freeze()
+        return engine
 
     def work(
         self,

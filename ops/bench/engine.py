@@ -6,6 +6,7 @@ usage: python -m ops.bench.engine --model FOLDER --workload W1.json [--threads 2
 from __future__ import annotations
 
 import argparse
+import gc
 from dataclasses import asdict
 from functools import partial
 
@@ -46,6 +47,8 @@ def main() -> None:
         kv_cache_bytes=options.kv_cache_bytes,
     )
     with Engine(config) as engine:
+        gc.collect()
+        gc.freeze()  # as a worker does
         run(options, "tokenmill", partial(generate, engine), lambda: {"stats": asdict(engine.stats())})
 
 
