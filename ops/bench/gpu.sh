@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that needs a GPU in one command, in under 8 minutes on an H200: the 256-sequence run (temperature 0.6,
+# All that needs a GPU in one command, ended within 8 minutes (--budget): the 256-sequence run (temperature 0.6,
 # greedy, top_p), what the device does in it by kernel beside the estimate, kernels, products and sampler against
 # their floors, a sweep of decode attention, graphs against eager, overlap, the GPU tests, batch invariance, host time.
 # usage: bash ops/bench/gpu.sh [--out FOLDER] [--only SECTION ...] [--budget SECONDS] [--dry-run]
