@@ -18,11 +18,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
+import signal
 import statistics
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,7 @@ from ops.bench.workload import Workload
 
 OURS = "tokenmill"
 SHIFT = 101  # of the token ids from one round to the next
+END_S = 30.0  # for a peer to end once its input has
 
 
 class Peer:
@@ -44,6 +48,7 @@ class Peer:
     def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
         self.name = name
         self._process = process
+        self.pid = process.pid
         self.peak_mib = 0.0
 
     def wait_until_ready(self) -> None:
@@ -56,7 +61,7 @@ class Peer:
         self._process.stdin.write(json.dumps({"workload": str(workload), "shift": shift}) + "\n")
         self._process.stdin.flush()
         result: dict[str, Any] = json.loads(self._line_after("RESULT "))
-        self.peak_mib = max(self.peak_mib, tree_rss_mib(psutil.Process(self._process.pid)))
+        self.peak_mib = max(self.peak_mib, tree_rss_mib(psutil.Process(self.pid)))
         return result
 
     def _line_after(self, mark: str) -> str:
@@ -72,12 +77,22 @@ def started(name: str, command: str, log: Path) -> Iterator[Peer]:
     """A peer's process, which ends with the block."""
     with log.open("w") as errors:
         process = subprocess.Popen(
-            command, shell=True, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+            command,
+            shell=True,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
         )
         try:
             yield Peer(name, process)
         finally:
-            process.communicate()  # closes its input, and reads what it still prints
+            try:
+                process.communicate(timeout=END_S)  # closes its input, and reads what it still prints
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
 
 
 def take_turns(peers: list[Peer], workload: Path, rounds: int, threads: int) -> list[dict[str, Any]]:
@@ -102,19 +117,20 @@ def summarize(records: list[dict[str, Any]], peak_mib: Mapping[str, float]) -> l
     for own in runs.values():
         own.sort(key=lambda record: int(record["round"]))
     rows = []
-    for ours in (name for name in runs if name.startswith(OURS)):
-        for other in (name for name in runs if not name.startswith(OURS)) if len(runs) > 1 else ():
-            pairs = list(zip(runs[ours], runs[other], strict=True))
-            rows.append(
-                [
-                    f"{ours} / {other}",
-                    spread([own["tok_s"] for own, _ in pairs], 0),
-                    spread([peer["tok_s"] for _, peer in pairs], 0),
-                    spread([own["tok_s"] / peer["tok_s"] for own, peer in pairs]),
-                    f"{peak_mib[ours]:,.0f} / {peak_mib[other]:,.0f}",
-                    _agreement(pairs),
-                ]
-            )
+    for ours, other in product(runs, runs):
+        if not ours.startswith(OURS) or other.startswith(OURS):
+            continue
+        pairs = list(zip(runs[ours], runs[other], strict=True))
+        rows.append(
+            [
+                f"{ours} / {other}",
+                spread([own["tok_s"] for own, _ in pairs], 0),
+                spread([peer["tok_s"] for _, peer in pairs], 0),
+                spread([own["tok_s"] / peer["tok_s"] for own, peer in pairs]),
+                f"{peak_mib[ours]:,.0f} / {peak_mib[other]:,.0f}",
+                _agreement(pairs),
+            ]
+        )
     return rows
 
 
@@ -131,7 +147,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=["W1", "W2"], help="all for one model")
     parser.add_argument("--dtypes", nargs="+", default=["float32"], help="those of ours")
     parser.add_argument("--kv-cache-bytes", type=int, default=2**30, help="of ours")
-    parser.add_argument("--peers", type=Path, help="JSON: names and commands")
+    parser.add_argument("--peers", type=Path, required=True, help="JSON: names and commands")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
@@ -140,8 +156,7 @@ def main() -> None:
     ours = f"{PYTHON} -m ops.bench.engine --model {{model}} --threads {{threads}} --turns"
     ours += f" --kv-cache-bytes {options.kv_cache_bytes} --dtype"
     commands = {f"{OURS} {dtype}": f"{ours} {dtype}" for dtype in options.dtypes}
-    if options.peers:
-        commands.update(json.loads(options.peers.read_text()))
+    commands.update(json.loads(options.peers.read_text()))
     print_machine()
     with ExitStack() as stack:
         peers = []

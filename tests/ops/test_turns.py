@@ -9,8 +9,10 @@ from contextlib import ExitStack
 from io import StringIO
 from pathlib import Path
 
+import psutil
 import pytest
 
+from ops.bench import turns
 from ops.bench.turns import OURS, started, summarize, take_turns
 from ops.bench.workload import Workload
 from ops.bench.workload import take_turns as be_a_peer
@@ -80,3 +82,16 @@ def test_a_peers_turn_has_its_own_token_ids(
     ready, result = capsys.readouterr().out.splitlines()
     assert ready == "READY"
     assert json.loads(result.removeprefix("RESULT "))["outputs"] == [[3, 2, 3, 2], [8]]
+
+
+def test_a_peer_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the shell that started it, and what that waits for."""
+    monkeypatch.setattr(turns, "END_S", 0.1)
+    script = "import time; print('READY', flush=True); time.sleep(60)"
+    command = shlex.join((sys.executable, "-c", script)) + "; true"
+    with started("endless", command, tmp_path / "log") as peer:
+        peer.wait_until_ready()
+        processes = psutil.Process(peer.pid).children(recursive=True)
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert processes
+    assert not alive
