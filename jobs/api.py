@@ -44,14 +44,16 @@ def score_parquet(
     filename_column: str | None = None,
     redo_damaged: bool = False,
     max_errors: int | str | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Plan a Parquet run and enqueue its shards, or resume it; return the run's id and counts.
 
-    The arguments and errors are those of jobs.parquet.planner.score_parquet, which this calls.
+    The arguments and errors are those of jobs.parquet.planner.score_parquet, which this calls; the options
+    those of jobs.runs.spec.RunSpec.from_arguments.
     """
     from .stock_worker import run_own_function
 
-    options = {
+    named = {
         "prompt_column": prompt_column,
         "messages_column": messages_column,
         "template": template,
@@ -63,7 +65,7 @@ def score_parquet(
         "redo_damaged": redo_damaged,
         "max_errors": max_errors,
     }
-    return run_own_function("jobs.score_parquet", (input, output), options)  # type: ignore[no-any-return]
+    return run_own_function("jobs.score_parquet", (input, output), {**named, **options})  # type: ignore[no-any-return]
 
 
 def score_shard(run: str, plan: str, shard: int) -> dict[str, Any]:

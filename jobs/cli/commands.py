@@ -23,7 +23,7 @@ from ..stock_worker import check_sampling, model_table
 from .errors_told import errors_told
 from .progress import progress
 from .queue_commands import info, requeue_command
-from .submit_options import json_value, run_arguments
+from .submit_options import column_list, json_value, run_arguments
 
 #: Failed shards shown by name; the rest are counted.
 MAX_SHOWN = 5
@@ -82,6 +82,13 @@ def main(context: click.Context, url: str) -> None:
 @click.option("--stop", multiple=True, help="Text that ends a completion; may be given more than once.")
 @click.option("--model", help="Only a worker that serves this model, by name, path or hub id, plans the run.")
 @click.option("--filename-column", help="Add a column of this name that holds each row's file.")
+@click.option(
+    "--keep", multiple=True, callback=column_list, help="Only these columns of the input, such as id,text."
+)
+@click.option("--drop", multiple=True, callback=column_list, help="All columns of the input but these.")
+@click.option("--output-prefix", default="", help="Text before the names of the columns that are added.")
+@click.option("--limit", type=int, help="Score so many rows, the first ones, and no more.")
+@click.option("--n", type=int, help="Completions of each row; from 2 on the output has lists of them.")
 @click.option("--redo-damaged", is_flag=True, help="Remove parts that the run has not written so; redo them.")
 @click.option(
     "--max-errors",

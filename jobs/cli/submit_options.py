@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -13,7 +14,10 @@ from ..common.shown import shown
 from ..runs.spec import DEFAULT_PROMPT_COLUMN
 
 #: Sampling values that have an option of their own.
-SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
+SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n")
+
+#: What the output has.
+OUTPUT_OPTIONS = ("keep", "drop", "output_prefix", "limit")
 
 #: Each says what to ask; a run has one of them.
 PROMPT_OPTIONS = ("prompt_column", "messages_column", "template", "template_file", "messages_template")
@@ -34,6 +38,18 @@ def json_value(kind: type) -> Callable[[click.Context, click.Parameter, str | No
         return value
 
     return parse
+
+
+def column_list(
+    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
+) -> list[str] | None:
+    """Return the columns of an option that takes several, apart by commas and given more than once."""
+    if not texts:
+        return None
+    try:
+        return [name for row in csv.reader(texts, strict=True) for name in row]
+    except csv.Error as error:
+        raise click.BadParameter(f"no list of columns: {error}", context, parameter) from None
 
 
 def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
@@ -58,6 +74,7 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
         "filename_column": options["filename_column"],
         "redo_damaged": options["redo_damaged"],
         "max_errors": options["max_errors"],
+        **{name: options[name] for name in OUTPUT_OPTIONS},
     }
 
 

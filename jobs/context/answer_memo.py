@@ -67,4 +67,5 @@ class AnswerMemo:
 
 
 def _size(answer: Answer) -> int:
-    return ENTRY_BYTES + sys.getsizeof(answer.completion)
+    texts = answer.completion if isinstance(answer.completion, tuple) else (answer.completion,)
+    return ENTRY_BYTES * len(texts) + sum(map(sys.getsizeof, texts))

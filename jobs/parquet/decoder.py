@@ -18,8 +18,9 @@ from .row_bounds import Bounds, Stretch
 class Decoder:
     """Decodes an open file once, from a row group to its end.
 
-    source, file: the same file, as it is and as pyarrow's ParquetFile; the caller closes both. columns: None
-    for all. room: where each stretch is reserved before it is read; its limit is that of Bounds.
+    source, file: the same file, as it is and as pyarrow's ParquetFile; the caller closes both. columns: those
+    that are decoded. used: those that are sized up. None of either means all. room: where each
+    stretch is reserved before it is read; its limit is that of Bounds.
     """
 
     #: What the batch that came last was read with.
@@ -32,14 +33,15 @@ class Decoder:
         file: pq.ParquetFile,
         footer: pq.FileMetaData,
         columns: Sequence[str] | None,
+        used: Sequence[str] | None,
         room: ReadRoom,
     ) -> None:
         self._path, self._source, self._file, self._footer = path, source, file, footer
-        self._columns, self._room = columns, room
+        self._columns, self._used, self._room = columns, used, room
 
     def batches(self, first_group: int) -> Iterator[pa.RecordBatch]:
         """Yield the rows. Raises ShardTooLarge, NoRoomYet, CorruptParquet, and whatever pyarrow raises."""
-        columns = leaves(self._file.schema)
+        columns = [leaf for leaf in leaves(self._file.schema) if _is_of(leaf, self._used)]
         bounds = Bounds(self._path, self._source, self._footer, columns, self._wants, self._room.limit)
         for self.stretch in bounds.stretches(first_group):
             self._room.reserve(self.stretch.held)
@@ -49,8 +51,7 @@ class Decoder:
                 yield from self._read(self._file, self.stretch)
 
     def _wants(self, leaf: Leaf) -> bool:
-        names = self._columns
-        return names is None or any(leaf.path == name or leaf.path.startswith(f"{name}.") for name in names)
+        return _is_of(leaf, self._columns)
 
     def _read(self, file: pq.ParquetFile, stretch: Stretch) -> Iterator[pa.RecordBatch]:
         batches: Iterator[pa.RecordBatch] = file.iter_batches(
@@ -71,3 +72,8 @@ class Decoder:
             while (batch := next(batches, None)) is not None:
                 yield batch
                 meter.begin_batch()
+
+
+def _is_of(leaf: Leaf, names: Sequence[str] | None) -> bool:
+    """Whether one of the columns, None for all, holds the leaf."""
+    return names is None or any(leaf.path == name or leaf.path.startswith(f"{name}.") for name in names)

@@ -53,10 +53,12 @@ def read_inputs(
     filename_column: str | None,
     check_interrupted: Callable[[], None],
     limit: int = DEFAULT_BYTES,
+    max_rows: int | None = None,
 ) -> Inputs:
     """Read the footer and the fingerprint of each file.
 
     check_interrupted: called before each file; what it raises ends the reading. limit: see parquet_file.
+    max_rows: files behind that many rows are left out, and not looked at.
     Raises CorruptParquet, FooterTooLarge, SchemaMismatch when the files differ, or ColumnConflict for the
     filename column.
     """
@@ -69,7 +71,9 @@ def read_inputs(
             raise SchemaMismatch(each.path, f"its columns are {_columns(own, schema)}")
         files.append(file)
         row_groups.append(groups)
-    files = [replace(file, values=tuple(values)) for file, values in zip(files, rows, strict=True)]
+        if max_rows is not None and (max_rows := max_rows - file.rows) <= 0:
+            break
+    files = [replace(file, values=tuple(values)) for file, values in zip(files, rows, strict=False)]
     return Inputs(tuple(files), tuple(row_groups), schema, tuple(columns))
 
 

@@ -11,8 +11,17 @@ import pyarrow.parquet as pq
 from ..common.version import code_version
 from ..context.answer import Answer
 from ..context.served_model import ServedModel
-from ..errors import ColumnConflict, CorruptParquet, FooterTooLarge, InputNotFound, PartDamaged, PathSwapped
+from ..errors import (
+    ColumnConflict,
+    CorruptParquet,
+    FooterTooLarge,
+    InputNotFound,
+    MissingColumn,
+    PartDamaged,
+    PathSwapped,
+)
 from ..runs.part_stats import PartStats
+from ..runs.spec import RunSpec
 from .inputs import open_parquet
 from .storage import Storage, writing
 
@@ -26,6 +35,9 @@ OUTPUT_FIELDS = (
     pa.field("error", pa.string()),
 )
 
+#: What each completion of a row has of its own.
+OF_EACH_COMPLETION = frozenset({"completion", "finish_reason", "completion_tokens"})
+
 #: Of a Parquet file besides data and footer: its mark at either end, and the footer's length.
 FRAME_BYTES = 12
 
@@ -33,20 +45,55 @@ FRAME_BYTES = 12
 METADATA_KEY = "tokenmill"
 
 
-def output_schema(schema: pa.Schema) -> pa.Schema:
-    """Return the input's schema and metadata with the output's columns added. Raises ColumnConflict."""
-    for field in OUTPUT_FIELDS:
-        if field.name in schema.names:
-            raise ColumnConflict(field.name, "rename it in the input, in its folders, or as filename_column")
-    return pa.schema([*schema, *OUTPUT_FIELDS], metadata=schema.metadata)
+def kept_columns(spec: RunSpec, names: Sequence[str], path: str) -> list[str]:
+    """Return which of a run's input columns its output has, in their order.
+
+    names: of the input's columns, the added ones included; the one for the files' names, which was asked for,
+    stays beside those of `keep`. path: of one of the files, for the error. Raises MissingColumn.
+    """
+    for column in (*(spec.keep or ()), *(spec.drop or ())):
+        if column not in names:
+            raise MissingColumn(column, path, ", ".join(map(repr, names)))
+    if spec.keep is not None:
+        return [name for name in names if name in spec.keep or name == spec.filename_column]
+    return [name for name in names if name not in (spec.drop or ())]
+
+
+def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "") -> pa.Schema:
+    """Return the output's schema: columns and metadata of the input, then the answers' columns.
+
+    Of several completions for each row, those have lists. path: of one of the files, for the error.
+    Raises ColumnConflict or MissingColumn.
+    """
+    kept = kept_columns(spec, schema.names, path)
+    answers = [_answer_field(field, spec) for field in OUTPUT_FIELDS]
+    for field in answers:
+        if field.name in kept:
+            raise ColumnConflict(
+                field.name,
+                "rename it in the input, in its folders, or as filename_column, leave it out with `drop`, or "
+                "give the added columns another output_prefix",
+            )
+    return pa.schema([*map(schema.field, kept), *answers], metadata=schema.metadata)
+
+
+def _answer_field(field: pa.Field, spec: RunSpec) -> pa.Field:
+    kind = pa.list_(field.type) if spec.n > 1 and field.name in OF_EACH_COMPLETION else field.type
+    return pa.field(spec.output_prefix + field.name, kind)
 
 
 def with_answers(batch: pa.RecordBatch, answers: list[Answer], schema: pa.Schema) -> pa.RecordBatch:
-    """Append the answers of a batch's rows as columns. schema: what output_schema returned."""
+    """Return the kept columns of a batch with the answers of its rows behind them.
+
+    schema: what output_schema returned.
+    """
+    num_kept = len(schema) - len(OUTPUT_FIELDS)
+    kept = [batch.column(name) for name in schema.names[:num_kept]]
     added = [
-        pa.array([getattr(answer, field.name) for answer in answers], field.type) for field in OUTPUT_FIELDS
+        pa.array([getattr(answer, field.name) for answer in answers], schema.field(number).type)
+        for number, field in enumerate(OUTPUT_FIELDS, num_kept)
     ]
-    return pa.RecordBatch.from_arrays([*batch.columns, *added], schema=schema)
+    return pa.RecordBatch.from_arrays([*kept, *added], schema=schema)
 
 
 def write_part(
@@ -76,7 +123,7 @@ def part_stats(
         rows=len(answers),
         errors=sum(answer.error is not None for answer in answers),
         prompt_tokens=sum(answer.prompt_tokens for answer in answers),
-        completion_tokens=sum(answer.completion_tokens for answer in answers),
+        completion_tokens=sum(answer.all_completion_tokens for answer in answers),
         cached_tokens=sum(answer.cached_tokens for answer in answers),
         generated_tokens=generated_tokens,
         started_at=started_at,

@@ -26,7 +26,7 @@ from ..runs.error_limit import DEFAULT_LIMIT, ErrorLimit
 from ..runs.names import PLAN, part_name
 from ..runs.plan import PinnedModel, Plan, PlannedFile, cut_shards
 from ..runs.shard_jobs import enqueue_shards
-from ..runs.spec import RunSpec, check_queue_name
+from ..runs.spec import RunSpec, check_option_names, check_queue_name
 from ..runs.state import RunState
 from .find_files import find_files
 from .inputs import Inputs, read_inputs
@@ -50,6 +50,7 @@ def score_parquet(
     filename_column: str | None = None,
     redo_damaged: bool = False,
     max_errors: int | str | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Plan a run and enqueue its shards; called again with the same arguments, resume it.
 
@@ -66,11 +67,21 @@ def score_parquet(
     redo_damaged: removes parts that are not what this run has written, and computes their rows again.
     max_errors: the run is stopped, as if it was cancelled, when more finished rows have an error: a number of
     rows, or a share like "5%", from the hundredth row on; by default "90%".
+    options: see RunSpec.from_arguments.
     Returns the run's id and counts. Raises RunError or InvalidJob, before any shard is enqueued unless it is
     RunBusy: another process took the run over.
     """
+    check_option_names(options)
     spec = RunSpec.from_arguments(
-        input, output, prompt_column, messages_column, template, sampling, rows_per_shard, filename_column
+        input,
+        output,
+        prompt_column,
+        messages_column,
+        template,
+        sampling,
+        rows_per_shard,
+        filename_column,
+        **options,
     )
     if not isinstance(redo_damaged, bool):
         raise InvalidValue(
@@ -101,7 +112,12 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
     state.open_submission(context.job_id, spec.output, queue, submission.model, submission.limit)
     found = find_files(storage, spec.input, spec.output)
     inputs = read_inputs(
-        storage, found, spec.filename_column, context.check_interrupted, context.shard_bytes.limit
+        storage,
+        found,
+        spec.filename_column,
+        context.check_interrupted,
+        context.shard_bytes.limit,
+        spec.limit,
     )
     check_columns(spec, inputs.schema, found[0].path)
     plan = _agreed_plan(context, storage, spec, inputs, submission.model)
@@ -136,7 +152,7 @@ def check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
         if column not in schema.names:
             raise MissingColumn(column, path, ", ".join(map(repr, schema.names)))
     source.check(schema)
-    output_schema(schema)
+    output_schema(schema, spec, path)
 
 
 def _check_parts(folder: RunFolder, redo: bool, check_interrupted: Callable[[], None]) -> set[int]:
@@ -189,7 +205,7 @@ def _new_plan(context: JobContext, spec: RunSpec, inputs: Inputs) -> Plan:
         model=PinnedModel(context.model.name, context.model.fingerprint, context.model.dtype),
         version=code_version(),
         files=inputs.files,
-        shards=cut_shards(inputs.row_groups, spec.rows_per_shard),
+        shards=cut_shards(inputs.row_groups, spec.rows_per_shard, spec.limit),
         added_columns=inputs.added_columns,
     )
 
@@ -231,7 +247,7 @@ def _publish_empty_part(folder: RunFolder, inputs: Inputs, model: ServedModel) -
     stats = part_stats(folder.plan.run, 0, [], generated_tokens=0, started_at=now, ended_at=now, model=model)
     temporary = folder.temporary_path(part_name(0))
     try:
-        write_part(folder.storage, temporary, output_schema(inputs.schema), [], stats)
+        write_part(folder.storage, temporary, output_schema(inputs.schema, folder.plan.spec), [], stats)
         folder.publish(temporary, part_name(0))
     finally:
         folder.storage.delete(temporary)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pyarrow as pa
@@ -12,6 +12,7 @@ from ..context import never_interrupted
 from ..context.shard_bytes import ShardBytes
 from ..errors import CorruptParquet, ShardTooLarge
 from ..runs.plan import Shard
+from .column_choice import ALL_COLUMNS, ColumnChoice
 from .decoder import Decoder
 from .inputs import open_source
 from .read_room import ReadRoom
@@ -27,9 +28,10 @@ class RowReader:
     reader per shard would decode a group of a million rows for each thousand of them. One that goes on where
     the last shard ended decodes each row once.
 
-    columns: None for all. footer: the file's, where another reader has parsed it. room: where what
-    is read is reserved; reading raises ShardTooLarge beyond its limit, NoRoomYet beside other readers. One
-    thread: the others belong to the engine.
+    columns: that are read. used: those that the run reads at all, which are sized up here too. footer: the
+    file's, where another reader has parsed it. room: where what is read is reserved; reading raises
+    ShardTooLarge beyond its limit, NoRoomYet beside other readers. One thread: the others belong to the
+    engine.
     """
 
     def __init__(
@@ -37,9 +39,10 @@ class RowReader:
         storage: Storage,
         path: str,
         first: Shard,
-        columns: Sequence[str] | None = None,
+        columns: ColumnChoice = ALL_COLUMNS,
         footer: pq.FileMetaData | None = None,
         room: ReadRoom | None = None,
+        used: ColumnChoice = ALL_COLUMNS,
     ) -> None:
         self._path, self._room = path, room or ReadRoom(ShardBytes())
         self._limit = self._room.limit
@@ -49,7 +52,10 @@ class RowReader:
         #: The schema of the whole file.
         self.schema: pa.Schema = file.schema_arrow
         self.footer: pq.FileMetaData = file.metadata if footer is None else footer
-        self._decoder = Decoder(path, source, file, self.footer, columns, self._room)
+        names = self.schema.names
+        self._decoder = Decoder(
+            path, source, file, self.footer, columns.of(names), used.of(names), self._room
+        )
         self._batches = self._decoder.batches(first.first_group)
         self._left: pa.RecordBatch | None = None
         self._batch_rows, self._batch_bytes = 1, 0  # of the batch that was decoded last

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from ..context.answer import Answer
+from ..context.answer import Answer, failed_answer
 from ..context.answer_memo import AnswerMemo
 from ..tasks import Completion, Request
 from .row_values import RowProblem
@@ -29,7 +29,7 @@ class ShardRequests:
 
     rows: the text of each row, or why it has none. sampling: as in the plan. row_seed: the seed of a row,
     counted within the shard; used when tokens are drawn. run, memo: where the answers of other shards are.
-    let_go: told of each text that is not held here any more.
+    let_go: told of each text that is not held here any more. n: completions of each row.
 
     Requests come sorted by text, so that shared prefixes meet in the cache. With temperature 0 equal texts
     have equal answers: they are one request, and none where another shard of the run, on the same worker,
@@ -48,9 +48,11 @@ class ShardRequests:
         run: str = "",
         memo: AnswerMemo | None = None,
         let_go: Callable[[str], None] = lambda text: None,
+        n: int = 1,
     ) -> None:
+        self._n = n
         self._answers: list[Answer | None] = [
-            Answer(None, "error", 0, 0, 0, str(row)) if isinstance(row, RowProblem) else None for row in rows
+            failed_answer(str(row), n) if isinstance(row, RowProblem) else None for row in rows
         ]
         self._is_greedy = sampling.get("temperature") == 0
         self._sampling = dict(sampling)
@@ -89,19 +91,11 @@ class ShardRequests:
                 yield self._send(group)
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
-        """Take the one sample of a request and give it to every row that asked for it."""
-        (completion,) = completions
-        group, failed = self._sent[index], completion.finish_reason == "error"
-        answer = Answer(
-            completion=None if failed else completion.text,
-            finish_reason=completion.finish_reason,
-            prompt_tokens=completion.num_prompt_tokens,
-            completion_tokens=len(completion.token_ids),
-            cached_tokens=completion.num_cached_tokens,
-            error=(completion.error or "the engine gave no reason") if failed else None,
-        )
+        """Take all samples of a request and give them to every row that asked for it."""
+        group = self._sent[index]
+        answer, failed = _answer_of(completions, self._n)
         self._answer(group, answer)
-        self.generated_tokens += answer.completion_tokens
+        self.generated_tokens += answer.all_completion_tokens
         if group.key is not None:
             if not failed:
                 self._memo.put(group.key, answer)
@@ -154,6 +148,22 @@ class ShardRequests:
         if key in self._begun:
             self._begun.discard(key)
             self._memo.end(key)
+
+
+def _answer_of(completions: Sequence[Completion], n: int) -> tuple[Answer, bool]:
+    """Return what a row has of its samples, and whether it failed: with one of them the row does."""
+    samples = sorted(completions, key=lambda sample: sample.index)
+    first = samples[0]
+    failed = next((each for each in samples if each.finish_reason == "error"), None)
+    if failed is not None:
+        reason = failed.error or "the engine gave no reason"
+        return failed_answer(reason, n, first.num_prompt_tokens, first.num_cached_tokens), True
+    prompt, cached = first.num_prompt_tokens, first.num_cached_tokens
+    if n == 1:
+        return Answer(first.text, first.finish_reason, prompt, len(first.token_ids), cached, None), False
+    texts, reasons = tuple(each.text for each in samples), tuple(each.finish_reason for each in samples)
+    tokens = tuple(len(each.token_ids) for each in samples)
+    return Answer(texts, reasons, prompt, tokens, cached, None), False
 
 
 def _grouped(rows: Sequence[str | RowProblem], run: bytes) -> Iterator[_Group]:

@@ -23,6 +23,7 @@ from ..runs.plan import Plan, PlannedFile, Shard
 from ..runs.state import RunState
 from ..tasks import Completion, OpenTask, Request
 from .added_columns import with_added_fields, with_added_values
+from .column_choice import ColumnChoice, kept, used
 from .fingerprint import file_fingerprint
 from .inputs import unchanged
 from .part import output_schema, part_stats, with_answers, write_part
@@ -178,8 +179,9 @@ class ShardWork(OpenTask):
             ended_at=self._clock(),
             model=self._model,
         )
-        with self._reader(file) as reader:
-            schema = output_schema(with_added_fields(reader.schema, self._folder.plan.added_columns))
+        spec, added = self._folder.plan.spec, self._folder.plan.added_columns
+        with self._reader(file, kept(spec, self._added)) as reader:
+            schema = output_schema(with_added_fields(reader.schema, added), spec, file.path)
             write_part(storage, self._temporary, schema, self._batches(reader, answers, schema), stats)
         return stats
 
@@ -195,8 +197,7 @@ class ShardWork(OpenTask):
     def _read_requests(self) -> ShardRequests:
         plan, file = self._folder.plan, self._file()
         source = prompt_source(plan.spec)
-        added = {column.name for column in plan.added_columns}
-        in_file = tuple(name for name in source.columns if name not in added)
+        in_file = ColumnChoice(tuple(name for name in source.columns if name not in self._added))
         self._texts = texts = ShardTexts(file.path, source.columns, self._held)
         with self._reader(file, in_file) as reader:
             for batch in reader.read(self._shard, self._check_interrupted):
@@ -210,6 +211,7 @@ class ShardWork(OpenTask):
             plan.run,
             self._memo,
             texts.let_go,
+            plan.spec.n,
         )
 
     def _heeded(self, rows: Iterator[str | RowProblem]) -> Iterator[str | RowProblem]:
@@ -226,21 +228,27 @@ class ShardWork(OpenTask):
         return self._folder.plan.files[self._shard.file]
 
     @property
+    def _added(self) -> set[str]:
+        return {column.name for column in self._folder.plan.added_columns}
+
+    @property
     def _shard(self) -> Shard:
         return self._folder.plan.shards[self._number]
 
     @contextmanager
-    def _reader(self, file: PlannedFile, columns: tuple[str, ...] | None = None) -> Iterator[RowReader]:
+    def _reader(self, file: PlannedFile, columns: ColumnChoice) -> Iterator[RowReader]:
         """Borrow a reader that has not passed this shard; another shard may go on with it.
 
         Raises InputChanged when the file is not the one that was planned, or no longer when the body ends.
         """
-        key = ReaderKey(self._planned_file.path, (file.size, file.mtime_ns), columns)
+        spec = self._folder.plan.spec
+        in_use = used(spec, prompt_source(spec).columns, self._added)
+        key = ReaderKey(self._planned_file.path, (file.size, file.mtime_ns), (columns, in_use))
         room = ReadRoom(self._held, self._files.close_idle)
         storage, shard = self._folder.storage, self._shard
 
         def open_reader(footer: Any) -> RowReader:
-            return RowReader(storage, file.path, shard, columns, footer, room)
+            return RowReader(storage, file.path, shard, columns, footer, room, in_use)
 
         def fingerprint(state: FileStat) -> str:
             return self._files.fingerprint(key.path, state, lambda: file_fingerprint(storage, file.path))

@@ -124,7 +124,8 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        return sum(file.rows for file in self.files)
+        found = sum(file.rows for file in self.files)
+        return found if self.spec.limit is None else min(found, self.spec.limit)
 
     def first_row(self, shard: int) -> int:
         """Return the row number of a shard's first row, counted over all files."""
@@ -210,13 +211,16 @@ TAIL_SHARE = 8
 MIN_TAIL_ROWS = 128
 
 
-def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int) -> Shards:
+def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int, limit: int | None = None) -> Shards:
     """Cut files into shards of at most `rows_per_shard` rows, each within one file, in row order.
 
     The last ones of a run of more than TAIL_SHARE shards are smaller. All depends on the arguments alone.
-    row_groups: for each file the row count of each of its row groups. No row at all gives one empty shard, so
-    that every run has a part and readers find the schema. Raises InvalidJob beyond MAX_SHARDS full ones.
+    row_groups: for each file the row count of each of its row groups. limit: of them all, only so many rows.
+    No row at all gives one empty shard, so that every run has a part and readers find the schema.
+    Raises InvalidJob beyond MAX_SHARDS full ones.
     """
+    if limit is not None:
+        row_groups = _first_rows(row_groups, limit)
     left = sum(map(sum, row_groups))
     num_shards = sum(-(-sum(groups) // rows_per_shard) for groups in row_groups)
     if num_shards > MAX_SHARDS:
@@ -230,6 +234,18 @@ def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int) -> Shar
         smallest = rows_per_shard
     shards = Shards(_cut(row_groups, rows_per_shard, smallest))
     return shards or Shards([Shard(file=0, start=0, rows=0, first_group=0, num_groups=0, skip=0)])
+
+
+def _first_rows(row_groups: Sequence[Sequence[int]], limit: int) -> list[list[int]]:
+    """Return the row groups as if the files ended after so many rows."""
+    left = limit
+    cut: list[list[int]] = []
+    for groups in row_groups:
+        cut.append([])
+        for rows in groups:
+            cut[-1].append(min(rows, left))
+            left -= cut[-1][-1]
+    return cut
 
 
 def _cut(row_groups: Sequence[Sequence[int]], most: int, least: int) -> Iterator[Shard]:

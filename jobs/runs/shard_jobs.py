@@ -72,7 +72,7 @@ def _enqueue_chunk(
     queue.enqueue_many(pipe, [_job(plan, shard, ids[shard], redo) for shard in waiting])
     for shard in waiting:
         fields: dict[Any, Any] = {
-            SEQUENCES_FIELD: plan.shards[shard].rows,
+            SEQUENCES_FIELD: plan.shards[shard].rows * plan.spec.n,
             MODEL_FIELD: plan.model.fingerprint,
             SUBMISSION_FIELD: submission,
             KIND_FIELD: FILE,

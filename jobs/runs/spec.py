@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, Field, asdict, dataclass, fields
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 from ..common.shown import MAX_NAME_CHARS, shown
 from ..errors import InvalidJob, InvalidValue
 from ..prompts.arguments import parse_sampling
+from . import option_checks
+from .option_checks import column_name
 from .paths import local_path
 from .template import Template
 
@@ -30,7 +32,11 @@ TemplateSpec = str | list[dict[str, str]]
 
 @dataclass(frozen=True)
 class RunSpec:
-    """The arguments of jobs.score_parquet in one normal form; equal arguments give equal run ids."""
+    """The arguments of jobs.score_parquet in one normal form; equal arguments give equal run ids.
+
+    A field with a default is left out of the JSON, and of the run's id, where it has that value: a run that
+    was planned before there was such an option is the same run today.
+    """
 
     input: list[str]
     output: str
@@ -40,6 +46,10 @@ class RunSpec:
     sampling: dict[str, Any]
     rows_per_shard: int
     filename_column: str | None
+    keep: list[str] | None = None
+    drop: list[str] | None = None
+    output_prefix: str = ""
+    limit: int | None = None
 
     @classmethod
     def from_arguments(
@@ -52,9 +62,20 @@ class RunSpec:
         sampling: Any = None,
         rows_per_shard: Any = 1000,
         filename_column: Any = None,
+        keep: Any = None,
+        drop: Any = None,
+        output_prefix: Any = None,
+        limit: Any = None,
     ) -> RunSpec:
-        """Check and normalise the arguments. Raises InvalidJob or UnsupportedScheme."""
+        """Check and normalise the arguments; see jobs.parquet.planner.score_parquet for the first of them.
+
+        keep, drop: the input's columns that the output has, or has not. output_prefix: stands before the
+        names of the columns that are added. limit: so many rows, the first ones, are the run.
+        Raises InvalidJob or UnsupportedScheme.
+        """
         _check_one_prompt(prompt_column, messages_column, template)
+        if keep is not None and drop is not None:
+            raise InvalidJob("keep and drop each say which columns the output has: give one of them")
         rows = _rows_per_shard(rows_per_shard)
         if template is not None:
             _check_template(template, rows)
@@ -62,21 +83,44 @@ class RunSpec:
         return cls(
             input=_inputs(input),
             output=os.path.realpath(local_path(output)),
-            prompt_column=_name("prompt_column", prompt_column) if from_prompt else None,
-            messages_column=None if messages_column is None else _name("messages_column", messages_column),
+            prompt_column=column_name("prompt_column", prompt_column) if from_prompt else None,
+            messages_column=None
+            if messages_column is None
+            else column_name("messages_column", messages_column),
             template=template,
-            sampling=_sampling(sampling),
+            sampling=_sampling(sampling, rows),
             rows_per_shard=rows,
-            filename_column=None if filename_column is None else _name("filename_column", filename_column),
+            filename_column=None
+            if filename_column is None
+            else column_name("filename_column", filename_column),
+            keep=option_checks.column_names("keep", keep),
+            drop=option_checks.column_names("drop", drop),
+            output_prefix=option_checks.output_prefix(output_prefix),
+            limit=option_checks.limit(limit),
         )
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RunSpec:
-        """Read what `to_json` wrote. Raises KeyError when a field is missing."""
-        return cls(**{field.name: value[field.name] for field in fields(cls)})
+        """Read what `to_json` wrote. Raises KeyError when a field is missing, ValueError for one too many."""
+        known = {field.name: field for field in fields(cls)}
+        if unknown := sorted(value.keys() - known.keys()):
+            raise ValueError(f"it has the argument {shown(unknown[0])}, of another version of Tokenmill")
+        return cls(
+            **{name: value[name] for name, field in known.items() if name in value or not _has_default(field)}
+        )
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        content = asdict(self)
+        for field in fields(self):
+            if _has_default(field) and content[field.name] == _default(field):
+                del content[field.name]
+        return content
+
+    @property
+    def n(self) -> int:
+        """Completions of each row; the output has lists of them where that is more than one."""
+        n = self.sampling.get("n", 1)
+        return n if type(n) is int and n > 0 else 1
 
     @cached_property
     def run(self) -> str:
@@ -89,6 +133,24 @@ class RunSpec:
         return [
             field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)
         ]
+
+
+def check_option_names(options: Mapping[str, Any]) -> None:
+    """Raise InvalidJob for a name that is no option of a run."""
+    known = [field.name for field in fields(RunSpec) if _has_default(field)]
+    for name in options.keys() - set(known):
+        raise InvalidValue(
+            "{} is no argument of jobs.score_parquet; its further options are " + ", ".join(known),
+            shown(name),
+        )
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _has_default(field: Field[Any]) -> bool:
+    return _default(field) is not MISSING
 
 
 def _check_one_prompt(prompt_column: Any, messages_column: Any, template: Any) -> None:
@@ -139,16 +201,7 @@ def check_queue_name(value: Any) -> None:
         )
 
 
-def _name(argument: str, value: Any) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS:
-        raise InvalidValue(
-            f"{argument} is {{}}, expected the name of a column, at most {MAX_NAME_CHARS} characters",
-            shown(value),
-        )
-    return value
-
-
-def _sampling(value: Any) -> dict[str, Any]:
+def _sampling(value: Any, rows_per_shard: int) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -157,9 +210,12 @@ def _sampling(value: Any) -> dict[str, Any]:
             "on the command line write sampling:='{\"max_tokens\": 64}'"
         )
     sampling = parse_sampling(value)
-    if sampling.get("n", 1) != 1:
+    n = sampling.get("n", 1)
+    if isinstance(n, int) and n * rows_per_shard > MAX_ROWS_PER_SHARD:
         raise InvalidValue(
-            "n is {}, expected 1: a row of the output holds one completion", shown(sampling["n"])
+            f"n is {{}}, which makes more than {MAX_ROWS_PER_SHARD} completions of a shard of "
+            f"{rows_per_shard} rows: give fewer rows_per_shard",
+            shown(n),
         )
     return sampling
 

@@ -93,7 +93,7 @@ def test_submitting_twice_plans_once_and_again_after_the_end(
     [
         (["--sampling", "{"], "not JSON"),
         (["--sampling", "[]"], "no dict"),
-        (["--sampling", '{"n": 3}'], "expected 1"),
+        (["--sampling", '{"n": 300}'], "n must be"),
         (["--messages-template", "{}"], "no list"),
         (["--template", "{a.b}"], "plain column name"),
         (["--template", "a", "--messages-template", "[]"], "give one"),

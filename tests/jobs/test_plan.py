@@ -171,7 +171,7 @@ def test_equal_arguments_give_the_same_run_and_other_arguments_another() -> None
         ({"messages_column": "m", "template": "{a}"}, "give one"),
         ({"sampling": "{}"}, "sampling:="),
         ({"sampling": {"max_tokens": "64"}}, "max_tokens:=64"),
-        ({"sampling": {"n": 2}}, "n is 2"),
+        ({"sampling": {"n": 1001}}, "n is 1001"),
         ({"rows_per_shard": "10"}, "rows_per_shard:="),
         ({"rows_per_shard": 0}, "from 1"),
         ({"rows_per_shard": True}, "from 1"),

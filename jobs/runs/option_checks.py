@@ -1,0 +1,67 @@
+"""Checks of a run's smaller options, each brought into one form. Needs no pyarrow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..common.shown import MAX_NAME_CHARS, shown
+from ..errors import InvalidJob, InvalidValue
+
+#: As many columns as one may name one by one; a footer's size bounds how many there are.
+MAX_COLUMNS = 10_000
+
+#: More rows than any run has: beyond it a number is a slip.
+MAX_LIMIT = 1 << 50
+
+
+def column_name(argument: str, value: Any) -> str:
+    """Return what can be the name of a column. Raises InvalidValue."""
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS:
+        raise InvalidValue(
+            f"{argument} is {{}}, expected the name of a column, at most {MAX_NAME_CHARS} characters",
+            shown(value),
+        )
+    return value
+
+
+def column_names(argument: str, value: Any) -> list[str] | None:
+    """Return the columns of a list, each once and sorted: their order changes nothing. None stays None."""
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, list | tuple):
+        raise InvalidValue(
+            f"{argument} is {{}}, expected a list of columns: on the command line of RQ write "
+            f"{argument}:='[\"id\"]'",
+            shown(value),
+        )
+    if len(value) > MAX_COLUMNS:
+        raise InvalidJob(f"{argument} names {len(value)} columns, more than the limit of {MAX_COLUMNS}")
+    return sorted({column_name(f"a column of {argument}", each) for each in value})
+
+
+def output_prefix(value: Any) -> str:
+    """Return the text that stands before the names of the added columns. Raises InvalidValue."""
+    if value is None:
+        return ""
+    if not isinstance(value, str) or len(value) > MAX_NAME_CHARS:
+        raise InvalidValue(
+            f"output_prefix is {{}}, expected a text of at most {MAX_NAME_CHARS} characters", shown(value)
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidJob("output_prefix is not valid Unicode: it holds half of a surrogate pair") from None
+    return value
+
+
+def limit(value: Any) -> int | None:
+    """Return how many rows a run has at most; None for all. Raises InvalidValue."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        raise InvalidValue("limit arrived as the text {}: write limit:=100", shown(value))
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_LIMIT:
+        raise InvalidValue(
+            f"limit is {{}}, expected a number of rows, an integer from 1 to {MAX_LIMIT}", shown(value)
+        )
+    return value
