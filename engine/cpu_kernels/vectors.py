@@ -177,12 +177,14 @@ def score_tokens(
                 place = builder.add(place, builder.mul(first, I64(FLOAT_BYTES)))
                 builder.store(total, builder.inttoptr(place, total.type.as_pointer())).align = FLOAT_BYTES
 
-        fours = builder.udiv(tokens, I64(4)) if emit.sums_four else I64(0)
-        with cgutils.for_range(builder, fours) as loop:
-            first = builder.mul(loop.index, I64(4))
-            each = [products(builder.add(first, I64(i))) for i in range(4)]
-            store(first, [emit.sum_four(row) for row in zip(*each, strict=True)])
-        done = builder.mul(fours, I64(4))
+        done = I64(0)
+        if emit.sums_four:
+            fours = builder.udiv(tokens, I64(4))
+            with cgutils.for_range(builder, fours) as loop:
+                first = builder.mul(loop.index, I64(4))
+                each = [products(builder.add(first, I64(i))) for i in range(4)]
+                store(first, [emit.sum_four(row) for row in zip(*each, strict=True)])
+            done = builder.mul(fours, I64(4))
         with cgutils.for_range(builder, builder.sub(tokens, done)) as loop:
             token = builder.add(done, loop.index)
             store(token, [emit.sum(total) for total in products(token)])

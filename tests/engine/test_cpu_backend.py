@@ -58,6 +58,14 @@ def attend(backend: CpuBackend, batch: PagedBatch) -> torch.Tensor:
     return backend.forward(batch.query, cache, metadata, batch.features, batch.sinks)
 
 
+@pytest.mark.parametrize("head_dim", [2, 9, 20])
+@both_dtypes
+def test_decode_serves_heads_of_any_size(backend: CpuBackend, head_dim: int, dtype: torch.dtype) -> None:
+    """Vectors of two numbers, of one, and of four."""
+    batch = make_batch([1, 5, 16, 22], head_dim=head_dim, dtype=dtype)
+    assert batch.error_beyond_rounding(attend(backend, batch)) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("block_size", [16, 48, 256])
 @pytest.mark.parametrize(
     ("head_dim", "group", "kv_heads"), [(32, 1, 3), (64, 2, 4), (128, 16, 1), (256, 3, 2), (40, 5, 1)]
