@@ -14,6 +14,7 @@ from engine.attention.decode_state import DecodeState, advance
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
+from engine.attention.row_writes import RowMemory, RowWrites, write_rows
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_rows import SamplingRows
 
@@ -102,6 +103,10 @@ class CapturableBackend(KernelBackend):
     While one is recorded, its methods read no tensor's values on the host and start kernels on the current
     stream only. Rows with slot -1 and context length 0 are padding: they store and read nothing.
     """
+
+    def write_rows(self, memory: RowMemory, writes: RowWrites, sampled: Tensor | None) -> None:
+        """Write what is new, before a step is replayed: see engine/attention/row_writes.py."""
+        write_rows(memory, writes, sampled)
 
     def advance(self, state: DecodeState) -> None:
         """Begin a decode step: see engine/attention/decode_state.py."""

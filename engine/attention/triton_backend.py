@@ -18,6 +18,7 @@ from engine.attention.decode_state import DecodeState
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import ExpertKernels, LayerKernels, ProductKernels
+from engine.attention.row_writes import RowMemory, RowWrites
 from engine.errors import ConfigError
 from engine.kernels.advance import advance_rows
 from engine.kernels.decode_attention import DecodeRows, choose_num_programs, decode_attention
@@ -31,6 +32,7 @@ from engine.kernels.kv_tile import INTERPRETED, MAX_HEAD_DIM
 from engine.kernels.prefill_attention import QUERY_TILE, PrefillTiles, prefill_attention
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rotary import norm_rotate_and_store
+from engine.kernels.row_writes import write_rows
 from engine.kernels.sampler import choose_tokens
 from engine.kernels.upload import upload_aligned
 from engine.sampling.sampling_rows import SamplingRows
@@ -136,6 +138,22 @@ class TritonBackend(CapturableBackend):
         max_decode_len = int(context_lens[decodes].max(initial=0))
         return TritonMetadata(
             DecodeRows(decode_rows, decode_lens, decode_tables, max_decode_len), PrefillTiles(*prefill_parts)
+        )
+
+    def write_rows(self, memory: RowMemory, writes: RowWrites, sampled: Tensor | None) -> None:
+        write_rows(
+            memory.wide,
+            memory.narrow,
+            memory.block_tables,
+            memory.order,
+            sampled,
+            new_rows=writes.rows,
+            new_wide=writes.wide,
+            new_narrow=writes.narrow,
+            sampled_at=writes.sampled_at,
+            table_places=writes.table_places,
+            block_ids=writes.block_ids,
+            new_order=writes.order,
         )
 
     def advance(self, state: DecodeState) -> None:

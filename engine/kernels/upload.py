@@ -32,9 +32,13 @@ def upload_aligned(arrays: Arrays, device: torch.device) -> list[Tensor]:
 
     A plain `.to(device)` copies from pageable memory and waits until all that was launched before is done.
     """
+    return unpack(upload_packed(arrays, device), arrays)
+
+
+def upload_packed(arrays: Arrays, device: torch.device) -> Tensor:
+    """What `pack` makes of the arrays, on the device; the host does not wait."""
     # torch keeps a pinned block until the copies that were queued from it are done
-    packed = pack(arrays, pin_memory=device.type == "cuda")
-    return unpack(packed.to(device, non_blocking=True), arrays)
+    return pack(arrays, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def pack(arrays: Arrays, *, pin_memory: bool) -> Tensor:

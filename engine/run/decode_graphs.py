@@ -108,7 +108,9 @@ class DecodeGraphs:
         """
         self._forward, self._choose, self._backend = forward, choose, backend
         self._rows = BatchRows(max_num_seqs, block_size)
-        self._static = StaticRows(max_num_seqs, -(-max_model_len // block_size), block_size, device)
+        self._static = StaticRows(
+            max_num_seqs, -(-max_model_len // block_size), block_size, device, backend.write_rows
+        )
         self._hidden: dict[int, Tensor] = {}  # of each size, what its graph computed last
         self._sizes = batch_sizes(max_num_seqs)
         # the largest first: the others fit into the memory it took
@@ -135,22 +137,23 @@ class DecodeGraphs:
             self._static.write(changes, step, sampling, last)
             self._replays[graph]()
             if len(sampling.banned):
-                self._choose_again(self._hidden[self._sizes[graph]], rows, sampling.banned)
+                self._choose_again(self._hidden[self._sizes[graph]], rows, sampling)
         except BaseException:
             self._rows.forget()
             raise
         return Sampled(self._static.state.next_token_ids[: len(rows)], rows)
 
-    def _choose_again(self, hidden: Tensor, rows: NDArray[np.int64], banned: NDArray[np.int64]) -> None:
+    def _choose_again(self, hidden: Tensor, rows: NDArray[np.int64], sampling: SamplingBatch) -> None:
         """Sequences that may not choose some tokens yet choose anew; what the graph chose does not count.
 
-        rows: of the step's sequences.  banned: [bans, 2], pairs of a sequence and a token id.
+        rows: of the step's sequences.
         """
-        seqs, places = np.unique(banned[:, 0], return_inverse=True)
-        state = self._static.state
+        seqs, places = np.unique(sampling.banned[:, 0], return_inverse=True)
         (at,) = upload([rows[seqs]], hidden.device)
-        bans = np.stack((places, banned[:, 1]), axis=1)
-        state.next_token_ids[at] = self._choose(hidden[at], state.sampling.only(at), bans)
+        own = SamplingBatch(sampling.values[seqs], sampling.position[seqs], NONE_BANNED)
+        bans = np.stack((places, sampling.banned[:, 1]), axis=1)
+        chosen = self._choose(hidden[at], SamplingRows.upload(own, hidden.device), bans)
+        self._static.state.next_token_ids[at] = chosen
 
     def _bind(self, size: int, max_context_len: int) -> Callable[[], None]:
         """What to capture: one decode step of `size` rows out of the static ones."""

@@ -18,15 +18,16 @@ def to_device(
 
     sampled: what the step launched before has chosen, for the pending rows.
     """
-    token_ids, positions, slot_mapping, sample_rows = upload(
-        [step.token_ids, step.positions, step.slot_mapping, step.sample_rows], device
-    )
-    if len(step.pending_rows):
+    pending, places = step.pending_rows, step.pending_samples
+    if len(pending):
         assert sampled is not None, "only a step that follows another has pending rows"
-        rows, places = upload([step.pending_rows, sampled.places[step.pending_samples]], device)
-        token_ids[rows] = sampled.token_ids[places].clamp_(
-            min=0
-        )  # -1 is no token: what follows it is dropped
+        places = sampled.places[places]
+    token_ids, positions, slot_mapping, sample_rows, rows, places_on_device = upload(
+        [step.token_ids, step.positions, step.slot_mapping, step.sample_rows, pending, places], device
+    )
+    if sampled is not None and len(pending):
+        # -1 is no token: what follows it is dropped
+        token_ids[rows] = sampled.token_ids[places_on_device].clamp_(min=0)
     return ForwardBatch(
         token_ids=token_ids,
         positions=positions,

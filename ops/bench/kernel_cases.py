@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from engine.layers.rotary import RotaryEmbedding
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.decoder_config import read_decoder_config
 from engine.models.registry import decoder_flags
+from engine.run.batch_rows import BatchRows
+from engine.run.pending_tokens import Sampled
 from engine.run.static_rows import StaticRows
 from engine.run.warm_up import make_step
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
@@ -75,6 +77,7 @@ KERNELS = {
     "choose_kernel": Kernel(wide=0.0),  # a row of scores is shorter than a warp's wide load
     "group_kernel": Kernel(wide=0.0),
     "advance_kernel": Kernel(wide=0.0),  # a number or two of each row
+    "write_rows_kernel": Kernel(wide=0.0),  # numbers that lie apart
     "tile_maxima_kernel": Kernel(),
     "choose_token_kernel": Kernel(warps=16),  # a row for each program; loads come ahead of their use
 }
@@ -149,14 +152,14 @@ def meta_model(name: str, dtype: torch.dtype, fp8: bool) -> tuple[DecoderForCaus
 def take_steps(name: str, dtype: torch.dtype, fp8: bool, num_rows: int) -> None:
     """num_rows sequences decode, then one of num_rows + 1 tokens prefills beside a decoding one."""
     model, backend, cache = meta_model(name, dtype, fp8)
+    rows = SamplingRows.upload(sampling_batch(num_rows), META)
     for batch in batches(backend, num_rows):
-        backend.sample(model.logits(model.hidden_states(batch, cache)), sampling_rows(num_rows))
+        backend.sample(model.logits(model.hidden_states(batch, cache)), rows)
 
 
-def sampling_rows(num_rows: int) -> SamplingRows:
+def sampling_batch(num_rows: int) -> SamplingBatch:
     """Of any values: a row's kind is no variant."""
-    batch = SamplingBatch(neutral_rows(num_rows), np.zeros(num_rows, np.uint64), np.zeros((0, 2), np.int64))
-    return SamplingRows.upload(batch, META)
+    return SamplingBatch(neutral_rows(num_rows), np.zeros(num_rows, np.uint64), np.zeros((0, 2), np.int64))
 
 
 def batches(backend: TritonBackend, num_rows: int) -> Iterator[ForwardBatch]:
@@ -191,6 +194,21 @@ def advance_alone(num_rows: int) -> None:
     TritonBackend(torch.device("cpu")).advance(static.state.first(num_rows))
 
 
+def write_alone(num_rows: int) -> None:
+    """So many rows that join with a block each, then a new block of each, in an engine."""
+    capacity, backend = max(num_rows, 256), TritonBackend(torch.device("cpu"))
+    blocks = MAX_MODEL_LEN // BLOCK_SIZE
+    static = StaticRows(capacity, blocks, BLOCK_SIZE, META, backend.write_rows)
+    rows = BatchRows(capacity, BLOCK_SIZE)
+    for length in (BLOCK_SIZE, BLOCK_SIZE + 1):
+        step = make_step([1] * num_rows, [length] * num_rows, BLOCK_SIZE, 4)
+        seqs = np.arange(num_rows)
+        step = replace(step, slots=seqs, generations=seqs)
+        _, changes = rows.update(step)
+        sampled = Sampled(static.state.next_token_ids[:num_rows], seqs)
+        static.write(changes, step, sampling_batch(num_rows), sampled)
+
+
 CASES = (
     *(model_case(name) for name in MODELS),
     model_case("Qwen3-0.6B", torch.float32),
@@ -199,4 +217,5 @@ CASES = (
     model_case("gpt-oss-20b", fp8=True),
     Case("storing alone, bfloat16", store_alone),
     Case("advancing the rows of a step", advance_alone),
+    Case("writing rows and blocks before a step", write_alone),
 )

@@ -55,7 +55,7 @@ PARTS = {
         "choose_kernel",
         "group_kernel",
     ),
-    "glue": ("advance_kernel",),
+    "glue": ("advance_kernel", "write_rows_kernel"),
 }
 #: What sampling by torch's operations becomes on a GPU.
 SAMPLER = re.compile(

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
+import engine.kernels.upload
+
 Variant = tuple[str, tuple[Any, ...]]
 INDICES = {
     "choose_kernel": ("chosen_ptr",), "group_kernel": ("tokens_ptr", "places_ptr", "experts_ptr"),
@@ -44,7 +46,7 @@ def _kind(value: Any, kept: bool) -> Any:
 
 
 class LaunchCount(TorchDispatchMode):
-    """Within it, the names of all that a GPU would be told to start, in order: Triton's kernels and torch's.
+    """Within it, the names of all that a GPU would be told to start, in order: kernels and "transfer".
 
     Nothing of Triton's is run. An operation of torch's counts as one kernel, unless it only makes a view or
     room for a result.
@@ -58,6 +60,13 @@ class LaunchCount(TorchDispatchMode):
             self.names.append(kernel.fn.__name__)
 
         monkeypatch.setattr(InterpretedFunction, "run", run)
+        pack = engine.kernels.upload.pack
+
+        def pack_for_transfer(*args: Any, **options: Any) -> Tensor:
+            self.names.append("transfer")
+            return pack(*args, **options)
+
+        monkeypatch.setattr(engine.kernels.upload, "pack", pack_for_transfer)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 import engine.attention.decode_state
 import engine.run.static_rows
 from engine.attention.decode_state import PADDING, DecodeState, advance
+from engine.attention.row_writes import write_rows
 from engine.run.batch_rows import BatchRows, RowChanges
 from engine.run.pending_tokens import Sampled
-from engine.run.static_rows import StaticRows
+from engine.run.static_rows import StaticRows, WriteRows
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
 from engine.schedule.step_batch import StepBatch
 from tests.engine.shadow import ShadowDevice
@@ -30,10 +31,14 @@ MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK = 6, 40, 4
 class RowsDevice(ShadowDevice):
     """Computes decode steps out of static rows, as a graph does, and other steps as they come."""
 
+    write_rows: ClassVar[WriteRows] = staticmethod(write_rows)
+
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
         self.rows = BatchRows(MAX_NUM_SEQS, block_size)
-        self.static = StaticRows(MAX_NUM_SEQS, -(-MAX_MODEL_LEN // block_size), block_size, CPU)
+        self.static = StaticRows(
+            MAX_NUM_SEQS, -(-MAX_MODEL_LEN // block_size), block_size, CPU, self.write_rows
+        )
         self.last: Sampled | None = None
         self.num_decode_steps = self.num_written = self.num_left = 0
 
@@ -97,7 +102,7 @@ def sampling_of(step: StepBatch) -> SamplingBatch:
     return SamplingBatch(values, step.context_lens.astype(np.uint64), np.zeros((0, 2), np.int64))
 
 
-def play_histories(num_histories: int, **options: Any) -> list[RowsDevice]:
+def play_histories(num_histories: int, make_device: type[RowsDevice] = RowsDevice) -> list[RowsDevice]:
     """Random histories of joins, leaves, preemption, aborts and failed steps, half of them with overlap."""
     devices = []
     for seed in range(num_histories):
@@ -107,7 +112,7 @@ def play_histories(num_histories: int, **options: Any) -> list[RowsDevice]:
             "max_num_batched_tokens": rng.choice((7, 12, 40)), "max_model_len": MAX_MODEL_LEN,
             "overlap": seed % 2 == 0,
         }  # fmt: skip
-        shadow = play(random_history(seed), sizes, make_device=RowsDevice)
+        shadow = play(random_history(seed), sizes, make_device=make_device)
         assert isinstance(shadow.device, RowsDevice)
         devices.append(shadow.device)
     return devices
@@ -121,6 +126,21 @@ def test_rows_on_the_device_are_those_of_the_batch_through_random_histories() ->
         device.num_decode_steps * 3 for device in devices
     ), "most rows advance by themselves"
     assert sum(device.num_left for device in devices) > 100
+
+
+def test_so_are_those_that_the_kernel_writes() -> None:
+    """A few of the histories."""
+    pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
+    from engine.attention.triton_backend import TritonBackend
+    from engine.kernels.kv_tile import INTERPRETED
+
+    if not INTERPRETED:
+        pytest.skip("these rows are on a CPU: TRITON_INTERPRET is not set")
+
+    class KernelRows(RowsDevice):
+        write_rows = staticmethod(TritonBackend(CPU).write_rows)
+
+    assert sum(device.num_left for device in play_histories(10, KernelRows)) > 10
 
 
 # Faults that the same histories catch
@@ -170,8 +190,10 @@ def without_padding(changes: RowChanges) -> RowChanges:
 
 
 def forget_pending_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    none = np.zeros(0, np.int64)
-    monkeypatch.setattr(engine.run.static_rows, "_pending", lambda *args: (none, none))
+    def none_sampled(changes: RowChanges, *args: Any) -> NDArray[np.int64]:
+        return np.full(len(changes.seqs) + len(changes.padding), -1)
+
+    monkeypatch.setattr(engine.run.static_rows, "_sampled_at", none_sampled)
 
 
 def gather_after_writing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,15 +30,19 @@ from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.decoder_config import read_decoder_config
 from engine.models.load import load_model
 from engine.models.registry import decoder_flags
-from engine.run.decode_graphs import Capture, DecodeGraphs, Replay, batch_sizes
-from engine.run.model_runner import ModelRunner
-from engine.run.pending_tokens import Sampled
+from engine.run.decode_graphs import Capture, DecodeGraphs, batch_sizes
+from engine.run.model_runner import ModelRunner, choose
+from engine.run.pending_tokens import DeviceTokens, Sampled
+from engine.run.to_device import to_device
 from engine.run.warm_up import make_step, nucleus_sampling
+from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.step_batch import StepBatch
 from tests.engine.architectures import make_architecture
 from tests.engine.families import BY_NAME, make_family
 from tests.engine.graphs import SimulatedCapture, simulate_graphs
 from tests.engine.launches import LaunchCount, record_launches
+
+META = torch.device("meta")
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="about CPUs: here the kernels run on a GPU")
 
@@ -89,7 +93,9 @@ def test_start_compiles_every_kernel_that_steps_use(
     runner.warm_up(num_blocks=5)
     at_start = set(seen)
     runner._graphs = runner._capture_graphs(6000)
-    assert {name for name, _ in seen - at_start} == {"advance_kernel", "decode_kernel"}, "in graphs alone"
+    assert {name for name, _ in seen - at_start} == {
+        "write_rows_kernel", "advance_kernel", "decode_kernel",
+    }, "of graphs alone"  # fmt: skip
     at_start = set(seen)
     experts, dense = (
         {"grouped_product_kernel", "choose_kernel", "group_kernel"},
@@ -97,7 +103,8 @@ def test_start_compiles_every_kernel_that_steps_use(
     )
     assert {name for name, _ in at_start} == (experts if name == "qwen3_moe" else dense) | {
         "decode_kernel", "prefill_kernel", "rms_norm_kernel", "norm_rotate_store_kernel",
-        "gate_and_mul_kernel", "advance_kernel", "tile_maxima_kernel", "choose_token_kernel",
+        "gate_and_mul_kernel", "write_rows_kernel", "advance_kernel", "tile_maxima_kernel",
+        "choose_token_kernel",
     }  # fmt: skip
     rng = random.Random(0)
     for i in range(60):
@@ -219,7 +226,7 @@ def capture_steps(
     """The graphs of such a model, up to nine rows."""
     return DecodeGraphs(
         lambda batch: model.hidden_states(batch, cache),
-        lambda hidden, rows, banned: backend.sample(model.logits(hidden), rows),
+        lambda hidden, rows, banned: choose(model.logits(hidden), rows, banned, backend, TensorParallel()),
         backend,
         capture,
         max_num_seqs=9,
@@ -229,47 +236,97 @@ def capture_steps(
     )
 
 
+Take = Callable[[], object]
+
+
 @torch.inference_mode()
-def test_a_whole_step_has_few_launches_beside_its_layers(
+def count_launches(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    steps_of: Callable[[DecoderForCausalLM, KVCache, TritonBackend], dict[str, Take]],
+) -> tuple[dict[str, float], dict[str, int]]:
+    """What each step starts a layer, and beside the layers, with transfers, of a model and one twice as deep.
+
+    steps_of: the steps of such a model, taken in their order.
+    """
+    counts: list[dict[str, int]] = []
+    for times in (1, 2):
+        backend = TritonBackend(torch.device("meta"))
+        model = model_without_values(folder, backend, times)
+        cache = KVCache(
+            model.attention_layers, num_blocks=3, block_size=16, dtype=torch.bfloat16, device=META
+        )
+        launched, found = LaunchCount(monkeypatch), {}
+        for name, take in steps_of(model, cache, backend).items():
+            launched.names.clear()
+            with launched:
+                take()
+            found[name] = len(launched.names)
+        counts.append(found)
+    once, twice = counts
+    num_layers = len(model.model.layers) // 2
+    return (
+        {name: (twice[name] - once[name]) / num_layers for name in once},
+        {name: 2 * once[name] - twice[name] for name in once},
+    )
+
+
+def test_a_replayed_step_has_at_most_twelve_launches_beside_its_layers(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nine in a graph. Before it, beside the transfer: none where nothing is new, one where blocks are, six
-    at most where sequences join. Behind it one copy of the tokens."""
-    backend, meta, in_graph = TritonBackend(torch.device("cpu")), torch.device("meta"), []
-    for times in (1, 2):
-        model = model_without_values(checkpoints["gqa2_tied_hub"], backend, times)
-        cache = KVCache(
-            model.attention_layers, num_blocks=3, block_size=16, dtype=torch.bfloat16, device=meta
-        )
-        counts: list[int] = []
-
-        def count(run: Callable[[], None], counts: list[int] = counts) -> Replay:
-            launched = LaunchCount(monkeypatch)
-            for _ in range(2):  # the first time makes room that the next ones find
-                launched.names.clear()
-                with launched:
-                    run()
-            counts.append(len(launched.names))
-            return run
-
-        graphs = capture_steps(model, cache, backend, count)
-        assert len(set(counts)) == 1
-        in_graph.append(counts[0])
-    assert 2 * in_graph[0] - in_graph[1] == 9
-
+    """Nine in the graph and the copy of the tokens to the host; before it, where sequences joined, left or
+    moved or blocks are new, one transfer and one kernel. A ban, which the host alone knows, chooses again."""
+    sampled = Sampled(torch.zeros(2, dtype=torch.int64, device=META), np.arange(2))
     lens = np.array([16, 20])
     join = replace(make_step([1, 1], [16, 20], 16, 3), slots=np.arange(2), generations=np.arange(2))
     join = replace(join, pending_rows=np.array([1]), pending_samples=np.array([0]))
-    steady = replace(join, positions=join.positions + 1, context_lens=lens + 1)
-    sampled, tables = (
-        Sampled(torch.zeros(2, dtype=torch.int64, device=meta), np.arange(2)),
-        np.ones((2, 2), np.int32),
+    blocks = replace(join, positions=lens, context_lens=lens + 1, block_tables=np.ones((2, 2), np.int32))
+    steady = replace(blocks, positions=lens + 1, context_lens=lens + 2)
+    leave = replace(
+        make_step([1], [23], 16, 3), slots=np.array([1]), generations=np.array([1]), positions=np.array([22])
     )
-    for step, expected in (
-        (join, 6), (replace(steady, block_tables=tables), 1),
-        (replace(steady, positions=lens + 1, context_lens=lens + 2), 0),
-    ):  # fmt: skip
-        _, changes = graphs._rows.update(step)
-        with LaunchCount(monkeypatch) as launched:
-            graphs._static.write(changes, step, nucleus_sampling(2), sampled)
-        assert len(launched.names) == expected, launched.names
+
+    def steps_of(model: DecoderForCausalLM, cache: KVCache, backend: TritonBackend) -> dict[str, Take]:
+        graphs = capture_steps(model, cache, backend, SimulatedCapture())
+
+        def take(step: StepBatch, banned: list[list[int]]) -> Take:
+            batch = replace(
+                nucleus_sampling(len(step.slots)), banned=np.array(banned, np.int64).reshape(-1, 2)
+            )
+            return lambda: DeviceTokens(graphs.run(step, batch, sampled))
+
+        return {
+            "first": take(join, []), "new block": take(blocks, []), "steady": take(steady, []),
+            "leave and move": take(leave, []), "ban": take(join, [[0, 7]]),
+        }  # fmt: skip
+
+    of_layer, beside = count_launches(checkpoints["gqa2_tied_hub"], monkeypatch, steps_of)
+    assert set(of_layer.values()) == {6}
+    assert beside == {"first": 12, "new block": 12, "steady": 10, "leave and move": 12, "ban": 22}
+
+
+def test_launches_of_a_mixed_step(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not recorded: three transfers (tokens, attention, sampling), embedding, rotation, two norms, the
+    rows that sample cut out twice, LM head, two of the sampler and the copy to the host; where the step
+    before still runs, three that fetch its tokens. Attention is two launches in a layer, and in a step of
+    many tokens norms and gates are launches of their own; its last layer has fewer, as it has few rows."""
+    sampled = Sampled(torch.zeros(2, dtype=torch.int64, device=META), np.arange(2))
+    short, long = (make_step([length, 1], [length, 20], 16, 3) for length in (5, 300))
+    follows = replace(short, pending_rows=np.array([5]), pending_samples=np.array([0]))
+
+    def steps_of(model: DecoderForCausalLM, cache: KVCache, backend: TritonBackend) -> dict[str, Take]:
+        def take(step: StepBatch) -> Take:
+            def run() -> None:
+                logits = model(to_device(step, backend, META, sampled), cache)
+                batch = nucleus_sampling(2)
+                rows = SamplingRows.upload(batch, META)
+                chosen = choose(logits, rows, batch.banned, backend, TensorParallel())
+                DeviceTokens(Sampled(chosen, np.arange(2)))
+
+            return run
+
+        return {"room": take(long), "long": take(long), "short": take(short), "overlapping": take(follows)}
+
+    of_layer, beside = count_launches(checkpoints["gqa2_tied_hub"], monkeypatch, steps_of)
+    assert (of_layer["short"], of_layer["long"]) == (7, 10)
+    assert (beside["short"], beside["overlapping"], beside["long"]) == (13, 16, 10)
