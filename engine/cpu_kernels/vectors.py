@@ -179,15 +179,13 @@ def score_tokens(
 
         done = I64(0)
         if emit.sums_four:
-            fours = builder.udiv(tokens, I64(4))
-            with cgutils.for_range(builder, fours) as loop:
+            done = builder.and_(tokens, I64(-4))
+            with cgutils.for_range(builder, builder.udiv(tokens, I64(4))) as loop:
                 first = builder.mul(loop.index, I64(4))
                 each = [products(builder.add(first, I64(i))) for i in range(4)]
                 store(first, [emit.sum_four(row) for row in zip(*each, strict=True)])
-            done = builder.mul(fours, I64(4))
-        with cgutils.for_range(builder, builder.sub(tokens, done)) as loop:
-            token = builder.add(done, loop.index)
-            store(token, [emit.sum(total) for total in products(token)])
+        with cgutils.for_range(builder, tokens, start=done) as loop:
+            store(loop.index, [emit.sum(total) for total in products(loop.index)])
         return context.get_dummy_value()
 
     return _void(7, rows, head_dim, element), generate
