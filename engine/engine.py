@@ -236,13 +236,14 @@ class Engine:
             cpu_threads=torch.get_num_threads(),
         )
 
-    def chat_token_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+    def chat_token_ids(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Token ids of a conversation with the model's chat template, ready for its answer. For any thread.
 
-        Raises InvalidPrompt if the tokenizer has no template or the template refuses the messages, and
-        PromptTooLong if the text is so long that it need not be tokenized to know.
+        options: `tools` and `chat_template_kwargs`, as of Tokenizer.chat_token_ids. Raises InvalidPrompt if
+        the tokenizer has no template or the template refuses the messages, and PromptTooLong if the text is
+        so long that it need not be tokenized to know.
         """
-        return self._tokenizer.chat_token_ids(messages, limit=self.max_model_len - 1)
+        return self._tokenizer.chat_token_ids(messages, limit=self.max_model_len - 1, **options)
 
     def generate(
         self,

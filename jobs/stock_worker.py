@@ -138,7 +138,7 @@ def _refill(
 
 def _prompt(engine: Engine, request: Request) -> str | list[int]:
     if request.messages is not None:
-        return engine.chat_token_ids(request.messages)
+        return engine.chat_token_ids(request.messages, **request.chat_options)
     assert request.prompt is not None
     return request.prompt
 

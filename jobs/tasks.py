@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from .context import JobContext
@@ -15,11 +15,13 @@ class Request:
     """One prompt for the engine: exactly one of `prompt` and `messages` is set.
 
     sampling: keyword arguments of engine.SamplingParams; numbers that arrived as text were refused before.
+    chat_options: keyword arguments of engine.Engine.chat_token_ids beside the messages.
     """
 
     prompt: str | list[int] | None
     messages: list[dict[str, Any]] | None
     sampling: Mapping[str, Any]
+    chat_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Completion(Protocol):

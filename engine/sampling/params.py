@@ -130,12 +130,15 @@ class SamplingParams:
     def from_mapping(cls, mapping: Mapping[str, Any]) -> SamplingParams:
         """Build from names and values that came from outside, such as a job's keyword arguments.
 
-        Raises InvalidSampling for a name that is unknown or not built yet; none is ever ignored.
+        None is any name's default. Raises InvalidSampling for a name that is unknown or not built yet; none
+        is ever ignored.
         """
         for name in mapping:
             if name not in _NAMES:
                 problem = "is not built yet" if name in NOT_BUILT else "is no sampling parameter"
                 raise InvalidSampling(f"{shown(name)} {problem}; {_names_to_use(name, sorted(_NAMES))}")
+        if None in mapping.values():
+            mapping = {name: value for name, value in mapping.items() if value is not None}
         types = tuple(map(type, mapping.values()))
         if _PLAIN.issuperset(types):
             return _remembered(tuple(mapping.items()), types)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ FILE = "chat_template.jinja"
 FOLDER = "additional_chat_templates"
 PROCESSORS_FILE = "chat_template.json"
 DEFAULT = "default"
+
+#: Variables of a template that are not a request's to set.
+RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"})
 
 Messages = list[dict[str, Any]]
 
@@ -62,6 +66,61 @@ def _pair(entry: dict[str, str]) -> tuple[str, str]:
     return entry["name"], entry["template"]
 
 
+def read_variables(template: str) -> frozenset[str] | None:
+    """The variables that a template reads and does not set; None for one that cannot be parsed."""
+    from jinja2 import Environment, TemplateError, meta
+
+    # transformers marks with this tag what an assistant wrote; jinja2 by itself does not know it
+    plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)
+    try:
+        return frozenset(
+            meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain))
+        )
+    except (TemplateError, RecursionError):
+        return None
+
+
+def check_variables(given: object, variables: frozenset[str] | None) -> dict[str, Any]:
+    """`chat_template_kwargs`, {} for None. Raises InvalidPrompt for what a template cannot be given.
+
+    variables: what it reads, None where that is not known. One that it does not read would change nothing,
+    in silence.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+        raise InvalidPrompt(f"chat_template_kwargs must be an object of names, got {type(given).__name__}")
+    for name in given:
+        if name in RESERVED:
+            raise InvalidPrompt(f"chat_template_kwargs may not hold {name!r}, which the engine sets")
+        if variables is not None and name not in variables:
+            known = ", ".join(sorted(variables - RESERVED)) or "none"
+            raise InvalidPrompt(
+                f"the chat template reads no variable {name[:64]!r} of chat_template_kwargs; it reads {known}"
+            )
+    return given
+
+
+def check_tools(tools: object, taken: bool) -> list[dict[str, Any]] | None:
+    """`tools`, None where there are none. Raises InvalidPrompt unless they are functions in OpenAI's shape.
+
+    taken: whether the template writes tools into its text.
+    """
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list):
+        raise InvalidPrompt(f"tools must be a list of functions, got {type(tools).__name__}")
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidPrompt(
+                f"tool {i} must be {{'type': 'function', 'function': {{'name': ..., 'parameters': ...}}}}"
+            )
+    if not taken:
+        raise InvalidPrompt("this model's chat template takes no tools: leave them out, or name another one")
+    return tools
+
+
 def check_messages(messages: object) -> None:
     """Raise InvalidPrompt unless these are messages that a template can be given, with text alone."""
     if not isinstance(messages, list) or not messages:
@@ -85,6 +144,59 @@ def _check_part(part: object, i: int) -> None:
         )
     if not isinstance(part.get("text"), str):
         raise InvalidPrompt(f"a part of message {i} of the type 'text' must hold its text")
+
+
+def for_template(messages: Messages) -> Messages:
+    """The messages as templates expect them where OpenAI's shape is another.
+
+    The arguments of a tool call are an object, not its JSON; an assistant's message with calls and without
+    a content has an empty one; and its `reasoning` is `reasoning_content` too. Raises InvalidPrompt.
+    """
+    return [_for_template(message, i) for i, message in enumerate(messages)]
+
+
+def _for_template(message: dict[str, Any], i: int) -> dict[str, Any]:
+    message = {key: value for key, value in message.items() if value is not None}
+    if "reasoning" in message:
+        message.setdefault("reasoning_content", message["reasoning"])
+    calls = message.get("tool_calls")
+    if calls is None:
+        return message
+    del message["tool_calls"]
+    if not isinstance(calls, list):
+        raise InvalidPrompt(f"tool_calls of message {i} must be a list, got {type(calls).__name__}")
+    if calls:
+        message["tool_calls"] = [_call_for_template(call, i) for call in calls]
+        message.setdefault("content", "")
+    return message
+
+
+def _call_for_template(call: Any, i: int) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidPrompt(
+            f"a tool call of message {i} must be {{'type': 'function', 'function': {{'name': ..., "
+            "'arguments': ...}}"
+        )
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise InvalidPrompt(f"the arguments of a tool call of message {i} must be an object, or its JSON")
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def takes_tools(render: Callable[..., str]) -> bool:
+    """Whether a template writes tools into its text."""
+    hello = [{"role": "user", "content": "text"}]
+    function = {"name": "tool", "description": "text", "parameters": {"type": "object", "properties": {}}}
+    try:
+        return render(hello, tools=[{"type": "function", "function": function}]) != render(hello)
+    except Exception:  # noqa: BLE001 - whatever a template raises, it does not take them
+        return False
 
 
 def takes_parts(render: Callable[[Messages], str]) -> bool:

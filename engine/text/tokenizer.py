@@ -12,8 +12,13 @@ from engine.errors import ConfigError, InvalidPrompt, PromptTooLong
 from engine.text.chat_templates import (
     Messages,
     check_messages,
+    check_tools,
+    check_variables,
+    for_template,
     read_template,
+    read_variables,
     takes_parts,
+    takes_tools,
     with_joined_parts,
 )
 from engine.text.stop_strings import StopStrings
@@ -58,6 +63,8 @@ class Tokenizer:
         self._num_open = 1 if _decodes_bytes(backend) else BYTE_PIECES_OPEN
         self._template = read_template(folder, chat_template)
         self._takes_parts = self._template is not None and takes_parts(self._render)
+        self._takes_tools = self._template is not None and takes_tools(self._render)
+        self._variables = None if self._template is None else read_variables(self._template)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -103,28 +110,40 @@ class Tokenizer:
         """Whether there is any but special tokens."""
         return any(token_id not in self._special_ids for token_id in token_ids)
 
-    def chat_token_ids(self, messages: Messages, *, limit: int | None = None) -> list[int]:
+    def chat_token_ids(
+        self,
+        messages: Messages,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        limit: int | None = None,
+    ) -> list[int]:
         """Token ids of a conversation, ready for the model's answer.
 
         messages: [{"role": ..., "content": ...}, ...], a content being a text or a list of
-        {"type": "text", "text": ...}. Raises InvalidPrompt if they are not of that shape, or the tokenizer
-        has no chat template, or its template refuses them. limit: as in `encode`.
+        {"type": "text", "text": ...}; with `name`, `tool_calls`, `tool_call_id` and `reasoning` where they
+        have them. tools: functions in OpenAI's shape. chat_template_kwargs: variables of the template.
+        Raises InvalidPrompt if they are not of that shape, or the tokenizer has no chat template, or its
+        template refuses them or does not read them. limit: as in `encode`.
         """
         from jinja2 import TemplateError
 
         check_messages(messages)
         if self._template is None:
             raise InvalidPrompt("this model's tokenizer has no chat template; send a plain prompt instead")
+        tools = check_tools(tools, self._takes_tools)
+        variables = check_variables(chat_template_kwargs, self._variables)
+        messages = for_template(messages if self._takes_parts else with_joined_parts(messages))
         try:
-            text = self._render(messages if self._takes_parts else with_joined_parts(messages))
+            text = self._render(messages, tools=tools, **variables)
         except (TemplateError, *RENDER_ERRORS) as error:
             raise InvalidPrompt(f"the chat template refused these messages: {error}") from error
         return self._encode(text, limit, add_special_tokens=False)
 
-    def _render(self, messages: Messages) -> str:
-        text = self._tokenizer.apply_chat_template(
-            messages, chat_template=self._template, add_generation_prompt=True, tokenize=False
-        )
+    def _render(self, messages: Messages, **variables: Any) -> str:
+        # a variable may have the name of an argument, such as `tokenize`: what is said last counts
+        options = {"chat_template": self._template, "add_generation_prompt": True, "tokenize": False}
+        text = self._tokenizer.apply_chat_template(messages, **{**variables, **options})
         assert isinstance(text, str)
         return text
 

@@ -178,7 +178,7 @@ def check_jobs_package() -> None:
 
 def check_here(spec: RunSpec) -> None:
     """Raise what the planning of a run would, as far as engine, pyarrow and the input are on this machine."""
-    check_sampling(spec.sampling)
+    check_sampling(spec.chat[0])
     check_columns_here(spec)
 
 

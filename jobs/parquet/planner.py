@@ -89,7 +89,7 @@ def score_parquet(
         )
     if queue is not None:
         check_queue_name(queue)
-    context.check_sampling(spec.sampling)
+    context.check_sampling(spec.chat[0])
     limit = ErrorLimit.parse(max_errors)
     submission = Submission(queue or context.queue_name, parse_model(model), redo_damaged, limit)
     return plan_run(context, Storage(context.data_roots, context.check_interrupted), spec, submission)

@@ -10,7 +10,8 @@ from typing import Any
 import pyarrow as pa
 
 from ..errors import WrongColumnType
-from ..prompts.arguments import MAX_PROMPT_BYTES, messages_problem, text_problem
+from ..prompts.arguments import MAX_PROMPT_BYTES, text_problem
+from ..prompts.messages import UnusableMessages, normal_messages
 from ..runs.spec import RunSpec
 from ..runs.template import Template
 from .row_values import RowProblem, row_values
@@ -78,7 +79,7 @@ class MessagesColumn(PromptSource):
                 messages = json.loads(messages)
             except (ValueError, RecursionError) as error:
                 raise RowProblem(f"messages are not JSON: {error}") from None
-        return _checked_chat(_without_nulls(messages))
+        return _checked_chat(messages)
 
 
 class TemplateSource(PromptSource):
@@ -149,32 +150,11 @@ def _checked(text: Any, what: str) -> str:
 
 
 def _checked_chat(messages: Any) -> str:
-    if problem := messages_problem(messages):
-        raise RowProblem(problem)
-    # One order of keys, so that equal chats are equal texts.
-    return json.dumps([{"role": each["role"], "content": _ordered(each["content"])} for each in messages])
-
-
-def _ordered(content: Any) -> Any:
-    parts = content if isinstance(content, list) else []
-    return [{"type": part["type"], "text": part["text"]} for part in parts] or content
-
-
-def _without_nulls(messages: Any) -> Any:
-    """Drop a struct's other fields where they are null: a struct type has every field in every row."""
-    if not isinstance(messages, list):
-        return messages
-    keep = ("role", "content")
-    return [
-        {
-            key: _without_nulls(value) if key == "content" else value
-            for key, value in each.items()
-            if value is not None or key in keep
-        }
-        if isinstance(each, dict)
-        else each
-        for each in messages
-    ]
+    """The JSON of a chat. One order of keys, so that equal chats are equal texts."""
+    try:
+        return json.dumps(normal_messages(messages))
+    except UnusableMessages as problem:
+        raise RowProblem(str(problem)) from None
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import Any
 
 from ..context.answer import Answer, failed_answer
@@ -29,7 +30,8 @@ class ShardRequests:
 
     rows: the text of each row, or why it has none. sampling: as in the plan. row_seed: the seed of a row,
     counted within the shard; used when tokens are drawn. run, memo: where the answers of other shards are.
-    let_go: told of each text that is not held here any more. n: completions of each row.
+    let_go: told of each text that is not held here any more. n: completions of each row. chat_options: as of
+    Request.
 
     Requests come sorted by text, so that shared prefixes meet in the cache. With temperature 0 equal texts
     have equal answers: they are one request, and none where another shard of the run, on the same worker,
@@ -49,6 +51,7 @@ class ShardRequests:
         memo: AnswerMemo | None = None,
         let_go: Callable[[str], None] = lambda text: None,
         n: int = 1,
+        chat_options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._n = n
         self._answers: list[Answer | None] = [
@@ -57,7 +60,7 @@ class ShardRequests:
         self._is_greedy = sampling.get("temperature") == 0
         self._sampling = dict(sampling)
         self._row_seed = row_seed
-        self._is_chat = is_chat
+        self._is_chat, self._chat_options = is_chat, chat_options
         self._memo = AnswerMemo(0) if memo is None else memo
         self._let_go = let_go
         self._sent: list[_Group] = []
@@ -119,7 +122,7 @@ class ShardRequests:
             self._sampling if self._is_greedy else {**self._sampling, "seed": self._row_seed(group.rows[0])}
         )
         if self._is_chat:
-            return Request(prompt=None, messages=json.loads(group.text), sampling=sampling)
+            return Request(None, json.loads(group.text), sampling, self._chat_options)
         return Request(prompt=group.text, messages=None, sampling=sampling)
 
     def _take_known(self, group: _Group) -> bool:

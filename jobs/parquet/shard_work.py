@@ -203,15 +203,17 @@ class ShardWork(OpenTask):
             for batch in reader.read(self._shard, self._check_interrupted):
                 texts.add(self._heeded(render_rows(source, self._with_added(batch))))
         first_row = plan.first_row(self._number)
+        sampling, chat = plan.spec.chat
         return ShardRequests(
             texts.gathered(),
-            plan.spec.sampling,
+            sampling,
             lambda row: row_seed(plan.seed, first_row + row),
             source.is_chat,
             plan.run,
             self._memo,
             texts.let_go,
             plan.spec.n,
+            chat.template,
         )
 
     def _heeded(self, rows: Iterator[str | RowProblem]) -> Iterator[str | RowProblem]:

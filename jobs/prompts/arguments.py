@@ -1,4 +1,4 @@
-"""Which prompts, messages and sampling values a job may carry, checked before the engine sees them."""
+"""Which prompts and sampling values a job may carry, checked before the engine sees them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,19 +6,19 @@ from typing import Any
 
 from ..common.shown import MAX_SHOWN_CHARS, shown
 from ..errors import InvalidJob, InvalidValue
+from .client_values import without_neutral
 
 #: A prompt beyond any context length only costs tokenizer time and Redis memory.
 MAX_PROMPT_BYTES = 1 << 20
 
 #: A job holds all its answers until the last one is there; what is larger is a Parquet run.
 MAX_PROMPTS = 10_000
-MAX_MESSAGES = 10_000
 MAX_CHOICES = 10_000
 
 #: Sampling values that are never text: text here means that `=` was written where `:=` was meant.
 NOT_TEXT = frozenset(
-    {"max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n"}
-    | {"stop_token_ids", "ignore_eos", "logprobs"}
+    {"max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed"}
+    | {"n", "stop_token_ids", "ignore_eos", "logprobs"}
 )
 
 Prompt = str | list[int]
@@ -41,47 +41,6 @@ def text_problem(text: object, what: str = "prompt") -> str | None:
         return f"{what} is not valid Unicode: it holds half of a surrogate pair"
     if num_bytes > MAX_PROMPT_BYTES:
         return f"{what} has {num_bytes} bytes, more than the limit of {MAX_PROMPT_BYTES}: shorten it"
-    return None
-
-
-def messages_problem(messages: object) -> str | None:
-    """Say why `messages` cannot be a chat, or None when it can."""
-    if not isinstance(messages, list) or not messages:
-        return "messages must be a non-empty list of {'role': ..., 'content': ...}"
-    if len(messages) > MAX_MESSAGES:
-        return f"a chat of {len(messages)} messages is longer than the limit of {MAX_MESSAGES}: shorten it"
-    total = num_parts = 0
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-            return f"message {number} must hold exactly 'role' and 'content'"
-        texts = [message["content"]]
-        if isinstance(message["content"], list):
-            if (num_parts := num_parts + len(message["content"])) > MAX_MESSAGES:
-                return f"a chat with more than {MAX_MESSAGES} parts of contents is too long: shorten it"
-            for part in message["content"]:
-                if problem := _part_problem(part, number):
-                    return problem
-            texts = [part["text"] for part in message["content"]]
-        for what, text in [("role", message["role"]), *(("content", text) for text in texts)]:
-            if problem := text_problem(text, f"{what} of message {number}"):
-                return problem
-            total += len(text.encode())
-    if total > MAX_PROMPT_BYTES:
-        return f"messages have {total} bytes, more than the limit of {MAX_PROMPT_BYTES}: shorten them"
-    return None
-
-
-def _part_problem(part: object, number: int) -> str | None:
-    """Say why this part of a content is no text, or None when it is one."""
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        return f"a part of message {number} must be an object with a type, such as 'text'"
-    if part["type"] != "text":
-        return (
-            f"message {number} holds a part of the type {shown(part['type'])}: "
-            "text alone is read, no images, audio or video"
-        )
-    if part.keys() != {"type", "text"}:
-        return f"a part of message {number} of the type 'text' must hold exactly 'type' and 'text'"
     return None
 
 
@@ -111,17 +70,9 @@ def parse_prompts(prompt: object) -> list[Prompt | Unusable]:
     return prompts
 
 
-def parse_messages(messages: object) -> list[dict[str, Any]]:
-    """Return a copy of `messages`. Raises InvalidJob when it is no chat."""
-    if problem := messages_problem(messages):
-        hint = "" if isinstance(messages, list) else "; from the command line: messages:='[{\"role\": ...}]'"
-        raise InvalidJob(problem + hint)
-    assert isinstance(messages, list)
-    return [dict(message) for message in messages]
-
-
 def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `sampling`. Raises InvalidJob for a number that arrived as text.
+    """Return a copy of `sampling` without what changes nothing. Raises InvalidJob for a number that arrived
+    as text, and for what is known to be not built. Null is a default.
 
     Names and ranges are the engine's to check: it refuses what it does not know.
     """
@@ -133,7 +84,10 @@ def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
                 shown(value),
                 value[:MAX_SHOWN_CHARS],
             )
-    return dict(sampling)
+    known = NOT_TEXT | {"stop"}
+    return without_neutral(
+        {name: value for name, value in sampling.items() if value is not None or name not in known}
+    )
 
 
 def check_choices(num_prompts: int, sampling: Mapping[str, Any]) -> None:

@@ -11,7 +11,9 @@ from ..context import JobContext
 from ..context.served_model import parse_model
 from ..errors import ResultTooLarge
 from ..tasks import Completion, OpenTask, Request, Task
-from .arguments import Unusable, check_choices, parse_messages, parse_prompts, parse_sampling
+from .arguments import Unusable, check_choices, parse_prompts, parse_sampling
+from .chat_options import refuse_chat_options, split_chat_options
+from .messages import parse_messages
 from .responses import Answers, FailedCompletion, chat_completion, check_answers, text_completion
 
 
@@ -107,6 +109,7 @@ def complete_task(prompt: object, *, model: object = None, **sampling: Any) -> P
     """Return the task of jobs.complete. Raises InvalidJob when an argument is wrong."""
     asked_for = parse_model(model)
     values = parse_sampling(sampling)
+    refuse_chat_options(values)
     prompts = parse_prompts(prompt)
     check_choices(len(prompts), values)
     requests = [
@@ -116,9 +119,9 @@ def complete_task(prompt: object, *, model: object = None, **sampling: Any) -> P
     return PromptTask(requests, values, text_completion, asked_for)
 
 
-def chat_task(messages: object, *, model: object = None, **sampling: Any) -> PromptTask:
+def chat_task(messages: object, *, model: object = None, **options: Any) -> PromptTask:
     """Return the task of jobs.chat. Raises InvalidJob when an argument is wrong."""
     asked_for = parse_model(model)
-    values = parse_sampling(sampling)
-    request = Request(prompt=None, messages=parse_messages(messages), sampling=values)
+    values, chat = split_chat_options(parse_sampling(options))
+    request = Request(None, parse_messages(messages), values, chat.template)
     return PromptTask([request], values, chat_completion, asked_for)

@@ -13,6 +13,7 @@ from typing import Any
 from ..common.shown import MAX_NAME_CHARS, shown
 from ..errors import InvalidJob, InvalidValue
 from ..prompts.arguments import parse_sampling
+from ..prompts.chat_options import ChatOptions, refuse_chat_options, split_chat_options
 from . import option_checks
 from .option_checks import column_name
 from .paths import local_path
@@ -88,7 +89,9 @@ class RunSpec:
             if messages_column is None
             else column_name("messages_column", messages_column),
             template=template,
-            sampling=_sampling(sampling, rows),
+            sampling=_sampling(
+                sampling, rows, is_chat=messages_column is not None or isinstance(template, list)
+            ),
             rows_per_shard=rows,
             filename_column=None
             if filename_column is None
@@ -127,6 +130,11 @@ class RunSpec:
         """The run's id: 16 hexadecimal digits that depend on the arguments alone."""
         text = json.dumps(self.to_json(), sort_keys=True)
         return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+    @cached_property
+    def chat(self) -> tuple[dict[str, Any], ChatOptions]:
+        """Sampling values for the engine, and what its rows' chats have beside their messages."""
+        return split_chat_options(self.sampling)
 
     def differences(self, other: RunSpec) -> list[str]:
         """Return the names of the arguments in which the two differ."""
@@ -201,7 +209,7 @@ def check_queue_name(value: Any) -> None:
         )
 
 
-def _sampling(value: Any, rows_per_shard: int) -> dict[str, Any]:
+def _sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -210,6 +218,10 @@ def _sampling(value: Any, rows_per_shard: int) -> dict[str, Any]:
             "on the command line write sampling:='{\"max_tokens\": 64}'"
         )
     sampling = parse_sampling(value)
+    if is_chat:
+        split_chat_options(sampling)
+    else:
+        refuse_chat_options(sampling)
     n = sampling.get("n", 1)
     if isinstance(n, int) and n * rows_per_shard > MAX_ROWS_PER_SHARD:
         raise InvalidValue(

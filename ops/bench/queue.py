@@ -68,7 +68,7 @@ class InstantEngine:
     def abort(self, request_id: str) -> None:
         self._waiting.remove(request_id)
 
-    def chat_token_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+    def chat_token_ids(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         return [1]
 
     def prepare(self, prompt: str | list[int]) -> str | list[int]:

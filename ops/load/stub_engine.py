@@ -13,6 +13,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from engine import Completion, InvalidRequest, ModelIdentity, SamplingParams
 from worker import BatchWorker
@@ -103,7 +104,7 @@ class StubEngine:
             self._num_steps, running, self._max_running, waiting, self._answered, peak_rss_bytes()
         )
 
-    def chat_token_ids(self, messages: list[dict[str, str]]) -> list[int]:
+    def chat_token_ids(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
         return list(str(messages[-1]["content"]).encode())
 
     def prepare(self, prompt: str | list[int]) -> str | list[int]:

@@ -12,7 +12,8 @@ import pytest
 import jobs
 from jobs import errors
 from jobs.context import JobContext
-from jobs.prompts.arguments import MAX_MESSAGES, MAX_PROMPT_BYTES, MAX_PROMPTS
+from jobs.prompts.arguments import MAX_PROMPT_BYTES, MAX_PROMPTS
+from jobs.prompts.messages import MAX_MESSAGES
 from jobs.prompts.prompt_task import PromptTask
 from jobs.prompts.responses import text_completion
 from jobs.stock_worker import check_sampling
@@ -203,8 +204,10 @@ def test_a_traceback_ends_with_a_line_that_classes_the_error(error: errors.JobsE
         ("jobs.complete", ["a"], ["b"], "no list of arguments"),
         ("jobs.chat", [[]], {}, "non-empty list"),
         ("jobs.chat", ["hi"], {}, "messages:="),
-        ("jobs.chat", [[{"role": "user"}]], {}, "exactly 'role' and 'content'"),
-        ("jobs.chat", [[{"role": "user", "content": "a", "name": "b"}]], {}, "exactly 'role' and 'content'"),
+        ("jobs.chat", [[{"role": "user"}]], {}, "message 0 has no 'content'"),
+        ("jobs.chat", [[{"content": "a"}]], {}, "object with 'role' and 'content'"),
+        ("jobs.chat", [[{"role": "user", "content": "a", "weight": 1}]], {}, "message 0 holds 'weight'"),
+        ("jobs.chat", [[{"role": "user", "content": "a", "name": 7}]], {}, "name of message 0 is int"),
         ("jobs.chat", [[{"role": "user", "content": None}]], {}, "content of message 0 is NoneType"),
         ("jobs.chat", [[{"role": "user", "content": "x" * MAX_PROMPT_BYTES}]], {}, "limit"),
         ("jobs.chat", [[{"role": "user", "content": [TEXT_PART, {"type": "image_url"}]}]], {}, "'image_url'"),

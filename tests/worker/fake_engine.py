@@ -9,6 +9,7 @@ import os
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine import Completion, EngineStats, InvalidRequest, ModelIdentity, SamplingParams
 from worker import BatchWorker
@@ -111,7 +112,7 @@ class FakeEngine:
             free_blocks=0,
         )
 
-    def chat_token_ids(self, messages: list[dict[str, str]]) -> list[int]:
+    def chat_token_ids(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
         return list(str(messages[-1]["content"]).encode())
 
     def prepare(self, prompt: str | list[int]) -> str | list[int]:

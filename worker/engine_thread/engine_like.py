@@ -49,8 +49,8 @@ class EngineLike(Protocol):
         """A dataclass of counters."""
         ...
 
-    def chat_token_ids(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Render messages with the model's chat template."""
+    def chat_token_ids(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        """Render messages with the model's chat template. options: what else that is given."""
         ...
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from typing import Any
 
@@ -51,7 +51,7 @@ class _Waiting:
         params = SamplingParams.from_mapping(self.add.sampling)
         prompt = self.add.prompt
         if self.add.messages is not None:
-            prompt = self.engine.chat_token_ids(self.add.messages)
+            prompt = self.engine.chat_token_ids(self.add.messages, **self.add.chat_options)
         if prompt is None:
             raise InvalidRequest("the request has neither a prompt nor messages")
         return prompt, params
@@ -178,11 +178,19 @@ def _size(add: Add) -> int:
     """Characters or token ids; of a chat also what rendering it takes."""
     if add.messages is None:
         return len(add.prompt or "")
-    return sum(OVERHEAD + sum(map(_chars, message.values())) for message in add.messages)
+    return _chars(add.messages) + _chars(add.chat_options)
 
 
 def _chars(value: object) -> int:
-    """Characters of a content: a text, or a list of parts."""
-    if isinstance(value, list):
-        return sum(OVERHEAD + sum(map(_chars, part.values())) for part in value if isinstance(part, dict))
-    return len(value) if isinstance(value, str) else 0
+    """Characters of the texts in it, however deep, and what each object takes."""
+    size, left = 0, [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, str):
+            size += len(each)
+        elif isinstance(each, Mapping):
+            size += OVERHEAD
+            left += each.values()
+        elif isinstance(each, list):
+            left += each
+    return size

@@ -6,7 +6,7 @@ They are plain data in two queues, so that the engine can move to a process of i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine import Completion
@@ -14,13 +14,14 @@ from engine import Completion
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Order: run one prompt (or the messages of a chat) on a lane."""
+    """Order: run one prompt (or the messages of a chat, with chat_options) on a lane."""
 
     request_id: str
     prompt: str | list[int] | None
     messages: list[dict[str, Any]] | None
     sampling: Mapping[str, Any]
     lane: int
+    chat_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,14 @@ class Streams:
         there may be thousands.
         """
         for job, index, request in self._packer.pull():
-            add = Add(job.request_id(index), request.prompt, request.messages, request.sampling, job.lane)
+            add = Add(
+                job.request_id(index),
+                request.prompt,
+                request.messages,
+                request.sampling,
+                job.lane,
+                request.chat_options,
+            )
             self._orders.put(add)
         self._changed.update((job.number, job) for job in self._packer.take_dry())
         changed, self._changed = self._changed, {}

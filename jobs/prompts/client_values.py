@@ -1,0 +1,108 @@
+"""What clients of OpenAI's API send whether they need it or not: taken where it changes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ..common.shown import MAX_NAME_CHARS, shown
+from ..errors import InvalidJob, InvalidValue
+
+#: Values of names that are not built at which they change nothing; null is one of each.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "audio": (),
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "detokenize": (True,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_decoding": (),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "store": (False,),
+    "stream": (False,),
+    "stream_options": (),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+#: What says something of a request to a service's operator and nothing to a model, and of what type it is.
+SAID_OF_IT: Mapping[str, type] = {
+    "metadata": dict,
+    "prompt_cache_key": str,
+    "safety_identifier": str,
+    "user": str,
+}
+
+
+def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values without those that change nothing, under the names they have here.
+
+    `max_completion_tokens` becomes `max_tokens`. Raises InvalidJob where one asks for what is not built, and
+    where both names of one value contradict each other.
+    """
+    kept: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in SAID_OF_IT:
+            _check_type(name, value)
+        elif name not in NEUTRAL:
+            kept[name] = value
+        elif value is not None and not _is_neutral(name, value, values):
+            raise _not_built(name, value)
+    return _with_one_max_tokens(kept)
+
+
+def _is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:
+    if name == "best_of" and type(value) is int and value == values.get("n"):
+        return True
+    return any(_kind(value) is _kind(neutral) and value == neutral for neutral in NEUTRAL[name])
+
+
+def _kind(value: object) -> type:
+    """Numbers are of one kind in JSON; truth values are none."""
+    return float if type(value) is int else type(value)
+
+
+def _not_built(name: str, value: Any) -> InvalidValue:
+    """What says so. The neutral values stand in a text to be formatted."""
+    neutral = " or ".join(map(json.dumps, (None, *NEUTRAL[name]))).replace("{", "{{").replace("}", "}}")
+    return InvalidValue(f"{name} is {{}}, not built yet: leave it out, or send {neutral}", shown(value))
+
+
+def _check_type(name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, SAID_OF_IT[name]):
+        kind = "a text" if SAID_OF_IT[name] is str else "an object"
+        raise InvalidJob(f"{name} is {type(value).__name__}, expected {kind}")
+
+
+def _with_one_max_tokens(values: dict[str, Any]) -> dict[str, Any]:
+    newer = values.pop("max_completion_tokens", None)
+    if newer is None:
+        return values
+    older = values.get("max_tokens")
+    if older is not None and older != newer:
+        raise InvalidValue(
+            "max_tokens is {} and max_completion_tokens is {}, and they are one value: send one of them",
+            shown(older)[:MAX_NAME_CHARS],
+            shown(newer)[:MAX_NAME_CHARS],
+        )
+    return {**values, "max_tokens": newer}

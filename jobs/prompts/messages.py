@@ -1,0 +1,148 @@
+"""The messages of a chat, as OpenAI's clients send them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ..common.shown import shown
+from ..errors import InvalidJob
+from .arguments import MAX_PROMPT_BYTES, text_problem
+
+MAX_MESSAGES = 10_000
+
+#: What a message may hold beside its role and content, in the order in which equal chats are equal texts.
+TEXTS = ("name", "tool_call_id", "reasoning", "reasoning_content")
+
+
+class UnusableMessages(ValueError):
+    """Raised with the reason why messages are no chat."""
+
+
+def normal_messages(messages: object) -> list[dict[str, Any]]:
+    """A copy of a chat's messages, each with its role, its content and what else it holds that is not null.
+
+    A content is a text or a list of {'type': 'text', 'text'}; an assistant's with tool calls may be null.
+    Raises UnusableMessages.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise UnusableMessages("messages must be a non-empty list of {'role': ..., 'content': ...}")
+    if len(messages) > MAX_MESSAGES:
+        raise UnusableMessages(
+            f"a chat of {len(messages)} messages is longer than the limit of {MAX_MESSAGES}: shorten it"
+        )
+    normal = [_message(message, number) for number, message in enumerate(messages)]
+    if sum(len(each["content"]) for each in normal if isinstance(each["content"], list)) > MAX_MESSAGES:
+        raise UnusableMessages(
+            f"a chat with more than {MAX_MESSAGES} parts of contents is too long: shorten it"
+        )
+    total = sum(_num_bytes(value) for message in normal for value in message.values())
+    if total > MAX_PROMPT_BYTES:
+        raise UnusableMessages(
+            f"messages have {total} bytes, more than the limit of {MAX_PROMPT_BYTES}: shorten them"
+        )
+    return normal
+
+
+def parse_messages(messages: object) -> list[dict[str, Any]]:
+    """As normal_messages, for a job's own. Raises InvalidJob."""
+    try:
+        return normal_messages(messages)
+    except UnusableMessages as problem:
+        hint = "" if isinstance(messages, list) else "; from the command line: messages:='[{\"role\": ...}]'"
+        raise InvalidJob(f"{problem}{hint}") from None
+
+
+def _message(message: object, number: int) -> dict[str, Any]:
+    if not isinstance(message, dict) or "role" not in message:
+        raise UnusableMessages(f"message {number} must be an object with 'role' and 'content'")
+    given = {key: value for key, value in message.items() if value is not None and value != []}
+    for key in given:
+        if key not in ("role", "content", "tool_calls", *TEXTS):
+            known = f"of a message role, content, tool_calls, {', '.join(TEXTS)} are read"
+            raise UnusableMessages(f"message {number} holds {shown(key)}, which is not built: {known}")
+    calls = given.get("tool_calls")
+    if "content" not in message and calls is None:
+        raise UnusableMessages(f"message {number} has no 'content'")
+    normal: dict[str, Any] = {"role": _text(message["role"], f"role of message {number}")}
+    if calls is not None and "content" not in given:
+        normal["content"] = ""
+    else:
+        normal["content"] = _content(message["content"], number)
+    if calls is not None:
+        normal["tool_calls"] = _calls(calls, number)
+    for key in TEXTS:
+        if key in given:
+            normal[key] = _text(given[key], f"{key} of message {number}")
+    return normal
+
+
+def _content(content: object, number: int) -> Any:
+    if isinstance(content, list):
+        return [{"type": "text", "text": _part(part, number)} for part in content]
+    return _text(content, f"content of message {number}")
+
+
+def _part(part: object, number: int) -> str:
+    """The text of a part. Raises UnusableMessages where it is no text."""
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise UnusableMessages(f"a part of message {number} must be an object with a type, such as 'text'")
+    if part["type"] != "text":
+        raise UnusableMessages(
+            f"message {number} holds a part of the type {shown(part['type'])}: "
+            "text alone is read, no images, audio or video"
+        )
+    if {key for key, value in part.items() if value is not None} != {"type", "text"}:
+        raise UnusableMessages(
+            f"a part of message {number} of the type 'text' must hold exactly 'type' and 'text'"
+        )
+    return _text(part["text"], f"content of message {number}")
+
+
+def _calls(calls: object, number: int) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise UnusableMessages(f"tool_calls of message {number} is {type(calls).__name__}, expected a list")
+    return [_call(call, number) for call in calls]
+
+
+def _call(call: object, number: int) -> dict[str, Any]:
+    """One call of a function, its arguments as JSON text or an object."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or "name" not in function:
+        raise UnusableMessages(
+            f"a tool call of message {number} must be {{'id', 'type': 'function', 'function': "
+            "{'name', 'arguments'}}"
+        )
+    if call.get("type", "function") != "function":
+        raise UnusableMessages(
+            f"message {number} holds a tool call of the type {shown(call['type'])}: functions alone are built"
+        )
+    what = f"tool call of message {number}"
+    arguments = function.get("arguments")
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        arguments = _text(arguments, f"the arguments of a {what}")
+    normal = {"type": "function", "function": {"name": _text(function["name"], what), "arguments": arguments}}
+    if call.get("id") is not None:
+        normal["id"] = _text(call["id"], f"the id of a {what}")
+    return normal
+
+
+def _text(text: object, what: str) -> str:
+    if problem := text_problem(text, what):
+        raise UnusableMessages(problem)
+    assert isinstance(text, str)
+    return text
+
+
+def _num_bytes(value: Any) -> int:
+    """Bytes of a message's text, or of the texts in its parts; of tool calls, of their JSON."""
+    if isinstance(value, str):
+        return len(value.encode())
+    if value and "text" in value[0]:
+        return sum(len(part["text"].encode()) for part in value)
+    try:
+        return len(json.dumps(value))
+    except RecursionError:
+        raise UnusableMessages("the arguments of a tool call are nested too deeply") from None
