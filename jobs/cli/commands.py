@@ -23,7 +23,7 @@ from ..stock_worker import check_sampling, model_table
 from .errors_told import errors_told
 from .progress import progress
 from .queue_commands import info, requeue_command
-from .submit_options import column_list, json_value, run_arguments
+from .submit_options import assignments, column_list, json_value, run_arguments
 
 #: Failed shards shown by name; the rest are counted.
 MAX_SHOWN = 5
@@ -80,6 +80,13 @@ def main(context: click.Context, url: str) -> None:
 @click.option("--min-p", type=float)
 @click.option("--seed", type=int)
 @click.option("--stop", multiple=True, help="Text that ends a completion; may be given more than once.")
+@click.option(
+    "--column",
+    metavar="NAME=COLUMN",
+    multiple=True,
+    callback=assignments,
+    help="Take a sampling value of each row from a column, such as max_tokens=limit; null leaves the run's.",
+)
 @click.option("--model", help="Only a worker that serves this model, by name, path or hub id, plans the run.")
 @click.option("--filename-column", help="Add a column of this name that holds each row's file.")
 @click.option(
@@ -178,7 +185,7 @@ def check_jobs_package() -> None:
 
 def check_here(spec: RunSpec) -> None:
     """Raise what the planning of a run would, as far as engine, pyarrow and the input are on this machine."""
-    check_sampling(spec.chat[0])
+    spec.check_sampling(check_sampling)
     check_columns_here(spec)
 
 

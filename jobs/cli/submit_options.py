@@ -40,6 +40,21 @@ def json_value(kind: type) -> Callable[[click.Context, click.Parameter, str | No
     return parse
 
 
+def assignments(
+    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
+) -> dict[str, str] | None:
+    """Return what an option of the form NAME=TEXT, given more than once, says of each name."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, is_there, value = text.partition("=")
+        if not is_there or not name:
+            raise click.BadParameter(f"{shown(text)}, expected {parameter.metavar}", context, parameter)
+        if name in found:
+            raise click.BadParameter(f"{shown(name)} is given twice", context, parameter)
+        found[name] = value
+    return found or None
+
+
 def column_list(
     context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
 ) -> list[str] | None:
@@ -75,6 +90,7 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
         "redo_damaged": options["redo_damaged"],
         "max_errors": options["max_errors"],
         **{name: options[name] for name in OUTPUT_OPTIONS},
+        "sampling_columns": options["column"],
     }
 
 

@@ -31,8 +31,8 @@ from ..runs.state import RunState
 from .find_files import find_files
 from .inputs import Inputs, read_inputs
 from .part import output_schema, part_stats, write_part
-from .prompt_source import prompt_source
 from .run_folder import RunFolder, create_plan, load_plan
+from .sources import prompt_source
 from .storage import Storage, writing
 
 
@@ -89,7 +89,7 @@ def score_parquet(
         )
     if queue is not None:
         check_queue_name(queue)
-    context.check_sampling(spec.chat[0])
+    spec.check_sampling(context.check_sampling)
     limit = ErrorLimit.parse(max_errors)
     submission = Submission(queue or context.queue_name, parse_model(model), redo_damaged, limit)
     return plan_run(context, Storage(context.data_roots, context.check_interrupted), spec, submission)

@@ -12,8 +12,8 @@ import pyarrow as pa
 from ..errors import WrongColumnType
 from ..prompts.arguments import MAX_PROMPT_BYTES, text_problem
 from ..prompts.messages import UnusableMessages, normal_messages
-from ..runs.spec import RunSpec
 from ..runs.template import Template
+from .column_types import is_bytes, is_list, is_text
 from .row_values import RowProblem, row_values
 
 #: Rows that are Python's at a time: as Python's objects, values take many times what Arrow needs for them.
@@ -48,7 +48,7 @@ class PromptColumn(PromptSource):
 
     def check(self, schema: pa.Schema) -> None:
         (column,) = self.columns
-        if not _is_text(schema.field(column).type):
+        if not is_text(schema.field(column).type):
             raise WrongColumnType(column, schema.field(column).type, "text")
 
     def render(self, values: Mapping[str, Any]) -> str:
@@ -67,7 +67,7 @@ class MessagesColumn(PromptSource):
     def check(self, schema: pa.Schema) -> None:
         (column,) = self.columns
         kind = schema.field(column).type
-        if not (_is_text(kind) or (_is_list(kind) and pa.types.is_struct(kind.value_type))):
+        if not (is_text(kind) or (is_list(kind) and pa.types.is_struct(kind.value_type))):
             raise WrongColumnType(column, kind, "a list of structs with role and content, or their JSON")
 
     def render(self, values: Mapping[str, Any]) -> str:
@@ -93,7 +93,7 @@ class TemplateSource(PromptSource):
     def check(self, schema: pa.Schema) -> None:
         for column in self.columns:
             kind = schema.field(column).type
-            if pa.types.is_nested(kind) or _is_bytes(kind):
+            if pa.types.is_nested(kind) or is_bytes(kind):
                 raise WrongColumnType(column, kind, "text, a number, a truth value or a time")
 
     def render(self, values: Mapping[str, Any]) -> str:
@@ -106,18 +106,6 @@ class TemplateSource(PromptSource):
             )
         filled = self._template.fill(values)
         return _checked(filled, "prompt") if isinstance(filled, str) else _checked_chat(filled)
-
-
-def prompt_source(spec: RunSpec) -> PromptSource:
-    """Return the source that a run's arguments name. Raises InvalidJob, as a plan may be made by hand."""
-    if spec.template is not None:
-        template = Template.parse(spec.template)
-        template.check_cost(spec.rows_per_shard)
-        return TemplateSource(template)
-    if spec.messages_column is not None:
-        return MessagesColumn(spec.messages_column)
-    assert spec.prompt_column is not None
-    return PromptColumn(spec.prompt_column)
 
 
 def render_rows(source: PromptSource, batch: pa.RecordBatch) -> Iterator[str | RowProblem]:
@@ -155,29 +143,3 @@ def _checked_chat(messages: Any) -> str:
         return json.dumps(normal_messages(messages))
     except UnusableMessages as problem:
         raise RowProblem(str(problem)) from None
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
-        return _is_text(kind.value_type)
-    return bool(
-        pa.types.is_string(kind)
-        or pa.types.is_large_string(kind)
-        or pa.types.is_string_view(kind)
-        or pa.types.is_null(kind)
-    )
-
-
-def _is_bytes(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
-        return _is_bytes(kind.value_type)
-    return bool(
-        pa.types.is_binary(kind)
-        or pa.types.is_large_binary(kind)
-        or pa.types.is_fixed_size_binary(kind)
-        or pa.types.is_binary_view(kind)
-    )
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))

@@ -12,6 +12,7 @@ from typing import Any
 from ..context.answer import Answer, failed_answer
 from ..context.answer_memo import AnswerMemo
 from ..tasks import Completion, Request
+from .row_sampling import split
 from .row_values import RowProblem
 
 
@@ -31,7 +32,7 @@ class ShardRequests:
     rows: the text of each row, or why it has none. sampling: as in the plan. row_seed: the seed of a row,
     counted within the shard; used when tokens are drawn. run, memo: where the answers of other shards are.
     let_go: told of each text that is not held here any more. n: completions of each row. chat_options: as of
-    Request.
+    Request. has_own_sampling: the texts are those of a SampledSource.
 
     Requests come sorted by text, so that shared prefixes meet in the cache. With temperature 0 equal texts
     have equal answers: they are one request, and none where another shard of the run, on the same worker,
@@ -52,13 +53,15 @@ class ShardRequests:
         let_go: Callable[[str], None] = lambda text: None,
         n: int = 1,
         chat_options: Mapping[str, Any] = MappingProxyType({}),
+        has_own_sampling: bool = False,
     ) -> None:
         self._n = n
         self._answers: list[Answer | None] = [
             failed_answer(str(row), n) if isinstance(row, RowProblem) else None for row in rows
         ]
-        self._is_greedy = sampling.get("temperature") == 0
-        self._sampling = dict(sampling)
+        # A run's own seed is where the rows' seeds come from; one in a column is the row's.
+        self._shared = {name: value for name, value in sampling.items() if name != "seed"}
+        self._has_own_sampling = has_own_sampling
         self._row_seed = row_seed
         self._is_chat, self._chat_options = is_chat, chat_options
         self._memo = AnswerMemo(0) if memo is None else memo
@@ -67,7 +70,7 @@ class ShardRequests:
         self._begun: set[bytes] = set()
         self.rows_done = sum(answer is not None for answer in self._answers)
         self.generated_tokens = 0
-        groups = _grouped(rows, run.encode()) if self._is_greedy else _one_by_one(rows)
+        groups = _groups(rows, run.encode(), lambda text: _is_greedy(self._asked(text)[1]))
         self._unsent = [group for group in groups if not self._take_known(group)]
 
     @property
@@ -118,12 +121,19 @@ class ShardRequests:
     def _send(self, group: _Group) -> Request:
         self._sent.append(_Group("", group.rows, group.key))  # the engine has the text from here on
         self._let_go(group.text)
-        sampling = (
-            self._sampling if self._is_greedy else {**self._sampling, "seed": self._row_seed(group.rows[0])}
-        )
+        prompt, sampling = self._asked(group.text)
+        if not _is_greedy(sampling):
+            sampling = {"seed": self._row_seed(group.rows[0]), **sampling}
         if self._is_chat:
-            return Request(None, json.loads(group.text), sampling, self._chat_options)
-        return Request(prompt=group.text, messages=None, sampling=sampling)
+            return Request(None, json.loads(prompt), sampling, self._chat_options)
+        return Request(prompt=prompt, messages=None, sampling=sampling)
+
+    def _asked(self, text: str) -> tuple[str, Mapping[str, Any]]:
+        """Return the prompt of a rendered row, and its sampling values but for the seed of its number."""
+        if not self._has_own_sampling:
+            return text, self._shared
+        prompt, own = split(text)
+        return prompt, {**self._shared, **own}
 
     def _take_known(self, group: _Group) -> bool:
         """Answer a group with what another shard has computed; return whether there was such."""
@@ -169,19 +179,22 @@ def _answer_of(completions: Sequence[Completion], n: int) -> tuple[Answer, bool]
     return Answer(texts, reasons, prompt, tokens, cached, None), False
 
 
-def _grouped(rows: Sequence[str | RowProblem], run: bytes) -> Iterator[_Group]:
-    """Yield the rows of each text together, the last text first."""
-    rows_of: dict[str, list[int]] = {}
+def _is_greedy(sampling: Mapping[str, Any]) -> bool:
+    return sampling.get("temperature") == 0
+
+
+def _groups(rows: Sequence[str | RowProblem], run: bytes, is_greedy: Callable[[str], bool]) -> list[_Group]:
+    """Return the rows of each greedy text together, and each other row by itself, the last text first."""
+    together: dict[str, _Group] = {}
+    groups = []
     for number, row in enumerate(rows):
-        if isinstance(row, str):
-            rows_of.setdefault(row, []).append(number)
-    for text in sorted(rows_of, reverse=True):
-        key = blake2b(text.encode(), digest_size=16, key=run).digest()
-        yield _Group(text, rows_of[text], key)
-
-
-def _one_by_one(rows: Sequence[str | RowProblem]) -> Iterator[_Group]:
-    """Yield each row by itself, the last text first."""
-    ordered = sorted(((row, number) for number, row in enumerate(rows) if isinstance(row, str)), reverse=True)
-    for text, number in ordered:
-        yield _Group(text, [number], None)
+        if not isinstance(row, str):
+            continue
+        if (known := together.get(row)) is not None:
+            known.rows.append(number)
+        elif is_greedy(row):
+            key = blake2b(row.encode(), digest_size=16, key=run).digest()
+            groups.append(together.setdefault(row, _Group(row, [number], key)))
+        else:
+            groups.append(_Group(row, [number], None))
+    return sorted(groups, key=lambda group: (group.text, group.rows[0]), reverse=True)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
@@ -27,13 +28,14 @@ from .column_choice import ColumnChoice, kept, used
 from .fingerprint import file_fingerprint
 from .inputs import unchanged
 from .part import output_schema, part_stats, with_answers, write_part
-from .prompt_source import prompt_source, render_rows
+from .prompt_source import PromptSource, render_rows
 from .read_room import ReadRoom
 from .row_reader import RowReader
 from .row_values import RowProblem
 from .run_folder import RunFolder, load_plan
 from .shard_requests import ShardRequests
 from .shard_texts import ShardTexts
+from .sources import prompt_source
 from .storage import FileStat, Storage
 
 
@@ -59,7 +61,7 @@ class ShardWork(OpenTask):
         self._requests: ShardRequests | None = None
         self._files, self._entered = context.files, False
         self._memo, self._held = context.answers, context.shard_bytes
-        self._check_interrupted = context.check_interrupted
+        self._check_interrupted, self._check_sampling = context.check_interrupted, context.check_sampling
         self._texts: ShardTexts | None = None
         folder.state.check_not_cancelled()
         if not self._has_part():
@@ -196,7 +198,7 @@ class ShardWork(OpenTask):
 
     def _read_requests(self) -> ShardRequests:
         plan, file = self._folder.plan, self._file()
-        source = prompt_source(plan.spec)
+        source = self._source
         in_file = ColumnChoice(tuple(name for name in source.columns if name not in self._added))
         self._texts = texts = ShardTexts(file.path, source.columns, self._held)
         with self._reader(file, in_file) as reader:
@@ -214,6 +216,7 @@ class ShardWork(OpenTask):
             texts.let_go,
             plan.spec.n,
             chat.template,
+            bool(plan.spec.sampling_columns),
         )
 
     def _heeded(self, rows: Iterator[str | RowProblem]) -> Iterator[str | RowProblem]:
@@ -228,6 +231,10 @@ class ShardWork(OpenTask):
     @property
     def _planned_file(self) -> PlannedFile:
         return self._folder.plan.files[self._shard.file]
+
+    @cached_property
+    def _source(self) -> PromptSource:
+        return prompt_source(self._folder.plan.spec, self._check_sampling)
 
     @property
     def _added(self) -> set[str]:
@@ -244,7 +251,7 @@ class ShardWork(OpenTask):
         Raises InputChanged when the file is not the one that was planned, or no longer when the body ends.
         """
         spec = self._folder.plan.spec
-        in_use = used(spec, prompt_source(spec).columns, self._added)
+        in_use = used(spec, self._source.columns, self._added)
         key = ReaderKey(self._planned_file.path, (file.size, file.mtime_ns), (columns, in_use))
         room = ReadRoom(self._held, self._files.close_idle)
         storage, shard = self._folder.storage, self._shard

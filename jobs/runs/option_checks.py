@@ -65,3 +65,19 @@ def limit(value: Any) -> int | None:
             f"limit is {{}}, expected a number of rows, an integer from 1 to {MAX_LIMIT}", shown(value)
         )
     return value
+
+
+def sampling_columns(value: Any) -> dict[str, str]:
+    """Return for names of sampling values the columns that hold each row's. Raises InvalidJob."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidValue(
+            'sampling_columns is {}, expected a mapping such as {{"max_tokens": "limit"}}', shown(value)
+        )
+    for name in value:
+        if not isinstance(name, str) or len(name) > MAX_NAME_CHARS:
+            raise InvalidValue("sampling_columns has {}, expected the name of a sampling value", shown(name))
+        if name == "n":
+            raise InvalidJob("n cannot come from a column: all rows of a run have as many completions")
+    return {name: column_name(f"the column for {name}", column) for name, column in sorted(value.items())}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
@@ -51,6 +52,7 @@ class RunSpec:
     drop: list[str] | None = None
     output_prefix: str = ""
     limit: int | None = None
+    sampling_columns: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_arguments(
@@ -67,12 +69,14 @@ class RunSpec:
         drop: Any = None,
         output_prefix: Any = None,
         limit: Any = None,
+        sampling_columns: Any = None,
     ) -> RunSpec:
         """Check and normalise the arguments; see jobs.parquet.planner.score_parquet for the first of them.
 
         keep, drop: the input's columns that the output has, or has not. output_prefix: stands before the
         names of the columns that are added. limit: so many rows, the first ones, are the run.
-        Raises InvalidJob or UnsupportedScheme.
+        sampling_columns: for names of sampling values the columns that hold each row's; null leaves that of
+        `sampling`. Raises InvalidJob or UnsupportedScheme.
         """
         _check_one_prompt(prompt_column, messages_column, template)
         if keep is not None and drop is not None:
@@ -100,23 +104,24 @@ class RunSpec:
             drop=option_checks.column_names("drop", drop),
             output_prefix=option_checks.output_prefix(output_prefix),
             limit=option_checks.limit(limit),
+            sampling_columns=option_checks.sampling_columns(sampling_columns),
         )
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RunSpec:
         """Read what `to_json` wrote. Raises KeyError when a field is missing, ValueError for one too many."""
-        known = {field.name: field for field in fields(cls)}
+        known = {each.name: each for each in fields(cls)}
         if unknown := sorted(value.keys() - known.keys()):
             raise ValueError(f"it has the argument {shown(unknown[0])}, of another version of Tokenmill")
         return cls(
-            **{name: value[name] for name, field in known.items() if name in value or not _has_default(field)}
+            **{name: value[name] for name, each in known.items() if name in value or not _has_default(each)}
         )
 
     def to_json(self) -> dict[str, Any]:
         content = asdict(self)
-        for field in fields(self):
-            if _has_default(field) and content[field.name] == _default(field):
-                del content[field.name]
+        for each in fields(self):
+            if _has_default(each) and content[each.name] == _default(each):
+                del content[each.name]
         return content
 
     @property
@@ -136,16 +141,25 @@ class RunSpec:
         """Sampling values for the engine, and what its rows' chats have beside their messages."""
         return split_chat_options(self.sampling)
 
+    def check_sampling(self, check: Callable[[Mapping[str, Any]], None]) -> None:
+        """Raise InvalidJob for sampling values that no request could use, and for names that are none.
+
+        check: see JobContext. It has no value yet of what comes from columns: a name that is one is told by
+        its refusal of a value.
+        """
+        check(self.chat[0])
+        for name in self.sampling_columns:
+            with suppress(InvalidValue):
+                check({name: None})
+
     def differences(self, other: RunSpec) -> list[str]:
         """Return the names of the arguments in which the two differ."""
-        return [
-            field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)
-        ]
+        return [each.name for each in fields(self) if getattr(self, each.name) != getattr(other, each.name)]
 
 
 def check_option_names(options: Mapping[str, Any]) -> None:
     """Raise InvalidJob for a name that is no option of a run."""
-    known = [field.name for field in fields(RunSpec) if _has_default(field)]
+    known = [each.name for each in fields(RunSpec) if _has_default(each)]
     for name in options.keys() - set(known):
         raise InvalidValue(
             "{} is no argument of jobs.score_parquet; its further options are " + ", ".join(known),
@@ -153,12 +167,12 @@ def check_option_names(options: Mapping[str, Any]) -> None:
         )
 
 
-def _default(field: Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
+def _default(each: Field[Any]) -> Any:
+    return each.default if each.default_factory is MISSING else each.default_factory()
 
 
-def _has_default(field: Field[Any]) -> bool:
-    return _default(field) is not MISSING
+def _has_default(each: Field[Any]) -> bool:
+    return _default(each) is not MISSING
 
 
 def _check_one_prompt(prompt_column: Any, messages_column: Any, template: Any) -> None:

@@ -23,7 +23,7 @@ from jobs.context.shared_files import SharedFiles
 from jobs.parquet import walk
 from jobs.parquet.find_files import find_files
 from jobs.parquet.local_check import check_columns_here
-from jobs.parquet.prompt_source import prompt_source
+from jobs.parquet.sources import prompt_source
 from jobs.parquet.storage import Storage
 from jobs.parquet.walk import Walk
 from jobs.runs.plan import Plan

@@ -1,0 +1,36 @@
+"""Which source of prompts a run's arguments name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..context import accept_any_sampling
+from ..runs.spec import RunSpec
+from ..runs.template import Template
+from .prompt_source import MessagesColumn, PromptColumn, PromptSource, TemplateSource
+from .row_sampling import SampledSource
+
+
+def prompt_source(
+    spec: RunSpec, check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling
+) -> PromptSource:
+    """Return the source that a run's arguments name. Raises InvalidJob, as a plan may be made by hand.
+
+    check_sampling: see JobContext; asked of the values that rows bring.
+    """
+    source = _of_prompts(spec)
+    if not spec.sampling_columns:
+        return source
+    return SampledSource(source, spec.sampling_columns, spec.chat[0], check_sampling)
+
+
+def _of_prompts(spec: RunSpec) -> PromptSource:
+    if spec.template is not None:
+        template = Template.parse(spec.template)
+        template.check_cost(spec.rows_per_shard)
+        return TemplateSource(template)
+    if spec.messages_column is not None:
+        return MessagesColumn(spec.messages_column)
+    assert spec.prompt_column is not None
+    return PromptColumn(spec.prompt_column)

@@ -1,0 +1,212 @@
+"""Sampling values from columns: each row its own, null leaves the run's, a wrong one fails its row alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from redis import Redis
+
+from engine.sampling.params import SamplingParams
+from jobs.context import JobContext
+from jobs.errors import InvalidJob, MissingColumn, OutputHoldsAnotherRun, WrongColumnType
+from jobs.runs.spec import RunSpec
+from jobs.stock_worker import check_sampling
+from jobs.tasks import Request
+from tests.jobs.answering import FakeCompletion, queued_jobs, run_task, score_parquet, shout
+from tests.jobs.conftest import Invoke
+
+MakeContext = Callable[[], JobContext]
+Run = Callable[..., tuple[list[Request], list[dict[str, Any]]]]
+
+
+@pytest.fixture
+def run(redis: Redis, make_context: MakeContext, tmp_path: Path) -> Run:
+    """Scores in.parquet as a worker would; returns the requests and the rows."""
+
+    def score(columns: dict[str, str], **arguments: Any) -> tuple[list[Request], list[dict[str, Any]]]:
+        def context() -> JobContext:
+            return replace(make_context(), check_sampling=check_sampling)
+
+        asked: list[Request] = []
+
+        def answer(request: Request) -> FakeCompletion:
+            asked.append(request)
+            return shout(request)
+
+        source, out = str(tmp_path / "in.parquet"), str(tmp_path / "out")
+        score_parquet(context(), source, out, sampling_columns=columns, **arguments)
+        for job in queued_jobs(redis):
+            run_task(context(), job.func_name, *job.args, answer=answer)
+            job.delete()
+        asked.sort(key=lambda request: str(request.prompt or request.messages))
+        return asked, pq.read_table(out).to_pylist()
+
+    return score
+
+
+def write(path: Path, **columns: Any) -> None:
+    size = len(next(iter(columns.values())))
+    pq.write_table(pa.table({"prompt": [f"p{number}" for number in range(size)], **columns}), path)
+
+
+def test_each_row_has_its_own_values_and_null_the_runs(run: Run, tmp_path: Path) -> None:
+    write(tmp_path / "in.parquet", limit=[3, None, 5], t=[0.0, 0.5, None], ends=[["a"], None, []])
+    columns = {"max_tokens": "limit", "temperature": "t", "stop": "ends"}
+    asked, rows = run(columns, sampling={"max_tokens": 9, "seed": 1})
+    assert [row["completion"] for row in rows] == ["P0", "P1", "P2"]
+    first, second, third = (dict(request.sampling) for request in asked)
+    assert first == {"max_tokens": 3, "temperature": 0, "stop": ["a"]}
+    assert isinstance(second.pop("seed"), int)
+    assert second == {"max_tokens": 9, "temperature": 0.5}
+    assert third.pop("seed") != 1
+    assert third == {"max_tokens": 5, "stop": []}
+
+
+def test_a_wrong_value_fails_its_row_by_name_and_no_other(run: Run, tmp_path: Path) -> None:
+    write(tmp_path / "in.parquet", limit=[3.0, -1.0, 2.5, float("nan"), None], least=[9, 0, 0, 0, 0])
+    asked, rows = run({"max_tokens": "limit", "min_tokens": "least"})
+    assert [row["error"] is None for row in rows] == [False, False, False, False, True]
+    assert [request.prompt for request in asked] == ["p4"]
+    assert rows[0]["error"] == "min_tokens=9 is above max_tokens=3"
+    assert rows[1]["error"].startswith("column 'limit': max_tokens must be between 1")
+    assert "column 'limit': max_tokens must be an integer" in rows[2]["error"]
+    assert "column 'limit': max_tokens must be" in rows[3]["error"]
+
+
+def test_equal_greedy_prompts_with_equal_values_are_one_request(run: Run, tmp_path: Path) -> None:
+    columns = {"prompt": ["a\n{}"] * 6, "t": [0, 0, 0, 1, 1, None], "limit": [1, 1, 2, 1, 1, 1]}
+    pq.write_table(pa.table(columns), tmp_path / "in.parquet")
+    names = {"temperature": "t", "max_tokens": "limit"}
+    asked, rows = run(names, sampling={"temperature": 0})
+    found = sorted((request.sampling["temperature"], request.sampling["max_tokens"]) for request in asked)
+    assert found == [(0, 1), (0, 2), (1, 1), (1, 1)], "null is the run's greedy 0: one with the first two"
+    assert {request.prompt for request in asked} == {"a\n{}"}
+    assert [row["completion"] for row in rows] == ["A\n{}"] * 6
+    assert len({request.sampling["seed"] for request in asked if request.sampling["temperature"]}) == 2
+
+
+def test_a_seed_in_a_column_is_the_rows_seed(run: Run, tmp_path: Path) -> None:
+    write(tmp_path / "in.parquet", s=pa.array([7, None, 2**64 - 1], pa.uint64()))
+    asked, _ = run({"seed": "s"}, sampling={"seed": 3})
+    seeds = [request.sampling["seed"] for request in asked]
+    assert (seeds[0], seeds[2]) == (7, 2**64 - 1)
+    assert seeds[1] not in (3, None)
+
+
+def test_chats_have_values_of_their_own_too(run: Run, tmp_path: Path) -> None:
+    chats = [[{"role": "user", "content": f"hi {number}\n"}] for number in range(2)]
+    pq.write_table(pa.table({"chat": chats, "limit": [1, 2]}), tmp_path / "in.parquet")
+    asked, _ = run({"max_tokens": "limit"}, messages_column="chat", prompt_column=None)
+    assert [(request.messages, request.sampling["max_tokens"]) for request in asked] == [
+        (chats[0], 1),
+        (chats[1], 2),
+    ]
+
+
+def test_numbers_as_pandas_polars_and_duckdb_write_them(run: Run, tmp_path: Path) -> None:
+    """pandas makes floats of integers with a null among them, DuckDB decimals of what has a point."""
+    path = tmp_path / "in.parquet"
+    prompts = ["a", "b", "c"]
+    pd.DataFrame({"prompt": prompts, "limit": [4, None, 6], "t": [1, 0.5, 0.25]}).to_parquet(path)
+    expected = [(4, 1), (9, 0.5), (6, 0.25)]
+    columns = {"max_tokens": "limit", "temperature": "t"}
+    values = lambda asked: [  # noqa: E731
+        (request.sampling["max_tokens"], request.sampling["temperature"]) for request in asked
+    ]
+    assert pq.read_schema(path).field("limit").type == pa.float64()
+    assert values(run(columns, sampling={"max_tokens": 9})[0]) == expected
+    for other in ("polars", "duckdb"):
+        (tmp_path / "out").rename(tmp_path / f"out of {other}")
+        if other == "polars":
+            limits = pl.Series([4, None, 6], dtype=pl.UInt8)
+            pl.DataFrame({"prompt": prompts, "limit": limits, "t": [1.0, 0.5, 0.25]}).write_parquet(path)
+        else:
+            rows = "('a', 4::hugeint, 1.00), ('b', null, 0.50), ('c', 6, 0.25)"
+            duckdb.sql(f"copy (from (values {rows}) as v(prompt, limit_, t)) to '{path}'")
+            columns["max_tokens"] = "limit_"
+            assert pa.types.is_decimal(pq.read_schema(path).field("t").type)
+        assert values(run(columns, sampling={"max_tokens": 9})[0]) == expected
+
+
+def test_a_column_of_folder_names_gives_values_too(redis: Redis, run: Run, tmp_path: Path) -> None:
+    for limit in (3, 4):
+        (tmp_path / f"in.parquet/limit={limit}").mkdir(parents=True)
+        pq.write_table(
+            pa.table({"prompt": [f"p{limit}"]}), tmp_path / f"in.parquet/limit={limit}" / "a.parquet"
+        )
+    asked, rows = run({"max_tokens": "limit"}, drop=["limit"])
+    assert [request.sampling["max_tokens"] for request in asked] == [3, 4]
+    assert "limit" not in rows[0]
+
+
+def test_the_column_need_not_be_kept(run: Run, tmp_path: Path) -> None:
+    write(tmp_path / "in.parquet", limit=[3, 4])
+    asked, rows = run({"max_tokens": "limit"}, keep=["prompt"], sampling={"n": 2})
+    assert [request.sampling["max_tokens"] for request in asked] == [3, 4]
+    assert "limit" not in rows[0]
+    assert rows[1]["completion"] == ["P1", "P1!"]
+
+
+@pytest.mark.parametrize(
+    ("column", "kind", "name"),
+    [
+        (["3"], pa.string(), "max_tokens"),
+        ([b"3"], pa.binary(), "stop"),
+        ([{"a": 1}], pa.struct({"a": pa.int8()}), "max_tokens"),
+        ([1], pa.timestamp("s"), "seed"),
+    ],
+)
+def test_a_column_of_a_type_that_cannot_be_the_value_is_refused_when_planned(
+    run: Run, tmp_path: Path, column: list[Any], kind: pa.DataType, name: str
+) -> None:
+    write(tmp_path / "in.parquet", v=pa.array(column, kind))
+    with pytest.raises(WrongColumnType, match=f"'v'.*{name}"):
+        run({name: "v"})
+
+
+def test_missing_columns_and_unknown_names_are_refused_when_planned(run: Run, tmp_path: Path) -> None:
+    write(tmp_path / "in.parquet", v=[1])
+    with pytest.raises(MissingColumn, match="'w'"):
+        run({"max_tokens": "w"})
+    with pytest.raises(InvalidJob, match="did you mean max_tokens"):
+        run({"max_tokns": "v"})
+    run({"max_tokens": "v"})
+    with pytest.raises(OutputHoldsAnotherRun, match="sampling_columns"):
+        run({"min_tokens": "v"})
+
+
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [("max_tokens=limit", "a mapping"), ({"n": "v"}, "n cannot"), ({"seed": 1}, "for seed")],
+)
+def test_what_names_no_columns_is_refused(value: Any, match: str) -> None:
+    with pytest.raises(InvalidJob, match=match):
+        RunSpec.from_arguments("/in", "/out", sampling_columns=value)
+
+
+def test_every_sampling_value_may_come_from_a_column() -> None:
+    names = {each.name: "v" for each in fields(SamplingParams) if each.name != "n"}
+    RunSpec.from_arguments("/in", "/out", sampling_columns=names).check_sampling(check_sampling)
+
+
+def test_the_command_line_takes_columns(invoke: Invoke, redis: Redis, tmp_path: Path) -> None:
+    write(tmp_path / "in.parquet", **{"a=b": [Decimal("3")], "t": [0]})
+    submit = ("submit", tmp_path / "in.parquet", tmp_path / "out")
+    assert "NAME=COLUMN" in invoke(*submit, "--column", "max_tokens").output
+    assert "twice" in invoke(*submit, "--column", "seed=t", "--column", "seed=t").output
+    assert "MissingColumn" in invoke(*submit, "--column", "seed=x").output
+    assert "no sampling parameter" in invoke(*submit, "--column", "sed=t").output
+    assert queued_jobs(redis) == []
+    result = invoke(*submit, "--column", "max_tokens=a=b", "--column", "temperature=t")
+    assert result.exit_code == 0, result.output
+    assert queued_jobs(redis)[0].kwargs["sampling_columns"] == {"max_tokens": "a=b", "temperature": "t"}
