@@ -81,6 +81,13 @@ def main(context: click.Context, url: str) -> None:
 @click.option("--seed", type=int)
 @click.option("--stop", multiple=True, help="Text that ends a completion; may be given more than once.")
 @click.option(
+    "--default",
+    metavar="COLUMN=TEXT",
+    multiple=True,
+    callback=assignments,
+    help="Text that stands for null of a column in the template; without one such a row is an error.",
+)
+@click.option(
     "--column",
     metavar="NAME=COLUMN",
     multiple=True,

@@ -91,6 +91,7 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
         "max_errors": options["max_errors"],
         **{name: options[name] for name in OUTPUT_OPTIONS},
         "sampling_columns": options["column"],
+        "defaults": options["default"],
     }
 
 

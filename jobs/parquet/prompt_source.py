@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import abc
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
 
-from ..errors import WrongColumnType
+from ..common.shown import shown
+from ..errors import InvalidValue, WrongColumnType
 from ..prompts.arguments import MAX_PROMPT_BYTES, text_problem
 from ..prompts.messages import UnusableMessages, normal_messages
 from ..runs.template import Template
-from .column_types import is_bytes, is_list, is_text
+from .column_types import is_list, is_text
+from .nested_values import holds_bytes, to_json
 from .row_values import RowProblem, row_values
 
 #: Rows that are Python's at a time: as Python's objects, values take many times what Arrow needs for them.
 SLICE_ROWS = 128
+
+#: What a template may hold.
+TEXT_FORMS = "text, a number, a truth value, a time, or lists, structs and maps of these"
 
 
 class PromptSource(abc.ABC):
@@ -83,29 +89,48 @@ class MessagesColumn(PromptSource):
 
 
 class TemplateSource(PromptSource):
-    """A template over any columns that have a plain text form."""
+    """A template over any columns that have a text form; lists, structs and maps stand there as JSON.
 
-    def __init__(self, template: Template) -> None:
+    defaults: for columns the text that stands for null; without one the row has no prompt.
+    """
+
+    def __init__(self, template: Template, defaults: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Raises InvalidJob for a default of a column that the template does not name."""
         self.columns = template.columns
         self.is_chat = template.roles is not None
-        self._template = template
+        self._template, self._defaults = template, defaults
+        check_defaults(defaults, self.columns)
 
     def check(self, schema: pa.Schema) -> None:
         for column in self.columns:
             kind = schema.field(column).type
-            if pa.types.is_nested(kind) or is_bytes(kind):
-                raise WrongColumnType(column, kind, "text, a number, a truth value or a time")
+            if holds_bytes(kind):
+                raise WrongColumnType(column, kind, TEXT_FORMS)
 
     def render(self, values: Mapping[str, Any]) -> str:
-        for column in self.columns:
-            if values[column] is None:
-                raise RowProblem(f"column {column!r} is null")
+        values = {column: self._text(column, values[column]) for column in self.columns}
         if (chars := self._template.filled_chars(values)) > MAX_PROMPT_BYTES:
             raise RowProblem(
                 f"prompt has {chars} characters, more than the limit of {MAX_PROMPT_BYTES} bytes: shorten it"
             )
         filled = self._template.fill(values)
         return _checked(filled, "prompt") if isinstance(filled, str) else _checked_chat(filled)
+
+    def _text(self, column: str, value: Any) -> Any:
+        if value is None:
+            value = self._defaults.get(column)
+            if value is None:
+                raise RowProblem(f"column {column!r} is null")
+        return to_json(value) if isinstance(value, list | dict) else value
+
+
+def check_defaults(defaults: Mapping[str, str], columns: Sequence[str]) -> None:
+    """Raise InvalidJob for a default of a column that a template does not name."""
+    for column in defaults:
+        if column not in columns:
+            raise InvalidValue(
+                "{} has a default, and is no column that the template names: leave it out", shown(column)
+            )
 
 
 def render_rows(source: PromptSource, batch: pa.RecordBatch) -> Iterator[str | RowProblem]:

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from ..prompts.arguments import MAX_PROMPT_BYTES
-from ..prompts.messages import MAX_MESSAGES
+from .nested_values import holds_map, num_values, with_dicts
 
 #: What Arrow raises for a value that Python's types cannot hold: text that is not UTF-8, which Parquet never
 #: checks, a date after 9999, a time zone that is not known here, nanoseconds where pandas is not installed.
@@ -16,6 +16,9 @@ _NO_PYTHON_VALUE = (ValueError, OverflowError, KeyError, pa.ArrowException)
 
 #: The largest value of which a prompt could be made: a chat's JSON may write a character in six.
 MAX_VALUE_BYTES = 6 * MAX_PROMPT_BYTES
+
+#: Values within a list, struct or map, at all depths: as Python's, each takes a hundred bytes.
+MAX_NESTED_VALUES = 100_000
 
 #: Values are converted together up to so many bytes, and else row by row.
 _TOGETHER_BYTES = 1 << 20
@@ -26,15 +29,22 @@ class RowProblem(Exception):
 
 
 def row_values(name: str, column: pa.Array) -> Iterator[Any]:
-    """Return the value of each row of a column, or the RowProblem that it is."""
-    if _num_bytes(column) <= _TOGETHER_BYTES:
+    """Return the value of each row of a column, or the RowProblem that it is. Maps are dicts."""
+    values = _python_values(name, column)
+    if not holds_map(column.type):
+        return values
+    return (each if isinstance(each, RowProblem) else with_dicts(each, column.type) for each in values)
+
+
+def _python_values(name: str, column: pa.Array) -> Iterator[Any]:
+    if _num_bytes(column) <= _TOGETHER_BYTES and num_values(column) <= MAX_NESTED_VALUES:
         try:
             values = column.to_pylist()
         except _NO_PYTHON_VALUE:
             pass
         else:
             return iter(values)
-    return (_value(name, scalar) for scalar in column)
+    return (_value(name, column.slice(row, 1)) for row in range(len(column)))
 
 
 def _num_bytes(column: pa.Array) -> int:
@@ -45,33 +55,33 @@ def _num_bytes(column: pa.Array) -> int:
         size = _TOGETHER_BYTES + 1
     if pa.types.is_dictionary(column.type):
         size += len(column) * int(column.dictionary.nbytes)
-    if _has_elements(column.type):
-        size += len(column.flatten())
-    return size
+    return size + num_values(column)
 
 
-def _value(name: str, scalar: pa.Scalar) -> Any:
+def _value(name: str, row: pa.Array) -> Any:
+    """Return the value of a column of one row."""
     try:
-        return _too_large(name, scalar) or scalar.as_py()
+        return _too_large(name, row) or row[0].as_py()
     except UnicodeDecodeError as error:
         return RowProblem(f"text is not UTF-8: {error.reason} at byte {error.start}")
     except _NO_PYTHON_VALUE as error:
-        return RowProblem(f"the value of type {scalar.type} cannot be read: {str(error)[:200]}")
+        return RowProblem(f"the value of type {row.type} cannot be read: {str(error)[:200]}")
 
 
-def _too_large(name: str, scalar: pa.Scalar) -> RowProblem | None:
+def _too_large(name: str, row: pa.Array) -> RowProblem | None:
     """Return the problem of a value that no prompt could hold, looked at while it is Arrow's."""
+    scalar = row[0]
     if isinstance(scalar, pa.DictionaryScalar):
         scalar = scalar.value
     if not scalar.is_valid:
         return None
-    if _has_elements(scalar.type):
-        if len(scalar.values) > MAX_MESSAGES:
+    if pa.types.is_nested(row.type):
+        if (found := num_values(row)) > MAX_NESTED_VALUES:
             return RowProblem(
-                f"column {name!r} has a chat of {len(scalar.values)} messages, more than the limit of "
-                f"{MAX_MESSAGES}: shorten it"
+                f"column {name!r} has a value of {found} values, more than the limit of {MAX_NESTED_VALUES}: "
+                "shorten it"
             )
-        size = _num_bytes(scalar.values)
+        size = _num_bytes(row)
     else:
         size = scalar.as_buffer().size if isinstance(scalar, pa.BinaryScalar | pa.StringScalar) else 0
     if size > MAX_VALUE_BYTES:
@@ -80,7 +90,3 @@ def _too_large(name: str, scalar: pa.Scalar) -> RowProblem | None:
             "shorten it"
         )
     return None
-
-
-def _has_elements(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))

@@ -29,7 +29,7 @@ def _of_prompts(spec: RunSpec) -> PromptSource:
     if spec.template is not None:
         template = Template.parse(spec.template)
         template.check_cost(spec.rows_per_shard)
-        return TemplateSource(template)
+        return TemplateSource(template, spec.defaults)
     if spec.messages_column is not None:
         return MessagesColumn(spec.messages_column)
     assert spec.prompt_column is not None

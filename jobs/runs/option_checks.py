@@ -6,6 +6,7 @@ from typing import Any
 
 from ..common.shown import MAX_NAME_CHARS, shown
 from ..errors import InvalidJob, InvalidValue
+from ..prompts.arguments import text_problem
 
 #: As many columns as one may name one by one; a footer's size bounds how many there are.
 MAX_COLUMNS = 10_000
@@ -81,3 +82,17 @@ def sampling_columns(value: Any) -> dict[str, str]:
         if name == "n":
             raise InvalidJob("n cannot come from a column: all rows of a run have as many completions")
     return {name: column_name(f"the column for {name}", column) for name, column in sorted(value.items())}
+
+
+def defaults(value: Any, template: Any) -> dict[str, str]:
+    """Return for columns of a template what stands for null. Raises InvalidJob."""
+    if value is None or value == {}:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidValue('defaults is {}, expected a mapping such as {{"name": "nobody"}}', shown(value))
+    if template is None:
+        raise InvalidJob("defaults stand for null in a template, and there is none: give a template too")
+    for column, text in value.items():
+        if problem := text_problem(text, f"the default of column {shown(column)}"):
+            raise InvalidJob(problem)
+    return {column_name("a column of defaults", column): text for column, text in sorted(value.items())}

@@ -53,6 +53,7 @@ class RunSpec:
     output_prefix: str = ""
     limit: int | None = None
     sampling_columns: dict[str, str] = field(default_factory=dict)
+    defaults: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_arguments(
@@ -70,13 +71,15 @@ class RunSpec:
         output_prefix: Any = None,
         limit: Any = None,
         sampling_columns: Any = None,
+        defaults: Any = None,
     ) -> RunSpec:
         """Check and normalise the arguments; see jobs.parquet.planner.score_parquet for the first of them.
 
         keep, drop: the input's columns that the output has, or has not. output_prefix: stands before the
         names of the columns that are added. limit: so many rows, the first ones, are the run.
         sampling_columns: for names of sampling values the columns that hold each row's; null leaves that of
-        `sampling`. Raises InvalidJob or UnsupportedScheme.
+        `sampling`. defaults: for columns of the template the text that stands for null.
+        Raises InvalidJob or UnsupportedScheme.
         """
         _check_one_prompt(prompt_column, messages_column, template)
         if keep is not None and drop is not None:
@@ -105,6 +108,7 @@ class RunSpec:
             output_prefix=option_checks.output_prefix(output_prefix),
             limit=option_checks.limit(limit),
             sampling_columns=option_checks.sampling_columns(sampling_columns),
+            defaults=option_checks.defaults(defaults, template),
         )
 
     @classmethod

@@ -82,7 +82,7 @@ def test_columns_that_cannot_be_prompts_are_refused(
         fails(errors.WrongColumnType, context, source, tmp_path / "out", prompt_column="id")
     )
     fails(errors.WrongColumnType, context, source, tmp_path / "out", messages_column="id")
-    pq.write_table(pa.table({"prompt": [[1]], "raw": [b"x"]}), source)
+    pq.write_table(pa.table({"prompt": [[b"y"]], "raw": [b"x"]}), source)
     fails(errors.WrongColumnType, context, source, tmp_path / "out", template="{prompt}")
     fails(errors.WrongColumnType, context, source, tmp_path / "out", template="{raw}")
 

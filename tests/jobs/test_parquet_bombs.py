@@ -272,7 +272,7 @@ def test_a_chat_of_too_many_messages_is_its_rows_error_and_names_the_column(
     pq.write_table(pa.table({"chat": [chat, chat * 100_000]}), path)
     output = answer_all(make_context, path, messages_column="chat")
     assert output.column("completion").to_pylist() == ["ok", None]
-    assert output.column("error")[1].as_py().startswith("column 'chat' has a chat of 100000 messages")
+    assert output.column("error")[1].as_py().startswith("column 'chat' has a value of 300000 values")
 
 
 def submit_two_shards(context: JobContext, folder: Path, rows_per_shard: int) -> None:
