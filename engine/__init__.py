@@ -40,6 +40,7 @@ from engine.errors import (
 from engine.models.served import model_table
 from engine.run.config import EngineConfig, model_identity
 from engine.sampling.params import SamplingParams
+from engine.schedule.logprobs import Logprob
 from engine.schedule.outputs import Completion, EngineStats
 from engine.schedule.sequence import PreparedPrompt
 
@@ -62,6 +63,7 @@ __all__ = [
     "InvalidPrompt",
     "InvalidRequest",
     "InvalidSampling",
+    "Logprob",
     "MissingWeights",
     "ModelIdentity",
     "ModelNotFound",

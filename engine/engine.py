@@ -22,10 +22,10 @@ from engine.errors import (
     EngineClosed,
     InvalidPrompt,
     InvalidRequest,
-    SequenceFailed,
 )
 from engine.layers.parallel import TensorParallel
 from engine.models.load import read_supported
+from engine.run.completions import completion_of, is_complete
 from engine.run.config import EngineConfig, model_identity
 from engine.run.device import resolve_device
 from engine.run.dtype import served_dtype
@@ -90,6 +90,7 @@ class Engine:
         self._prompts = PromptReader(self._tokenizer, model.vocab_size, pool.max_model_len)
         self._vocab_size = model.vocab_size
         self._unfinished: dict[str, list[Sequence]] = {}
+        self._incomplete: list[Sequence] = []  # that have finished
         self._seeds = random.Random(config.seed)
         self._stepper = Stepper(
             self._scheduler, self._live_runner, self._tokenizer.decode, overlaps=_overlaps(config)
@@ -184,6 +185,7 @@ class Engine:
             for index in range(params.n)
         ]
         for seq in seqs:
+            seq.prompt_logprobs = seqs[0].prompt_logprobs
             self._scheduler.add(seq)
         self._unfinished[request_id] = seqs
 
@@ -208,7 +210,8 @@ class Engine:
         if not self._unfinished and not self._stepper.in_flight:
             return []
         self._scheduler.first_scheduled = []
-        completions = map(self._finish, self._stepper.take())
+        finished, self._incomplete = self._incomplete + self._stepper.take(), []
+        completions = map(self._finish, finished)
         return [completion for completion in completions if completion is not None]
 
     @property
@@ -311,25 +314,19 @@ class Engine:
     def _finish(self, seq: Sequence) -> Completion | None:
         """Turn a finished sequence into its completion and forget it, its siblings too if it has failed.
 
-        None if its request is no more: a sibling has failed before it.
+        None if its request is no more, as a sibling has failed before it, or if a sibling has still to say
+        what it gives too.
         """
         siblings = self._unfinished.get(seq.request_id, [])
         if seq not in siblings:
             return None
+        if not is_complete(seq):
+            self._incomplete.append(seq)
+            return None
         siblings.remove(seq)
         if seq.error is not None or not siblings:
             self.abort(seq.request_id)
-        assert seq.finish_reason is not None
-        return Completion(
-            request_id=seq.request_id,
-            index=seq.index,
-            token_ids=seq.generated_token_ids,
-            text=seq.text,
-            finish_reason=seq.finish_reason,
-            num_prompt_tokens=seq.num_prompt_tokens,
-            num_cached_tokens=seq.num_cached_tokens or 0,
-            error=None if seq.error is None else str(SequenceFailed(seq.error)),
-        )
+        return completion_of(seq, self._tokenizer.token_text)
 
 
 def _overlaps(config: EngineConfig) -> bool:

@@ -17,12 +17,13 @@ class CausalModel(nn.Module, ABC):
     """A language model over flat batches and a paged KV cache, or one rank's share of it.
 
     attention_layers: its attention layers in the order of the cache's, which is made after them.
-    hidden_size: of what `hidden_states` returns.
+    hidden_size: of what `hidden_states` returns.  vocab_size: of what `logits` returns, on rank 0.
     may_wait: `hidden_states` may read values on the host, for which it waits, and which no graph records.
     """
 
     attention_layers: Sequence[AttentionFeatures]
     hidden_size: int
+    vocab_size: int
     may_wait: ClassVar[bool] = False
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
@@ -30,7 +31,14 @@ class CausalModel(nn.Module, ABC):
 
         On ranks other than 0 they are a part of the vocabulary's.
         """
-        return self.logits(self.hidden_states(batch, cache)[batch.sample_rows])
+        return self.logits(self.states_of(batch.sample_rows, batch, cache))
+
+    def states_of(self, rows: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """Final hidden states [rows, hidden] of some rows; keys and values of all are in the cache then.
+
+        rows: [rows] int64, in any order, also more than once.
+        """
+        return self.hidden_states(batch, cache)[rows]
 
     @abstractmethod
     def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:

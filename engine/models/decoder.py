@@ -322,16 +322,17 @@ class DecoderForCausalLM(CausalModel):
         self.tied = config.tie_word_embeddings
         self.logit_soft_cap = config.logit_soft_cap
         self.attention_layers = [m.features for m in self.modules() if isinstance(m, Attention)]
-        self.hidden_size = config.hidden_size
+        self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
 
     def tie_weights(self) -> None:
         """Make the LM head share the embedding's weight, if the checkpoint ties them."""
         if self.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """The same, with no more of the last block than the rows that sample need."""
-        return self.logits(self.model(batch, cache, self._rotations(batch), batch.sample_rows))
+    def states_of(self, rows: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """The same, with no more of the last block than those rows need."""
+        hidden: Tensor = self.model(batch, cache, self._rotations(batch), rows)
+        return hidden
 
     def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """The same for all rows, as a recorded step needs them."""

@@ -60,6 +60,7 @@ class TransformersModel(CausalModel):
         back those as its hidden states, so that the rest of the model makes logits of them."""
         super().__init__()
         self.model, self.hidden_size = model, hidden_size
+        self.vocab_size = model.config.vocab_size
         self._body = [body]  # in a list, so that its weights are not counted twice
         self._attention = attention
         self.attention_layers = attention.features

@@ -125,8 +125,10 @@ class DecodeGraphs:
         return len(self._replays)
 
     def fits(self, step: StepBatch) -> bool:
-        """Whether `run` can take this step: one token of each sequence, and each samples the next."""
+        """Whether `run` can take this step: one token of each sequence, each samples the next, no more."""
         num_seqs = len(step.slots)
+        if step.wants_logprobs:
+            return False
         return len(step.token_ids) == len(step.sample_rows) == num_seqs and 0 < num_seqs <= self._sizes[-1]
 
     def run(self, step: StepBatch, sampling: SamplingBatch, last: Sampled | None = None) -> Sampled:

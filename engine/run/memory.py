@@ -8,6 +8,7 @@ from pathlib import Path
 
 from engine.checkpoint.model_config import ModelConfig
 from engine.run.config import EngineConfig
+from engine.run.row_logprobs import PIECE_NUMBERS
 from engine.sampling.sampler import CUT_ROWS_AT_ONCE
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ CPU_KV_CACHE_SHARE = 4  # a quarter, so that two workers fit on a laptop
 # compiler; the rest is for fragments.
 LIBRARY_BYTES = 512 * 2**20
 SAMPLER_BYTES = 48  # its scratch for each row that it cuts at once and each token of the vocabulary
+LOGPROB_BYTES = 12  # scratch of the log probabilities for each logit that is looked at together
 BLOCK_BOOKS_BYTES = 1024  # of one block: table entries, its key with its tokens, the index that finds it
 
 
@@ -55,17 +57,19 @@ def cpu_allowance_bytes(config: EngineConfig, model: ModelConfig, num_blocks: in
     """What an engine's process on a CPU takes at most besides weights and KV pool, by one rank.
 
     The libraries; the largest step's tensors, in float32, with one sequence's keys, values and mask gathered
-    for attention; logits and the sampler's scratch; token ids and block tables of running sequences, and the
-    books of all blocks. Requests that wait are the caller's: 40 bytes for each token of a prompt.
+    for attention; logits, those that are kept for log probabilities, and the scratch of these and of the
+    sampler; token ids and block tables of running sequences, and the books of all blocks. Requests that wait
+    are the caller's: 40 bytes for each token of a prompt.
     """
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     per_token = 4 * (6 * model.hidden_size + max(4 * model.intermediate_size, _experts(model)) + 6 * heads)
     longest_chunk = min(num_tokens, max_model_len)
     attention = max_model_len * (8 * heads + 5 * longest_chunk)
-    logits = model.vocab_size * (8 * num_seqs + SAMPLER_BYTES * min(num_seqs, CUT_ROWS_AT_ONCE))
+    logits = model.vocab_size * (12 * num_seqs + SAMPLER_BYTES * min(num_seqs, CUT_ROWS_AT_ONCE))
     slots = num_seqs * max_model_len * (4 + 40) + num_blocks * BLOCK_BOOKS_BYTES
-    return LIBRARY_BYTES + num_tokens * per_token + attention + logits + slots
+    logprobs = LOGPROB_BYTES * max(PIECE_NUMBERS, model.vocab_size)
+    return LIBRARY_BYTES + num_tokens * per_token + attention + logits + logprobs + slots
 
 
 def _experts(model: ModelConfig) -> int:

@@ -29,6 +29,7 @@ from engine.run.gpu_memory import GpuMemory, PoolRoom, fits, measure_room
 from engine.run.memory import allowed_bytes, default_cpu_kv_cache_bytes, keep_freed_memory
 from engine.run.pending_tokens import DeviceTokens, PendingTokens, Sampled
 from engine.run.probe import Probe
+from engine.run.row_logprobs import DeviceLogprobs, StepLogprobs
 from engine.run.runner import PoolSize
 from engine.run.to_device import to_device
 from engine.run.warm_up import make_step, nucleus_sampling, warm_up_steps
@@ -94,14 +95,14 @@ class ModelRunner:
         """
         if self._cpu_threads is not None:
             self._cpu_threads.adapt()
+        logprobs = None
         if self._graphs is not None and self._graphs.fits(step):
             self._sampled = self._graphs.run(step, sampling, self._sampled)
+        elif step.wants_logprobs:
+            self._sampled, logprobs = self._with_logprobs(step, sampling)
         else:
-            logits = self.logits(step)
-            rows = SamplingRows.upload(sampling, self.device)
-            token_ids = choose(logits, rows, sampling.banned, self.backend, self._tp)
-            self._sampled = Sampled(token_ids, np.arange(len(token_ids)))
-        return DeviceTokens(self._sampled)
+            self._sampled = self._choose(self.logits(step), sampling)
+        return DeviceTokens(self._sampled, logprobs)
 
     @property
     def backend_name(self) -> str:
@@ -136,6 +137,24 @@ class ModelRunner:
         """
         logits: Tensor = self.model(batch, self.cache)
         return logits
+
+    def _choose(self, logits: Tensor, sampling: SamplingBatch) -> Sampled:
+        rows = SamplingRows.upload(sampling, self.device)
+        token_ids = choose(logits, rows, sampling.banned, self.backend, self._tp)
+        return Sampled(token_ids, np.arange(len(token_ids)))
+
+    def _with_logprobs(
+        self, step: StepBatch, sampling: SamplingBatch
+    ) -> tuple[Sampled, DeviceLogprobs | None]:
+        """The step's tokens, and what it says of tokens."""
+        batch = to_device(step, self.backend, self.device, self._sampled)
+        wanted = StepLogprobs(step, self.model, self._tp, self.device)
+        hidden = self.model.states_of(wanted.rows(batch.sample_rows), batch, self.cache)
+        num_samples = len(step.sample_rows)
+        logits = self.model.logits(hidden[:num_samples])
+        wanted.keep(logits)
+        sampled = self._choose(logits, sampling)
+        return sampled, wanted.compute(sampled.token_ids, hidden[num_samples:])
 
     def _load(self, folder: Path) -> CausalModel:
         """The model for the configured backend, or for torch where "auto" took one that does not serve it."""

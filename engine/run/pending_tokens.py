@@ -10,6 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.run.row_logprobs import DeviceLogprobs
+from engine.schedule.logprobs import RowLogprobs
+
 
 @dataclass(frozen=True)
 class Sampled:
@@ -23,7 +26,12 @@ class Sampled:
 
 
 class PendingTokens(ABC):
-    """The tokens of a launched step; steps are launched in order and waited for in the same order."""
+    """The tokens of a launched step; steps are launched in order and waited for in the same order.
+
+    logprobs: what it says of tokens, if any of that was wanted; known when the tokens have been waited for.
+    """
+
+    logprobs: RowLogprobs | None = None
 
     @abstractmethod
     def wait(self) -> NDArray[np.int64]:
@@ -31,21 +39,26 @@ class PendingTokens(ABC):
 
 
 class DeviceTokens(PendingTokens):
-    """On their way from the device: one copy into pinned memory, queued behind the step that samples them."""
+    """On their way from the device: copies into pinned memory, queued behind the step that samples them."""
 
-    def __init__(self, sampled: Sampled) -> None:
+    def __init__(self, sampled: Sampled, logprobs: DeviceLogprobs | None = None) -> None:
         token_ids, self._places = sampled.token_ids, sampled.places
+        self._logprobs = logprobs
+        tensors = [token_ids, *(() if logprobs is None else logprobs.tensors)]
         self._event: torch.cuda.Event | None = None
         if not token_ids.is_cuda:
-            self._host = token_ids.clone()
+            self._host = [token_ids.clone(), *tensors[1:]]
         else:
-            self._host = torch.empty_like(token_ids, device="cpu", pin_memory=True)
-            self._host.copy_(token_ids, non_blocking=True)
+            self._host = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
+            for host, tensor in zip(self._host, tensors, strict=True):
+                host.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             self._event.record(torch.cuda.current_stream(token_ids.device))
 
     def wait(self) -> NDArray[np.int64]:
         if self._event is not None:
             self._event.synchronize()
-        token_ids: NDArray[np.int64] = self._host.numpy()[self._places]
+        if self._logprobs is not None:
+            self.logprobs = self._logprobs.on_host(self._host[1:])
+        token_ids: NDArray[np.int64] = self._host[0].numpy()[self._places]
         return token_ids

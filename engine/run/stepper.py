@@ -25,6 +25,7 @@ from engine.errors import BlockAccountingError, OutOfBlocks, RankFailed, StepFai
 from engine.run.pending_tokens import PendingTokens
 from engine.run.runner import Runner
 from engine.sampling.params import SamplingParams
+from engine.schedule.logprobs import RowLogprobs
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import Sequence, SequenceStatus
@@ -40,6 +41,14 @@ MAX_UNEXPLAINED = 3  # steps in a row that raise with nobody to blame
 
 # Goes every way that a request's values can take a step: cuts, a ban, a draw.
 CONTROL = SamplingParams(max_tokens=2, min_tokens=1, top_k=9, top_p=0.5, min_p=0.1, seed=0)
+
+
+Arrived = tuple[NDArray[np.int64], RowLogprobs | None]  # a step's tokens, and what it says of tokens
+
+
+def wait_for(pending: PendingTokens) -> Arrived:
+    """Wait for all that a step gives."""
+    return pending.wait(), pending.logprobs
 
 
 class Decode(Protocol):
@@ -104,13 +113,13 @@ class Stepper:
     def _run(self, batch: ScheduledBatch) -> None:
         """Launch the batch; take in what has arrived."""
         overlaps = self.overlaps and batch.num_tokens and batch.refused is None
-        arrived = []
+        arrived: list[Arrived] = []
         try:
             if batch.num_tokens:
                 self._pending.append(self._launch(batch))
                 self._scheduler.advance(batch)
             while len(self._pending) > (1 if overlaps else 0):
-                arrived.append(self._pending.popleft().wait())
+                arrived.append(wait_for(self._pending.popleft()))
         except Exception as error:  # noqa: BLE001 - whatever one sequence makes a step raise
             self._count_unexplained(error)
             if any(step.launched for step in self._scheduler.in_flight):
@@ -119,15 +128,15 @@ class Stepper:
                 self._run_by_halves()
             return
         self._num_unexplained = 0
-        for token_ids in arrived:
-            self._receive(token_ids)
+        for each in arrived:
+            self._receive(*each)
 
     def _run_by_halves(self) -> None:
         """Compute what is scheduled and not launched; if it raises, by halves, down to who makes it raise."""
         while self._scheduler.in_flight:
             batch = self._scheduler.in_flight[0]
             try:
-                token_ids = self._launch(batch).wait()
+                arrived = wait_for(self._launch(batch))
             except Exception as error:  # noqa: BLE001 - whatever one sequence makes a step raise
                 if len(batch.seqs) > 1:
                     self._raise_engines_fault(error)
@@ -136,15 +145,15 @@ class Stepper:
                     self._blame(self._scheduler.set_aside(), error)
             else:
                 self._scheduler.advance(batch)
-                self._receive(token_ids)
+                self._receive(*arrived)
 
     def _launch(self, batch: ScheduledBatch) -> PendingTokens:
         slots = self._scheduler.slots
         return self._runner.launch(build_step_batch(batch, slots), build_sampling_batch(batch, slots))
 
-    def _receive(self, token_ids: NDArray[np.int64]) -> None:
+    def _receive(self, token_ids: NDArray[np.int64], logprobs: RowLogprobs | None) -> None:
         self.num_steps += 1
-        self._finished += self._scheduler.receive(token_ids)
+        self._finished += self._scheduler.receive(token_ids, logprobs)
 
     def _write_text(self, seq: Sequence) -> None:
         """Write the text of a sequence that has finished. Raises StepFailed if none can be written."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from engine.run.config import EngineConfig
+from engine.sampling.params import MAX_LOGPROBS
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
 from engine.schedule.step_batch import StepBatch
 
@@ -16,7 +19,7 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
     """The largest steps of each kind, over a pool of num_blocks blocks that nobody else uses yet.
 
     As many prompts as may run, sharing the token budget; one chunk of the whole budget at the end of the
-    longest context; as many decodes as may run, at the longest context; single decodes at doubling
+    longest context, with log probabilities of all; as many decodes as may run, at the longest context; single decodes at doubling
     contexts, because a backend may cut longer ones into more pieces; and short prompts, because products of
     few rows may have tiles of their own.
     """
@@ -26,7 +29,7 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
     contexts = [max_model_len]
     while contexts[-1] > FIRST_CONTEXT:
         contexts.append(contexts[-1] // 2)
-    return [
+    steps = [
         make_step(query_lens, context_lens, config.block_size, num_blocks)
         for query_lens, context_lens in (
             (prompts, prompts),
@@ -36,6 +39,20 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
             *(([length], [length]) for length in SHORT_PROMPTS if length <= min(num_tokens, max_model_len)),
         )
     ]
+    steps[:2] = (with_logprobs(step) for step in steps[:2])
+    return steps
+
+
+def with_logprobs(step: StepBatch) -> StepBatch:
+    """The step with log probabilities of all its tokens, short of the whole vocabulary's."""
+    rows = np.arange(len(step.token_ids))
+    return replace(
+        step,
+        sample_tops=np.full_like(step.sample_rows, MAX_LOGPROBS),
+        scored_rows=rows,
+        scored_token_ids=np.zeros_like(rows),
+        scored_tops=np.full_like(rows, MAX_LOGPROBS),
+    )
 
 
 def make_step(query_lens: list[int], context_lens: list[int], block_size: int, num_blocks: int) -> StepBatch:

@@ -21,6 +21,8 @@ MAX_COUNT = 2**31 - 1
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_NAME_CHARS = 64
+MAX_LOGPROBS = 20  # the default of vLLM's max_logprobs
+WHOLE_VOCABULARY = -1
 
 # Names of vLLM's and OpenAI's that callers may know and that are not built: the error says so.
 NOT_BUILT = frozenset(
@@ -37,9 +39,7 @@ NOT_BUILT = frozenset(
         "length_penalty",
         "logit_bias",
         "logits_processors",
-        "logprobs",
         "presence_penalty",
-        "prompt_logprobs",
         "repetition_penalty",
         "response_format",
         "skip_special_tokens",
@@ -98,6 +98,11 @@ class SamplingParams:
     ignore_eos: go on past the model's end tokens.
     min_tokens: new tokens before any end token, stop token or stop string may end the completion.
     n: independent samples of the request.
+    logprobs: give each new token's log probability, and those of so many of the most likely ones: 0 to
+        MAX_LOGPROBS, or WHOLE_VOCABULARY; None gives none. They are of the model's own distribution, before
+        temperature and whatever else changes it.
+    prompt_logprobs: the same for each token of the prompt but the first. Of these the prefix cache spares no
+        computing.
     """
 
     max_tokens: int = integer(256, 1, MAX_COUNT)
@@ -111,11 +116,13 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = integer(0, 0, MAX_COUNT)
     n: int = integer(1, 1, 128)
+    logprobs: int | None = integer(None, WHOLE_VOCABULARY, MAX_LOGPROBS)
+    prompt_logprobs: int | None = integer(None, WHOLE_VOCABULARY, MAX_LOGPROBS)
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
             value = getattr(self, name)
-            if value is not None or name != "seed":
+            if value is not None or name not in OPTIONAL:
                 allowed.check(name, value)
         if self.top_p == 0:
             raise InvalidSampling("top_p must be above 0; for the likeliest token alone set temperature=0")
@@ -158,6 +165,7 @@ _NAMES = frozenset(each.name for each in fields(SamplingParams))
 RANGES: dict[str, Range] = {
     each.name: each.metadata["range"] for each in fields(SamplingParams) if "range" in each.metadata
 }
+OPTIONAL = frozenset(name for name in RANGES if SamplingParams.__dataclass_fields__[name].default is None)
 #: Name and numpy's dtype of what the sampler reads for each row.
 COLUMNS: dict[str, str] = {
     each.name: each.metadata["dtype"] for each in fields(SamplingParams) if "dtype" in each.metadata

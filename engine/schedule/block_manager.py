@@ -106,10 +106,10 @@ class BlockManager:
             keys.append(BlockKey(parent_hash, tokens))
 
     def find_cached(self, seq: Sequence) -> list[int]:
-        """Block ids of the longest cached prefix, short of the last token, which is always computed."""
+        """Block ids of the longest cached prefix that need not be computed."""
         found: list[int] = []
         parent = ROOT
-        for key in seq.block_keys[: (seq.num_tokens - 1) // self.block_size]:
+        for key in seq.block_keys[: seq.num_cacheable_tokens // self.block_size]:
             block = self._by_hash.get(key.hash)
             if block is None or block.parent_content_id != parent or block.tokens != key.tokens:
                 break

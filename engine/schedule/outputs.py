@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.schedule.logprobs import Logprob
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -18,7 +20,9 @@ class Completion:
     finish_reason: "stop" (end token, stop token, stop string), "length" (max_tokens, max_model_len),
         "error" (`error` says why), "abort" (given up by a caller that needs a record of it).
     num_cached_tokens: prompt tokens whose KV came from the prefix cache when the sequence was admitted.
-    logprobs: not built yet, always None.
+    logprobs: for each of token_ids, by token id, its own log probability first, then those of the most likely
+        tokens, if SamplingParams asked for them.
+    prompt_logprobs: the same for each token of the prompt; the first one has none.
     """
 
     request_id: str
@@ -28,8 +32,9 @@ class Completion:
     finish_reason: FinishReason
     num_prompt_tokens: int
     num_cached_tokens: int
-    logprobs: None = None
+    logprobs: list[dict[int, Logprob]] | None = None
     error: str | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @classmethod
     def refused(cls, request_id: str, error: Exception) -> Completion:

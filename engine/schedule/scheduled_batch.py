@@ -25,7 +25,8 @@ class ScheduledBatch:
     refused: a sequence that could not be admitted, still the first to wait in its lane, and what it raised.
     decode_slots: [decodes] int64, the slots of `decodes`.
     launched: whether the books count what the step computes.  generations: [samples] int64, of the slots of
-    those that sample, once it is: see SlotTable.
+    those that sample, once it is: see SlotTable.  scored: sequences, and how many tokens of each it scores,
+    once it is.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -37,6 +38,7 @@ class ScheduledBatch:
     decode_slots: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     generations: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     published: list[Block] = field(default_factory=list)
+    scored: list[tuple[Sequence, int]] = field(default_factory=list)
     refused: tuple[Sequence, Exception] | None = None
     launched: bool = False
 

@@ -21,7 +21,7 @@ launch, and the device runs launches in order.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,12 +29,13 @@ from numpy.typing import NDArray
 from engine.errors import ConfigError
 from engine.schedule.admission import AdmissionGate
 from engine.schedule.block_manager import BlockManager
+from engine.schedule.logprobs import RowLogprobs
+from engine.schedule.overtakes import Overtakes
 from engine.schedule.running import RunningList, SlotGroup
 from engine.schedule.scheduled_batch import ScheduledBatch
+from engine.schedule.scored_tokens import count_scored, give_logprobs
 from engine.schedule.sequence import Sequence, SequenceStatus
 from engine.schedule.slots import SlotTable
-
-MAX_OVERTAKES = 19  # a waiting lane gets at least one admission in twenty
 
 
 class Scheduler:
@@ -64,7 +65,7 @@ class Scheduler:
         self.waiting: dict[int, deque[Sequence]] = {}
         self.running = RunningList()
         self._gate = AdmissionGate(batches=batches_admissions)
-        self._overtakes: Counter[int] = Counter()
+        self._overtakes = Overtakes()
         self._num_arrivals = 0
         self.in_flight: deque[ScheduledBatch] = deque()  # scheduled and not received, the oldest first
         self.first_scheduled: list[str] = []  # request ids of sequences, in that order; the engine empties it
@@ -120,6 +121,7 @@ class Scheduler:
     def advance(self, batch: ScheduledBatch) -> None:
         """The step just scheduled is launched: count what it computes, and a pending token per sample."""
         batch.launched = True
+        count_scored(batch, self.slots)
         self.slots.advance(batch.slots, batch.num_new_tokens, batch.samples)
         batch.generations = self.slots.generations[batch.sampling_slots]
         for seq in batch.decodes:
@@ -137,13 +139,16 @@ class Scheduler:
             seq.status = SequenceStatus.ENDING
             self._release(seq)
 
-    def receive(self, token_ids: NDArray[np.int64]) -> list[Sequence]:
+    def receive(self, token_ids: NDArray[np.int64], logprobs: RowLogprobs | None = None) -> list[Sequence]:
         """The oldest step in flight has run: fill in the tokens; return the sequences that finished.
 
         token_ids: [samples] int64. Those of sequences that are gone by now are dropped: they were aborted
-        while the step ran, or ended with the token before.
+        while the step ran, or ended with the token before. logprobs: if any were wanted, of the samples and
+        then of the tokens that were scored.
         """
         batch = self.in_flight.popleft()
+        if logprobs is not None:
+            give_logprobs(logprobs, batch)
         slots = batch.sampling_slots
         is_held = self.slots.generations[slots] == batch.generations
         goes_on = is_held & ~self.slots.may_end(slots, token_ids)
@@ -154,7 +159,7 @@ class Scheduler:
         for seq, token_id, is_plain in zip(batch.sampling, token_ids.tolist(), goes_on.tolist(), strict=True):
             if is_plain:
                 seq.token_ids.append(token_id)
-            elif seq.status is not SequenceStatus.FINISHED and _ends_with(seq, token_id):
+            elif seq.status is not SequenceStatus.FINISHED and seq.ends_with(token_id):
                 finished.append(seq)
         for seq in finished:
             self._leave(seq)
@@ -172,6 +177,8 @@ class Scheduler:
                 seq.num_tokens = len(seq.token_ids)
                 if seq.status is SequenceStatus.ENDING:
                     self._wait_again(seq)
+            for seq, _ in batch.scored:
+                seq.forget_scored()
         self.in_flight.clear()
         for seq in self.running:
             self._release(seq)
@@ -371,15 +378,14 @@ class Scheduler:
 
     def _count_overtakes(self, lane: int) -> None:
         """Count one admission from `lane` against every less urgent lane that waits or is mid-prefill."""
-        overtaken = {other for other, queue in self.waiting.items() if other > lane and queue}
+        others = {other for other, queue in self.waiting.items() if queue}
         if self.running.last.lane > lane:
-            overtaken.update(seq.lane for seq in self._mid_prefill() if seq.lane > lane)
-        self._overtakes.update(overtaken)
+            others.update(seq.lane for seq in self._mid_prefill())
+        self._overtakes.count_admission(lane, others)
 
     def _move_up_overtaken(self, lane: int) -> None:
         """Move the first sequences of lanes overtaken too often up into `lane`, by order of arrival."""
-        for other in [other for other, n in self._overtakes.items() if other > lane and n >= MAX_OVERTAKES]:
-            del self._overtakes[other]
+        for other in self._overtakes.take_due(lane):
             for seq in [seq for seq in self._mid_prefill() if seq.lane == other]:
                 self.running.move(seq, lane)
             if queue := self.waiting.get(other):
@@ -389,12 +395,3 @@ class Scheduler:
 
     def _mid_prefill(self) -> list[Sequence]:
         return [seq for seq in self.running if seq.num_tokens - seq.num_computed_tokens > 1]
-
-
-def _ends_with(seq: Sequence, token_id: int) -> bool:
-    """Hand a token to its sequence; whether that ends it."""
-    try:
-        return seq.append(token_id) is not None
-    except Exception as error:  # noqa: BLE001 - what its text raises is this sequence's end alone
-        seq.fail(error)
-        return True

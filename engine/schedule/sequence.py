@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from engine.errors import NoToken
 from engine.sampling.params import SamplingParams
+from engine.schedule.logprobs import NOT_WANTED, RowLogprobs, num_top
 from engine.schedule.outputs import FinishReason
 from engine.text.stop_strings import StopStrings
 
@@ -50,6 +51,11 @@ class Sequence:
     there is none. `block_keys` holds one key per full block, made once and kept over preemption. `arrival`
     orders sequences of one lane. `slot` is the row in the runner's arrays while running. The scheduler owns
     status, lane, slot, num_tokens and max_len; the block manager owns table and keys.
+
+    The prompt's tokens from `next_scored` to `score_end` are those whose log probability is wanted, and
+    neither known nor being computed; `prompt_logprobs` holds those that are known, in order. `logprobs` holds
+    those of the known tokens behind the prompt, if they are wanted. `score_top`, `sample_top`: how many of
+    the most likely tokens go with each, or NOT_WANTED.
     """
 
     __slots__ = (
@@ -61,14 +67,20 @@ class Sequence:
         "follows_text",
         "index",
         "lane",
+        "logprobs",
         "max_len",
+        "next_scored",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_published_blocks",
         "num_tokens",
         "params",
+        "prompt_logprobs",
         "request_id",
+        "sample_top",
+        "score_end",
+        "score_top",
         "seed",
         "slot",
         "status",
@@ -120,6 +132,13 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.text = ""
+        self.sample_top = num_top(params.logprobs)
+        # one sample speaks for all
+        self.score_top = num_top(params.prompt_logprobs if index == 0 else None)
+        self.next_scored = 1
+        self.score_end = self.num_prompt_tokens if self.score_top != NOT_WANTED else 0
+        self.logprobs: list[RowLogprobs] = []
+        self.prompt_logprobs: list[RowLogprobs] = []
 
     def __repr__(self) -> str:
         return (
@@ -131,6 +150,22 @@ class Sequence:
     def num_pending_tokens(self) -> int:
         """Tokens that are being computed; their ids are not known."""
         return self.num_tokens - len(self.token_ids)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Of any of its tokens."""
+        return self.sample_top != NOT_WANTED or self.score_top != NOT_WANTED
+
+    @property
+    def num_cacheable_tokens(self) -> int:
+        """Tokens that need not be computed where their keys and values are there: the last one must be, and
+        what has the distribution of a token that is scored."""
+        last = self.num_tokens - 1
+        return min(last, self.next_scored - 1) if self.next_scored < self.score_end else last
+
+    def forget_scored(self) -> None:
+        """What is being computed will not come: the first token not known is the next to be scored."""
+        self.next_scored = 1 + sum(len(part.ranks) for part in self.prompt_logprobs)
 
     @property
     def generated_token_ids(self) -> list[int]:
@@ -158,3 +193,11 @@ class Sequence:
         elif num_known >= self.max_len:
             self.finish_reason = "length"
         return self.finish_reason
+
+    def ends_with(self, token_id: int) -> bool:
+        """Learn the first pending token; whether that ends it. What its text raises is its end alone."""
+        try:
+            return self.append(token_id) is not None
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            self.fail(error)
+            return True

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.sampling.sampling_batch import neutral_rows, sampling_row
+from engine.schedule.logprobs import NOT_WANTED
 from engine.schedule.sequence import Sequence
 
 NO_TOKEN = -1
@@ -33,6 +34,8 @@ class SlotTable:
     as before, so is the sequence, and its blocks are those of before with new ones after them; -1 in a free
     slot.
     sampling: [slots] of sampling_batch.ROW, what the sampler reads of each sequence.
+    sample_top, score_top, next_scored, score_end: [slots] int64, as in Sequence.
+    num_wanting: how many of the sequences with a slot want log probabilities; nobody looks while it is 0.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
@@ -51,6 +54,11 @@ class SlotTable:
         self.reads_text: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.generations: NDArray[np.int64] = np.full(max_num_seqs, -1)
         self.sampling = neutral_rows(max_num_seqs)
+        self.sample_top: NDArray[np.int64] = np.full(max_num_seqs, NOT_WANTED)
+        self.score_top: NDArray[np.int64] = np.full(max_num_seqs, NOT_WANTED)
+        self.next_scored: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.score_end: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.num_wanting = 0
         self.block_size = block_size
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._num_given = 0
@@ -64,6 +72,7 @@ class SlotTable:
         """Give `seq` a slot and write its whole state; it has its blocks, and no pending token."""
         assert not seq.num_pending_tokens, f"{seq!r} has a token that no slot remembers the place of"
         slot = seq.slot = self._free.pop()
+        self.num_wanting += seq.wants_logprobs
         self.token_ids[slot, : seq.num_tokens] = seq.token_ids
         self.block_tables[slot, : len(seq.block_table)] = seq.block_table
         self.num_tokens[slot] = self.num_known[slot] = seq.num_tokens
@@ -74,6 +83,8 @@ class SlotTable:
         self.max_len[slot] = seq.max_len
         self._write_end_token_ids(slot, seq.stop_token_ids)
         self.reads_text[slot] = seq.stop_strings is not None
+        self.sample_top[slot], self.score_top[slot] = seq.sample_top, seq.score_top
+        self.next_scored[slot], self.score_end[slot] = seq.next_scored, seq.score_end
         self.generations[slot] = self._num_given
         self._num_given += 1
 
@@ -81,6 +92,7 @@ class SlotTable:
         """Take the slot of `seq` back."""
         self._free.append(seq.slot)
         self.generations[seq.slot] = -1
+        self.num_wanting -= seq.wants_logprobs
         seq.slot = -1
 
     def add_block(self, seq: Sequence) -> None:

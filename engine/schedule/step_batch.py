@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.scheduled_batch import ScheduledBatch
+from engine.schedule.scored_tokens import find_scored, sample_tops
 from engine.schedule.slots import NO_TOKEN, SlotTable
 
 
@@ -29,6 +30,10 @@ class StepBatch:
     built, and which sample of the step launched before is that token. token_ids holds anything there.
     slots, generations: [seqs] int64, the slot of each sequence and the number of its giving, as in SlotTable;
     empty in steps that are no scheduler's.
+    sample_tops: [samples] int64, how many of the most likely tokens' log probabilities are wanted beside that
+    of each sampled one, NOT_WANTED where none is; empty if none is of any.
+    scored_rows, scored_token_ids, scored_tops: [scored] int64, rows whose distribution says how likely the
+    given token was, and the same of it.
     """
 
     token_ids: NDArray[np.int64]
@@ -42,6 +47,15 @@ class StepBatch:
     pending_samples: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     slots: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     generations: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    sample_tops: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    scored_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    scored_token_ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    scored_tops: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether any are."""
+        return len(self.sample_tops) > 0 or len(self.scored_rows) > 0
 
 
 def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
@@ -55,6 +69,7 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
         positions = np.arange(ends[-1]) + np.repeat(context_lens - ends, num_new)
     blocks = slots.block_tables[token_rows, positions // slots.block_size]
     max_blocks = -(-int(context_lens.max()) // slots.block_size)
+    scored = find_scored(batch, slots)
     is_pending = context_lens > slots.num_known[rows]  # its last token, which is then the last of its rows
     return StepBatch(
         token_ids=slots.token_ids[token_rows, positions].astype(np.int64),
@@ -68,6 +83,10 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
         pending_samples=slots.sample_place[rows[is_pending]],
         slots=rows,
         generations=slots.generations[rows],
+        sample_tops=sample_tops(batch, slots),
+        scored_rows=scored.rows,
+        scored_token_ids=scored.token_ids,
+        scored_tops=scored.tops,
     )
 
 

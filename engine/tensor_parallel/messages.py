@@ -19,11 +19,15 @@ from numpy.typing import NDArray
 
 from engine.kernels.upload import pack, starts
 from engine.sampling.sampling_batch import ROW, SamplingBatch
+from engine.schedule.logprobs import RowLogprobs
 from engine.schedule.step_batch import StepBatch
 
 Array = NDArray[Any]
 
-DTYPES: tuple[np.dtype[Any], ...] = (*map(np.dtype, (np.uint8, np.int32, np.int64, np.uint64)), ROW)
+DTYPES: tuple[np.dtype[Any], ...] = (
+    *map(np.dtype, (np.uint8, np.int32, np.int64, np.uint64, np.float32)),
+    ROW,
+)
 PREFIX_BYTES = 3 * 8
 NUM_STEP_ARRAYS = len(fields(StepBatch))
 
@@ -79,6 +83,18 @@ def pack_step(step: StepBatch, sampling: SamplingBatch) -> list[Array]:
 def unpack_step(arrays: list[Array]) -> tuple[StepBatch, SamplingBatch]:
     """What `pack_step` packed."""
     return StepBatch(*arrays[:NUM_STEP_ARRAYS]), SamplingBatch(*arrays[NUM_STEP_ARRAYS:])
+
+
+def pack_tokens(token_ids: NDArray[np.int64], logprobs: RowLogprobs | None) -> list[Array]:
+    """Arrays of TOKENS: those of a step's, and of what it says of tokens."""
+    said = [] if logprobs is None else [getattr(logprobs, each.name) for each in fields(logprobs)]
+    return [token_ids, *said]
+
+
+def unpack_tokens(arrays: list[Array]) -> tuple[NDArray[np.int64], RowLogprobs | None]:
+    """What `pack_tokens` packed."""
+    token_ids, *said = arrays
+    return token_ids, RowLogprobs(*said) if said else None
 
 
 def pack_json(value: dict[str, Any]) -> list[Array]:

@@ -23,7 +23,7 @@ from engine.run.model_runner import ModelRunner
 from engine.run.pending_tokens import PendingTokens
 from engine.tensor_parallel.channel import Channel
 from engine.tensor_parallel.collectives import join_ranks, leave_ranks
-from engine.tensor_parallel.messages import Kind, encode, pack_json, unpack_json, unpack_step
+from engine.tensor_parallel.messages import Kind, encode, pack_json, pack_tokens, unpack_json, unpack_step
 
 
 def main(descriptor: int) -> NoReturn:
@@ -79,7 +79,7 @@ def _answering(channel: Channel) -> Iterator[SimpleQueue[PendingTokens | None]]:
     def send_all() -> None:
         try:
             while (tokens := answers.get()) is not None:
-                channel.send(encode(Kind.TOKENS, [tokens.wait()]))
+                channel.send(encode(Kind.TOKENS, pack_tokens(tokens.wait(), tokens.logprobs)))
         except Exception as error:  # noqa: BLE001  # as in main
             _give_up(channel, error)
 

@@ -24,6 +24,7 @@ from engine.run.device import resolve_device
 from engine.run.pending_tokens import PendingTokens
 from engine.run.runner import PoolSize
 from engine.sampling.sampling_batch import SamplingBatch
+from engine.schedule.logprobs import RowLogprobs
 from engine.schedule.step_batch import StepBatch
 from engine.tensor_parallel.collectives import TCPStore, open_store
 from engine.tensor_parallel.messages import (
@@ -34,6 +35,7 @@ from engine.tensor_parallel.messages import (
     pack_json,
     pack_step,
     unpack_json,
+    unpack_tokens,
 )
 from engine.tensor_parallel.rank_process import RankProcess
 
@@ -72,7 +74,8 @@ class RankTokens(PendingTokens):
         self._group, self._number = group, number
 
     def wait(self) -> NDArray[np.int64]:
-        return self._group.receive_tokens(self._number)
+        token_ids, self.logprobs = self._group.receive_tokens(self._number)
+        return token_ids
 
 
 class RankGroup:
@@ -130,17 +133,17 @@ class RankGroup:
         self._num_launched += 1
         return RankTokens(self, self._num_launched - 1)
 
-    def receive_tokens(self, number: int) -> NDArray[np.int64]:
-        """Wait for the tokens of that step, and drop those of steps before it: [samples] int64.
+    def receive_tokens(self, number: int) -> tuple[NDArray[np.int64], RowLogprobs | None]:
+        """Wait for the tokens of that step, [samples] int64, and what it says of tokens; drop earlier ones.
 
         Nobody waits for the tokens of a step that was withdrawn, and rank 0 sends them all the same. Raises
         RankFailed.
         """
         with self._ending_on_failure():
             while self._num_answered <= number:
-                (tokens,) = self._await({0}, Kind.TOKENS, self._step_timeout_s)[0]
+                arrays = self._await({0}, Kind.TOKENS, self._step_timeout_s)[0]
                 self._num_answered += 1
-        return tokens
+        return unpack_tokens(arrays)
 
     def close(self) -> None:
         """End the ranks, by asking if they still work. A second call does nothing."""

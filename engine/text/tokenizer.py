@@ -61,6 +61,7 @@ class Tokenizer:
         self._bos = (self._tokenizer.bos_token, self._tokenizer.bos_token_id)
         self._anchor, self._anchor_text = self._find_anchor(backend)
         self._num_open = 1 if _decodes_bytes(backend) else BYTE_PIECES_OPEN
+        self._token_texts: dict[int, str] = {}
         self._template = read_template(folder, chat_template)
         self._takes_parts = self._template is not None and takes_parts(self._render)
         self._takes_tools = self._template is not None and takes_tools(self._render)
@@ -105,6 +106,17 @@ class Tokenizer:
             )
         assert isinstance(text, str)
         return text[len(self._anchor_text) :] if anchor else text
+
+    def token_text(self, token_id: int) -> str:
+        """A token's text where it stands alone, also a special one's."""
+        if (text := self._token_texts.get(token_id)) is None:
+            with _no_panic():
+                text = self._tokenizer.decode(
+                    [token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False
+                )
+            assert isinstance(text, str)
+            self._token_texts[token_id] = text
+        return text
 
     def has_text(self, token_ids: list[int]) -> bool:
         """Whether there is any but special tokens."""

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from engine import Completion, SamplingParams
 from engine.schedule.block_manager import BlockManager, hash_block
+from engine.schedule.logprobs import NOT_WANTED, RowLogprobs
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import Sequence, SequenceStatus
@@ -17,6 +18,8 @@ from engine.schedule.step_batch import StepBatch, build_step_batch
 
 GARBAGE = -1
 NUM_TOKENS = 3  # so few that random prompts share prefixes all the time
+
+Arrived = tuple[NDArray[np.int64], RowLogprobs | None]
 
 __all__ = ["Completion", "ShadowEngine"]
 
@@ -31,6 +34,9 @@ class ShadowDevice:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.pool = np.full((num_blocks, block_size), GARBAGE)
         self.sampled = np.zeros(0, np.int64)  # by the step computed last
+        self.logprobs: RowLogprobs | None = (
+            None  # that it wanted: a rank for each prefix, for each token itself
+        )
         self._prefix_ids: dict[tuple[int, int], int] = {}
         self._prefixes: list[tuple[int, ...]] = [()]
 
@@ -43,6 +49,7 @@ class ShadowDevice:
             len(step.block_tables), -1
         )
         row, samples, sample_rows = 0, [], set(step.sample_rows.tolist())
+        prefix_of_row: list[int] = []
         lens = list(zip(step.context_lens.tolist(), step.query_lens.tolist(), strict=True))
         for slots, (context_len, query_len) in zip(places, lens, strict=True):
             for position in range(context_len - query_len, context_len):
@@ -50,6 +57,7 @@ class ShadowDevice:
                 assert parent != GARBAGE
                 assert (step.positions[row], step.slot_mapping[row]) == (position, slots[position])
                 pool[slots[position]] = self._prefix_id(parent, int(token_ids[row]))
+                prefix_of_row.append(int(pool[slots[position]]))
                 row += 1
         row = 0
         for slots, (context_len, query_len) in zip(places, lens, strict=True):
@@ -60,7 +68,24 @@ class ShadowDevice:
             if row - 1 in sample_rows:
                 samples.append(self.next_token(prefix))
         self.sampled = np.array(samples, np.int64)
+        self.logprobs = self._logprobs(step, np.array(prefix_of_row)) if step.wants_logprobs else None
         return self.sampled
+
+    def _logprobs(self, step: StepBatch, prefix_of_row: NDArray[np.int64]) -> RowLogprobs:
+        """Of what is wanted: the token in place of a log probability, its prefix's id in place of a rank."""
+        wanted = np.flatnonzero(step.sample_tops != NOT_WANTED)
+        tops = np.concatenate((step.sample_tops[wanted], step.scored_tops))
+        rows = np.concatenate((step.sample_rows[wanted], step.scored_rows))
+        token_ids = np.concatenate((self.sampled[wanted], step.scored_token_ids))
+        starts = np.concatenate(([0], np.cumsum(np.minimum(tops, NUM_TOKENS))))
+        filler = np.zeros(starts[-1])
+        return RowLogprobs(
+            token_ids.astype(np.float32),
+            prefix_of_row[rows],
+            starts,
+            filler.astype(np.int32),
+            filler.astype(np.float32),
+        )
 
     def prefixes(self, token_ids: list[int]) -> list[int]:
         """The id of each prefix of these tokens."""
@@ -122,11 +147,11 @@ class ShadowEngine:
         self.admitted: list[Sequence] = []
         self.num_overruns = 0  # computed tokens that were dropped
         self.num_preempted_pending = 0
-        self._launched: deque[NDArray[np.int64]] = deque()  # what each step in flight has sampled
+        self._launched: deque[Arrived] = deque()  # what each step in flight has sampled, and says of tokens
         self._num_added = 0
 
-    def add(self, prompt: list[int], *, lane: int = 0, max_tokens: int = 4) -> Sequence:
-        params = SamplingParams(max_tokens=max_tokens)
+    def add(self, prompt: list[int], *, lane: int = 0, max_tokens: int = 4, **params: int | None) -> Sequence:
+        params = SamplingParams(max_tokens=max_tokens, **params)
         seq = Sequence(str(self._num_added), prompt, params, lane=lane, stop_token_ids=frozenset((0,)))
         self._num_added += 1
         self.scheduler.add(seq)
@@ -151,7 +176,7 @@ class ShadowEngine:
         if batch.num_tokens:
             step = build_step_batch(batch, self.scheduler.slots)
             self._check_step(batch, step)
-            self._launched.append(self.device.compute(step))
+            self._launched.append((self.device.compute(step), self.device.logprobs))
             self.scheduler.advance(batch)
         if fails:
             if batch.num_tokens:
@@ -159,7 +184,7 @@ class ShadowEngine:
             self._launched.clear()
             self.scheduler.withdraw()
         while len(self._launched) > (self.overlap and batch.num_tokens > 0):
-            self._receive(self._launched.popleft())
+            self._receive(*self._launched.popleft())
         self.check()
         return batch
 
@@ -222,9 +247,9 @@ class ShadowEngine:
         if not self.overlap:
             assert not len(step.pending_rows)
 
-    def _receive(self, sampled: NDArray[np.int64]) -> None:
+    def _receive(self, sampled: NDArray[np.int64], logprobs: RowLogprobs | None) -> None:
         batch = self.scheduler.in_flight[0]
         self.num_overruns += sum(seq.status is SequenceStatus.FINISHED for seq in batch.sampling)
-        done = self.scheduler.receive(sampled)
+        done = self.scheduler.receive(sampled, logprobs)
         self.finished += done
         self.unfinished = [seq for seq in self.unfinished if seq not in done]

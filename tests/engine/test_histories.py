@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.schedule.block_manager import hash_block
+from engine.schedule.sequence import Sequence
 from tests.engine.shadow import NUM_TOKENS, ShadowEngine
 
 Operation = tuple[Any, ...]
@@ -28,7 +29,9 @@ def random_history(seed: int) -> list[Operation]:
             prompt = prefix[: rng.choice([0, 0, 99, rng.randrange(20)])] + random_tokens(
                 rng, rng.randrange(1, 12)
             )
-            history.append((kind, prompt, rng.choice([0, 0, 1, 2]), rng.randrange(1, 24)))
+            lane, max_tokens = rng.choice([0, 0, 1, 2]), rng.randrange(1, 24)
+            wanted = {name: rng.choice([None, None, 0, 2]) for name in ("logprobs", "prompt_logprobs")}
+            history.append((kind, prompt, lane, max_tokens, wanted))
         elif kind == "step":
             history.append((kind, rng.randrange(1, 6)))
         else:
@@ -60,8 +63,9 @@ def play(history: list[Operation], sizes: dict[str, Any], **options: Any) -> Sha
     answers = []
     for operation, *values in history:
         if operation == "add":
-            prompt, lane, max_tokens = values
-            answers.append((shadow.add(prompt, lane=lane, max_tokens=max_tokens), prompt, max_tokens))
+            prompt, lane, max_tokens, wanted = values
+            seq = shadow.add(prompt, lane=lane, max_tokens=max_tokens, **wanted)
+            answers.append((seq, prompt, max_tokens))
         elif operation == "step":
             for _ in range(values[0]):
                 shadow.step()
@@ -73,7 +77,22 @@ def play(history: list[Operation], sizes: dict[str, Any], **options: Any) -> Sha
     for seq, prompt, max_tokens in answers:
         if seq.finish_reason != "abort":
             assert seq.token_ids == expected(shadow, prompt, max_tokens)
+            check_logprobs(shadow, seq)
     return shadow
+
+
+def check_logprobs(shadow: ShadowEngine, seq: Sequence) -> None:
+    """Each token that should be scored is, once, in order, and by the row that has all before it."""
+    prefixes, length = shadow.device.prefixes(seq.token_ids), seq.num_prompt_tokens
+    for parts, is_wanted, first, end in (
+        (seq.prompt_logprobs, seq.params.prompt_logprobs is not None, 1, length),
+        (seq.logprobs, seq.params.logprobs is not None, length, len(seq.token_ids)),
+    ):
+        ranks = [rank for part in parts for rank in part.ranks.tolist()]
+        token_ids = [token_id for part in parts for token_id in part.logprobs.tolist()]
+        assert ranks == (prefixes[first - 1 : end - 1] if is_wanted else [])
+        assert token_ids == (seq.token_ids[first:end] if is_wanted else [])
+    assert shadow.scheduler.slots.num_wanting == 0
 
 
 def expected(shadow: ShadowEngine, prompt: list[int], max_tokens: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.schedule.scheduler import MAX_OVERTAKES
+from engine.schedule.overtakes import MAX_OVERTAKES
 from tests.engine.shadow import ShadowEngine
 
 pytestmark = pytest.mark.parametrize("overlap", [False, True])

@@ -113,7 +113,7 @@ def test_a_bad_prompt_fails_alone(shared: Engine, prompt: Any, error: type[Excep
         ({"stop_token_ids": "12"}, "list of token ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"ignore_eos": 1}, "ignore_eos"),
-        ({"logprobs": 5}, "'logprobs' is not built yet; accepted are ignore_eos"),
+        ({"best_of": 5}, "'best_of' is not built yet; accepted are ignore_eos"),
         ({"presence_penalty": 0.5}, "not built yet"),
         ({"temperature": 10**400}, "temperature must be between 0 and 1000000, got 1000"),
         (

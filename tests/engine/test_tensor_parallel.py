@@ -43,6 +43,8 @@ from engine.tensor_parallel.messages import (
 from engine.tensor_parallel.rank_group import RankGroup, rank_devices
 from engine.tensor_parallel.rank_process import RankProcess
 from tests.engine.checkpoints import SHAPES, Shape, make_checkpoint, pool_bytes
+from tests.engine.test_logprobs import check as check_logprobs
+from tests.engine.test_logprobs import generate, mixed_requests, true_logprobs
 from tests.engine.reference import NUM_NEW_TOKENS, Reference
 from tests.engine.test_determinism import requests as seeded_requests
 
@@ -105,6 +107,14 @@ def shared(folders: dict[str, Path]) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("odd") / ODD.name, ODD)
+
+
+def test_log_probabilities_are_those_of_the_whole_vocabulary(
+    shared: Engine, references: dict[str, Reference]
+) -> None:
+    """Of which each rank computes a part."""
+    asked = mixed_requests()[3:7]
+    check_logprobs(generate(shared, asked), asked, true_logprobs(references["gqa2_tied_hub"]))
 
 
 @pytest.fixture

@@ -1,0 +1,46 @@
+"""What becomes of a finished sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.errors import SequenceFailed
+from engine.schedule.logprobs import NOT_WANTED, Logprob, as_dicts, num_top
+from engine.schedule.outputs import Completion
+from engine.schedule.sequence import Sequence
+
+
+def is_complete(seq: Sequence) -> bool:
+    """Whether a finished sequence has all that its completion gives; a sibling may score its prompt."""
+    if seq.params.prompt_logprobs is None or seq.error is not None:
+        return True
+    return sum(len(part.ranks) for part in seq.prompt_logprobs) == seq.num_prompt_tokens - 1
+
+
+def completion_of(seq: Sequence, text_of: Callable[[int], str]) -> Completion:
+    """The completion of a finished sequence. text_of: a token's text."""
+    assert seq.finish_reason is not None
+    token_ids = seq.generated_token_ids
+    logprobs = None
+    if seq.sample_top != NOT_WANTED:
+        logprobs = as_dicts(seq.logprobs, token_ids, seq.sample_top, text_of)
+    return Completion(
+        request_id=seq.request_id,
+        index=seq.index,
+        token_ids=token_ids,
+        text=seq.text,
+        finish_reason=seq.finish_reason,
+        num_prompt_tokens=seq.num_prompt_tokens,
+        num_cached_tokens=seq.num_cached_tokens or 0,
+        logprobs=logprobs,
+        error=None if seq.error is None else str(SequenceFailed(seq.error)),
+        prompt_logprobs=_of_prompt(seq, text_of),
+    )
+
+
+def _of_prompt(seq: Sequence, text_of: Callable[[int], str]) -> list[dict[int, Logprob] | None] | None:
+    top = num_top(seq.params.prompt_logprobs)
+    if top == NOT_WANTED or seq.error is not None:
+        return None
+    prompt = seq.token_ids[1 : seq.num_prompt_tokens]
+    return [None, *as_dicts(seq.prompt_logprobs, prompt, top, text_of)]

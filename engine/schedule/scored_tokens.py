@@ -1,0 +1,89 @@
+"""ScoredTokens: the tokens whose log probability a step gives besides computing them.
+
+The row that computes a token has the distribution of the one behind it: the sampled one, whose log
+probability may be wanted, or the next one of the prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.schedule.logprobs import NOT_WANTED, RowLogprobs
+from engine.schedule.scheduled_batch import ScheduledBatch
+from engine.schedule.sequence import SequenceStatus
+from engine.schedule.slots import SlotTable
+
+
+@dataclass(frozen=True)
+class ScoredTokens:
+    """Prompt tokens whose log probability a step gives, those of a sequence one after another.
+
+    counts: [seqs] int64, how many of each.  rows: [scored] int64, the rows whose distributions they are of.
+    token_ids, tops: [scored] int64, the tokens, and how many of the most likely ones are wanted besides.
+    """
+
+    counts: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    token_ids: NDArray[np.int64]
+    tops: NDArray[np.int64]
+
+
+NONE_SCORED = ScoredTokens(*(np.zeros(0, np.int64) for _ in range(4)))
+
+
+def find_scored(batch: ScheduledBatch, slots: SlotTable) -> ScoredTokens:
+    """The prompt tokens that a step scores which is not launched yet; NONE_SCORED if there are none."""
+    if not slots.num_wanting:
+        return NONE_SCORED
+    held, num_new, num_computed = batch.slots, batch.num_new_tokens, slots.num_computed[batch.slots]
+    firsts = np.maximum(num_computed + 1, slots.next_scored[held])
+    ends = np.minimum(num_computed + num_new + 1, slots.score_end[held])
+    counts = np.maximum(ends - firsts, 0)
+    if not counts.any():
+        return NONE_SCORED
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    first_rows = np.cumsum(num_new) - num_new + firsts - 1 - num_computed
+    return ScoredTokens(
+        counts=counts,
+        rows=np.repeat(first_rows, counts) + within,
+        token_ids=slots.token_ids[np.repeat(held, counts), np.repeat(firsts, counts) + within].astype(
+            np.int64
+        ),
+        tops=np.repeat(slots.score_top[held], counts),
+    )
+
+
+def sample_tops(batch: ScheduledBatch, slots: SlotTable) -> NDArray[np.int64]:
+    """[samples] int64, as StepBatch has it."""
+    tops = slots.sample_top[batch.sampling_slots] if slots.num_wanting else np.zeros(0, np.int64)
+    return tops if (tops != NOT_WANTED).any() else np.zeros(0, np.int64)
+
+
+def count_scored(batch: ScheduledBatch, slots: SlotTable) -> None:
+    """The step is launched, and its computed tokens are not counted yet: count those that it scores."""
+    counts = find_scored(batch, slots).counts
+    for i in np.flatnonzero(counts).tolist():
+        seq, count = batch.seqs[i], int(counts[i])
+        seq.next_scored += count
+        slots.next_scored[seq.slot] = seq.next_scored
+        batch.scored.append((seq, count))
+
+
+def give_logprobs(logprobs: RowLogprobs, batch: ScheduledBatch) -> None:
+    """Hand each sequence that is not gone what a step says of its tokens, before it learns those.
+
+    logprobs: of the samples that wanted them, in their order, then of the scored tokens.
+    """
+    row = 0
+    for seq in batch.sampling:
+        if seq.sample_top != NOT_WANTED:
+            if seq.status is not SequenceStatus.FINISHED:
+                seq.logprobs.append(logprobs.rows(row, row + 1))
+            row += 1
+    for seq, count in batch.scored:
+        if seq.status is not SequenceStatus.FINISHED:
+            seq.prompt_logprobs.append(logprobs.rows(row, row + count))
+        row += count

@@ -1,0 +1,291 @@
+"""Log probabilities of tokens: those of transformers' own logits, whatever else is in the step."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine import Completion, Engine, EngineConfig, InvalidSampling, Logprob, SamplingParams
+from engine.run import row_logprobs
+from engine.run.row_logprobs import LogprobPieces, cut
+from engine.schedule.logprobs import as_dicts
+from tests.engine.checkpoints import SHAPES, VOCAB_SIZE, pool_bytes
+from tests.engine.reference import Reference
+
+NAME = "gqa2_tied_hub"
+(SHAPE,) = (shape for shape in SHAPES if shape.name == NAME)
+CLOSE = 1e-4
+FREE = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+Asked = tuple[list[int], SamplingParams]
+
+
+def config(folder: Path, **changes: Any) -> EngineConfig:
+    """A pool too small for what is asked, and chunks: sequences are preempted."""
+    values = {
+        "dtype": "float32",
+        "kv_cache_bytes": pool_bytes(SHAPE, 14),
+        "max_model_len": 150,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 24,
+    } | changes
+    return EngineConfig(str(folder), **values)
+
+
+@pytest.fixture(scope="module")
+def small(folders: dict[str, Path]) -> Iterator[Engine]:
+    with Engine(config(folders[NAME])) as built:
+        yield built
+
+
+def true_logprobs(reference: Reference) -> Callable[[tuple[int, ...]], Tensor]:
+    """Log probabilities [tokens, vocabulary] of what follows each token, by transformers alone."""
+
+    @cache
+    def compute(token_ids: tuple[int, ...]) -> Tensor:
+        with torch.inference_mode():
+            logits = reference.model(torch.tensor([token_ids]), use_cache=False).logits[0]
+        return logits.float().log_softmax(-1)
+
+    return compute
+
+
+@pytest.fixture(scope="module")
+def truth(references: dict[str, Reference]) -> Any:
+    return true_logprobs(references[NAME])
+
+
+def mixed_requests() -> list[Asked]:
+    """Where every row has other settings, and many share a beginning."""
+    rng = random.Random(3)
+    shared = [rng.randrange(3, 500) for _ in range(37)]
+    asked = []
+    for i, top in enumerate([None, 0, 1, 5, 20, 3, None, -1, 2, 0, 20, 4]):
+        prompt = shared[: rng.choice([0, 16, 37])] + [rng.randrange(3, 500) for _ in range(1 + 7 * (i % 5))]
+        params = SamplingParams(
+            max_tokens=4 + 5 * (i % 3),
+            temperature=[0.0, 0.7, 1.3][i % 3],
+            top_p=[1.0, 0.8][i % 2],
+            top_k=[-1, 40][i % 2],
+            seed=i,
+            ignore_eos=i % 4 > 0,
+            min_tokens=i % 4,
+            stop_token_ids=[rng.randrange(3, 500)],
+            stop=["a", "e"] if i % 5 == 4 else [],
+            n=1 + (i % 6 == 3),
+            logprobs=top,
+            prompt_logprobs=[None, 0, 2, 20][i % 4] if i != 5 else -1,
+        )
+        asked.append((prompt, params))
+    return asked
+
+
+def with_preemption(engine: Engine, asked: list[Asked]) -> list[Completion]:
+    """Every third one comes later, and is more urgent: it takes the place of others, wherever they are."""
+    done: list[Completion] = []
+    for i in sorted(range(len(asked)), key=lambda i: i % 3 == 2):
+        engine.add(str(i), *asked[i], lane=int(i % 3 != 2))
+        done += engine.step() + engine.step()
+    while engine.has_unfinished:
+        done += engine.step()
+    return sorted(done, key=lambda each: (int(each.request_id), each.index))
+
+
+def generate(engine: Engine, asked: list[Asked]) -> list[Completion]:
+    return engine.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+
+
+def check_entry(entry: dict[int, Logprob], token_id: int, row: Tensor, top: int) -> None:
+    """One token's: itself first, then the likeliest, with values and ranks of the true distribution."""
+    num_top = VOCAB_SIZE if top == -1 else top
+    (own_id, own), *others = entry.items()
+    assert own_id == token_id
+    assert (row > own.logprob + CLOSE).sum() < own.rank <= (row > own.logprob - CLOSE).sum()
+    values = torch.tensor([each.logprob for each in entry.values()])
+    assert (values - row[list(entry)]).abs().max() < CLOSE
+    assert all(isinstance(each.decoded_token, str) for each in entry.values())
+    likeliest = values.sort(descending=True).values[:num_top]
+    assert not num_top or (likeliest - row.topk(num_top).values).abs().max() < CLOSE
+    assert len(entry) in (num_top, num_top + 1)
+    assert [each.rank for _, each in others] == [
+        place for place in range(1, num_top + 1) if place != own.rank or own.rank > num_top
+    ]
+
+
+def check(completions: list[Completion], asked: list[Asked], truth: Any) -> None:
+    """Every number of every completion."""
+    samples = [(prompt, params) for prompt, params in asked for _ in range(params.n)]
+    for completion, (prompt, params) in zip(completions, samples, strict=True):
+        assert completion.error is None
+        rows = truth(tuple(prompt + completion.token_ids))
+        if params.logprobs is None:
+            assert completion.logprobs is None
+        else:
+            assert completion.logprobs is not None
+            assert len(completion.logprobs) == len(completion.token_ids)
+            for at, (entry, token_id) in enumerate(
+                zip(completion.logprobs, completion.token_ids, strict=True), start=len(prompt)
+            ):
+                check_entry(entry, token_id, rows[at - 1], params.logprobs)
+        if params.prompt_logprobs is None:
+            assert completion.prompt_logprobs is None
+        else:
+            assert completion.prompt_logprobs is not None
+            assert completion.prompt_logprobs[0] is None
+            assert len(completion.prompt_logprobs) == len(prompt)
+            for at in range(1, len(prompt)):
+                check_entry(completion.prompt_logprobs[at], prompt[at], rows[at - 1], params.prompt_logprobs)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_they_are_those_of_the_models_own_distribution(
+    folders: dict[str, Path], truth: Any, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In mixed batches, with preemption, chunks, cached prefixes and pieces of a few rows; twice, so that all
+    prompts are cached the second time."""
+    monkeypatch.setattr(row_logprobs, "PIECE_NUMBERS", 7 * VOCAB_SIZE)
+    asked = mixed_requests()
+    with Engine(config(folders[NAME], async_scheduling=overlap)) as engine:
+        for _ in range(2):
+            check(with_preemption(engine, asked), asked, truth)
+        stats = engine.stats()
+    assert stats.num_preemptions > 0
+    assert stats.cached_tokens > 0
+
+
+def test_tokens_are_the_same_with_and_without(small: Engine) -> None:
+    """Asking for log probabilities changes nothing else."""
+    asked = mixed_requests()
+    plain = [(prompt, replace(params, logprobs=None, prompt_logprobs=None)) for prompt, params in asked]
+    with_them, without = generate(small, asked), generate(small, plain)
+    assert [each.token_ids for each in with_them] == [each.token_ids for each in without]
+    assert [each.text for each in with_them] == [each.text for each in without]
+
+
+PROMPTS = st.lists(st.integers(3, 499), min_size=1, max_size=40)
+TOPS = st.sampled_from([None, 0, 3, 20, -1])
+NEIGHBOURS = st.lists(
+    st.tuples(
+        PROMPTS,
+        st.builds(
+            SamplingParams,
+            max_tokens=st.integers(1, 9),
+            temperature=st.sampled_from([0.0, 1.0]),
+            seed=st.integers(0, 9),
+            logprobs=TOPS,
+            prompt_logprobs=TOPS,
+            n=st.integers(1, 2),
+        ),
+    ),
+    max_size=8,
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(neighbours=NEIGHBOURS, place=st.integers(0, 8), data=st.data())
+def test_a_rows_result_does_not_change_with_its_neighbours(
+    small: Engine, neighbours: list[Asked], place: int, data: st.DataObject
+) -> None:
+    prompt = data.draw(PROMPTS)
+    own = (prompt, replace(FREE, seed=1, logprobs=5, prompt_logprobs=2))
+    (alone,) = generate(small, [own])
+    place = min(place, len(neighbours))
+    asked = [*neighbours[:place], own, *neighbours[place:]]
+    among = generate(small, asked)[sum(params.n for _, params in asked[:place])]
+    assert among.token_ids == alone.token_ids
+    for got, wanted in zip(
+        among.logprobs + among.prompt_logprobs[1:], alone.logprobs + alone.prompt_logprobs[1:], strict=True
+    ):
+        # where two are as likely as each other, only one may be among the likeliest
+        assert next(iter(got)) == next(iter(wanted))
+        ordered = [sorted(-each.logprob for each in entry.values()) for entry in (got, wanted)]
+        assert ordered[0] == pytest.approx(ordered[1], abs=1e-5)
+
+
+def test_a_prompt_of_one_token_has_nothing_to_score(small: Engine) -> None:
+    (completion,) = generate(small, [([5], FREE)])
+    assert completion.prompt_logprobs == [None]
+
+
+def test_each_sample_has_the_prompts(small: Engine) -> None:
+    """Though one alone computes it, and another may end first."""
+    completions = generate(small, [([5, 6, 7] * 12, replace(FREE, n=5, max_tokens=1, seed=3))])
+    assert len(completions) == 5
+    assert all(each.prompt_logprobs == completions[0].prompt_logprobs for each in completions)
+    assert len(completions[0].prompt_logprobs or []) == 36
+
+
+def test_a_sample_that_ends_before_the_prompt_is_scored_waits_for_it(small: Engine) -> None:
+    """Which the scheduler's order does not bring about: it is forced here."""
+    small.add("a", [8, 6, 7] * 10, replace(FREE, n=2, max_tokens=1, seed=3))
+    first, second = small._unfinished["a"]
+    small._scheduler.waiting[0].reverse()
+    first.arrival, second.arrival = second.arrival, first.arrival
+    assert [len(small.step()) for _ in range(2)] == [0, 0]
+    assert small._incomplete == [second]
+    assert len(small.step()) == 2
+
+
+def test_the_prefix_cache_spares_nothing_of_a_prompt_that_is_scored(small: Engine) -> None:
+    """Nor does it once the prompt is scored: what is computed again after a preemption may come from it."""
+    prompt = [9] * 50
+    generate(small, [(prompt, FREE)])
+    scored, plain = generate(small, [(prompt, FREE), (prompt, replace(FREE, prompt_logprobs=None))])
+    assert scored.num_cached_tokens == 0
+    assert plain.num_cached_tokens >= 48
+
+
+def test_nobody_asks_the_model_for_more_where_none_are_wanted(
+    small: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.run.model_runner.StepLogprobs", None)
+    generate(small, [([5, 6, 7], replace(FREE, logprobs=None, prompt_logprobs=None))])
+
+
+def test_special_tokens_have_their_text(small: Engine) -> None:
+    """A completion's text leaves them out, an entry names them."""
+    (completion,) = generate(small, [([1, 5], replace(FREE, prompt_logprobs=-1))])
+    entry = (completion.prompt_logprobs or [])[1]
+    assert entry is not None
+    assert (entry[0].decoded_token, entry[2].decoded_token) == ("<|endoftext|>", "<|im_end|>")
+    assert math.fsum(math.exp(each.logprob) for each in entry.values()) == pytest.approx(1, abs=1e-4)
+    assert [each.rank for each in sorted(entry.values(), key=lambda each: -each.logprob)] == [*range(1, 513)]
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize("value", [-2, 21, True, "5", 1.0])
+def test_other_values_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(InvalidSampling, match=name):
+        SamplingParams(**{name: value})
+
+
+def test_equal_logits_rank_by_token_id() -> None:
+    """So that the greedy choice, the lowest id among equals, ranks first."""
+    pieces = LogprobPieces()
+    logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, -torch.inf]] * 5, dtype=torch.bfloat16)
+    pieces.add(logits, torch.arange(5), 3)
+    found = pieces.all()
+    assert found.ranks.tolist() == [4, 1, 2, 3, 5]
+    rows = found.on_host(found.tensors)
+    entry = as_dicts([rows.rows(2, 3)], [2], 3, str)[0]
+    assert {token_id: each.rank for token_id, each in entry.items()} == {2: 2, 1: 1, 3: 3}
+
+
+def test_pieces_bound_what_is_looked_at_together() -> None:
+    """All rows once, in order; those that want the whole vocabulary by themselves."""
+    tops = np.array([0, 5, 20, 2**31 - 1, 0, 0, 0, 0, 0], np.int64)
+    found = list(cut(tops, row_logprobs.PIECE_NUMBERS // 3))
+    assert found == [(slice(0, 3), 20), (slice(3, 4), 2**31 - 1), (slice(4, 7), 0), (slice(7, 9), 0)]
+    assert list(cut(tops[:0], 100)) == []
+    assert list(cut(tops[:1], 2**40)) == [(slice(0, 1), 0)]
