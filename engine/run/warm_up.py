@@ -19,9 +19,9 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
     """The largest steps of each kind, over a pool of num_blocks blocks that nobody else uses yet.
 
     As many prompts as may run, sharing the token budget; one chunk of the whole budget at the end of the
-    longest context, with log probabilities of all; as many decodes as may run, at the longest context; single decodes at doubling
-    contexts, because a backend may cut longer ones into more pieces; and short prompts, because products of
-    few rows may have tiles of their own.
+    longest context, both with log probabilities of all; as many decodes as may run, at the longest context;
+    single decodes at doubling contexts, because a backend may cut longer ones into more pieces; and short
+    prompts, because products of few rows may have tiles of their own.
     """
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
     share, rest = divmod(num_tokens, num_seqs)

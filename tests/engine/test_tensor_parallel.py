@@ -43,10 +43,10 @@ from engine.tensor_parallel.messages import (
 from engine.tensor_parallel.rank_group import RankGroup, rank_devices
 from engine.tensor_parallel.rank_process import RankProcess
 from tests.engine.checkpoints import SHAPES, Shape, make_checkpoint, pool_bytes
-from tests.engine.test_logprobs import check as check_logprobs
-from tests.engine.test_logprobs import generate, mixed_requests, true_logprobs
 from tests.engine.reference import NUM_NEW_TOKENS, Reference
 from tests.engine.test_determinism import requests as seeded_requests
+from tests.engine.test_logprobs import check as check_logprobs
+from tests.engine.test_logprobs import generate, mixed_requests, true_logprobs
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(max_tokens=NUM_NEW_TOKENS, temperature=0.0, ignore_eos=True)
