@@ -15,6 +15,8 @@ JobsError
     │   ├── SearchTooLong      the folders of the input hold too many names to look for it
     │   ├── NestedFolders      a folder's files lie deeper down, in folders of plain names
     │   ├── CorruptParquet     a file is not readable Parquet
+    │   ├── CorruptTable       a file is not readable in its other format
+    │   ├── MixedFormats       the files of a run have several formats
     │   ├── FooterTooLarge     a Parquet file describes more row groups and columns than are read
     │   ├── SchemaMismatch     input files, or columns of one file, contradict each other
     │   ├── MissingColumn      a named column is not in the input
@@ -165,7 +167,10 @@ class UnsupportedScheme(InputError):
 class InputNotFound(InputError):
     """Raised when an input names nothing: (input)."""
 
-    message = "no Parquet file at {0}: name a regular file, a folder that holds *.parquet, a glob, or a list"
+    message = (
+        "no input file at {0}: name a regular file, a folder that holds *.parquet or files of one other "
+        "format, a glob, or a list"
+    )
 
 
 class SearchTooLong(InputError):
@@ -178,18 +183,36 @@ class SearchTooLong(InputError):
 
 
 class NestedFolders(InputError):
-    """Raised when a folder holds Parquet files in folders of plain names: (folder, one of the files)."""
+    """Raised when a folder's files lie in folders of plain names: (folder, one of the files, its suffix)."""
 
     message = (
-        "{0} holds Parquet files deeper down, such as {1}: name '{0}/**/*.parquet' to read all of them, or "
-        "'{0}/*.parquet' for those of its first level only"
+        "{0} holds files deeper down, such as {1}: name '{0}/**/*{2}' to read all of them, or '{0}/*{2}' for "
+        "those of its first level only"
     )
 
 
 class CorruptParquet(InputError):
     """Raised when a file is not readable Parquet: (path, reason)."""
 
-    message = "{0} is not readable as Parquet ({1}): write it again, or leave it out"
+    message = (
+        "{0} is not readable as Parquet ({1}): write it again, leave it out, or say with input_format "
+        "(--input-format) what else it is"
+    )
+
+
+class CorruptTable(InputError):
+    """Raised when a file is not readable in its format: (path, the format, reason)."""
+
+    message = "{0} is not readable as {1} ({2}): write it again, leave it out, or name its input_format"
+
+
+class MixedFormats(InputError):
+    """Raised when a run's files have several formats: (path, its format, path of another, its format)."""
+
+    message = (
+        "{0} is {1} by its name, and {2} is {3}: name files of one format, or say with input_format "
+        "(--input-format) what they are"
+    )
 
 
 class FooterTooLarge(InputError):

@@ -15,6 +15,7 @@ from ..errors import ForeignJobsPackage, UnknownRun
 from ..parquet.local_check import check_columns_here
 from ..runs.control import cancel_run, describe_again, submit_run
 from ..runs.follow import End, Followed, follow
+from ..runs.formats import SUFFIXES
 from ..runs.obstacles import listened_queues, obstacles
 from ..runs.output import RunOutput, named_run, output_here
 from ..runs.snapshot import REFUSED, RunSnapshot, failure_text, plan_result, read_snapshot
@@ -108,10 +109,15 @@ def main(context: click.Context, url: str) -> None:
     "--max-errors",
     help="Stop the run when more rows than this have an error: a number, or a share like 5%; by default 90%.",
 )
+@click.option(
+    "--input-format",
+    type=click.Choice(list(SUFFIXES)),
+    help="Format of the FILEs, where their names (.csv, .jsonl.gz, .arrow, ...) do not tell it.",
+)
 @click.option("--rows-per-shard", type=int, default=1000, show_default=True)
 @click.pass_obj
 def submit(connection: redis.Redis, /, wait: bool, queue: str, **options: Any) -> None:
-    """Score the rows of Parquet files into a folder.
+    """Score the rows of Parquet, CSV, JSONL or Arrow files into a folder.
 
     Every row of the FILEs (files, folders or globs) gets one in the folder OUT. Prints the run's id.
     Submitting the same again resumes the run.

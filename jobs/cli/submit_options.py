@@ -85,6 +85,7 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
         "template": options["messages_template"] if template is None else template,
         "sampling": _sampling(options),
         "rows_per_shard": options["rows_per_shard"],
+        "input_format": options["input_format"],
         "model": options["model"],
         "filename_column": options["filename_column"],
         "redo_damaged": options["redo_damaged"],

@@ -1,4 +1,4 @@
-"""Decoder: a file's rows in batches that stay small whatever its pages stand for."""
+"""Decoder: a Parquet file's rows in batches that stay small whatever its pages stand for."""
 
 from __future__ import annotations
 
@@ -36,13 +36,27 @@ class Decoder:
         used: Sequence[str] | None,
         room: ReadRoom,
     ) -> None:
-        self._path, self._source, self._file, self._footer = path, source, file, footer
+        self._path, self._source, self._file = path, source, file
         self._columns, self._used, self._room = columns, used, room
+        self.footer: pq.FileMetaData = footer
+        self.schema: pa.Schema = file.schema_arrow
+
+    @property
+    def row_bytes(self) -> float:
+        return self.stretch.row_bytes
+
+    @property
+    def widest(self) -> str:
+        return self.stretch.widest
+
+    def batch_bytes(self, batch: pa.RecordBatch) -> int:
+        """Return what a batch takes: its buffers are its own."""
+        return int(batch.get_total_buffer_size())
 
     def batches(self, first_group: int) -> Iterator[pa.RecordBatch]:
         """Yield the rows. Raises ShardTooLarge, NoRoomYet, CorruptParquet, and whatever pyarrow raises."""
         columns = [leaf for leaf in leaves(self._file.schema) if _is_of(leaf, self._used)]
-        bounds = Bounds(self._path, self._source, self._footer, columns, self._wants, self._room.limit)
+        bounds = Bounds(self._path, self._source, self.footer, columns, self._wants, self._room.limit)
         for self.stretch in bounds.stretches(first_group):
             self._room.reserve(self.stretch.held)
             if self.stretch.nested:
@@ -67,7 +81,7 @@ class Decoder:
             stretch.nested,
             lambda begun: self._room.reserve(stretch.held + begun),
         )
-        with pa.PythonFile(meter, "r") as source, parquet_file(self._path, source, self._footer) as file:
+        with pa.PythonFile(meter, "r") as source, parquet_file(self._path, source, self.footer) as file:
             batches = self._read(file, stretch)
             while (batch := next(batches, None)) is not None:
                 yield batch

@@ -5,24 +5,31 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from ..errors import InputNotFound, InvalidJob, NestedFolders
+from ..errors import InputNotFound, InvalidJob, MixedFormats, NestedFolders
+from ..runs.formats import COMPRESSED, PARQUET, SUFFIXES, is_named, named_format
 from ..runs.partitions import FoundFile, Keys, folder_key, joined_keys
 from ..runs.spec import check_num_files
 from .storage import Storage, glob_chars, reading
-from .walk import Folder, Walk
+from .walk import Entry, Folder, Walk
 
 
-def find_files(storage: Storage, inputs: Sequence[str], output: str) -> list[FoundFile]:
+def find_files(
+    storage: Storage, inputs: Sequence[str], output: str, input_format: str | None = None
+) -> list[FoundFile]:
     """Return the files that a run reads, in order.
 
-    A folder gives its *.parquet, and those of its folders named key=value, at any depth; a glob what it
-    matches, files and, unless it holds **, folders, with the key=value of the folders that it searches. Both
-    come sorted, without names that start with a dot or an underscore (unless a glob spells one out). Several
-    inputs have the key=value of the folders below the one that holds them all: a shell expands a glob to such
-    a list. Files below the output are never input. Raises InputNotFound, SearchTooLong, PathOutsideRoots,
-    InvalidJob, SchemaMismatch for folders that give too many columns, or NestedFolders for one that holds
-    Parquet files deeper down in folders of plain names: whether they belong to it is for the caller to say.
+    input_format: of the files in folders. Without it, a folder gives its *.parquet, or where it has none the
+    files of the one other format that it has; those of its folders named key=value too, at any depth. A glob
+    gives what it matches, files and, unless it holds **, folders, with the key=value of the folders that it
+    searches. Both come sorted, without names that start with a dot or an underscore (unless a glob spells one
+    out). Several inputs have the key=value of the folders below the one that holds them all: a shell expands
+    a glob to such a list. Files below the output are never input. Raises InputNotFound, SearchTooLong,
+    PathOutsideRoots, InvalidJob, SchemaMismatch for folders that give too many columns, MixedFormats, or
+    NestedFolders for one that holds such files deeper down in folders of plain names: whether they belong to
+    it is for the caller to say.
     """
     walk = Walk(storage)
     found: list[FoundFile] = []
@@ -32,7 +39,8 @@ def find_files(storage: Storage, inputs: Sequence[str], output: str) -> list[Fou
         storage.check_interrupted()
         keys = _keys(os.path.relpath(folder, common).split("/"))
         with reading(item):
-            files = [f for f in _expand(walk, item, keys, output) if not _is_below(output, f.path)]
+            search = _Search(walk, output, input_format)
+            files = [f for f in search.expand(item, keys) if not _is_below(output, f.path)]
         if not files:
             raise InputNotFound(item)
         found += files
@@ -51,59 +59,103 @@ def _searched_folder(storage: Storage, item: str) -> str:
         return item if storage.is_folder(item) else os.path.dirname(item)
 
 
-def _expand(walk: Walk, item: str, keys: Keys, output: str) -> Iterable[FoundFile]:
-    if _is_glob(item):
-        return _matches(walk, item, keys, output)
-    path = walk.storage.resolve(item)
-    if walk.storage.is_folder(path):
-        return _folder_files(walk, path, keys, output)
-    return [FoundFile(path, keys)] if walk.storage.stat(path) is not None else []
+@dataclass(frozen=True)
+class _Search:
+    """Finds the files of one input. wanted: the format of those in folders, None for what they have."""
+
+    walk: Walk
+    output: str
+    wanted: str | None
+
+    def expand(self, item: str, keys: Keys) -> Iterable[FoundFile]:
+        if _is_glob(item):
+            return self._matches(item, keys)
+        path = self.walk.storage.resolve(item)
+        if self.walk.storage.is_folder(path):
+            return self._folder_files(path, keys)
+        return [FoundFile(path, keys, item)] if self.walk.storage.stat(path) is not None else []
+
+    def _matches(self, pattern: str, above: Keys) -> Iterator[FoundFile]:
+        searched = pattern.split("/")
+        fixed = _first_glob_segment(pattern)
+        names_hidden = any(_is_hidden(segment) for segment in searched[fixed:])
+        for match in self.walk.matches(
+            pattern, is_passed_by=lambda name: not names_hidden and _is_hidden(name)
+        ):
+            segments = match.named.split("/")[fixed:]
+            if not match.is_folder:
+                keys = joined_keys(above, _keys(segments[:-1]), match.path)
+                yield FoundFile(match.path, keys, match.named)
+            elif "**" not in searched and match.path != self.output:  # which finds a folder's files by itself
+                yield from self._folder_files(match.path, joined_keys(above, _keys(segments), match.path))
+
+    def _folder_files(self, path: str, keys: Keys) -> list[FoundFile]:
+        """Return a folder's files of one format. Raises NestedFolders, MixedFormats."""
+        plain_folders: list[str] = []
+        seen = list(self._files(Folder(path, path), keys, plain_folders))
+        wanted = self.wanted or _format_of([each.named for each in seen])
+        files = [each.found(self.walk.storage) for each in seen if is_named(each.named, wanted)]
+        plain = [folder for folder in plain_folders if folder != self.output]
+        if (nested := _first_nested(self.walk, plain, self.output, wanted)) is not None:
+            suffix = next(each for each in _suffixes(wanted) if nested.lower().endswith(each))
+            raise NestedFolders(path, os.path.relpath(nested, path), suffix)
+        return files
+
+    def _files(self, top: Folder, keys: Keys, plain_folders: list[str]) -> Iterator[_Seen]:
+        """Yield the files of a folder and of its key=value folders; note those that are not entered."""
+        walk = self.walk
+        waiting = [(top, keys, iter(walk.entries(top.path)))]
+        while waiting:
+            folder, keys, entries = waiting[-1]
+            entry = next(entries, None)
+            if entry is None:
+                waiting.pop()
+            elif _is_hidden(entry.name):
+                continue
+            elif not entry.is_folder:
+                if is_named(entry.name, self.wanted):
+                    yield _Seen(folder, entry, keys)
+            elif (key := folder_key(entry.name)) is None:
+                plain_folders.append(os.path.join(folder.path, entry.name))
+            else:
+                child = folder.child(entry, walk.storage)
+                if child is not None and child.path != self.output:
+                    below = joined_keys(keys, (key,), child.path)
+                    waiting.append((child, below, iter(walk.entries(child.path))))
 
 
-def _matches(walk: Walk, pattern: str, above: Keys, output: str) -> Iterator[FoundFile]:
-    searched = pattern.split("/")
-    fixed = _first_glob_segment(pattern)
-    names_hidden = any(_is_hidden(segment) for segment in searched[fixed:])
-    for match in walk.matches(pattern, is_passed_by=lambda name: not names_hidden and _is_hidden(name)):
-        segments = match.named.split("/")[fixed:]
-        if not match.is_folder:
-            yield FoundFile(match.path, joined_keys(above, _keys(segments[:-1]), match.path))
-        elif "**" not in searched and match.path != output:  # which finds a folder's files by itself
-            yield from _folder_files(
-                walk, match.path, joined_keys(above, _keys(segments), match.path), output
-            )
+class _Seen(NamedTuple):
+    """A file in a folder, before it is known whether it is input: where a link leads is not asked yet."""
+
+    folder: Folder
+    entry: Entry
+    keys: Keys
+
+    @property
+    def named(self) -> str:
+        return os.path.join(self.folder.named, self.entry.name)
+
+    def found(self, storage: Storage) -> FoundFile:
+        """Raises PathOutsideRoots, or InvalidValue for a name that is not UTF-8."""
+        return FoundFile(self.folder.real_path(self.entry, storage), self.keys, self.named)
 
 
-def _folder_files(walk: Walk, path: str, keys: Keys, output: str) -> list[FoundFile]:
-    """Return a folder's files. Raises NestedFolders."""
-    plain_folders: list[str] = []
-    files = list(_files(walk, Folder(path, path), keys, output, plain_folders))
-    plain = [folder for folder in plain_folders if folder != output]
-    if (nested := _first_nested(walk, plain, output)) is not None:
-        raise NestedFolders(path, os.path.relpath(nested, path))
-    return files
+def _format_of(names: Sequence[str]) -> str | None:
+    """Return the format of a folder's files: Parquet where it has some, as what lies beside them, a list of
+    columns for example, is none of the rows; None where there are no files."""
+    found: dict[str, str] = {}
+    for name in names:
+        found.setdefault(named_format(name) or PARQUET, name)
+    if len(found) > 1 and PARQUET not in found:
+        (one, first), (other, second), *_ = found.items()
+        raise MixedFormats(second, other, first, one)
+    return PARQUET if PARQUET in found else next(iter(found), None)
 
 
-def _files(walk: Walk, top: Folder, keys: Keys, output: str, plain_folders: list[str]) -> Iterator[FoundFile]:
-    """Yield the files of a folder and of its key=value folders; note those that are not entered."""
-    waiting = [(top, keys, iter(walk.entries(top.path)))]
-    while waiting:
-        folder, keys, entries = waiting[-1]
-        entry = next(entries, None)
-        if entry is None:
-            waiting.pop()
-        elif _is_hidden(entry.name):
-            continue
-        elif not entry.is_folder:
-            if entry.name.endswith(".parquet"):
-                yield FoundFile(folder.real_path(entry, walk.storage), keys)
-        elif (key := folder_key(entry.name)) is None:
-            plain_folders.append(os.path.join(folder.path, entry.name))
-        else:
-            child = folder.child(entry, walk.storage)
-            if child is not None and child.path != output:
-                below = joined_keys(keys, (key,), child.path)
-                waiting.append((child, below, iter(walk.entries(child.path))))
+def _suffixes(wanted: str | None) -> Iterable[str]:
+    """Return how the names of a format's files end, None for any, compressed ones last."""
+    plain = [each for name, own in SUFFIXES.items() if wanted in (None, name) for each in own]
+    return [*plain, *COMPRESSED]
 
 
 def _is_glob(item: str) -> bool:
@@ -119,10 +171,10 @@ def _keys(names: Sequence[str]) -> Keys:
     return tuple(key for key in map(folder_key, names) if key is not None)
 
 
-def _first_nested(walk: Walk, folders: Sequence[str], output: str) -> str | None:
-    """Return a Parquet file that lies below one of these folders, at any depth, but not below the output.
+def _first_nested(walk: Walk, folders: Sequence[str], output: str, wanted: str | None) -> str | None:
+    """Return a file that lies below one of these folders, at any depth, but not below the output.
 
-    Enters no links, and passes by what is not readable.
+    wanted: its format, None for any. Enters no links, and passes by what is not readable.
     """
     waiting = list(reversed(folders))
     while waiting:
@@ -133,7 +185,7 @@ def _first_nested(walk: Walk, folders: Sequence[str], output: str) -> str | None
                 continue
             if entry.is_folder and not entry.is_link:
                 waiting.append(path)
-            elif not entry.is_folder and entry.name.endswith(".parquet"):
+            elif not entry.is_folder and is_named(entry.name, wanted):
                 return path
     return None
 

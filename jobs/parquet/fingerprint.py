@@ -5,24 +5,30 @@ from __future__ import annotations
 from hashlib import blake2b
 
 from ..errors import CorruptParquet
+from ..runs.formats import PARQUET
 from .storage import Storage, reading
 
 #: Read besides the footer: a file of at most so many bytes whole, of a larger one as many in samples.
 WHOLE_BYTES = 1 << 16
 NUM_SAMPLES = 4
 
+_CHUNK_BYTES = 1 << 20
+
 _TAIL = 8  # bytes at a file's end: the footer's length, and Parquet's mark
 
 
-def file_fingerprint(storage: Storage, path: str) -> str:
-    """Return 32 hexadecimal digits that depend on a Parquet file's contents alone, not on its times.
+def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -> str:
+    """Return 32 hexadecimal digits that depend on a file's contents alone, not on its times.
 
-    Of a file beyond 64 KiB only the footer and 4 samples of 16 KiB, evenly spaced, are read. The footer
-    holds row counts, offsets and sizes of all column chunks, and their statistics: what a writer changes
-    shows there, or shifts what comes after it. An edit in place that keeps every size and every minimum and
-    maximum, outside of the samples, is not found. Raises CorruptParquet or InputNotFound.
+    Of a Parquet file beyond 64 KiB only the footer and 4 samples of 16 KiB, evenly spaced, are read. The
+    footer holds row counts, offsets and sizes of all column chunks, and their statistics: what a writer
+    changes shows there, or shifts what comes after it. An edit in place that keeps every size and every
+    minimum and maximum, outside of the samples, is not found. Any other file has nothing that tells of the
+    rest of it, and is read whole. Raises CorruptParquet or InputNotFound.
     """
     digest = blake2b(digest_size=16)
+    if input_format != PARQUET:
+        return _of_all(storage, path, digest)
     with reading(path), storage.open_input(path) as file:
         size = file.size()
         digest.update(size.to_bytes(8, "little"))
@@ -36,4 +42,12 @@ def file_fingerprint(storage: Storage, path: str) -> str:
         for number in range(NUM_SAMPLES):
             digest.update(file.read_at(sample, max(0, size - footer - sample) * number // (NUM_SAMPLES - 1)))
         digest.update(file.read_at(footer, size - footer))
+    return digest.hexdigest()
+
+
+def _of_all(storage: Storage, path: str, digest: blake2b) -> str:
+    with reading(path), storage.open_input(path) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            storage.check_interrupted()
+            digest.update(chunk)
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""A run's input files: what their footers say, and whether they are still those that were planned."""
+"""A run's input files: what they hold, and whether they are still those that were planned."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ..common.shown import shown
 from ..context.shard_bytes import DEFAULT_BYTES
 from ..errors import ColumnConflict, InputChanged, InputNotFound, SchemaMismatch
+from ..runs.formats import ARROW, JSONL, LINES, PARQUET, one_format
 from ..runs.partitions import AddedColumn, FoundFile, partition_columns
 from ..runs.plan import PlannedFile
 from .added_columns import with_added_fields
 from .fingerprint import file_fingerprint
 from .footer import MAX_FOOTER_BYTES, check_footer
 from .footer_cost import MAX_FOOTER_ITEMS
+from .formats.arrow_decoder import look_at_arrow
+from .formats.kinds import Kind, arrow_type, merged, text_kind
+from .formats.line_scan import read_header, scan_lines
 from .storage import FileStat, Storage, reading
 
 #: Bytes read at once of each column: without a limit pyarrow holds a whole row group's compressed columns.
@@ -32,14 +37,17 @@ Fingerprint = Callable[[FileStat], str]
 class Inputs:
     """What planning knows of a run's input.
 
-    row_groups: for each file the rows of each of its row groups. file_schema: of every one of the files.
-    added_columns: what comes behind its columns, of the names of folders and files.
+    row_groups: for each file the rows of each of its row groups, record batches or blocks of lines.
+    file_schema: of every one of the files. added_columns: what comes behind its columns, of the names of
+    folders and files. input_format, columns: as in the plan.
     """
 
     files: tuple[PlannedFile, ...]
     row_groups: tuple[tuple[int, ...], ...]
     file_schema: pa.Schema
     added_columns: tuple[AddedColumn, ...]
+    input_format: str = PARQUET
+    columns: tuple[tuple[str, Kind], ...] = ()
 
     @property
     def schema(self) -> pa.Schema:
@@ -54,45 +62,63 @@ def read_inputs(
     check_interrupted: Callable[[], None],
     limit: int = DEFAULT_BYTES,
     max_rows: int | None = None,
+    input_format: str | None = None,
 ) -> Inputs:
-    """Read the footer and the fingerprint of each file.
+    """Look at each file: at its footer or its record batches, or at all lines; and at its fingerprint.
 
-    check_interrupted: called before each file; what it raises ends the reading. limit: see parquet_file.
-    max_rows: files behind that many rows are left out, and not looked at.
-    Raises CorruptParquet, FooterTooLarge, SchemaMismatch when the files differ, or ColumnConflict for the
-    filename column.
+    check_interrupted: called before each file, and before lines; what it raises ends the reading. limit: see
+    parquet_file. max_rows: files behind that many rows are left out, and not looked at. input_format: where
+    names do not tell it. Raises CorruptParquet, CorruptTable, FooterTooLarge, MixedFormats, SchemaMismatch
+    when the files differ, or ColumnConflict for the filename column.
     """
-    schema, columns, rows = read_columns(storage, found, filename_column, limit)
-    files, row_groups = [], []
-    for each in found:
-        check_interrupted()
-        file, groups, own = _read_footer(storage, each.path, limit)
-        if not own.equals(schema):
-            raise SchemaMismatch(each.path, f"its columns are {_columns(own, schema)}")
-        files.append(file)
-        row_groups.append(groups)
-        if max_rows is not None and (max_rows := max_rows - file.rows) <= 0:
-            break
+    file_format = one_format((file.named or file.path for file in found), input_format)
+    if file_format in LINES:
+        files, row_groups, kinds = _read_lines(storage, found, file_format, check_interrupted, max_rows)
+        schema = pa.schema([(name, arrow_type(kind)) for name, kind in kinds.items()])
+    else:
+        kinds = {}
+        files, row_groups, schema = _read_footers(
+            storage, found, file_format, check_interrupted, limit, max_rows
+        )
+    columns, rows = _added_columns(found, schema.names, filename_column)
     files = [replace(file, values=tuple(values)) for file, values in zip(files, rows, strict=False)]
-    return Inputs(tuple(files), tuple(row_groups), schema, tuple(columns))
+    return Inputs(tuple(files), tuple(row_groups), schema, tuple(columns), file_format, tuple(kinds.items()))
 
 
 def read_columns(
-    storage: Storage, found: Sequence[FoundFile], filename_column: str | None, limit: int = DEFAULT_BYTES
-) -> tuple[pa.Schema, list[AddedColumn], list[list[Any]]]:
-    """Read the first file's footer; return its schema, the added columns, and each file's values in them.
+    storage: Storage,
+    found: Sequence[FoundFile],
+    filename_column: str | None,
+    limit: int = DEFAULT_BYTES,
+    input_format: str | None = None,
+) -> pa.Schema | None:
+    """Return what a look at the first file alone tells of the run's columns, the added ones included.
 
-    limit: see parquet_file. Raises CorruptParquet, FooterTooLarge, SchemaMismatch when the folders differ, or
-    ColumnConflict for the filename column.
+    None for lines of text, whose columns are known when all were read; but a CSV file's header is looked at.
+    limit: see parquet_file. Raises CorruptParquet, CorruptTable, FooterTooLarge, MixedFormats, SchemaMismatch
+    when the folders differ, or ColumnConflict for the filename column.
     """
-    *_, schema = _read_footer(storage, found[0].path, limit)
-    columns, rows = partition_columns(found, schema.names)
+    file_format = one_format((file.named or file.path for file in found), input_format)
+    if file_format in LINES:
+        if file_format != JSONL:
+            _added_columns(found, read_header(storage, found[0].path, file_format), filename_column)
+        return None
+    *_, schema = _read_footer(storage, found[0].path, file_format, limit)
+    columns, _ = _added_columns(found, schema.names, filename_column)
+    return with_added_fields(schema, columns)
+
+
+def _added_columns(
+    found: Sequence[FoundFile], names: Sequence[str], filename_column: str | None
+) -> tuple[list[AddedColumn], list[list[Any]]]:
+    """Return the added columns, and each file's values in them. names: of the files' own columns."""
+    columns, rows = partition_columns(found, names)
     if filename_column is not None:
-        if filename_column in (*schema.names, *(column.name for column in columns)):
+        if filename_column in (*names, *(column.name for column in columns)):
             raise ColumnConflict(filename_column, "give filename_column another name")
         columns.append(AddedColumn(filename_column, "string"))
         rows = [[*values, each.path] for values, each in zip(rows, found, strict=True)]
-    return schema, columns, rows
+    return columns, rows
 
 
 @contextmanager
@@ -158,18 +184,83 @@ def parquet_file(path: str, source: Any, footer: Any = None, limit: int = DEFAUL
         yield file
 
 
-def _read_footer(storage: Storage, path: str, limit: int) -> tuple[PlannedFile, tuple[int, ...], pa.Schema]:
+def _read_footers(
+    storage: Storage,
+    found: Sequence[FoundFile],
+    file_format: str,
+    check_interrupted: Callable[[], None],
+    limit: int,
+    max_rows: int | None,
+) -> tuple[list[PlannedFile], list[tuple[int, ...]], pa.Schema]:
+    files: list[PlannedFile] = []
+    row_groups: list[tuple[int, ...]] = []
+    schema: pa.Schema | None = None
+    for each in found:
+        check_interrupted()
+        file, groups, own = _read_footer(storage, each.path, file_format, limit)
+        schema = own if schema is None else schema
+        if not own.equals(schema):
+            raise SchemaMismatch(each.path, f"its columns are {_columns(own, schema)}")
+        files.append(file)
+        row_groups.append(groups)
+        if max_rows is not None and (max_rows := max_rows - file.rows) <= 0:
+            break
+    return files, row_groups, schema
+
+
+def _read_footer(
+    storage: Storage, path: str, file_format: str, limit: int
+) -> tuple[PlannedFile, tuple[int, ...], pa.Schema]:
     stat = storage.stat(path)
     if stat is None:
         raise InputNotFound(path)
-    with open_parquet(storage, path, limit) as file:
-        schema, metadata = file.schema_arrow, file.metadata
-        groups = tuple(metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))
+    if file_format == ARROW:
+        with reading(path, file_format), storage.open_input(path) as source:
+            messages, schema = look_at_arrow(path, source)
+        groups = tuple(each.rows or 0 for each in messages.batches)
+    else:
+        with open_parquet(storage, path, limit) as file:
+            schema, metadata = file.schema_arrow, file.metadata
+            groups = tuple(metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))
     twice = [name for name, count in Counter(schema.names).items() if count > 1]
     if twice:
         raise SchemaMismatch(path, f"it has two columns named {twice[0]!r}")
-    fingerprint = file_fingerprint(storage, path)
+    fingerprint = file_fingerprint(storage, path, file_format)
     return PlannedFile(path, stat.size, stat.mtime_ns, sum(groups), fingerprint), groups, schema
+
+
+def _read_lines(
+    storage: Storage,
+    found: Sequence[FoundFile],
+    file_format: str,
+    check_interrupted: Callable[[], None],
+    max_rows: int | None,
+) -> tuple[list[PlannedFile], list[tuple[int, ...]], dict[str, Kind]]:
+    """Look through text files. CSV files have the same header; objects any of the names that one has."""
+    files: list[PlannedFile] = []
+    row_groups: list[tuple[int, ...]] = []
+    kinds: dict[str, Kind] = {}
+    for each in found:
+        stat = storage.stat(each.path)
+        if stat is None:
+            raise InputNotFound(each.path)
+        fingerprint = file_fingerprint(storage, each.path, file_format)
+        lines = scan_lines(storage, each.path, file_format, check_interrupted, max_rows)
+        if file_format != JSONL and files and list(lines.kinds) != list(kinds):
+            what = f"its header is {shown(list(lines.kinds))}, the first file's {shown(list(kinds))}"
+            raise SchemaMismatch(each.path, what)
+        merge = merged if file_format == JSONL else text_kind
+        for name, kind in lines.kinds.items():
+            kinds[name] = merge(kinds.get(name, "null"), kind)
+        files.append(
+            PlannedFile(
+                each.path, stat.size, stat.mtime_ns, sum(lines.rows), fingerprint, blocks=tuple(lines.blocks)
+            )
+        )
+        row_groups.append(tuple(lines.rows))
+        if max_rows is not None and (max_rows := max_rows - files[-1].rows) <= 0:
+            break
+    return files, row_groups, kinds
 
 
 def _columns(schema: pa.Schema, first: pa.Schema) -> str:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from ..errors import ColumnConflict, InputError, MissingColumn, SearchTooLong, WrongColumnType
+from ..errors import ColumnConflict, InputError, MissingColumn, MixedFormats, SearchTooLong, WrongColumnType
 from ..runs.spec import RunSpec
 
 
 def check_columns_here(spec: RunSpec) -> None:
     """Raise MissingColumn, WrongColumnType or ColumnConflict where the input's first file shows it.
 
-    Raises SearchTooLong too, which is said before a worker tries.
+    Raises SearchTooLong and MixedFormats too, which is said before a worker tries.
 
     Says nothing of an input that is not on this machine: the paths are those of the workers' machines.
     """
     try:
-        from .added_columns import with_added_fields
         from .find_files import find_files
         from .inputs import read_columns
         from .planner import check_columns
@@ -26,10 +25,11 @@ def check_columns_here(spec: RunSpec) -> None:
     with suppress(OSError):
         try:
             storage = Storage(("/",))
-            found = find_files(storage, spec.input, spec.output)
-            schema, added, _ = read_columns(storage, found, spec.filename_column)
-            check_columns(spec, with_added_fields(schema, added), found[0].path)
-        except (ColumnConflict, MissingColumn, SearchTooLong, WrongColumnType):
+            found = find_files(storage, spec.input, spec.output, spec.input_format)
+            schema = read_columns(storage, found, spec.filename_column, input_format=spec.input_format)
+            if schema is not None:
+                check_columns(spec, schema, found[0].path)
+        except (ColumnConflict, MissingColumn, MixedFormats, SearchTooLong, WrongColumnType):
             raise
         except InputError:  # the planning says so, if it finds the same
             return

@@ -54,7 +54,7 @@ def score_parquet(
 ) -> dict[str, Any]:
     """Plan a run and enqueue its shards; called again with the same arguments, resume it.
 
-    input: a Parquet file, a folder, a glob, or a list of them, below the worker's data roots. Folders named
+    input: a file, a folder, a glob, or a list of them, below the worker's data roots. Folders named
     key=value below it are read too, and give columns.
     output: a new or empty folder, or that of the same run.
     prompt_column: text that is completed as it stands. messages_column instead: chats, as lists of structs
@@ -110,14 +110,10 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
     storage.resolve(spec.output)
     state, queue = RunState(context.connection, spec.run, context.lease), submission.queue
     state.open_submission(context.job_id, spec.output, queue, submission.model, submission.limit)
-    found = find_files(storage, spec.input, spec.output)
+    found = find_files(storage, spec.input, spec.output, spec.input_format)
+    limit = context.shard_bytes.limit
     inputs = read_inputs(
-        storage,
-        found,
-        spec.filename_column,
-        context.check_interrupted,
-        context.shard_bytes.limit,
-        spec.limit,
+        storage, found, spec.filename_column, context.check_interrupted, limit, spec.limit, spec.input_format
     )
     check_columns(spec, inputs.schema, found[0].path)
     plan = _agreed_plan(context, storage, spec, inputs, submission.model)
@@ -207,6 +203,8 @@ def _new_plan(context: JobContext, spec: RunSpec, inputs: Inputs) -> Plan:
         files=inputs.files,
         shards=cut_shards(inputs.row_groups, spec.rows_per_shard, spec.limit),
         added_columns=inputs.added_columns,
+        input_format=inputs.input_format,
+        columns=inputs.columns,
     )
 
 

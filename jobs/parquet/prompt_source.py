@@ -133,8 +133,18 @@ def check_defaults(defaults: Mapping[str, str], columns: Sequence[str]) -> None:
             )
 
 
-def render_rows(source: PromptSource, batch: pa.RecordBatch) -> Iterator[str | RowProblem]:
-    """Render each row of a batch to its text, or to the reason why it has none."""
+def render_rows(
+    source: PromptSource, batch: pa.RecordBatch, problems: Sequence[str | None] = ()
+) -> Iterator[str | RowProblem]:
+    """Render each row of a batch to its text, or to the reason why it has none.
+
+    problems: of each row why its line is none, None where it is one; empty where no row has such.
+    """
+    if problems:
+        texts = render_rows(source, batch)
+        for problem, text in zip(problems, texts, strict=True):
+            yield text if problem is None else RowProblem(problem)
+        return
     for start in range(0, batch.num_rows, SLICE_ROWS):
         part = batch.slice(start, SLICE_ROWS)
         columns = [row_values(name, part.column(name)) for name in source.columns]

@@ -25,7 +25,9 @@ from ..runs.state import RunState
 from ..tasks import Completion, OpenTask, Request
 from .added_columns import with_added_fields, with_added_values
 from .column_choice import ColumnChoice, kept, used
+from .decoders import Table
 from .fingerprint import file_fingerprint
+from .formats.problems import split_problems
 from .inputs import unchanged
 from .part import output_schema, part_stats, with_answers, write_part
 from .prompt_source import PromptSource, render_rows
@@ -192,7 +194,7 @@ class ShardWork(OpenTask):
     ) -> Iterator[pa.RecordBatch]:
         start = 0
         for batch in reader.read(self._shard, self._check_interrupted):
-            batch = self._with_added(batch)
+            batch = self._with_added(split_problems(batch)[0])
             yield with_answers(batch, answers[start : start + batch.num_rows], schema)
             start += batch.num_rows
 
@@ -203,7 +205,8 @@ class ShardWork(OpenTask):
         self._texts = texts = ShardTexts(file.path, source.columns, self._held)
         with self._reader(file, in_file) as reader:
             for batch in reader.read(self._shard, self._check_interrupted):
-                texts.add(self._heeded(render_rows(source, self._with_added(batch))))
+                batch, problems = split_problems(batch)
+                texts.add(self._heeded(render_rows(source, self._with_added(batch), problems)))
         first_row = plan.first_row(self._number)
         sampling, chat = plan.spec.chat
         return ShardRequests(
@@ -252,15 +255,19 @@ class ShardWork(OpenTask):
         """
         spec = self._folder.plan.spec
         in_use = used(spec, self._source.columns, self._added)
-        key = ReaderKey(self._planned_file.path, (file.size, file.mtime_ns), (columns, in_use))
+        own = self._folder.plan.run if self._folder.plan.columns else None  # its view of what lines hold
+        key = ReaderKey(self._planned_file.path, (file.size, file.mtime_ns), (columns, in_use, own))
         room = ReadRoom(self._held, self._files.close_idle)
-        storage, shard = self._folder.storage, self._shard
+        storage, shard, plan = self._folder.storage, self._shard, self._folder.plan
+        table = Table.of(plan, file)
 
         def open_reader(footer: Any) -> RowReader:
-            return RowReader(storage, file.path, shard, columns, footer, room, in_use)
+            return RowReader(storage, file.path, shard, columns, footer, room, in_use, table)
 
         def fingerprint(state: FileStat) -> str:
-            return self._files.fingerprint(key.path, state, lambda: file_fingerprint(storage, file.path))
+            return self._files.fingerprint(
+                key.path, state, lambda: file_fingerprint(storage, file.path, plan.input_format)
+            )
 
         # The outer one explains why a reader could not open; by the inner one a reader that has seen another
         # file is closed, and not lent on to a shard that finds the planned file in its place again.

@@ -18,7 +18,16 @@ from typing import Any
 import pyarrow as pa
 
 from ..context import never_interrupted
-from ..errors import CorruptParquet, DiskFull, InputNotFound, OutputNotWritable, PathOutsideRoots, PathSwapped
+from ..errors import (
+    CorruptParquet,
+    CorruptTable,
+    DiskFull,
+    InputError,
+    InputNotFound,
+    OutputNotWritable,
+    PathOutsideRoots,
+    PathSwapped,
+)
 from ..runs.paths import local_path
 from .confined import entered, links_refused, root_of
 
@@ -256,8 +265,9 @@ def glob_chars(pattern: str) -> set[str]:
 
 
 @contextmanager
-def reading(path: str) -> Iterator[None]:
-    """Name the file in what goes wrong while it is read. Raises InputNotFound or CorruptParquet.
+def reading(path: str, file_format: str | None = None) -> Iterator[None]:
+    """Name the file in what goes wrong while it is read. Raises InputNotFound, CorruptParquet or, where a
+    file_format is given, CorruptTable.
 
     A lack of memory passes as it is, unless the file asks for more than this machine has in all.
     """
@@ -266,15 +276,21 @@ def reading(path: str) -> Iterator[None]:
     except pa.ArrowMemoryError as error:
         if not _is_absurd(error):
             raise
-        raise CorruptParquet(path, _first_line(error)) from error
+        raise _corrupt(path, file_format, error) from error
     except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise CorruptParquet(path, _first_line(error)) from error
+        raise _corrupt(path, file_format, error) from error
     except OSError as error:
         if error.errno in _NO_SUCH_FILE:
             raise InputNotFound(path) from None
         if error.errno is not None:
             raise
-        raise CorruptParquet(path, _first_line(error)) from error  # how pyarrow reports broken pages
+        raise _corrupt(path, file_format, error) from error  # how pyarrow reports broken pages
+
+
+def _corrupt(path: str, file_format: str | None, error: BaseException) -> InputError:
+    if file_format is None:
+        return CorruptParquet(path, _first_line(error))
+    return CorruptTable(path, file_format, _first_line(error))
 
 
 @contextmanager

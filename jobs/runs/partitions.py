@@ -39,10 +39,14 @@ class AddedColumn:
 
 @dataclass(frozen=True)
 class FoundFile:
-    """A file of a run's input: its real path, and what the folders that were searched for it are named."""
+    """A file of a run's input: its real path, and what the folders that were searched for it are named.
+
+    named: the path by which it was found, whose suffix tells its format: a link's may, and its target's not.
+    """
 
     path: str
     keys: Keys = ()
+    named: str = ""
 
     @property
     def key_names(self) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from ..common.shown import shown
 from ..context.served_model import model_text
 from ..errors import InvalidJob
+from .formats import PARQUET, SUFFIXES
 from .partitions import AddedColumn
 from .spec import RunSpec
 
@@ -43,13 +44,22 @@ class PinnedModel:
         return model_text(self.name, self.dtype, self.fingerprint)
 
 
+class Block(NamedTuple):
+    """Where a block of a text file's rows begins: the byte, of a compressed file that of its text, the number
+    of the line, counted from 1, and that of the row, from 0."""
+
+    byte: int
+    line: int
+    row: int = 0
+
+
 @dataclass(frozen=True)
 class PlannedFile:
     """An input file as it was planned: size in bytes, rows, what its contents are told by, and its values in
     the plan's added columns.
 
     mtime_ns: its modification time, Unix nanoseconds; a file with another one is looked at more closely, and
-    is the same if all else is.
+    is the same if all else is. blocks: of a text file, its row groups.
     """
 
     path: str
@@ -58,13 +68,15 @@ class PlannedFile:
     rows: int
     fingerprint: str
     values: tuple[Any, ...] = ()
+    blocks: tuple[Block, ...] = ()
 
 
 class Shard(NamedTuple):
     """A range of rows of one file.
 
     file: index into the plan's files. start: first row within the file.
-    first_group, num_groups: the row groups that hold the range. skip: rows of the first group before it.
+    first_group, num_groups: the row groups that hold the range, or record batches, or a text file's blocks.
+    skip: rows of the first group before it.
     """
 
     file: int
@@ -108,6 +120,8 @@ class Plan:
     """What a run does.
 
     seed: the source of every row's seed. model: the planning worker's. added_columns: come behind the files'.
+    input_format: of all files. columns: of text files, which do not say it: names, and what they hold
+    (jobs.parquet.formats.kinds).
     """
 
     spec: RunSpec
@@ -117,6 +131,8 @@ class Plan:
     files: tuple[PlannedFile, ...]
     shards: Shards
     added_columns: tuple[AddedColumn, ...] = ()
+    input_format: str = PARQUET
+    columns: tuple[tuple[str, Any], ...] = ()
 
     @property
     def run(self) -> str:
@@ -145,6 +161,8 @@ class Plan:
             "model": asdict(self.model),
             "version": self.version,
             "added_columns": [asdict(column) for column in self.added_columns],
+            "input_format": self.input_format,
+            "columns": self.columns,
             "files": [asdict(file) for file in self.files],
             "shard_fields": Shard._fields,
         }
@@ -189,11 +207,20 @@ class Plan:
             files=tuple(_planned_file(file, columns) for file in content["files"]),
             shards=Shards(map(_counts, content["shards"])),
             added_columns=columns,
+            input_format=_format(content.get("input_format", PARQUET)),
+            columns=tuple((str(name), kind) for name, kind in content.get("columns", ())),
         )
 
 
+def _format(value: Any) -> str:
+    if value not in SUFFIXES:
+        raise ValueError(f"its input_format is {shown(value)}")
+    return str(value)
+
+
 def _planned_file(content: Mapping[str, Any], columns: Sequence[AddedColumn]) -> PlannedFile:
-    file = PlannedFile(**{**content, "values": tuple(content["values"])})
+    blocks = tuple(Block(*_counts(block)) for block in content.get("blocks", ()))
+    file = PlannedFile(**{**content, "values": tuple(content["values"]), "blocks": blocks})
     for column, value in zip(columns, file.values, strict=True):
         column.check(value)
     return file

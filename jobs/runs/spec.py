@@ -16,6 +16,7 @@ from ..errors import InvalidJob, InvalidValue
 from ..prompts.arguments import parse_sampling
 from ..prompts.chat_options import ChatOptions, refuse_chat_options, split_chat_options
 from . import option_checks
+from .formats import parse_format
 from .option_checks import column_name
 from .paths import local_path
 from .template import Template
@@ -48,6 +49,7 @@ class RunSpec:
     sampling: dict[str, Any]
     rows_per_shard: int
     filename_column: str | None
+    input_format: str | None = None
     keep: list[str] | None = None
     drop: list[str] | None = None
     output_prefix: str = ""
@@ -66,6 +68,7 @@ class RunSpec:
         sampling: Any = None,
         rows_per_shard: Any = 1000,
         filename_column: Any = None,
+        input_format: Any = None,
         keep: Any = None,
         drop: Any = None,
         output_prefix: Any = None,
@@ -75,6 +78,7 @@ class RunSpec:
     ) -> RunSpec:
         """Check and normalise the arguments; see jobs.parquet.planner.score_parquet for the first of them.
 
+        input_format: parquet, csv, tsv, jsonl or arrow, where the files' names do not tell it.
         keep, drop: the input's columns that the output has, or has not. output_prefix: stands before the
         names of the columns that are added. limit: so many rows, the first ones, are the run.
         sampling_columns: for names of sampling values the columns that hold each row's; null leaves that of
@@ -103,6 +107,7 @@ class RunSpec:
             filename_column=None
             if filename_column is None
             else column_name("filename_column", filename_column),
+            input_format=parse_format(input_format),
             keep=option_checks.column_names("keep", keep),
             drop=option_checks.column_names("drop", drop),
             output_prefix=option_checks.output_prefix(output_prefix),
@@ -205,7 +210,7 @@ def _check_template(template: Any, rows_per_shard: int) -> None:
 def _inputs(value: Any) -> list[str]:
     items = value if isinstance(value, list) else [value]
     if not items:
-        raise InvalidJob("input is an empty list: name at least one Parquet file, folder or glob")
+        raise InvalidJob("input is an empty list: name at least one file, folder or glob")
     check_num_files(len(items))
     return [local_path(item) for item in items]
 

@@ -192,7 +192,7 @@ def test_a_failure_that_no_other_try_can_mend_uses_up_no_retry(workers: Workers)
         assert (workers.result(job).exc_string or "").splitlines()[-1] == "tokenmill: client"
     assert f"job {jobs[0].id} failed: RequestFailed: request 0 of this job failed: the prompt is empty" in log
     assert f"job {jobs[1].id} failed: InvalidJob: 'max_tokns' is no sampling parameter; did you mean" in log
-    assert f"job {jobs[2].id} failed: InputNotFound: no Parquet file at" in log
+    assert f"job {jobs[2].id} failed: InputNotFound: no input file at" in log
 
 
 def test_a_failure_of_the_servers_is_tried_again_and_classed(workers: Workers) -> None:

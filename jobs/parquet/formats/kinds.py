@@ -1,0 +1,167 @@
+"""What the columns of lines hold: found while a run is planned, the same for all of its files.
+
+A kind is JSON, as the plan keeps it: "null", "bool", "int" (up to 2**53, which a float holds exactly), "long"
+(up to 64 bits), "float", "text", {"list": kind}, {"struct": {name: kind}}, or "json", where values have
+different kinds: such a column is text, and what is no text in it is written as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+Kind = str | dict[str, Any]
+
+_SCALARS = {
+    "null": pa.string(),  # what only ever was null; also a prompt that is never there has a type
+    "bool": pa.bool_(),
+    "int": pa.int64(),
+    "long": pa.int64(),
+    "float": pa.float64(),
+    "text": pa.string(),
+    "json": pa.string(),
+}
+
+_EXACT, _INT64 = 1 << 53, 1 << 63
+
+_INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,18})")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_TRUTH: dict[str, bool] = {
+    "true": True,
+    "True": True,
+    "TRUE": True,
+    "false": False,
+    "False": False,
+    "FALSE": False,
+}
+_OF_TEXT: Mapping[str, Callable[[str], Any]] = {
+    "int": int,
+    "long": int,
+    "float": float,
+    "bool": _TRUTH.__getitem__,
+}
+
+#: Levels of lists and objects below which a column is kept as JSON: few readers of Parquet go deeper.
+MAX_DEPTH = 20
+
+#: Names within one object beyond which it is kept as JSON: they are values then, and no names.
+MAX_FIELDS = 1000
+
+
+def merged(one: Kind, other: Kind) -> Kind:
+    """Return the kind of a column that holds values of both.
+
+    "json" never stands within another kind: text among lists could not be told from what is JSON there.
+    """
+    if one == other or other == "null":
+        return one
+    if one == "null":
+        return other
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        if "list" in one:
+            inner = merged(one["list"], other["list"])
+            return "json" if inner == "json" else {"list": inner}
+        return _merged_structs(one["struct"], other["struct"])
+    kinds = {one, other} if isinstance(one, str) and isinstance(other, str) else set()
+    if kinds == {"int", "long"}:
+        return "long"
+    return "float" if kinds == {"int", "float"} else "json"
+
+
+def _merged_structs(one: Mapping[str, Kind], other: Mapping[str, Kind]) -> Kind:
+    fields = dict(one)
+    for name, kind in other.items():
+        fields[name] = merged(fields.get(name, "null"), kind)
+        if fields[name] == "json" or len(fields) > MAX_FIELDS:
+            return "json"
+    return {"struct": fields}
+
+
+def kind_of(value: Any, depth: int = 0) -> Kind:
+    """Return the kind of a value that came of JSON."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "bool"
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, int):
+        size = abs(value)
+        return "int" if size <= _EXACT else "long" if size < _INT64 else "json"
+    if isinstance(value, float):
+        return "float"
+    return _nested_kind(value, depth) if depth < MAX_DEPTH else "json"
+
+
+def _nested_kind(value: Any, depth: int) -> Kind:
+    inner: Kind = "null"
+    if isinstance(value, list):
+        for item in value:
+            found = kind_of(item, depth + 1)
+            if found == "json" or ((inner := merged(inner, found)) == "json"):
+                return "json"
+        return {"list": inner}
+    fields = {name: kind_of(item, depth + 1) for name, item in value.items()}
+    return "json" if not fields or "json" in fields.values() else {"struct": fields}
+
+
+def kind_of_texts(texts: Iterable[str | None]) -> Kind:
+    """Return the kind of a column of a CSV file: numbers without leading zeros and signs, true and false,
+    else text. None is an empty field."""
+    values = {text for text in texts if text is not None}
+    if not values:
+        return "null"
+    if all(map(_INTEGER.fullmatch, values)):
+        most = max(abs(int(value)) for value in values)
+        return "int" if most <= _EXACT else "long" if most < _INT64 else "text"
+    if all(map(_NUMBER.fullmatch, values)) and all(map(_is_exact, values)):
+        return "float"
+    return "bool" if values <= _TRUTH.keys() else "text"
+
+
+def _is_exact(text: str) -> bool:
+    """Whether a number is kept as a float: finite, and no integer that would lose digits."""
+    digits = text.removeprefix("-")
+    if digits.isdigit():
+        return len(digits) <= 16 and int(digits) <= _EXACT
+    return math.isfinite(float(text))
+
+
+def text_kind(one: Kind, other: Kind) -> Kind:
+    """As `merged`, for columns of a CSV file: fields of different kinds are text as they stand."""
+    found = merged(one, other)
+    return "text" if found == "json" else found
+
+
+def arrow_type(kind: Kind) -> pa.DataType:
+    """Return the type of a column. Raises KeyError, TypeError or AttributeError for what is no kind."""
+    if isinstance(kind, str):
+        return _SCALARS[kind]
+    if "list" in kind:
+        return pa.list_(arrow_type(kind["list"]))
+    return pa.struct([pa.field(name, arrow_type(inner)) for name, inner in kind["struct"].items()])
+
+
+def json_array(values: Sequence[Any], kind: Kind) -> pa.Array:
+    """Return a column of values that came of JSON. Raises what pyarrow does where they are of another
+    kind."""
+    if kind == "json":
+        values = [each if each is None or isinstance(each, str) else as_json(each) for each in values]
+    return pa.array(values, arrow_type(kind))
+
+
+def text_array(texts: Sequence[str | None], kind: Kind) -> pa.Array:
+    """Return a column of a CSV file's fields. Raises ValueError or KeyError where they are of no such
+    kind."""
+    convert = _OF_TEXT.get(str(kind), str)
+    return pa.array([None if text is None else convert(text) for text in texts], arrow_type(kind))
+
+
+def as_json(value: Any) -> str:
+    """Return a value as JSON, text in its own letters."""
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,471 @@
+"""CSV, TSV, JSONL and Arrow tables are input as Parquet files are: same plan, shards, resume and errors."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import os
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from redis import Redis
+
+from jobs.context import JobContext
+from jobs.errors import (
+    CorruptTable,
+    InputChanged,
+    InvalidValue,
+    MissingColumn,
+    MixedFormats,
+    NestedFolders,
+    SchemaMismatch,
+    ShardTooLarge,
+)
+from jobs.parquet.find_files import find_files
+from jobs.parquet.formats import line_scan
+from jobs.parquet.formats.line_scan import scan_lines
+from jobs.parquet.formats.lines import MAX_LINE_BYTES
+from jobs.parquet.row_reader import RowReader, Table
+from jobs.parquet.storage import Storage
+from jobs.runs.plan import cut_shards
+from tests.jobs.answering import queued_jobs, run_task, score_parquet, shout, work_off
+from tests.jobs.conftest import Invoke
+
+MakeContext = Callable[[], JobContext]
+ROWS = [{"prompt": f"p{number}", "id": number, "half": number / 2} for number in range(23)]
+
+
+def write_csv(path: Path, delimiter: str = ",") -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ROWS[0], delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(ROWS)
+    return path
+
+
+def write_jsonl(path: Path) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def compress(path: Path, suffix: str) -> Path:
+    content = path.read_bytes()
+    packed = {
+        ".gz": lambda: gzip.compress(content[:100]) + gzip.compress(content[100:]),  # two members
+        ".bz2": lambda: bz2.compress(content),
+        ".zst": lambda: pa.compress(content, "zstd", asbytes=True),
+    }[suffix]()
+    path.unlink()
+    target = path.with_name(path.name + suffix)
+    target.write_bytes(packed)
+    return target
+
+
+def write_feather(path: Path) -> Path:
+    feather.write_feather(pa.Table.from_pylist(ROWS), path, compression="lz4", chunksize=4)
+    return path
+
+
+def write_stream(path: Path) -> Path:
+    table = pa.Table.from_pylist(ROWS)
+    with pa.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=4)
+    return path
+
+
+def write_polars(path: Path) -> Path:
+    pl.DataFrame(ROWS).write_ipc(path, compression="zstd")
+    return path
+
+
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    "in.csv": write_csv,
+    "in.CSV": write_csv,
+    "in.tsv": lambda path: write_csv(path, "\t"),
+    "in.jsonl": write_jsonl,
+    "in.ndjson": write_jsonl,
+    "gz.jsonl": lambda path: compress(write_jsonl(path), ".gz"),
+    "bz.jsonl": lambda path: compress(write_jsonl(path), ".bz2"),
+    "zst.csv": lambda path: compress(write_csv(path), ".zst"),
+    "in.feather": write_feather,
+    "in.arrows": write_stream,
+    "in.arrow": write_polars,
+}
+
+
+def score(context: JobContext, source: Any, folder: Path, **options: Any) -> dict[str, Any]:
+    options = {"sampling": {"temperature": 0}, "rows_per_shard": 5, **options}
+    source = [str(item) for item in source] if isinstance(source, list) else str(source)
+    return score_parquet(context, source, str(folder / "out"), **options)
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    return pq.read_table(folder / "out").to_pylist()
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_each_format_gives_the_rows_that_a_parquet_file_does(
+    redis: Redis,
+    make_context: MakeContext,
+    tmp_path: Path,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(line_scan, "BLOCK_BYTES", 60)  # several blocks, also within a shard
+    source = WRITERS[name](tmp_path / name)
+    planned = score(make_context(), source, tmp_path)
+    assert (planned["rows"], planned["shards"]) == (23, 5)
+    jobs = queued_jobs(redis)
+    for job in [*jobs[3:], *jobs[:3]]:  # other shards first, as other workers take them
+        run_task(make_context(), job.func_name, *job.args)
+        job.delete()
+    rows = read_rows(tmp_path)
+    assert [{key: row[key] for key in ROWS[0]} for row in rows] == ROWS
+    assert [row["completion"] for row in rows] == [f"P{number}" for number in range(23)]
+    again = score(make_context(), source, tmp_path)
+    assert again["already_finished"]
+
+
+def test_csv_is_read_as_the_csv_module_writes_it(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    texts = ['say "hi"', "a,b", "two\r\nlines", "ünï", " spaces ", 'in 5" of', "'"]
+    frame = pd.DataFrame(
+        {
+            "prompt": texts,
+            "zip": ["01234"] * 7,
+            "count": [1, 2, 3, None, 5, 6, 7],
+            "big": [2**62] * 7,
+            "yes": [True, False] * 3 + [True],
+            "exp": ["1e3", "2.5", "-3", "0", "7", "8", "9"],
+            "none": [None] * 7,
+            "huge": [str(10**30)] * 7,
+        }
+    )
+    frame["count"] = frame["count"].astype("Int64")
+    (tmp_path / "in.csv").write_text("\ufeff" + frame.to_csv(index=False), encoding="utf-8", newline="")
+    score(make_context(), tmp_path / "in.csv", tmp_path)
+    work_off(redis, make_context)
+    table = pq.read_table(tmp_path / "out")
+    assert table["prompt"].to_pylist() == texts
+    kinds = {name: str(table.schema.field(name).type) for name in table.column_names[:8]}
+    assert kinds == {
+        "prompt": "string", "zip": "string", "count": "int64", "big": "int64",
+        "yes": "bool", "exp": "double", "none": "string", "huge": "string",
+    }  # fmt: skip
+    assert table["count"].to_pylist() == [1, 2, 3, None, 5, 6, 7]
+    assert table["big"].to_pylist() == [2**62] * 7
+    assert table["exp"].to_pylist() == [1000, 2.5, -3, 0, 7, 8, 9]
+
+
+def test_a_bad_line_of_csv_costs_its_row_and_says_which_line_it_is(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    content = b'prompt,n\na,1\nshort\n\nb,2,3\n"two\nlines",3\n"x"y,4\n\xff,5\nc,6\n'
+    (tmp_path / "in.csv").write_bytes(content)
+    assert score(make_context(), tmp_path / "in.csv", tmp_path)["rows"] == 7
+    work_off(redis, make_context)
+    rows = read_rows(tmp_path)
+    assert [row["prompt"] for row in rows] == ["a", None, None, "two\nlines", None, None, "c"]
+    assert [row["n"] for row in rows] == [1, None, None, 3, None, None, 6]
+    errors = [row["error"] for row in rows]
+    assert [errors[place] for place in (0, 3, 6)] == [None] * 3
+    assert errors[1] == "line 3 has 1 fields, and the header 2"
+    assert errors[2] == "line 5 has 3 fields, and the header 2"
+    assert errors[4] is not None
+    assert errors[4].startswith("line 8 is not CSV: ")
+    assert errors[5] == "line 9 is not UTF-8"
+
+
+def test_a_bad_line_of_jsonl_costs_its_row_and_says_which_line_it_is(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    lines = [
+        b'{"prompt": "a", "n": 1}', b"{bad", b"", b"[1]", b"\xff", b'{"prompt": "\\ud800"}',
+        b"[" * 100_000, b'{"prompt": "' + b"x" * MAX_LINE_BYTES + b'"}', b'{"prompt": "b", "extra": [1]}',
+    ]  # fmt: skip
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
+    assert score(make_context(), tmp_path / "in.jsonl", tmp_path)["rows"] == 8
+    work_off(redis, make_context)
+    rows = read_rows(tmp_path)
+    assert [row["completion"] for row in rows] == ["A", *[None] * 6, "B"]
+    assert [row["extra"] for row in rows] == [*[None] * 7, [1]]
+    starts = ["line 2 is not JSON", "line 4 is JSON, but no object", "line 5 is not UTF-8"]
+    starts += ["line 6 is not valid Unicode", "line 7 is nested too deeply", "line 8 has more than"]
+    for row, start in zip(rows[1:7], starts, strict=True):
+        assert row["error"].startswith(start), row["error"]
+
+
+def test_chats_and_values_of_several_kinds_in_jsonl(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    chats: list[Any] = [
+        [{"role": "user", "content": "hi"}],
+        [{"role": "user", "content": [{"type": "text", "text": "parts"}]}],
+    ]
+    objects = [
+        {"messages": chats[0], "plain": chats[0], "mixed": 1, "number": 1, "meta": {}, "nested": {"a": [1]}},
+        {"messages": chats[1], "plain": chats[0], "mixed": "1", "number": 2.5, "nested": {"b": None}},
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, objects)))
+    score(make_context(), tmp_path / "in.jsonl", tmp_path, messages_column="messages")
+    work_off(redis, make_context)
+    rows = read_rows(tmp_path)
+    assert [row["completion"] for row in rows] == [str(chat).upper() for chat in chats]
+    assert [row["plain"] for row in rows] == [chats[0]] * 2
+    assert [row["mixed"] for row in rows] == ["1", "1"]
+    assert [row["number"] for row in rows] == [1.0, 2.5]
+    assert [row["meta"] for row in rows] == ["{}", None]
+    assert [row["nested"] for row in rows] == [{"a": [1], "b": None}, {"a": None, "b": None}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error", "text"),
+    [
+        ("in.csv", b"", CorruptTable, "empty"),
+        ("in.csv", b'prompt,n\n"never closed\nb,1\n', CorruptTable, "line 2 is not closed"),
+        ("in.csv", b"prompt,prompt\na,b\n", SchemaMismatch, "two columns named 'prompt'"),
+        ("in.csv", "prompt\na\n".encode("utf-16"), CorruptTable, "UTF-16"),
+        (
+            "in.csv",
+            b'prompt\n"' + (b"x" * 999 + b"\n") * (MAX_LINE_BYTES // 1000 + 1) + b'"\n',
+            CorruptTable,
+            "line 2 has more",
+        ),
+        ("in.csv", b"text\na\n", MissingColumn, "'prompt'"),
+        ("in.jsonl", b'{"text": 1}\n', MissingColumn, "'text'"),
+        ("in.jsonl", b"", MissingColumn, "'prompt'"),
+        ("in.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 100)[:-20], CorruptTable, "in.jsonl.gz"),
+        ("in.arrow", b"ARROW1\0\0 and more of it", CorruptTable, "Arrow"),
+        ("in.arrow", b"PAR1", CorruptTable, "Arrow"),
+        ("in.arrow", b"", CorruptTable, "Arrow"),
+    ],
+)
+def test_what_costs_a_file_is_named(
+    make_context: MakeContext, tmp_path: Path, name: str, content: bytes, error: type[Exception], text: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(error, match=text):
+        score(make_context(), tmp_path / name, tmp_path)
+
+
+def test_a_damaged_arrow_file_ends_in_a_named_error_wherever_it_is_damaged(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
+    whole = write_stream(tmp_path / "whole.arrows").read_bytes()
+    footed = write_feather(tmp_path / "whole.feather").read_bytes()
+    for number, content in enumerate((whole, footed)):
+        for place in range(0, len(content), 37):
+            damaged = bytearray(content)
+            damaged[place : place + 4] = b"\xff\x7f\xff\xff"
+            path = tmp_path / f"{number}-{place}.arrow"
+            path.write_bytes(damaged)
+            storage = Storage([str(tmp_path)])
+            shard = cut_shards([[23]], 23)[0]
+            with suppress(CorruptTable, SchemaMismatch, ShardTooLarge):
+                reader = RowReader(storage, str(path), shard, table=Table("arrow"))
+                with closing(reader):
+                    for batch in reader.read(shard):
+                        batch.to_pylist()
+
+
+def test_a_file_that_changed_since_planning_is_found_out(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl")
+    score(make_context(), source, tmp_path)
+    first, *rest = queued_jobs(redis)
+    run_task(make_context(), first.func_name, *first.args)
+    content, times = source.read_bytes(), source.stat()
+    source.write_bytes(content.replace(b'"p22"', b'"q22"'))  # of the same size, in the last shard
+    os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
+    for action in (
+        lambda: run_task(make_context(), rest[0].func_name, *rest[0].args),
+        lambda: score(make_context(), source, tmp_path),
+    ):
+        with pytest.raises(InputChanged, match="other contents"):
+            action()
+    source.write_bytes(content)
+    score(make_context(), source, tmp_path)
+    work_off(redis, make_context)
+    assert [row["completion"] for row in read_rows(tmp_path)] == [f"P{number}" for number in range(23)]
+
+
+def test_files_of_a_run_share_one_schema(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.csv").write_text("prompt,n\na,1\n")
+    (tmp_path / "in" / "b.csv.gz").write_bytes(gzip.compress(b"prompt,n\nb,2.5\n"))
+    (tmp_path / "in" / "notes.txt").write_text("no input")
+    score(make_context(), tmp_path / "in", tmp_path)
+    work_off(redis, make_context)
+    assert [(row["completion"], row["n"]) for row in read_rows(tmp_path)] == [("A", 1.0), ("B", 2.5)]
+    (tmp_path / "in" / "c.csv").write_text("n,prompt\n1,c\n")
+    with pytest.raises(SchemaMismatch, match=r"c\.csv: its header is \['n', 'prompt'\]"):
+        score_parquet(make_context(), str(tmp_path / "in"), str(tmp_path / "other"))
+
+
+def test_a_limit_looks_at_no_row_behind_it(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("prompt,n\n" + "a,1\n" * 7 + "b,x\n" * 3)
+    assert score(make_context(), tmp_path / "in.csv", tmp_path, limit=7)["rows"] == 7
+    work_off(redis, make_context)
+    assert [row["n"] for row in read_rows(tmp_path)] == [1] * 7
+
+
+def test_columns_are_chosen_and_added_as_for_parquet(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    for lang in ("de", "en"):
+        (tmp_path / "in" / f"lang={lang}").mkdir(parents=True)
+        write_jsonl(tmp_path / "in" / f"lang={lang}" / "x.jsonl")
+    score(make_context(), tmp_path / "in", tmp_path, template="{lang}", prompt_column="prompt", keep=["id"])
+    work_off(redis, make_context)
+    rows = read_rows(tmp_path)
+    assert [row["completion"] for row in rows] == ["DE"] * 23 + ["EN"] * 23
+    assert [row["id"] for row in rows] == [*range(23)] * 2
+    assert "prompt" not in rows[0]
+
+
+def names_found(tmp_path: Path, item: str, input_format: str | None = None) -> list[str]:
+    found = find_files(Storage([str(tmp_path)]), [item], f"{tmp_path}/out", input_format)
+    return [os.path.basename(file.path) for file in found]
+
+
+def test_a_folder_gives_files_of_one_format(tmp_path: Path) -> None:
+    for name in ("a.csv", "b.csv.gz", "c.jsonl"):
+        (tmp_path / name).touch()
+    with pytest.raises(MixedFormats, match=r"c\.jsonl is jsonl by its name, and .*a\.csv is csv"):
+        names_found(tmp_path, str(tmp_path))
+    assert names_found(tmp_path, str(tmp_path), "csv") == ["a.csv", "b.csv.gz"]
+    (tmp_path / "d.parquet").touch()
+    assert names_found(tmp_path, str(tmp_path)) == ["d.parquet"]
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "e.csv").touch()
+    assert names_found(tmp_path, str(tmp_path)) == ["d.parquet"]
+    with pytest.raises(NestedFolders, match=r"sub/e\.csv: name '.*/\*\*/\*\.csv'"):
+        names_found(tmp_path, str(tmp_path), "csv")
+
+
+def test_the_name_of_a_link_tells_the_format(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
+    """As in the cache of Hugging Face's hub."""
+    write_jsonl(tmp_path / "in.jsonl").rename(tmp_path / "0123abc")
+    (tmp_path / "in.jsonl").symlink_to(tmp_path / "0123abc")
+    assert score(make_context(), tmp_path / "in.jsonl", tmp_path)["rows"] == 23
+
+
+def test_an_input_format_is_taken_for_any_name_and_refused_by_name(
+    redis: Redis, make_context: MakeContext, tmp_path: Path, invoke: Invoke
+) -> None:
+    write_jsonl(tmp_path / "in.json")
+    assert score(make_context(), tmp_path / "in.json", tmp_path, input_format="jsonl")["rows"] == 23
+    with pytest.raises(InvalidValue, match="input_format is 'xml', expected one of parquet, csv"):
+        score(make_context(), tmp_path / "in.json", tmp_path, input_format="xml")
+    result = invoke("submit", tmp_path / "in.json", tmp_path / "o", "--input-format", "xml")
+    assert result.exit_code == 2
+    assert "--input-format" in invoke("submit", "--help").output
+    (tmp_path / "in.csv").write_text("text\na\n")
+    write_feather(tmp_path / "in.feather")
+    result = invoke("submit", tmp_path / "in.feather", tmp_path / "o", "--prompt-column", "text")
+    assert "no column 'text'" in result.output
+
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=6)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.lists(st.dictionaries(st.sampled_from("abc"), VALUES, max_size=3), min_size=1, max_size=8))
+def test_any_objects_come_back_as_they_are_or_as_their_json(
+    tmp_path: Path, rows: list[dict[str, Any]]
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_all(path, "jsonl", 3)
+    for row, back in zip(rows, found, strict=True):
+        for name in back.keys() - row.keys():
+            assert back[name] is None
+        for name, value in row.items():
+            assert same(value, back[name]), (value, back[name])
+
+
+def same(value: Any, back: Any) -> bool:
+    """Whether a value is what came back: itself, its JSON, or itself with nulls for what others have."""
+    if isinstance(value, dict) and isinstance(back, dict):
+        return all(same(value.get(name), back[name]) for name in back) and value.keys() <= back.keys()
+    if isinstance(value, list) and isinstance(back, list):
+        return len(value) == len(back) and all(map(same, value, back))
+    if value is None or back is None:
+        return value is back
+    return value == back or back == json.dumps(value, ensure_ascii=False)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.lists(st.tuples(TEXTS, TEXTS), max_size=8), rows_per_shard=st.integers(1, 4))
+def test_any_fields_come_back_in_shards_of_any_size(
+    tmp_path: Path, rows: list[tuple[str, str]], rows_per_shard: int
+) -> None:
+    out = io.StringIO(newline="")
+    csv.writer(out, quoting=csv.QUOTE_ALL).writerows([("t", "u"), *rows])
+    path = tmp_path / "in.csv"
+    path.write_bytes(out.getvalue().encode())
+    found = read_all(path, "csv", rows_per_shard)
+    assert [tuple("" if row[name] is None else plain(row[name]) for name in "tu") for row in found] == [
+        tuple(map(normal, row)) for row in rows
+    ]
+
+
+def plain(value: Any) -> str:
+    return normal(str(value))
+
+
+def normal(text: str) -> str:
+    """Numbers and truth values are compared by value."""
+    try:
+        return repr(float(text)) if text.strip("+ _") == text and text.isascii() else text
+    except ValueError:
+        return text.lower() if text.lower() in ("true", "false") else text
+
+
+def read_all(path: Path, input_format: str, rows_per_shard: int) -> list[dict[str, Any]]:
+    storage = Storage([str(path.parent)])
+    block_bytes, line_scan.BLOCK_BYTES = line_scan.BLOCK_BYTES, 20
+    try:
+        found = scan_lines(storage, str(path), input_format, lambda: None)
+    finally:
+        line_scan.BLOCK_BYTES = block_bytes
+    table = Table(input_format, tuple(found.kinds.items()), tuple(found.blocks), sum(found.rows))
+    rows: list[dict[str, Any]] = []
+    for shard in cut_shards([found.rows], rows_per_shard):
+        reader = RowReader(storage, str(path), shard, table=table)
+        for batch in reader.read(shard):
+            rows += batch.select(list(found.kinds)).to_pylist() if found.kinds else [{}] * batch.num_rows
+        reader.close()
+    return rows
+
+
+def test_shards_of_one_worker_share_a_reader_of_lines(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    """Two runs of one file that see other columns in it do not."""
+    (tmp_path / "in.csv").write_text("prompt,n\n" + "a,1\n" * 5 + "b,x\n")
+    score_parquet(make_context(), f"{tmp_path}/in.csv", f"{tmp_path}/one", limit=5, rows_per_shard=2)
+    score_parquet(make_context(), f"{tmp_path}/in.csv", f"{tmp_path}/two", rows_per_shard=2)
+    work_off(redis, make_context, answer=shout)
+    assert pq.read_table(tmp_path / "one")["n"].to_pylist() == [1] * 5
+    assert pq.read_table(tmp_path / "two")["n"].to_pylist() == [*["1"] * 5, "x"]
