@@ -7,6 +7,7 @@ one of the processors, that part comes late every time, and fewer threads are do
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from engine.run.cgroups import PROC, ROOT, cgroups_of
 
 INTERVAL_S = 1.0
 # A thread more pays only where most of a processor is free for it; one that is there goes at less than half.
@@ -42,12 +45,14 @@ class CpuThreads:
         self._read_time = read_time or read_processor_time
         self._most = self._current = torch.get_num_threads()
         self._before = self._read_time()
+        self._quota = read_processor_quota()
         logger.info("CPU threads: at most %d, fewer while other processes use the processors", self._most)
 
     def adapt(self) -> None:
         """To be called between steps: about once a second it looks how many processors were free meanwhile.
 
         Free is what this process used, and what nobody did: a thread that waits and spins counts as used.
+        It is no more than the cgroups allow: beyond that the kernel halts all threads for a while.
         """
         if self._before is None or time.monotonic() - self._before.passed < INTERVAL_S:
             return
@@ -56,7 +61,7 @@ class CpuThreads:
         if now is None:
             return
         free = (now.own - before.own + now.idle - before.idle) / (now.passed - before.passed)
-        wanted = choose_threads(free, self._current, self._most)
+        wanted = choose_threads(min(free, self._quota), self._current, self._most)
         if wanted != self._current:
             logger.debug("%.1f processors are free: %d threads instead of %d", free, wanted, self._current)
             torch.set_num_threads(wanted)
@@ -69,7 +74,22 @@ def choose_threads(free: float, current: int, most: int) -> int:
     return min(most, max(1, kept, int(free + 1 - ADDED_AT)))
 
 
-def read_processor_time(proc: Path = Path("/proc")) -> ProcessorTime | None:
+def read_processor_quota(proc: Path = PROC, cgroup_root: Path = ROOT) -> float:
+    """How many processors' time the cgroups around this process let it use; infinity without a limit.
+
+    As of a container with a limit of CPUs, which sees all processors of its machine.
+    """
+    quotas = [math.inf]
+    for group in cgroups_of("cpu", proc, cgroup_root):
+        numbers = group.read("cpu.max").split()
+        if group.version == 1:
+            numbers = [group.read("cpu.cfs_quota_us"), group.read("cpu.cfs_period_us")]
+        if len(numbers) == 2 and all(map(str.isdigit, numbers)):  # not "max", nor -1
+            quotas.append(int(numbers[0]) / int(numbers[1]))
+    return min(quotas)
+
+
+def read_processor_time(proc: Path = PROC) -> ProcessorTime | None:
     """The times of now; None where there is no /proc/stat, as outside Linux. Source: proc_stat(5)."""
     try:
         lines = (proc / "stat").read_text().splitlines()

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 from engine.checkpoint.model_config import ModelConfig
+from engine.run.cgroups import PROC, ROOT, Cgroup, cgroups_of
 from engine.run.config import EngineConfig
 from engine.run.row_logprobs import PIECE_NUMBERS
 from engine.sampling.sampler import CUT_ROWS_AT_ONCE
@@ -80,12 +81,12 @@ def _experts(model: ModelConfig) -> int:
     return numbers
 
 
-def allowed_bytes(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
+def allowed_bytes(proc: Path = PROC, cgroup_root: Path = ROOT) -> int:
     """Bytes still free to this process: what the machine has available, less if a cgroup allows less.
 
     The paths are parameters for tests. Where neither can be read (not Linux), 4 GiB are assumed.
     """
-    limits = [_mem_available(proc / "meminfo"), *_cgroup_headrooms(proc / "self/cgroup", cgroup_root)]
+    limits = [_mem_available(proc / "meminfo"), *map(_headroom, cgroups_of("memory", proc, cgroup_root))]
     return max(0, min((limit for limit in limits if limit is not None), default=4 * GIB))
 
 
@@ -96,30 +97,15 @@ def _mem_available(meminfo: Path) -> int | None:
     return None
 
 
-def _cgroup_headrooms(membership: Path, root: Path) -> list[int | None]:
-    """What each cgroup around this process, version 2 or 1, has left."""
-    headrooms = []
-    for line in _read(membership).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            base, limit, usage = root, "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            base, limit, usage = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        group = base / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if folder.is_relative_to(base):
-                headrooms.append(_headroom(folder, limit, usage))
-    return headrooms
-
-
-def _headroom(folder: Path, limit_name: str, usage_name: str) -> int | None:
+def _headroom(group: Cgroup) -> int | None:
     """Limit less usage; page cache that the kernel would drop first does not count as used."""
-    limit, usage = _read(folder / limit_name).strip(), _read(folder / usage_name).strip()
+    names = ("memory.max", "memory.current")
+    if group.version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    limit, usage = map(group.read, names)
     if not limit.isdigit() or not usage.isdigit():
         return None  # "max", or no such file
-    stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+    stat = dict(line.split() for line in group.read("memory.stat").splitlines())
     inactive_file = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
     return int(limit) - int(usage) + inactive_file
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -13,7 +14,13 @@ import torch
 from engine import Engine, EngineConfig, SamplingParams
 from engine.layers.packed import linear, pack_weight
 from engine.run import cpu_threads
-from engine.run.cpu_threads import CpuThreads, ProcessorTime, choose_threads, read_processor_time
+from engine.run.cpu_threads import (
+    CpuThreads,
+    ProcessorTime,
+    choose_threads,
+    read_processor_quota,
+    read_processor_time,
+)
 
 
 @pytest.fixture
@@ -78,6 +85,41 @@ def test_only_processors_that_this_process_may_use_count(
     assert found is not None
     assert found.idle == 510 / os.sysconf("SC_CLK_TCK")
     assert read_processor_time(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "quota"),
+    [
+        ("0::/pod/box", {"pod/box/cpu.max": "max 100000", "pod/cpu.max": "150000 100000"}, 1.5),
+        ("0::/pod", {"pod/cpu.max": "400000 100000", "cpu.max": "50000 100000"}, 0.5),
+        ("4:cpu,cpuacct:/b", {"cpu/b/cpu.cfs_quota_us": "200000", "cpu/b/cpu.cfs_period_us": "100000"}, 2),
+        ("4:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf),
+        ("5:cpuset:/", {"cpu.max": "100000 100000"}, math.inf),
+        ("0::/", {}, math.inf),
+    ],
+)
+def test_a_quota_of_processor_time_is_read(
+    tmp_path: Path, membership: str, files: dict[str, str], quota: float
+) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text(f"{membership}\n")
+    for name, content in files.items():
+        path = tmp_path / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+    assert read_processor_quota(tmp_path, tmp_path / "groups") == quota
+    assert read_processor_quota(tmp_path / "none", tmp_path) == math.inf
+
+
+def test_no_more_threads_than_the_quota_lets_compute(
+    two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine whose other processors have nothing to do."""
+    monkeypatch.setattr(cpu_threads, "read_processor_quota", lambda: 1.2)
+    readings = iter([ProcessorTime(0, 0, 0), ProcessorTime(10, 12, 140)])
+    threads = CpuThreads(lambda: next(readings))
+    threads.adapt()
+    assert torch.get_num_threads() == 1
 
 
 @pytest.mark.parametrize(("adapts", "left"), [(True, 1), (False, 2)])
