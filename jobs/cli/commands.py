@@ -82,6 +82,11 @@ def main(context: click.Context, url: str) -> None:
 @click.option("--seed", type=int)
 @click.option("--stop", multiple=True, help="Text that ends a completion; may be given more than once.")
 @click.option(
+    "--template-format",
+    type=click.Choice(["fields", "jinja"]),
+    help="How templates are written: {column}, or {{ column }} of Jinja; a --template-file *.j2 is Jinja.",
+)
+@click.option(
     "--default",
     metavar="COLUMN=TEXT",
     multiple=True,

@@ -19,6 +19,9 @@ SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "see
 #: What the output has.
 OUTPUT_OPTIONS = ("keep", "drop", "output_prefix", "limit")
 
+#: Of a file that holds a Jinja template.
+JINJA_SUFFIXES = (".j2", ".jinja", ".jinja2")
+
 #: Each says what to ask; a run has one of them.
 PROMPT_OPTIONS = ("prompt_column", "messages_column", "template", "template_file", "messages_template")
 
@@ -93,6 +96,7 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
         **{name: options[name] for name in OUTPUT_OPTIONS},
         "sampling_columns": options["column"],
         "defaults": options["default"],
+        "template_format": _template_format(options),
     }
 
 
@@ -106,6 +110,12 @@ def _sampling(options: dict[str, Any]) -> dict[str, Any]:
     given = {name: options[name] for name in SAMPLING_OPTIONS if options[name] is not None}
     stop = {"stop": list(options["stop"])} if options["stop"] else {}
     return {**options["sampling"], **given, **stop}
+
+
+def _template_format(options: dict[str, Any]) -> str | None:
+    """Return how the template is written; a file's name says so too."""
+    name = options["template_file"] or ""
+    return options["template_format"] or ("jinja" if name.endswith(JINJA_SUFFIXES) else None)
 
 
 def _read_template(path: str) -> str:

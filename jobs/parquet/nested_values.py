@@ -58,16 +58,18 @@ def with_dicts(value: Any, kind: pa.DataType) -> Any:
     return value
 
 
-def to_json(value: Any) -> str:
-    """Return a list or dict as JSON, in the characters that it has.
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Return a list or dict as JSON, in the characters that it has; indent: as of json.dumps.
 
     Numbers that JSON has not (not a number, infinities) are null. Times are ISO 8601. A decimal is a number
     where a floating point number is exactly it as it is written, else a text.
     """
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_written)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_written, indent=indent)
     except ValueError:
-        return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, default=_written)
+        return json.dumps(
+            _finite(value), ensure_ascii=False, allow_nan=False, default=_written, indent=indent
+        )
 
 
 def _key(key: Any) -> str:

@@ -59,7 +59,7 @@ class PromptColumn(PromptSource):
 
     def render(self, values: Mapping[str, Any]) -> str:
         (text,) = values.values()
-        return _checked(text, "prompt")
+        return checked_text(text, "prompt")
 
 
 class MessagesColumn(PromptSource):
@@ -85,7 +85,7 @@ class MessagesColumn(PromptSource):
                 messages = json.loads(messages)
             except (ValueError, RecursionError) as error:
                 raise RowProblem(f"messages are not JSON: {error}") from None
-        return _checked_chat(messages)
+        return checked_chat(messages)
 
 
 class TemplateSource(PromptSource):
@@ -114,7 +114,7 @@ class TemplateSource(PromptSource):
                 f"prompt has {chars} characters, more than the limit of {MAX_PROMPT_BYTES} bytes: shorten it"
             )
         filled = self._template.fill(values)
-        return _checked(filled, "prompt") if isinstance(filled, str) else _checked_chat(filled)
+        return checked_text(filled, "prompt") if isinstance(filled, str) else checked_chat(filled)
 
     def _text(self, column: str, value: Any) -> Any:
         if value is None:
@@ -163,7 +163,7 @@ def _render(source: PromptSource, values: dict[str, Any]) -> str | RowProblem:
         return problem
 
 
-def _checked(text: Any, what: str) -> str:
+def checked_text(text: Any, what: str) -> str:
     if text is None or text == "":
         raise RowProblem(f"{what} is {'null' if text is None else 'empty'}")
     if problem := text_problem(text, what):
@@ -172,7 +172,7 @@ def _checked(text: Any, what: str) -> str:
     return text
 
 
-def _checked_chat(messages: Any) -> str:
+def checked_chat(messages: Any) -> str:
     """The JSON of a chat. One order of keys, so that equal chats are equal texts."""
     try:
         return json.dumps(normal_messages(messages))

@@ -26,6 +26,10 @@ def prompt_source(
 
 
 def _of_prompts(spec: RunSpec) -> PromptSource:
+    if spec.template is not None and spec.template_format == "jinja":
+        from .jinja_source import JinjaSource  # jinja2: only where a template is one of its
+
+        return JinjaSource(spec.template, spec.defaults)
     if spec.template is not None:
         template = Template.parse(spec.template)
         template.check_cost(spec.rows_per_shard)

@@ -96,3 +96,14 @@ def defaults(value: Any, template: Any) -> dict[str, str]:
         if problem := text_problem(text, f"the default of column {shown(column)}"):
             raise InvalidJob(problem)
     return {column_name("a column of defaults", column): text for column, text in sorted(value.items())}
+
+
+def template_format(value: Any, template: Any) -> str:
+    """Return how a template is written. Raises InvalidJob."""
+    if value is None:
+        return "fields"
+    if value not in ("fields", "jinja"):
+        raise InvalidValue("template_format is {}, expected 'fields' or 'jinja'", shown(value))
+    if template is None and value == "jinja":
+        raise InvalidJob("template_format says how a template is written, and there is none: give one too")
+    return str(value)

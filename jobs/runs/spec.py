@@ -19,7 +19,7 @@ from . import option_checks
 from .formats import parse_format
 from .option_checks import column_name
 from .paths import local_path
-from .template import Template
+from .template import Template, template_texts
 
 #: A shard's prompts and answers are held in memory until its part is written.
 MAX_ROWS_PER_SHARD = 1_000_000
@@ -56,6 +56,7 @@ class RunSpec:
     limit: int | None = None
     sampling_columns: dict[str, str] = field(default_factory=dict)
     defaults: dict[str, str] = field(default_factory=dict)
+    template_format: str = "fields"
 
     @classmethod
     def from_arguments(
@@ -75,6 +76,7 @@ class RunSpec:
         limit: Any = None,
         sampling_columns: Any = None,
         defaults: Any = None,
+        template_format: Any = None,
     ) -> RunSpec:
         """Check and normalise the arguments; see jobs.parquet.planner.score_parquet for the first of them.
 
@@ -83,14 +85,14 @@ class RunSpec:
         names of the columns that are added. limit: so many rows, the first ones, are the run.
         sampling_columns: for names of sampling values the columns that hold each row's; null leaves that of
         `sampling`. defaults: for columns of the template the text that stands for null.
-        Raises InvalidJob or UnsupportedScheme.
+        template_format: "fields" for {column}, or "jinja". Raises InvalidJob or UnsupportedScheme.
         """
         _check_one_prompt(prompt_column, messages_column, template)
         if keep is not None and drop is not None:
             raise InvalidJob("keep and drop each say which columns the output has: give one of them")
         rows = _rows_per_shard(rows_per_shard)
         if template is not None:
-            _check_template(template, rows)
+            _check_template(template, option_checks.template_format(template_format, template), rows)
         from_prompt = messages_column is None and template is None
         return cls(
             input=_inputs(input),
@@ -114,6 +116,7 @@ class RunSpec:
             limit=option_checks.limit(limit),
             sampling_columns=option_checks.sampling_columns(sampling_columns),
             defaults=option_checks.defaults(defaults, template),
+            template_format=option_checks.template_format(template_format, template),
         )
 
     @classmethod
@@ -196,8 +199,14 @@ def _check_one_prompt(prompt_column: Any, messages_column: Any, template: Any) -
         raise InvalidJob(f"{' and '.join(given)} each say what to ask: give one of them")
 
 
-def _check_template(template: Any, rows_per_shard: int) -> None:
-    """Raise InvalidJob for what is no template, fits no row or costs too much."""
+def _check_template(template: Any, form: str, rows_per_shard: int) -> None:
+    """Raise InvalidJob for what is no template, fits no row or costs too much.
+
+    form: of Jinja it says only what shows without Jinja.
+    """
+    if form == "jinja":
+        template_texts(template)
+        return
     parsed = Template.parse(template)
     if not parsed.columns:
         raise InvalidJob(

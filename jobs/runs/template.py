@@ -38,27 +38,11 @@ class Template:
     @classmethod
     def parse(cls, template: Any) -> Template:
         """Parse a text, or a list of {'role', 'content'} with texts as content. Raises InvalidJob."""
-        if isinstance(template, str):
-            _check_size(len(template))
-            return cls((_parse_text(template, "the template"),), None)
-        if not isinstance(template, list) or not template:
-            raise InvalidJob("template must be a text or a non-empty list of {'role': ..., 'content': ...}")
-        if len(template) > MAX_TEMPLATE_MESSAGES:
-            raise InvalidJob(
-                f"the template has {len(template)} messages, more than the limit of {MAX_TEMPLATE_MESSAGES}: "
-                "shorten it"
-            )
-        for number, message in enumerate(template):
-            if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-                raise InvalidJob(f"message {number} of the template must hold exactly 'role' and 'content'")
-            if not all(isinstance(value, str) for value in message.values()):
-                raise InvalidJob(f"message {number} of the template: role and content must be strings")
-        _check_size(sum(len(value) for message in template for value in message.values()))
-        texts = tuple(
-            _parse_text(message["content"], f"message {number} of the template")
-            for number, message in enumerate(template)
-        )
-        return cls(texts, tuple(message["role"] for message in template))
+        texts, roles = template_texts(template)
+        if roles is None:
+            return cls((_parse_text(texts[0], "the template"),), None)
+        pieces = [_parse_text(text, f"message {number} of the template") for number, text in enumerate(texts)]
+        return cls(tuple(pieces), roles)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -99,6 +83,27 @@ class Template:
         if self.roles is None:
             return filled[0]
         return [{"role": role, "content": text} for role, text in zip(self.roles, filled, strict=True)]
+
+
+def template_texts(template: Any) -> tuple[list[str], tuple[str, ...] | None]:
+    """Return the texts of a template of any kind and, for a chat, their roles. Raises InvalidJob."""
+    if isinstance(template, str):
+        _check_size(len(template))
+        return [template], None
+    if not isinstance(template, list) or not template:
+        raise InvalidJob("template must be a text or a non-empty list of {'role': ..., 'content': ...}")
+    if len(template) > MAX_TEMPLATE_MESSAGES:
+        raise InvalidJob(
+            f"the template has {len(template)} messages, more than the limit of {MAX_TEMPLATE_MESSAGES}: "
+            "shorten it"
+        )
+    for number, message in enumerate(template):
+        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+            raise InvalidJob(f"message {number} of the template must hold exactly 'role' and 'content'")
+        if not all(isinstance(value, str) for value in message.values()):
+            raise InvalidJob(f"message {number} of the template: role and content must be strings")
+    _check_size(sum(len(value) for message in template for value in message.values()))
+    return [message["content"] for message in template], tuple(message["role"] for message in template)
 
 
 def _check_size(chars: int) -> None:
