@@ -32,6 +32,7 @@ from engine.errors import (
     OutOfBlocks,
     PromptTooLong,
     RankFailed,
+    ScoringFailed,
     SequenceFailed,
     StepFailed,
     UnsupportedModel,
@@ -40,8 +41,9 @@ from engine.errors import (
 from engine.models.served import model_table
 from engine.run.config import EngineConfig, model_identity
 from engine.sampling.params import SamplingParams
+from engine.sampling.scoring import ScoringParams
 from engine.schedule.logprobs import Logprob
-from engine.schedule.outputs import Completion, EngineStats
+from engine.schedule.outputs import Completion, EngineStats, LogLikelihood
 from engine.schedule.sequence import PreparedPrompt
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ __all__ = [
     "InvalidPrompt",
     "InvalidRequest",
     "InvalidSampling",
+    "LogLikelihood",
     "Logprob",
     "MissingWeights",
     "ModelIdentity",
@@ -73,6 +76,8 @@ __all__ = [
     "PromptTooLong",
     "RankFailed",
     "SamplingParams",
+    "ScoringFailed",
+    "ScoringParams",
     "SequenceFailed",
     "StepFailed",
     "UnsupportedModel",

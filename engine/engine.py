@@ -6,7 +6,6 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
-from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,7 +19,6 @@ from engine.errors import (
     DuplicateRequest,
     EngineBusy,
     EngineClosed,
-    InvalidPrompt,
     InvalidRequest,
 )
 from engine.layers.parallel import TensorParallel
@@ -31,11 +29,13 @@ from engine.run.device import resolve_device
 from engine.run.dtype import served_dtype
 from engine.run.model_runner import ModelRunner
 from engine.run.progress import Progress
+from engine.run.requests import Request, Scores, numbered
 from engine.run.runner import Runner
 from engine.run.stepper import Stepper
 from engine.sampling.params import SamplingParams, check_params
+from engine.sampling.scoring import NO_NEW_TOKEN, ScoringParams, check_score_from
 from engine.schedule.block_manager import BlockManager
-from engine.schedule.outputs import Completion, EngineStats
+from engine.schedule.outputs import Completion, EngineStats, LogLikelihood
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import PreparedPrompt, Sequence
 from engine.tensor_parallel.rank_group import RankGroup
@@ -146,10 +146,16 @@ class Engine:
         return PreparedPrompt(token_ids, self._scheduler.blocks.keys_of(token_ids))
 
     def add(
-        self, request_id: str, prompt: Prompt | PreparedPrompt, params: SamplingParams, *, lane: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt | PreparedPrompt,
+        params: SamplingParams | ScoringParams,
+        *,
+        lane: int = 0,
     ) -> None:
         """Queue one request: text or token ids, prepared or not. It gives params.n completions, by `step()`.
 
+        ScoringParams ask for no new token: the one completion has the `loglikelihood` of the prompt's end.
         lane: urgency, 0 the most urgent. A request of lane 0 is in the next step, at the cost of the latest
         requests of later lanes if need be; a waiting lane gets at least one admission in twenty.
         Raises InvalidRequest or a subclass, having changed nothing: InvalidPrompt, PromptTooLong,
@@ -162,8 +168,13 @@ class Engine:
             raise DuplicateRequest(f"request {request_id!r} is unfinished; use another id, or abort it first")
         if isinstance(lane, bool) or not isinstance(lane, int) or lane < 0:
             raise InvalidRequest(f"lane must be an integer of 0 or more, got {lane!r}")
-        check_params(params, self._vocab_size)
+        score_from = params.score_from if isinstance(params, ScoringParams) else None
+        if not isinstance(params, ScoringParams):
+            check_params(params, self._vocab_size)
         ready = prompt if isinstance(prompt, PreparedPrompt) else self.prepare(prompt)
+        if isinstance(params, ScoringParams):
+            check_score_from(params, len(ready.token_ids))
+            params = NO_NEW_TOKEN
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         end_token_ids = frozenset(params.stop_token_ids).union(
             () if params.ignore_eos else self._eos_token_ids
@@ -181,6 +192,7 @@ class Engine:
                 stop_token_ids=end_token_ids,
                 stop_strings=self._stop_strings(params, follows_text),
                 block_keys=ready.block_keys,
+                score_from=score_from,
             )
             for index in range(params.n)
         ]
@@ -262,16 +274,39 @@ class Engine:
         if other requests are unfinished, InvalidRequest if prompts and params differ in number; whatever is
         raised, no request of this call is left behind.
         """
+        total = len(prompts) if isinstance(prompts, (list, tuple)) else None
+        done = self._run(numbered(prompts, params), Progress(total, enabled=use_tqdm))
+        in_order = (done[str(i)] for i in range(len(done)))
+        return [completion for group in in_order for completion in sorted(group, key=lambda c: c.index)]
+
+    def loglikelihood(
+        self, pairs: Iterable[tuple[Prompt, Prompt]], *, use_tqdm: bool = False
+    ) -> list[LogLikelihood]:
+        """How likely each continuation is behind its context, by prefill alone; prefixes are computed once.
+
+        A pair is two texts, split into tokens as lm-evaluation-harness does it, or two lists of token ids. An
+        empty context stands for the token that begins a text, or else the one that ends it; an empty
+        continuation is certain. Raises InvalidRequest or a subclass for a pair that cannot be scored, before
+        any is, ScoringFailed for one whose step fails, and EngineBusy as `generate`.
+        """
+        self._check_idle()
+        scores = Scores(pairs, self._prompts)
+        requests = list(scores.requests())
+        return scores.results(self._run(iter(requests), Progress(len(requests), enabled=use_tqdm)))
+
+    def _check_idle(self) -> None:
         self._open_runner()
         if self._unfinished:
             raise EngineBusy(
                 f"{len(self._unfinished)} requests are unfinished; step() until they are, or abort them"
             )
+
+    def _run(self, requests: Iterator[Request], bar: Progress) -> dict[str, list[Completion]]:
+        """Completions of all requests by id, whatever `add` makes of them; none is left behind."""
+        self._check_idle()
         done: dict[str, list[Completion]] = {}
-        requests = _pair(prompts, params)
-        total = len(prompts) if isinstance(prompts, (list, tuple)) else None
         try:
-            with Progress(total, enabled=use_tqdm) as progress:
+            with bar as progress:
                 exhausted = False
                 while not exhausted or self._unfinished:
                     refused: list[Completion] = []
@@ -282,17 +317,14 @@ class Engine:
         finally:
             for request_id in list(self._unfinished):
                 self.abort(request_id)
-        in_order = (done[str(i)] for i in range(len(done)))
-        return [completion for group in in_order for completion in sorted(group, key=lambda c: c.index)]
+        return done
 
     def _open_runner(self) -> Runner:
         if self._live_runner is None:
             raise EngineClosed("this engine is closed; make a new one")
         return self._live_runner
 
-    def _fill(
-        self, requests: Iterator[tuple[str, Prompt, SamplingParams]], refused: list[Completion]
-    ) -> bool:
+    def _fill(self, requests: Iterator[Request], refused: list[Completion]) -> bool:
         """Add requests until a full batch waits; return whether there are no more."""
         while self._scheduler.num_waiting < self.config.max_num_seqs:
             request = next(requests, None)
@@ -349,20 +381,3 @@ def _start_runner(config: EngineConfig, model: ModelConfig, folder: Path) -> Run
         size.num_blocks, config.block_size, size.num_bytes / 2**30, size.max_model_len,
     )  # fmt: skip
     return runner
-
-
-def _pair(
-    prompts: Iterable[Prompt], params: SamplingParams | Iterable[SamplingParams] | None
-) -> Iterator[tuple[str, Prompt, SamplingParams]]:
-    """Number the prompts and give each its params. Raises InvalidRequest if their numbers differ."""
-    if isinstance(prompts, str):
-        raise InvalidPrompt("prompts must be an iterable of prompts; put a single one into a list")
-    if params is None or isinstance(params, SamplingParams):
-        for i, prompt in enumerate(prompts):
-            yield str(i), prompt, params or SamplingParams()
-        return
-    missing: Any = object()
-    for i, (prompt, own) in enumerate(zip_longest(prompts, params, fillvalue=missing)):
-        if prompt is missing or own is missing:
-            raise InvalidRequest(f"there are not as many prompts as params: one of them ended after {i}")
-        yield str(i), prompt, own

@@ -94,7 +94,10 @@ class EngineClosed(EngineError):
 
 
 class EngineBusy(EngineError):
-    """Raised by `generate()` when requests added with `add()` are unfinished: it would swallow theirs."""
+    """Raised by `generate()` and `loglikelihood()` when requests added with `add()` are unfinished.
+
+    They would swallow theirs.
+    """
 
 
 class StepFailed(EngineError):
@@ -118,6 +121,17 @@ class SequenceFailed(EngineError):
             f"the engine cannot go on with this request, and can with others: {type(self.cause).__name__}: "
             f"{str(self.cause)[:200]}; change its prompt or its sampling values, and report the error"
         )
+
+
+class ScoringFailed(EngineError):
+    """Raised by `loglikelihood()` for a pair that the engine cannot go on with: (its place, the reason)."""
+
+    def __init__(self, place: int, reason: str) -> None:
+        super().__init__(place, reason)
+        self.place, self.reason = place, reason
+
+    def __str__(self) -> str:
+        return f"pair {self.place} has no log-likelihood: {self.reason}"
 
 
 class NoToken(EngineError):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import fsum
 
 from engine.errors import SequenceFailed
 from engine.schedule.logprobs import NOT_WANTED, Logprob, as_dicts, num_top
-from engine.schedule.outputs import Completion
+from engine.schedule.outputs import Completion, LogLikelihood
 from engine.schedule.sequence import Sequence
 
 
@@ -20,7 +21,7 @@ def is_complete(seq: Sequence) -> bool:
 def completion_of(seq: Sequence, text_of: Callable[[int], str]) -> Completion:
     """The completion of a finished sequence. text_of: a token's text."""
     assert seq.finish_reason is not None
-    token_ids = seq.generated_token_ids
+    token_ids = seq.generated_token_ids  # none where nothing is generated: all known tokens are the prompt's
     logprobs = None
     if seq.sample_top != NOT_WANTED:
         logprobs = as_dicts(seq.logprobs, token_ids, seq.sample_top, text_of)
@@ -35,6 +36,17 @@ def completion_of(seq: Sequence, text_of: Callable[[int], str]) -> Completion:
         logprobs=logprobs,
         error=None if seq.error is None else str(SequenceFailed(seq.error)),
         prompt_logprobs=_of_prompt(seq, text_of),
+        loglikelihood=None if seq.generates or seq.error is not None else _loglikelihood(seq),
+    )
+
+
+def _loglikelihood(seq: Sequence) -> LogLikelihood:
+    logprobs = [logprob for part in seq.prompt_logprobs for logprob in part.logprobs.tolist()]
+    return LogLikelihood(
+        logprob=fsum(logprobs),
+        num_tokens=len(logprobs),
+        is_greedy=all((part.ranks == 1).all() for part in seq.prompt_logprobs),
+        token_logprobs=tuple(logprobs),
     )
 
 

@@ -168,6 +168,8 @@ class Stepper:
             _log_failure(seq, error)
 
     def _text_of(self, seq: Sequence) -> str:
+        if not seq.generates:
+            return ""
         cut = seq.stop_strings.text if seq.stop_strings is not None else None
         if cut is not None:
             return cut

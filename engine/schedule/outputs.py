@@ -11,6 +11,22 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True)
+class LogLikelihood:
+    """How likely tokens are, each after all before it.
+
+    logprob: the sum of their log probabilities.
+    is_greedy: whether each is the likeliest where it stands, of equal ones the lowest id: what greedy
+        generation would have given.
+    token_logprobs: of each.
+    """
+
+    logprob: float
+    num_tokens: int
+    is_greedy: bool
+    token_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
 class Completion:
     """One finished sample of one request.
 
@@ -23,6 +39,7 @@ class Completion:
     logprobs: for each of token_ids, by token id, its own log probability first, then those of the most likely
         tokens, if SamplingParams asked for them.
     prompt_logprobs: the same for each token of the prompt; the first one has none.
+    loglikelihood: what ScoringParams asked for; such a completion has no token, and ends with "stop".
     """
 
     request_id: str
@@ -35,6 +52,7 @@ class Completion:
     logprobs: list[dict[int, Logprob]] | None = None
     error: str | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    loglikelihood: LogLikelihood | None = None
 
     @classmethod
     def refused(cls, request_id: str, error: Exception) -> Completion:

@@ -18,26 +18,27 @@ from engine.schedule.sequence import Sequence, SequenceStatus
 class ScheduledBatch:
     """What one step computes: one token of each of `decodes`, `prefill_lens[i]` tokens of `prefills[i]`.
 
-    A sequence of which every token is then computed samples its next one: each of `decodes`, and
-    `prefills[i]` where this is its last chunk, which `completes_prefill[i]` says. num_decode_tokens: those of
-    `decodes` that were generated; a prompt's last chunk may be one token too. published: blocks that can be
-    hit from this step on.
+    A sequence of which every token is then computed samples its next one, if it generates: each of `decodes`,
+    and `prefills[i]` where this is its last chunk, which `prefill_samples[i]` says. num_decode_tokens: those
+    of `decodes` that were generated; a prompt's last chunk may be one token too. published: blocks that can
+    be hit from this step on.
     refused: a sequence that could not be admitted, still the first to wait in its lane, and what it raised.
     decode_slots: [decodes] int64, the slots of `decodes`.
     launched: whether the books count what the step computes.  generations: [samples] int64, of the slots of
     those that sample, once it is: see SlotTable.  scored: sequences, and how many tokens of each it scores,
-    once it is.
+    once it is.  ending: those of them that have nothing else to do, once it is.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
     prefills: list[Sequence] = field(default_factory=list)
     prefill_lens: list[int] = field(default_factory=list)
-    completes_prefill: list[bool] = field(default_factory=list)
+    prefill_samples: list[bool] = field(default_factory=list)
     num_tokens: int = 0
     num_decode_tokens: int = 0
     decode_slots: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     generations: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     published: list[Block] = field(default_factory=list)
+    ending: list[Sequence] = field(default_factory=list)
     scored: list[tuple[Sequence, int]] = field(default_factory=list)
     refused: tuple[Sequence, Exception] | None = None
     launched: bool = False
@@ -53,7 +54,8 @@ class ScheduledBatch:
         """Compute the next `num_new_tokens` tokens of `seq`."""
         self.prefills.append(seq)
         self.prefill_lens.append(num_new_tokens)
-        self.completes_prefill.append(seq.num_computed_tokens + num_new_tokens == seq.num_tokens)
+        is_last = seq.num_computed_tokens + num_new_tokens == seq.num_tokens
+        self.prefill_samples.append(is_last and seq.generates)
         self.num_tokens += num_new_tokens
 
     def split(self) -> tuple[ScheduledBatch, ScheduledBatch]:
@@ -68,7 +70,7 @@ class ScheduledBatch:
                 self.decodes[decodes],
                 self.prefills[prefills],
                 self.prefill_lens[prefills],
-                self.completes_prefill[prefills],
+                self.prefill_samples[prefills],
                 decode_slots=self.decode_slots[decodes],
                 num_tokens=len(self.decodes[decodes]) + sum(self.prefill_lens[prefills]),
                 num_decode_tokens=sum(
@@ -104,13 +106,13 @@ class ScheduledBatch:
     def samples(self) -> NDArray[np.bool_]:
         """[seqs] bool, whether each samples its next token: the one place that says so."""
         samples = np.ones(len(self.seqs), np.bool_)
-        samples[len(self.decodes) :] = self.completes_prefill
+        samples[len(self.decodes) :] = self.prefill_samples
         return samples
 
     @cached_property
     def sampling(self) -> list[Sequence]:
         """The sequences that sample, in the order of `seqs` and so of the step's tokens when they arrive."""
-        return self.decodes + [seq for seq, _, completes in self.each_prefill() if completes]
+        return self.decodes + [seq for seq, _, samples in self.each_prefill() if samples]
 
     @cached_property
     def sampling_slots(self) -> NDArray[np.int64]:
@@ -119,7 +121,7 @@ class ScheduledBatch:
 
     def each_prefill(self) -> Iterator[tuple[Sequence, int, bool]]:
         """Each of `prefills`, the tokens to compute, and whether it samples then."""
-        return zip(self.prefills, self.prefill_lens, self.completes_prefill, strict=True)
+        return zip(self.prefills, self.prefill_lens, self.prefill_samples, strict=True)
 
     @property
     def num_dropped(self) -> int:

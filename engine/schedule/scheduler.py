@@ -8,37 +8,21 @@ taken from recomputes later and yields the same tokens.
 Why nothing starves: the earliest running sequence of the most urgent lane is never preempted and always
 fits, so that lane drains in order. A less urgent lane counts the admissions that overtake it, and after
 nineteen its first sequence moves up into the overtaking lane, where no new arrival is ahead of it.
-
-A step may be scheduled while the one before it runs. So the books are kept in two halves: `advance` counts
-what a step computes when it is launched, with a pending token for each sequence that samples, and `receive`
-fills the tokens in and finds the ends that depend on them. Lengths are known ahead: at its last token a
-sequence gives up slot and blocks when that step is launched. One that ends otherwise has overrun by one
-token in the step launched meanwhile, which is dropped.
-
-Blocks are given up while launched steps still read and write them. Whoever takes them writes in a later
-launch, and the device runs launches in order.
 """
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
-from numpy.typing import NDArray
 
-from engine.errors import ConfigError
-from engine.schedule.admission import AdmissionGate
 from engine.schedule.block_manager import BlockManager
-from engine.schedule.logprobs import RowLogprobs
+from engine.schedule.books import Books
 from engine.schedule.overtakes import Overtakes
-from engine.schedule.running import RunningList, SlotGroup
+from engine.schedule.running import SlotGroup
 from engine.schedule.scheduled_batch import ScheduledBatch
-from engine.schedule.scored_tokens import count_scored, give_logprobs
 from engine.schedule.sequence import Sequence, SequenceStatus
-from engine.schedule.slots import SlotTable
 
 
-class Scheduler:
+class Scheduler(Books):
     """Chooses what each step computes. Raises ConfigError if the pool cannot hold one longest sequence."""
 
     def __init__(
@@ -51,54 +35,14 @@ class Scheduler:
         batches_admissions: bool = False,
     ) -> None:
         """batches_admissions: hold a backlog's admissions back for a few steps, see AdmissionGate."""
-        pool_tokens = block_manager.num_blocks * block_manager.block_size
-        if max_model_len > pool_tokens:
-            raise ConfigError(
-                f"max_model_len={max_model_len} does not fit into a KV pool of {pool_tokens} tokens: "
-                "lower max_model_len or raise kv_cache_bytes"
-            )
-        self.blocks = block_manager
-        self.max_num_seqs = max_num_seqs
+        super().__init__(
+            block_manager,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            batches_admissions=batches_admissions,
+        )
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = max_model_len
-        self.slots = SlotTable(max_num_seqs, max_model_len, block_manager.block_size)
-        self.waiting: dict[int, deque[Sequence]] = {}
-        self.running = RunningList()
-        self._gate = AdmissionGate(batches=batches_admissions)
         self._overtakes = Overtakes()
-        self._num_arrivals = 0
-        self.in_flight: deque[ScheduledBatch] = deque()  # scheduled and not received, the oldest first
-        self.first_scheduled: list[str] = []  # request ids of sequences, in that order; the engine empties it
-        self.max_running = 0
-        self.num_preemptions = 0
-        self.prefill_tokens = 0
-        self.cached_tokens = 0
-        self.decode_tokens = 0
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences that hold neither slot nor blocks."""
-        return sum(map(len, self.waiting.values()))
-
-    def add(self, seq: Sequence) -> None:
-        """Queue a new sequence, shorter than max_model_len, in its lane."""
-        assert seq.num_tokens < self.max_model_len, "a prompt must leave room for one new token"
-        self.blocks.extend_keys(seq)
-        seq.arrival = self._num_arrivals
-        self._num_arrivals += 1
-        seq.max_len = min(seq.max_len, self.max_model_len)
-        self.waiting.setdefault(seq.lane, deque()).append(seq)
-
-    def abort(self, seq: Sequence) -> None:
-        """Forget an unfinished sequence and free what it holds. Not between `schedule` and `advance`."""
-        self._leave(seq)
-        seq.status = SequenceStatus.FINISHED
-        seq.finish_reason = "abort"
-
-    def fail(self, seq: Sequence, error: Exception) -> None:
-        """As `abort`, for a sequence that cannot go on because of `error`."""
-        self.abort(seq)
-        seq.fail(error)
 
     def schedule(self) -> ScheduledBatch:
         """Choose the next step and reserve all it needs; there is nothing to do if it has no tokens.
@@ -112,78 +56,11 @@ class Scheduler:
             if lane in self.running.lanes:
                 self._schedule_running(self.running.lanes[lane], batch)
             self._admit(lane, batch)
-        self.waiting = {lane: queue for lane, queue in self.waiting.items() if queue}
+        self.waiting.drop_empty()
         self.max_running = max(self.max_running, len(self.running))
         if not batch.num_tokens:
             self.in_flight.pop()
         return batch
-
-    def advance(self, batch: ScheduledBatch) -> None:
-        """The step just scheduled is launched: count what it computes, and a pending token per sample."""
-        batch.launched = True
-        count_scored(batch, self.slots)
-        self.slots.advance(batch.slots, batch.num_new_tokens, batch.samples)
-        batch.generations = self.slots.generations[batch.sampling_slots]
-        for seq in batch.decodes:
-            seq.num_computed_tokens += 1
-            seq.num_tokens += 1
-        for seq, num_new_tokens, completes in batch.each_prefill():
-            seq.num_computed_tokens += num_new_tokens
-            seq.num_tokens += completes
-        at_end = self.slots.num_tokens[batch.sampling_slots] >= self.slots.max_len[batch.sampling_slots]
-        ending = [batch.sampling[i] for i in np.flatnonzero(at_end).tolist()]
-        if ending:
-            self.running.remove(ending)
-            self._gate.count_left(len(ending))
-        for seq in ending:
-            seq.status = SequenceStatus.ENDING
-            self._release(seq)
-
-    def receive(self, token_ids: NDArray[np.int64], logprobs: RowLogprobs | None = None) -> list[Sequence]:
-        """The oldest step in flight has run: fill in the tokens; return the sequences that finished.
-
-        token_ids: [samples] int64. Those of sequences that are gone by now are dropped: they were aborted
-        while the step ran, or ended with the token before. logprobs: if any were wanted, of the samples and
-        then of the tokens that were scored.
-        """
-        batch = self.in_flight.popleft()
-        if logprobs is not None:
-            give_logprobs(logprobs, batch)
-        slots = batch.sampling_slots
-        is_held = self.slots.generations[slots] == batch.generations
-        goes_on = is_held & ~self.slots.may_end(slots, token_ids)
-        self.slots.add_known(slots[is_held], token_ids[is_held])
-        self.prefill_tokens += batch.num_tokens - batch.num_decode_tokens
-        self.decode_tokens += batch.num_decode_tokens - (0 if is_held.all() else batch.num_dropped)
-        finished = []
-        for seq, token_id, is_plain in zip(batch.sampling, token_ids.tolist(), goes_on.tolist(), strict=True):
-            if is_plain:
-                seq.token_ids.append(token_id)
-            elif seq.status is not SequenceStatus.FINISHED and seq.ends_with(token_id):
-                finished.append(seq)
-        for seq in finished:
-            self._leave(seq)
-            seq.status = SequenceStatus.FINISHED
-        return finished
-
-    def withdraw(self) -> None:
-        """A step has failed: nothing in flight counts, and every sequence that ran waits to compute again.
-
-        What steps in flight published cannot be hit, and their tokens will be sampled again.
-        """
-        for batch in self.in_flight:
-            self.blocks.withdraw(batch.published)
-            for seq in batch.sampling:
-                seq.num_tokens = len(seq.token_ids)
-                if seq.status is SequenceStatus.ENDING:
-                    self._wait_again(seq)
-            for seq, _ in batch.scored:
-                seq.forget_scored()
-        self.in_flight.clear()
-        for seq in self.running:
-            self._release(seq)
-            self._wait_again(seq)
-        self.running.clear()
 
     def split(self) -> None:
         """The first step in flight becomes two that do the same, one after the other; it is not launched."""
@@ -223,13 +100,10 @@ class Scheduler:
         if seq.slot >= 0:
             self._release(seq)
 
-    def check_accounting(self) -> None:
-        """Raise BlockAccountingError unless blocks, references and block tables agree."""
-        self.blocks.check_accounting(self.running)
-
     def _schedule_running(self, group: SlotGroup, batch: ScheduledBatch) -> None:
         """Schedule a lane's running sequences: a token of each decode, then chunks of prefills under way."""
-        in_prefill = self.slots.num_tokens[group.slots] - self.slots.num_computed[group.slots] > 1
+        num_left = self.slots.num_tokens[group.slots] - self.slots.num_computed[group.slots]
+        in_prefill = num_left > self.slots.num_alone[group.slots]
         decodes = self._grow_decodes(group.select(~in_prefill))
         num_generated = self.slots.num_tokens[decodes.slots] > self.slots.num_prompt[decodes.slots]
         batch.add_decodes(decodes, num_generated=int(num_generated.sum()))
@@ -355,26 +229,6 @@ class Scheduler:
         self._wait_again(seq)
         self.num_preemptions += 1
         return seq
-
-    def _leave(self, seq: Sequence) -> None:
-        """Take an unfinished sequence out of its list and free what it holds."""
-        if seq.status is SequenceStatus.RUNNING:
-            self.running.remove([seq])
-            self._release(seq)
-            self._gate.count_left(1)
-        elif seq.status is SequenceStatus.WAITING:
-            self.waiting[seq.lane].remove(seq)
-
-    def _release(self, seq: Sequence) -> None:
-        self.blocks.release(seq)
-        self.slots.release(seq)
-
-    def _wait_again(self, seq: Sequence) -> None:
-        """Put a sequence that arrived before into its lane's queue, in order of arrival."""
-        seq.status = SequenceStatus.WAITING
-        queue = self.waiting.setdefault(seq.lane, deque())
-        position = next((i for i, other in enumerate(queue) if other.arrival > seq.arrival), len(queue))
-        queue.insert(position, seq)
 
     def _count_overtakes(self, lane: int) -> None:
         """Count one admission from `lane` against every less urgent lane that waits or is mid-prefill."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
+import numpy as np
+
 from engine.errors import NoToken
 from engine.sampling.params import SamplingParams
 from engine.schedule.logprobs import NOT_WANTED, RowLogprobs, num_top
@@ -55,7 +57,8 @@ class Sequence:
     The prompt's tokens from `next_scored` to `score_end` are those whose log probability is wanted, and
     neither known nor being computed; `prompt_logprobs` holds those that are known, in order. `logprobs` holds
     those of the known tokens behind the prompt, if they are wanted. `score_top`, `sample_top`: how many of
-    the most likely tokens go with each, or NOT_WANTED.
+    the most likely tokens go with each, or NOT_WANTED. A sequence that does not generate is there to be
+    scored: `target`, its prompt's last token, stands apart, as it is never computed.
     """
 
     __slots__ = (
@@ -64,7 +67,9 @@ class Sequence:
         "block_table",
         "error",
         "finish_reason",
+        "first_scored",
         "follows_text",
+        "generates",
         "index",
         "lane",
         "logprobs",
@@ -86,6 +91,7 @@ class Sequence:
         "status",
         "stop_strings",
         "stop_token_ids",
+        "target",
         "text",
         "token_ids",
     )
@@ -104,11 +110,13 @@ class Sequence:
         stop_token_ids: frozenset[int] = frozenset(),
         stop_strings: StopStrings | None = None,
         block_keys: Iterable[BlockKey] = (),
+        score_from: int | None = None,
     ) -> None:
         """follows_text: the prompt holds text, and not special tokens alone.
 
         stop_token_ids: every id that ends this sequence, the model's own included unless ignored.
         block_keys: of the first full blocks of the prompt, where they are known; the scheduler adds the rest.
+        score_from: score the tokens of the prompt from this place on, and generate nothing.
         """
         self.request_id = request_id
         self.index = index
@@ -135,8 +143,14 @@ class Sequence:
         self.sample_top = num_top(params.logprobs)
         # one sample speaks for all
         self.score_top = num_top(params.prompt_logprobs if index == 0 else None)
-        self.next_scored = 1
+        self.next_scored = self.first_scored = 1
         self.score_end = self.num_prompt_tokens if self.score_top != NOT_WANTED else 0
+        self.generates, self.target = score_from is None, -1
+        if score_from is not None:
+            self.target = self.token_ids.pop()
+            self.num_tokens = self.max_len = len(self.token_ids)
+            self.next_scored = self.first_scored = score_from
+            self.score_top, self.score_end = 0, self.num_prompt_tokens
         self.logprobs: list[RowLogprobs] = []
         self.prompt_logprobs: list[RowLogprobs] = []
 
@@ -165,7 +179,7 @@ class Sequence:
 
     def forget_scored(self) -> None:
         """What is being computed will not come: the first token not known is the next to be scored."""
-        self.next_scored = 1 + sum(len(part.ranks) for part in self.prompt_logprobs)
+        self.next_scored = self.first_scored + sum(len(part.ranks) for part in self.prompt_logprobs)
 
     @property
     def generated_token_ids(self) -> list[int]:
@@ -193,6 +207,12 @@ class Sequence:
         elif num_known >= self.max_len:
             self.finish_reason = "length"
         return self.finish_reason
+
+    def end_scored(self) -> None:
+        """All of it is scored, and it was there for nothing else."""
+        self.finish_reason = "stop"
+        if any(np.isnan(part.logprobs).any() for part in self.prompt_logprobs):
+            self.fail(NoToken("no log probability can be told: the model's logits are no finite numbers"))
 
     def ends_with(self, token_id: int) -> bool:
         """Learn the first pending token; whether that ends it. What its text raises is its end alone."""

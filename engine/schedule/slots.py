@@ -35,6 +35,8 @@ class SlotTable:
     slot.
     sampling: [slots] of sampling_batch.ROW, what the sampler reads of each sequence.
     sample_top, score_top, next_scored, score_end: [slots] int64, as in Sequence.
+    num_alone: [slots] int64, how many tokens to be computed make no chunk of a prompt any more: 1, or 0 of a
+    sequence that does not generate.
     num_wanting: how many of the sequences with a slot want log probabilities; nobody looks while it is 0.
     """
 
@@ -58,6 +60,7 @@ class SlotTable:
         self.score_top: NDArray[np.int64] = np.full(max_num_seqs, NOT_WANTED)
         self.next_scored: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.score_end: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.num_alone: NDArray[np.int64] = np.ones(max_num_seqs, np.int64)
         self.num_wanting = 0
         self.block_size = block_size
         self._free = list(range(max_num_seqs - 1, -1, -1))
@@ -74,6 +77,9 @@ class SlotTable:
         slot = seq.slot = self._free.pop()
         self.num_wanting += seq.wants_logprobs
         self.token_ids[slot, : seq.num_tokens] = seq.token_ids
+        if not seq.generates:
+            self.token_ids[slot, seq.num_tokens] = seq.target
+        self.num_alone[slot] = int(seq.generates)
         self.block_tables[slot, : len(seq.block_table)] = seq.block_table
         self.num_tokens[slot] = self.num_known[slot] = seq.num_tokens
         self.num_computed[slot] = seq.num_computed_tokens

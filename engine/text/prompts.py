@@ -16,6 +16,35 @@ class PromptReader:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
 
+    def pair(self, context: object, continuation: object) -> tuple[list[int], int]:
+        """Token ids of both, and where those of the continuation begin; nowhere if it is empty.
+
+        Texts are tokenized as one, with the context's last spaces a part of the continuation, as
+        lm-evaluation-harness does it. Raises InvalidPrompt or PromptTooLong.
+        """
+        if isinstance(context, str) and isinstance(continuation, str):
+            text = context.rstrip()
+            continuation = context[len(text) :] + continuation
+            limit = self._max_model_len - 1
+            encode = self._tokenizer.encode if text else self._tokenizer.encode_alone
+            first = encode(text, limit=limit) if text else []
+            whole = encode(text + continuation, limit=limit)
+        elif isinstance(context, (list, tuple)) and isinstance(continuation, (list, tuple)):
+            first, whole = list(context), [*context, *continuation]
+        else:
+            raise InvalidPrompt(
+                "context and continuation must be two strings or two lists of token ids, got "
+                f"{type(context).__name__} and {type(continuation).__name__}"
+            )
+        if not first:
+            first = self._tokenizer.prefix
+            whole = whole if whole[:1] == first else first + whole
+        if not continuation:
+            return whole, len(whole)
+        if len(whole) <= len(first):
+            raise InvalidPrompt("the continuation has no token of its own behind its context")
+        return self.token_ids(whole), len(first)
+
     def token_ids(self, prompt: object) -> list[int]:
         """Token ids of a text, or a checked copy of token ids. Raises InvalidPrompt or PromptTooLong."""
         if isinstance(prompt, str):

@@ -73,6 +73,21 @@ class Tokenizer:
         token_id = self._tokenizer.eos_token_id
         return frozenset() if token_id is None else frozenset((token_id,))
 
+    @property
+    def prefix(self) -> list[int]:
+        """The token that stands for nothing before a text: the one that begins texts, or else ends them.
+
+        Raises InvalidPrompt if there is neither.
+        """
+        token_id = self._bos[1] if self._bos[1] is not None else self._tokenizer.eos_token_id
+        if token_id is None:
+            raise InvalidPrompt("this tokenizer has no token to stand for an empty context; give one")
+        return [token_id]
+
+    def encode_alone(self, text: str, *, limit: int | None = None) -> list[int]:
+        """Token ids of the text and no more. limit: as in `encode`."""
+        return self._encode(text, limit, add_special_tokens=False)
+
     def encode(self, text: str, *, limit: int | None = None) -> list[int]:
         """Token ids of a prompt, with the special tokens the model's tokenizer adds to every text; a text
         that begins with the token for a text's beginning itself gets no second one.

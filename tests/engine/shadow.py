@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine import Completion, SamplingParams
+from engine.sampling.scoring import NO_NEW_TOKEN
 from engine.schedule.block_manager import BlockManager, hash_block
 from engine.schedule.logprobs import NOT_WANTED, RowLogprobs
 from engine.schedule.scheduled_batch import ScheduledBatch
@@ -158,6 +159,13 @@ class ShadowEngine:
         self.unfinished.append(seq)
         return seq
 
+    def score(self, prompt: list[int], score_from: int, *, lane: int = 0) -> Sequence:
+        seq = Sequence(str(self._num_added), prompt, NO_NEW_TOKEN, lane=lane, score_from=score_from)
+        self._num_added += 1
+        self.scheduler.add(seq)
+        self.unfinished.append(seq)
+        return seq
+
     def abort(self, seq: Sequence) -> None:
         self.scheduler.abort(seq)
         self.unfinished.remove(seq)
@@ -215,12 +223,13 @@ class ShadowEngine:
             assert slots.token_ids[seq.slot, : len(seq.token_ids)].tolist() == seq.token_ids
             assert slots.num_known[seq.slot] == len(seq.token_ids)
             assert slots.block_tables[seq.slot, : len(seq.block_table)].tolist() == seq.block_table
-            assert slots.num_tokens[seq.slot] == seq.num_tokens < seq.max_len
+            assert slots.num_tokens[seq.slot] == seq.num_tokens < seq.max_len + (not seq.generates)
             assert slots.num_computed[seq.slot] == seq.num_computed_tokens < seq.num_tokens
         for seq in self.unfinished:
             assert seq.num_pending_tokens in ((0, 1) if self._launched else (0,))
             assert seq.status is SequenceStatus.RUNNING or not (seq.block_table or seq.num_computed_tokens)
-            assert (seq.status is SequenceStatus.ENDING) == (seq.num_tokens == seq.max_len)
+            if seq.generates:
+                assert (seq.status is SequenceStatus.ENDING) == (seq.num_tokens == seq.max_len)
 
     def _must_run(self) -> Sequence | None:
         """The sequence of lane 0 that waits alone there, if only later lanes hold anything."""

@@ -32,6 +32,8 @@ def random_history(seed: int) -> list[Operation]:
             lane, max_tokens = rng.choice([0, 0, 1, 2]), rng.randrange(1, 24)
             wanted = {name: rng.choice([None, None, 0, 2]) for name in ("logprobs", "prompt_logprobs")}
             history.append((kind, prompt, lane, max_tokens, wanted))
+            if len(prompt) > 1 and rng.random() < 0.3:
+                history[-1] = ("score", prompt, lane, rng.randrange(1, len(prompt)))
         elif kind == "step":
             history.append((kind, rng.randrange(1, 6)))
         else:
@@ -60,12 +62,15 @@ THOROUGH = settings(max_examples=500, deadline=None, suppress_health_check=[Heal
 def play(history: list[Operation], sizes: dict[str, Any], **options: Any) -> ShadowEngine:
     """Run a history on a shadow engine, which checks itself after each step, and drain it."""
     shadow = ShadowEngine(**sizes, **options)
-    answers = []
+    answers, scored = [], []
     for operation, *values in history:
         if operation == "add":
             prompt, lane, max_tokens, wanted = values
             seq = shadow.add(prompt, lane=lane, max_tokens=max_tokens, **wanted)
             answers.append((seq, prompt, max_tokens))
+        elif operation == "score":
+            prompt, lane, score_from = values
+            scored.append((shadow.score(prompt, score_from, lane=lane), prompt, score_from))
         elif operation == "step":
             for _ in range(values[0]):
                 shadow.step()
@@ -78,6 +83,13 @@ def play(history: list[Operation], sizes: dict[str, Any], **options: Any) -> Sha
         if seq.finish_reason != "abort":
             assert seq.token_ids == expected(shadow, prompt, max_tokens)
             check_logprobs(shadow, seq)
+    for seq, prompt, score_from in scored:
+        if seq.finish_reason != "abort":
+            assert seq.finish_reason == "stop"
+            ranks = [rank for part in seq.prompt_logprobs for rank in part.ranks.tolist()]
+            assert ranks == shadow.device.prefixes(prompt)[score_from - 1 : -1]
+            token_ids = [token_id for part in seq.prompt_logprobs for token_id in part.logprobs.tolist()]
+            assert token_ids == prompt[score_from:]
     return shadow
 
 

@@ -1,0 +1,241 @@
+"""How likely continuations are: by prefill alone, as transformers' full logits say it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import (
+    Engine,
+    EngineBusy,
+    InvalidPrompt,
+    InvalidRequest,
+    InvalidSampling,
+    LogLikelihood,
+    PromptTooLong,
+    SamplingParams,
+    ScoringFailed,
+    ScoringParams,
+)
+from tests.engine.checkpoints import make_tokenizer
+from tests.engine.reference import Reference
+from tests.engine.test_logprobs import NAME, config, true_logprobs
+
+Truth = Callable[[tuple[int, ...]], Tensor]
+TOKENIZER = make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def small(folders: dict[str, Path]) -> Iterator[Engine]:
+    with Engine(config(folders[NAME])) as built:
+        yield built
+        built._scheduler.check_accounting()
+        assert built.stats().free_blocks == built.stats().num_blocks
+
+
+@pytest.fixture(scope="module")
+def truth(references: dict[str, Reference]) -> Truth:
+    return true_logprobs(references[NAME])
+
+
+def expected(truth: Truth, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    rows = truth(tuple(context + continuation))[len(context) - 1 : -1]
+    own = rows.gather(1, torch.tensor(continuation)[:, None])
+    return own.sum().item(), bool((rows.argmax(-1) == torch.tensor(continuation)).all())
+
+
+def check(found: LogLikelihood, truth: Truth, context: list[int], continuation: list[int]) -> None:
+    logprob, is_greedy = expected(truth, context, continuation)
+    assert found.logprob == pytest.approx(logprob, abs=1e-4)
+    assert (found.num_tokens, found.is_greedy) == (len(continuation), is_greedy)
+    assert sum(found.token_logprobs) == pytest.approx(found.logprob)
+
+
+def random_pairs(num_pairs: int) -> list[tuple[list[int], list[int]]]:
+    """Few contexts, shared by many; continuations of one to seven tokens, and of more than a chunk."""
+    rng = random.Random(4)
+    contexts = [[rng.randrange(3, 500) for _ in range(length)] for length in (1, 15, 16, 17, 40, 61)]
+    lengths = [1, 2, 3, 7, 30]
+    return [
+        (rng.choice(contexts), [rng.randrange(3, 500) for _ in range(lengths[i % 5])])
+        for i in range(num_pairs)
+    ]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_it_is_the_sum_of_the_continuations_log_probabilities(
+    folders: dict[str, Path], truth: Truth, overlap: bool
+) -> None:
+    """With chunks, shared prefixes and more than fits at once."""
+    pairs = random_pairs(40)
+    with Engine(config(folders[NAME], async_scheduling=overlap)) as engine:
+        for found, pair in zip(engine.loglikelihood(pairs), pairs, strict=True):
+            check(found, truth, *pair)
+        stats = engine.stats()
+    assert stats.decode_tokens == 0, "no token is generated"
+    assert stats.cached_tokens > 300
+
+
+def test_what_greedy_generation_gives_is_greedy(small: Engine) -> None:
+    prompt = [5, 6, 7, 8]
+    (completion,) = small.generate([prompt], SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))
+    other = [*completion.token_ids[:-1], (completion.token_ids[-1] + 1) % 500]
+    found = small.loglikelihood([(prompt, completion.token_ids), (prompt, other), (prompt, other[:4])])
+    assert [each.is_greedy for each in found] == [True, False, True]
+
+
+def test_they_run_beside_other_requests_and_are_preempted(small: Engine, truth: Truth) -> None:
+    """More urgent ones take their place in the middle of a prompt; some are withdrawn and computed again."""
+    rng = random.Random(5)
+    pairs = [
+        (
+            [3 + i] * 50 + [rng.randrange(3, 500) for _ in range(20)],
+            [rng.randrange(3, 500) for _ in range(30)],
+        )
+        for i in range(6)
+    ]
+    before = small.stats().num_preemptions
+    for i, (context, continuation) in enumerate(pairs):
+        small.add(f"score {i}", context + continuation, ScoringParams(len(context)), lane=2)
+    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True, logprobs=0)
+    done = []
+    for i in range(8):
+        done += small.step()
+        small.add(f"text {i}", pairs[i % 3][0][: 10 * i + 1], params, lane=i % 2)
+        if i == 5:
+            small._stepper._start_over()
+    small.abort("score 5")
+    while small.has_unfinished:
+        done += small.step()
+    assert small.stats().num_preemptions > before
+    by_id = {completion.request_id: completion for completion in done}
+    assert len(by_id) == len(done) == 5 + 8
+    for i, pair in enumerate(pairs[:5]):
+        completion = by_id[f"score {i}"]
+        assert (completion.token_ids, completion.text, completion.finish_reason) == ([], "", "stop")
+        assert completion.num_prompt_tokens == 100
+        check(completion.loglikelihood, truth, *pair)
+    for i in range(8):
+        assert by_id[f"text {i}"].loglikelihood is None
+        assert len(by_id[f"text {i}"].logprobs) == 9
+
+
+def encoded(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation", "first", "whole"),
+    [
+        ("The quick", " brown", "The quick", "The quick brown"),
+        ("The quick ", "brown", "The quick", "The quick brown"),
+        ("The quick \n ", "brown fox", "The quick", "The quick \n brown fox"),
+        ("Œuvre 日", "本 é", "Œuvre 日", "Œuvre 日本 é"),
+    ],
+)
+def test_texts_are_split_as_the_harness_does_it(
+    small: Engine, truth: Truth, context: str, continuation: str, first: str, whole: str
+) -> None:
+    """Tokenized as one, with a context's last spaces in the continuation."""
+    (found,) = small.loglikelihood([(context, continuation)])
+    length = len(encoded(first))
+    check(found, truth, encoded(whole)[:length], encoded(whole)[length:])
+
+
+@pytest.mark.parametrize("context", ["", "  "])
+def test_an_empty_context_is_the_token_that_ends_texts_where_none_begins_them(
+    small: Engine, truth: Truth, context: str
+) -> None:
+    (found,) = small.loglikelihood([(context, "brown fox")])
+    check(found, truth, [TOKENIZER.eos_token_id], encoded(context + "brown fox"))
+    assert small.loglikelihood([([], encoded("brown fox"))])[0].num_tokens == len(encoded("brown fox"))
+    (given,) = small.loglikelihood([("", "<|im_end|>brown fox")])
+    assert given == small.loglikelihood([("", "brown fox")])[0], "it is not put there twice"
+
+
+def test_nothing_is_certain(small: Engine) -> None:
+    assert small.loglikelihood([("a", ""), ([5], [])]) == [LogLikelihood(0.0, 0, is_greedy=True)] * 2
+    assert small.loglikelihood([]) == []
+
+
+def test_equal_pairs_are_computed_once(small: Engine) -> None:
+    before = small.stats().prefill_tokens
+    found = small.loglikelihood([([7, 9], [11, 13])] * 50)
+    assert found == [found[0]] * 50
+    assert small.stats().prefill_tokens - before == 3, "the last token is not computed"
+
+
+@pytest.mark.parametrize(
+    ("pair", "error", "message"),
+    [
+        (("a", [5]), InvalidPrompt, "pair 1: .*got str and list"),
+        ((None, None), InvalidPrompt, "got NoneType"),
+        (("a", "b", "c"), InvalidRequest, "pair 1 must be a context and a continuation"),
+        ("ab", InvalidRequest, "pair 1 must be a context and a continuation, got str"),
+        (([5], [512]), InvalidPrompt, "512 is outside"),
+        (([5], [True]), InvalidPrompt, "got True"),
+        (([5] * 149, [6]), PromptTooLong, "takes 149"),
+        (("a", "half \ud800"), InvalidPrompt, "Unicode"),
+        (("a " * 100_000, "b"), PromptTooLong, "characters"),
+    ],
+)
+def test_a_bad_pair_is_named(small: Engine, pair: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        small.loglikelihood([("a", " b"), pair])
+    assert not small.has_unfinished
+
+
+def test_it_waits_for_no_others(small: Engine) -> None:
+    small.add("a", [5, 6], SamplingParams())
+    with pytest.raises(EngineBusy):
+        small.loglikelihood([([5], [6])])
+    small.abort("a")
+
+
+@pytest.mark.parametrize("value", [0, -1, True, "1", None, 1.5])
+def test_a_place_that_cannot_be_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidSampling, match="score_from"):
+        ScoringParams(value)
+
+
+def test_a_place_behind_the_prompt_is_refused(small: Engine) -> None:
+    with pytest.raises(InvalidSampling, match="score_from=2 leaves nothing to score of a prompt of 2 tokens"):
+        small.add("a", [5, 6], ScoringParams(2))
+    assert not small.has_unfinished
+
+
+def test_logits_that_are_no_numbers_fail_that_pair(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(config(folders[NAME])) as engine:
+        runner = engine._live_runner
+        logits = type(runner.model).logits
+
+        def broken(model: Any, hidden: Tensor) -> Tensor:
+            return logits(model, hidden) * torch.nan
+
+        monkeypatch.setattr(type(runner.model), "logits", broken)
+        with pytest.raises(ScoringFailed, match=r"pair 0 has no log-likelihood.*no finite numbers"):
+            engine.loglikelihood([([5], [6])])
+        assert not engine.has_unfinished
+        assert engine.stats().free_blocks == engine.stats().num_blocks
+
+
+def test_a_prompt_is_scored_with_tokens_of_its_own_settings(small: Engine) -> None:
+    """Its neighbours' sampling values and numbers of likeliest tokens are not its own."""
+    alone = small.loglikelihood([([5, 6, 7], [8, 9])])[0]
+    wide = SamplingParams(max_tokens=3, logprobs=20, prompt_logprobs=-1, seed=1, temperature=2.0)
+    small.add("wide", [5, 6, 7, 8], wide)
+    small.add("own", [5, 6, 7, 8, 9], ScoringParams(3))
+    small.add("more", [5, 6, 7], replace(wide, prompt_logprobs=None))
+    done = {}
+    while small.has_unfinished:
+        done |= {completion.request_id: completion for completion in small.step()}
+    assert done["own"].loglikelihood.token_logprobs == pytest.approx(alone.token_logprobs, abs=1e-5)
