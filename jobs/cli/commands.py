@@ -15,7 +15,7 @@ from ..errors import ForeignJobsPackage, UnknownRun
 from ..parquet.local_check import check_columns_here
 from ..runs.control import cancel_run, describe_again, submit_run
 from ..runs.follow import End, Followed, follow
-from ..runs.formats import SUFFIXES
+from ..runs.formats import OUTPUTS, SUFFIXES
 from ..runs.obstacles import listened_queues, obstacles
 from ..runs.output import RunOutput, named_run, output_here
 from ..runs.snapshot import REFUSED, RunSnapshot, failure_text, plan_result, read_snapshot
@@ -118,6 +118,14 @@ def main(context: click.Context, url: str) -> None:
     "--input-format",
     type=click.Choice(list(SUFFIXES)),
     help="Format of the FILEs, where their names (.csv, .jsonl.gz, .arrow, ...) do not tell it.",
+)
+@click.option(
+    "--single-file", is_flag=True, help="In the end, write all rows into one file, OUT/output.parquet."
+)
+@click.option(
+    "--output-format",
+    type=click.Choice(OUTPUTS),
+    help="Format of that file, whose name then ends so; Parquet by default.",
 )
 @click.option("--rows-per-shard", type=int, default=1000, show_default=True)
 @click.pass_obj

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from ..common.shown import shown
+from ..runs.formats import PARQUET
 from ..runs.spec import DEFAULT_PROMPT_COLUMN
 
 #: Sampling values that have an option of their own.
@@ -89,6 +90,7 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
         "sampling": _sampling(options),
         "rows_per_shard": options["rows_per_shard"],
         "input_format": options["input_format"],
+        "single_file": _single_file(options),
         "model": options["model"],
         "filename_column": options["filename_column"],
         "redo_damaged": options["redo_damaged"],
@@ -98,6 +100,12 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
         "defaults": options["default"],
         "template_format": _template_format(options),
     }
+
+
+def _single_file(options: dict[str, Any]) -> str | None:
+    if options["output_format"] is not None and not options["single_file"]:
+        raise click.UsageError("--output-format is that of one output file: add --single-file")
+    return options["output_format"] or PARQUET if options["single_file"] else None
 
 
 def _inputs(files: Sequence[str], output: str) -> list[str]:

@@ -23,7 +23,7 @@ from ..errors import (
     RunOfAnotherModel,
 )
 from ..runs.error_limit import DEFAULT_LIMIT, ErrorLimit
-from ..runs.names import PLAN, part_name
+from ..runs.names import PLAN
 from ..runs.plan import PinnedModel, Plan, PlannedFile, cut_shards
 from ..runs.shard_jobs import enqueue_shards
 from ..runs.spec import RunSpec, check_option_names, check_queue_name
@@ -243,9 +243,10 @@ def _publish_empty_part(folder: RunFolder, inputs: Inputs, model: ServedModel) -
     """Publish the one part of a run without rows, so that readers find the schema."""
     now = time.time()
     stats = part_stats(folder.plan.run, 0, [], generated_tokens=0, started_at=now, ended_at=now, model=model)
-    temporary = folder.temporary_path(part_name(0))
+    temporary = folder.temporary_part(0)
+    folder.make_parts_folder()
     try:
         write_part(folder.storage, temporary, output_schema(inputs.schema, folder.plan.spec), [], stats)
-        folder.publish(temporary, part_name(0))
+        folder.publish(temporary, 0)
     finally:
         folder.storage.delete(temporary)

@@ -34,6 +34,7 @@ from ..runs.names import (
     TEMPORARY_PREFIX,
     WITHDRAWAL,
     is_temporary,
+    output_names,
     part_name,
     part_shard,
     shard_job_id,
@@ -42,6 +43,7 @@ from ..runs.names import (
 from ..runs.part_stats import COUNTED, PartStats
 from ..runs.plan import Plan
 from ..runs.state import RunState
+from .output_file import write_output
 from .part import read_part_stats
 from .storage import Storage, reading, writing
 
@@ -63,7 +65,7 @@ class RunFolder:
         self.plan = plan
         self.state = state
         self.storage = storage
-        self._path = plan.spec.output
+        self._path, self._parts_path = plan.spec.output, plan.spec.parts_folder
         self._execution_id = execution_id
 
     def path(self, name: str) -> str:
@@ -73,8 +75,21 @@ class RunFolder:
         """Return where this execution writes `name`, so that no two executions share a file."""
         return self.path(temporary_name(self._execution_id, name))
 
+    def part_path(self, shard: int) -> str:
+        return self.plan.part_path(shard)
+
+    def temporary_part(self, shard: int) -> str:
+        """Return where this execution writes a part: in the folder in which it is published."""
+        return os.path.join(self._parts_path, temporary_name(self._execution_id, part_name(shard)))
+
+    def make_parts_folder(self) -> None:
+        """Make the folder of the parts, if they have one of their own. Raises OutputNotWritable."""
+        if self._parts_path != self._path:
+            with writing(self._parts_path):
+                self.storage.make_folder(self._parts_path)
+
     def has_part(self, shard: int) -> bool:
-        return self.storage.stat(self.path(part_name(shard))) is not None
+        return self.storage.stat(self.part_path(shard)) is not None
 
     def shards_with_parts(self) -> set[int]:
         """Return the shards whose part is there. Raises PartDamaged for a part that no shard has."""
@@ -84,15 +99,24 @@ class RunFolder:
         return found
 
     def _numbers_of_parts(self) -> set[int]:
-        return {shard for name in self.storage.names(self._path) if (shard := part_shard(name)) is not None}
+        numbers = map(part_shard, self._names_of_parts())
+        return {shard for shard in numbers if shard is not None}
+
+    def _names_of_parts(self) -> list[str]:
+        try:
+            return self.storage.names(self._parts_path)
+        except FileNotFoundError:
+            if self._parts_path == self._path:
+                raise
+            return []  # no part was written yet
 
     def _part_of_no_shard(self, number: int) -> PartDamaged:
-        return PartDamaged(self.path(part_name(number)), f"this run has {len(self.plan.shards)} shards")
+        return PartDamaged(self.part_path(number), f"this run has {len(self.plan.shards)} shards")
 
     def part_stats(self, shard: int) -> PartStats:
         """Read a part's statistics. Raises PartDamaged unless it holds exactly its shard's rows."""
         rows = self.plan.shards[shard].rows
-        return read_part_stats(self.storage, self.path(part_name(shard)), self.plan.run, shard, rows)
+        return read_part_stats(self.storage, self.part_path(shard), self.plan.run, shard, rows)
 
     def damaged_parts(self, check_interrupted: Callable[[], None]) -> dict[int, PartDamaged]:
         """Look into every part that is there; return, by number, what is wrong with those not this run's.
@@ -112,24 +136,23 @@ class RunFolder:
 
     def delete_surplus(self, shards: Iterable[int]) -> None:
         """Remove parts that no shard of the run has: none come in their place. Raises OutputNotWritable."""
-        for path in (self.path(part_name(shard)) for shard in shards if shard >= len(self.plan.shards)):
+        for path in (self.part_path(shard) for shard in shards if shard >= len(self.plan.shards)):
             with writing(path):
                 self.storage.delete(path)
 
-    def publish(self, temporary: str, name: str) -> bool:
-        """Put a written file in place; return False when the place was taken. Raises OutputNotWritable."""
-        with writing(self.path(name)):
-            return self.storage.publish(temporary, self.path(name))
+    def publish(self, temporary: str, shard: int) -> bool:
+        """Put a written part in place; return False when the place was taken. Raises OutputNotWritable."""
+        with writing(self.part_path(shard)):
+            return self.storage.publish(temporary, self.part_path(shard))
 
     def publish_over_damaged(self, temporary: str, shard: int) -> bool:
         """Put a part in place, also of one that is damaged; return False when a whole one was there."""
-        name = part_name(shard)
-        if self.publish(temporary, name):
+        if self.publish(temporary, shard):
             return True
         if self.has_whole_part(shard):
             return False
-        with writing(self.path(name)):
-            return self.storage.replace(temporary, self.path(name))
+        with writing(self.part_path(shard)):
+            return self.storage.replace(temporary, self.part_path(shard))
 
     def has_whole_part(self, shard: int) -> bool:
         """Whether the part is there and is what this run has written."""
@@ -201,15 +224,22 @@ class RunFolder:
 
     def _is_whole(self, suspects: Collection[int]) -> bool:
         planned = set(range(len(self.plan.shards)))
-        return self._numbers_of_parts() <= planned and self._whole_parts(suspects) == planned
+        if not (self._numbers_of_parts() <= planned and self._whole_parts(suspects) == planned):
+            return False
+        outputs = map(self.path, self._outputs)
+        return not self.has_success() or all(self.storage.stat(path) is not None for path in outputs)
+
+    @property
+    def _outputs(self) -> tuple[str, ...]:
+        return output_names(self.plan.spec.single_file)
 
     def _withdraw_success(self, suspects: Collection[int]) -> bool:
         """Take the mark back; return False when an end came in between, or is right after all."""
         claim, mark = self.temporary_path(WITHDRAWAL), self.path(SUCCESS)
         with writing(mark):
             self.storage.make_void(claim, _WITHDRAWN_TEXT)
-            self._delete_temporary(SUCCESS)
-            self._delete_temporary(MANIFEST)
+            for name in (SUCCESS, MANIFEST, *self._outputs):
+                self._delete_temporary(name)
             if self._is_whole(suspects):
                 self.storage.delete(claim)
                 return False
@@ -239,16 +269,20 @@ class RunFolder:
         return False
 
     def _write_end(self) -> bool:
-        """Write the manifest, then the mark; return False when a claim was removed: a part may be missing."""
-        targets = [self.path(MANIFEST), self.path(SUCCESS)]
-        claims = [self.temporary_path(MANIFEST), self.temporary_path(SUCCESS)]
+        """Write the one output file, if it is to be, the manifest, then the mark; return False when a claim
+        was removed: a part may be missing."""
+        names = (*self._outputs, MANIFEST, SUCCESS)
+        targets, claims = list(map(self.path, names)), list(map(self.temporary_path, names))
         try:
             with writing(self._path):
                 for claim in claims:
                     write_text(self.storage, claim, "")
                 self._delete_temporary(WITHDRAWAL)
                 text = manifest_text(self.plan, map(self.part_stats, range(len(self.plan.shards))))
-                return self.storage.rewrite(claims[0], text.encode()) and all(
+                outputs, manifest = claims[:-2], claims[-2]
+                if outputs and not write_output(self.storage, self.plan, outputs):
+                    return False
+                return self.storage.rewrite(manifest, text.encode()) and all(
                     self.storage.replace(claim, target) for claim, target in zip(claims, targets, strict=True)
                 )
         finally:
@@ -257,10 +291,13 @@ class RunFolder:
 
     def _remove_leftovers(self) -> None:
         """Remove the temporary files of all executions; one that still runs finds its part there."""
-        for name in self.storage.names(self._path):
-            if name.startswith(TEMPORARY_PREFIX):
-                with writing(self.path(name)):
-                    self.storage.delete(self.path(name))
+        paths = [self.path(name) for name in self.storage.names(self._path)]
+        if self._parts_path != self._path:
+            paths += [os.path.join(self._parts_path, name) for name in self._names_of_parts()]
+        for path in paths:
+            if os.path.basename(path).startswith(TEMPORARY_PREFIX):
+                with writing(path):
+                    self.storage.delete(path)
 
 
 def manifest_text(plan: Plan, parts: Iterable[PartStats]) -> str:
@@ -291,6 +328,7 @@ def manifest_text(plan: Plan, parts: Iterable[PartStats]) -> str:
         "sampling": plan.spec.sampling,
         "seed": plan.seed,
         "arguments": plan.spec.to_json(),
+        **({"output": output_names(plan.spec.single_file)} if plan.spec.single_file else {}),
         "inputs": [asdict(file) for file in plan.files],
     }
     head = json.dumps(content, indent=2).removesuffix("\n}")

@@ -18,7 +18,7 @@ from ..context.answer import Answer
 from ..context.served_model import ServedModel, model_text
 from ..context.shared_files import ReaderKey, SharedFiles
 from ..errors import PlanDamaged, RunError, RunOfAnotherModel
-from ..runs.names import PLAN, part_name
+from ..runs.names import PLAN
 from ..runs.part_stats import PartStats
 from ..runs.plan import Plan, PlannedFile, Shard
 from ..runs.state import RunState
@@ -59,7 +59,7 @@ class ShardWork(OpenTask):
         self._folder, self._number, self._redo, self._clock = folder, shard, redo_damaged, clock
         self._model, self._queue = context.model, context.queue_name
         self._started_at = clock()
-        self._temporary = folder.temporary_path(part_name(shard))
+        self._temporary = folder.temporary_part(shard)
         self._requests: ShardRequests | None = None
         self._files, self._entered = context.files, False
         self._memo, self._held = context.answers, context.shard_bytes
@@ -162,7 +162,7 @@ class ShardWork(OpenTask):
             if self._redo:
                 published = self._folder.publish_over_damaged(self._temporary, self._number)
             else:
-                published = self._folder.publish(self._temporary, part_name(self._number))
+                published = self._folder.publish(self._temporary, self._number)
         except (OSError, RunError):
             # Of two executions the slower one may find the run ended and its own file, or the input, removed.
             if not self._has_part():
@@ -184,6 +184,7 @@ class ShardWork(OpenTask):
             model=self._model,
         )
         spec, added = self._folder.plan.spec, self._folder.plan.added_columns
+        self._folder.make_parts_folder()
         with self._reader(file, kept(spec, self._added)) as reader:
             schema = output_schema(with_added_fields(reader.schema, added), spec, file.path)
             write_part(storage, self._temporary, schema, self._batches(reader, answers, schema), stats)

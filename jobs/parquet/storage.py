@@ -148,6 +148,17 @@ class Storage:
             file.write(contents)
         return True
 
+    def reopen_output(self, path: str) -> Any:
+        """Open a file that is there to be written anew by pyarrow; return None if someone removed it."""
+        self.check_interrupted()
+        flags = os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW
+        try:
+            with self._parent(path) as (folder, name):
+                descriptor = os.open(name, flags, dir_fd=folder)
+        except FileNotFoundError:
+            return None
+        return pa.PythonFile(os.fdopen(descriptor, "wb"), mode="w")
+
     def make_void(self, path: str, text: str) -> None:
         """Make a name that leads to no file, and tells whoever lists the folder why."""
         with self._parent(path) as (folder, name), suppress(FileExistsError):

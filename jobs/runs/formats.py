@@ -22,6 +22,9 @@ SUFFIXES = {
 #: Formats whose files are lines of text: they have no types and no index of their own.
 LINES = frozenset({CSV, TSV, JSONL})
 
+#: Formats of one output file.
+OUTPUTS = (PARQUET, CSV, JSONL, ARROW)
+
 #: What may follow the suffix of such a file, which is compressed then.
 COMPRESSED = (".gz", ".zst", ".bz2")
 
@@ -30,6 +33,19 @@ def parse_format(value: Any) -> str | None:
     """Return a format that was asked for, None where names tell it. Raises InvalidValue."""
     if value is not None and (not isinstance(value, str) or value not in SUFFIXES):
         raise InvalidValue(f"input_format is {{}}, expected one of {', '.join(SUFFIXES)}", shown(value))
+    return value
+
+
+def parse_single_file(value: Any) -> str | None:
+    """Return the format of a run's one output file, None where its output is parts. Raises InvalidValue."""
+    if value is None or value is False:
+        return None
+    if value is True:
+        return PARQUET
+    if not isinstance(value, str) or value not in OUTPUTS:
+        raise InvalidValue(
+            f"single_file is {{}}, expected true, false, or one of {', '.join(OUTPUTS)}", shown(value)
+        )
     return value
 
 

@@ -10,6 +10,9 @@ TEMPORARY_PREFIX = "_tmp."
 #: Where one execution's claim to withdraw SUCCESS is called like a file of that name.
 WITHDRAWAL = "_WITHDRAWN"
 
+#: Where the parts lie of a run whose output is one file: a name that readers of folders pass by.
+PARTS = "_parts"
+
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 _PART = re.compile(r"part-(\d{5,})\.parquet")
 
@@ -21,6 +24,11 @@ def is_run_id(value: object) -> bool:
 def part_name(shard: int) -> str:
     """Return the file name of a shard's part; names sort like shards up to 100,000 of them."""
     return f"part-{shard:05d}.parquet"
+
+
+def output_names(single_file: str | None) -> tuple[str, ...]:
+    """Return the names of what is written of all parts, in a format; none for a run whose output is parts."""
+    return () if single_file is None else (f"output.{single_file}",)
 
 
 def part_shard(name: str) -> int | None:

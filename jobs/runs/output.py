@@ -11,7 +11,7 @@ from ..common import stored
 from ..common.keys import run_folder_key
 from ..errors import JobsError, PlanDamaged, UnknownRun
 from .key_types import wrong_types_told
-from .names import MANIFEST, PLAN, SUCCESS, is_run_id, part_shard
+from .names import MANIFEST, PARTS, PLAN, SUCCESS, is_run_id, part_shard
 from .paths import local_path
 from .plan import PinnedModel, Plan
 
@@ -76,7 +76,8 @@ def _read_output(name: str) -> RunOutput:
     try:
         with open(path, encoding="utf-8") as file:
             plan = Plan.from_text(file.read())
-        names = os.listdir(folder)
+        parts = PARTS if plan.spec.single_file else ""  # the folder may lie elsewhere on this machine
+        names = os.listdir(os.path.join(folder, parts)) if os.path.isdir(os.path.join(folder, parts)) else []
     except ValueError as error:
         raise PlanDamaged(path, str(error)) from error
     except OSError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from ..common.shown import shown
 from ..context.served_model import model_text
 from ..errors import InvalidJob
 from .formats import PARQUET, SUFFIXES
+from .names import part_name
 from .partitions import AddedColumn
 from .spec import RunSpec
 
@@ -142,6 +144,10 @@ class Plan:
     def rows(self) -> int:
         found = sum(file.rows for file in self.files)
         return found if self.spec.limit is None else min(found, self.spec.limit)
+
+    def part_path(self, shard: int) -> str:
+        """Return where a shard's part is."""
+        return os.path.join(self.spec.parts_folder, part_name(shard))
 
     def first_row(self, shard: int) -> int:
         """Return the row number of a shard's first row, counted over all files."""

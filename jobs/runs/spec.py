@@ -16,7 +16,8 @@ from ..errors import InvalidJob, InvalidValue
 from ..prompts.arguments import parse_sampling
 from ..prompts.chat_options import ChatOptions, refuse_chat_options, split_chat_options
 from . import option_checks
-from .formats import parse_format
+from .formats import parse_format, parse_single_file
+from .names import PARTS
 from .option_checks import column_name
 from .paths import local_path
 from .template import Template, template_texts
@@ -50,6 +51,7 @@ class RunSpec:
     rows_per_shard: int
     filename_column: str | None
     input_format: str | None = None
+    single_file: str | None = None
     keep: list[str] | None = None
     drop: list[str] | None = None
     output_prefix: str = ""
@@ -70,6 +72,7 @@ class RunSpec:
         rows_per_shard: Any = 1000,
         filename_column: Any = None,
         input_format: Any = None,
+        single_file: Any = None,
         keep: Any = None,
         drop: Any = None,
         output_prefix: Any = None,
@@ -81,6 +84,7 @@ class RunSpec:
         """Check and normalise the arguments; see jobs.parquet.planner.score_parquet for the first of them.
 
         input_format: parquet, csv, tsv, jsonl or arrow, where the files' names do not tell it.
+        single_file: True, or csv, jsonl or arrow, for one output file of all rows in the end.
         keep, drop: the input's columns that the output has, or has not. output_prefix: stands before the
         names of the columns that are added. limit: so many rows, the first ones, are the run.
         sampling_columns: for names of sampling values the columns that hold each row's; null leaves that of
@@ -110,6 +114,7 @@ class RunSpec:
             if filename_column is None
             else column_name("filename_column", filename_column),
             input_format=parse_format(input_format),
+            single_file=parse_single_file(single_file),
             keep=option_checks.column_names("keep", keep),
             drop=option_checks.column_names("drop", drop),
             output_prefix=option_checks.output_prefix(output_prefix),
@@ -135,6 +140,11 @@ class RunSpec:
             if _has_default(each) and content[each.name] == _default(each):
                 del content[each.name]
         return content
+
+    @property
+    def parts_folder(self) -> str:
+        """Where the parts are."""
+        return self.output if self.single_file is None else os.path.join(self.output, PARTS)
 
     @property
     def n(self) -> int:

@@ -58,6 +58,16 @@ class FusedStorage(Storage):
             raise
         return opened
 
+    def reopen_output(self, path: str) -> Any:
+        self._fuse.tick()
+        opened = super().reopen_output(path)
+        try:
+            self._fuse.tick()
+        except Killed:
+            opened.close()
+            raise
+        return opened
+
     def publish(self, temporary: str, target: str) -> bool:
         with self._fuse.step():
             return super().publish(temporary, target)

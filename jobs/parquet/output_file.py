@@ -1,0 +1,167 @@
+"""The one output file of a run that asks for it: all parts' rows in order, when the last part is there."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..errors import CorruptParquet, PartDamaged
+from ..runs.formats import ARROW, CSV, JSONL, PARQUET
+from ..runs.plan import Plan
+from .inputs import open_parquet
+from .part import METADATA_KEY
+from .row_values import RowProblem, row_values
+from .storage import Storage
+
+#: Rows that are read, and for a format of lines are Python's, at a time.
+BATCH_ROWS = 1024
+
+#: What a row group of the file holds: parts of a thousand short rows are put together.
+GROUP_BYTES, GROUP_ROWS = 1 << 25, 1 << 17
+
+#: Takes rows.
+Write = Callable[[pa.RecordBatch], None]
+
+
+def write_output(storage: Storage, plan: Plan, claims: Sequence[str]) -> bool:
+    """Write the rows of all parts into the claims, files that are there; return False if one was removed.
+
+    Raises PartDamaged, or what writing does.
+    """
+    (claim,) = claims
+    sink = storage.reopen_output(claim)
+    if sink is None:
+        return False
+    writers = {PARQUET: _parquet, ARROW: _arrow, CSV: _csv, JSONL: _jsonl}
+    assert plan.spec.single_file is not None
+    with sink, writers[plan.spec.single_file](sink, _schema(storage, plan)) as write:
+        for batch in part_rows(storage, plan):
+            write(batch)
+    return True
+
+
+def part_rows(storage: Storage, plan: Plan) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a run's parts in order. Raises PartDamaged."""
+    for shard in range(len(plan.shards)):
+        with _part(storage, plan, shard) as file:
+            for batch in file.iter_batches(BATCH_ROWS, use_threads=False):
+                storage.check_interrupted()
+                yield batch
+
+
+def _schema(storage: Storage, plan: Plan) -> pa.Schema:
+    """Return what all parts have: the first one's, without its statistics, which are of its rows alone."""
+    with _part(storage, plan, 0) as file:
+        schema = file.schema_arrow
+    kept = {key: value for key, value in (schema.metadata or {}).items() if key != METADATA_KEY.encode()}
+    return schema.with_metadata(kept or None)
+
+
+@contextmanager
+def _part(storage: Storage, plan: Plan, shard: int) -> Iterator[Any]:
+    path = plan.part_path(shard)
+    try:
+        with open_parquet(storage, path) as file:
+            yield file
+    except CorruptParquet as error:
+        raise PartDamaged(path, f"not readable as Parquet: {error.args[1]}") from error
+
+
+@contextmanager
+def _parquet(sink: Any, schema: pa.Schema) -> Iterator[Write]:
+    with pq.ParquetWriter(sink, schema) as writer:
+        waiting: list[pa.RecordBatch] = []
+        num_bytes = 0
+
+        def write(batch: pa.RecordBatch) -> None:
+            nonlocal num_bytes
+            waiting.append(batch)
+            num_bytes += batch.get_total_buffer_size()
+            if num_bytes > GROUP_BYTES or sum(each.num_rows for each in waiting) > GROUP_ROWS:
+                flush()
+
+        def flush() -> None:
+            nonlocal num_bytes
+            writer.write_table(pa.Table.from_batches(waiting, schema))
+            waiting.clear()
+            num_bytes = 0
+
+        yield write
+        if waiting:
+            flush()
+
+
+@contextmanager
+def _arrow(sink: Any, schema: pa.Schema) -> Iterator[Write]:
+    with pa.ipc.new_file(sink, schema) as writer:
+        yield writer.write_batch
+
+
+@contextmanager
+def _jsonl(sink: Any, schema: pa.Schema) -> Iterator[Write]:
+    def write(batch: pa.RecordBatch) -> None:
+        for row in _rows(batch):
+            sink.write(f"{_json(dict(zip(schema.names, row, strict=True)))}\n".encode())
+
+    yield write
+
+
+@contextmanager
+def _csv(sink: Any, schema: pa.Schema) -> Iterator[Write]:
+    def write_rows(rows: Iterator[Sequence[Any]]) -> None:
+        text = io.StringIO(newline="")
+        csv.writer(text, lineterminator="\n").writerows(map(_field, row) for row in rows)
+        sink.write(text.getvalue().encode())
+
+    write_rows(iter([schema.names]))
+    yield lambda batch: write_rows(_rows(batch))
+
+
+def _rows(batch: pa.RecordBatch) -> Iterator[Sequence[Any]]:
+    """Yield a batch's rows as JSON has values: what Python cannot hold is null."""
+    columns = [row_values(name, _sayable(batch.column(name))) for name in batch.schema.names]
+    for row in zip(*columns, strict=True):
+        yield [None if isinstance(value, RowProblem) else _plain(value) for value in row]
+
+
+def _sayable(column: pa.Array) -> pa.Array:
+    """Return times, dates and decimals as Arrow writes them, without what their types lose in Python's."""
+    kind = column.type
+    if pa.types.is_temporal(kind) or pa.types.is_decimal(kind):
+        return column.cast(pa.string())
+    return column
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return str(value)
+
+
+def _field(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return value if isinstance(value, str) else _json(value)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
