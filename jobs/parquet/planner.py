@@ -26,7 +26,7 @@ from ..runs.error_limit import DEFAULT_LIMIT, ErrorLimit
 from ..runs.names import PLAN
 from ..runs.plan import PinnedModel, Plan, PlannedFile, cut_shards
 from ..runs.shard_jobs import enqueue_shards
-from ..runs.spec import RunSpec, check_option_names, check_queue_name
+from ..runs.spec import RunSpec, check_queue_name
 from ..runs.state import RunState
 from .find_files import find_files
 from .inputs import Inputs, read_inputs
@@ -71,7 +71,6 @@ def score_parquet(
     Returns the run's id and counts. Raises RunError or InvalidJob, before any shard is enqueued unless it is
     RunBusy: another process took the run over.
     """
-    check_option_names(options)
     spec = RunSpec.from_arguments(
         input,
         output,

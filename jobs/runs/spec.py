@@ -71,15 +71,7 @@ class RunSpec:
         sampling: Any = None,
         rows_per_shard: Any = 1000,
         filename_column: Any = None,
-        input_format: Any = None,
-        single_file: Any = None,
-        keep: Any = None,
-        drop: Any = None,
-        output_prefix: Any = None,
-        limit: Any = None,
-        sampling_columns: Any = None,
-        defaults: Any = None,
-        template_format: Any = None,
+        **options: Any,
     ) -> RunSpec:
         """Check and normalise the arguments; see jobs.parquet.planner.score_parquet for the first of them.
 
@@ -92,11 +84,11 @@ class RunSpec:
         template_format: "fields" for {column}, or "jinja". Raises InvalidJob or UnsupportedScheme.
         """
         _check_one_prompt(prompt_column, messages_column, template)
-        if keep is not None and drop is not None:
-            raise InvalidJob("keep and drop each say which columns the output has: give one of them")
         rows = _rows_per_shard(rows_per_shard)
         if template is not None:
-            _check_template(template, option_checks.template_format(template_format, template), rows)
+            _check_template(
+                template, option_checks.template_format(options.get("template_format"), template), rows
+            )
         from_prompt = messages_column is None and template is None
         return cls(
             input=_inputs(input),
@@ -113,15 +105,7 @@ class RunSpec:
             filename_column=None
             if filename_column is None
             else column_name("filename_column", filename_column),
-            input_format=parse_format(input_format),
-            single_file=parse_single_file(single_file),
-            keep=option_checks.column_names("keep", keep),
-            drop=option_checks.column_names("drop", drop),
-            output_prefix=option_checks.output_prefix(output_prefix),
-            limit=option_checks.limit(limit),
-            sampling_columns=option_checks.sampling_columns(sampling_columns),
-            defaults=option_checks.defaults(defaults, template),
-            template_format=option_checks.template_format(template_format, template),
+            **_checked_options(options, template),
         )
 
     @classmethod
@@ -179,7 +163,7 @@ class RunSpec:
         return [each.name for each in fields(self) if getattr(self, each.name) != getattr(other, each.name)]
 
 
-def check_option_names(options: Mapping[str, Any]) -> None:
+def _check_option_names(options: Mapping[str, Any]) -> None:
     """Raise InvalidJob for a name that is no option of a run."""
     known = [each.name for each in fields(RunSpec) if _has_default(each)]
     for name in options.keys() - set(known):
@@ -195,6 +179,25 @@ def _default(each: Field[Any]) -> Any:
 
 def _has_default(each: Field[Any]) -> bool:
     return _default(each) is not MISSING
+
+
+def _checked_options(options: Mapping[str, Any], template: Any) -> dict[str, Any]:
+    """Return the further options in their normal form. Raises InvalidJob."""
+    _check_option_names(options)
+    given = options.get
+    if given("keep") is not None and given("drop") is not None:
+        raise InvalidJob("keep and drop each say which columns the output has: give one of them")
+    return {
+        "input_format": parse_format(given("input_format")),
+        "single_file": parse_single_file(given("single_file")),
+        "keep": option_checks.column_names("keep", given("keep")),
+        "drop": option_checks.column_names("drop", given("drop")),
+        "output_prefix": option_checks.output_prefix(given("output_prefix")),
+        "limit": option_checks.limit(given("limit")),
+        "sampling_columns": option_checks.sampling_columns(given("sampling_columns")),
+        "defaults": option_checks.defaults(given("defaults"), template),
+        "template_format": option_checks.template_format(given("template_format"), template),
+    }
 
 
 def _check_one_prompt(prompt_column: Any, messages_column: Any, template: Any) -> None:
