@@ -33,6 +33,7 @@ from engine.run.requests import Request, Scores, numbered
 from engine.run.runner import Runner
 from engine.run.stepper import Stepper
 from engine.sampling.params import SamplingParams, check_params
+from engine.sampling.request_edits import RequestEdits, SequenceEdits
 from engine.sampling.scoring import NO_NEW_TOKEN, ScoringParams, check_score_from
 from engine.schedule.block_manager import BlockManager
 from engine.schedule.outputs import Completion, EngineStats, LogLikelihood
@@ -180,6 +181,7 @@ class Engine:
             () if params.ignore_eos else self._eos_token_ids
         )
         follows_text = self._tokenizer.has_text(ready.token_ids)
+        edits = self._edits(params, ready.token_ids)
         seqs = [
             Sequence(
                 request_id,
@@ -191,6 +193,7 @@ class Engine:
                 follows_text=follows_text,
                 stop_token_ids=end_token_ids,
                 stop_strings=self._stop_strings(params, follows_text),
+                edits=None if edits is None else SequenceEdits(edits),
                 block_keys=ready.block_keys,
                 score_from=score_from,
             )
@@ -335,6 +338,10 @@ class Engine:
             except InvalidRequest as error:
                 refused.append(Completion.refused(request[0], error))
         return False
+
+    def _edits(self, params: SamplingParams, prompt_token_ids: list[int]) -> RequestEdits | None:
+        bad_words = self._tokenizer.bad_words(tuple(params.bad_words)) if params.bad_words else ()
+        return RequestEdits.of(params, prompt_token_ids, self._vocab_size, bad_words)
 
     def _stop_strings(self, params: SamplingParams, follows_text: bool) -> StopStrings | None:
         if not params.stop:

@@ -128,7 +128,7 @@ def make_case(rng: np.random.Generator, num_rows: int, vocab_size: int, dtype: t
     values["seed"] = rng.integers(0, 2**64, num_rows, dtype=np.uint64)
     values["sample_index"] = rng.integers(0, 128, num_rows)
     position = rng.integers(0, 2**34, num_rows, dtype=np.uint64)
-    batch = SamplingBatch(values, position, np.zeros((0, 2), np.int64))
+    batch = SamplingBatch(values, position)
     rows = SamplingRows.upload(batch, torch.device("cpu"))
     return Case(logits, rows, [make.__name__ for make in makers])
 

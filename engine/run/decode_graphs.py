@@ -28,6 +28,8 @@ from engine.kernels.upload import upload
 from engine.run.batch_rows import BatchRows
 from engine.run.pending_tokens import Sampled
 from engine.run.static_rows import StaticRows
+from engine.run.to_device import upload_edits
+from engine.sampling.edit_logits import DeviceEdits
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.step_batch import StepBatch
@@ -35,9 +37,7 @@ from engine.schedule.step_batch import StepBatch
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
 Forward = Callable[[ForwardBatch], Tensor]
-Choose = Callable[[Tensor, SamplingRows, NDArray[np.int64]], Tensor]
-
-NONE_BANNED: NDArray[np.int64] = np.zeros((0, 2), np.int64)
+Choose = Callable[[Tensor, SamplingRows, DeviceEdits | None], Tensor]
 
 
 class CudaCapture:
@@ -103,10 +103,10 @@ class DecodeGraphs:
         """All calls of both are captured, each graph is run once with padding.
 
         forward: ForwardBatch -> hidden states [tokens, hidden_size].
-        choose: hidden states [rows, hidden_size], their sampling values, [bans, 2] pairs of a row and a token
-        id that it may not choose -> token ids [rows] int64.
+        choose: hidden states [rows, hidden_size], their sampling values, edits of their logits -> token ids
+        [rows] int64.
         """
-        self._forward, self._choose, self._backend = forward, choose, backend
+        self._forward, self._choose, self._backend, self._device = forward, choose, backend, device
         self._rows = BatchRows(max_num_seqs, block_size)
         self._static = StaticRows(
             max_num_seqs, -(-max_model_len // block_size), block_size, device, backend.write_rows
@@ -134,27 +134,30 @@ class DecodeGraphs:
     def run(self, step: StepBatch, sampling: SamplingBatch, last: Sampled | None = None) -> Sampled:
         """Compute the step without waiting for it. last: what `to_device` calls sampled."""
         graph = bisect_left(self._sizes, len(step.slots))
+        edits = None
+        if sampling.edits is not None:  # uploaded before the step writes over the tokens of the one before
+            edits = upload_edits(sampling.edits.of_edited_rows(), self._device, last)
         try:
             rows, changes = self._rows.update(step)
             self._static.write(changes, step, sampling, last)
             self._replays[graph]()
-            if len(sampling.banned):
-                self._choose_again(self._hidden[self._sizes[graph]], rows, sampling)
+            if sampling.edits is not None:
+                own = sampling.only(sampling.edits.rows)
+                self._choose_again(self._hidden[self._sizes[graph]], rows[sampling.edits.rows], own, edits)
         except BaseException:
             self._rows.forget()
             raise
         return Sampled(self._static.state.next_token_ids[: len(rows)], rows)
 
-    def _choose_again(self, hidden: Tensor, rows: NDArray[np.int64], sampling: SamplingBatch) -> None:
-        """Sequences that may not choose some tokens yet choose anew; what the graph chose does not count.
+    def _choose_again(
+        self, hidden: Tensor, rows: NDArray[np.int64], sampling: SamplingBatch, edits: DeviceEdits | None
+    ) -> None:
+        """Sequences whose logits are edited choose anew; what the graph chose does not count.
 
-        rows: of the step's sequences.
+        rows, sampling, edits: of these sequences alone.
         """
-        seqs, places = np.unique(sampling.banned[:, 0], return_inverse=True)
-        (at,) = upload([rows[seqs]], hidden.device)
-        own = SamplingBatch(sampling.values[seqs], sampling.position[seqs], NONE_BANNED)
-        bans = np.stack((places, sampling.banned[:, 1]), axis=1)
-        chosen = self._choose(hidden[at], SamplingRows.upload(own, hidden.device), bans)
+        (at,) = upload([rows], hidden.device)
+        chosen = self._choose(hidden[at], SamplingRows.upload(sampling, hidden.device), edits)
         self._static.state.next_token_ids[at] = chosen
 
     def _bind(self, size: int, max_context_len: int) -> Callable[[], None]:
@@ -178,6 +181,6 @@ class DecodeGraphs:
         def run() -> None:
             advance(state)
             outputs[size] = forward(batch)
-            state.next_token_ids.copy_(choose(outputs[size], state.sampling, NONE_BANNED))
+            state.next_token_ids.copy_(choose(outputs[size], state.sampling, None))
 
         return run

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention import CapturableBackend, KernelBackend, load_backend
@@ -31,9 +30,9 @@ from engine.run.pending_tokens import DeviceTokens, PendingTokens, Sampled
 from engine.run.probe import Probe
 from engine.run.row_logprobs import DeviceLogprobs, StepLogprobs
 from engine.run.runner import PoolSize
-from engine.run.to_device import to_device
+from engine.run.to_device import to_device, upload_edits
 from engine.run.warm_up import make_step, nucleus_sampling, warm_up_steps
-from engine.sampling.sampler import ban
+from engine.sampling.edit_logits import DeviceEdits, edit
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.step_batch import StepBatch
@@ -140,7 +139,8 @@ class ModelRunner:
 
     def _choose(self, logits: Tensor, sampling: SamplingBatch) -> Sampled:
         rows = SamplingRows.upload(sampling, self.device)
-        token_ids = choose(logits, rows, sampling.banned, self.backend, self._tp)
+        edits = upload_edits(sampling.edits, self.device, self._sampled)
+        token_ids = choose(logits, rows, edits, self.backend, self._tp)
         return Sampled(token_ids, np.arange(len(token_ids)))
 
     def _with_logprobs(
@@ -305,7 +305,7 @@ class ModelRunner:
         try:
             return DecodeGraphs(
                 lambda batch: model.hidden_states(batch, cache),
-                lambda hidden, rows, banned: choose(model.logits(hidden), rows, banned, backend, tp),
+                lambda hidden, rows, edits: choose(model.logits(hidden), rows, edits, backend, tp),
                 backend,
                 capture,
                 max_num_seqs=self._config.max_num_seqs,
@@ -326,16 +326,17 @@ class ModelRunner:
 def choose(
     logits: Tensor,
     rows: SamplingRows,
-    banned: NDArray[np.int64],
+    edits: DeviceEdits | None,
     backend: KernelBackend,
     tp: TensorParallel,
 ) -> Tensor:
     """A token for each row of logits, [rows] int64, on every rank; rank 0 alone has all of the vocabulary's.
 
-    banned: [bans, 2], pairs of a row and a token id.
+    edits: of the logits, which are changed.
     """
     if tp.rank == 0:
-        ban(logits, banned)
+        if edits is not None:
+            logits = edit(logits, edits)
         return tp.broadcast(backend.sample(logits, rows))
     return tp.broadcast(torch.empty(len(logits), dtype=torch.int64, device=logits.device))
 

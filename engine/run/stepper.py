@@ -25,6 +25,7 @@ from engine.errors import BlockAccountingError, OutOfBlocks, RankFailed, StepFai
 from engine.run.pending_tokens import PendingTokens
 from engine.run.runner import Runner
 from engine.sampling.params import SamplingParams
+from engine.sampling.request_edits import RequestEdits, SequenceEdits
 from engine.schedule.logprobs import RowLogprobs
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.scheduler import Scheduler
@@ -39,8 +40,12 @@ NEVER_A_SEQUENCE = (
 )  # fmt: skip
 MAX_UNEXPLAINED = 3  # steps in a row that raise with nobody to blame
 
-# Goes every way that a request's values can take a step: cuts, a ban, a draw.
-CONTROL = SamplingParams(max_tokens=2, min_tokens=1, top_k=9, top_p=0.5, min_p=0.1, seed=0)
+# Goes every way that a request's values can take a step: cuts, bans, penalties, a draw.
+CONTROL = SamplingParams(
+    max_tokens=2, min_tokens=1, top_k=9, top_p=0.5, min_p=0.1, seed=0,
+    repetition_penalty=1.1, logit_bias={0: 0.5}, allowed_token_ids=(0, 2),
+)  # fmt: skip
+CONTROL_TOKENS = 3  # that it may speak of
 
 
 Arrived = tuple[NDArray[np.int64], RowLogprobs | None]  # a step's tokens, and what it says of tokens
@@ -215,7 +220,11 @@ class Stepper:
 
     def _check_control(self, error: Exception) -> None:
         """Raise StepFailed if a step raises whatever is in it. Nothing that was launched may be in flight."""
-        control = Sequence("the engine's own", [0], CONTROL, stop_token_ids=frozenset((1,)))
+        edits = RequestEdits.of(CONTROL, [0], CONTROL_TOKENS, bad_words=((0, 2),))
+        assert edits is not None
+        control = Sequence(
+            "the engine's own", [0], CONTROL, stop_token_ids=frozenset((1,)), edits=SequenceEdits(edits)
+        )
         try:
             self._launch(self._scheduler.schedule_control(control)).wait()
         except Exception as own_error:  # noqa: BLE001 - it says what is broken

@@ -76,4 +76,4 @@ def nucleus_sampling(num_rows: int) -> SamplingBatch:
     values = neutral_rows(num_rows)
     for name in ("temperature", "top_p", "min_p"):
         values[name] = 0.5
-    return SamplingBatch(values, np.zeros(num_rows, np.uint64), np.zeros((0, 2), np.int64))
+    return SamplingBatch(values, np.zeros(num_rows, np.uint64))

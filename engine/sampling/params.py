@@ -8,18 +8,16 @@ a row here and a function in the sampler.
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
 from engine.errors import InvalidSampling
+from engine.sampling import lists
+from engine.sampling.ranges import MAX_COUNT, Range, check_switch, shown
 
-MAX_COUNT = 2**31 - 1
-MAX_STOPS = 64
-MAX_STOP_CHARS = 1024
 MAX_NAME_CHARS = 64
 MAX_LOGPROBS = 20  # the default of vLLM's max_logprobs
 WHOLE_VOCABULARY = -1
@@ -27,20 +25,14 @@ WHOLE_VOCABULARY = -1
 # Names of vLLM's and OpenAI's that callers may know and that are not built: the error says so.
 NOT_BUILT = frozenset(
     (
-        "allowed_token_ids",
-        "bad_words",
         "best_of",
         "detokenize",
         "echo",
         "flat_logprobs",
-        "frequency_penalty",
         "guided_decoding",
         "include_stop_str_in_output",
         "length_penalty",
-        "logit_bias",
         "logits_processors",
-        "presence_penalty",
-        "repetition_penalty",
         "response_format",
         "skip_special_tokens",
         "spaces_between_special_tokens",
@@ -54,29 +46,14 @@ NOT_BUILT = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Range:
-    """What an integer or a number may be, ends included."""
-
-    low: int
-    high: int
-    integer: bool
-
-    def check(self, name: str, value: object) -> None:
-        """Raise InvalidSampling unless the value of `name` is of its kind and in range."""
-        if isinstance(value, bool) or not isinstance(value, int if self.integer else (int, float)):
-            kind = "an integer" if self.integer else "a number"
-            raise InvalidSampling(f"{name} must be {kind}{_hint(value)}", shown(value))
-        if not self.low <= value <= self.high:  # not a number is between no two
-            raise InvalidSampling(f"{name} must be between {self.low} and {self.high}", shown(value))
-
-
-TOKEN_ID = Range(0, MAX_COUNT, integer=True)
-
-
 def integer(default: int | None, low: int, high: int) -> Any:
     """A field for an integer."""
     return field(default=default, metadata={"range": Range(low, high, integer=True)})
+
+
+def number(default: float, low: float, high: float) -> Any:
+    """A field for a number."""
+    return field(default=default, metadata={"range": Range(low, high, integer=False)})
 
 
 def column(default: float, low: int, high: int, dtype: str) -> Any:
@@ -103,6 +80,14 @@ class SamplingParams:
         temperature and whatever else changes it.
     prompt_logprobs: the same for each token of the prompt but the first. Of these the prefix cache spares no
         computing.
+    presence_penalty, frequency_penalty: taken from the logit of each token that the completion has so far,
+        once, and as often as it is there.
+    repetition_penalty: divides the logit of each token that prompt or completion have, or multiplies a
+        negative one.
+    logit_bias: token id, also as text, to what is added to its logit. Before the penalties.
+    allowed_token_ids: no other token may be chosen; None allows all.
+    bad_words: texts that the completion may not hold, at its beginning or behind a space: the last token of
+        each is not chosen where those before it stand. They are split into tokens by themselves.
     """
 
     max_tokens: int = integer(256, 1, MAX_COUNT)
@@ -118,20 +103,26 @@ class SamplingParams:
     n: int = integer(1, 1, 128)
     logprobs: int | None = integer(None, WHOLE_VOCABULARY, MAX_LOGPROBS)
     prompt_logprobs: int | None = integer(None, WHOLE_VOCABULARY, MAX_LOGPROBS)
+    presence_penalty: float = number(0.0, -2, 2)
+    frequency_penalty: float = number(0.0, -2, 2)
+    repetition_penalty: float = number(1.0, 1e-6, 1_000_000)  # a logit stays finite
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = ()
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
             value = getattr(self, name)
             if value is not None or name not in OPTIONAL:
                 allowed.check(name, value)
+        for name in _SWITCHES:
+            check_switch(name, getattr(self, name))
         if self.top_p == 0:
             raise InvalidSampling("top_p must be above 0; for the likeliest token alone set temperature=0")
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidSampling("ignore_eos must be true or false", shown(self.ignore_eos))
         if self.min_tokens > self.max_tokens:
             raise InvalidSampling(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
+        for name, read in _READERS.items():
+            object.__setattr__(self, name, read(getattr(self, name)))
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> SamplingParams:
@@ -149,7 +140,10 @@ class SamplingParams:
         types = tuple(map(type, mapping.values()))
         if _PLAIN.issuperset(types):
             return _remembered(tuple(mapping.items()), types)
-        return cls(**mapping)
+        keys = tuple(map(_key, mapping.values()))
+        if None in keys:
+            return cls(**mapping)
+        return _remembered_lists(tuple(mapping), keys)
 
 
 def check_params(params: object, vocab_size: int) -> None:
@@ -159,18 +153,33 @@ def check_params(params: object, vocab_size: int) -> None:
     for token_id in params.stop_token_ids:
         if token_id >= vocab_size:
             raise InvalidSampling(f"stop token id {token_id} is outside the vocabulary of {vocab_size}")
+    for name, token_ids in (
+        ("allowed_token_ids", params.allowed_token_ids),
+        ("logit_bias", params.logit_bias),
+    ):
+        if token_ids and (highest := max(token_ids)) >= vocab_size:
+            raise InvalidSampling(f"token id {highest} of {name} is outside the vocabulary of {vocab_size}")
 
 
 _NAMES = frozenset(each.name for each in fields(SamplingParams))
 RANGES: dict[str, Range] = {
     each.name: each.metadata["range"] for each in fields(SamplingParams) if "range" in each.metadata
 }
-OPTIONAL = frozenset(name for name in RANGES if SamplingParams.__dataclass_fields__[name].default is None)
 #: Name and numpy's dtype of what the sampler reads for each row.
 COLUMNS: dict[str, str] = {
     each.name: each.metadata["dtype"] for each in fields(SamplingParams) if "dtype" in each.metadata
 }
+_SWITCHES = tuple(each.name for each in fields(SamplingParams) if isinstance(each.default, bool))
+OPTIONAL = frozenset(name for name in RANGES if SamplingParams.__dataclass_fields__[name].default is None)
+_READERS: dict[str, Callable[[object], object]] = {
+    "stop": lists.stop_strings,
+    "stop_token_ids": lists.stop_token_ids,
+    "bad_words": lists.bad_words,
+    "allowed_token_ids": lists.allowed_token_ids,
+    "logit_bias": lists.logit_bias,
+}
 _PLAIN = frozenset((int, float, bool, str, type(None)))
+MAX_KEY_ITEMS = 1000  # of a list that is remembered
 
 
 @lru_cache(maxsize=256)
@@ -179,50 +188,34 @@ def _remembered(items: tuple[tuple[str, Any], ...], types: tuple[type, ...]) -> 
     return SamplingParams(**dict(items))
 
 
+def _key(value: object) -> tuple[tuple[Any, ...], tuple[type, ...]] | None:
+    """The parts of a value and their types, its own first; None for what is not remembered."""
+    parts: tuple[Any, ...] = (value,)
+    if isinstance(value, (list, tuple, dict)):
+        if len(value) > MAX_KEY_ITEMS:
+            return None
+        parts = (*value, *value.values()) if isinstance(value, dict) else tuple(value)
+    types = tuple(map(type, parts))
+    return (parts, (type(value), *types)) if _PLAIN.issuperset(types) else None
+
+
+@lru_cache(maxsize=256)
+def _remembered_lists(names: tuple[str, ...], keys: tuple[Any, ...]) -> SamplingParams:
+    """As `_remembered`, with values that hold several. keys: what `_key` gives for each."""
+    values = (_value(parts, types[0]) for parts, types in keys)
+    return SamplingParams(**dict(zip(names, values, strict=True)))
+
+
+def _value(parts: tuple[Any, ...], kind: type) -> Any:
+    """The value of these parts."""
+    if issubclass(kind, dict):
+        middle = len(parts) // 2
+        return dict(zip(parts[:middle], parts[middle:], strict=True))
+    return list(parts) if issubclass(kind, (list, tuple)) else parts[0]
+
+
 def _names_to_use(name: object, accepted: Sequence[str]) -> str:
     """Name the parameter that a misspelt one is nearest to, or all of them."""
     near = get_close_matches(str(name)[:MAX_NAME_CHARS].lower(), accepted, n=1)
     hint = f"did you mean {near[0]}? " if near and name not in NOT_BUILT else ""
     return f"{hint}accepted are {', '.join(accepted)}"
-
-
-def shown(value: object) -> str:
-    """The value as Python writes it, in short: it may be as long as a prompt."""
-    try:
-        return reprlib.repr(value)
-    except ValueError:  # an integer of more digits than Python writes
-        return f"one of type {type(value).__name__} with a number too long to show"
-
-
-def _hint(value: object) -> str:
-    return " and no text: write it without quotes" if isinstance(value, str) else ""
-
-
-def _stop_strings(stop: object) -> tuple[str, ...]:
-    if isinstance(stop, str):
-        stop = (stop,)
-    if not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) for text in stop):
-        raise InvalidSampling("stop must be a string or a list of strings", shown(stop))
-    if len(stop) > MAX_STOPS:
-        raise InvalidSampling(f"stop holds {len(stop)} strings; at most {MAX_STOPS} are allowed")
-    for text in stop:
-        if not 0 < len(text) <= MAX_STOP_CHARS:
-            raise InvalidSampling(
-                f"a stop string must have 1 to {MAX_STOP_CHARS} characters, got {len(text)}"
-            )
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            problem = "a stop string is no valid Unicode: it holds half of a surrogate pair"
-            raise InvalidSampling(problem) from None
-    return tuple(stop)
-
-
-def _stop_token_ids(token_ids: object) -> tuple[int, ...]:
-    if not isinstance(token_ids, (list, tuple)):
-        raise InvalidSampling("stop_token_ids must be a list of token ids", shown(token_ids))
-    if len(token_ids) > MAX_STOPS:
-        raise InvalidSampling(f"stop_token_ids holds {len(token_ids)} ids; at most {MAX_STOPS} are allowed")
-    for token_id in token_ids:
-        TOKEN_ID.check("stop_token_ids", token_id)
-    return tuple(token_ids)

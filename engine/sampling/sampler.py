@@ -15,11 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.token_weights import MAX_VOCAB_SIZE
-from engine.kernels.upload import upload
 from engine.sampling.philox import first_words
 from engine.sampling.sampling_rows import SamplingRows
 from engine.sampling.weights import decay_rate, least_weight, share, target, weigh
@@ -29,12 +27,6 @@ NUCLEUS_GUESS = 1024
 CUT_ROWS_AT_ONCE = 64  # bounds the scratch of sorting: 64 rows of 152k tokens are 78 MB and more
 TILE = 128  # tokens whose highest logit, and whose sum, are looked at together
 WEIGHTS_AT_ONCE = 2**17  # about what a core's cache holds while they are computed
-
-
-def ban(logits: Tensor, banned: NDArray[np.int64]) -> None:
-    """Make the banned tokens impossible, in place. banned: [bans, 2], pairs of a row and a token id."""
-    if len(banned):
-        logits[tuple(upload(list(banned.T), logits.device))] = -torch.inf
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:

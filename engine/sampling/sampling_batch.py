@@ -11,6 +11,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.params import COLUMNS, SamplingParams
 
 Values = NDArray[np.void]
@@ -41,9 +42,13 @@ class SamplingBatch:
     values: [samples] of dtype ROW. temperature 0 is greedy; top_k of 0 or less is off.
     position: [samples] uint64, with seed and sample_index the counter of the row's uniform; it counts all
     tokens before.
-    banned: [bans, 2] int64, pairs of a row and a token id that it may not choose yet.
+    edits: of the logits before, None if no row has any.
     """
 
     values: Values
     position: NDArray[np.uint64]
-    banned: NDArray[np.int64]
+    edits: LogitEdits | None = None
+
+    def only(self, rows: NDArray[np.int64]) -> SamplingBatch:
+        """The values of some rows, [some] int64, without edits."""
+        return SamplingBatch(self.values[rows], self.position[rows])

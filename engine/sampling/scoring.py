@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.errors import InvalidSampling
-from engine.sampling.params import MAX_COUNT, Range, SamplingParams
+from engine.sampling.params import SamplingParams
+from engine.sampling.ranges import MAX_COUNT, Range
 
 SCORE_FROM = Range(1, MAX_COUNT, integer=True)
 NO_NEW_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)  # what a sequence has that generates nothing

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.sampling.params import MAX_COUNT, WHOLE_VOCABULARY
+from engine.sampling.params import WHOLE_VOCABULARY
+from engine.sampling.ranges import MAX_COUNT
 
 NOT_WANTED = -1  # in the place of how many of the most likely tokens are wanted
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from engine.errors import NoToken
 from engine.sampling.params import SamplingParams
+from engine.sampling.request_edits import SequenceEdits
 from engine.schedule.logprobs import NOT_WANTED, RowLogprobs, num_top
 from engine.schedule.outputs import FinishReason
 from engine.text.stop_strings import StopStrings
@@ -65,6 +66,7 @@ class Sequence:
         "arrival",
         "block_keys",
         "block_table",
+        "edits",
         "error",
         "finish_reason",
         "first_scored",
@@ -109,12 +111,14 @@ class Sequence:
         follows_text: bool = False,
         stop_token_ids: frozenset[int] = frozenset(),
         stop_strings: StopStrings | None = None,
+        edits: SequenceEdits | None = None,
         block_keys: Iterable[BlockKey] = (),
         score_from: int | None = None,
     ) -> None:
         """follows_text: the prompt holds text, and not special tokens alone.
 
         stop_token_ids: every id that ends this sequence, the model's own included unless ignored.
+        edits: of its logits, None if there are none but bans for min_tokens.
         block_keys: of the first full blocks of the prompt, where they are known; the scheduler adds the rest.
         score_from: score the tokens of the prompt from this place on, and generate nothing.
         """
@@ -127,6 +131,7 @@ class Sequence:
         self.follows_text = follows_text
         self.stop_token_ids = stop_token_ids
         self.stop_strings = stop_strings
+        self.edits = edits
         self.token_ids = list(prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens = len(prompt_token_ids)
         self.max_len = self.num_prompt_tokens + params.max_tokens

@@ -30,6 +30,7 @@ class SlotTable:
     max_len: [slots] int64, tokens with which the sequence ends.
     end_token_ids: [slots, most of any sequence] int64, the ids that end each, NO_TOKEN after the last.
     reads_text: [slots] bool, whether text may end it too.
+    is_edited: [slots] bool, whether the sequence has edits of its logits.  num_edited: running ones that do.
     generations: [slots] int64, a number of its own for each time that a slot was given: where it is the same
     as before, so is the sequence, and its blocks are those of before with new ones after them; -1 in a free
     slot.
@@ -54,6 +55,8 @@ class SlotTable:
         self.max_len: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.end_token_ids: NDArray[np.int64] = np.full((max_num_seqs, 1), NO_TOKEN)
         self.reads_text: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
+        self.is_edited: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
+        self.num_edited = 0
         self.generations: NDArray[np.int64] = np.full(max_num_seqs, -1)
         self.sampling = neutral_rows(max_num_seqs)
         self.sample_top: NDArray[np.int64] = np.full(max_num_seqs, NOT_WANTED)
@@ -91,12 +94,16 @@ class SlotTable:
         self.reads_text[slot] = seq.stop_strings is not None
         self.sample_top[slot], self.score_top[slot] = seq.sample_top, seq.score_top
         self.next_scored[slot], self.score_end[slot] = seq.next_scored, seq.score_end
+        self.is_edited[slot] = seq.edits is not None
+        self.num_edited += seq.edits is not None
         self.generations[slot] = self._num_given
         self._num_given += 1
 
     def release(self, seq: Sequence) -> None:
         """Take the slot of `seq` back."""
         self._free.append(seq.slot)
+        self.num_edited -= int(self.is_edited[seq.slot])
+        self.is_edited[seq.slot] = False
         self.generations[seq.slot] = -1
         self.num_wanting -= seq.wants_logprobs
         seq.slot = -1

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.sampling.sampling_batch import SamplingBatch
+from engine.schedule.edit_batch import build_logit_edits
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.scored_tokens import find_scored, sample_tops
-from engine.schedule.slots import NO_TOKEN, SlotTable
+from engine.schedule.slots import SlotTable
 
 
 @dataclass(frozen=True)
@@ -97,14 +98,5 @@ def build_sampling_batch(batch: ScheduledBatch, slots: SlotTable) -> SamplingBat
     return SamplingBatch(
         values=slots.sampling.take(rows),  # of a structured array a tenth of indexing's time
         position=position.astype(np.uint64),
-        banned=_banned(np.flatnonzero(position < slots.min_len[rows]), rows, slots),
+        edits=build_logit_edits(batch, slots),
     )
-
-
-def _banned(early: NDArray[np.int64], rows: NDArray[np.int64], slots: SlotTable) -> NDArray[np.int64]:
-    """[bans, 2], each of the `early` of the rows with each token id that would end it."""
-    if not len(early):
-        return np.zeros((0, 2), np.int64)
-    end_token_ids = slots.end_token_ids[rows[early]]
-    places, columns = np.nonzero(end_token_ids != NO_TOKEN)
-    return np.stack((early[places], end_token_ids[places, columns]), axis=1)

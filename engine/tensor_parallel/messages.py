@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.kernels.upload import pack, starts
+from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_batch import ROW, SamplingBatch
 from engine.schedule.logprobs import RowLogprobs
 from engine.schedule.step_batch import StepBatch
@@ -77,12 +78,19 @@ def decode(prefix: bytes | bytearray, body: bytearray) -> Message:
 
 def pack_step(step: StepBatch, sampling: SamplingBatch) -> list[Array]:
     """Arrays of a STEP, the same for all ranks."""
-    return [getattr(part, field.name) for part in (step, sampling) for field in fields(part)]
+    edits = [] if sampling.edits is None else _arrays(sampling.edits)
+    return [*_arrays(step), sampling.values, sampling.position, *edits]
 
 
 def unpack_step(arrays: list[Array]) -> tuple[StepBatch, SamplingBatch]:
     """What `pack_step` packed."""
-    return StepBatch(*arrays[:NUM_STEP_ARRAYS]), SamplingBatch(*arrays[NUM_STEP_ARRAYS:])
+    values, position, *edits = arrays[NUM_STEP_ARRAYS:]
+    sampling = SamplingBatch(values, position, LogitEdits(*edits) if edits else None)
+    return StepBatch(*arrays[:NUM_STEP_ARRAYS]), sampling
+
+
+def _arrays(part: StepBatch | LogitEdits) -> list[Array]:
+    return [getattr(part, field.name) for field in fields(part)]
 
 
 def pack_tokens(token_ids: NDArray[np.int64], logprobs: RowLogprobs | None) -> list[Array]:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError, InvalidPrompt, PromptTooLong
+from engine.errors import ConfigError, InvalidPrompt, InvalidSampling, PromptTooLong
 from engine.text.chat_templates import (
     Messages,
     check_messages,
@@ -107,6 +107,22 @@ class Tokenizer:
         behind = partial(self.decode, follows_text=True)
         first = behind if follows_text else self.decode
         return StopStrings(stop, first, min_tokens=min_tokens, behind=behind, num_open=self._num_open)
+
+    def bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each word, as it is at the beginning of a text and behind a space.
+
+        Raises InvalidSampling for a word that has none.
+        """
+        return tuple(token_ids for word in words for token_ids in self._ways_of(word))
+
+    def _ways_of(self, word: str) -> list[tuple[int, ...]]:
+        bare = word.lstrip()
+        texts = (bare, " " + bare) if bare else (word,)
+        ways = dict.fromkeys(tuple(self._encode(text, None, add_special_tokens=False)) for text in texts)
+        ways.pop((), None)
+        if not ways:
+            raise InvalidSampling("a bad word has no tokens; leave it out", repr(word))
+        return list(ways)
 
     def decode(self, token_ids: list[int], *, follows_text: bool = False) -> str:
         """Text of token ids, without special tokens.

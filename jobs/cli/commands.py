@@ -22,9 +22,11 @@ from ..runs.snapshot import REFUSED, RunSnapshot, failure_text, plan_result, rea
 from ..runs.spec import RunSpec
 from ..stock_worker import check_sampling, model_table
 from .errors_told import errors_told
+from .json_option import json_value
 from .progress import progress
 from .queue_commands import info, requeue_command
-from .submit_options import assignments, column_list, json_value, run_arguments
+from .sampling_options import sampling_options
+from .submit_options import assignments, column_list, run_arguments
 
 #: Failed shards shown by name; the rest are counted.
 MAX_SHOWN = 5
@@ -71,16 +73,7 @@ def main(context: click.Context, url: str) -> None:
     callback=json_value(list),
     help='A chat instead, as JSON: [{"role": "user", "content": "... {column} ..."}].',
 )
-@click.option(
-    "--sampling", callback=json_value(dict), default="{}", help="Any sampling values, as a JSON object."
-)
-@click.option("--max-tokens", type=int)
-@click.option("--temperature", type=float)
-@click.option("--top-p", type=float)
-@click.option("--top-k", type=int)
-@click.option("--min-p", type=float)
-@click.option("--seed", type=int)
-@click.option("--stop", multiple=True, help="Text that ends a completion; may be given more than once.")
+@sampling_options
 @click.option(
     "--template-format",
     type=click.Choice(["fields", "jinja"]),
@@ -108,7 +101,6 @@ def main(context: click.Context, url: str) -> None:
 @click.option("--drop", multiple=True, callback=column_list, help="All columns of the input but these.")
 @click.option("--output-prefix", default="", help="Text before the names of the columns that are added.")
 @click.option("--limit", type=int, help="Score so many rows, the first ones, and no more.")
-@click.option("--n", type=int, help="Completions of each row; from 2 on the output has lists of them.")
 @click.option("--redo-damaged", is_flag=True, help="Remove parts that the run has not written so; redo them.")
 @click.option(
     "--max-errors",

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -13,9 +12,7 @@ import click
 from ..common.shown import shown
 from ..runs.formats import PARQUET
 from ..runs.spec import DEFAULT_PROMPT_COLUMN
-
-#: Sampling values that have an option of their own.
-SAMPLING_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n")
+from .sampling_options import sampling_of
 
 #: What the output has.
 OUTPUT_OPTIONS = ("keep", "drop", "output_prefix", "limit")
@@ -25,23 +22,6 @@ JINJA_SUFFIXES = (".j2", ".jinja", ".jinja2")
 
 #: Each says what to ask; a run has one of them.
 PROMPT_OPTIONS = ("prompt_column", "messages_column", "template", "template_file", "messages_template")
-
-
-def json_value(kind: type) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """Return the callback of an option that holds JSON of one type."""
-
-    def parse(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
-        if text is None:
-            return None
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise click.BadParameter(f"{shown(text)} is not JSON: {error}", context, parameter) from None
-        if not isinstance(value, kind):
-            raise click.BadParameter(f"{shown(text)} is JSON, but no {kind.__name__}", context, parameter)
-        return value
-
-    return parse
 
 
 def assignments(
@@ -87,7 +67,7 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
         "prompt_column": DEFAULT_PROMPT_COLUMN if prompt_column is None else prompt_column,
         "messages_column": options["messages_column"],
         "template": options["messages_template"] if template is None else template,
-        "sampling": _sampling(options),
+        "sampling": sampling_of(options),
         "rows_per_shard": options["rows_per_shard"],
         "input_format": options["input_format"],
         "single_file": _single_file(options),
@@ -112,12 +92,6 @@ def _inputs(files: Sequence[str], output: str) -> list[str]:
     if os.path.isfile(output):
         raise click.UsageError(f"OUT is the file {output}: name a new or empty folder behind the inputs")
     return list(files)
-
-
-def _sampling(options: dict[str, Any]) -> dict[str, Any]:
-    given = {name: options[name] for name in SAMPLING_OPTIONS if options[name] is not None}
-    stop = {"stop": list(options["stop"])} if options["stop"] else {}
-    return {**options["sampling"], **given, **stop}
 
 
 def _template_format(options: dict[str, Any]) -> str | None:

@@ -18,7 +18,8 @@ MAX_CHOICES = 10_000
 #: Sampling values that are never text: text here means that `=` was written where `:=` was meant.
 NOT_TEXT = frozenset(
     {"max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed"}
-    | {"n", "stop_token_ids", "ignore_eos", "logprobs"}
+    | {"n", "stop_token_ids", "ignore_eos", "logprobs", "presence_penalty", "frequency_penalty"}
+    | {"repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"}
 )
 
 Prompt = str | list[int]

@@ -274,6 +274,8 @@ def _sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str, An
             f"{rows_per_shard} rows: give fewer rows_per_shard",
             shown(n),
         )
+    if isinstance(sampling.get("logit_bias"), dict):  # its keys as in the plan, which is JSON
+        sampling["logit_bias"] = {str(key): bias for key, bias in sampling["logit_bias"].items()}
     return sampling
 
 

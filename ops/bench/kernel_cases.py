@@ -159,7 +159,7 @@ def take_steps(name: str, dtype: torch.dtype, fp8: bool, num_rows: int) -> None:
 
 def sampling_batch(num_rows: int) -> SamplingBatch:
     """Of any values: a row's kind is no variant."""
-    return SamplingBatch(neutral_rows(num_rows), np.zeros(num_rows, np.uint64), np.zeros((0, 2), np.int64))
+    return SamplingBatch(neutral_rows(num_rows), np.zeros(num_rows, np.uint64))
 
 
 def batches(backend: TritonBackend, num_rows: int) -> Iterator[ForwardBatch]:

@@ -121,7 +121,7 @@ def sampler_cases(shape: Shape, rows: int, device: torch.device, dtype: torch.dt
     for name, params in SAMPLED.items():
         values = neutral_rows(rows)
         values[:] = [sampling_row(params, seed, 0) for seed in range(rows)]
-        batch = SamplingBatch(values, np.arange(rows, dtype=np.uint64), np.zeros((0, 2), np.int64))
+        batch = SamplingBatch(values, np.arange(rows, dtype=np.uint64))
         on_device = SamplingRows.upload(batch, device)
         yield Case(f"sampler, {rows} rows, {name}", partial(backend.sample, logits, on_device), logits.nbytes)
 

@@ -99,7 +99,7 @@ def sampling_of(step: StepBatch) -> SamplingBatch:
     values = neutral_rows(len(step.slots))
     for name in ("temperature", "top_p", "min_p", "top_k", "seed", "sample_index"):
         values[name] = step.generations + 1
-    return SamplingBatch(values, step.context_lens.astype(np.uint64), np.zeros((0, 2), np.int64))
+    return SamplingBatch(values, step.context_lens.astype(np.uint64))
 
 
 def play_histories(num_histories: int, make_device: type[RowsDevice] = RowsDevice) -> list[RowsDevice]:

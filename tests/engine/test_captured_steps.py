@@ -35,6 +35,7 @@ from engine.run.model_runner import ModelRunner, choose
 from engine.run.pending_tokens import DeviceTokens, Sampled
 from engine.run.to_device import to_device
 from engine.run.warm_up import make_step, nucleus_sampling
+from engine.sampling.logit_edits import EditParts
 from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.step_batch import StepBatch
 from tests.engine.architectures import make_architecture
@@ -226,7 +227,7 @@ def capture_steps(
     """The graphs of such a model, up to nine rows."""
     return DecodeGraphs(
         lambda batch: model.hidden_states(batch, cache),
-        lambda hidden, rows, banned: choose(model.logits(hidden), rows, banned, backend, TensorParallel()),
+        lambda hidden, rows, edits: choose(model.logits(hidden), rows, edits, backend, TensorParallel()),
         backend,
         capture,
         max_num_seqs=9,
@@ -289,20 +290,21 @@ def test_a_replayed_step_has_at_most_twelve_launches_beside_its_layers(
     def steps_of(model: DecoderForCausalLM, cache: KVCache, backend: TritonBackend) -> dict[str, Take]:
         graphs = capture_steps(model, cache, backend, SimulatedCapture())
 
-        def take(step: StepBatch, banned: list[list[int]]) -> Take:
-            batch = replace(
-                nucleus_sampling(len(step.slots)), banned=np.array(banned, np.int64).reshape(-1, 2)
-            )
+        def take(step: StepBatch, *, bans: bool = False) -> Take:
+            batch = nucleus_sampling(len(step.slots))
+            if bans:
+                parts = EditParts(banned=[(0, np.array([7]))])
+                batch = replace(batch, edits=parts.joined(np.array([0])))
             return lambda: DeviceTokens(graphs.run(step, batch, sampled))
 
         return {
-            "first": take(join, []), "new block": take(blocks, []), "steady": take(steady, []),
-            "leave and move": take(leave, []), "ban": take(join, [[0, 7]]),
+            "first": take(join), "new block": take(blocks), "steady": take(steady),
+            "leave and move": take(leave), "ban": take(join, bans=True),
         }  # fmt: skip
 
     of_layer, beside = count_launches(checkpoints["gqa2_tied_hub"], monkeypatch, steps_of)
     assert set(of_layer.values()) == {6}
-    assert beside == {"first": 12, "new block": 12, "steady": 10, "leave and move": 12, "ban": 22}
+    assert beside == {"first": 12, "new block": 12, "steady": 10, "leave and move": 12, "ban": 24}
 
 
 def test_launches_of_a_mixed_step(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +322,7 @@ def test_launches_of_a_mixed_step(checkpoints: dict[str, Path], monkeypatch: pyt
                 logits = model(to_device(step, backend, META, sampled), cache)
                 batch = nucleus_sampling(2)
                 rows = SamplingRows.upload(batch, META)
-                chosen = choose(logits, rows, batch.banned, backend, TensorParallel())
+                chosen = choose(logits, rows, None, backend, TensorParallel())
                 DeviceTokens(Sampled(chosen, np.arange(2)))
 
             return run

@@ -275,7 +275,7 @@ class Graphs:
         self.ran: list[int] = []
         self.capture = SimulatedCapture()
         self.graphs = DecodeGraphs(
-            self._forward, lambda hidden, rows, banned: hidden.squeeze(1).long(), ReplayedTorch(CPU),
+            self._forward, lambda hidden, rows, edits: hidden.squeeze(1).long(), ReplayedTorch(CPU),
             self.capture, max_num_seqs=10, max_model_len=200, block_size=BLOCK, device=CPU,
         )  # fmt: skip
 

@@ -14,9 +14,11 @@ from tests.engine.checkpoints import SHAPES, pool_bytes
 
 SHAPE = next(shape for shape in SHAPES if shape.name == "gqa4_tied")
 MIXES: list[dict[str, Any]] = [
-    {"temperature": 0.8}, {"temperature": 1.3, "top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05},
-    {"temperature": 1.1, "top_k": 40, "top_p": 0.95, "min_p": 0.01}, {"temperature": 0.0}, {"n": 3},
-    {"n": 2, "top_p": 0.8},
+    {"temperature": 0.8}, {"temperature": 1.3, "top_k": 20, "frequency_penalty": 0.5, "min_tokens": 4},
+    {"top_p": 0.9, "repetition_penalty": 1.4, "allowed_token_ids": range(40, 300, 3)}, {"min_p": 0.05},
+    {"temperature": 1.1, "top_k": 40, "top_p": 0.95, "min_p": 0.01},
+    {"temperature": 0.0, "logit_bias": {7: 3, 8: 2.5, 9: 2}, "bad_words": ["e", "th", " a b"]},
+    {"n": 3}, {"n": 2, "top_p": 0.8, "presence_penalty": 1.0},
 ]  # fmt: skip
 
 

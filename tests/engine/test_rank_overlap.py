@@ -120,7 +120,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, driver: Channel, rank_end: socket.soc
     monkeypatch.setattr(rank.os, "_exit", leave)
     one = np.ones(1, np.int64)
     step = StepBatch(one, one, one, one, np.ones((1, 1), np.int32), one, one)
-    sampling = SamplingBatch(neutral_rows(1), one.astype(np.uint64), np.zeros((0, 2), np.int64))
+    sampling = SamplingBatch(neutral_rows(1), one.astype(np.uint64))
     driver.send(encode(Kind.START, pack_json({"rank": 0})))
     for _ in range(2):
         driver.send(encode(Kind.STEP, pack_step(step, sampling)))

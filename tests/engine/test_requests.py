@@ -28,7 +28,8 @@ from engine import (
     SamplingParams,
     StepFailed,
 )
-from engine.sampling.params import RANGES, TOKEN_ID
+from engine.sampling.params import RANGES
+from engine.sampling.ranges import TOKEN_ID
 from engine.schedule.block_manager import BlockManager
 from engine.text.stop_strings import IncrementalText, StopStrings
 from tests.engine.checkpoints import make_tokenizer
@@ -113,8 +114,30 @@ def test_a_bad_prompt_fails_alone(shared: Engine, prompt: Any, error: type[Excep
         ({"stop_token_ids": "12"}, "list of token ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"ignore_eos": 1}, "ignore_eos"),
-        ({"best_of": 5}, "'best_of' is not built yet; accepted are ignore_eos"),
-        ({"presence_penalty": 0.5}, "not built yet"),
+        ({"best_of": 5}, "'best_of' is not built yet; accepted are allowed_token_ids"),
+        ({"structured_outputs": {}}, "not built yet"),
+        ({"presence_penalty": 2.1}, "presence_penalty must be between -2 and 2, got 2.1"),
+        ({"frequency_penalty": "1"}, "frequency_penalty must be a number and no text"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be between 1e-06 and 1000000, got 0"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty"),
+        ({"logit_bias": [5]}, "logit_bias must be a mapping of token ids to numbers"),
+        ({"logit_bias": {"a": 1}}, "a key of logit_bias must be a token id, got 'a'"),
+        ({"logit_bias": {"-1": 1}}, "a key of logit_bias must be a token id"),
+        ({"logit_bias": {-1: 1}}, "a key of logit_bias must be between 0 and"),
+        ({"logit_bias": {True: 1}}, "a key of logit_bias must be a token id, got True"),
+        ({"logit_bias": {"5": 1, 5: 2}}, "logit_bias names token id 5 twice"),
+        ({"logit_bias": {"5": 100.5}}, "a bias of logit_bias must be between -100 and 100, got 100.5"),
+        ({"logit_bias": {"5": True}}, "a bias of logit_bias must be a number"),
+        ({"logit_bias": {"5": None}}, "a bias of logit_bias must be a number"),
+        ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
+        ({"allowed_token_ids": "12"}, "allowed_token_ids must be a list of token ids"),
+        ({"allowed_token_ids": [1, True]}, "allowed_token_ids must be an integer, got True"),
+        ({"allowed_token_ids": [2, -1]}, "allowed_token_ids must be between 0 and 2147483647, got -1"),
+        ({"allowed_token_ids": [[1]]}, "allowed_token_ids must be an integer"),
+        ({"bad_words": "word"}, "bad_words must be a list of strings"),
+        ({"bad_words": ["a", ""]}, "a bad word must have 1 to 1024 characters, got 0"),
+        ({"bad_words": ["a"] * 1025}, "bad_words holds 1025 strings; at most 1024"),
+        ({"bad_words": ["\ud800"]}, "a bad word is no valid Unicode"),
         ({"temperature": 10**400}, "temperature must be between 0 and 1000000, got 1000"),
         (
             {"top_k": 10**5000},
@@ -166,6 +189,23 @@ def test_sampling_values_are_taken_as_they_come_from_json() -> None:
     assert params == SamplingParams(stop=("x",), stop_token_ids=(3,), temperature=0, top_k=0)
     assert hash(params) == hash(pickle.loads(pickle.dumps(params)))
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+
+
+def test_lists_and_mappings_are_remembered_too(shared: Engine) -> None:
+    """A mapping's keys are text in JSON. What holds them is a key, travels, and is nobody's to change."""
+    values = {"logit_bias": {"7": 1, "5": -2.5}, "allowed_token_ids": [9, 5, 9], "bad_words": ["a", "b", "a"]}
+    params = SamplingParams.from_mapping(values)
+    assert SamplingParams.from_mapping({name: type(v)(v) for name, v in values.items()}) is params  # type: ignore[call-overload]
+    values["allowed_token_ids"].append(2)  # type: ignore[attr-defined]
+    assert params.allowed_token_ids == (5, 9)
+    assert params.bad_words == ("a", "b")
+    assert params.logit_bias == {5: -2.5, 7: 1.0}
+    assert hash(params) == hash(pickle.loads(pickle.dumps(params)))
+    assert replace(params, seed=1).logit_bias == params.logit_bias
+    assert SamplingParams(logit_bias={}, allowed_token_ids=None, bad_words=None) == SamplingParams()
+    for outside in ({"allowed_token_ids": (3, 512)}, {"logit_bias": {512: 1.0}}):
+        with pytest.raises(InvalidSampling, match=r"token id 512 of .* is outside the vocabulary of 512"):
+            shared.add("a", PROMPT, SamplingParams(**outside))  # type: ignore[arg-type]
 
 
 def test_equal_values_of_other_types_are_told_apart_by_a_reader_that_remembers() -> None:

@@ -12,7 +12,7 @@ import torch
 import engine.sampling.sampler
 from engine.sampling.params import COLUMNS, SamplingParams
 from engine.sampling.philox import first_words, philox4x32
-from engine.sampling.sampler import ban, sample
+from engine.sampling.sampler import sample
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows, sampling_row
 from engine.sampling.sampling_rows import SamplingRows
 
@@ -23,7 +23,7 @@ def sampling_rows(n: int, **values: Any) -> SamplingRows:
     rows = neutral_rows(n)
     for name, value in values.items():
         rows[name] = value
-    batch = SamplingBatch(rows, position, np.zeros((0, 2), np.int64))
+    batch = SamplingBatch(rows, position)
     return SamplingRows.upload(batch, torch.device("cpu"))
 
 
@@ -175,13 +175,6 @@ def test_a_cut_among_equals_keeps_the_lowest_ids(cut: dict[str, float]) -> None:
     """Four equal logits, two kept: ids 0 and 1, never 2 or 3."""
     chosen = sample(torch.zeros(500, 4), sampling_rows(500, position=np.arange(500), **cut))
     assert set(chosen.tolist()) == {0, 1}
-
-
-def test_banned_tokens_are_never_chosen() -> None:
-    """For their row only, greedy or drawn."""
-    logits = torch.tensor([[5.0, 4.0, 0.0]]).repeat(3, 1)
-    ban(logits, np.array([(0, 0), (2, 0)]))
-    assert sample(logits, sampling_rows(3, temperature=[0.0, 0.0, 0.01])).tolist() == [1, 0, 1]
 
 
 def test_a_flat_distribution_falls_back_to_the_whole_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from engine.checkpoint.model_config import read_model_config
 from engine.checkpoint.weights import CheckpointTensor
 from engine.layers.parallel import Share, TensorParallel
 from engine.run.model_runner import ModelRunner
+from engine.sampling.logit_edits import EditParts
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
 from engine.schedule.step_batch import StepBatch
 from engine.tensor_parallel import rank_group
@@ -189,18 +190,24 @@ def test_an_engine_of_ranks_names_their_attention_backend(shared: Engine) -> Non
 
 
 def test_seeded_sampling_is_that_of_one_rank(shared: Engine) -> None:
-    """Temperature, top_k, top_p, min_p, several samples of one prompt, and tokens banned at first."""
+    """Temperature, top_k, top_p, min_p, several samples of one prompt, bans at first, other edits."""
     prompts, params = map(list, zip(*seeded_requests(), strict=True))
     with Engine(replace(shared.config, tensor_parallel_size=1)) as alone:
         (free,) = alone.generate([prompts[0]], GREEDY)
         ends = tuple(set(free.token_ids))
         prompts.append(prompts[0])
         params.append(replace(GREEDY, max_tokens=6, min_tokens=4, stop_token_ids=ends))
+        prompts += prompts[:3]
+        params += [
+            replace(GREEDY, presence_penalty=1.0, repetition_penalty=1.5, allowed_token_ids=range(0, 512, 3)),
+            SamplingParams(max_tokens=12, seed=4, frequency_penalty=2.0, logit_bias={9: 5, 99: 5}, n=2),
+            replace(GREEDY, bad_words=["a", "the", "lazy dog"]),
+        ]
         expected = alone.generate(prompts, params)
     answers = shared.generate(prompts, params)
     assert [c.token_ids for c in answers] == [c.token_ids for c in expected]
-    assert len(answers[-1].token_ids) > 4
-    assert not set(ends) & set(answers[-1].token_ids[:4])
+    assert len(answers[-5].token_ids) > 4
+    assert not set(ends) & set(answers[-5].token_ids[:4])
 
 
 # How they share a model
@@ -308,12 +315,15 @@ def test_a_step_arrives_as_it_was() -> None:
     step = StepBatch(ids, ids + 1, ids + 2, ids[:2], np.ones((2, 3), np.int32), lens, lens)
     values = neutral_rows(3)
     values["temperature"] = values["seed"] = np.arange(3)
-    sampling = SamplingBatch(values, np.arange(3, dtype=np.uint64), np.array([(0, 1), (0, 2), (2, 7)]))
-    message = encode(Kind.STEP, pack_step(step, sampling))
-    prefix, body = message[:PREFIX_BYTES], bytearray(message[PREFIX_BYTES:])
-    same_step, same_sampling = unpack_step(decode(prefix, body).arrays)
-    assert repr(same_step) == repr(step)
-    assert repr(same_sampling) == repr(sampling)
+    parts = EditParts(pending=[(1, 0)], banned=[(0, np.array([1, 2])), (1, np.array([7]))])
+    parts.penalize(1, (0.5, 1.5, 2.5), np.array([(7, 1), (-1, 0)], np.int32))
+    for edits in (None, parts.joined(np.array([0, 2]))):
+        sampling = SamplingBatch(values, np.arange(3, dtype=np.uint64), edits)
+        message = encode(Kind.STEP, pack_step(step, sampling))
+        prefix, body = message[:PREFIX_BYTES], bytearray(message[PREFIX_BYTES:])
+        same_step, same_sampling = unpack_step(decode(prefix, body).arrays)
+        assert repr(same_step) == repr(step)
+        assert repr(same_sampling) == repr(sampling)
 
 
 # What happens to a rank

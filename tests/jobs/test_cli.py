@@ -66,6 +66,28 @@ def test_submit_prints_the_run_and_enqueues_only_its_planning(
     assert len(queued_jobs(redis)) == 1
 
 
+def test_every_common_sampling_value_is_an_option(
+    invoke: Invoke, redis: Redis, source: Path, tmp_path: Path
+) -> None:
+    """It goes before the same value of --sampling, as JSON, and one that is not given is not there."""
+    options = [
+        *("--sampling", '{"presence_penalty": 2, "min_tokens": 1}', "--presence-penalty", 0.5),
+        *("--frequency-penalty", -1, "--repetition-penalty", 1.2, "--logit-bias", '{"5": 2.5}'),
+        *("--allowed-token-ids", "[5, 6]", "--bad-words", "no, never", "--bad-words", "maybe"),
+    ]
+    result = invoke("submit", source, tmp_path / "out", *options)
+    assert result.exit_code == 0, result.output
+    (job,) = queued_jobs(redis)
+    assert job.kwargs["sampling"] == {
+        "presence_penalty": 0.5, "min_tokens": 1, "frequency_penalty": -1.0, "repetition_penalty": 1.2,
+        "logit_bias": {"5": 2.5}, "allowed_token_ids": [5, 6], "bad_words": ["no, never", "maybe"],
+    }  # fmt: skip
+    shown = invoke("submit", "--help").output
+    assert all(
+        f"--{name.replace('_', '-')} " in shown for name in job.kwargs["sampling"].keys() - {"min_tokens"}
+    )
+
+
 def test_relative_paths_start_at_the_callers_folder(
     invoke: Invoke, redis: Redis, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +126,10 @@ def test_submitting_twice_plans_once_and_again_after_the_end(
         (["--template-file", "/no/such/file"], "--template-file /no/such/file cannot be read: No such file"),
         (["--temperature", "-1"], "temperature must be between 0 and 1000000, got -1"),
         (["--sampling", '{"max_tokns": 5}'], "did you mean max_tokens?"),
+        (["--logit-bias", "[1]"], "no dict"),
+        (["--logit-bias", '{"a": 1}'], "a key of logit_bias must be a token id"),
+        (["--allowed-token-ids", "[]"], "allowed_token_ids is empty"),
+        (["--repetition-penalty", "0"], "repetition_penalty must be between"),
         (["--rows-per-shard", "0"], "from 1"),
         (["--queue", ""], "queue is '', expected a queue's name"),
         (["--queue", "q" * 256], "expected a queue's name, printable and at most 255"),

@@ -50,8 +50,31 @@ def test_another_value_of_it_is_refused_by_name(name: str) -> None:
             assert "secret" not in refused.value.log_text
 
 
+def test_lists_and_mappings_reach_the_engine_as_json_has_them(context: JobContext) -> None:
+    """And a run's, whose plan is JSON too, is the same run for keys that are numbers."""
+    values: dict[str, Any] = {
+        "logit_bias": {"50": 2, "7": -100}, "allowed_token_ids": [7, 50], "bad_words": ["x", " y"],
+        "presence_penalty": 0.5, "frequency_penalty": 0, "repetition_penalty": 1.1,
+    }  # fmt: skip
+    sampling = request_of(context, "jobs.chat", HI, **json.loads(json.dumps(values))).sampling
+    params = SamplingParams.from_mapping(sampling)
+    assert params.logit_bias == {7: -100.0, 50: 2.0}
+    assert params.allowed_token_ids == (7, 50)
+    for name in values:
+        with pytest.raises(errors.InvalidJob, match=f"{name} arrived as the text"):
+            request_of(context, "jobs.complete", "a", **{name: "1"})
+        with pytest.raises(errors.InvalidJob, match=name):
+            check_sampling({name: [{"secret": 1}]})
+    specs = [
+        RunSpec.from_arguments("in.parquet", "out", sampling={"logit_bias": biases})
+        for biases in ({"50": 2, "7": 1}, {7: 1, 50: 2})
+    ]
+    assert specs[0] == specs[1] == RunSpec.from_json(json.loads(json.dumps(specs[1].to_json())))
+    assert specs[0].run == specs[1].run
+
+
 def test_a_truth_value_is_no_number() -> None:
-    for name, value in (("stream", 0), ("presence_penalty", False), ("best_of", True)):
+    for name, value in (("stream", 0), ("length_penalty", True), ("best_of", True)):
         with pytest.raises(errors.InvalidJob, match=name):
             without_neutral({name: value})
 

@@ -1,0 +1,133 @@
+"""Editing logits on their device: what LogitEdits says, in plain torch and without waiting for the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.kernels.upload import upload
+from engine.sampling.logit_edits import WORD, LogitEdits
+
+MASKED_AT_ONCE = 64  # rows, which bounds the scratch: 64 of 152k tokens take 100 MB and more
+
+
+@dataclass(frozen=True)
+class DeviceEdits:
+    """LogitEdits on the logits' device, with its fields' shapes and dtypes but for these.
+
+    last: [edited] int64, the pending token of each place, -1 where none is; None if no place has any.
+    """
+
+    rows: Tensor
+    last: Tensor | None
+    token_masks: Tensor
+    masked: Tensor
+    banned: Tensor
+    banned_behind: Tensor
+    biased: Tensor
+    biases: Tensor
+    penalized: Tensor
+    penalties: Tensor
+    counted: Tensor
+
+    @classmethod
+    def upload(
+        cls,
+        edits: LogitEdits,
+        device: torch.device,
+        sampled: Tensor | None = None,
+        places: NDArray[np.int64] | None = None,
+    ) -> DeviceEdits:
+        """In one transfer that the host does not wait for.
+
+        sampled: [rows] int64, what the step launched before has chosen, on the device. places: [samples]
+        int64, the row of it where each of its samples is.
+        """
+        pending = edits.pending
+        if len(pending):
+            assert places is not None, "only a step that follows another has pending tokens"
+            pending = np.stack((pending[:, 0], places[pending[:, 1]]), axis=1)
+        names = [each.name for each in fields(cls) if each.name != "last"]
+        at, *parts = upload([pending, *(getattr(edits, name) for name in names)], device)
+        last = None
+        if sampled is not None and len(pending):
+            last = torch.full((len(edits.rows),), -1, dtype=torch.int64, device=device)
+            last[at[:, 0]] = sampled[at[:, 1]]
+        return cls(last=last, **dict(zip(names, parts, strict=True)))
+
+
+def edit(logits: Tensor, edits: DeviceEdits) -> Tensor:
+    """The logits with all edits made: themselves, or in float32 where numbers are added to those of any row.
+
+    logits: [rows, vocabulary] of any floating dtype, which are changed.
+    """
+    if len(edits.biased) or len(edits.counted):
+        logits = logits.float()
+    _mask(logits, edits)
+    _ban(logits, edits)
+    _bias(logits, edits)
+    _penalize(logits, edits)
+    return logits
+
+
+def _mask(logits: Tensor, edits: DeviceEdits) -> None:
+    bits = torch.arange(WORD, dtype=torch.int32, device=logits.device)
+    for start in range(0, len(edits.masked), MASKED_AT_ONCE):
+        place, mask = edits.masked[start : start + MASKED_AT_ONCE].unbind(1)
+        is_banned = (edits.token_masks[mask].unsqueeze(2) >> bits) & 1 == 0
+        rows, num_tokens = edits.rows[place], min(logits.shape[1], is_banned[0].numel())
+        masked = torch.full_like(logits[rows], -torch.inf)  # tokens beyond a mask are none that it allows
+        masked[:, :num_tokens] = logits[rows, :num_tokens].masked_fill_(
+            is_banned.flatten(1)[:, :num_tokens], -torch.inf
+        )
+        logits[rows] = masked
+
+
+def _ban(logits: Tensor, edits: DeviceEdits) -> None:
+    if len(edits.banned):
+        place, token = edits.banned.unbind(1)
+        logits[edits.rows[place], token] = -torch.inf
+    if len(edits.banned_behind) and edits.last is not None:
+        place, before, token = edits.banned_behind.unbind(1)
+        # added, not put: one token may be banned behind several others, of which one is there
+        change = torch.zeros(len(place), dtype=logits.dtype, device=logits.device)
+        change.masked_fill_(edits.last[place] == before, -torch.inf)
+        logits.index_put_((edits.rows[place], token), change, accumulate=True)
+
+
+def _bias(logits: Tensor, edits: DeviceEdits) -> None:
+    if len(edits.biased):
+        place, token = edits.biased.unbind(1)
+        at = edits.rows[place], token
+        logits[at] = logits[at] + edits.biases
+
+
+def _penalize(logits: Tensor, edits: DeviceEdits) -> None:
+    if not len(edits.counted):
+        return
+    of, token, count = edits.counted.long().unbind(1)
+    if edits.last is not None:
+        token, count = _count_pending(of, token, count, edits.last[edits.penalized])
+    presence, frequency, repetition = edits.penalties[of].unbind(1)
+    at = edits.rows[edits.penalized][of], token
+    values = logits[at]
+    values = torch.where(values < 0, values * repetition, values / repetition)
+    logits[at] = values - frequency * count - presence * (count > 0)
+
+
+def _count_pending(of: Tensor, token: Tensor, count: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens and counts with the pending ones counted in.
+
+    of, token, count: [counted] int64.  last: [penalized] int64, -1 where none is pending.
+    A pending token may have an entry of its own beside the one of token -1: both get the same count.
+    """
+    is_pending, last_of = token < 0, last[of]
+    is_last = (token == last_of) & ~is_pending
+    before = torch.zeros_like(last).index_add_(0, of, count * is_last)
+    count = torch.where(is_pending, before[of] + 1, count + is_last)
+    # where nothing could be chosen there is no token, and what follows is dropped
+    return torch.where(is_pending, last_of, token).clamp_(min=0), count

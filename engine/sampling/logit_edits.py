@@ -1,0 +1,110 @@
+"""LogitEdits: what to change of a step's logits before tokens are chosen, and how it is put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+WORD = 32  # tokens of a mask in one number
+
+
+@dataclass(frozen=True)
+class LogitEdits:
+    """Edits of some rows of logits, as numpy arrays. They are made in the order of the fields, as vLLM does.
+
+    rows: [edited] int64, the rows that are edited, ascending; elsewhere a place is an index of this.
+    pending: [pending, 2] int64, a place whose row continues a token that was not known when this was built,
+    and which sample of the step launched before is that token.
+    token_masks: [masks, ceil(vocabulary / 32)] int32, a bit for each token, the lowest first: 1 is allowed.
+    masked: [masked, 2] int64, a place and its mask; a place is there once.
+    banned: [bans, 2] int64, a place and a token it may not choose.
+    banned_behind: [bans, 3] int64, a place, a token, and another that it may not choose if its pending token
+    is the first.
+    biased: [biased, 2] int64, a place and a token, each pair once.  biases: [biased] float32.
+    penalized: [penalized] int64 places.  penalties: [penalized, 3] float32, presence, frequency, repetition.
+    counted: [counted, 3] int32, an index of `penalized`, a token of its prompt or completion, and how often
+    the completion has it; a place that is pending has one more entry, of token -1, for that token.
+    """
+
+    rows: NDArray[np.int64]
+    pending: NDArray[np.int64]
+    token_masks: NDArray[np.int32]
+    masked: NDArray[np.int64]
+    banned: NDArray[np.int64]
+    banned_behind: NDArray[np.int64]
+    biased: NDArray[np.int64]
+    biases: NDArray[np.float32]
+    penalized: NDArray[np.int64]
+    penalties: NDArray[np.float32]
+    counted: NDArray[np.int32]
+
+    def of_edited_rows(self) -> LogitEdits:
+        """The same for logits of the edited rows alone."""
+        return replace(self, rows=np.arange(len(self.rows)))
+
+
+def token_mask(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
+    """[ceil(vocab_size / 32)] int32: the mask that allows these tokens alone."""
+    bits = np.zeros(-(-vocab_size // WORD) * WORD, np.uint8)
+    bits[np.asarray(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
+
+
+@dataclass
+class EditParts:
+    """LogitEdits while they are collected, place after place: for each part a place and its arrays."""
+
+    pending: list[tuple[int, int]] = field(default_factory=list)
+    #: By id, since many rows share one: its index, and itself.
+    masks: dict[int, tuple[int, NDArray[np.int32]]] = field(default_factory=dict)
+    masked: list[tuple[int, int]] = field(default_factory=list)
+    banned: list[tuple[int, NDArray[np.int64]]] = field(default_factory=list)
+    banned_behind: list[tuple[int, NDArray[np.int64]]] = field(default_factory=list)
+    biased: list[tuple[int, NDArray[np.int64]]] = field(default_factory=list)
+    biases: list[NDArray[np.float32]] = field(default_factory=list)
+    penalized: list[int] = field(default_factory=list)
+    penalties: list[tuple[float, float, float]] = field(default_factory=list)
+    counted: list[tuple[int, NDArray[np.int32]]] = field(default_factory=list)
+
+    def allow(self, place: int, mask: NDArray[np.int32]) -> None:
+        """Allow a place the tokens of a mask alone."""
+        index, _ = self.masks.setdefault(id(mask), (len(self.masks), mask))
+        self.masked.append((place, index))
+
+    def penalize(self, place: int, penalties: tuple[float, float, float], counted: NDArray[np.int32]) -> None:
+        """Penalize the tokens of a place. counted: [tokens, 2], a token and how often it is there."""
+        self.counted.append((len(self.penalized), counted))
+        self.penalized.append(place)
+        self.penalties.append(penalties)
+
+    def joined(self, rows: NDArray[np.int64]) -> LogitEdits:
+        """All of them. rows: of each place."""
+        masks = [mask for _, mask in self.masks.values()]
+        return LogitEdits(
+            rows=rows,
+            pending=np.array(self.pending, np.int64).reshape(-1, 2),
+            token_masks=np.stack(masks) if masks else np.zeros((0, 0), np.int32),
+            masked=np.array(self.masked, np.int64).reshape(-1, 2),
+            banned=_joined(self.banned, 1, np.int64),
+            banned_behind=_joined(self.banned_behind, 2, np.int64),
+            biased=_joined(self.biased, 1, np.int64),
+            biases=np.concatenate(self.biases) if self.biases else np.zeros(0, np.float32),
+            penalized=np.array(self.penalized, np.int64),
+            penalties=np.array(self.penalties, np.float32).reshape(-1, 3),
+            counted=_joined(self.counted, 2, np.int32),
+        )
+
+
+def _joined(parts: list[tuple[int, NDArray[Any]]], width: int, dtype: Any) -> NDArray[Any]:
+    """[entries, 1 + width]: beside each entry of a part, [entries, width] or [entries], the part's place."""
+    if not parts:
+        return np.zeros((0, 1 + width), dtype)
+    lengths = [len(part) for _, part in parts]
+    joined = np.empty((sum(lengths), 1 + width), dtype)
+    joined[:, 0] = np.repeat([place for place, _ in parts], lengths)
+    joined[:, 1:] = np.concatenate([part for _, part in parts]).reshape(-1, width)
+    return joined

@@ -1,0 +1,32 @@
+"""The edits of a step's logits, out of the sequences that have any."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.sampling.logit_edits import EditParts, LogitEdits
+from engine.schedule.scheduled_batch import ScheduledBatch
+from engine.schedule.slots import NO_TOKEN, SlotTable
+
+NOBODY: NDArray[np.int64] = np.zeros(0, np.int64)
+
+
+def build_logit_edits(batch: ScheduledBatch, slots: SlotTable) -> LogitEdits | None:
+    """Collect them for the sequences that sample in this step; None where none of these has any."""
+    sampling = batch.sampling_slots
+    early = np.flatnonzero(slots.num_tokens[sampling] < slots.min_len[sampling])
+    edited = np.flatnonzero(slots.is_edited[sampling]) if slots.num_edited else NOBODY
+    if not len(early) and not len(edited):
+        return None
+    rows = np.union1d(early, edited)
+    parts = EditParts()
+    for place, row in zip(np.searchsorted(rows, edited).tolist(), edited.tolist(), strict=True):
+        seq = batch.sampling[row]
+        assert seq.edits is not None
+        pending_sample = int(slots.sample_place[seq.slot]) if seq.num_pending_tokens else None
+        seq.edits.write(parts, place, seq.token_ids, seq.num_prompt_tokens, pending_sample)
+    end_token_ids = slots.end_token_ids[sampling[early]]
+    for place, own in zip(np.searchsorted(rows, early).tolist(), end_token_ids, strict=True):
+        parts.banned.append((place, own[own != NO_TOKEN]))
+    return parts.joined(rows)

@@ -1,0 +1,58 @@
+"""The options of `tokenmill submit` that are sampling values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from .json_option import json_value
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_OPTIONS = (
+    click.option("--max-tokens", type=int),
+    click.option("--temperature", type=float),
+    click.option("--top-p", type=float),
+    click.option("--top-k", type=int),
+    click.option("--min-p", type=float),
+    click.option("--seed", type=int),
+    click.option("--n", type=int, help="Completions of each row; from 2 on the output has lists of them."),
+    click.option("--presence-penalty", type=float, help="Off the logit of each token there is, -2 to 2."),
+    click.option("--frequency-penalty", type=float, help="The same, as often as the token is there."),
+    click.option(
+        "--repetition-penalty",
+        type=float,
+        help="Divides the logit of each token of prompt and completion; 1 changes nothing.",
+    ),
+    click.option(
+        "--logit-bias", callback=json_value(dict), help='What to add to logits, as JSON: {"token id": 2.5}.'
+    ),
+    click.option("--allowed-token-ids", callback=json_value(list), help="No other tokens, as JSON: [1, 2]."),
+    click.option("--bad-words", multiple=True, help="A text that no completion has; may be given again."),
+    click.option("--stop", multiple=True, help="Text that ends a completion; may be given more than once."),
+)
+
+#: Their names, and those among them that may be given more than once.
+_NAMES = (
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n", "presence_penalty"),
+    *("frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "stop"),
+)
+
+
+def sampling_options(command: Command) -> Command:
+    """Give a command an option for each common sampling value, and one for any."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    any_values = click.option(
+        "--sampling", callback=json_value(dict), default="{}", help="Any sampling values, as a JSON object."
+    )
+    return any_values(command)
+
+
+def sampling_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the sampling values among a command's options; one of its own goes before `--sampling`'s."""
+    given = {name: options[name] for name in _NAMES if options[name] not in (None, ())}
+    lists = {name: list(value) for name, value in given.items() if isinstance(value, tuple)}
+    return {**options["sampling"], **given, **lists}

@@ -1,0 +1,329 @@
+"""Penalties, biases, allowed tokens and bad words: what they do to logits, and so to completions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from engine import Engine, EngineConfig, SamplingParams
+from engine.sampling.edit_logits import DeviceEdits, edit
+from engine.sampling.logit_edits import EditParts, token_mask
+from engine.sampling.request_edits import RequestEdits, SequenceEdits
+from tests.engine.checkpoints import SHAPES, make_tokenizer, pool_bytes
+from tests.engine.graphs import simulate_graphs
+from tests.engine.reference import TIE, Reference
+
+VOCAB = 70  # more than two words of a mask, and no multiple of them
+FEW = 6  # tokens of which completions are made, so that they repeat
+CPU = torch.device("cpu")
+
+Words = list[tuple[int, ...]]
+
+
+def edited(
+    logits: Tensor, params: SamplingParams, words: Words, prompt: list[int], generated: list[int]
+) -> Tensor:
+    """Logits [vocabulary] as transformers' processors change them, in vLLM's order; what it has none for is
+    computed directly."""
+    ids, scores = torch.tensor([prompt + generated]), logits.float()[None].clone()
+    if params.allowed_token_ids is not None:
+        banned = sorted(set(range(scores.shape[1])) - set(params.allowed_token_ids))
+        scores[:, banned] = -torch.inf
+    if words:
+        own = torch.tensor([generated], dtype=torch.int64)
+        scores = NoBadWordsLogitsProcessor([list(word) for word in words])(own, scores)
+    if params.logit_bias:
+        biases = {(token_id,): float(bias) for token_id, bias in params.logit_bias.items()}
+        scores = SequenceBiasLogitsProcessor(biases)(ids, scores)
+    scores = RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty))(ids, scores)
+    count = torch.bincount(torch.tensor(generated, dtype=torch.int64), minlength=scores.shape[1])
+    return scores[0] - params.frequency_penalty * count - params.presence_penalty * (count > 0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of logits, and what comes before its token."""
+
+    params: SamplingParams
+    words: Words
+    prompt: list[int]
+    generated: list[int]
+    is_pending: bool
+    num_seen: int  # of the generated ones when its edits were made for the first time
+
+    def write(self, parts: EditParts, place: int, pending_sample: int) -> bool:
+        """Write its edits, as after some steps; whether it has any."""
+        request = RequestEdits.of(self.params, self.prompt, VOCAB, self.words)
+        if request is None:
+            return False
+        edits, start = SequenceEdits(request), len(self.prompt)
+        known = self.prompt + self.generated[: len(self.generated) - self.is_pending]
+        edits.write(EditParts(), 0, known[: start + self.num_seen], start, 0 if self.is_pending else None)
+        edits.write(parts, place, known, start, pending_sample if self.is_pending else None)
+        return True
+
+
+def edit_rows(logits: Tensor, rows: list[Row]) -> Tensor:
+    """The rows' logits [rows, vocabulary], edited as in one step; those before it were sampled in reverse."""
+    parts, places = EditParts(), []
+    for number, row in enumerate(rows):
+        if row.write(parts, len(places), number):
+            places.append(number)
+    if not places:
+        return logits
+    last = torch.tensor([row.generated[-1] if row.generated else -1 for row in rows])
+    at = np.arange(len(rows))[::-1].copy()
+    return edit(logits, DeviceEdits.upload(parts.joined(np.array(places)), CPU, last[at.copy()], at))
+
+
+PENALTIES = st.sampled_from([0.0, 0.0, -1.5, 0.3, 2.0])
+PARAMS = st.builds(
+    SamplingParams,
+    presence_penalty=PENALTIES,
+    frequency_penalty=PENALTIES,
+    repetition_penalty=st.sampled_from([1.0, 1.0, 0.4, 1.7]),
+    logit_bias=st.none() | st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, width=16)),
+    allowed_token_ids=st.none() | st.lists(st.integers(0, VOCAB - 1), min_size=1),
+)
+TOKENS = st.integers(0, FEW - 1)
+
+
+@st.composite
+def row_strategy(draw: st.DrawFn) -> Row:
+    generated = draw(st.lists(TOKENS, max_size=12))
+    is_pending = bool(generated) and draw(st.booleans())
+    return Row(
+        params=draw(PARAMS),
+        words=draw(st.lists(st.lists(TOKENS, min_size=1, max_size=4).map(tuple), max_size=5)),
+        prompt=draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9)),
+        generated=generated,
+        is_pending=is_pending,
+        num_seen=draw(st.integers(0, len(generated) - is_pending)),
+    )
+
+
+@given(rows=st.lists(row_strategy(), min_size=1, max_size=6), seed=st.integers(0, 99))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_every_row_gets_its_own_edits_whatever_its_neighbours_are(rows: list[Row], seed: int) -> None:
+    """As transformers' processors make them; and to the bit the same as alone, in bfloat16 too."""
+    logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed)) * 4
+    together = edit_rows(logits.clone(), rows)
+    for row, own, result in zip(rows, logits, together, strict=True):
+        expected = edited(own, row.params, row.words, row.prompt, row.generated)
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(edit_rows(own[None].clone(), [row])[0], result)
+    short = logits.bfloat16()
+    together = edit_rows(short.clone(), rows)
+    for row, own, result in zip(rows, short, together, strict=True):
+        assert torch.equal(edit_rows(own[None].clone(), [row])[0].float(), result.float())
+
+
+def test_a_mask_has_a_bit_for_each_token() -> None:
+    """The lowest first, as structured output's masks have them; every bit of a word, its sign too."""
+    mask = token_mask([0, 31, 33, 63, 69], VOCAB)
+    assert mask.dtype == np.int32
+    assert mask.tolist() == [1 - 2**31, 2 - 2**31, 1 << 5]
+    parts = EditParts()
+    parts.allow(0, mask)
+    parts.allow(1, mask)
+    edits = parts.joined(np.array([0, 2]))
+    assert len(edits.token_masks) == 1, "rows of one mask share it"
+    logits = edit(torch.zeros(3, VOCAB), DeviceEdits.upload(edits, CPU))
+    assert logits[0].isfinite().nonzero().flatten().tolist() == [0, 31, 33, 63, 69]
+    assert torch.equal(logits[0], logits[2])
+    assert logits[1].isfinite().all()
+
+
+# In an engine
+
+SHAPE = next(shape for shape in SHAPES if shape.name == "gqa2_tied_hub")
+GREEDY = SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True)
+MIXES: list[dict[str, Any]] = [
+    {}, {"presence_penalty": 1.5}, {"frequency_penalty": 0.9}, {"frequency_penalty": -2.0},
+    {"repetition_penalty": 1.8}, {"repetition_penalty": 0.3}, {"logit_bias": {11: 9.0, 12: 8.5, 13: -100}},
+    {"allowed_token_ids": range(3, 500, 17)}, {"allowed_token_ids": [44]},
+    {"bad_words": ["e", "in", " the", "at a", "quick brown fox"]},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2,
+     "logit_bias": {"17": 4, "18": 4.5}, "allowed_token_ids": range(0, 512, 2), "bad_words": ["o", "10"]},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference(folders: dict[str, Path]) -> Reference:
+    return Reference(folders[SHAPE.name])
+
+
+def requests() -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of 1 to 60 tokens, some with a common prefix, each with other values."""
+    rng = random.Random(3)
+    prefix = [rng.randrange(3, 500) for _ in range(20)]
+    return [
+        (
+            prefix * (i % 2) + [rng.randrange(3, 500) for _ in range(rng.randrange(1, 40))],
+            replace(GREEDY, **MIXES[i % len(MIXES)]),
+        )
+        for i in range(2 * len(MIXES))
+    ]
+
+
+def words_of(params: SamplingParams) -> Words:
+    """As a word is at the beginning of a text, and behind a space."""
+    encode = make_tokenizer().encode
+    return [tuple(encode(text)) for word in params.bad_words or () for text in (word, " " + word.lstrip())]
+
+
+def start(folders: dict[str, Path], *, pool_blocks: int = 400, **changes: Any) -> Engine:
+    values: dict[str, Any] = {
+        "dtype": "float32", "max_model_len": 96, "kv_cache_bytes": pool_bytes(SHAPE, pool_blocks),
+        "attention_backend": "torch",
+    }  # fmt: skip
+    return Engine(EngineConfig(str(folders[SHAPE.name]), **values | changes))
+
+
+def answers(engine: Engine) -> list[list[int]]:
+    prompts, params = zip(*requests(), strict=True)
+    completions = engine.generate(prompts, params)
+    assert {completion.finish_reason for completion in completions} == {"length"}
+    return [completion.token_ids for completion in completions]
+
+
+def answers_in_turns(engine: Engine) -> list[list[int]]:
+    """The same, where later requests are more urgent and come while earlier ones run."""
+    found = {}
+    for i, (prompt, params) in enumerate(requests()):
+        engine.add(str(i), prompt, params, lane=len(requests()) - i)
+        for completion in engine.step() + engine.step():
+            found[completion.request_id] = completion.token_ids
+    while engine.has_unfinished:
+        found |= {completion.request_id: completion.token_ids for completion in engine.step()}
+    return [found[str(i)] for i in range(len(found))]
+
+
+@pytest.fixture(scope="module")
+def plain(folders: dict[str, Path]) -> list[list[int]]:
+    """All in one batch, one step after the other."""
+    with start(folders, async_scheduling=False) as engine:
+        return answers(engine)
+
+
+def test_completions_are_those_of_the_processors(plain: list[list[int]], reference: Reference) -> None:
+    """Each token is the best of the reference's edited logits, or ties with it."""
+    for (prompt, params), token_ids in zip(requests(), plain, strict=True):
+        words = words_of(params)
+        for i, token_id in enumerate(token_ids):
+            logits = reference.logits(prompt + token_ids[:i])
+            scores = edited(logits, params, words, prompt, token_ids[:i])
+            assert scores[token_id] >= scores.max() - TIE, (params, i)
+    unedited = plain[0], plain[len(MIXES)]
+    assert [reference.logits(requests()[0][0]).argmax()] == unedited[0][:1]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_same_with_preemption_and_chunks(
+    folders: dict[str, Path], plain: list[list[int]], overlap: bool
+) -> None:
+    """Sequences are thrown out half-way and computed again, with a token pending or without."""
+    with start(folders, async_scheduling=overlap) as engine:
+        assert answers(engine) == plain
+    limits = {"pool_blocks": 20, "max_num_seqs": 5, "max_num_batched_tokens": 21}
+    with start(folders, async_scheduling=overlap, **limits) as engine:
+        assert answers_in_turns(engine) == plain
+        assert engine.stats().num_preemptions > 5
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_same_from_graphs(
+    folders: dict[str, Path], plain: list[list[int]], monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """Decode steps stay in their graph; the rows that are edited choose again behind it."""
+    capture = simulate_graphs(monkeypatch)
+    with start(folders, async_scheduling=overlap, max_num_seqs=8) as engine:
+        capture.replayed.clear()
+        assert answers(engine) == plain
+    assert len(capture.replayed) > GREEDY.max_tokens
+
+
+def test_an_engine_without_such_requests_edits_nothing(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor one in which they have ended, or wait."""
+    with start(folders, max_num_seqs=2) as engine:
+        engine.add("edited", [5, 6], replace(GREEDY, presence_penalty=1.0, max_tokens=2))
+        while engine.has_unfinished:
+            engine.step()
+        monkeypatch.setattr("engine.run.model_runner.edit", None)
+        monkeypatch.setattr(EditParts, "joined", None)
+        assert engine._scheduler.slots.num_edited == 0
+        (completion,) = engine.generate([[5, 6]], GREEDY)
+    assert len(completion.token_ids) == GREEDY.max_tokens
+
+
+@pytest.fixture(scope="module")
+def built(folders: dict[str, Path]) -> Iterator[Engine]:
+    with start(folders) as engine:
+        yield engine
+
+
+def test_samples_of_one_request_are_edited_each_by_its_own_tokens(built: Engine) -> None:
+    """No token twice in a sample where its frequency forbids it, and samples differ."""
+    params = SamplingParams(n=4, max_tokens=40, temperature=1.0, seed=5, ignore_eos=True)
+    biased = replace(params, logit_bias=dict.fromkeys(range(100, 150), 100.0), frequency_penalty=2.0)
+    free = built.generate([[7, 8]], replace(biased, frequency_penalty=0.0, top_k=3))
+    penalized = built.generate([[7, 8]], replace(biased, presence_penalty=2.0))
+    assert all(set(c.token_ids) <= set(range(100, 150)) for c in free + penalized)
+    repeats = [sum(40 - len(set(c.token_ids)) for c in group) for group in (free, penalized)]
+    assert repeats[0] > 2 * repeats[1]
+    assert len({tuple(c.token_ids) for c in penalized}) == 4
+
+
+def test_bans_for_min_tokens_come_on_top(built: Engine) -> None:
+    """One end token and one other are allowed: the other until the end may come, then the end."""
+    params = SamplingParams(
+        max_tokens=9, min_tokens=4, temperature=0.0, stop_token_ids=(60,), allowed_token_ids=(60, 61),
+        logit_bias={60: 100},
+    )  # fmt: skip
+    (completion,) = built.generate([[5, 6, 7]], params)
+    assert completion.token_ids == [61] * 4 + [60]
+    assert completion.finish_reason == "stop"
+
+
+def test_a_request_that_leaves_no_token_fails_alone(built: Engine) -> None:
+    """Its only allowed token is banned; a neighbour goes on."""
+    end = SamplingParams(max_tokens=9, min_tokens=4, stop_token_ids=(60,), allowed_token_ids=(60,))
+    alone, failed = built.generate([[5, 6]] * 2, [GREEDY, end])
+    assert failed.finish_reason == "error"
+    assert "no token could be chosen" in (failed.error or "")
+    assert alone.token_ids == built.generate([[5, 6]], GREEDY)[0].token_ids
+
+
+def test_a_bad_word_is_not_in_the_text(built: Engine) -> None:
+    """Of one token or many, whatever it begins with; a word that the prompt ends with may go on."""
+    (free,) = built.generate([[5, 6, 7]], replace(GREEDY, max_tokens=30))
+    pieces = [free.text[2:4], free.text[8:12], " " + free.text[13:16]]
+    (without,) = built.generate([[5, 6, 7]], replace(GREEDY, max_tokens=30, bad_words=pieces))
+    tokenizer = make_tokenizer()
+    for word in words_of(replace(GREEDY, bad_words=pieces)):
+        ids = without.token_ids
+        assert not any(tuple(ids[i : i + len(word)]) == word for i in range(len(ids))), tokenizer.decode(word)
+    assert without.token_ids != free.token_ids
+    word = (7, free.token_ids[0])
+    request = RequestEdits.of(GREEDY, [5, 6, 7], 512, [word])
+    assert request is not None
+    parts = EditParts()
+    SequenceEdits(request).write(parts, 0, [5, 6, 7], 3, None)
+    assert not len(parts.joined(np.array([0])).banned), "the prompt's tokens are no part of a word"
