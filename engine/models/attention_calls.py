@@ -181,13 +181,17 @@ class PagedAttention:
     Holds the batch and the cache of the pass that runs, for as long as it does.
     """
 
-    def __init__(self, calls: Sequence[AttentionCall], backend: KernelBackend, max_positions: int) -> None:
+    def __init__(
+        self, calls: Sequence[AttentionCall], backend: KernelBackend, max_positions: int, dtype: torch.dtype
+    ) -> None:
         """max_positions: tokens that no sequence exceeds; a window or chunk that holds them all is none.
+        dtype: the model's, in which attention is computed whatever the cache keeps.
 
         Raises UnsupportedModel, or AttentionRefused if the backend cannot compute such an attention.
         """
         self._modules = [call.module for call in calls]
         self._layers = [Attention(backend, _within(features_of(call), max_positions)) for call in calls]
+        self._dtype = dtype
         self._pass: tuple[ForwardBatch, KVCache] | None = None
         self._next = 0
 
@@ -216,8 +220,8 @@ class PagedAttention:
             raise UnsupportedModel("its layers attend in another order than when the model was loaded")
         batch, cache = self._pass
         layer, layer_cache = self._layers[index], cache.layers[index]
-        head_dim, dtype = layer.features.head_dim, layer_cache.keys.dtype
-        query, key, value = (_rows(x, head_dim, dtype) for x in (call.query, call.key, call.value))
+        head_dim = layer.features.head_dim
+        query, key, value = (_rows(x, head_dim, self._dtype) for x in (call.query, call.key, call.value))
         sinks = call.options.get("s_aux")
         attended = layer(
             query, key, value, batch, layer_cache, None if sinks is None else sinks.float().contiguous()

@@ -106,7 +106,7 @@ def load_transformers_model(
         split_by_plan(model, tp)
     model.requires_grad_(False).eval().to(device)
     try:
-        return _with_paged_attention(config, model, backend, max_positions, device)
+        return _with_paged_attention(config, model, backend, max_positions, dtype, device)
     except UnsupportedModel as error:
         name = config.architecture
         raise UnsupportedModel(
@@ -270,7 +270,12 @@ def _refuse_moving_rotary(model: nn.Module, max_positions: int) -> None:
 
 @torch.inference_mode()
 def _with_paged_attention(
-    config: ModelConfig, model: Any, backend: KernelBackend, max_positions: int, device: torch.device
+    config: ModelConfig,
+    model: Any,
+    backend: KernelBackend,
+    max_positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> TransformersModel:
     """Find out by a forward pass what the layers' attention is, and take its place."""
     recorded = _record(model, device)
@@ -283,7 +288,7 @@ def _with_paged_attention(
         )
     if "position_ids" not in inspect.signature(body.forward).parameters:
         raise UnsupportedModel(f"{type(body).__name__} takes no position_ids: it counts tokens by itself")
-    attention = PagedAttention(calls, backend, max_positions)
+    attention = PagedAttention(calls, backend, max_positions, dtype)
     attention.take_places()
     pack_linears(model, recorded.called)
     compute, output_type = body.forward, type(recorded.output)

@@ -77,6 +77,7 @@ class ModelRunner:
             self._probe()
             if config.kv_cache_dtype != "auto":
                 self._kv_scales = self._measure_kv_scales()
+                self._probe()
             self._allocate()
         except torch.OutOfMemoryError as error:
             raise ConfigError(
@@ -221,15 +222,23 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _probe(self) -> None:
-        """Compute a few tokens over a pool of their own. Raises UnsupportedModel for what mixes them."""
+        """Compute a few tokens over a pool of their own, which is as the real one will be.
+
+        Raises UnsupportedModel for what mixes them, ConfigError for what goes wrong over FP8 numbers alone.
+        """
         probe = Probe(self._model_config.vocab_size, self._config.block_size, self._longest)
         self.cache = self._make_cache(probe.num_blocks)
-        problem = probe.find(self.logits, self.dtype, reference=self.model.reference_logits)
+        problem = probe.find(self.logits, self._kv_dtype, reference=self.model.reference_logits)
         del self.cache
-        if problem and self._tp.rank == 0:  # the others hold a part of the logits
-            raise UnsupportedModel(
-                f"{self._model_config.architecture} {problem}; {nearest(self._model_config.architecture)}"
+        if not problem or self._tp.rank != 0:  # the others hold a part of the logits
+            return
+        name = self._model_config.architecture
+        if self._kv_scales is not None:
+            raise ConfigError(
+                f"kv_cache_dtype={self._config.kv_cache_dtype!r} cannot be used: over such a cache, and not "
+                f"over one of its own dtype, {name} {problem}; leave it out"
             )
+        raise UnsupportedModel(f"{name} {problem}; {nearest(name)}")
 
     def _allocate(self) -> None:
         """Size the pool, make it, and capture the graphs that read it. Raises ConfigError."""

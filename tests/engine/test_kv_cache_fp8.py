@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import engine.attention.kv_cache
 from engine import ConfigError, Engine, EngineConfig, SamplingParams
 from engine.attention import KernelBackend, load_backend
 from engine.attention.features import AttentionFeatures
@@ -18,6 +19,7 @@ from engine.attention.kv_cache import FP8, KVCache, LayerKVCache, Scales, measur
 from engine.attention.torch_backend import TorchBackend
 from engine.run.config import model_identity
 from engine.run.warm_up import make_step
+from tests.engine.architectures import Architectures
 from tests.engine.checkpoints import SHAPES, pool_bytes
 from tests.engine.paged import DEVICE, TOLERANCE, make_batch
 from tests.engine.reference import Reference
@@ -202,3 +204,32 @@ def test_both_backends_give_the_same_tokens(folders: dict[str, Path]) -> None:
         with Engine(config(reference.folder, attention_backend=name, max_num_batched_tokens=23)) as built:
             answers.append([each.token_ids for each in built.generate(prompts, params)])
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "dtype"),
+    [("llama", "torch", "float32"), ("mistral", "torch", "bfloat16"), ("mistral", "triton", "float32")],
+)
+def test_a_model_through_transformers_gives_what_the_native_decoder_gives(
+    name: str, backend: str, dtype: str, architecture: Architectures
+) -> None:
+    """Attention is computed in the model's dtype; the scales alone make FP8 numbers of keys and values."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    folder, prompt = architecture(name).reference.folder, list(range(7, 31))
+    native, through = (
+        logits_of(folder, prompt, dtype=dtype, max_model_len=32, **way)[0]
+        for way in ({"model_path": "native"}, {"model_path": "transformers", "attention_backend": backend})
+    )
+    assert ((through - native).square().mean(-1).sqrt() / native.std(-1)).max() < 1e-3
+
+
+def test_a_cache_that_spoils_the_answers_is_found_at_start(
+    architecture: Architectures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the probe, which runs over such a cache too."""
+    right = quantize
+    monkeypatch.setattr(engine.attention.kv_cache, "quantize", lambda x, own: right(x * torch.nan, own))
+    folder = architecture("llama").reference.folder
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='fp8_e4m3' cannot be used: .*LlamaFor.*leave it"):
+        Engine(config(folder, model_path="transformers"))
