@@ -108,8 +108,11 @@ def main(context: click.Context, url: str) -> None:
 )
 @click.option(
     "--input-format",
+    "--format",
+    "input_format",
     type=click.Choice(list(SUFFIXES)),
-    help="Format of the FILEs, where their names (.csv, .jsonl.gz, .arrow, ...) do not tell it.",
+    help="Format of the FILEs, where their names (.csv, .jsonl.gz, .arrow, ...) do not tell it; openai-batch "
+    "reads OpenAI's batch files and writes OUT/output.jsonl and OUT/errors.jsonl.",
 )
 @click.option(
     "--single-file", is_flag=True, help="In the end, write all rows into one file, OUT/output.parquet."

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from ..common.shown import shown
 from ..context.shard_bytes import DEFAULT_BYTES
 from ..errors import ColumnConflict, InputChanged, InputNotFound, SchemaMismatch
-from ..runs.formats import ARROW, JSONL, LINES, PARQUET, one_format
+from ..runs.formats import ARROW, HEADED, LINES, OPENAI_BATCH, PARQUET, one_format
 from ..runs.partitions import AddedColumn, FoundFile, partition_columns
 from ..runs.plan import PlannedFile
 from .added_columns import with_added_fields
@@ -23,7 +23,7 @@ from .footer import MAX_FOOTER_BYTES, check_footer
 from .footer_cost import MAX_FOOTER_ITEMS
 from .formats.arrow_decoder import look_at_arrow
 from .formats.kinds import Kind, arrow_type, merged, text_kind
-from .formats.line_scan import read_header, scan_lines
+from .formats.line_scan import read_header, repeated_rows, scan_lines
 from .storage import FileStat, Storage, reading
 
 #: Bytes read at once of each column: without a limit pyarrow holds a whole row group's compressed columns.
@@ -39,7 +39,7 @@ class Inputs:
 
     row_groups: for each file the rows of each of its row groups, record batches or blocks of lines.
     file_schema: of every one of the files. added_columns: what comes behind its columns, of the names of
-    folders and files. input_format, columns: as in the plan.
+    folders and files. input_format, columns, repeated: as in the plan.
     """
 
     files: tuple[PlannedFile, ...]
@@ -48,6 +48,7 @@ class Inputs:
     added_columns: tuple[AddedColumn, ...]
     input_format: str = PARQUET
     columns: tuple[tuple[str, Kind], ...] = ()
+    repeated: tuple[int, ...] = ()
 
     @property
     def schema(self) -> pa.Schema:
@@ -73,16 +74,19 @@ def read_inputs(
     """
     file_format = one_format((file.named or file.path for file in found), input_format)
     if file_format in LINES:
-        files, row_groups, kinds = _read_lines(storage, found, file_format, check_interrupted, max_rows)
+        files, row_groups, kinds, repeated = _read_lines(
+            storage, found, file_format, check_interrupted, max_rows
+        )
         schema = pa.schema([(name, arrow_type(kind)) for name, kind in kinds.items()])
     else:
-        kinds = {}
+        kinds, repeated = {}, ()
         files, row_groups, schema = _read_footers(
             storage, found, file_format, check_interrupted, limit, max_rows
         )
     columns, rows = _added_columns(found, schema.names, filename_column)
     files = [replace(file, values=tuple(values)) for file, values in zip(files, rows, strict=False)]
-    return Inputs(tuple(files), tuple(row_groups), schema, tuple(columns), file_format, tuple(kinds.items()))
+    kept = tuple(kinds.items())
+    return Inputs(tuple(files), tuple(row_groups), schema, tuple(columns), file_format, kept, repeated)
 
 
 def read_columns(
@@ -100,7 +104,7 @@ def read_columns(
     """
     file_format = one_format((file.named or file.path for file in found), input_format)
     if file_format in LINES:
-        if file_format != JSONL:
+        if file_format in HEADED:
             _added_columns(found, read_header(storage, found[0].path, file_format), filename_column)
         return None
     *_, schema = _read_footer(storage, found[0].path, file_format, limit)
@@ -235,21 +239,22 @@ def _read_lines(
     file_format: str,
     check_interrupted: Callable[[], None],
     max_rows: int | None,
-) -> tuple[list[PlannedFile], list[tuple[int, ...]], dict[str, Kind]]:
+) -> tuple[list[PlannedFile], list[tuple[int, ...]], dict[str, Kind], tuple[int, ...]]:
     """Look through text files. CSV files have the same header; objects any of the names that one has."""
     files: list[PlannedFile] = []
     row_groups: list[tuple[int, ...]] = []
     kinds: dict[str, Kind] = {}
+    names: list[bytearray] = []
     for each in found:
         stat = storage.stat(each.path)
         if stat is None:
             raise InputNotFound(each.path)
         fingerprint = file_fingerprint(storage, each.path, file_format)
         lines = scan_lines(storage, each.path, file_format, check_interrupted, max_rows)
-        if file_format != JSONL and files and list(lines.kinds) != list(kinds):
+        if file_format in HEADED and files and list(lines.kinds) != list(kinds):
             what = f"its header is {shown(list(lines.kinds))}, the first file's {shown(list(kinds))}"
             raise SchemaMismatch(each.path, what)
-        merge = merged if file_format == JSONL else text_kind
+        merge = text_kind if file_format in HEADED else merged
         for name, kind in lines.kinds.items():
             kinds[name] = merge(kinds.get(name, "null"), kind)
         files.append(
@@ -258,9 +263,11 @@ def _read_lines(
             )
         )
         row_groups.append(tuple(lines.rows))
+        names.append(lines.names)
         if max_rows is not None and (max_rows := max_rows - files[-1].rows) <= 0:
             break
-    return files, row_groups, kinds
+    repeated = repeated_rows(names, files[0].path) if file_format == OPENAI_BATCH else ()
+    return files, row_groups, kinds, repeated
 
 
 def _columns(schema: pa.Schema, first: pa.Schema) -> str:

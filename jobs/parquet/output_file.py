@@ -8,14 +8,15 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..errors import CorruptParquet, PartDamaged
-from ..runs.formats import ARROW, CSV, JSONL, PARQUET
+from ..prompts.batch_lines import output_line
+from ..runs.formats import ARROW, CSV, JSONL, OPENAI_BATCH, PARQUET
 from ..runs.plan import Plan
 from .inputs import open_parquet
 from .part import METADATA_KEY
@@ -37,6 +38,8 @@ def write_output(storage: Storage, plan: Plan, claims: Sequence[str]) -> bool:
 
     Raises PartDamaged, or what writing does.
     """
+    if plan.spec.single_file == OPENAI_BATCH:
+        return _write_batch(storage, plan, *claims)
     (claim,) = claims
     sink = storage.reopen_output(claim)
     if sink is None:
@@ -44,12 +47,30 @@ def write_output(storage: Storage, plan: Plan, claims: Sequence[str]) -> bool:
     writers = {PARQUET: _parquet, ARROW: _arrow, CSV: _csv, JSONL: _jsonl}
     assert plan.spec.single_file is not None
     with sink, writers[plan.spec.single_file](sink, _schema(storage, plan)) as write:
-        for batch in part_rows(storage, plan):
+        for batch in _part_rows(storage, plan):
             write(batch)
     return True
 
 
-def part_rows(storage: Storage, plan: Plan) -> Iterator[pa.RecordBatch]:
+def _write_batch(storage: Storage, plan: Plan, output: str, errors: str) -> bool:
+    """Write OpenAI's output file and error file."""
+    sinks = []
+    with ExitStack() as stack:
+        for claim in (output, errors):
+            if (sink := storage.reopen_output(claim)) is None:
+                return False
+            sinks.append(stack.enter_context(sink))
+        row = 0
+        for batch in _part_rows(storage, plan):
+            found = batch.select(["custom_id", "completion", "error"]).to_pydict().values()
+            for name, body, error in zip(*found, strict=True):
+                line = output_line(plan.run, row, name, body, error)
+                sinks[error is not None].write(f"{line}\n".encode())
+                row += 1
+    return True
+
+
+def _part_rows(storage: Storage, plan: Plan) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a run's parts in order. Raises PartDamaged."""
     for shard in range(len(plan.shards)):
         with _part(storage, plan, shard) as file:

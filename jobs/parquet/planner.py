@@ -204,6 +204,7 @@ def _new_plan(context: JobContext, spec: RunSpec, inputs: Inputs) -> Plan:
         added_columns=inputs.added_columns,
         input_format=inputs.input_format,
         columns=inputs.columns,
+        repeated=inputs.repeated,
     )
 
 

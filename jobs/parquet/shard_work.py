@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,12 +19,15 @@ from ..context.answer import Answer
 from ..context.served_model import ServedModel, model_text
 from ..context.shared_files import ReaderKey, SharedFiles
 from ..errors import PlanDamaged, RunError, RunOfAnotherModel
+from ..prompts.batch_lines import line_task
+from ..runs.formats import OPENAI_BATCH
 from ..runs.names import PLAN
 from ..runs.part_stats import PartStats
 from ..runs.plan import Plan, PlannedFile, Shard
 from ..runs.state import RunState
 from ..tasks import Completion, OpenTask, Request
 from .added_columns import with_added_fields, with_added_values
+from .batch_requests import BatchRequests
 from .column_choice import ColumnChoice, kept, used
 from .decoders import Table
 from .fingerprint import file_fingerprint
@@ -60,7 +64,8 @@ class ShardWork(OpenTask):
         self._model, self._queue = context.model, context.queue_name
         self._started_at = clock()
         self._temporary = folder.temporary_part(shard)
-        self._requests: ShardRequests | None = None
+        self._requests: ShardRequests | BatchRequests | None = None
+        self._context = context
         self._files, self._entered = context.files, False
         self._memo, self._held = context.answers, context.shard_bytes
         self._check_interrupted, self._check_sampling = context.check_interrupted, context.check_sampling
@@ -94,7 +99,7 @@ class ShardWork(OpenTask):
         return self._requests.requests() if self._requests else iter(())
 
     @property
-    def num_requests(self) -> int:
+    def num_requests(self) -> int | None:
         return self._requests.num_requests if self._requests else 0
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
@@ -153,7 +158,7 @@ class ShardWork(OpenTask):
         if texts is not None:
             texts.close()
 
-    def _publish(self, requests: ShardRequests) -> PartStats | None:
+    def _publish(self, requests: ShardRequests | BatchRequests) -> PartStats | None:
         """Write and publish the part; return None when the place was taken."""
         if self._has_part():  # redone while this worker was frozen: nobody awaits the file
             return None
@@ -170,7 +175,7 @@ class ShardWork(OpenTask):
             return None
         return stats if published else None
 
-    def _write(self, requests: ShardRequests) -> PartStats:
+    def _write(self, requests: ShardRequests | BatchRequests) -> PartStats:
         """Write the part beside its place."""
         storage, file = self._folder.storage, self._file()
         answers = requests.answers()
@@ -199,7 +204,7 @@ class ShardWork(OpenTask):
             yield with_answers(batch, answers[start : start + batch.num_rows], schema)
             start += batch.num_rows
 
-    def _read_requests(self) -> ShardRequests:
+    def _read_requests(self) -> ShardRequests | BatchRequests:
         plan, file = self._folder.plan, self._file()
         source = self._source
         in_file = ColumnChoice(tuple(name for name in source.columns if name not in self._added))
@@ -209,6 +214,8 @@ class ShardWork(OpenTask):
                 batch, problems = split_problems(batch)
                 texts.add(self._heeded(render_rows(source, self._with_added(batch), problems)))
         first_row = plan.first_row(self._number)
+        if plan.input_format == OPENAI_BATCH:
+            return self._batch_requests(texts, first_row)
         sampling, chat = plan.spec.chat
         return ShardRequests(
             texts.gathered(),
@@ -222,6 +229,24 @@ class ShardWork(OpenTask):
             chat.template,
             bool(plan.spec.sampling_columns),
         )
+
+    def _batch_requests(self, texts: ShardTexts, first_row: int) -> BatchRequests:
+        """Return the requests of lines that each are a job of their own."""
+        plan, context = self._folder.plan, self._context
+
+        def open_task(row: int, line: Any) -> OpenTask:
+            number = first_row + row
+            own = replace(context, job_id=f"{plan.run}-{number}")
+            return line_task(line, row_seed(plan.seed, number)).open(own)
+
+        rows = texts.gathered()
+        repeated = bisect_left(plan.repeated, first_row), bisect_left(plan.repeated, first_row + len(rows))
+        for number in plan.repeated[slice(*repeated)]:
+            if isinstance(rows[number - first_row], str):
+                rows[number - first_row] = RowProblem(
+                    "an earlier line has this custom_id: name each line once"
+                )
+        return BatchRequests(rows, open_task, texts.let_go)
 
     def _heeded(self, rows: Iterator[str | RowProblem]) -> Iterator[str | RowProblem]:
         """Yield rows; before each of them the work heeds what interrupts it."""

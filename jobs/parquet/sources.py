@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..context import accept_any_sampling
+from ..runs.formats import OPENAI_BATCH
 from ..runs.spec import RunSpec
 from ..runs.template import Template
+from .batch_requests import BatchSource
 from .prompt_source import MessagesColumn, PromptColumn, PromptSource, TemplateSource
 from .row_sampling import SampledSource
 
@@ -19,6 +21,8 @@ def prompt_source(
 
     check_sampling: see JobContext; asked of the values that rows bring.
     """
+    if spec.input_format == OPENAI_BATCH:
+        return BatchSource()
     source = _of_prompts(spec)
     if not spec.sampling_columns:
         return source

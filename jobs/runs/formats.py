@@ -10,6 +10,10 @@ from ..errors import InvalidValue, MixedFormats
 
 PARQUET, CSV, TSV, JSONL, ARROW = "parquet", "csv", "tsv", "jsonl", "arrow"
 
+#: OpenAI's batch files: JSONL by their names, so they are asked for. Rows with a custom_id, a method, a url
+#: and a body may be somebody's rows, and an output of responses in their place a surprise.
+OPENAI_BATCH = "openai-batch"
+
 #: How the names of a format's files end; in folders only such files are input.
 SUFFIXES = {
     PARQUET: (".parquet",),
@@ -17,10 +21,14 @@ SUFFIXES = {
     TSV: (".tsv",),
     JSONL: (".jsonl", ".ndjson"),
     ARROW: (".arrow", ".feather", ".ipc", ".arrows"),
+    OPENAI_BATCH: (".jsonl", ".ndjson"),
 }
 
 #: Formats whose files are lines of text: they have no types and no index of their own.
-LINES = frozenset({CSV, TSV, JSONL})
+LINES = frozenset({CSV, TSV, JSONL, OPENAI_BATCH})
+
+#: Those whose first line names the columns.
+HEADED = frozenset({CSV, TSV})
 
 #: Formats of one output file.
 OUTPUTS = (PARQUET, CSV, JSONL, ARROW)
@@ -62,6 +70,7 @@ def named_format(name: str) -> str | None:
 def is_named(name: str, wanted: str | None) -> bool:
     """Whether a file of this name is one of a wanted format; None stands for any."""
     found = named_format(name)
+    wanted = JSONL if wanted == OPENAI_BATCH else wanted
     return found is not None if wanted is None else found == wanted
 
 

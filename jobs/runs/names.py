@@ -2,6 +2,8 @@
 
 import re
 
+from .formats import OPENAI_BATCH
+
 PLAN = "_plan.json"
 MANIFEST = "_manifest.json"
 SUCCESS = "_SUCCESS"
@@ -28,6 +30,8 @@ def part_name(shard: int) -> str:
 
 def output_names(single_file: str | None) -> tuple[str, ...]:
     """Return the names of what is written of all parts, in a format; none for a run whose output is parts."""
+    if single_file == OPENAI_BATCH:
+        return ("output.jsonl", "errors.jsonl")
     return () if single_file is None else (f"output.{single_file}",)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..common.shown import MAX_NAME_CHARS, shown
@@ -66,6 +67,24 @@ def limit(value: Any) -> int | None:
             f"limit is {{}}, expected a number of rows, an integer from 1 to {MAX_LIMIT}", shown(value)
         )
     return value
+
+
+#: What a run of batch files may be given as well: what its own arguments are in their normal form.
+_OF_BATCHES = {"prompt_column": ("prompt",), "keep": (["custom_id"],), "single_file": (True, "openai-batch")}
+
+
+def check_batch(arguments: Mapping[str, Any]) -> None:
+    """Raise InvalidJob for an argument that the lines of batch files say, or that fits no such run."""
+    for name, value in arguments.items():
+        if name in ("input_format", "limit") or value in (None, False, "", [], {}):
+            continue
+        if name == "sampling" and isinstance(value, dict) and value.keys() == {"seed"}:
+            continue  # the run's, for the lines that name none
+        if value not in _OF_BATCHES.get(name, ()):
+            raise InvalidJob(
+                f"{name} and a batch file: its lines say what is asked, and its output has OpenAI's form: "
+                "leave it out, or score the file as jsonl"
+            )
 
 
 def sampling_columns(value: Any) -> dict[str, str]:

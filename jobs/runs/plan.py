@@ -123,7 +123,7 @@ class Plan:
 
     seed: the source of every row's seed. model: the planning worker's. added_columns: come behind the files'.
     input_format: of all files. columns: of text files, which do not say it: names, and what they hold
-    (jobs.parquet.formats.kinds).
+    (jobs.parquet.formats.kinds). repeated: rows of batch files whose custom_id an earlier one has.
     """
 
     spec: RunSpec
@@ -135,6 +135,7 @@ class Plan:
     added_columns: tuple[AddedColumn, ...] = ()
     input_format: str = PARQUET
     columns: tuple[tuple[str, Any], ...] = ()
+    repeated: tuple[int, ...] = ()
 
     @property
     def run(self) -> str:
@@ -169,6 +170,7 @@ class Plan:
             "added_columns": [asdict(column) for column in self.added_columns],
             "input_format": self.input_format,
             "columns": self.columns,
+            "repeated": self.repeated,
             "files": [asdict(file) for file in self.files],
             "shard_fields": Shard._fields,
         }
@@ -215,6 +217,7 @@ class Plan:
             added_columns=columns,
             input_format=_format(content.get("input_format", PARQUET)),
             columns=tuple((str(name), kind) for name, kind in content.get("columns", ())),
+            repeated=tuple(_counts(content.get("repeated", ()))),
         )
 
 

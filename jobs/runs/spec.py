@@ -16,7 +16,7 @@ from ..errors import InvalidJob, InvalidValue
 from ..prompts.arguments import parse_sampling
 from ..prompts.chat_options import ChatOptions, refuse_chat_options, split_chat_options
 from . import option_checks
-from .formats import parse_format, parse_single_file
+from .formats import OPENAI_BATCH, parse_format, parse_single_file
 from .names import PARTS
 from .option_checks import column_name
 from .paths import local_path
@@ -75,7 +75,8 @@ class RunSpec:
     ) -> RunSpec:
         """Check and normalise the arguments; see jobs.parquet.planner.score_parquet for the first of them.
 
-        input_format: parquet, csv, tsv, jsonl or arrow, where the files' names do not tell it.
+        input_format: parquet, csv, tsv, jsonl or arrow, where the files' names do not tell it; openai-batch
+        for OpenAI's batch files, whose lines say what is asked, and whose output is such files too.
         single_file: True, or csv, jsonl or arrow, for one output file of all rows in the end.
         keep, drop: the input's columns that the output has, or has not. output_prefix: stands before the
         names of the columns that are added. limit: so many rows, the first ones, are the run.
@@ -89,7 +90,12 @@ class RunSpec:
             _check_template(
                 template, option_checks.template_format(options.get("template_format"), template), rows
             )
-        from_prompt = messages_column is None and template is None
+        is_batch = options.get("input_format") == OPENAI_BATCH
+        if is_batch:
+            named = {"messages_column": messages_column, "template": template, "sampling": sampling}
+            named |= {"prompt_column": prompt_column, "filename_column": filename_column}
+            option_checks.check_batch({**named, **options})
+        from_prompt = messages_column is None and template is None and not is_batch
         return cls(
             input=_inputs(input),
             output=os.path.realpath(local_path(output)),
@@ -185,12 +191,13 @@ def _checked_options(options: Mapping[str, Any], template: Any) -> dict[str, Any
     """Return the further options in their normal form. Raises InvalidJob."""
     _check_option_names(options)
     given = options.get
+    is_batch = given("input_format") == OPENAI_BATCH
     if given("keep") is not None and given("drop") is not None:
         raise InvalidJob("keep and drop each say which columns the output has: give one of them")
     return {
         "input_format": parse_format(given("input_format")),
-        "single_file": parse_single_file(given("single_file")),
-        "keep": option_checks.column_names("keep", given("keep")),
+        "single_file": OPENAI_BATCH if is_batch else parse_single_file(given("single_file")),
+        "keep": ["custom_id"] if is_batch else option_checks.column_names("keep", given("keep")),
         "drop": option_checks.column_names("drop", given("drop")),
         "output_prefix": option_checks.output_prefix(given("output_prefix")),
         "limit": option_checks.limit(given("limit")),

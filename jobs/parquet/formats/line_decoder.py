@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from ...errors import CorruptTable
-from ...runs.formats import JSONL
+from ...runs.formats import HEADED
 from ...runs.plan import Block
 from ..column_choice import ColumnChoice
 from ..read_room import ReadRoom
@@ -84,10 +84,10 @@ class LineDecoder:
 
     def _batch(self, rows: Sequence[Record]) -> pa.RecordBatch:
         try:
-            if self._format == JSONL:
-                problems, arrays = self._from_objects(rows)
-            else:
+            if self._format in HEADED:
                 problems, arrays = self._from_fields(rows)
+            else:
+                problems, arrays = self._from_objects(rows)
         except (ValueError, TypeError, KeyError, OverflowError, pa.ArrowException) as error:
             reason = f"rows from line {rows[0].line} on are not as they were planned: {str(error)[:200]}"
             raise CorruptTable(self._path, self._format, reason) from error

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from ...common.shown import shown
 from ...errors import CorruptTable, SchemaMismatch
-from ...runs.formats import JSONL
+from ...runs.formats import HEADED, OPENAI_BATCH
 from ...runs.plan import Block
 from ..storage import Storage, reading
 from .kinds import Kind, kind_of, kind_of_texts, merged, text_kind
@@ -29,14 +32,33 @@ MAX_COLUMNS = 10_000
 
 START = Block(0, 1)
 
+#: Enough that no two of a billion custom_ids are taken for one.
+NAME_BYTES = 16
+
+#: Lines that repeat a custom_id, each of which the plan lists.
+MAX_REPEATED = 100_000
+
+_BATCH_KINDS: Mapping[str, Kind] = {"custom_id": "text", "request": "json"}
+
 
 @dataclass
 class FoundLines:
-    """What a text file holds. blocks, rows: of each block. kinds: of each column, in the file's order."""
+    """What a text file holds. blocks, rows: of each block. kinds: of each column, in the file's order.
+
+    names: of a batch file NAME_BYTES of each row, alike where two rows have the same custom_id.
+    """
 
     blocks: list[Block] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     kinds: dict[str, Kind] = field(default_factory=dict)
+    names: bytearray = field(default_factory=bytearray)
+
+    def add_names(self, path: str, rows: Iterable[Any]) -> None:
+        """Take what names each line of a batch file, or what no other line is named."""
+        for row in rows:
+            name = None if row is None else row["custom_id"]
+            own = f"row {len(self.names)} of {path}" if name is None else f"name {name}"
+            self.names += blake2b(own.encode(), digest_size=NAME_BYTES).digest()
 
 
 def scan_lines(
@@ -55,7 +77,9 @@ def scan_lines(
     with reading(path, "text"), storage.open_input(path) as source, text_stream(source) as stream:
         rows = records(path, file_format, lines_from(path, stream, START))
         begin = START
-        if file_format != JSONL:
+        if file_format == OPENAI_BATCH:
+            found.kinds = dict(_BATCH_KINDS)
+        if file_format in HEADED:
             header = _header(path, rows)
             found.kinds, begin = dict.fromkeys(header.value, "null"), header.behind
         rows = islice(rows, max_rows)
@@ -63,8 +87,23 @@ def scan_lines(
             check_interrupted()
             for each in part:
                 begin = _count(found, begin, each)
-            _look(path, found.kinds, file_format, [each.value for each in part if each.value is not None])
+            values = [each.value for each in part if each.value is not None]
+            if file_format == OPENAI_BATCH:
+                found.add_names(path, (each.value for each in part))
+            else:
+                _look(path, found.kinds, file_format, values)
     return found
+
+
+def repeated_rows(names: Sequence[bytearray], path: str) -> tuple[int, ...]:
+    """Return the rows, counted over all files, whose custom_id an earlier one has. Raises CorruptTable."""
+    found = np.frombuffer(b"".join(names), np.dtype((np.void, NAME_BYTES)))
+    _, first = np.unique(found, return_index=True)
+    repeated = np.setdiff1d(np.arange(len(found)), first)
+    if len(repeated) > MAX_REPEATED:
+        what = f"{len(repeated)} of its {len(found)} lines repeat the custom_id of an earlier one"
+        raise CorruptTable(path, OPENAI_BATCH, what)
+    return tuple(repeated.tolist())
 
 
 def read_header(storage: Storage, path: str, file_format: str) -> list[str]:
@@ -98,7 +137,7 @@ def _count(found: FoundLines, begin: Block, record: Record) -> Block:
 
 def _look(path: str, kinds: dict[str, Kind], file_format: str, values: list[Any]) -> None:
     """Take what rows hold into the kinds of their columns."""
-    if file_format != JSONL:
+    if file_format in HEADED:
         width = len(kinds)
         columns = zip(*(row for row in values if len(row) == width), strict=True)
         for name, column in zip(kinds, columns, strict=False):  # no column at all where no row is sound

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from ...common.shown import shown
 from ...errors import CorruptTable
-from ...runs.formats import JSONL, TSV
+from ...prompts.batch_lines import custom_id
+from ...runs.formats import JSONL, OPENAI_BATCH, TSV
 from ...runs.plan import Block
 from .lines import MAX_LINE_BYTES, Line
 
@@ -38,6 +39,8 @@ def records(path: str, file_format: str, lines: Iterable[Line]) -> Iterator[Reco
     ends."""
     if file_format == JSONL:
         return _json_records(lines)
+    if file_format == OPENAI_BATCH:
+        return map(_in_batch, _json_records(lines))
     return _csv_records(path, lines, "\t" if file_format == TSV else ",")
 
 
@@ -47,6 +50,13 @@ def _json_records(lines: Iterable[Line]) -> Iterator[Record]:
             yield Record(line.number, line.behind, None, f"line {line.number} {_TOO_LONG}")
         elif line.text and not line.text.isspace():
             yield _json_record(line, line.text)
+
+
+def _in_batch(record: Record) -> Record:
+    """Return a line of a batch file as a row of two columns."""
+    if record.value is None:
+        return record
+    return record._replace(value={"custom_id": custom_id(record.value), "request": record.value})
 
 
 def _json_record(line: Line, text: bytes) -> Record:

@@ -1,0 +1,134 @@
+"""From the lines of a batch file to their requests, and from completions back to OpenAI's responses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from ..context.answer import Answer, failed_answer
+from ..errors import JobsError
+from ..prompts.batch_lines import failure_text
+from ..tasks import Completion, OpenTask, Request
+from .prompt_source import PromptSource
+from .row_values import RowProblem
+
+
+class BatchSource(PromptSource):
+    """The lines of a batch file: each is its own JSON."""
+
+    columns = ("request",)
+    is_chat = False
+
+    def check(self, schema: pa.Schema) -> None:
+        """Any line may be read."""
+
+    def render(self, values: Mapping[str, Any]) -> str:
+        (text,) = values.values()
+        if not isinstance(text, str):
+            raise RowProblem("there is no request")
+        return text
+
+
+@dataclass(slots=True)
+class _Line:
+    """A line under way. left: its requests that were not delivered."""
+
+    row: int
+    task: OpenTask
+    left: int
+
+
+class BatchRequests:
+    """Holds one answer for each line, whose completion is the JSON of OpenAI's response.
+
+    rows: each line's JSON, or why it has none. open_task: opens the task of a line, named by its row within
+    the shard; raises JobsError where the line cannot be asked. let_go: told of each text that is not held
+    here any more.
+
+    Stands in ShardRequests' place; a line brings its own sampling values, and may have several prompts.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[str | RowProblem],
+        open_task: Callable[[int, Any], OpenTask],
+        let_go: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._answers: list[Answer | None] = [
+            failed_answer(str(row)) if isinstance(row, RowProblem) else None for row in rows
+        ]
+        self._unsent = [(number, row) for number, row in enumerate(rows) if isinstance(row, str)][::-1]
+        self._open_task, self._let_go = open_task, let_go
+        self._sent: list[tuple[_Line, int]] = []
+        self.rows_done = len(rows) - len(self._unsent)
+        self.generated_tokens = 0
+
+    @property
+    def num_requests(self) -> int | None:
+        """Lines are looked into as they are sent: until then it is not known how many prompts they have."""
+        return None if self._unsent else len(self._sent)
+
+    def requests(self) -> Iterator[Request]:
+        while self._unsent:
+            row, text = self._unsent.pop()
+            self._let_go(text)
+            try:
+                task = self._open_task(row, json.loads(text))
+                requests = list(task.requests())
+            except JobsError as error:
+                self._answer(row, failed_answer(failure_text(error)))
+                continue
+            line = _Line(row, task, len(requests))
+            for index, request in enumerate(requests):
+                self._sent.append((line, index))
+                yield request
+
+    def deliver(self, index: int, completions: Sequence[Completion]) -> None:
+        """Take all samples of a request."""
+        line, place = self._sent[index]
+        line.left -= 1
+        self.generated_tokens += sum(len(each.token_ids) for each in completions)
+        if self._answers[line.row] is not None:  # it has failed by another of its prompts
+            return
+        try:
+            line.task.deliver(place, completions)
+            if line.left == 0:
+                self._answer(line.row, _answer_of(line.task.result()))
+        except JobsError as error:
+            self._answer(line.row, failed_answer(failure_text(error)))
+
+    def answers(self) -> list[Answer]:
+        """Return the answers in row order, once every request was delivered."""
+        answers = [answer for answer in self._answers if answer is not None]
+        assert len(answers) == len(self._answers), "answers() before every request was delivered"
+        return answers
+
+    def close(self) -> None:
+        """Nothing is held for others."""
+
+    def _answer(self, row: int, answer: Answer) -> None:
+        self._answers[row] = answer
+        self.rows_done += 1
+
+
+def _answer_of(body: Mapping[str, Any]) -> Answer:
+    """Return the row of a response. A choice that failed, which OpenAI's types have not, fails its line."""
+    choices, usage = body["choices"], body["usage"]
+    failed = next((choice for choice in choices if choice["finish_reason"] == "error"), None)
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    if failed is not None:
+        return failed_answer(
+            f"choice {failed['index']}: {failed['error']}", 1, usage["prompt_tokens"], cached
+        )
+    return Answer(
+        completion=json.dumps(body, ensure_ascii=False),
+        finish_reason=choices[0]["finish_reason"],
+        prompt_tokens=usage["prompt_tokens"],
+        completion_tokens=usage["completion_tokens"],
+        cached_tokens=cached,
+        error=None,
+    )

@@ -1,0 +1,71 @@
+"""Lines of OpenAI's batch files: each is a request of its own, with the body that OpenAI's server would take.
+
+Source: OpenAI's "Batch API" guide and reference ("request input object", "request output object").
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..common.shown import shown
+from ..errors import InvalidJob, InvalidValue, JobsError, RequestFailed
+from .prompt_task import PromptTask, chat_task, complete_task
+
+#: What a line may ask for: the task of its body, and the argument that has no default.
+_ENDPOINTS: Mapping[str, tuple[Callable[..., PromptTask], str]] = {
+    "/v1/chat/completions": (chat_task, "messages"),
+    "/v1/completions": (complete_task, "prompt"),
+}
+
+#: The error of a line that was not answered: what is wrong is the line's own, or its shard is tried again.
+ERROR_CODE = "invalid_request"
+
+
+def custom_id(line: Any) -> str | None:
+    """Return what names a line in the output, or None where it has nothing that could."""
+    found = line.get("custom_id") if isinstance(line, dict) else None
+    return found if isinstance(found, str) and found else None
+
+
+def line_task(line: Mapping[str, Any], seed: int) -> PromptTask:
+    """Return the task of a line. seed: for a body that names none. Raises InvalidJob."""
+    if custom_id(line) is None:
+        raise InvalidValue(
+            "custom_id is {}, expected a text that names the line", shown(line.get("custom_id"))
+        )
+    if line.get("method") != "POST":
+        raise InvalidValue("method is {}, expected 'POST'", shown(line.get("method")))
+    url, body = line.get("url"), line.get("body")
+    if not isinstance(url, str) or url not in _ENDPOINTS:
+        raise InvalidValue(f"url is {{}}, expected {' or '.join(map(repr, _ENDPOINTS))}", shown(url))
+    if not isinstance(body, dict):
+        raise InvalidValue("body is {}, expected an object", shown(body))
+    make, needed = _ENDPOINTS[url]
+    if needed not in body:
+        raise InvalidJob(f"body has no {needed!r}, which {url} needs")
+    return make(**{**body, "seed": seed if body.get("seed") is None else body["seed"]})
+
+
+def failure_text(error: JobsError) -> str:
+    """Return why a line was not answered."""
+    return str(error.args[1]) if isinstance(error, RequestFailed) else str(error)
+
+
+def output_line(run: str, row: int, name: str | None, body: str | None, error: str | None) -> str:
+    """Return a line of the output, or of the errors where there is an error.
+
+    row: of the run, counted from 0. name: the custom_id. body: the response as JSON.
+    """
+    response = None
+    if error is None:
+        assert body is not None
+        response = {"status_code": 200, "request_id": f"req_{run}_{row}", "body": json.loads(body)}
+    content = {
+        "id": f"batch_req_{run}_{row}",
+        "custom_id": name,
+        "response": response,
+        "error": None if error is None else {"code": ERROR_CODE, "message": error},
+    }
+    return json.dumps(content, ensure_ascii=False)
