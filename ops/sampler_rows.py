@@ -1,8 +1,9 @@
 """Compare the sampler's kernels with its reference in torch over random rows: each must give the same token.
 
     TRITON_INTERPRET=1 python -m ops.sampler_rows --rows 10000
+    python -m ops.sampler_rows --kernel cpu --rows 10000
 
-Without a GPU the kernels run in Triton's interpreter, which takes about a tenth of a second for a row. Rows
+Without a GPU its kernels run in Triton's interpreter, which takes about a tenth of a second for a row. Rows
 are of every kind that a model and a request can bring: ties, minus infinity, one-hot, all equal, huge and
 tiny numbers, and what is no distribution; temperatures from 0 to a million; cuts alone and together.
 """
@@ -13,22 +14,23 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.kv_tile import INTERPRETED
-from engine.kernels.sampler import TILE, choose_tokens
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
 from engine.sampling.sampling_rows import SamplingRows
 
 Logits = NDArray[np.float32]
+Choose = Callable[[Tensor, SamplingRows], Tensor]
 
 ROWS_OF_A_CASE = 20
 LARGEST_VOCAB = 152_000
+TILES = (128, 4096)  # of the CPU's kernel, and of the GPU's
 #: Shares of vocabularies up to a size, from the one before (100 at first).
 VOCABS = ((0.92, 3_000), (0.985, 20_000), (1.0, LARGEST_VOCAB))
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.float32, torch.float16)
@@ -64,7 +66,7 @@ def banned(rng: np.random.Generator, vocab_size: int) -> Logits:
 def one_hot(rng: np.random.Generator, vocab_size: int) -> Logits:
     """One token, far above the others or alone; often at a tile's edge."""
     logits = np.full(vocab_size, rng.choice([-np.inf, -100.0, 0.0]), np.float32)
-    edges = [0, vocab_size - 1, *(at for at in (TILE - 1, TILE) if at < vocab_size)]
+    edges = [0, vocab_size - 1, *(at for tile in TILES for at in (tile - 1, tile) if at < vocab_size)]
     logits[rng.choice([*edges, int(rng.integers(vocab_size))])] = rng.choice([0.5, 60.0])
     return logits
 
@@ -150,12 +152,32 @@ def cases(seed: int, num_rows: int) -> Iterator[Case]:
         num_rows -= taken
 
 
-def differences(case: Case, device: torch.device, *, tile: int = TILE) -> list[str]:
+def by_triton(device: torch.device, **options: Any) -> Choose:
+    """The kernels for GPUs. options: of choose_tokens."""
+    from engine.kernels.sampler import choose_tokens
+
+    def choose(logits: Tensor, rows: SamplingRows) -> Tensor:
+        columns = [getattr(rows, each.name).to(device) for each in fields(rows)]
+        with np.errstate(over="ignore"):  # in the interpreter: what is far below the highest goes to -inf
+            return choose_tokens(logits.to(device), *columns, **options).cpu()
+
+    return choose
+
+
+def by_numba() -> Choose:
+    """The kernel for CPUs, which is not compiled for float16: its logits go in as float32."""
+    from engine.cpu_kernels.sampler import choose_tokens
+
+    def choose(logits: Tensor, rows: SamplingRows) -> Tensor:
+        logits = logits.float() if logits.dtype == torch.float16 else logits
+        return choose_tokens(logits, *(getattr(rows, each.name) for each in fields(rows)))
+
+    return choose
+
+
+def differences(case: Case, choose: Choose) -> list[str]:
     """What the kernels choose otherwise than the reference, a line for each row."""
-    columns = [getattr(case.rows, each.name).to(device) for each in fields(case.rows)]
-    with np.errstate(over="ignore"):  # in the interpreter: what is far below the highest goes to -inf
-        found = choose_tokens(case.logits.to(device), *columns, tile=tile).cpu()
-    expected = sample(case.logits, case.rows)
+    found, expected = choose(case.logits, case.rows), sample(case.logits, case.rows)
     lines = []
     for i in (found != expected).nonzero().flatten().tolist():
         values = {each.name: getattr(case.rows, each.name)[i].item() for each in fields(case.rows)}
@@ -171,15 +193,23 @@ def main() -> int:
     )
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kernel", choices=("gpu", "cpu"), default="gpu")
+    parser.add_argument("--threads", type=int, default=1, help="torch's, which run the kernel for CPUs too")
     args = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
-    if device.type == "cpu" and not INTERPRETED:
-        print("there is no GPU: set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter")
-        return 2
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
+    if args.kernel == "cpu":
+        choose = by_numba()
+    else:
+        from engine.kernels.kv_tile import INTERPRETED
+
+        device = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+        if device.type == "cpu" and not INTERPRETED:
+            print("there is no GPU: set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter")
+            return 2
+        choose = by_triton(device)
     num_rows = num_different = 0
     for case in cases(args.seed, args.rows):
-        lines = differences(case, device)
+        lines = differences(case, choose)
         num_rows, num_different = num_rows + len(case.kinds), num_different + len(lines)
         print(*lines, f"{num_rows} rows, {num_different} differ", sep="\n", flush=True)
     return int(num_different > 0)

@@ -47,6 +47,9 @@ class KernelBackend(ABC):
     def __init__(self, device: torch.device) -> None:
         """device: one that `check` lets through."""
 
+    def prepare(self, dtype: torch.dtype) -> None:  # noqa: B027 - most have nothing to do
+        """Compile what steps need and computing a step's logits does not call for. dtype: of the logits."""
+
     def refusal(self, features: AttentionFeatures) -> str | None:
         """Why it cannot compute such an attention, as the end of a sentence about it; None if it can.
 

@@ -1,4 +1,4 @@
-"""CPU backend, float32 and bfloat16: compiled kernels for attention and other layers."""
+"""CPU backend, float32 and bfloat16: compiled kernels for attention, other layers and the sampler."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
 from engine.errors import ConfigError
+from engine.sampling.sampling_rows import SamplingRows
 
 if TYPE_CHECKING:
     from engine.cpu_kernels.decode_attention import DecodeRows
@@ -59,11 +60,11 @@ class CpuBackend(KernelBackend):
 
     def __init__(self, device: torch.device) -> None:
         # numba is optional and takes a moment to import, and whether this backend serves is asked without it
-        from engine.cpu_kernels import decode_attention, elementwise, prefill_attention
+        from engine.cpu_kernels import decode_attention, elementwise, prefill_attention, sampler
 
         self._device = device
         self._decoding, self._prefilling = decode_attention, prefill_attention
-        self._elementwise = elementwise
+        self._elementwise, self._sampler = elementwise, sampler
         self.layer_kernels = LayerKernels(
             elementwise.add_rms_norm,
             self.norm_rotate_and_store,
@@ -72,6 +73,9 @@ class CpuBackend(KernelBackend):
             elementwise.gelu_and_mul,
             quantize_rows=elementwise.quantize_rows,
         )
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        self._sampler.compile_for(dtype)
 
     def store(self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
         self._elementwise.store_kv(keys, values, cache.keys, cache.values, slot_mapping)
@@ -90,6 +94,19 @@ class CpuBackend(KernelBackend):
         """As LayerKernels has it."""
         return self._elementwise.norm_rotate_and_store(
             query, key, value, rotation, norms, eps, cache.keys, cache.values, slot_mapping
+        )
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """The same tokens by a compiled kernel, which sorts nothing."""
+        return self._sampler.choose_tokens(
+            logits,
+            rows.temperature,
+            rows.top_p,
+            rows.min_p,
+            rows.top_k,
+            rows.seed,
+            rows.sample_index,
+            rows.position,
         )
 
     def build_metadata(

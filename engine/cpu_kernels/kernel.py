@@ -20,6 +20,7 @@ from torch import Tensor
 
 from engine.cpu_kernels.private_folder import close_to_others, exposure, make_private
 from engine.cpu_kernels.vectors import BFLOAT16, FLOAT32, fetch_add
+from engine.kernels import token_weights
 
 FIRST_ARGUMENT = 3  # before it: the next task, the next worker, the number of tasks
 SIGNATURE = types.void(types.CPointer(types.int64))
@@ -112,7 +113,8 @@ def _digest(function: Callable[[Any], None]) -> str:
     # the others are helpers, in the sources
     constants = [value for value in contents if isinstance(value, (int, types.Type))]
     parts = [function.__qualname__.encode(), repr(constants).encode()]
-    parts += [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(token_weights.__file__)]
+    parts += [path.read_bytes() for path in sources]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
 
 

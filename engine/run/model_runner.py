@@ -75,6 +75,7 @@ class ModelRunner:
         try:
             self.model = self._load(folder)
             self._probe()
+            self.backend.prepare(self.dtype)
             if config.kv_cache_dtype != "auto":
                 self._kv_scales = self._measure_kv_scales()
                 self._probe()

@@ -5,8 +5,9 @@ A row's choice is the inverse of its cumulative distribution in token-id order, 
 tokens; where a cut falls among equal logits, the lower token ids stay. So a row's result is a function of its
 logits, parameters and uniform alone.
 
-This is the reference, in plain torch, and what CPUs run. On a GPU it waits for the device; there the two
-launches of engine/kernels/sampler.py choose the same tokens and do not.
+This is the reference, in plain torch. On a GPU it waits for the device; there the two launches of
+engine/kernels/sampler.py choose the same tokens and do not. On a CPU engine/cpu_kernels/sampler.py chooses
+them and sorts nothing.
 """
 
 from __future__ import annotations

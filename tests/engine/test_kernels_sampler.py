@@ -23,14 +23,16 @@ from engine.kernels.kv_tile import INTERPRETED
 from engine.kernels.sampler import weigh
 from engine.kernels.token_weights import FRACTION_BITS, WHOLE
 from engine.sampling import weights
-from ops.sampler_rows import Case, cases, differences, make_case
+from ops.sampler_rows import Case, by_triton, cases, differences, make_case
 from tests.engine.paged import DEVICE
 from tests.engine.test_sampler import sampling_rows
 
 
 def test_a_sample_of_random_rows() -> None:
     """Of the command's own, by a seed that it is not run with."""
-    assert [line for case in cases(seed=77, num_rows=40) for line in differences(case, DEVICE)] == []
+    assert [
+        line for case in cases(seed=77, num_rows=40) for line in differences(case, by_triton(DEVICE))
+    ] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -38,7 +40,7 @@ def test_a_sample_of_random_rows() -> None:
 def test_rows_of_several_tiles(vocab_size: int, dtype: torch.dtype) -> None:
     """Small ones, so that ties, thresholds and sums cross their edges."""
     case = make_case(np.random.default_rng(vocab_size), 4, vocab_size, dtype)
-    assert differences(case, DEVICE, tile=64) == []
+    assert differences(case, by_triton(DEVICE, tile=64)) == []
 
 
 def test_the_only_token_is_found_wherever_it_is() -> None:
@@ -54,7 +56,7 @@ def test_the_only_token_is_found_wherever_it_is() -> None:
         seed=np.arange(len(logits)),
     )
     case = Case(logits, rows, ["one"] * len(logits))
-    assert differences(case, DEVICE, tile=32) == []
+    assert differences(case, by_triton(DEVICE, tile=32)) == []
     assert TritonBackend(DEVICE).sample(logits.to(DEVICE), rows).tolist() == places * 4
 
 
@@ -64,7 +66,7 @@ def test_ties_at_a_cut_go_to_the_lower_ids_across_tiles() -> None:
     for cut in ({"top_k": 20}, {"top_p": 0.5}):
         rows = sampling_rows(n, seed=np.arange(n), **cut)
         case = Case(torch.zeros(n, 40).bfloat16(), rows, ["equal"] * n)
-        assert differences(case, DEVICE, tile=16) == []
+        assert differences(case, by_triton(DEVICE, tile=16)) == []
 
 
 def test_rows_that_lie_apart() -> None:
@@ -73,7 +75,7 @@ def test_rows_that_lie_apart() -> None:
     wide = torch.randn((6, 130), generator=generator).bfloat16()
     wide[:, 101:] = torch.inf
     rows = sampling_rows(6, seed=np.arange(6), temperature=[0.0, 1.0, 0.5] * 2, top_p=[1.0, 0.9] * 3)
-    assert differences(Case(wide[:, :101], rows, ["apart"] * 6), DEVICE) == []
+    assert differences(Case(wide[:, :101], rows, ["apart"] * 6), by_triton(DEVICE)) == []
 
 
 def test_two_launches_whatever_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
