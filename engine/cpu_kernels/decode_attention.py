@@ -12,16 +12,9 @@ from numba import carray, float32, int32, int64, njit
 from torch import Tensor
 
 from engine.cpu_kernels.kernel import ELEMENTS, Kernel, next_task, worker_number
+from engine.cpu_kernels.scalars import FLOAT_BYTES, float_of, narrow, pointer_to
 from engine.cpu_kernels.softmax import LEAST, ONE, exp_of_negative, softmax_numerators, tanh
-from engine.cpu_kernels.vectors import (
-    FLOAT_BYTES,
-    add_weighted,
-    float_of,
-    narrow,
-    pointer_to,
-    rows_at_once,
-    score_tokens,
-)
+from engine.cpu_kernels.vectors import add_weighted, rows_at_once, score_tokens
 
 TASKS_PER_THREAD = 4  # with fewer sequences than that the KV heads of each are tasks of their own
 

@@ -16,8 +16,7 @@ from numba import carray, int64, njit, uint8
 from torch import Tensor
 
 from engine.cpu_kernels.kernel import ELEMENTS, Kernel, next_task
-from engine.cpu_kernels.softmax import exp_of_negative
-from engine.cpu_kernels.vectors import (
+from engine.cpu_kernels.scalars import (
     FLOAT32,
     float32_of,
     float_of,
@@ -27,6 +26,7 @@ from engine.cpu_kernels.vectors import (
     row_pointer,
     wide,
 )
+from engine.cpu_kernels.softmax import exp_of_negative
 
 GELU_LINEAR = np.float32(2 * (2 / np.pi) ** 0.5)  # gelu's tanh is of sqrt(2 / pi) * (x + 0.044715 x^3)
 GELU_CUBIC = np.float32(0.044715 * 2 * (2 / np.pi) ** 0.5)

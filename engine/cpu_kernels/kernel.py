@@ -19,7 +19,7 @@ from numba.misc.appdirs import AppDirs
 from torch import Tensor
 
 from engine.cpu_kernels.private_folder import close_to_others, exposure, make_private
-from engine.cpu_kernels.vectors import BFLOAT16, FLOAT32, fetch_add
+from engine.cpu_kernels.scalars import BFLOAT16, FLOAT32, fetch_add
 from engine.kernels import token_weights
 
 FIRST_ARGUMENT = 3  # before it: the next task, the next worker, the number of tasks

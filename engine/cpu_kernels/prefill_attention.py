@@ -13,17 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.cpu_kernels.kernel import ELEMENTS, Kernel, next_task, worker_number
+from engine.cpu_kernels.scalars import FLOAT_BYTES, float_of, narrow, pointer_to, row_pointer, wide
 from engine.cpu_kernels.softmax import LEAST, exp_of_negative, tanh
-from engine.cpu_kernels.vectors import (
-    FLOAT_BYTES,
-    LONGEST_VECTOR,
-    add_outer_products,
-    float_of,
-    narrow,
-    pointer_to,
-    row_pointer,
-    wide,
-)
+from engine.cpu_kernels.vectors import LONGEST_VECTOR, add_outer_products
 
 TILE = 64  # tokens whose keys and values are in work at once, the same ones for every query of a sequence
 ROWS = 8  # sums of so many tokens, or numbers of a value, are in registers at once

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from engine.cpu_kernels.vectors import power_of_two
+from engine.cpu_kernels.scalars import power_of_two
 
 LOWEST = np.float32(-87.0)  # exp of less is no normal float32 any more
 LOG2_E = np.float32(1.44269504)

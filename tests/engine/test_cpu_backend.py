@@ -30,7 +30,8 @@ from engine.cpu_kernels import decode_attention, prefill_attention, vectors
 from engine.cpu_kernels import kernel as kernel_module
 from engine.cpu_kernels.kernel import Kernel, next_task
 from engine.cpu_kernels.private_folder import exposure
-from engine.cpu_kernels.vectors import pointer_to, rows_at_once, score_tokens
+from engine.cpu_kernels.scalars import pointer_to
+from engine.cpu_kernels.vectors import rows_at_once, score_tokens
 from engine.errors import ConfigError
 from engine.layers.attention import Attention
 from tests.engine.paged import TOLERANCE, PagedBatch, make_batch

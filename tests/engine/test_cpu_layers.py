@@ -27,7 +27,7 @@ from engine.cpu_kernels.elementwise import (
     silu_and_mul,
     store_kv,
 )
-from engine.cpu_kernels.vectors import BFLOAT16, narrow, wide
+from engine.cpu_kernels.scalars import BFLOAT16, narrow, wide
 from engine.layers.rotary import apply_rotary
 
 CLOSE = {torch.float32: {"rtol": 4e-6, "atol": 4e-6}, torch.bfloat16: {"rtol": 2**-8 + 4e-6, "atol": 4e-6}}

@@ -1,0 +1,129 @@
+"""Numbers and addresses: what Numba has no name for, emitted as LLVM code.
+
+Addresses are plain int64, counted in bytes. Numbers in memory are of an element type, FLOAT32 or BFLOAT16;
+all are computed with as float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+FLOAT32 = types.float32
+BFLOAT16 = types.uint16  # its bits, the upper half of a float32's: Numba has no such number
+FLOAT_BYTES = 4
+
+I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+F32 = ir.FloatType()
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pointer_to(typing: Any, address: Any, element: Any) -> Any:
+    """An address as a pointer to `element`, a scalar type such as numba.float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(element.dtype)(types.int64, element), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def row_pointer(typing: Any, address: Any, index: Any, stride: Any, element: Any) -> Any:
+    """Row `index` of a matrix of the element type, whose rows are `stride` numbers apart, as a pointer."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        first = builder.mul(builder.mul(args[1], args[2]), I64(element.dtype.bitwidth // 8))
+        kind = context.get_value_type(signature.return_type)
+        return builder.inttoptr(builder.add(args[0], first), kind)
+
+    return types.CPointer(element.dtype)(types.int64, types.int64, types.int64, element), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def fetch_add(typing: Any, counters: Any, index: Any) -> Any:
+    """Add 1 to counters[index], an int64 behind a pointer, atomically; return what was there."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.gep(args[0], [args[1]])
+        return builder.atomic_rmw("add", pointer, I64(1), "seq_cst")
+
+    return types.int64(types.CPointer(types.int64), types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def float_of(typing: Any, bits: Any) -> Any:
+    """The float64 whose bits these 64 are."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.DoubleType())
+
+    return types.float64(types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def power_of_two(typing: Any, exponent: Any) -> Any:
+    """2 ** exponent as float32, for an int32 from -126 to 127."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        biased = builder.add(args[0], I32(127))
+        return builder.bitcast(builder.shl(biased, I32(23)), F32)
+
+    return FLOAT32(types.int32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def magnitude_bits(typing: Any, number: Any) -> Any:
+    """The bits of |number|, a float32, as an int32: they grow with it, and NaN's are above infinity's."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.and_(builder.bitcast(args[0], I32), I32(0x7FFFFFFF))
+
+    return types.int32(FLOAT32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def float32_of(typing: Any, bits: Any) -> Any:
+    """The float32 whose bits these 32 are."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], F32)
+
+    return FLOAT32(types.int32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def wide(typing: Any, number: Any) -> Any:
+    """A number as it is in memory, of either element type, as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return args[0] if number == FLOAT32 else widen(builder, args[0], I32, F32)
+
+    return FLOAT32(number), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def narrow(typing: Any, number: Any, element: Any) -> Any:
+    """A float32 as the element type has it: the nearest, of two the even one; NaN stays NaN."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if element.dtype == FLOAT32:
+            return args[0]
+        bits = builder.bitcast(args[0], I32)
+        upper = builder.lshr(bits, I32(16))
+        half = builder.add(I32(0x7FFF), builder.and_(upper, I32(1)))
+        rounded = builder.lshr(builder.add(bits, half), I32(16))
+        # by its bits: a comparison of floats may be left out where fast arithmetic made the number
+        is_nan = builder.icmp_unsigned(">", builder.and_(bits, I32(0x7FFFFFFF)), I32(0x7F800000))
+        kept = builder.or_(upper, I32(0x40))
+        return builder.trunc(builder.select(is_nan, kept, rounded), I16)
+
+    return element.dtype(FLOAT32, element), generate
+
+
+def widen(builder: Any, bits: Any, wide_bits: Any, floats: Any) -> Any:
+    """Emit bfloat16 as float32: the bits become the upper half. Scalars or vectors, of these LLVM types."""
+    shift = wide_bits(16) if isinstance(wide_bits, ir.IntType) else wide_bits([16] * wide_bits.count)
+    return builder.bitcast(builder.shl(builder.zext(bits, wide_bits), shift), floats)
