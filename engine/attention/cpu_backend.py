@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,23 +14,39 @@ from engine.attention.base import AttentionMetadata, KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
+from engine.cpu_kernels.shared_prefix import find_shared_prefixes
 from engine.errors import ConfigError
 from engine.sampling.sampling_rows import SamplingRows
 
 if TYPE_CHECKING:
     from engine.cpu_kernels.decode_attention import DecodeRows
-    from engine.cpu_kernels.prefill_attention import PrefillRows
+    from engine.cpu_kernels.prefill_attention import PrefillTasks
 
 MAX_HEAD_DIM = 256  # the kernels hold a head in registers
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class CpuMetadata(AttentionMetadata):
-    """The step's sequences by kind: those with one new token, and those with more."""
+class Parts:
+    """A step's attention as the kernels take it, for layers of one number of heads in a group.
 
+    shared: tokens that several sequences have in the same blocks, for the queries of all of them; their state
+    goes into what is computed of `prefill` and `decode`, which begin after them.
+    """
+
+    shared: PrefillTasks | None
+    prefill: PrefillTasks
     decode: DecodeRows
-    prefill: PrefillRows
+
+
+@dataclass(frozen=True)
+class CpuMetadata(AttentionMetadata):
+    """The step's sequences, as build_metadata has them; parts: by heads in a group, and whether any share."""
+
+    block_tables: NDArray[np.int32]  # contiguous
+    context_lens: NDArray[np.int64]
+    query_lens: NDArray[np.int64]
+    parts: dict[tuple[int, bool], Parts] = field(default_factory=dict)
 
 
 class CpuBackend(KernelBackend):
@@ -115,25 +131,7 @@ class CpuBackend(KernelBackend):
         context_lens: NDArray[np.int64],
         query_lens: NDArray[np.int64],
     ) -> CpuMetadata:
-        starts = np.cumsum(query_lens) - query_lens
-        decodes = np.flatnonzero(query_lens == 1)
-        decodes = decodes[np.argsort(-context_lens[decodes], kind="stable")]
-        prefills = np.flatnonzero(query_lens > 1)
-        lens = context_lens[decodes]
-        return CpuMetadata(
-            self._decoding.DecodeRows(
-                torch.from_numpy(starts[decodes]),
-                torch.from_numpy(lens),
-                torch.from_numpy(block_tables[decodes]),
-                int(lens.max(initial=0)),
-            ),
-            self._prefilling.PrefillRows(
-                torch.from_numpy(starts[prefills]),
-                query_lens[prefills],
-                context_lens[prefills],
-                torch.from_numpy(block_tables[prefills]),
-            ),
-        )
+        return CpuMetadata(np.ascontiguousarray(block_tables), context_lens, query_lens)
 
     def forward(
         self,
@@ -145,13 +143,62 @@ class CpuBackend(KernelBackend):
     ) -> Tensor:
         assert isinstance(metadata, CpuMetadata)
         out = query.new_empty(query.shape)
+        shares = features.window is None and features.chunk is None
+        group = query.shape[1] // cache.keys.shape[2]
+        if (group, shares) not in metadata.parts:
+            metadata.parts[group, shares] = self._split(metadata, group, cache.keys.shape[1], shares=shares)
+        parts = metadata.parts[group, shares]
         kind: dict[str, Any] = {
             "scale": features.scale,
             "window": features.window,
             "chunk": features.chunk,
             "soft_cap": features.soft_cap,
             "sinks": sinks,
+            "state": None,
         }
-        self._prefilling.prefill_attention(query, cache.keys, cache.values, metadata.prefill, out, **kind)
-        self._decoding.decode_attention(query, cache.keys, cache.values, metadata.decode, out, **kind)
+        prefill_attention = self._prefilling.prefill_attention
+        tables = torch.from_numpy(metadata.block_tables)
+        if parts.shared is not None:
+            kind["state"] = query.new_empty(self._prefilling.state_shape(query), dtype=torch.float32)
+            prefill_attention(
+                query, cache.keys, cache.values, tables, parts.shared, out, keeps_state=True, **kind
+            )
+        prefill_attention(query, cache.keys, cache.values, tables, parts.prefill, out, **kind)
+        self._decoding.decode_attention(query, cache.keys, cache.values, parts.decode, out, **kind)
         return out
+
+    def _split(self, step: CpuMetadata, group: int, block_size: int, *, shares: bool) -> Parts:
+        """The step by kind: what sequences share, those with several new tokens, those with one."""
+        prefilling, lens = self._prefilling, step.query_lens
+        starts = np.cumsum(lens) - lens
+        begins = np.zeros(len(lens), np.int64)
+        prefixes = []
+        if shares:
+            prefixes = find_shared_prefixes(
+                step.block_tables,
+                step.context_lens - lens,
+                np.where(2 * lens * group <= prefilling.LANES, lens, 0),  # others fill a task by themselves
+                block_size,
+                tile=prefilling.TILE,
+                least_queries=-(-prefilling.LANES // group),
+            )
+        for prefix in prefixes:
+            begins[prefix.seqs] = prefix.num_tokens
+        decodes = np.flatnonzero(lens == 1)
+        seen = step.context_lens[decodes] - begins[decodes]
+        decodes = decodes[np.argsort(-seen, kind="stable")]
+        prefills = np.flatnonzero(lens > 1)
+        of_prefills = (each[prefills] for each in (starts, lens, step.context_lens))
+        return Parts(
+            prefilling.tasks_of_prefixes(prefixes, starts, lens, step.context_lens, group)
+            if prefixes
+            else None,
+            prefilling.tasks_of_sequences(*of_prefills, prefills, begins[prefills], group),
+            self._decoding.DecodeRows(
+                torch.from_numpy(starts[decodes]),
+                torch.from_numpy(step.context_lens[decodes]),
+                torch.from_numpy(step.block_tables[decodes]),
+                torch.from_numpy(begins[decodes]),
+                int(seen.max(initial=0)),
+            ),
+        )

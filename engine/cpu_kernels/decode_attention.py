@@ -24,13 +24,15 @@ class DecodeRows:
     """A step's sequences with one new token, the longest first.
 
     rows: [decodes] int64, their rows of the query.  context_lens: [decodes] int64; 0 is a padding row.
-    block_tables: [decodes, max_blocks] int32.  max_context_len: the longest of them.
+    block_tables: [decodes, max_blocks] int32.  begins: [decodes] int64, first tokens that were attended to
+    before, and whose state is to be taken in.  max_seen: the most tokens from there on to the end.
     """
 
     rows: Tensor
     context_lens: Tensor
     block_tables: Tensor
-    max_context_len: int
+    begins: Tensor
+    max_seen: int
 
 
 def decode_attention(
@@ -40,6 +42,7 @@ def decode_attention(
     decode: DecodeRows,
     out: Tensor,
     *,
+    state: Tensor | None = None,
     scale: float,
     window: int | None = None,
     chunk: int | None = None,
@@ -51,14 +54,16 @@ def decode_attention(
     query: [tokens, heads, head_dim], out: the same and contiguous, key_cache, value_cache: [blocks, block,
     kv_heads, head_dim] contiguous; all float32 or all bfloat16, of which sums and softmax are float32 and the
     output is rounded once. A padding row gets zeros. Blocks before the first token that a query sees are not
-    read. window, chunk, soft_cap, sinks (float32): as AttentionFeatures has them.
+    read. window, chunk, soft_cap, sinks (float32): as AttentionFeatures has them; with begins above 0 neither
+    window nor chunk.
+    state: of prefixes, as prefill_attention keeps it, sinks included; none if all begins are 0.
     """
     num_heads, head_dim = query.shape[1:]
     _, block_size, num_kv_heads, _ = key_cache.shape
     num_seqs, num_threads = decode.rows.shape[0], torch.get_num_threads()
     num_parts = 1 if num_seqs >= TASKS_PER_THREAD * num_threads else num_kv_heads
     query = query.contiguous()
-    longest = max(1, decode.max_context_len)
+    longest = max(1, decode.max_seen)
     limited = window is not None or chunk is not None
     window, chunk = min(window or longest, longest), min(chunk or longest, longest)
     most_seen = min(window, chunk)
@@ -81,6 +86,7 @@ def decode_attention(
         decode.context_lens,
         decode.block_tables,
         decode.block_tables.shape[1],
+        decode.begins,
         block_size,
         num_kv_heads,
         num_parts,
@@ -91,6 +97,7 @@ def decode_attention(
         chunk,
         0.0 if soft_cap is None else float(soft_cap),
         0 if sinks is None else sinks,
+        0 if state is None else state,
     )
 
 
@@ -129,25 +136,28 @@ def _kernel(
         query, keys, values, out = parameters[3], parameters[4], parameters[5], parameters[6]
         seq_rows = pointer_to(parameters[7], int64)
         context_lens = pointer_to(parameters[8], int64)
-        table_len, block_size, kv_heads = parameters[10], parameters[11], parameters[12]
-        num_parts, most_seen = parameters[13], parameters[15]
-        scale = np.float32(float_of(parameters[16]))
-        window, chunk = parameters[17], parameters[18]
-        soft_cap = np.float32(float_of(parameters[19]))
-        sinks = pointer_to(parameters[20], float32)
+        begins = pointer_to(parameters[11], int64)
+        table_len, block_size, kv_heads = parameters[10], parameters[12], parameters[13]
+        num_parts, most_seen = parameters[14], parameters[16]
+        scale = np.float32(float_of(parameters[17]))
+        window, chunk = parameters[18], parameters[19]
+        soft_cap = np.float32(float_of(parameters[20]))
+        sinks = pointer_to(parameters[21], float32)
         softmax_scale = ONE if has_cap else scale
         heads_of_part = kv_heads // num_parts
         token_bytes = kv_heads * head_bytes
         block_bytes = block_size * token_bytes
         score_bytes = most_seen * FLOAT_BYTES
-        scores = parameters[14] + worker_number(parameters) * kv_heads * group * (score_bytes + sum_bytes)
+        scores = parameters[15] + worker_number(parameters) * kv_heads * group * (score_bytes + sum_bytes)
         sums = scores + kv_heads * group * score_bytes
         task = next_task(parameters)
         while task >= 0:
             seq = task // num_parts
             first = task % num_parts * heads_of_part
             context_len = context_lens[seq]
-            begin = max(0, context_len - window, (context_len - 1) // chunk * chunk) if limited else 0
+            begin = begins[seq]
+            if limited:
+                begin = max(0, context_len - window, (context_len - 1) // chunk * chunk)
             first_block = begin // block_size
             num_blocks = (context_len + block_size - 1) // block_size
             table = carray(pointer_to(parameters[9] + seq * table_len * 4, int32), (table_len,))
@@ -173,19 +183,30 @@ def _kernel(
                         )
             for head in range(first * group, (first + heads_of_part) * group):
                 weighted = carray(pointer_to(sums + head * sum_bytes, float32), (head_dim,))
-                for d in range(head_dim):
-                    weighted[d] = np.float32(0)
                 weights = carray(pointer_to(scores + head * score_bytes, float32), (context_len - begin,))
                 if has_cap:
                     _cap(weights, scale, soft_cap)
-                if has_sinks:
-                    sink = sinks[head] / softmax_scale
-                    total, highest = softmax_numerators(weights, softmax_scale, sink)
-                    total += exp_of_negative((sink - highest) * softmax_scale)
-                else:
-                    total, _ = softmax_numerators(weights, softmax_scale, LEAST)
+                # of tokens that have no score here: the shared ones, or the sink
+                state = carray(pointer_to(parameters[22], float32), (head_dim + 2,))
+                others, others_highest = np.float32(0), LEAST
+                if begin > 0 and not limited:
+                    place = (seq_rows[seq] * kv_heads * group + head) * (sum_bytes + 2 * FLOAT_BYTES)
+                    state = carray(pointer_to(parameters[22] + place, float32), (head_dim + 2,))
+                    others, others_highest = state[head_dim + 1], state[head_dim] / softmax_scale
+                elif has_sinks:
+                    others, others_highest = ONE, sinks[head] / softmax_scale
+                total, highest = softmax_numerators(weights, softmax_scale, others_highest)
+                factor = np.float32(0)
+                if others > 0:
+                    factor = exp_of_negative((others_highest - highest) * softmax_scale)
+                    total += others * factor
                 for j in range(context_len - begin):
                     weights[j] /= total
+                for d in range(head_dim):
+                    weighted[d] = np.float32(0)
+                if begin > 0 and not limited:
+                    for d in range(head_dim):
+                        weighted[d] = state[d] * (factor / total)
             for i in range(first_block, num_blocks):
                 start = max(begin, i * block_size)
                 tokens = values + table[i] * block_bytes + (start - i * block_size) * token_bytes

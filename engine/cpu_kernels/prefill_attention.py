@@ -2,106 +2,161 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, float32, int32, int64, njit
+from numba import carray, float32, int32, int64, literally, njit
 from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.cpu_kernels.kernel import ELEMENTS, Kernel, next_task, worker_number
 from engine.cpu_kernels.scalars import FLOAT_BYTES, float_of, narrow, pointer_to, row_pointer, wide
+from engine.cpu_kernels.shared_prefix import SharedPrefix
 from engine.cpu_kernels.softmax import LEAST, exp_of_negative, tanh
-from engine.cpu_kernels.vectors import LONGEST_VECTOR, add_outer_products
+from engine.cpu_kernels.vectors import LONGEST_VECTOR, add_outer_products, widen_row
 
 TILE = 64  # tokens whose keys and values are in work at once, the same ones for every query of a sequence
-ROWS = 8  # sums of so many tokens, or numbers of a value, are in registers at once
 HAS_32_REGISTERS = torch.backends.cpu.get_cpu_capability() == "AVX512"
-VECTORS = 3 if HAS_32_REGISTERS else 1  # of queries: ROWS times as many registers hold sums
+# Sums in registers: VECTORS of queries, for each of ROWS tokens, or numbers of a value
+VECTORS, ROWS = (4, 4) if HAS_32_REGISTERS else (1, 8)
 LANES = VECTORS * LONGEST_VECTOR  # queries at once, heads of a group and tokens
+NO_LIMIT = 2**31  # tokens: above what any sequence has
 
 
 @dataclass(frozen=True)
-class PrefillRows:
-    """A step's sequences with several new tokens.
+class PrefillTasks:
+    """What a launch computes: each task is up to LANES queries of one KV head over a span of tokens.
 
-    starts, query_lens, context_lens: [prefills] int64, the first row of each in the query, its new tokens,
-    and its tokens after them.  block_tables: [prefills, max_blocks] int32.
+    Queries of a KV head are its group's heads, row after row; a task's are adjacent.
+    rows, positions: [rows] int64, of the step's query, and the tokens before each in its sequence.
+    table, first, count: [tasks] int64, the sequence whose block table it reads, its first query and how many.
+    begin, end: [tasks] int64, the span; end may be beyond what a query sees.
     """
 
-    starts: Tensor
-    query_lens: NDArray[np.int64]
-    context_lens: NDArray[np.int64]
-    block_tables: Tensor
-    _tasks: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    rows: Tensor
+    positions: Tensor
+    table: Tensor
+    first: Tensor
+    count: Tensor
+    begin: Tensor
+    end: Tensor
 
-    def tasks(self, group: int) -> tuple[Tensor, Tensor]:
-        """(the sequence, its first query) of each task, LANES queries of one KV head; the longest first.
 
-        Queries of a KV head are its group's heads, token after token. Kept for all layers that group alike.
-        """
-        if group not in self._tasks:
-            counts = -(-self.query_lens * group // LANES)
-            seqs = np.repeat(np.arange(len(counts)), counts)
-            firsts = (np.arange(len(seqs)) - np.repeat(np.cumsum(counts) - counts, counts)) * LANES
-            seen = self.context_lens[seqs] - self.query_lens[seqs] + firsts // group
-            order = np.argsort(-seen, kind="stable")
-            self._tasks[group] = (torch.from_numpy(seqs[order]), torch.from_numpy(firsts[order]))
-        return self._tasks[group]
+def tasks_of_sequences(
+    starts: NDArray[np.int64],
+    query_lens: NDArray[np.int64],
+    context_lens: NDArray[np.int64],
+    tables: NDArray[np.int64],
+    begins: NDArray[np.int64],
+    group: int,
+) -> PrefillTasks:
+    """Tasks for what sequences see from token `begins` on, the longest first.
+
+    starts: [seqs], the first row of each in the query.  tables: [seqs], each one's block table.
+    """
+    rows = np.repeat(starts - (np.cumsum(query_lens) - query_lens), query_lens) + np.arange(query_lens.sum())
+    lens_before = context_lens - query_lens
+    positions = rows + np.repeat(lens_before - starts, query_lens)
+    counts = -(-query_lens * group // LANES)
+    seqs = np.repeat(np.arange(len(counts)), counts)
+    firsts = (np.arange(len(seqs)) - np.repeat(np.cumsum(counts) - counts, counts)) * LANES
+    order = np.argsort(begins[seqs] - lens_before[seqs] - firsts // group, kind="stable")
+    seqs, firsts = seqs[order], firsts[order]
+    counts = np.minimum(LANES, query_lens[seqs] * group - firsts)
+    firsts = firsts + (np.cumsum(query_lens) - query_lens)[seqs] * group
+    parts = (rows, positions, tables[seqs], firsts, counts, begins[seqs], np.full(len(seqs), NO_LIMIT))
+    return PrefillTasks(*map(torch.from_numpy, parts))
+
+
+def tasks_of_prefixes(
+    prefixes: list[SharedPrefix],
+    starts: NDArray[np.int64],
+    query_lens: NDArray[np.int64],
+    context_lens: NDArray[np.int64],
+    group: int,
+) -> PrefillTasks:
+    """Tasks for what sequences share: the queries of all of them over it. The arrays are of all sequences."""
+    parts = []
+    num_rows = 0
+    for prefix in prefixes:
+        lens = query_lens[prefix.seqs]
+        within = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
+        rows = np.repeat(starts[prefix.seqs], lens) + within
+        positions = np.repeat(context_lens[prefix.seqs] - lens, lens) + within
+        firsts = np.arange(0, len(rows) * group, LANES)
+        every = np.ones_like(firsts)
+        parts.append((
+            rows, positions, every * prefix.seqs[0], firsts + num_rows * group,
+            np.minimum(LANES, len(rows) * group - firsts), every * 0, every * prefix.num_tokens,
+        ))  # fmt: skip
+        num_rows += len(rows)
+    return PrefillTasks(*(torch.from_numpy(np.concatenate(part)) for part in zip(*parts, strict=True)))
+
+
+def state_shape(query: Tensor) -> tuple[int, int, int]:
+    """Shape of what is kept of attention to a prefix: of each head float32 sums, highest score and total."""
+    num_rows, num_heads, head_dim = query.shape
+    return num_rows, num_heads, head_dim + 2
 
 
 def prefill_attention(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    prefill: PrefillRows,
+    block_tables: Tensor,
+    tasks: PrefillTasks,
     out: Tensor,
     *,
+    state: Tensor | None = None,
+    keeps_state: bool = False,
     scale: float,
     window: int | None = None,
     chunk: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """Attend to what each prefill row's query sees of its context and write it to the same row of `out`.
+    """Attend to what each task's queries see of its span, and write it to the same rows of `out`.
 
     Shapes and dtypes as for decode_attention; sums and softmax are float32, and the output is rounded once.
     A row has the same bits whatever rows are computed with it.
+    state: of `state_shape`. With keeps_state it is written in place of `out`, otherwise a task whose span
+    does not begin at 0 goes on from it; at a multiple of TILE that gives the same bits as in one go.
     """
-    if not len(prefill.query_lens):
+    if not len(tasks.table):
         return
     num_heads, head_dim = query.shape[1:]
     _, block_size, num_kv_heads, _ = key_cache.shape
-    group = num_heads // num_kv_heads
-    seqs, firsts = prefill.tasks(group)
     query = query.contiguous()
-    longest = int(prefill.context_lens.max())
     kernel = _kernel(head_dim, soft_cap is not None, sinks is not None, query.dtype)
     kernel(
-        len(seqs) * num_kv_heads,
+        len(tasks.table) * num_kv_heads,
         query,
         key_cache,
         value_cache,
         out,
-        prefill.starts,
-        torch.from_numpy(prefill.query_lens),
-        torch.from_numpy(prefill.context_lens),
-        prefill.block_tables,
-        prefill.block_tables.shape[1],
-        seqs,
-        firsts,
+        tasks.rows,
+        tasks.positions,
+        block_tables,
+        block_tables.shape[1],
+        tasks.table,
+        tasks.first,
+        tasks.count,
+        tasks.begin,
+        tasks.end,
         block_size,
         num_kv_heads,
-        group,
+        num_heads // num_kv_heads,
         torch.empty(torch.get_num_threads() * _scratch_floats(head_dim)),
         scale,
-        min(window or longest, longest),
-        min(chunk or longest, longest),
+        window or NO_LIMIT,
+        chunk or NO_LIMIT,
         0.0 if soft_cap is None else float(soft_cap),
         0 if sinks is None else sinks,
+        0 if state is None else state,
+        int(keeps_state),
     )
 
 
@@ -119,18 +174,17 @@ def _floats(address: Any, row: Any, length: Any) -> Any:
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _gather(
     rows: Any, pool: Any, table: Any, block_size: Any, kv_heads: Any, kv_head: Any, start: Any, first: Any,
-    end: Any, head_dim: Any, element: Any,
+    end: Any, head_bytes: Any, head_dim: Any, element: Any,
 ) -> None:  # fmt: skip
     """Fill rows with a tile's keys or values from token `start` on; zeros for those not in first..end."""
     block, offset = start // block_size, start % block_size
     for t in range(TILE):
-        row = _floats(rows, t, head_dim)
         if first <= start + t < end:
             place = (table[block] * block_size + offset) * kv_heads + kv_head
-            stored = carray(row_pointer(pool, place, head_dim, element), (head_dim,))
-            for d in range(head_dim):
-                row[d] = wide(stored[d])
+            row = rows + t * head_dim * FLOAT_BYTES
+            widen_row(pool + place * head_bytes, row, literally(head_dim), element)
         else:
+            row = _floats(rows, t, head_dim)
             for d in range(head_dim):
                 row[d] = np.float32(0)
         offset += 1
@@ -184,6 +238,7 @@ def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, dtype: torch.dtype) -
     registers; softmax is rescaled as its maximum grows. Source: arXiv:2205.14135.
     """
     element = ELEMENTS[dtype]
+    head_bytes = head_dim * (element.bitwidth // 8)
     lane_bytes = LANES * FLOAT_BYTES
     tile_bytes = TILE * head_dim * FLOAT_BYTES
     rows_of_value = min(ROWS, head_dim & -head_dim)
@@ -191,16 +246,18 @@ def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, dtype: torch.dtype) -
     matrix = head_dim * LANES
 
     def kernel(parameters: Any) -> None:
-        starts = pointer_to(parameters[7], int64)
-        query_lens, context_lens = pointer_to(parameters[8], int64), pointer_to(parameters[9], int64)
-        table_len = parameters[11]
-        seqs, firsts = pointer_to(parameters[12], int64), pointer_to(parameters[13], int64)
-        block_size, kv_heads, group = parameters[14], parameters[15], parameters[16]
-        scale = np.float32(float_of(parameters[18]))
-        window, chunk = parameters[19], parameters[20]
-        soft_cap = np.float32(float_of(parameters[21]))
-        sinks = pointer_to(parameters[22], float32)
-        scratch = parameters[17] + worker_number(parameters) * scratch_bytes
+        rows, positions = pointer_to(parameters[7], int64), pointer_to(parameters[8], int64)
+        table_len = parameters[10]
+        tables, firsts = pointer_to(parameters[11], int64), pointer_to(parameters[12], int64)
+        counts = pointer_to(parameters[13], int64)
+        begins, ends = pointer_to(parameters[14], int64), pointer_to(parameters[15], int64)
+        block_size, kv_heads, group = parameters[16], parameters[17], parameters[18]
+        scale = np.float32(float_of(parameters[20]))
+        window, chunk = parameters[21], parameters[22]
+        soft_cap = np.float32(float_of(parameters[23]))
+        sinks = pointer_to(parameters[24], float32)
+        states, keeps_state = parameters[25], parameters[26]
+        scratch = parameters[19] + worker_number(parameters) * scratch_bytes
         keys_at = scratch + (2 * head_dim + TILE) * lane_bytes
         sums_at, scores_at = scratch + head_dim * lane_bytes, scratch + 2 * head_dim * lane_bytes
         state_at = keys_at + 2 * tile_bytes
@@ -213,60 +270,68 @@ def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, dtype: torch.dtype) -
         highs = carray(pointer_to(state_at + 4 * lane_bytes, int32), (LANES,))
         task = next_task(parameters)
         while task >= 0:
-            kv_head, seq = task % kv_heads, seqs[task // kv_heads]
-            first = firsts[task // kv_heads]
-            num_lanes = min(LANES, query_lens[seq] * group - first)
-            before = context_lens[seq] - query_lens[seq]
-            table = carray(pointer_to(parameters[10] + seq * table_len * 4, int32), (table_len,))
+            kv_head, task = task % kv_heads, task // kv_heads
+            first, num_lanes = firsts[task], counts[task]
+            table = carray(pointer_to(parameters[9] + tables[task] * table_len * 4, int32), (table_len,))
+            for i in range(matrix):
+                sums[i] = np.float32(0)
             for i in range(LANES):
                 lane = first + min(i, num_lanes - 1)  # those that are too many repeat the last query
-                token = before + lane // group
+                token = positions[lane // group]
                 head = kv_head * group + lane % group
-                highs[i] = token
-                lows[i] = max(0, token - window + 1, token // chunk * chunk)
-                place = (starts[seq] + lane // group) * kv_heads * group + head
+                highs[i] = min(token, ends[task] - 1)
+                lows[i] = max(begins[task], token - window + 1, token // chunk * chunk)
+                place = rows[lane // group] * kv_heads * group + head
                 query = carray(row_pointer(parameters[3], place, head_dim, element), (head_dim,))
                 for d in range(head_dim):
                     queries[d * LANES + i] = wide(query[d]) * scale
-                highest[i] = sinks[head] if has_sinks else LEAST
-                totals[i] = np.float32(1) if has_sinks else np.float32(0)
-            for i in range(matrix):
-                sums[i] = np.float32(0)
+                if begins[task] > 0:
+                    state = _floats(states, place, head_dim + 2)
+                    for d in range(head_dim):
+                        sums[d * LANES + i] = state[d]
+                    highest[i], totals[i] = state[head_dim], state[head_dim + 1]
+                else:
+                    highest[i] = sinks[head] if has_sinks else LEAST
+                    totals[i] = np.float32(1) if has_sinks else np.float32(0)
             begin, end = np.int64(lows[0]), np.int64(highs[LANES - 1]) + 1
             for start in range(begin // TILE * TILE, end, TILE):
                 _gather(
-                    keys_at, parameters[4], table, block_size, kv_heads, kv_head, start, begin, end, head_dim,
-                    element,
+                    keys_at, parameters[4], table, block_size, kv_heads, kv_head, start, begin, end,
+                    head_bytes, head_dim, element,
                 )  # fmt: skip
                 for t in range(0, TILE, ROWS):
                     add_outer_products(
                         keys_at + t * head_dim * FLOAT_BYTES, head_dim * FLOAT_BYTES, FLOAT_BYTES, scratch,
-                        scores_at + t * lane_bytes, head_dim, False, ROWS, VECTORS,
+                        scores_at + t * lane_bytes, head_dim, 0, False, ROWS, VECTORS,
                     )  # fmt: skip
                 if has_cap:
                     _cap(scores_at, soft_cap)
                 if start + TILE > highs[0] + 1 or start < lows[LANES - 1]:
                     _hide(scores_at, start, lows, highs)
                 _soften(scores_at, highest, totals, factors)
-                for d in range(head_dim):
-                    row = _floats(sums_at, d, LANES)
-                    for i in range(LANES):
-                        row[i] *= factors[i]
                 _gather(
                     keys_at + tile_bytes, parameters[5], table, block_size, kv_heads, kv_head, start, begin,
-                    end, head_dim, element,
+                    end, head_bytes, head_dim, element,
                 )  # fmt: skip
                 for d in range(0, head_dim, rows_of_value):
                     add_outer_products(
                         keys_at + tile_bytes + d * FLOAT_BYTES, FLOAT_BYTES, head_dim * FLOAT_BYTES,
-                        scores_at, sums_at + d * lane_bytes, TILE, True, rows_of_value, VECTORS,
+                        scores_at, sums_at + d * lane_bytes, TILE, state_at + 2 * lane_bytes, True,
+                        rows_of_value, VECTORS,
                     )  # fmt: skip
             for i in range(num_lanes):
                 lane = first + i
-                place = (starts[seq] + lane // group) * kv_heads * group + kv_head * group + lane % group
-                out = carray(row_pointer(parameters[6], place, head_dim, element), (head_dim,))
-                for d in range(head_dim):
-                    out[d] = narrow(sums[d * LANES + i] / totals[i], element)
+                head = kv_head * group + lane % group
+                place = rows[lane // group] * kv_heads * group + head
+                if keeps_state:
+                    state = _floats(states, place, head_dim + 2)
+                    for d in range(head_dim):
+                        state[d] = sums[d * LANES + i]
+                    state[head_dim], state[head_dim + 1] = highest[i], totals[i]
+                else:
+                    out = carray(row_pointer(parameters[6], place, head_dim, element), (head_dim,))
+                    for d in range(head_dim):
+                        out[d] = narrow(sums[d * LANES + i] / totals[i], element)
             task = next_task(parameters)
 
     return Kernel(kernel)

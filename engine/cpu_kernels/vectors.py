@@ -140,6 +140,7 @@ def add_outer_products(
     vectors: Any,
     sums: Any,
     num_steps: Any,
+    kept: Any,
     adds: Any,
     rows: Any,
     num_vectors: Any,
@@ -147,23 +148,24 @@ def add_outer_products(
     """sums[row] = the sum over k of factors[row * row_stride + k * step] * vectors[k], for `rows` rows.
 
     sums and vectors have rows of `num_vectors` vectors of LONGEST_VECTOR floats, one after the other; strides
-    are in bytes, all numbers float32. adds: literal, whether sums are added to. rows, num_vectors: literals.
+    are in bytes, all numbers float32. adds: literal, whether that is added to kept * sums[row], with `kept`
+    one such row. rows, num_vectors: literals.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = _Emitter(builder, num_vectors.literal_value * LONGEST_VECTOR, FLOAT32)
-        factor, row_step, k_step, vector, total, steps = args[:6]
+        factor, row_step, k_step, vector, total, steps, kept = args[:7]
         offsets = [
             [emit.row_bytes * r + emit.vector_bytes * i for i in range(num_vectors.literal_value)]
             for r in range(rows.literal_value)
         ]
+        scales = [emit.load(kept, at) for at in offsets[0]] if adds.literal_value else []
+
+        def before(at: int, vector: int) -> Any:
+            return builder.fmul(emit.load(total, at), scales[vector]) if scales else emit.zero()
+
         slots = [
-            [
-                cgutils.alloca_once_value(
-                    builder, emit.load(total, at) if adds.literal_value else emit.zero()
-                )
-                for at in row
-            ]
+            [cgutils.alloca_once_value(builder, before(at, vector)) for vector, at in enumerate(row)]
             for row in offsets
         ]
         with cgutils.for_range(builder, steps) as loop:
@@ -180,7 +182,21 @@ def add_outer_products(
                 emit.store(builder.load(slot), total, at)
         return context.get_dummy_value()
 
-    return _void(6, adds, rows, num_vectors), generate
+    return _void(7, adds, rows, num_vectors), generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def widen_row(typing: Any, source: Any, target: Any, head_dim: Any, element: Any) -> Any:
+    """Copy head_dim numbers of the element type, a literal number of them, to where they are float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        stored = _Emitter(builder, head_dim.literal_value, element.dtype)
+        floats = _Emitter(builder, head_dim.literal_value, FLOAT32)
+        for i in range(stored.num_vectors):
+            floats.store(stored.load(args[0], stored.vector_bytes * i), args[1], floats.vector_bytes * i)
+        return context.get_dummy_value()
+
+    return _void(2, head_dim, element), generate
 
 
 def _void(num_args: int, *constants: Any) -> Any:

@@ -1,0 +1,53 @@
+"""Which sequences of a step have their first tokens in the same blocks, so that all can read them at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class SharedPrefix:
+    """seqs: [members] int64, indices of a step's sequences.  num_tokens: how many first tokens they share."""
+
+    seqs: NDArray[np.int64]
+    num_tokens: int
+
+
+def find_shared_prefixes(
+    block_tables: NDArray[np.int32],
+    lens_before: NDArray[np.int64],
+    query_lens: NDArray[np.int64],
+    block_size: int,
+    *,
+    tile: int,
+    least_queries: int,
+) -> list[SharedPrefix]:
+    """The prefixes that together spare most: each sequence is in one at most. Source: arXiv:2402.05099.
+
+    block_tables: [seqs, max_blocks].  lens_before: [seqs], tokens before each one's first query; no other
+    is shared.  query_lens: [seqs], 0 for one that is left out.  tile: num_tokens is a multiple of it.
+    least_queries: of the members of a prefix; with fewer, reading it once is no gain.
+    """
+    found = []
+    long_enough = np.flatnonzero((lens_before >= tile) & (query_lens > 0))
+    if int(query_lens[long_enough].sum()) < least_queries:
+        return []
+    first_blocks = block_tables[long_enough, 0]
+    for first_block in np.unique(first_blocks):
+        seqs = long_enough[first_blocks == first_block]
+        if len(seqs) < 2 or int(query_lens[seqs].sum()) < least_queries:
+            continue
+        tables = block_tables[seqs]
+        same_blocks = np.logical_and.accumulate(tables == tables[0], axis=1).sum(1)
+        lens = np.minimum(same_blocks * block_size, lens_before[seqs]) // tile * tile
+        # those with the longest first: one that shares little shall not cut the others' prefix short
+        order = np.argsort(-lens, kind="stable")
+        num_queries = np.cumsum(query_lens[seqs[order]])
+        spared = lens[order] * (num_queries - num_queries[0])
+        last = int(spared.argmax())
+        if spared[last] and num_queries[last] >= least_queries:
+            found.append(SharedPrefix(seqs[order[: last + 1]], int(lens[order[last]])))
+    return found
