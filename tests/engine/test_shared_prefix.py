@@ -92,7 +92,9 @@ def test_prefixes_hold_what_their_members_share(rows: list[tuple[int, int, int]]
         ],
         np.int32,
     )
-    lens_before = np.array([blocks * BLOCK + 5 * (seq % 3) for seq, (_, blocks, _) in enumerate(rows)])
+    lens_before = np.array(
+        [max(0, blocks * BLOCK + 30 - 40 * (seq % 3)) for seq, (_, blocks, _) in enumerate(rows)]
+    )
     query_lens = np.array([queries for *_, queries in rows])
     found = find_shared_prefixes(
         block_tables, lens_before, query_lens, BLOCK, tile=TILE, least_queries=least_queries
