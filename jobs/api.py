@@ -68,6 +68,16 @@ def score_parquet(
     return run_own_function("jobs.score_parquet", (input, output), {**named, **options})  # type: ignore[no-any-return]
 
 
+def survey_parquet(input: str | list[str], **arguments: Any) -> dict[str, Any]:
+    """Look at what a run would ask, and write nothing; for `tokenmill preview` and `submit --dry-run`.
+
+    The arguments and errors are those of jobs.parquet.survey.survey_parquet.
+    """
+    from .stock_worker import run_own_function
+
+    return run_own_function("jobs.survey_parquet", (input,), arguments)  # type: ignore[no-any-return]
+
+
 def score_shard(run: str, plan: str, shard: int) -> dict[str, Any]:
     """Score one shard of a planned run; enqueued by score_parquet only."""
     from .stock_worker import run_task

@@ -38,6 +38,7 @@ JobsError
     ├── UnknownRun             neither Redis nor a folder has such a run
     ├── RunKeyDamaged          a key of a run in Redis is not what is kept there
     ├── RunResubmitted         a run was submitted again while it was being cancelled
+    ├── TrialFailed            rows of a run could not be tried beforehand
     └── RunBusy                another process holds the run's lock for too long, or has taken the job over
 
 Every message says what was found, what was expected and what to do. All values are positional `args`,
@@ -383,3 +384,9 @@ class RunBusy(RunError):
 
     fault = "server"
     message = "another process is planning or cancelling run {0}: wait for it, then submit again"
+
+
+class TrialFailed(RunError):
+    """Raised when nobody looks at a run's prompts beforehand, or who does fails: (reason)."""
+
+    message = "{0}"

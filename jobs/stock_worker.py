@@ -17,6 +17,7 @@ from rq import get_current_job
 from rq.job import Job
 
 from .context import JobContext
+from .context.prompt_meter import PromptMeter
 from .context.shard_bytes import ShardBytes
 from .errors import InvalidJob, InvalidValue, JobsError
 from .table import own_function, task_of
@@ -162,7 +163,15 @@ def _context(job: Job, attention_backend: str = "") -> JobContext:
         check_sampling=check_sampling,
         max_result_bytes=settings.max_result_bytes,
         shard_bytes=ShardBytes(settings.max_shard_bytes),
+        meter=_meter,
     )
+
+
+def _meter() -> PromptMeter:
+    from worker.job_environment import prompt_meter
+
+    settings = _settings()
+    return prompt_meter(_engine(), settings.max_num_seqs, settings.block_size)
 
 
 @functools.cache

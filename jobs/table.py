@@ -53,6 +53,13 @@ def _score_parquet(context: JobContext, *args: Any, **kwargs: Any) -> dict[str, 
     return score_parquet(context, *args, **kwargs)
 
 
+def _survey_parquet(context: JobContext, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    from .parquet.survey import survey_parquet  # pyarrow, as above
+
+    _check_binding("jobs.survey_parquet", survey_parquet, (context, *args), kwargs)
+    return survey_parquet(context, *args, **kwargs)
+
+
 def _check_kinds(name: str, args: object, kwargs: object) -> None:
     if not isinstance(args, (list, tuple)) or not isinstance(kwargs or {}, dict):
         raise InvalidJob(f"{name}: the job holds no list of arguments and mapping of keyword arguments")
@@ -68,7 +75,10 @@ def _check_binding(
         raise InvalidJob(f"{name}: {str(error)[:200]}") from None
 
 
-_OWN_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"jobs.score_parquet": _score_parquet}
+_OWN_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "jobs.score_parquet": _score_parquet,
+    "jobs.survey_parquet": _survey_parquet,
+}
 
 #: Exact dotted names of everything of ours that may be enqueued.
 ALLOWED_FUNCTIONS: frozenset[str] = frozenset(_ENGINE_JOBS) | frozenset(_OWN_FUNCTIONS)

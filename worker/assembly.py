@@ -11,6 +11,7 @@ from redis import Redis
 
 from jobs.common.version import code_version
 from jobs.context.answer_memo import AnswerMemo
+from jobs.context.prompt_meter import PromptMeter
 from jobs.context.served_model import ServedModel
 from jobs.context.shard_bytes import ShardBytes
 from jobs.stock_worker import check_sampling
@@ -29,7 +30,7 @@ from worker.io_thread.releaser import Releaser
 from worker.io_thread.reporter import Reporter
 from worker.io_thread.task_files import MAX_OPENING
 from worker.io_thread.upkeep import Upkeep
-from worker.job_environment import JobEnvironment
+from worker.job_environment import JobEnvironment, prompt_meter
 from worker.settings import WorkerSettings
 from worker.store.client import own_client
 from worker.store.job_store import JobStore
@@ -85,7 +86,8 @@ def assemble(
     )
     served = settings.served_model(engine.identity, engine.attention_backend)
     orders: SimpleQueue[Order] = SimpleQueue()
-    io = _Assembly(worker, settings, served, limits).io_loop(orders)
+    meter = prompt_meter(engine, settings.max_num_seqs, settings.block_size)
+    io = _Assembly(worker, settings, served, limits, meter).io_loop(orders)
     return EngineLoop(engine, orders, io.post), io
 
 
@@ -94,8 +96,14 @@ class _Assembly:
     pools; and that of user code."""
 
     def __init__(
-        self, worker: RqWorker, settings: WorkerSettings, served: ServedModel, limits: Limits
+        self,
+        worker: RqWorker,
+        settings: WorkerSettings,
+        served: ServedModel,
+        limits: Limits,
+        meter: PromptMeter,
     ) -> None:
+        self._meter = meter
         self._worker, self._settings, self._served, self._limits = worker, settings, served, limits
         self._queue_names = worker.queue_names()
         self._io_client = own_client(worker.connection, REDIS_TIMEOUT_S)
@@ -187,6 +195,7 @@ class _Assembly:
             answers=AnswerMemo(settings.answer_memo_bytes),
             max_result_bytes=settings.max_result_bytes,
             shard_bytes=ShardBytes(settings.max_shard_bytes),
+            meter=lambda: self._meter,
         )
 
     def _upkeep(self) -> Upkeep:

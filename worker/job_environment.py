@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from redis import Redis
 
+from engine import InvalidRequest
 from jobs.common.rq_jobs import executions_key
 from jobs.context import MAX_RESULT_BYTES, JobContext, Lease
 from jobs.context.answer_memo import AnswerMemo
+from jobs.context.prompt_meter import PromptMeter
 from jobs.context.served_model import ServedModel
 from jobs.context.shard_bytes import ShardBytes
 from jobs.context.shared_files import SharedFiles
+from jobs.errors import InvalidJob
 from worker.store.claimed_job import ClaimedJob
 from worker.threads.interrupts import check_interrupted
 
@@ -33,6 +36,7 @@ class JobEnvironment:
     answers: AnswerMemo = field(default_factory=AnswerMemo)
     max_result_bytes: int = MAX_RESULT_BYTES
     shard_bytes: ShardBytes = field(default_factory=ShardBytes)
+    meter: Callable[[], PromptMeter] | None = None
 
     def context(self, claimed: ClaimedJob, connection: Redis) -> JobContext:
         """What one of our own jobs is lent. connection: for the threads in which it works."""
@@ -50,4 +54,21 @@ class JobEnvironment:
             check_interrupted=check_interrupted,
             max_result_bytes=self.max_result_bytes,
             lease=Lease(executions_key(claimed.job_id), claimed.execution_id),
+            meter=self.meter,
         )
+
+
+def prompt_meter(engine: Any, max_num_seqs: int, block_size: int) -> PromptMeter:
+    """What an engine makes of prompts. engine: an EngineLike, or an Engine."""
+
+    def token_ids(
+        prompt: str | None, messages: list[dict[str, Any]] | None, options: Mapping[str, Any]
+    ) -> Sequence[int]:
+        try:
+            given = prompt if messages is None else engine.chat_token_ids(messages, **options)
+            found: Sequence[int] = engine.prepare(given).token_ids
+        except InvalidRequest as error:
+            raise InvalidJob(str(error)) from None
+        return found
+
+    return PromptMeter(token_ids, max_num_seqs, block_size)

@@ -15,18 +15,17 @@ from ..errors import ForeignJobsPackage, UnknownRun
 from ..parquet.local_check import check_columns_here
 from ..runs.control import cancel_run, describe_again, submit_run
 from ..runs.follow import End, Followed, follow
-from ..runs.formats import OUTPUTS, SUFFIXES
 from ..runs.obstacles import listened_queues, obstacles
 from ..runs.output import RunOutput, named_run, output_here
 from ..runs.snapshot import REFUSED, RunSnapshot, failure_text, plan_result, read_snapshot
 from ..runs.spec import RunSpec
 from ..stock_worker import check_sampling, model_table
 from .errors_told import errors_told
-from .json_option import json_value
 from .progress import progress
 from .queue_commands import info, requeue_command
-from .sampling_options import sampling_options
-from .submit_options import assignments, column_list, run_arguments
+from .run_options import input_options, output_options, prompt_options
+from .submit_options import run_arguments
+from .trial_commands import MAX_ROWS_READ, preview, tell_dry_run
 
 #: Failed shards shown by name; the rest are counted.
 MAX_SHOWN = 5
@@ -64,73 +63,38 @@ def main(context: click.Context, url: str) -> None:
 @click.argument("output", metavar="OUT")
 @click.option("--wait", is_flag=True, help="Show progress until the run ends; exit with 1 if it fails.")
 @click.option("--queue", default="bulk", show_default=True)
-@click.option("--prompt-column", help="Text to complete as it stands; by default the column `prompt`.")
-@click.option("--messages-column", help="Chats instead: lists of role and content, or their JSON.")
-@click.option("--template", help="A prompt text instead, with {column} where a row's value goes.")
-@click.option("--template-file", type=click.Path(), help="The same from a file, without its last line break.")
+@click.option("--dry-run", is_flag=True, help="Say what the run would take, from all prompts and 64 answers.")
 @click.option(
-    "--messages-template",
-    callback=json_value(list),
-    help='A chat instead, as JSON: [{"role": "user", "content": "... {column} ..."}].',
+    "--dry-run-rows",
+    type=click.IntRange(1),
+    default=MAX_ROWS_READ,
+    show_default=True,
+    help="Of larger runs a dry run looks at a share of about so many rows.",
 )
-@sampling_options
-@click.option(
-    "--template-format",
-    type=click.Choice(["fields", "jinja"]),
-    help="How templates are written: {column}, or {{ column }} of Jinja; a --template-file *.j2 is Jinja.",
-)
-@click.option(
-    "--default",
-    metavar="COLUMN=TEXT",
-    multiple=True,
-    callback=assignments,
-    help="Text that stands for null of a column in the template; without one such a row is an error.",
-)
-@click.option(
-    "--column",
-    metavar="NAME=COLUMN",
-    multiple=True,
-    callback=assignments,
-    help="Take a sampling value of each row from a column, such as max_tokens=limit; null leaves the run's.",
-)
-@click.option("--model", help="Only a worker that serves this model, by name, path or hub id, plans the run.")
-@click.option("--filename-column", help="Add a column of this name that holds each row's file.")
-@click.option(
-    "--keep", multiple=True, callback=column_list, help="Only these columns of the input, such as id,text."
-)
-@click.option("--drop", multiple=True, callback=column_list, help="All columns of the input but these.")
-@click.option("--output-prefix", default="", help="Text before the names of the columns that are added.")
-@click.option("--limit", type=int, help="Score so many rows, the first ones, and no more.")
-@click.option("--redo-damaged", is_flag=True, help="Remove parts that the run has not written so; redo them.")
-@click.option(
-    "--max-errors",
-    help="Stop the run when more rows than this have an error: a number, or a share like 5%; by default 90%.",
-)
-@click.option(
-    "--input-format",
-    "--format",
-    "input_format",
-    type=click.Choice(list(SUFFIXES)),
-    help="Format of the FILEs, where their names (.csv, .jsonl.gz, .arrow, ...) do not tell it; openai-batch "
-    "reads OpenAI's batch files and writes OUT/output.jsonl and OUT/errors.jsonl.",
-)
-@click.option(
-    "--single-file", is_flag=True, help="In the end, write all rows into one file, OUT/output.parquet."
-)
-@click.option(
-    "--output-format",
-    type=click.Choice(OUTPUTS),
-    help="Format of that file, whose name then ends so; Parquet by default.",
-)
-@click.option("--rows-per-shard", type=int, default=1000, show_default=True)
+@click.option("--price-per-hour", type=float, help="What a worker's machine costs, for the dry run's sum.")
+@input_options
+@prompt_options
+@output_options
 @click.pass_obj
-def submit(connection: redis.Redis, /, wait: bool, queue: str, **options: Any) -> None:
+def submit(
+    connection: redis.Redis,
+    /,
+    wait: bool,
+    queue: str,
+    dry_run: bool,
+    dry_run_rows: int,
+    price_per_hour: float | None,
+    **options: Any,
+) -> None:
     """Score the rows of Parquet, CSV, JSONL or Arrow files into a folder.
 
     Every row of the FILEs (files, folders or globs) gets one in the folder OUT. Prints the run's id.
     Submitting the same again resumes the run.
     """
     with errors_told():
+        if dry_run:
+            tell_dry_run(connection, queue, options, dry_run_rows, price_per_hour)
+            return
         run = submit_run(connection, queue, check=check_here, **run_arguments(options))
         if wait:
             click.echo(run)
@@ -193,6 +157,7 @@ def models() -> None:
     click.echo(model_table())
 
 
+main.add_command(preview)
 main.add_command(info)
 main.add_command(requeue_command)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .answer_memo import AnswerMemo
+from .prompt_meter import PromptMeter
 from .served_model import ServedModel
 from .shard_bytes import ShardBytes
 from .shared_files import SharedFiles
@@ -49,6 +50,7 @@ class JobContext:
     check_interrupted: raises where the job was stopped or taken over or has passed its timeout; long work
         calls it between its steps, since nothing is raised into it from outside.
     max_result_bytes: of the job's value; a job that sees it will have a larger one need not go on.
+    meter: loads an engine where there is none yet; None where prompts cannot be looked at.
     lease: by which a write is refused that comes after the job was taken over; None where nobody takes it.
     """
 
@@ -65,3 +67,4 @@ class JobContext:
     check_interrupted: Callable[[], None] = never_interrupted
     max_result_bytes: int = MAX_RESULT_BYTES
     lease: Lease | None = None
+    meter: Callable[[], PromptMeter] | None = None

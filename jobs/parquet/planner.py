@@ -181,7 +181,7 @@ def _agreed_plan(
         is_new = storage.stat(path) is None
     if is_new:
         context.model.check_asked_for(model)
-        plan = _new_plan(context, spec, inputs)
+        plan = new_plan(context, spec, inputs)
         if create_plan(storage, plan, context.execution_id):
             return plan
     plan = load_plan(storage, path)
@@ -192,7 +192,8 @@ def _agreed_plan(
     return plan
 
 
-def _new_plan(context: JobContext, spec: RunSpec, inputs: Inputs) -> Plan:
+def new_plan(context: JobContext, spec: RunSpec, inputs: Inputs) -> Plan:
+    """Return the plan of a run that has none yet."""
     seed = spec.sampling.get("seed")
     return Plan(
         spec=spec,

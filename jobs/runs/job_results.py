@@ -27,6 +27,11 @@ def last_value(connection: Redis, job_id: str) -> dict[str, Any]:
     return stored.json_object(_last(connection, job_id, b"return_value"))
 
 
+def last_result(connection: Redis, job_id: str) -> bytes:
+    """Return the JSON of what a job returned last, of any size; b"" where it returned nothing."""
+    return _last(connection, job_id, b"return_value")
+
+
 def _last(connection: Redis, job_id: str, field: bytes) -> bytes:
     """Return a field of a job's last result, as it was before RQ coded it as text."""
     entries: Any = connection.xrevrange(results_key(job_id), count=1)

@@ -1,0 +1,165 @@
+"""`tokenmill preview`, and what `tokenmill submit --dry-run` does: a look at a run before it is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import click
+import redis
+
+from ..common.shown import safe_name
+from ..context.served_model import parse_model
+from ..runs.dry_run import NUM_TRIED, Estimate, estimate, trial_of
+from ..runs.estimate import Total
+from ..runs.spec import RunSpec, check_queue_name
+from ..runs.trials import Trial, Tried, try_job, try_jobs
+from .errors_told import errors_told
+from .run_options import input_options, prompt_options
+from .submit_options import run_arguments
+
+#: Of a prompt or an answer that is shown.
+MAX_SHOWN_CHARS = 20_000
+
+#: More rows are looked at by a share: all their requests are held in the worker's memory.
+MAX_ROWS_READ = 1_000_000
+
+
+#: Where a command has no such options: nothing is written.
+_DEFAULTS = {
+    "output": os.devnull,
+    "rows_per_shard": 1000,
+    "redo_damaged": False,
+    "max_errors": None,
+    "keep": None,
+    "drop": None,
+    "output_prefix": "",
+    "single_file": False,
+    "output_format": None,
+}
+
+
+@click.command()
+@click.argument("files", metavar="FILE...", nargs=-1, required=True)
+@click.option("--rows", type=click.IntRange(1, 1000), default=3, show_default=True, help="How many.")
+@click.option("--queue", default="bulk", show_default=True)
+@click.option("--no-answers", is_flag=True, help="Prompts and their tokens alone.")
+@input_options
+@prompt_options
+@click.pass_obj
+def preview(connection: redis.Redis, /, rows: int, queue: str, no_answers: bool, **options: Any) -> None:
+    """Show prompts and answers of a run's first rows.
+
+    A worker of the queue renders the prompts, counts their tokens and answers them; nothing is written.
+    """
+    with errors_told():
+        survey = _survey(connection, queue, {**options, "limit": rows}, pick=rows, first=True)
+        picked, model = survey["picked"], options["model"]
+        answers: Sequence[Tried | None] = [None] * len(picked)
+        if not no_answers:
+            answers = try_jobs(connection, queue, [trial_of(each, model) for each in picked], model)
+        for each, tried in zip(picked, answers, strict=True):
+            _show(each, tried)
+        for line in _reasons(survey):
+            click.echo(line, err=True)
+    if survey["rows_failing"] or any(tried is not None and tried.value is None for tried in answers):
+        sys.exit(1)
+
+
+def tell_dry_run(
+    connection: redis.Redis, queue: str, options: dict[str, Any], max_rows: int, price_per_hour: float | None
+) -> None:
+    """Print what a run would take, and start none."""
+    survey = _survey(connection, queue, options, pick=NUM_TRIED, max_rows=max_rows)
+    model = options["model"]
+    found = estimate(survey, partial(_answer, connection, queue, model))
+    click.echo("\n".join(dry_run_lines(survey, found, price_per_hour)))
+
+
+def _answer(connection: redis.Redis, queue: str, model: str | None, trials: Sequence[Trial]) -> list[Tried]:
+    return try_jobs(connection, queue, trials, model)
+
+
+def dry_run_lines(survey: dict[str, Any], found: Estimate, price_per_hour: float | None) -> list[str]:
+    """Return what is said of a run."""
+    read = survey["rows_read"]
+    share = "" if read == survey["rows"] else f", as {read:,} of them tell"
+    scale = survey["rows"] / max(1, read)
+    lines = [
+        f"rows     {survey['rows']:,}, of which {survey['rows_failing'] * scale:,.0f} would fail{share}",
+        *(f"         {line}" for line in _reasons(survey)),
+        f"asked    {survey['requests'] * scale:,.0f} prompts; {survey['rows_repeated'] * scale:,.0f} rows "
+        "repeat an earlier one",
+        f"prompts  {found.prompt_tokens.value:,.0f} tokens; of those asked, shared beginnings save up to "
+        f"{found.saved_tokens:,.0f}",
+        f"answers  {_interval(found.completion_tokens)} tokens, of which {_interval(found.generated_tokens)} "
+        f"are computed, as {found.num_tried} rows tell",
+        f"time     {_time(found.seconds)} on one worker like this one, alone with the run",
+    ]
+    if found.num_failed:
+        lines.append(f"but      {found.num_failed} of the {found.num_tried} rows that were tried failed")
+    if price_per_hour is not None:
+        cost = found.seconds.times(price_per_hour / 3600)
+        between = f"({cost.low:,.2f} to {cost.high:,.2f})"
+        lines.append(f"cost     {cost.value:,.2f} {between} at {price_per_hour:g} an hour")
+    return lines
+
+
+def _survey(connection: redis.Redis, queue: str, options: dict[str, Any], **how: Any) -> dict[str, Any]:
+    """Have a worker look at a run's prompts. Raises what its planning would."""
+    arguments = run_arguments({**_DEFAULTS, **options})
+    model = parse_model(arguments.pop("model"))
+    for name in ("redo_damaged", "max_errors"):
+        arguments.pop(name)
+    check_queue_name(queue)
+    spec = RunSpec.from_arguments(**arguments)
+    told = {name: value for name, value in spec.to_json().items() if value is not None}
+    return try_job(connection, queue, Trial("jobs.survey_parquet", {**told, **how}), model)
+
+
+def _show(picked: dict[str, Any], tried: Tried | None) -> None:
+    click.echo(f"row {picked['row']}: {picked['prompt_tokens']} tokens")
+    messages = picked["prompt"] if picked["is_chat"] else [{"role": "prompt", "content": picked["prompt"]}]
+    for message in messages:
+        click.echo(f"  {safe_name(str(message.get('role')))}: {_text(message.get('content'))}")
+    if tried is None:
+        return
+    if tried.value is None:
+        click.echo(f"  error: {_text(tried.error)}")
+        return
+    for choice in tried.value["choices"]:
+        text = choice["message"]["content"] if picked["is_chat"] else choice["text"]
+        click.echo(f"  answer ({choice['finish_reason']}): {_text(text)}")
+    click.echo(f"  {tried.value['usage']['completion_tokens']} tokens")
+
+
+def _text(value: Any) -> str:
+    """A prompt as it is shown: lines below it are indented, and nothing in it moves the cursor."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    lines = [safe_name(line, MAX_SHOWN_CHARS) for line in text[:MAX_SHOWN_CHARS].split("\n")]
+    return "\n    ".join(lines) + (" ..." if len(text) > MAX_SHOWN_CHARS else "")
+
+
+def _reasons(survey: dict[str, Any]) -> list[str]:
+    return [
+        f"{each['rows']:,} rows read would fail, row {each['row']} the first: {safe_name(each['reason'])}"
+        for each in survey["reasons"]
+    ]
+
+
+def _interval(total: Total) -> str:
+    if total.low == total.high:
+        return f"{total.value:,.0f}"
+    return f"{total.value:,.0f} ({total.low:,.0f} to {total.high:,.0f})"
+
+
+def _time(total: Total) -> str:
+    unit, seconds = next(
+        (each for each in (("h", 3600), ("min", 60)) if total.value >= 2 * each[1]), ("s", 1)
+    )
+    found = total.times(1 / seconds)
+    return f"{found.value:.1f} {unit} ({found.low:.1f} to {found.high:.1f})"

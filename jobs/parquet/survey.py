@@ -1,0 +1,265 @@
+"""What a run would ask, without asking it: tokens, duplicates, shared prefixes, rows that would fail."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from ..context import JobContext
+from ..context.prompt_meter import PromptMeter
+from ..context.shard_bytes import ShardBytes
+from ..errors import InvalidJob
+from ..runs.estimate import Pick, Sized, pick_requests
+from ..runs.formats import OPENAI_BATCH
+from ..runs.plan import Plan
+from ..runs.spec import RunSpec
+from .added_columns import with_added_values
+from .column_choice import ColumnChoice
+from .decoders import Table
+from .find_files import find_files
+from .formats.problems import split_problems
+from .inputs import read_inputs
+from .planner import check_columns, new_plan
+from .prompt_source import PromptSource, render_rows
+from .row_reader import RowReader
+from .row_sampling import split
+from .row_values import RowProblem
+from .shard_texts import ShardTexts
+from .shard_work import row_seed
+from .sources import prompt_source
+from .storage import Storage
+
+#: Of the prompts that are returned, in characters: a result of the worker's has its limit.
+MAX_PICKED_CHARS = 4 << 20
+
+#: Kinds of errors that are told, and that are told apart.
+MAX_REASONS, MAX_KINDS = 5, 1000
+
+
+def survey_parquet(
+    context: JobContext,
+    input: str | list[str],
+    output: str = os.devnull,
+    pick: int = 64,
+    first: bool = False,
+    max_rows: int | None = None,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """Look at what a run of these arguments would ask; write nothing.
+
+    pick: so many of its requests are returned, chosen to stand for all; with `first`, the first rows.
+    max_rows: where the run has more, every so manyth of them is looked at. arguments: as of
+    RunSpec.from_arguments.
+    Raises RunError or InvalidJob.
+    """
+    try:
+        inspect.signature(RunSpec.from_arguments).bind(input, output, **arguments)
+    except TypeError as error:
+        raise InvalidJob(f"jobs.survey_parquet: {str(error)[:200]}") from None
+    spec = RunSpec.from_arguments(input, output, **arguments)
+    if spec.input_format == OPENAI_BATCH:
+        raise InvalidJob("the lines of an openai-batch file say what they ask: there is nothing to preview")
+    spec.check_sampling(context.check_sampling)
+    storage = Storage(context.data_roots, context.check_interrupted)
+    found = find_files(storage, spec.input, spec.output, spec.input_format)
+    limit = context.shard_bytes.limit
+    inputs = read_inputs(
+        storage, found, spec.filename_column, context.check_interrupted, limit, spec.limit, spec.input_format
+    )
+    check_columns(spec, inputs.schema, found[0].path)
+    if context.meter is None:
+        raise InvalidJob("this process has no engine to count tokens with")
+    survey = _Survey(context, storage, new_plan(context, spec, inputs), context.meter())
+    return survey.take(pick, first, max_rows)
+
+
+class _Survey:
+    def __init__(self, context: JobContext, storage: Storage, plan: Plan, meter: PromptMeter) -> None:
+        self._context, self._storage, self._plan, self._meter = context, storage, plan, meter
+        self._source: PromptSource = prompt_source(plan.spec, context.check_sampling)
+        self._sampling, self._chat = plan.spec.chat
+        self._requests: list[_Asked] = []
+        self._known: dict[bytes, int] = {}
+        self._reasons = _Reasons()
+        self._before: Sequence[int] = ()
+        self._tokens = self._repeated = self._rows = self._cached = 0
+
+    def take(self, pick: int, first: bool, max_rows: int | None) -> dict[str, Any]:
+        every = 1 if max_rows is None else max(1, -(-self._plan.rows // max(1, max_rows)))
+        for start, rows in self._rendered():
+            looked_at = {
+                start + number: row for number, row in enumerate(rows) if (start + number) % every == 0
+            }
+            self._look_at(looked_at)
+        sizes = [Sized(each.tokens, each.limit, each.rows) for each in self._requests]
+        picks = pick_requests(sizes, pick)
+        if first:
+            ordered = sorted(range(len(sizes)), key=lambda number: self._requests[number].row)
+            picks = [Pick(number, 1.0) for number in ordered[:pick]]
+        return {
+            "rows": self._plan.rows,
+            "rows_read": self._rows,
+            "rows_failing": self._reasons.rows,
+            "reasons": self._reasons.told(),
+            "rows_repeated": self._repeated,
+            "requests": len(self._requests),
+            "prompt_tokens": self._tokens,
+            "request_tokens": sum(each.tokens for each in self._requests),
+            "cached_tokens": self._cached,
+            "n": self._plan.spec.n,
+            "max_num_seqs": self._meter.max_num_seqs,
+            "model": self._context.model.name,
+            "picked": self._picked(picks),
+        }
+
+    def _look_at(self, rows: dict[int, str | RowProblem]) -> None:
+        """Take rows of one shard: their prompts are computed in the order of their texts."""
+        asked: dict[str, list[int]] = {}
+        for row, text in rows.items():
+            self._rows += 1
+            if isinstance(text, RowProblem):
+                self._reasons.add(str(text), [row])
+            else:
+                asked.setdefault(text, []).append(row)
+        for text in sorted(asked):
+            self._context.check_interrupted()
+            self._ask(text, asked[text])
+
+    def _ask(self, text: str, rows: list[int]) -> None:
+        prompt, own = split(text) if self._plan.spec.sampling_columns else (text, {})
+        sampling = {**self._sampling, **own}
+        is_greedy = sampling.get("temperature") == 0
+        key = blake2b(text.encode(), digest_size=16).digest()
+        known = self._known.get(key)
+        if known is not None and self._requests[known].is_greedy:
+            self._requests[known].rows += len(rows)
+            self._repeated += len(rows)
+            self._tokens += len(rows) * self._requests[known].tokens
+            return
+        try:
+            token_ids = self._token_ids(prompt)
+        except InvalidJob as error:
+            self._reasons.add(str(error), rows)
+            return
+        self._repeated += len(rows) - (known is None)
+        self._tokens += len(rows) * len(token_ids)
+        self._known.setdefault(key, len(self._requests))
+        limit = own.get("max_tokens", 0)
+        for numbers in [rows] if is_greedy else [[row] for row in rows]:
+            self._cached += _shared(self._before, token_ids, self._meter.block_size)
+            self._before = token_ids
+            self._requests.append(_Asked(numbers[0], len(token_ids), limit, len(numbers), is_greedy))
+
+    def _token_ids(self, prompt: str) -> Sequence[int]:
+        if self._source.is_chat:
+            return self._meter.token_ids(None, json.loads(prompt), self._chat.template)
+        return self._meter.token_ids(prompt, None, {})
+
+    def _picked(self, picks: Sequence[Pick]) -> list[dict[str, Any]]:
+        """Read the prompts of what was picked again; those beyond MAX_PICKED_CHARS are left out."""
+        wanted = {self._requests[pick.number].row: pick for pick in picks}
+        found: dict[int, dict[str, Any]] = {}
+        left = MAX_PICKED_CHARS
+        for start, rows in self._rendered(wanted):
+            for row in wanted.keys() & set(range(start, start + len(rows))):
+                text = rows[row - start]
+                if isinstance(text, str) and (left := left - len(text)) >= 0:
+                    found[row] = self._told(row, text, wanted[row])
+        return [found[row] for row in wanted if row in found]
+
+    def _told(self, row: int, text: str, pick: Pick) -> dict[str, Any]:
+        prompt, own = split(text) if self._plan.spec.sampling_columns else (text, {})
+        sampling = {**self._plan.spec.sampling, **own}
+        if "seed" in self._plan.spec.sampling and "seed" not in own:
+            sampling["seed"] = row_seed(self._plan.seed, row)
+        asked = self._requests[pick.number]
+        return {
+            "row": row,
+            "prompt": json.loads(prompt) if self._source.is_chat else prompt,
+            "is_chat": self._source.is_chat,
+            "sampling": sampling,
+            "prompt_tokens": asked.tokens,
+            "rows": asked.rows,
+            "weight": pick.weight,
+        }
+
+    def _rendered(self, only: Any = None) -> Iterator[tuple[int, list[str | RowProblem]]]:
+        """Yield the rows of each shard with the number of its first; `only`: of those that hold such rows."""
+        plan, reader, file = self._plan, None, -1
+        added = {column.name for column in plan.added_columns}
+        choice = ColumnChoice(tuple(name for name in self._source.columns if name not in added))
+        try:
+            for number, shard in enumerate(plan.shards):
+                start = plan.first_row(number)
+                if shard.rows == 0 or not (
+                    only is None or any(start <= row < start + shard.rows for row in only)
+                ):
+                    continue
+                planned = plan.files[shard.file]
+                if reader is None or shard.file != file or not reader.reaches(shard):
+                    if reader is not None:
+                        reader.close()
+                    table = Table.of(plan, planned)
+                    reader = RowReader(self._storage, planned.path, shard, choice, used=choice, table=table)
+                    file = shard.file
+                texts = ShardTexts(
+                    planned.path, self._source.columns, ShardBytes(self._context.shard_bytes.limit)
+                )
+                for batch in reader.read(shard, self._context.check_interrupted):
+                    batch, problems = split_problems(batch)
+                    batch = with_added_values(batch, plan.added_columns, planned.values)
+                    texts.add(render_rows(self._source, batch, problems))
+                yield start, texts.gathered()
+        finally:
+            if reader is not None:
+                reader.close()
+
+
+class _Reasons:
+    """Why rows would fail; texts that differ in their numbers alone are one reason."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._examples: dict[str, tuple[str, int]] = {}
+
+    @property
+    def rows(self) -> int:
+        return sum(self._counts.values())
+
+    def add(self, reason: str, rows: Sequence[int]) -> None:
+        kind = re.sub(r"\d+", "0", reason[:200])
+        if kind not in self._counts and len(self._counts) >= MAX_KINDS:
+            kind = "other reasons"
+        self._counts[kind] += len(rows)
+        self._examples.setdefault(kind, (reason[:200], rows[0]))
+
+    def told(self) -> list[dict[str, Any]]:
+        """Return the commonest ones: how many rows, the first of them, and what is wrong with it."""
+        found = self._counts.most_common(MAX_REASONS)
+        return [
+            {"rows": count, "row": self._examples[kind][1], "reason": self._examples[kind][0]}
+            for kind, count in found
+        ]
+
+
+class _Asked:
+    """A request of the run. row: the first that it is for, counted over all files."""
+
+    __slots__ = ("is_greedy", "limit", "row", "rows", "tokens")
+
+    def __init__(self, row: int, tokens: int, limit: int, rows: int, is_greedy: bool) -> None:
+        self.row, self.tokens, self.limit, self.rows, self.is_greedy = row, tokens, limit, rows, is_greedy
+
+
+def _shared(before: Sequence[int], token_ids: Sequence[int], block_size: int) -> int:
+    """Return how many tokens of a prompt the one before leaves in the prefix cache; the last is computed."""
+    shared = 0
+    while (end := shared + block_size) < len(token_ids) and before[shared:end] == token_ids[shared:end]:
+        shared = end
+    return shared

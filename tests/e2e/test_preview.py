@@ -1,0 +1,73 @@
+"""`tokenmill preview` and `submit --dry-run`, with a real worker and the demo model."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from tests.e2e.conftest import DATES, RealWorkers
+from tests.rq_workers import wait_until
+
+
+def copy_of_dates(folder: Path, rows: int) -> Path:
+    path = folder / "dates.parquet"
+    pq.write_table(pq.read_table(DATES).slice(0, rows), path)
+    return path
+
+
+def run(workers: RealWorkers, *args: object) -> subprocess.CompletedProcess[str]:
+    command = workers.tokenmill(*map(str, args))
+    return subprocess.run(
+        command, env=workers.environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def number(text: str, pattern: str) -> int:
+    found = re.search(pattern, text)
+    assert found is not None, text
+    return int(found[1].replace(",", ""))
+
+
+def test_preview_shows_prompts_tokens_and_the_answers_that_the_run_gives(
+    workers: RealWorkers, tmp_path: Path
+) -> None:
+    source = copy_of_dates(tmp_path, 90)
+    options = ["--messages-column", "messages", "--temperature", 0, "--max-tokens", 12]
+    lonely = run(workers, "preview", source, *options)
+    assert (lonely.returncode, "no worker listens on queue 'bulk'" in lonely.stderr) == (1, True)
+    workers.start(queues=("bulk",))
+    wait_until(lambda: workers.redis.scard("rq:workers:bulk") == 1)
+    shown = run(workers, "preview", source, "--rows", 2, *options)
+    assert shown.returncode == 0, shown.stderr
+    estimated = run(workers, "submit", source, tmp_path / "out", "--dry-run", "--price-per-hour", 2, *options)
+    assert estimated.returncode == 0, estimated.stderr
+    assert not (tmp_path / "out").exists()
+    assert workers.redis.keys("rq:job:*") == [], "what was tried is taken away"
+    scored = run(workers, "submit", source, tmp_path / "out", "--wait", *options)
+    assert scored.returncode == 0, scored.stderr
+    rows = pq.read_table(tmp_path / "out").to_pylist()
+    for row in rows[:2]:
+        assert f"row {row['id']}: {row['prompt_tokens']} tokens" in shown.stdout
+        assert f"user: {row['messages'][-1]['content']}" in shown.stdout
+        assert f"answer ({row['finish_reason']}): {row['completion']}" in shown.stdout
+    told = estimated.stdout
+    assert number(told, r"rows +([\d,]+), of which 0 would fail") == 90
+    assert number(told, r"prompts +([\d,]+) tokens") == sum(row["prompt_tokens"] for row in rows)
+    completion_tokens = sum(row["completion_tokens"] for row in rows)
+    assert abs(number(told, r"answers +([\d,]+)") - completion_tokens) < 0.15 * completion_tokens
+    assert re.search(r"time +\d+\.\d s \(\d", told)
+    assert re.search(r"cost +\d+\.\d\d \(.* at 2 an hour", told)
+
+
+def test_preview_names_rows_that_would_fail(workers: RealWorkers, tmp_path: Path) -> None:
+    source = copy_of_dates(tmp_path, 3)
+    workers.start(queues=("bulk",))
+    wait_until(lambda: workers.redis.scard("rq:workers:bulk") == 1)
+    shown = run(workers, "preview", source, "--template", "{nothing}")
+    assert (shown.returncode, "MissingColumn" in shown.stderr) == (1, True)
+    long = run(workers, "preview", source, "--template", "{text}" + "x y" * 20_000, "--no-answers")
+    assert long.returncode == 1
+    assert "3 rows read would fail, row 0 the first: the prompt has" in long.stderr

@@ -1,0 +1,241 @@
+"""What a dry run says of a run, compared with what the run then takes."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from redis import Redis
+
+from jobs.context import JobContext
+from jobs.context.prompt_meter import PromptMeter
+from jobs.errors import InvalidJob, MissingColumn
+from jobs.runs.dry_run import NUM_TRIED, Estimate, estimate
+from jobs.runs.estimate import Sized, Speed, measured_speed, pick_requests, total
+from jobs.runs.trials import Trial, Tried
+from jobs.table import own_function
+from jobs.tasks import Request
+from tests.jobs.answering import FakeCompletion, queued_jobs, run_task, score_parquet, work_off
+
+MakeContext = Callable[[], JobContext]
+BLOCK = 16
+
+
+def token_ids(prompt: str | None, messages: Any, options: Any) -> Sequence[int]:
+    text = prompt if messages is None else json.dumps(messages)
+    if len(text) > 5000:
+        raise InvalidJob(f"the prompt has {len(text)} tokens; this engine takes at most 5000")
+    return [ord(each) for each in text]
+
+
+@pytest.fixture
+def context(make_context: MakeContext) -> MakeContext:
+    meter = PromptMeter(token_ids, 256, BLOCK)
+    return lambda: replace(make_context(), meter=lambda: meter)
+
+
+def survey(context: MakeContext, source: Path, **arguments: Any) -> dict[str, Any]:
+    function = own_function("jobs.survey_parquet")
+    assert function is not None
+    found = function(context(), str(source), **arguments)
+    assert json.loads(json.dumps(found)) == found
+    return found
+
+
+def answering(
+    context: MakeContext, answer: Callable[[Request], FakeCompletion]
+) -> Callable[..., list[Tried]]:
+    def run(trials: Sequence[Trial]) -> list[Tried]:
+        values = [run_task(context(), each.function, answer=answer, **each.kwargs) for each in trials]
+        return [Tried(value, None, 0.0, 1.0) for value in values]
+
+    return run
+
+
+def skewed_prompts(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Few long texts hold most of the tokens, and have most of the answers'."""
+    lengths = [min(4000, int(rng.lognormvariate(3, 1.2)) + 1) for _ in range(3000)]
+    return {"prompt": [f"{number} " + "x" * length for number, length in enumerate(lengths)]}, {}
+
+
+def skewed_repeats(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A handful of texts are most of the rows."""
+    texts = [f"{number} " + "y" * rng.randint(1, 500) for number in range(600)]
+    rows = [texts[min(599, int(rng.paretovariate(0.7)) - 1)] for _ in range(3000)]
+    return {"prompt": rows}, {"sampling": {"temperature": 0}}
+
+
+def skewed_limits(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One row in a hundred may write a hundred times as much."""
+    limits = [1000 if rng.random() < 0.01 else rng.randint(1, 20) for _ in range(3000)]
+    columns = {"prompt": [f"{rng.random()}" for _ in limits], "limit": limits}
+    return columns, {"sampling_columns": {"max_tokens": "limit"}, "sampling": {"n": 2}}
+
+
+def written(request: Request) -> FakeCompletion:
+    """As many tokens as the prompt has, or as it may, or fewer."""
+    assert request.prompt is not None
+    number = random.Random(request.prompt).uniform(0.6, 1)
+    tokens = min(len(request.prompt), request.sampling.get("max_tokens", 10**9))
+    if "x" not in request.prompt and "y" not in request.prompt:
+        tokens = request.sampling.get("max_tokens", 256)
+    return FakeCompletion("t", 0, [1] * max(1, int(number * tokens)), "stop", len(request.prompt))
+
+
+@pytest.mark.parametrize("make", [skewed_prompts, skewed_repeats, skewed_limits])
+def test_tokens_are_estimated_within_15_percent_on_skewed_files(
+    redis: Redis, context: MakeContext, tmp_path: Path, make: Callable[..., Any]
+) -> None:
+    columns, arguments = make(random.Random(5))
+    pq.write_table(pa.table(columns), tmp_path / "in.parquet")
+    found = survey(context, tmp_path / "in.parquet", **arguments)
+    assert len(found["picked"]) <= NUM_TRIED
+    told = estimate(found, answering(context, written))
+    score_parquet(context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"), **arguments)
+    shared = context()
+    work_off(redis, lambda: replace(context(), answers=shared.answers), answer=written)
+    manifest = json.loads((tmp_path / "out" / "_manifest.json").read_text())
+    assert told.prompt_tokens.value == manifest["prompt_tokens"]
+    for ours, theirs in (
+        (told.completion_tokens, manifest["completion_tokens"]),
+        (told.generated_tokens, manifest["generated_tokens"]),
+    ):
+        assert abs(ours.value - theirs) <= 0.15 * theirs
+        assert ours.low <= ours.value <= ours.high
+
+
+def test_failing_rows_repeats_and_shared_beginnings_are_counted(context: MakeContext, tmp_path: Path) -> None:
+    head = "h" * 40
+    prompts = [f"{head}{n:03}" for n in range(5)] + ["z", "z", None, "w" * 6000, "v" * 7000, ""]
+    pq.write_table(pa.table({"prompt": prompts}), tmp_path / "in.parquet")
+    found = survey(context, tmp_path / "in.parquet", sampling={"temperature": 0})
+    assert (found["rows"], found["rows_read"], found["rows_failing"]) == (11, 11, 4)
+    assert (
+        found["reasons"][0]
+        == {
+            "rows": 2,
+            "row": 8,
+            "reason": "the prompt has 6000 tokens; this engine takes at most 5000",
+        }
+        or found["reasons"][0]["row"] == 9
+    )
+    assert (found["rows_repeated"], found["requests"]) == (1, 6)
+    assert (found["prompt_tokens"], found["request_tokens"]) == (5 * 43 + 2, 5 * 43 + 1)
+    assert found["cached_tokens"] == 4 * 32, "two blocks of 16 of each prompt but the first"
+    drawn = survey(context, tmp_path / "in.parquet")
+    assert (drawn["rows_repeated"], drawn["requests"]) == (1, 7), "drawn anew, they are not one request"
+
+
+def test_repeats_in_other_shards_are_repeats_too(context: MakeContext, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["a", "b"] * 5}), tmp_path / "in.parquet")
+    found = survey(context, tmp_path / "in.parquet", sampling={"temperature": 0}, rows_per_shard=3)
+    assert (found["rows_repeated"], found["requests"], found["prompt_tokens"]) == (8, 2, 10)
+    assert [each["rows"] for each in found["picked"]] == [5, 5]
+
+
+def test_a_share_of_a_large_run_is_scaled(context: MakeContext, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": [f"{number:04}" for number in range(1000)]}), tmp_path / "in.parquet")
+    found = survey(context, tmp_path / "in.parquet", max_rows=100)
+    assert (found["rows"], found["rows_read"]) == (1000, 100)
+    told = estimate(found, answering(context, lambda request: FakeCompletion("", 0, [1, 2, 3])))
+    assert (told.prompt_tokens.value, told.completion_tokens.value) == (4000, pytest.approx(3000))
+
+
+def test_the_first_rows_are_asked_with_the_runs_own_seeds(
+    redis: Redis, context: MakeContext, tmp_path: Path
+) -> None:
+    columns = {"prompt": ["c", "a", None, "b"], "limit": [1, 2, 3, 4]}
+    pq.write_table(pa.table(columns), tmp_path / "in.parquet")
+    arguments = {"sampling": {"seed": 7}, "sampling_columns": {"max_tokens": "limit"}}
+    found = survey(context, tmp_path / "in.parquet", pick=2, first=True, **arguments)
+    assert [(each["row"], each["prompt"]) for each in found["picked"]] == [(0, "c"), (1, "a")]
+    score_parquet(context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"), **arguments)
+    asked: dict[Any, Any] = {}
+    for job in queued_jobs(redis):
+        answer = lambda request: asked.update({request.prompt: request.sampling}) or FakeCompletion()  # noqa: E731
+        run_task(context(), job.func_name, *job.args, answer=answer)
+    assert [each["sampling"] for each in found["picked"]] == [dict(asked["c"]), dict(asked["a"])]
+
+
+def test_chats_are_surveyed_as_chats(context: MakeContext, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": ["x", "y"]}), tmp_path / "in.parquet")
+    template = [{"role": "user", "content": "hi {a}"}]
+    found = survey(context, tmp_path / "in.parquet", template=template, pick=5, first=True)
+    assert [each["prompt"][0]["content"] for each in found["picked"]] == ["hi x", "hi y"]
+    assert all(each["is_chat"] for each in found["picked"])
+    told = estimate(found, answering(context, lambda request: FakeCompletion("", 0, [1])))
+    assert (told.num_tried, told.num_failed, told.completion_tokens.value) == (2, 0, 2)
+
+
+def test_what_a_planning_refuses_a_survey_refuses(context: MakeContext, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": ["x", "y"]}), tmp_path / "in.parquet")
+    with pytest.raises(MissingColumn):
+        survey(context, tmp_path / "in.parquet")
+    with pytest.raises(InvalidJob, match="unexpected keyword argument 'colum'"):
+        survey(context, tmp_path / "in.parquet", colum="a")
+    with pytest.raises(InvalidJob, match="no engine"):
+        survey(lambda: replace(context(), meter=None), tmp_path / "in.parquet", prompt_column="a")
+
+
+def test_a_run_of_no_rows_takes_nothing(context: MakeContext, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "in.parquet")
+    found = survey(context, tmp_path / "in.parquet")
+    told = estimate(found, answering(context, written))
+    assert isinstance(told, Estimate)
+    assert (told.prompt_tokens.value, told.completion_tokens.high, told.seconds.high, told.num_tried) == (
+        0,
+        0,
+        0,
+        0,
+    )
+
+
+sizes = st.lists(
+    st.builds(Sized, st.integers(0, 10_000), st.sampled_from([0, 1, 500]), st.integers(1, 5000)), max_size=300
+)
+
+
+@given(sizes, st.integers(1, 80))
+def test_picks_stand_for_all_requests_and_none_is_picked_twice(requests: list[Sized], count: int) -> None:
+    picks = pick_requests(requests, count)
+    numbers = [pick.number for pick in picks]
+    assert len(set(numbers)) == len(numbers) == min(count, len(requests))
+    assert all(pick.weight >= 1 - 1e-9 for pick in picks)
+    if len(requests) <= count:
+        assert all(pick.weight == 1 for pick in picks)
+    chances = [1.0 for _ in picks]
+    found = total(picks, chances)
+    assert found.low <= found.value <= found.high
+
+
+def test_a_total_over_equal_chances_is_exact() -> None:
+    requests = [Sized(100, 0, 1)] * 1000
+    picks = pick_requests(requests, 64)
+    assert total(picks, [7.0] * 64).value == pytest.approx(7000)
+    assert total(picks, [7.0] * 64).high == pytest.approx(7000)
+
+
+@given(
+    st.floats(0, 0.1), st.floats(0, 0.01), st.lists(st.integers(1, 300), min_size=2, max_size=64, unique=True)
+)
+def test_speed_is_found_from_when_rows_of_unlike_lengths_end(
+    step_s: float, row_s: float, lengths: list[int]
+) -> None:
+    ends_s = [
+        1.5 + length * step_s + sum(min(length, other) for other in lengths) * row_s for length in lengths
+    ]
+    found = measured_speed(0.001, 1500, ends_s, lengths)
+    true = Speed(0.001, step_s, row_s)
+    for tokens, batch in ((1000, len(lengths)), (10**6, 4 * len(lengths))):
+        assert found.seconds(0, tokens, batch) == pytest.approx(
+            true.seconds(0, tokens, batch), rel=0.02, abs=1e-3
+        )
