@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -58,10 +57,6 @@ def survey_parquet(
     RunSpec.from_arguments.
     Raises RunError or InvalidJob.
     """
-    try:
-        inspect.signature(RunSpec.from_arguments).bind(input, output, **arguments)
-    except TypeError as error:
-        raise InvalidJob(f"jobs.survey_parquet: {str(error)[:200]}") from None
     spec = RunSpec.from_arguments(input, output, **arguments)
     if spec.input_format == OPENAI_BATCH:
         raise InvalidJob("the lines of an openai-batch file say what they ask: there is nothing to preview")
@@ -237,7 +232,8 @@ class _Reasons:
         if kind not in self._counts and len(self._counts) >= MAX_KINDS:
             kind = "other reasons"
         self._counts[kind] += len(rows)
-        self._examples.setdefault(kind, (reason[:200], rows[0]))
+        if kind not in self._examples or rows[0] < self._examples[kind][1]:
+            self._examples[kind] = (reason[:200], rows[0])
 
     def told(self) -> list[dict[str, Any]]:
         """Return the commonest ones: how many rows, the first of them, and what is wrong with it."""
