@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from engine.errors import ConfigError
 from engine.schedule.admission import AdmissionGate
 from engine.schedule.block_manager import BlockManager
+from engine.schedule.forced import learn
 from engine.schedule.logprobs import RowLogprobs
 from engine.schedule.running import RunningList
 from engine.schedule.scheduled_batch import ScheduledBatch
@@ -131,7 +132,9 @@ class Books:
         for seq, token_id, is_plain in zip(batch.sampling, token_ids.tolist(), goes_on.tolist(), strict=True):
             if is_plain:
                 seq.token_ids.append(token_id)
-            elif seq.status is not SequenceStatus.FINISHED and seq.ends_with(token_id):
+            elif seq.num_stale:
+                seq.num_stale -= 1
+            elif seq.status is not SequenceStatus.FINISHED and self._ends_with(seq, token_id):
                 finished.append(seq)
         for seq in batch.ending:
             if seq.status is not SequenceStatus.FINISHED:
@@ -150,7 +153,7 @@ class Books:
         for batch in self.in_flight:
             self.blocks.withdraw(batch.published)
             for seq in batch.sampling + batch.ending:
-                seq.num_tokens = len(seq.token_ids)
+                seq.num_tokens, seq.num_stale = len(seq.token_ids), 0
                 if seq.status is SequenceStatus.ENDING:
                     self._wait_again(seq)
             for seq, _ in batch.scored:
@@ -164,6 +167,13 @@ class Books:
     def check_accounting(self) -> None:
         """Raise BlockAccountingError unless blocks, references and block tables agree."""
         self.blocks.check_accounting(self.running)
+
+    def _ends_with(self, seq: Sequence, token_id: int) -> bool:
+        """Hand a token to its sequence; whether that ends it."""
+        ends = seq.ends_with(token_id) if seq.forcing is None else learn(seq, token_id, self.slots)
+        if seq.status is SequenceStatus.ENDING and not ends and seq.num_tokens < seq.max_len:
+            self._wait_again(seq)  # its last token is to be computed anew
+        return ends
 
     def _leave(self, seq: Sequence) -> None:
         """Take an unfinished sequence out of its list and free what it holds."""

@@ -102,25 +102,25 @@ class Scheduler(Books):
 
     def _schedule_running(self, group: SlotGroup, batch: ScheduledBatch) -> None:
         """Schedule a lane's running sequences: a token of each decode, then chunks of prefills under way."""
-        num_left = self.slots.num_tokens[group.slots] - self.slots.num_computed[group.slots]
-        in_prefill = num_left > self.slots.num_alone[group.slots]
-        decodes = self._grow_decodes(group.select(~in_prefill))
+        group = self._grow_all(group)
+        in_prefill = self.slots.in_prefill(group.slots)
+        decodes = group.select(~in_prefill)
         num_generated = self.slots.num_tokens[decodes.slots] > self.slots.num_prompt[decodes.slots]
         batch.add_decodes(decodes, num_generated=int(num_generated.sum()))
         self._publish_decodes(decodes, batch)
         if in_prefill.any():
             self._schedule_prefills(group.select(in_prefill).seqs, batch)
 
-    def _grow_decodes(self, decodes: SlotGroup) -> SlotGroup:
-        """Give a block to each that begins one; return those that had not to give way for it."""
-        begins_block = (self.slots.num_tokens[decodes.slots] - 1) % self.blocks.block_size == 0
+    def _grow_all(self, group: SlotGroup) -> SlotGroup:
+        """Give blocks to those that lack any; return those that had not to give way for it."""
+        begins_block = (self.slots.num_tokens[group.slots] - 1) % self.blocks.block_size == 0
         num_preemptions = self.num_preemptions
-        for i in np.flatnonzero(begins_block).tolist():
-            if decodes.seqs[i].status is SequenceStatus.RUNNING:
-                self._grow(decodes.seqs[i])
+        for i in np.flatnonzero(begins_block | self.slots.in_prefill(group.slots)).tolist():
+            if group.seqs[i].status is SequenceStatus.RUNNING:
+                self._grow(group.seqs[i])
         if self.num_preemptions == num_preemptions:
-            return decodes
-        return decodes.select(np.array([s.status is SequenceStatus.RUNNING for s in decodes.seqs], np.bool_))
+            return group
+        return group.select(np.array([s.status is SequenceStatus.RUNNING for s in group.seqs], np.bool_))
 
     def _publish_decodes(self, decodes: SlotGroup, batch: ScheduledBatch) -> None:
         """Publish the blocks that their tokens fill, as soon as those are known."""
@@ -210,17 +210,16 @@ class Scheduler(Books):
         return sum(seq.max_len > len(seq.block_table) * size for seq in self.running)
 
     def _grow(self, seq: Sequence) -> None:
-        """Make sure `seq` has a block for its last token, unless it has to be preempted itself.
+        """Make sure `seq` has blocks for all its tokens, unless it has to be preempted itself.
 
         The last running sequence is never one already scheduled: a step is filled in running order.
         """
-        if seq.num_tokens <= len(seq.block_table) * self.blocks.block_size:
-            return
-        while not self.blocks.num_free_blocks:
-            if self._preempt() is seq:
-                return
-        self.blocks.grow(seq)
-        self.slots.add_block(seq)
+        while seq.num_tokens > len(seq.block_table) * self.blocks.block_size:
+            while not self.blocks.num_free_blocks:
+                if self._preempt() is seq:
+                    return
+            self.blocks.grow(seq)
+            self.slots.add_block(seq)
 
     def _preempt(self) -> Sequence:
         """Take slot and blocks from the least urgent sequence, which is returned."""

@@ -80,7 +80,7 @@ def give_logprobs(logprobs: RowLogprobs, batch: ScheduledBatch) -> None:
     row = 0
     for seq in batch.sampling:
         if seq.sample_top != NOT_WANTED:
-            if seq.status is not SequenceStatus.FINISHED:
+            if seq.status is not SequenceStatus.FINISHED and not seq.num_stale:
                 seq.logprobs.append(logprobs.rows(row, row + 1))
             row += 1
     for seq, count in batch.scored:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -44,6 +45,16 @@ class PreparedPrompt:
     block_keys: list[BlockKey]
 
 
+class Forcing(Protocol):
+    """Says of one sequence which tokens must come next. It is told of each token once, in order."""
+
+    def first(self) -> Iterable[int]:
+        """Those that must come first."""
+
+    def after(self, token_id: int) -> Iterable[int]:
+        """Those that must come behind this one, which was sampled or forced itself; () for none."""
+
+
 class Sequence:
     """State of one sample of one request.
 
@@ -52,8 +63,10 @@ class Sequence:
     `num_computed_tokens` have their keys and values in the blocks of `block_table`, in order, once the
     launched steps have run. At `max_len` tokens it ends; then `text` is its completion, or `error` says why
     there is none. `block_keys` holds one key per full block, made once and kept over preemption. `arrival`
-    orders sequences of one lane. `slot` is the row in the runner's arrays while running. The scheduler owns
-    status, lane, slot, num_tokens and max_len; the block manager owns table and keys.
+    orders sequences of one lane. `forced` must come next, whatever was sampled; of the samples on their way
+    the first `num_stale` are dropped, as other tokens stand in their places. `slot` is the row in the
+    runner's arrays while running. The scheduler owns status, lane, slot, num_tokens and max_len; the block
+    manager owns table and keys.
 
     The prompt's tokens from `next_scored` to `score_end` are those whose log probability is wanted, and
     neither known nor being computed; `prompt_logprobs` holds those that are known, in order. `logprobs` holds
@@ -71,6 +84,8 @@ class Sequence:
         "finish_reason",
         "first_scored",
         "follows_text",
+        "forced",
+        "forcing",
         "generates",
         "index",
         "lane",
@@ -81,6 +96,7 @@ class Sequence:
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_published_blocks",
+        "num_stale",
         "num_tokens",
         "params",
         "prompt_logprobs",
@@ -112,6 +128,7 @@ class Sequence:
         stop_token_ids: frozenset[int] = frozenset(),
         stop_strings: StopStrings | None = None,
         edits: SequenceEdits | None = None,
+        forcing: Forcing | None = None,
         block_keys: Iterable[BlockKey] = (),
         score_from: int | None = None,
     ) -> None:
@@ -119,6 +136,7 @@ class Sequence:
 
         stop_token_ids: every id that ends this sequence, the model's own included unless ignored.
         edits: of its logits, None if there are none but bans for min_tokens.
+        forcing: says which tokens must come next; None where none ever must.
         block_keys: of the first full blocks of the prompt, where they are known; the scheduler adds the rest.
         score_from: score the tokens of the prompt from this place on, and generate nothing.
         """
@@ -132,6 +150,9 @@ class Sequence:
         self.stop_token_ids = stop_token_ids
         self.stop_strings = stop_strings
         self.edits = edits
+        self.forcing = forcing
+        self.forced: deque[int] = deque(() if forcing is None else forcing.first())
+        self.num_stale = 0
         self.token_ids = list(prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens = len(prompt_token_ids)
         self.max_len = self.num_prompt_tokens + params.max_tokens
@@ -198,8 +219,11 @@ class Sequence:
     def append(self, token_id: int) -> FinishReason | None:
         """Learn the first pending token; return why the sequence ends with it, or None if it goes on.
 
-        Raises NoToken for a negative one, and whatever decoding the text raises.
+        Where one is forced, it is that one. Raises NoToken for a negative one, and whatever decoding the
+        text raises.
         """
+        if self.forced:
+            token_id = self.forced.popleft()
         if token_id < 0:
             raise NoToken("no token could be chosen: the model's logits are no finite numbers, or all banned")
         self.token_ids.append(token_id)
@@ -211,6 +235,8 @@ class Sequence:
             self.finish_reason = "stop"
         elif num_known >= self.max_len:
             self.finish_reason = "length"
+        elif self.forcing is not None:
+            self.forced += self.forcing.after(token_id)
         return self.finish_reason
 
     def end_scored(self) -> None:
@@ -226,3 +252,8 @@ class Sequence:
         except Exception as error:  # noqa: BLE001 - whatever it is
             self.fail(error)
             return True
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether each of its tokens must be looked at: one may end it by its text, or force others."""
+        return self.stop_strings is not None or self.forcing is not None

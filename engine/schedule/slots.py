@@ -29,11 +29,11 @@ class SlotTable:
     min_len: [slots] int64, tokens before which no end token may come.
     max_len: [slots] int64, tokens with which the sequence ends.
     end_token_ids: [slots, most of any sequence] int64, the ids that end each, NO_TOKEN after the last.
-    reads_text: [slots] bool, whether text may end it too.
+    is_watched: [slots] bool, whether text may end it too, or a token force others.
     is_edited: [slots] bool, whether the sequence has edits of its logits.  num_edited: running ones that do.
-    generations: [slots] int64, a number of its own for each time that a slot was given: where it is the same
-    as before, so is the sequence, and its blocks are those of before with new ones after them; -1 in a free
-    slot.
+    generations: [slots] int64, a number of its own for each time that a slot was given, or written anew:
+    where it is the same as before, so is the sequence, its tokens are those that were sampled, and its blocks
+    are those of before with new ones after them; -1 in a free slot.
     sampling: [slots] of sampling_batch.ROW, what the sampler reads of each sequence.
     sample_top, score_top, next_scored, score_end: [slots] int64, as in Sequence.
     num_alone: [slots] int64, how many tokens to be computed make no chunk of a prompt any more: 1, or 0 of a
@@ -54,7 +54,7 @@ class SlotTable:
         self.min_len: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.max_len: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.end_token_ids: NDArray[np.int64] = np.full((max_num_seqs, 1), NO_TOKEN)
-        self.reads_text: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
+        self.is_watched: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.is_edited: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.num_edited = 0
         self.generations: NDArray[np.int64] = np.full(max_num_seqs, -1)
@@ -91,11 +91,28 @@ class SlotTable:
         self.sampling[slot] = sampling_row(seq.params, seq.seed, seq.index)
         self.max_len[slot] = seq.max_len
         self._write_end_token_ids(slot, seq.stop_token_ids)
-        self.reads_text[slot] = seq.stop_strings is not None
+        self.is_watched[slot] = seq.is_watched
         self.sample_top[slot], self.score_top[slot] = seq.sample_top, seq.score_top
         self.next_scored[slot], self.score_end[slot] = seq.next_scored, seq.score_end
         self.is_edited[slot] = seq.edits is not None
         self.num_edited += seq.edits is not None
+        self._give(slot)
+
+    def rewrite(self, seq: Sequence) -> None:
+        """Write the tokens of `seq` anew, none of them pending: launched steps have sampled others."""
+        slot = seq.slot
+        self.token_ids[slot, : seq.num_tokens] = seq.token_ids
+        self.num_tokens[slot] = self.num_known[slot] = seq.num_tokens
+        self.num_computed[slot] = seq.num_computed_tokens
+        self._give(slot)
+
+    def in_prefill(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """[slots] bool: whether several tokens are to be computed, of a prompt or forced ones."""
+        num_left = self.num_tokens[slots] - self.num_computed[slots]
+        several: NDArray[np.bool_] = num_left > self.num_alone[slots]
+        return several
+
+    def _give(self, slot: int) -> None:
         self.generations[slot] = self._num_given
         self._num_given += 1
 
@@ -133,7 +150,7 @@ class SlotTable:
         """
         is_end_token = (self.end_token_ids[slots] == token_ids[:, None]).any(axis=1)
         is_last = self.num_known[slots] + 1 >= self.max_len[slots]
-        may_end: NDArray[np.bool_] = is_end_token | is_last | self.reads_text[slots] | (token_ids < 0)
+        may_end: NDArray[np.bool_] = is_end_token | is_last | self.is_watched[slots] | (token_ids < 0)
         return may_end
 
     def _write_end_token_ids(self, slot: int, token_ids: frozenset[int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from engine import Completion, SamplingParams
 from engine.sampling.scoring import NO_NEW_TOKEN
 from engine.schedule.block_manager import BlockManager, hash_block
+from engine.schedule.forced import sampled_as
 from engine.schedule.logprobs import NOT_WANTED, RowLogprobs
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.sequence import Sequence, SequenceStatus
+from engine.schedule.sequence import Forcing, Sequence, SequenceStatus
 from engine.schedule.step_batch import StepBatch, build_step_batch
 
 GARBAGE = -1
@@ -41,8 +42,11 @@ class ShadowDevice:
         self._prefix_ids: dict[tuple[int, int], int] = {}
         self._prefixes: list[tuple[int, ...]] = [()]
 
-    def compute(self, step: StepBatch) -> NDArray[np.int64]:
-        """Take pending tokens from the step before, store, attend, sample: [samples] int64."""
+    def compute(self, step: StepBatch, only: Iterable[int | None] = ()) -> NDArray[np.int64]:
+        """Take pending tokens from the step before, store, attend, sample: [samples] int64.
+
+        only: of each sample, the token that alone is allowed; none if it is empty.
+        """
         token_ids = step.token_ids.copy()
         token_ids[step.pending_rows] = self.sampled[step.pending_samples]
         pool, block_size = self.pool.reshape(-1), self.pool.shape[1]
@@ -68,6 +72,8 @@ class ShadowDevice:
             row += query_len
             if row - 1 in sample_rows:
                 samples.append(self.next_token(prefix))
+        for place, token_id in enumerate(only):
+            samples[place] = samples[place] if token_id is None else token_id
         self.sampled = np.array(samples, np.int64)
         self.logprobs = self._logprobs(step, np.array(prefix_of_row)) if step.wants_logprobs else None
         return self.sampled
@@ -130,6 +136,7 @@ class ShadowEngine:
         overlap: bool = False,
         batches_admissions: bool = False,
         make_device: Callable[[int, int], ShadowDevice] = ShadowDevice,
+        make_forcing: Callable[[list[int]], Forcing | None] = lambda prompt: None,
     ) -> None:
         self.blocks = BlockManager(
             num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, hash_block=hash_block
@@ -142,6 +149,7 @@ class ShadowEngine:
             batches_admissions=batches_admissions,
         )
         self.overlap = overlap
+        self.make_forcing = make_forcing
         self.device = make_device(num_blocks, block_size)
         self.unfinished: list[Sequence] = []
         self.finished: list[Sequence] = []
@@ -153,7 +161,14 @@ class ShadowEngine:
 
     def add(self, prompt: list[int], *, lane: int = 0, max_tokens: int = 4, **params: int | None) -> Sequence:
         params = SamplingParams(max_tokens=max_tokens, **params)
-        seq = Sequence(str(self._num_added), prompt, params, lane=lane, stop_token_ids=frozenset((0,)))
+        seq = Sequence(
+            str(self._num_added),
+            prompt,
+            params,
+            lane=lane,
+            stop_token_ids=frozenset((0,)),
+            forcing=self.make_forcing(prompt),
+        )
         self._num_added += 1
         self.scheduler.add(seq)
         self.unfinished.append(seq)
@@ -184,7 +199,8 @@ class ShadowEngine:
         if batch.num_tokens:
             step = build_step_batch(batch, self.scheduler.slots)
             self._check_step(batch, step)
-            self._launched.append((self.device.compute(step), self.device.logprobs))
+            only = [sampled_as(seq) for seq in batch.sampling]
+            self._launched.append((self.device.compute(step, only), self.device.logprobs))
             self.scheduler.advance(batch)
         if fails:
             if batch.num_tokens:

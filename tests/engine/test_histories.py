@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -109,9 +110,11 @@ def check_logprobs(shadow: ShadowEngine, seq: Sequence) -> None:
 
 def expected(shadow: ShadowEngine, prompt: list[int], max_tokens: int) -> list[int]:
     """The tokens a sequence must end with, whatever happened to it on the way."""
-    token_ids = list(prompt)
+    token_ids, forcing = list(prompt), shadow.make_forcing(prompt)
+    forced = deque(forcing.first() if forcing else ())
     for _ in range(max_tokens):
-        token_ids.append(shadow.device.next_token(token_ids))
+        token_ids.append(forced.popleft() if forced else shadow.device.next_token(token_ids))
+        forced += forcing.after(token_ids[-1]) if forcing else ()
         if token_ids[-1] == 0 or len(token_ids) >= shadow.scheduler.max_model_len:
             break
     return token_ids

@@ -1,0 +1,154 @@
+"""Reasoning spans: what a model writes between two marks before its answer.
+
+The marks are those of the model's own text files, or a request names them. A span opens with the first mark,
+or where the prompt ends with it, as templates of models that always reason write it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from engine.text.stop_strings import IncrementalText
+
+#: What is looked for in a model's text files, in this order.
+KNOWN_MARKS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A mark's text, and the tokens that write it.
+
+    token_id: the one token that always does; None where others may. is_hidden: a completion's text is without
+    that token.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    token_id: int | None = None
+    is_hidden: bool = False
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What opens a span, and what closes it."""
+
+    start: Mark
+    end: Mark
+
+
+class Span(Enum):
+    """How a prompt leaves the span to its completion."""
+
+    NONE = auto()
+    OPEN = auto()
+    CLOSED = auto()  # the template has written an empty one: the model is not to reason
+
+
+def find_known(added_tokens: Iterable[str], template: str | None) -> tuple[str, str] | None:
+    """The marks that are both among the added tokens, else both in the template; None where none are."""
+    tokens = frozenset(added_tokens)
+    for start, end in KNOWN_MARKS:
+        if start in tokens and end in tokens:
+            return start, end
+    for start, end in KNOWN_MARKS:
+        if template is not None and start in template and end in template:
+            return start, end
+    return None
+
+
+def span_at_end(text: str, marks: Marks) -> Span:
+    """How a prompt that ends with this text leaves the span."""
+    text = text.rstrip()
+    if text.endswith(marks.end.text):
+        return Span.CLOSED
+    return Span.OPEN if text.endswith(marks.start.text) else Span.NONE
+
+
+def split(text: str, marks: Marks, span: Span) -> tuple[str | None, str]:
+    """Part a completion's text into what is reasoning, None if nothing is, and the rest.
+
+    Line breaks beside the marks belong to neither. A first mark in the middle of a text counts only where its
+    span is closed; an end mark without a first one closes a span that began before the text.
+    """
+    if span is Span.CLOSED:
+        return None, text
+    start, end = marks.start.text, marks.end.text
+    before, opened, rest = text.partition(start)
+    if span is Span.OPEN:
+        before, rest = "", rest if opened and not before.strip() else text
+    elif opened and end not in before:
+        if end not in rest and before.strip():
+            return None, text
+    elif end in text:
+        before, rest = "", text
+    else:
+        return None, text
+    inner, _, after = rest.partition(end)
+    if not before.strip():
+        before, after = "", after.lstrip("\n")
+    return inner.strip("\n"), before + after
+
+
+class ThinkingBudget:
+    """Closes a span that has so many tokens: a Forcing of engine.schedule.
+
+    budget: tokens between the marks, at most. text: of the tokens that it is told of; needed where a mark is
+    no token of its own.
+    """
+
+    def __init__(self, budget: int, marks: Marks, span: Span, text: Callable[[], IncrementalText]) -> None:
+        self._budget, self._marks = budget, marks
+        needs_text = marks.start.token_id is None or marks.end.token_id is None
+        self._text = text() if needs_text else None
+        self._tail = ""
+        self._left: int | None = budget if span is Span.OPEN else None  # None outside a span
+        self._num_forced = 0  # tokens of the end mark that are still to come
+
+    def first(self) -> tuple[int, ...]:
+        return self._force_if_due()
+
+    def after(self, token_id: int) -> tuple[int, ...]:
+        self._read(token_id)
+        if self._num_forced:
+            self._num_forced -= 1
+            if not self._num_forced:
+                self._leave()
+            return ()
+        if self._left is None:
+            if self._completes(self._marks.start, token_id):
+                self._left, self._tail = self._budget, ""
+        elif self._completes(self._marks.end, token_id):
+            self._leave()
+        else:
+            self._left -= 1
+        return self._force_if_due()
+
+    def _force_if_due(self) -> tuple[int, ...]:
+        if self._left != 0:
+            return ()
+        self._num_forced = len(self._marks.end.token_ids)
+        return self._marks.end.token_ids
+
+    def _leave(self) -> None:
+        self._left, self._tail = None, ""
+
+    def _read(self, token_id: int) -> None:
+        if self._text is not None:
+            longest = max(len(self._marks.start.text), len(self._marks.end.text))
+            self._tail = self._tail[-longest:] + self._text.add(token_id)
+
+    def _completes(self, mark: Mark, token_id: int) -> bool:
+        if mark.token_id is not None:
+            return token_id == mark.token_id
+        return mark.text in self._tail
