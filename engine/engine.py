@@ -41,6 +41,7 @@ from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import PreparedPrompt, Sequence
 from engine.tensor_parallel.rank_group import RankGroup
 from engine.text.prompts import Prompt, PromptReader
+from engine.text.reasoner import Reasoner
 from engine.text.stop_strings import StopStrings
 from engine.text.tokenizer import Tokenizer
 
@@ -76,6 +77,7 @@ class Engine:
             )
         self.config = config
         self._tokenizer = Tokenizer(folder, config.chat_template)
+        self._reasoner = Reasoner(self._tokenizer)
         self._eos_token_ids = model.eos_token_ids or self._tokenizer.eos_token_ids
         self._live_runner: Runner | None = (start_runner or _start_runner)(config, model, folder)
         pool = self._live_runner.pool_size
@@ -194,6 +196,9 @@ class Engine:
                 stop_token_ids=end_token_ids,
                 stop_strings=self._stop_strings(params, follows_text),
                 edits=None if edits is None else SequenceEdits(edits),
+                forcing=self._reasoner.budget(
+                    params.thinking_token_budget, params.reasoning_marks, ready.token_ids, follows_text
+                ),
                 block_keys=ready.block_keys,
                 score_from=score_from,
             )
@@ -365,7 +370,7 @@ class Engine:
         siblings.remove(seq)
         if seq.error is not None or not siblings:
             self.abort(seq.request_id)
-        return completion_of(seq, self._tokenizer.token_text)
+        return completion_of(seq, self._tokenizer.token_text, self._reasoner.split)
 
 
 def _overlaps(config: EngineConfig) -> bool:

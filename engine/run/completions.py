@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Tokens
 from math import fsum
+from typing import Protocol
 
 from engine.errors import SequenceFailed
 from engine.schedule.logprobs import NOT_WANTED, Logprob, as_dicts, num_top
@@ -18,24 +20,37 @@ def is_complete(seq: Sequence) -> bool:
     return sum(len(part.ranks) for part in seq.prompt_logprobs) == seq.num_prompt_tokens - 1
 
 
-def completion_of(seq: Sequence, text_of: Callable[[int], str]) -> Completion:
+class Split(Protocol):
+    """Parts a completion's text into reasoning and the rest, as Reasoner.split does it."""
+
+    def __call__(
+        self, text: str, named: Tokens[str], prompt: list[int], token_ids: list[int], follows_text: bool
+    ) -> tuple[str | None, str]: ...
+
+
+def completion_of(seq: Sequence, text_of: Callable[[int], str], split: Split) -> Completion:
     """The completion of a finished sequence. text_of: a token's text."""
     assert seq.finish_reason is not None
     token_ids = seq.generated_token_ids  # none where nothing is generated: all known tokens are the prompt's
     logprobs = None
     if seq.sample_top != NOT_WANTED:
         logprobs = as_dicts(seq.logprobs, token_ids, seq.sample_top, text_of)
+    reasoning, text = None, seq.text
+    if seq.params.separate_reasoning and seq.error is None:
+        prompt = seq.token_ids[: seq.num_prompt_tokens]
+        reasoning, text = split(text, seq.params.reasoning_marks, prompt, token_ids, seq.follows_text)
     return Completion(
         request_id=seq.request_id,
         index=seq.index,
         token_ids=token_ids,
-        text=seq.text,
+        text=text,
         finish_reason=seq.finish_reason,
         num_prompt_tokens=seq.num_prompt_tokens,
         num_cached_tokens=seq.num_cached_tokens or 0,
         logprobs=logprobs,
         error=None if seq.error is None else str(SequenceFailed(seq.error)),
         prompt_logprobs=_of_prompt(seq, text_of),
+        reasoning=reasoning,
         loglikelihood=None if seq.generates or seq.error is not None else _loglikelihood(seq),
     )
 

@@ -12,6 +12,7 @@ from engine.sampling.ranges import TOKEN_ID, Range, shown
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_BAD_WORDS = 1024
+MAX_MARK_CHARS = 64
 MAX_DIGITS = 10  # of a token id
 BIAS = Range(-100, 100, integer=False)
 
@@ -47,6 +48,21 @@ def stop_strings(stop: object) -> tuple[str, ...]:
     if not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) for text in stop):
         raise InvalidSampling("stop must be a string or a list of strings", shown(stop))
     return _texts(stop, "stop", "a stop string", MAX_STOPS)
+
+
+def reasoning_marks(marks: object) -> tuple[str, ...]:
+    """None, or two. Raises InvalidSampling."""
+    if not isinstance(marks, (list, tuple)) or not all(isinstance(text, str) for text in marks):
+        raise InvalidSampling("reasoning_marks must be a list of two texts", shown(marks))
+    if marks and (len(marks) != 2 or marks[0] == marks[1]):
+        raise InvalidSampling("reasoning_marks must be two texts that differ", shown(marks))
+    for text in marks:
+        if not 0 < len(text) <= MAX_MARK_CHARS or text != text.strip() or "\ufffd" in text:
+            raise InvalidSampling(
+                f"a reasoning mark must have 1 to {MAX_MARK_CHARS} characters, without blanks around them",
+                shown(text),
+            )
+    return _texts(marks, "reasoning_marks", "a reasoning mark", 2)
 
 
 def stop_token_ids(token_ids: object) -> tuple[int, ...]:

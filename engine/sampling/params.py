@@ -88,6 +88,10 @@ class SamplingParams:
     allowed_token_ids: no other token may be chosen; None allows all.
     bad_words: texts that the completion may not hold, at its beginning or behind a space: the last token of
         each is not chosen where those before it stand. They are split into tokens by themselves.
+    thinking_token_budget: tokens of a reasoning span at most; after so many its end mark is forced.
+    separate_reasoning: give what stands in a reasoning span apart from the text.
+    reasoning_marks: two texts, before and behind such a span; () for those of the model's template or special
+        tokens.
     """
 
     max_tokens: int = integer(256, 1, MAX_COUNT)
@@ -109,6 +113,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = ()
+    thinking_token_budget: int | None = integer(None, 0, MAX_COUNT)
+    separate_reasoning: bool = False
+    reasoning_marks: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
@@ -177,6 +184,7 @@ _READERS: dict[str, Callable[[object], object]] = {
     "bad_words": lists.bad_words,
     "allowed_token_ids": lists.allowed_token_ids,
     "logit_bias": lists.logit_bias,
+    "reasoning_marks": lists.reasoning_marks,
 }
 _PLAIN = frozenset((int, float, bool, str, type(None)))
 MAX_KEY_ITEMS = 1000  # of a list that is remembered

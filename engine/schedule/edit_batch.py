@@ -6,9 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.sampling.logit_edits import EditParts, LogitEdits
+from engine.schedule.forced import sampled_as
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.slots import NO_TOKEN, SlotTable
 
+#: Added to a logit, leaves no other token any weight at any temperature.
+CERTAIN: NDArray[np.float32] = np.array([1e9], np.float32)
 NOBODY: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
@@ -23,10 +26,17 @@ def build_logit_edits(batch: ScheduledBatch, slots: SlotTable) -> LogitEdits | N
     parts = EditParts()
     for place, row in zip(np.searchsorted(rows, edited).tolist(), edited.tolist(), strict=True):
         seq = batch.sampling[row]
-        assert seq.edits is not None
-        pending_sample = int(slots.sample_place[seq.slot]) if seq.num_pending_tokens else None
-        seq.edits.write(parts, place, seq.token_ids, seq.num_prompt_tokens, pending_sample)
+        only = sampled_as(seq)
+        if only is not None:
+            parts.biased.append((place, np.array([only], np.int64)))
+            parts.biases.append(CERTAIN)
+        elif seq.edits is not None:
+            pending_sample = int(slots.sample_place[seq.slot]) if seq.num_pending_tokens else None
+            seq.edits.write(parts, place, seq.token_ids, seq.num_prompt_tokens, pending_sample)
     end_token_ids = slots.end_token_ids[sampling[early]]
-    for place, own in zip(np.searchsorted(rows, early).tolist(), end_token_ids, strict=True):
-        parts.banned.append((place, own[own != NO_TOKEN]))
+    for place, row, own in zip(
+        np.searchsorted(rows, early).tolist(), early.tolist(), end_token_ids, strict=True
+    ):
+        if sampled_as(batch.sampling[row]) is None:
+            parts.banned.append((place, own[own != NO_TOKEN]))
     return parts.joined(rows)

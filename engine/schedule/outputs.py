@@ -38,6 +38,8 @@ class Completion:
     num_cached_tokens: prompt tokens whose KV came from the prefix cache when the sequence was admitted.
     logprobs: for each of token_ids, by token id, its own log probability first, then those of the most likely
         tokens, if SamplingParams asked for them.
+    reasoning: with SamplingParams.separate_reasoning, what stood between the marks of a reasoning span, which
+        `text` is without then; None where there is none.
     prompt_logprobs: the same for each token of the prompt; the first one has none.
     loglikelihood: what ScoringParams asked for; such a completion has no token, and ends with "stop".
     """
@@ -53,6 +55,7 @@ class Completion:
     error: str | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     loglikelihood: LogLikelihood | None = None
+    reasoning: str | None = None
 
     @classmethod
     def refused(cls, request_id: str, error: Exception) -> Completion:

@@ -254,6 +254,11 @@ class Sequence:
             return True
 
     @property
+    def is_edited(self) -> bool:
+        """Whether its logits may be changed before a token is chosen, but for the bans of min_tokens."""
+        return self.edits is not None or (self.forcing is not None and self.sample_top != NOT_WANTED)
+
+    @property
     def is_watched(self) -> bool:
         """Whether each of its tokens must be looked at: one may end it by its text, or force others."""
         return self.stop_strings is not None or self.forcing is not None

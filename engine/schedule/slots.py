@@ -94,8 +94,8 @@ class SlotTable:
         self.is_watched[slot] = seq.is_watched
         self.sample_top[slot], self.score_top[slot] = seq.sample_top, seq.score_top
         self.next_scored[slot], self.score_end[slot] = seq.next_scored, seq.score_end
-        self.is_edited[slot] = seq.edits is not None
-        self.num_edited += seq.edits is not None
+        self.is_edited[slot] = seq.is_edited
+        self.num_edited += seq.is_edited
         self._give(slot)
 
     def rewrite(self, seq: Sequence) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from engine.text.chat_templates import (
     takes_tools,
     with_joined_parts,
 )
-from engine.text.stop_strings import StopStrings
+from engine.text.stop_strings import IncrementalText, StopStrings
 from engine.text.token_bound import TokenBound
 from engine.text.tokenizer_files import load_tokenizer
 
@@ -35,11 +36,20 @@ RENDER_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticE
 BYTE_PIECES_OPEN = 3
 
 
+@dataclass(frozen=True)
+class AddedToken:
+    """A token that stands for one text wherever that is. is_special: completions' texts are without it."""
+
+    token_id: int
+    is_special: bool
+
+
 class Tokenizer:
     """The tokenizer of a model folder, for any number of threads at once.
 
     chat_template: the name of one of the model's chat templates; None for the default one.
-    Raises ConfigError if there is none that can be read, or no such template.
+    Raises ConfigError if there is none that can be read, or no such template. template: its source, None
+    where there is none. added_tokens: by their texts, those that stand beside the vocabulary.
     """
 
     def __init__(self, folder: Path, chat_template: str | None = None) -> None:
@@ -58,14 +68,15 @@ class Tokenizer:
         self.min_tokens = TokenBound(backend)
         added = {} if backend is None else backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.added_tokens = {token.content: AddedToken(id_, token.special) for id_, token in added.items()}
         self._bos = (self._tokenizer.bos_token, self._tokenizer.bos_token_id)
         self._anchor, self._anchor_text = self._find_anchor(backend)
         self._num_open = 1 if _decodes_bytes(backend) else BYTE_PIECES_OPEN
         self._token_texts: dict[int, str] = {}
-        self._template = read_template(folder, chat_template)
-        self._takes_parts = self._template is not None and takes_parts(self._render)
-        self._takes_tools = self._template is not None and takes_tools(self._render)
-        self._variables = None if self._template is None else read_variables(self._template)
+        self.template = read_template(folder, chat_template)
+        self._takes_parts = self.template is not None and takes_parts(self._render)
+        self._takes_tools = self.template is not None and takes_tools(self._render)
+        self._variables = None if self.template is None else read_variables(self.template)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -149,6 +160,29 @@ class Tokenizer:
             self._token_texts[token_id] = text
         return text
 
+    def incremental_text(self, *, follows_text: bool) -> IncrementalText:
+        """The text of tokens that come one by one. follows_text: as of `decode`."""
+        behind = partial(self.decode, follows_text=True)
+        first = behind if follows_text else self.decode
+        return IncrementalText(first, behind=behind, num_open=self._num_open)
+
+    def decode_all(self, token_ids: list[int]) -> str:
+        """Text of token ids, special tokens included."""
+        with _no_panic():
+            return str(
+                self._tokenizer.decode(
+                    token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+                )
+            )
+
+    def encode_behind(self, text: str) -> list[int]:
+        """Token ids of a text that stands behind others: without the space that many tokenizers put first."""
+        anchor = self._encode(self._anchor_text, None, add_special_tokens=False)
+        both = self._encode(self._anchor_text + text, None, add_special_tokens=False)
+        if both[: len(anchor)] == anchor:
+            return both[len(anchor) :]
+        return self._encode(text, None, add_special_tokens=False)
+
     def has_text(self, token_ids: list[int]) -> bool:
         """Whether there is any but special tokens."""
         return any(token_id not in self._special_ids for token_id in token_ids)
@@ -172,7 +206,7 @@ class Tokenizer:
         from jinja2 import TemplateError
 
         check_messages(messages)
-        if self._template is None:
+        if self.template is None:
             raise InvalidPrompt("this model's tokenizer has no chat template; send a plain prompt instead")
         tools = check_tools(tools, self._takes_tools)
         variables = check_variables(chat_template_kwargs, self._variables)
@@ -185,7 +219,7 @@ class Tokenizer:
 
     def _render(self, messages: Messages, **variables: Any) -> str:
         # a variable may have the name of an argument, such as `tokenize`: what is said last counts
-        options = {"chat_template": self._template, "add_generation_prompt": True, "tokenize": False}
+        options = {"chat_template": self.template, "add_generation_prompt": True, "tokenize": False}
         text = self._tokenizer.apply_chat_template(messages, **{**variables, **options})
         assert isinstance(text, str)
         return text

@@ -1,0 +1,323 @@
+"""Reasoning spans: parted from the answer, and closed when they have as many tokens as they may."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from engine import Completion, Engine, EngineConfig, InvalidSampling, SamplingParams
+from engine.text.reasoning import Mark, Marks, Span, find_known, span_at_end, split
+from engine.text.tokenizer import Tokenizer
+
+THINK = ("<think>", "</think>")
+MARKS = Marks(*(Mark(text, ()) for text in THINK))
+GREEDY = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=70, temperature=1.5, seed=7, ignore_eos=True)
+OPENING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n{% if thinking is defined and not thinking %}<think>\n\n</think>\n\n"
+    "{% else %}<think>\n{% endif %}"
+)
+
+
+def with_marks(source: Path, folder: Path, *, special: bool = False) -> Path:
+    """A checkpoint whose tokenizer has the marks as tokens, and whose template opens a span."""
+    shutil.copytree(source, folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.add_tokens(list(THINK), special_tokens=special)
+    tokenizer.chat_template = OPENING
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_marks(folders["gqa2_tied_hub"], tmp_path_factory.mktemp("marks") / "model")
+
+
+def start(folder: Path, **changes: Any) -> Engine:
+    values: dict[str, Any] = {
+        "dtype": "float32",
+        "kv_cache_bytes": 1 << 22,
+        "block_size": 4,
+        "max_num_seqs": 8,
+    } | changes
+    return Engine(EngineConfig(str(folder), **values))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["in turns", "overlapping"])
+def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with start(model, async_scheduling=request.param) as built:
+        yield built
+
+
+def by_hand(engine: Engine, prompt: list[int], params: SamplingParams) -> list[int]:
+    """What a completion must be: each token asked for alone, and the end mark put in after the budget."""
+    start_id, end_id = (engine._tokenizer.added_tokens[text].token_id for text in THINK)
+    text = engine._tokenizer.decode_all(prompt).rstrip()
+    left = params.thinking_token_budget if text.endswith(THINK[0]) else None
+    alone = replace(params, max_tokens=1, thinking_token_budget=None)
+    token_ids = list(prompt)
+    while len(token_ids) < len(prompt) + params.max_tokens:
+        if left == 0:
+            token_ids.append(end_id)
+        else:
+            (one,) = engine.generate([token_ids], alone)
+            token_ids += one.token_ids
+        if token_ids[-1] == end_id:
+            left = None
+        elif token_ids[-1] == start_id and left is None:
+            left = params.thinking_token_budget
+        elif left is not None:
+            left -= 1
+    return token_ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("budget", [0, 1, 2, 50])
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_a_span_that_the_template_opens_has_so_many_tokens(
+    engine: Engine, params: SamplingParams, budget: int
+) -> None:
+    end_id = engine._tokenizer.added_tokens[THINK[1]].token_id
+    prompt = engine.chat_token_ids([{"role": "user", "content": "hi"}])
+    params = replace(params, thinking_token_budget=budget)
+    (completion,) = engine.generate([prompt], params)
+    assert completion.token_ids == by_hand(engine, prompt, params)
+    assert completion.token_ids.index(end_id) == budget
+    assert len(completion.token_ids) == params.max_tokens
+
+
+def test_neighbours_with_other_budgets_and_none_are_as_alone(model: Path) -> None:
+    """With a pool so small that some are preempted, chunks, several samples, and a step in flight."""
+    texts = ["hi", "the quick brown fox", "a", "März ist ein Monat, 1987-03-03"]
+    cases = [
+        (text, replace(DRAWN, seed=seed, max_tokens=20 + seed, thinking_token_budget=budget))
+        for seed, (text, budget) in enumerate(zip(texts * 3, [0, 1, 50, None, 3, 7] * 2, strict=True))
+    ]
+    completions: list[list[Completion]] = []
+    for overlap in (False, True):
+        with start(
+            model, kv_cache_bytes=90_000, max_num_batched_tokens=16, async_scheduling=overlap
+        ) as engine:
+            prompts = [engine.chat_token_ids([{"role": "user", "content": text}]) for text, _ in cases]
+            completions.append(engine.generate(prompts, [params for _, params in cases]))
+            assert engine.stats().num_preemptions > 0
+    with start(model) as engine:
+        wanted = [by_hand(engine, prompt, params) for prompt, (_, params) in zip(prompts, cases, strict=True)]
+    for each in completions:
+        assert [completion.token_ids for completion in each] == wanted
+
+
+def test_a_span_that_the_model_opens_is_closed_too(engine: Engine) -> None:
+    """At such a temperature any token comes as often as another: the start mark too, now and then."""
+    start_id, end_id = (engine._tokenizer.added_tokens[text].token_id for text in THINK)
+    found = 0
+    for seed in range(6):
+        budget = seed % 3
+        params = replace(DRAWN, seed=seed, temperature=30.0, max_tokens=60, thinking_token_budget=budget)
+        (completion,) = engine.generate([[5, 6, 7]], params)
+        rest = completion.token_ids
+        while start_id in rest:
+            rest = rest[rest.index(start_id) + 1 :]
+            assert end_id in rest[: budget + 1] or len(rest) <= budget
+            found += end_id in rest
+            rest = rest[rest.index(end_id) :] if end_id in rest else []
+    assert found > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("budget", [0, 1, 50])
+def test_an_end_mark_of_several_tokens_is_forced_whole(folder: Path, budget: int, overlap: bool) -> None:
+    with start(folder, async_scheduling=overlap) as engine:
+        params = replace(GREEDY, thinking_token_budget=budget, reasoning_marks=THINK, separate_reasoning=True)
+        mark = engine._tokenizer.encode_behind(THINK[1])
+        assert len(mark) > 1
+        (completion,) = engine.generate(["Hello <think>\n"], params)
+        assert completion.token_ids[budget : budget + len(mark)] == mark
+        assert (
+            completion.token_ids[:budget]
+            == engine.generate(["Hello <think>\n"], replace(GREEDY, max_tokens=max(budget, 1)))[0].token_ids[
+                :budget
+            ]
+        )
+        whole = engine._tokenizer.decode(completion.token_ids, follows_text=True)
+        inner, _, after = whole.partition(THINK[1])
+        assert (completion.reasoning, completion.text) == (inner.strip("\n"), after.lstrip("\n"))
+        behind = engine.generate(
+            [[*engine.prepare("Hello <think>\n").token_ids, *completion.token_ids[:-5]]],
+            replace(GREEDY, max_tokens=5),
+        )
+        assert behind[0].token_ids == completion.token_ids[-5:], (
+            "keys and values are those of the forced tokens"
+        )
+
+
+def test_marks_that_are_ordinary_text_open_and_close_by_their_text(folder: Path) -> None:
+    """Spans of random text between two letters: none is longer than its budget, however tokens cut them."""
+    seen = 0
+    with start(folder, async_scheduling=True) as engine:
+        for seed in range(4):
+            params = replace(
+                DRAWN, seed=seed, max_tokens=120, thinking_token_budget=2, reasoning_marks=("e", "a")
+            )
+            (completion,) = engine.generate(["x"], params)
+            text = engine._tokenizer.incremental_text(follows_text=True)
+            inside: int | None = None
+            for token_id in completion.token_ids:
+                new = text.add(token_id)
+                if inside is None:
+                    inside = 0 if "e" in new else None
+                elif "a" in new:
+                    inside = None
+                else:
+                    inside += 1
+                    assert inside <= 2
+                    seen += inside == 2
+    assert seen > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "num_tokens", "reason"),
+    [
+        ({"max_tokens": 1}, 1, "length"),
+        ({"max_tokens": 2}, 2, "length"),
+        ({"stop": [THINK[1]]}, None, "stop"),
+        ({"stop_token_ids": "end"}, 1, "stop"),
+        ({"stop_token_ids": "end", "min_tokens": 5}, None, "length"),
+    ],
+)
+def test_a_forced_token_may_be_the_last(
+    model: Path, changes: dict[str, Any], num_tokens: int | None, reason: str, overlap: bool
+) -> None:
+    with start(model, async_scheduling=overlap) as engine:
+        if "stop_token_ids" in changes:
+            changes = changes | {"stop_token_ids": [engine._tokenizer.added_tokens[THINK[1]].token_id]}
+        prompt = engine.chat_token_ids([{"role": "user", "content": "hi"}])
+        params = replace(GREEDY, max_tokens=6, thinking_token_budget=0)
+        for each in (params, replace(params, thinking_token_budget=1)):
+            (completion,) = engine.generate([prompt], replace(each, **changes))
+            if num_tokens is not None and (each is params or reason == "length"):
+                assert len(completion.token_ids) == num_tokens
+                assert completion.finish_reason == reason
+        assert engine.stats().free_blocks == engine.stats().num_blocks
+
+
+def test_a_model_without_marks_refuses_a_budget_by_name(folder: Path) -> None:
+    with start(folder) as engine:
+        with pytest.raises(
+            InvalidSampling, match=r"thinking_token_budget needs the marks.*give reasoning_marks"
+        ):
+            engine.add("a", [1], replace(GREEDY, thinking_token_budget=1))
+        assert not engine.has_unfinished
+        (plain,) = engine.generate([[1, 2]], replace(GREEDY, separate_reasoning=True))
+        assert plain.reasoning is None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"thinking_token_budget": -1},
+        {"thinking_token_budget": 1.0},
+        {"thinking_token_budget": True},
+        {"separate_reasoning": 1},
+        {"reasoning_marks": "<think>"},
+        {"reasoning_marks": ["<think>"]},
+        {"reasoning_marks": ["a", "a"]},
+        {"reasoning_marks": ["", "a"]},
+        {"reasoning_marks": ["a\n", "b"]},
+        {"reasoning_marks": ["a", "\ud800"]},
+        {"reasoning_marks": ["a", "b" * 65]},
+    ],
+)
+def test_values_that_cannot_be_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(InvalidSampling):
+        SamplingParams(**values)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_marks_that_are_special_tokens_part_the_text_too(
+    folders: dict[str, Path], tmp_path: Path, special: bool
+) -> None:
+    folder = with_marks(folders["gqa2_tied_hub"], tmp_path / "model", special=special)
+    with start(folder) as engine:
+        params = replace(GREEDY, max_tokens=9, thinking_token_budget=4, separate_reasoning=True)
+        (completion,) = engine.generate([engine.chat_token_ids([{"role": "user", "content": "hi"}])], params)
+        pieces = completion.token_ids[:4], completion.token_ids[5:]
+        reasoning, text = (engine._tokenizer.decode(list(piece), follows_text=True) for piece in pieces)
+        assert completion.reasoning == reasoning.strip("\n")
+        assert completion.text == text.lstrip("\n")
+        assert THINK[1] not in completion.text + completion.reasoning
+        plain = replace(params, separate_reasoning=False)
+        (whole,) = engine.generate([engine.chat_token_ids([{"role": "user", "content": "hi"}])], plain)
+        assert (whole.reasoning, THINK[1] in whole.text) == (None, not special)
+
+
+def test_a_template_that_closes_the_span_leaves_all_to_the_answer(engine: Engine) -> None:
+    prompt = engine.chat_token_ids(
+        [{"role": "user", "content": "hi"}], chat_template_kwargs={"thinking": False}
+    )
+    params = replace(GREEDY, max_tokens=8, thinking_token_budget=0, separate_reasoning=True)
+    (completion,) = engine.generate([prompt], params)
+    (plain,) = engine.generate([prompt], replace(GREEDY, max_tokens=8))
+    assert (completion.token_ids, completion.reasoning) == (plain.token_ids, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "span", "reasoning", "rest"),
+    [
+        ("<think>\nwhy\n</think>\n\nyes", Span.NONE, "why", "yes"),
+        ("why\n</think>\n\nyes", Span.OPEN, "why", "yes"),
+        ("<think>\nwhy</think>yes", Span.OPEN, "why", "yes"),
+        ("why, still", Span.OPEN, "why, still", ""),
+        ("<think>why, still", Span.NONE, "why, still", ""),
+        ("\n<think>why</think>yes", Span.NONE, "why", "yes"),
+        ("yes", Span.NONE, None, "yes"),
+        ("", Span.NONE, None, ""),
+        ("", Span.OPEN, "", ""),
+        ("</think>yes", Span.OPEN, "", "yes"),
+        ("why</think>yes", Span.NONE, "why", "yes"),
+        ("it is <think> as a tag", Span.NONE, None, "it is <think> as a tag"),
+        ("so <think>why</think>yes", Span.NONE, "why", "so yes"),
+        ("a <think>b</think>c<think>d</think>", Span.NONE, "b", "a c<think>d</think>"),
+        ("why</think>write </think> so", Span.OPEN, "why", "write </think> so"),
+        ("it is </think>", Span.CLOSED, None, "it is </think>"),
+        ("<think>x</think>y", Span.CLOSED, None, "<think>x</think>y"),
+    ],
+)
+def test_a_text_is_parted_at_its_marks(text: str, span: Span, reasoning: str | None, rest: str) -> None:
+    assert split(text, MARKS, span) == (reasoning, rest)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "span"),
+    [
+        ("<|im_start|>assistant\n<think>\n", Span.OPEN),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", Span.CLOSED),
+        ("what is <think>?<|im_start|>assistant\n", Span.NONE),
+        ("", Span.NONE),
+    ],
+)
+def test_a_prompts_end_says_whether_the_span_is_open(prompt: str, span: Span) -> None:
+    assert span_at_end(prompt, MARKS) is span
+
+
+def test_marks_are_those_of_the_tokenizer_before_those_of_the_template(model: Path, folder: Path) -> None:
+    assert find_known(["<a>", *THINK], "[THINK][/THINK]") == THINK
+    assert find_known(["<think>"], "{% if '</think>' in c %}<think>") == THINK
+    assert find_known(["[THINK]", "[/THINK]"], None) == ("[THINK]", "[/THINK]")
+    assert find_known(["<think>"], "<think>") is None
+    assert find_known([], None) is None
+    known = Tokenizer(model)
+    assert find_known(known.added_tokens, known.template) == THINK
+    plain = Tokenizer(folder)
+    assert find_known(plain.added_tokens, plain.template) is None
+    config = json.loads((model / "config.json").read_text())
+    assert config["vocab_size"] > max(token.token_id for token in known.added_tokens.values())
