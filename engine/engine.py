@@ -77,7 +77,7 @@ class Engine:
             )
         self.config = config
         self._tokenizer = Tokenizer(folder, config.chat_template)
-        self._reasoner = Reasoner(self._tokenizer)
+        self._reasoner = Reasoner(self._tokenizer, model.vocab_size)
         self._eos_token_ids = model.eos_token_ids or self._tokenizer.eos_token_ids
         self._live_runner: Runner | None = (start_runner or _start_runner)(config, model, folder)
         pool = self._live_runner.pool_size

@@ -140,23 +140,17 @@ class Sequence:
         block_keys: of the first full blocks of the prompt, where they are known; the scheduler adds the rest.
         score_from: score the tokens of the prompt from this place on, and generate nothing.
         """
-        self.request_id = request_id
-        self.index = index
-        self.params = params
-        self.lane = lane
-        self.arrival = arrival
-        self.seed = seed
+        self.request_id, self.index, self.params = request_id, index, params
+        self.lane, self.arrival, self.seed = lane, arrival, seed
         self.follows_text = follows_text
-        self.stop_token_ids = stop_token_ids
-        self.stop_strings = stop_strings
+        self.stop_token_ids, self.stop_strings = stop_token_ids, stop_strings
         self.edits = edits
         self.forcing = forcing
         self.forced: deque[int] = deque(() if forcing is None else forcing.first())
-        self.num_stale = 0
         self.token_ids = list(prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens = len(prompt_token_ids)
         self.max_len = self.num_prompt_tokens + params.max_tokens
-        self.num_computed_tokens = 0
+        self.num_computed_tokens = self.num_stale = 0
         self.num_cached_tokens: int | None = None
         self.num_published_blocks = 0
         self.block_table: list[int] = []

@@ -11,10 +11,13 @@ from engine.text.tokenizer import Tokenizer
 
 
 class Reasoner:
-    """Closes spans that are too long, and parts reasoning from answers. All methods may be of any thread."""
+    """Closes spans that are too long, and parts reasoning from answers.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    vocab_size: the model's.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._known = find_known(tokenizer.added_tokens, tokenizer.template)
         self._marks_of = lru_cache(maxsize=64)(self._read_marks)
 
@@ -33,6 +36,10 @@ class Reasoner:
             raise InvalidSampling(
                 "thinking_token_budget needs the marks of a reasoning span, and this model's template and "
                 "special tokens name none: give reasoning_marks"
+            )
+        if max(marks.end.token_ids) >= self._vocab_size:
+            raise InvalidSampling(
+                f"the mark {marks.end.text!r} is no token of this model: give reasoning_marks"
             )
         text = partial(self._tokenizer.incremental_text, follows_text=follows_text)
         return ThinkingBudget(budget, marks, self._span_after(prompt, marks), text)

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from engine import Completion, Engine, EngineConfig, InvalidSampling, SamplingParams
 from engine.text.reasoning import Mark, Marks, Span, find_known, span_at_end, split
 from engine.text.tokenizer import Tokenizer
+from tests.engine.graphs import simulate_graphs
 
 THINK = ("<think>", "</think>")
 MARKS = Marks(*(Mark(text, ()) for text in THINK))
@@ -321,3 +322,58 @@ def test_marks_are_those_of_the_tokenizer_before_those_of_the_template(model: Pa
     assert find_known(plain.added_tokens, plain.template) is None
     config = json.loads((model / "config.json").read_text())
     assert config["vocab_size"] > max(token.token_id for token in known.added_tokens.values())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_recorded_steps_take_forced_tokens_from_the_host(
+    model: Path, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that the graph advances by itself is written anew where another token stands in it."""
+    cases = [
+        replace(GREEDY, max_tokens=12 + n, thinking_token_budget=n % 4, ignore_eos=True) for n in range(6)
+    ]
+    prompts = [f"text {'x' * n} <think>" for n in range(6)]
+    with start(model, attention_backend="torch") as engine:
+        wanted = [completion.token_ids for completion in engine.generate(prompts, cases)]
+    capture = simulate_graphs(monkeypatch)
+    with start(model, attention_backend="torch", async_scheduling=overlap) as engine:
+        capture.replayed.clear()
+        assert [completion.token_ids for completion in engine.generate(prompts, cases)] == wanted
+    assert len(capture.replayed) > 5
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("marks", [(), ("<brood>", "</brood>")], ids=["one token", "several"])
+def test_forced_tokens_have_their_own_log_probabilities(
+    model: Path, overlap: bool, marks: tuple[str, ...]
+) -> None:
+    """Those that the model gives them, the last token's too; with bans, biases and penalties beside them."""
+    changes: list[dict[str, Any]] = [
+        {}, {"max_tokens": 3}, {"temperature": 0.0}, {"presence_penalty": 1.0}, {"logit_bias": {7: -100.0}},
+        {"min_tokens": 6}, {"ignore_eos": False, "min_tokens": 9}, {"max_tokens": 1},
+    ]  # fmt: skip
+    with start(model, async_scheduling=overlap) as engine:
+        end_ids = engine._tokenizer.encode_behind((marks or THINK)[1])
+        prompt = engine.prepare(f"some text {(marks or THINK)[0]}").token_ids
+        for budget in (0, 1, 4):
+            params = [
+                replace(DRAWN, max_tokens=12, logprobs=2, thinking_token_budget=budget, reasoning_marks=marks)
+            ] * len(changes)
+            params = [replace(each, **change) for each, change in zip(params, changes, strict=True)]
+            for completion in engine.generate([prompt] * len(params), params):
+                forced = completion.token_ids[budget : budget + len(end_ids)]
+                assert forced == end_ids[: len(forced)]
+                assert completion.logprobs is not None
+                assert len(completion.logprobs) == len(completion.token_ids)
+                whole = [*prompt, *completion.token_ids]
+                (scored,) = engine.generate([whole], replace(GREEDY, max_tokens=1, prompt_logprobs=2))
+                assert scored.prompt_logprobs is not None
+                for token_id, found, wanted in zip(
+                    completion.token_ids,
+                    completion.logprobs,
+                    scored.prompt_logprobs[len(prompt) :],
+                    strict=True,
+                ):
+                    assert wanted is not None
+                    assert found[token_id].logprob == pytest.approx(wanted[token_id].logprob, abs=1e-4)
+                    assert found[token_id].rank == wanted[token_id].rank
