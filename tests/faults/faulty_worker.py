@@ -54,6 +54,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "part published": (Storage, "publish"),
     "part counted": (RunState, "record_part"),
     "run committed": (RunFolder, "_finish"),
+    "output opened": (Storage, "reopen_output"),
     "manifest text": (run_folder, "write_text"),
     "manifest renamed": (Storage, "replace"),
     "leftover deleted": (Storage, "delete"),

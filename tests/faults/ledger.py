@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,8 @@ class Run:
     models: tuple[str, ...] = ()
     """Any of these may compute the run, if it does so alone; a single one is asked for by name."""
     planning: list[str] = field(default_factory=list)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of jobs.score_parquet."""
 
     @property
     def has_ended(self) -> bool:
@@ -85,7 +88,18 @@ class Run:
 
     def parts(self) -> dict[str, int]:
         """The finished parts, with what tells one file from another."""
-        return {part.name: part.stat().st_ino for part in self.output.glob("part-*")}
+        return {part.name: part.stat().st_ino for part in self.output.rglob("part-*")}
+
+    def answers(self) -> list[tuple[int, str]]:
+        """What was delivered: `id` and completion of each row."""
+        if self.options.get("input_format") == "openai-batch":
+            lines = (self.output / "output.jsonl").read_text().splitlines()
+            found = [json.loads(line) for line in lines]
+            return [
+                (int(line["custom_id"]), line["response"]["body"]["choices"][0]["text"]) for line in found
+            ]
+        table = pq.read_table(self.output, columns=["id", "completion"]).to_pydict()
+        return list(zip(table["id"], table["completion"], strict=True))
 
 
 def write_rows(path: Path, rows: int = ROWS, word: str = "row") -> Path:
@@ -212,11 +226,12 @@ class Ledger:
         rows: int = ROWS,
         submitters: int = 1,
         models: tuple[str, ...] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> Run:
         """Enqueue the planning of a Parquet run into a new folder, by several submitters at once."""
         self._num_runs += 1
         output = output or self._folder / f"out-{self._num_runs}"
-        run = Run(source or self._source, output, rows, rows_per_shard, models)
+        run = Run(source or self._source, output, rows, rows_per_shard, models, options=options or {})
         self._runs.append(run)
         for _ in range(submitters):
             self.submit(run)
@@ -232,7 +247,8 @@ class Ledger:
                 "jobs.score_parquet",
                 str(run.source),
                 str(run.output),
-                sampling={"max_tokens": 2},
+                **({} if "input_format" in run.options else {"sampling": {"max_tokens": 2}}),
+                **run.options,
                 rows_per_shard=run.rows_per_shard,
                 **wanted,
                 job_timeout=-1,
@@ -327,17 +343,16 @@ class Ledger:
     def _audit_run(self, run: Run, found: Findings) -> None:
         name = run.output.name
         found.rows += run.rows
-        found.orphaned += len(list(run.output.glob("_tmp.*")))
+        found.orphaned += len(list(run.output.rglob("_tmp.*")))
         self._unnamed += [f"{name}: {text}" for text in self._without_name(run)]
         if not run.has_ended:
             found.lost += run.rows
             found.details.append(f"run {name} has not ended; failed: {self.failures(run)[:3]}")
             return
-        table = pq.read_table(run.output, columns=["id", "completion"]).to_pydict()
-        times = Counter(table["id"])
+        answered = run.answers()
+        times = Counter(row for row, _ in answered)
         lost = sum(times[i] == 0 for i in range(run.rows))
         doubled = sum(count - 1 for count in times.values())
-        answered = list(zip(table["id"], table["completion"], strict=True))
         wrong = min(
             sum(text != f"{word}:row {i}" for i, text in answered) for word in (run.models or ("echo",))
         )

@@ -9,6 +9,7 @@ from tests.faults import (
     engine_faults,
     file_faults,
     fleet_faults,
+    format_faults,
     server_faults,
     worker_faults,
 )
@@ -33,6 +34,7 @@ SCENARIOS: dict[str, Callable[[Harness, int], None]] = {
     "full_disks": file_faults.full_disks,
     "read_only_disks": file_faults.read_only_disks,
     "changed_inputs": file_faults.changed_inputs,
+    "other_formats": format_faults.other_formats,
     "kv_exhaustion": engine_faults.kv_exhaustion,
     "rank_kills": engine_faults.rank_kills,
 }
