@@ -146,7 +146,10 @@ def main() -> int:
     options = parser.parse_args()
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
-        print(f"{sys.executable} lacks the packages {', '.join(missing)}: install them, or set PYTHON")
+        print(
+            f"{sys.executable} lacks the packages {', '.join(missing)}: "
+            "pip install '.[worker]' '.[dev]' triton, or set PYTHON to one that has them"
+        )
         return 2
     out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)

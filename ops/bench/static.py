@@ -18,9 +18,12 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "0"  # before triton is imported: the interpreter compiles nothing
+if __name__ == "__main__" and find_spec("triton") is None:
+    sys.exit("python -m ops.bench.static needs the package triton: pip install triton")
 
 from ops.bench.compiled import Usage, Variant, compile_variant, recorded
 from ops.bench.kernel_cases import Case, Kernel

@@ -165,7 +165,23 @@ def test_missing_packages_are_named(
     monkeypatch.setattr(gpu, "find_spec", lambda name: None if name in ("xxhash", "jinja2") else True)
     monkeypatch.setattr(sys, "argv", ["gpu"])
     assert gpu.main() == 2
-    assert "lacks the packages xxhash, jinja2" in capsys.readouterr().out
+    assert (
+        "lacks the packages xxhash, jinja2: pip install '.[worker]' '.[dev]' triton"
+        in capsys.readouterr().out
+    )
+
+
+def test_the_static_table_names_what_it_lacks(tmp_path: Path) -> None:
+    """In one line, before anything is imported that needs it."""
+    script = (
+        "import importlib.util, runpy; importlib.util.find_spec = lambda name: None; "
+        "runpy.run_module('ops.bench.static', run_name='__main__')"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 1
+    assert ran.stderr == "python -m ops.bench.static needs the package triton: pip install triton\n"
 
 
 def test_the_floor_is_the_bytes_and_operations_of_the_run() -> None:
