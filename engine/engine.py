@@ -32,6 +32,7 @@ from engine.run.progress import Progress
 from engine.run.requests import Request, Scores, numbered
 from engine.run.runner import Runner
 from engine.run.stepper import Stepper
+from engine.run.usable import check_usable
 from engine.sampling.params import SamplingParams, check_params
 from engine.sampling.request_edits import RequestEdits, SequenceEdits
 from engine.sampling.scoring import NO_NEW_TOKEN, ScoringParams, check_score_from
@@ -68,7 +69,9 @@ class Engine:
 
     def __init__(self, config: EngineConfig, *, start_runner: StartRunner | None = None) -> None:
         folder = resolve_model(config.model)
-        model = read_supported(folder, config.model_path)
+        model, path = read_supported(folder, config.model_path)
+        check_usable(config, model.dtype)
+        logger.info("%s %s", model.architecture, path)
         if model.quantization is not None:
             logger.info(
                 "quantized weights (%s) are unpacked to %s when they are read, and take its memory",

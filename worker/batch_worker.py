@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -102,6 +103,7 @@ class BatchWorker(BaseWorker):
         except StartupError as error:
             self._tell_no_start(error)
             raise
+        self._name_variables()
         share_freed_memory()
         spin_briefly(os.environ)
         self._install_signal_handlers()
@@ -153,6 +155,12 @@ class BatchWorker(BaseWorker):
             served.attention_backend,
             code_version(),
         )
+
+    def _name_variables(self) -> None:
+        """Let the engine's log name settings as an operator does."""
+        from worker.settings import name_variables
+
+        name_variables(logging.getLogger("engine"))
 
     def _tell_no_start(self, error: Exception) -> None:
         """Say what a person can mend in one line, where RQ's command would print a traceback.

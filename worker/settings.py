@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterable
@@ -9,7 +10,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any
 
 from dotenv import dotenv_values
-from pydantic import ByteSize, Field, ValidationError, field_validator
+from pydantic import ByteSize, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from jobs.context import MAX_RESULT_BYTES
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _PREFIX = "TOKENMILL_"
 _ENV_FILE = ".env"
+_LISTS = frozenset({"data_roots", "allowed_functions", "allowed_webhook_hosts"})
 _OUR_PACKAGES = frozenset({"engine", "jobs", "worker"})
 
 
@@ -115,6 +117,13 @@ class WorkerSettings(BaseSettings):
 
     torch_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the engine; by default what torch finds, and fewer while others use the processors."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _not_empty(cls, value: Any, info: ValidationInfo) -> Any:
+        if value == "" and info.field_name not in _LISTS:
+            raise ValueError("it is empty: give it a value, or unset it")
+        return value
 
     @field_validator("data_roots", mode="before")
     @classmethod
@@ -217,6 +226,21 @@ _ENGINE_SETTING = re.compile(rf"(?<!: )\b({'|'.join(_NAMES)})\b")
 def with_variables(text: str) -> str:
     """Return an engine's message with the variable's name wherever it names a setting."""
     return _ENGINE_SETTING.sub(lambda found: f"{_PREFIX}{found[0].upper()}", text)
+
+
+class _VariableNames(logging.Filter):
+    """`with_variables` of every record; it drops none."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = with_variables(record.getMessage()), None
+        return True
+
+
+def name_variables(logger: logging.Logger) -> None:
+    """Let this logger's handlers write the variable's name wherever a message names a setting, once."""
+    for handler in logger.handlers:
+        if not any(isinstance(each, _VariableNames) for each in handler.filters):
+            handler.addFilter(_VariableNames())
 
 
 def _check_names(names: Iterable[str]) -> None:

@@ -15,6 +15,7 @@ from engine.attention.base import AttentionMetadata, CapturableBackend, KernelBa
 from engine.errors import ConfigError
 
 NEVER_RAN_ON_GPU = ("torch", "triton")
+NOT_FP8 = ("cpu", "flash_attn")  # keep keys and values in the queries' dtype only
 
 __all__ = ["AttentionMetadata", "CapturableBackend", "KernelBackend", "load_backend"]
 
@@ -33,12 +34,12 @@ def load_backend(
     "auto" is the best one for device and dtype. block_size: tokens of a KV block.  kv_cache_dtype: in what
     keys and values are kept, as EngineConfig names it.
     """
-    backend = _import_backend(_choose(device, dtype, kv_cache_dtype) if name == "auto" else name)
-    if kv_cache_dtype not in backend.kv_cache_dtypes:
+    if kv_cache_dtype != "auto" and name in NOT_FP8:  # before a package is asked for that would not help
         raise ConfigError(
-            f"attention_backend={backend.name!r} keeps keys and values in the model's dtype only, not in "
+            f"attention_backend={name!r} keeps keys and values in the model's dtype only, not in "
             f"kv_cache_dtype={kv_cache_dtype!r}; use 'triton' or 'torch', or leave kv_cache_dtype out"
         )
+    backend = _import_backend(_choose(device, dtype, kv_cache_dtype) if name == "auto" else name)
     backend.check(device, dtype, block_size)
     return backend(device)
 
@@ -77,7 +78,7 @@ def _choose(device: torch.device, dtype: torch.dtype, kv_cache_dtype: str = "aut
         from engine.attention.cpu_backend import CpuBackend
 
         problem = CpuBackend.problem(device, dtype)
-        if kv_cache_dtype not in CpuBackend.kv_cache_dtypes:
+        if kv_cache_dtype != "auto":
             problem = f"it keeps no keys and values in {kv_cache_dtype}"
         if problem:
             logger.info("attention_backend='auto' takes 'torch', which is slower than 'cpu': %s", problem)

@@ -28,13 +28,11 @@ class KernelBackend(ABC):
 
     One object serves all layers. What it keeps between steps is scratch memory, none of a step's values.
     name: as EngineConfig.attention_backend names it.
-    kv_cache_dtypes: as EngineConfig.kv_cache_dtype names them; "auto" is the queries' own.
     max_head_dim: the largest head it serves, None if any.
     layer_kernels: for norms, rotations and activations, None if those stay in plain torch.
     """
 
     name: ClassVar[str]
-    kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto",)
     max_head_dim: int | None = None
     layer_kernels: LayerKernels | None = None
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,7 +61,6 @@ class FlashAttnBackend(TritonBackend):
     """One call for a step's decodes, which splits their KV, and one for its prefill chunks."""
 
     name = "flash_attn"
-    kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto",)
 
     @classmethod
     def check(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:

@@ -34,7 +34,6 @@ class TorchBackend(KernelBackend):
     """
 
     name = "torch"
-    kv_cache_dtypes = ("auto", "fp8_e4m3")
 
     @classmethod
     def check(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:

@@ -6,7 +6,6 @@ Runs on GPUs; on a CPU only under Triton's interpreter, which is for tests.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -53,7 +52,6 @@ class TritonBackend(CapturableBackend):
     """One launch for all prefill chunks of a step and one for all its decodes."""
 
     name = "triton"
-    kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto", "fp8_e4m3")
     max_head_dim = MAX_HEAD_DIM
 
     @classmethod

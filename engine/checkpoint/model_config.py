@@ -38,8 +38,9 @@ def dtype_name(wanted: str, checkpoint_dtype: str) -> str:
     """Return the dtype that is served: "auto" is the checkpoint's own. Raises ConfigError for one unknown."""
     chosen = checkpoint_dtype if wanted == "auto" else wanted
     if chosen not in DTYPES:
+        whose = f": the checkpoint's is {chosen}" if wanted == "auto" else ""
         raise ConfigError(
-            f"dtype={wanted!r} gives {chosen!r}; supported are 'auto', {', '.join(map(repr, DTYPES))}"
+            f"dtype={wanted!r} cannot be used{whose}; supported are 'auto', {', '.join(map(repr, DTYPES))}"
         )
     return chosen
 

@@ -30,8 +30,8 @@ from engine.models.transformers_model import load_transformers_model
 logger = logging.getLogger(__name__)
 
 
-def read_supported(folder: Path, model_path: str) -> ModelConfig:
-    """The configuration of a folder's model, which can be built, and say what computes it; reads no weights.
+def read_supported(folder: Path, model_path: str) -> tuple[ModelConfig, ModelPath]:
+    """The configuration of a folder's model, which can be built, and what computes it; reads no weights.
 
     model_path: as EngineConfig has it. Raises UnsupportedModel or another ConfigError.
     """
@@ -46,9 +46,7 @@ def read_supported(folder: Path, model_path: str) -> ModelConfig:
         refuse_known(named[:1])
     model = read_model_config(folder)
     path = choose_path(model, model_path)
-    way = "runs natively" if path.decoder is not None else f"runs through transformers: {path.reason}"
-    logger.info("%s %s", model.architecture, way)
-    return model
+    return model, path
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,10 @@ class ModelPath:
 
     decoder: DecoderConfig | None
     reason: str
+
+    def __str__(self) -> str:
+        """For a log: "runs ..."."""
+        return "runs natively" if self.decoder is not None else f"runs through transformers: {self.reason}"
 
 
 def choose_path(model: ModelConfig, wanted: str) -> ModelPath:
@@ -98,7 +100,7 @@ def load_model(
     """
     path = choose_path(config, model_path)
     if quantization is not None:
-        _check_quantization(path, device)
+        _check_quantization(config.architecture, path, device)
     if path.decoder is None:
         return load_transformers_model(
             config,
@@ -139,13 +141,13 @@ def load_model(
     return model.eval()
 
 
-def _check_quantization(path: ModelPath, device: torch.device) -> None:
+def _check_quantization(name: str, path: ModelPath, device: torch.device) -> None:
     """Raise ConfigError for what int8 is not built for."""
     problem = None
     if device.type != "cpu":
         problem = f"device={device.type!r}, it is built for CPUs"
     elif path.decoder is None:
-        problem = f"{path.reason}, and it is built for the native decoder"
+        problem = f"{name} runs through transformers, and it is built for native models"
     elif any(layer.experts for layer in path.decoder.layers):
         problem = "this is a mixture of experts, and it is built for dense models"
     if problem is not None:

@@ -90,7 +90,9 @@ class EngineConfig:
         if self.model_path not in MODEL_PATHS:
             raise ConfigError(f"model_path={self.model_path!r} must be 'auto', 'native' or 'transformers'")
         if self.quantization not in QUANTIZATIONS:
-            raise ConfigError(f"quantization={self.quantization!r} must be 'int8' or None")
+            raise ConfigError(
+                f"quantization={self.quantization!r} is not known: use 'int8' or leave it unset"
+            )
         if self.quantization is not None and self.tensor_parallel_size > 1:
             raise ConfigError(
                 f"quantization={self.quantization!r} is not built for tensor_parallel_size="

@@ -25,12 +25,14 @@ def served_dtype(wanted: str, checkpoint_dtype: str, device: str) -> ServedDtype
     name = dtype_name(wanted, checkpoint_dtype)
     if name == "float32" or (name == "bfloat16" and multiplies_bfloat16()) or not _is_cpu(device):
         return ServedDtype(name)
-    lacking = "has neither avx512_bf16 nor amx_bf16" if name == "bfloat16" else "has no kernels here for it"
+    lacking = "this CPU has neither avx512_bf16 nor amx_bf16"
+    if name == "float16":
+        lacking = "on CPUs there are kernels for float32 and bfloat16 only"
     if wanted == "auto":
         return ServedDtype(
-            "float32", f"dtype='auto' takes float32 rather than the checkpoint's {name}: this CPU {lacking}"
+            "float32", f"dtype='auto' takes float32 rather than the checkpoint's {name}: {lacking}"
         )
-    return ServedDtype(name, f"dtype={name!r} is slower than 'float32' here: this CPU {lacking}")
+    return ServedDtype(name, f"dtype={name!r} is slower than 'float32' here: {lacking}")
 
 
 def _is_cpu(device: str) -> bool:

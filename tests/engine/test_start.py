@@ -246,6 +246,18 @@ def test_max_model_len_is_what_the_model_has_and_the_pool_holds(
     assert f"sequences of up to {num_blocks * 16} tokens" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "setting", [{"dtype": "bfloat17"}, {"device": "gpu!"}, {"attention_backend": "fastest"}], ids=str
+)
+def test_settings_are_looked_at_before_the_log_says_what_runs(
+    setting: dict[str, str], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (name,) = setting
+    with caplog.at_level("INFO", logger="engine"), pytest.raises(ConfigError, match=f"^{name}='"):
+        Engine(EngineConfig(str(folder), **SMALL, **setting))  # type: ignore[arg-type]
+    assert "runs natively" not in caplog.text
+
+
 BFLOAT16_CPU = frozenset({"avx512f", "avx512_bf16"})
 
 
@@ -256,6 +268,7 @@ BFLOAT16_CPU = frozenset({"avx512f", "avx512_bf16"})
         ("gqa2_tied_hub", "auto", BFLOAT16_CPU, "bfloat16", None),
         ("gqa2_tied_hub", "auto", frozenset({"avx512f"}), "float32", "takes float32 rather than the check"),
         ("gqa2_tied_hub", "bfloat16", frozenset({"avx512f"}), "bfloat16", "slower than 'float32' here"),
+        ("gqa1_untied", "float16", BFLOAT16_CPU, "float16", "on CPUs there are kernels for float32"),
     ],
 )
 def test_dtype_auto_is_the_checkpoints_unless_this_cpu_would_convert_it(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from engine import ConfigError
 from engine.run.device import resolve_device
 from worker.errors import FunctionNotFound, SettingsError
 from worker.imports import load_functions
-from worker.settings import WorkerSettings, with_variables
+from worker.settings import WorkerSettings, name_variables, with_variables
 
 
 def test_an_env_file_that_is_no_text_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +70,29 @@ def test_the_kv_caches_dtype_reaches_the_engine(tmp_path: Path, monkeypatch: pyt
     assert settings.engine_config().kv_cache_dtype == "fp8_e4m3"
 
 
+@pytest.mark.parametrize("name", ["DTYPE", "QUANTIZATION", "KV_CACHE_DTYPE", "MAX_MODEL_LEN", "DEVICE"])
+def test_an_empty_variable_is_refused_as_empty(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SettingsError, match=f"TOKENMILL_{name}='': it is empty: give it a value, or unset"):
+        load(monkeypatch, tmp_path, **{f"TOKENMILL_{name}": ""})
+
+
+def test_an_empty_list_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load(monkeypatch, tmp_path, TOKENMILL_ALLOWED_FUNCTIONS="").allowed_functions == ()
+
+
+def test_the_engines_log_names_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = logging.StreamHandler(StringIO())
+    logger = logging.Logger("engine")
+    logger.addHandler(handler)
+    name_variables(logger)
+    name_variables(logger)
+    logger.warning("dtype=%r is slower; set max_model_len=%d", "float16", 512)
+    told = "TOKENMILL_DTYPE='float16' is slower; set TOKENMILL_MAX_MODEL_LEN=512\n"
+    assert handler.stream.getvalue() == told
+
+
 @pytest.mark.parametrize("text", ["4 gigs", "-1", "GiB", "1e3"])
 def test_a_size_that_is_none_names_its_variable(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -102,7 +127,7 @@ def test_a_module_in_the_place_of_a_function_is_refused(
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("dtype='half' gives 'half'", "TOKENMILL_DTYPE='half' gives 'half'"),
+        ("dtype='half' cannot be used", "TOKENMILL_DTYPE='half' cannot be used"),
         ("seed must be an integer", "TOKENMILL_SEED must be an integer"),
         (
             "max_num_batched_tokens=8 must exceed max_num_seqs=9",
