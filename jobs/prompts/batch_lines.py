@@ -19,6 +19,8 @@ _ENDPOINTS: Mapping[str, tuple[Callable[..., PromptTask], str]] = {
     "/v1/completions": (complete_task, "prompt"),
 }
 
+_NOT_BUILT = ("/v1/embeddings", "/v1/responses", "/v1/moderations")
+
 #: The error of a line that was not answered: what is wrong is the line's own, or its shard is tried again.
 ERROR_CODE = "invalid_request"
 
@@ -39,7 +41,8 @@ def line_task(line: Mapping[str, Any], seed: int) -> PromptTask:
         raise InvalidValue("method is {}, expected 'POST'", shown(line.get("method")))
     url, body = line.get("url"), line.get("body")
     if not isinstance(url, str) or url not in _ENDPOINTS:
-        raise InvalidValue(f"url is {{}}, expected {' or '.join(map(repr, _ENDPOINTS))}", shown(url))
+        what = ", which is not built" if url in _NOT_BUILT else ""
+        raise InvalidValue(f"url is {{}}{what}, expected {' or '.join(map(repr, _ENDPOINTS))}", shown(url))
     if not isinstance(body, dict):
         raise InvalidValue("body is {}, expected an object", shown(body))
     make, needed = _ENDPOINTS[url]

@@ -59,7 +59,7 @@ def test_a_run_killed_half_way_repeats_no_more_than_the_shards_in_flight(
         ("full_disks", 1),
         ("read_only_disks", 1),
         ("changed_inputs", 4),
-        ("other_formats", 4),
+        ("other_formats", 2),
     ],
 )
 def test_no_fault_loses_or_doubles_a_job_or_a_row(faults: Harness, scenario: str, count: int) -> None:

@@ -128,7 +128,7 @@ def test_a_bad_line_costs_that_line_and_says_why(
         (complete("ok"), "an earlier line has this custom_id"),
         ({**complete("x"), "custom_id": 5}, "custom_id is 5, expected a text"),
         ({**complete("x2"), "method": "GET"}, "method is 'GET', expected 'POST'"),
-        ({**complete("x3"), "url": "/v1/embeddings"}, "url is '/v1/embeddings', expected '/v1/chat"),
+        ({**complete("x3"), "url": "/v1/embeddings"}, "url is '/v1/embeddings', which is not built"),
         ({**complete("x4"), "url": None}, "url is None"),
         ({**complete("x5"), "body": '{"prompt": "a"}'}, "body is "),
         ({"custom_id": "x6", "method": "POST", "url": CHAT, "body": {}}, "body has no 'messages'"),
