@@ -373,7 +373,7 @@ class Engine:
         siblings.remove(seq)
         if seq.error is not None or not siblings:
             self.abort(seq.request_id)
-        return completion_of(seq, self._tokenizer.token_text, self._reasoner.split)
+        return completion_of(seq, self._tokenizer, self._reasoner.split)
 
 
 def _overlaps(config: EngineConfig) -> bool:

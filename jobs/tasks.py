@@ -24,6 +24,17 @@ class Request:
     chat_options: Mapping[str, Any] = field(default_factory=dict)
 
 
+class Logprob(Protocol):
+    """What this package reads of engine.Logprob."""
+
+    @property
+    def logprob(self) -> float: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def decoded_token(self) -> str: ...
+
+
 class Completion(Protocol):
     """What this package reads of engine.Completion."""
 
@@ -41,6 +52,16 @@ class Completion(Protocol):
     def num_cached_tokens(self) -> int: ...
     @property
     def error(self) -> str | None: ...
+    @property
+    def logprobs(self) -> Sequence[Mapping[int, Logprob]] | None: ...
+    @property
+    def prompt_logprobs(self) -> Sequence[Mapping[int, Logprob] | None] | None: ...
+    @property
+    def reasoning(self) -> str | None: ...
+    @property
+    def prompt_text(self) -> str | None: ...
+    @property
+    def prompt_tokens(self) -> Sequence[str] | None: ...
 
 
 class Task(abc.ABC):

@@ -11,6 +11,7 @@ from engine.errors import SequenceFailed
 from engine.schedule.logprobs import NOT_WANTED, Logprob, as_dicts, num_top
 from engine.schedule.outputs import Completion, LogLikelihood
 from engine.schedule.sequence import Sequence
+from engine.text.tokenizer import Tokenizer
 
 
 def is_complete(seq: Sequence) -> bool:
@@ -28,16 +29,15 @@ class Split(Protocol):
     ) -> tuple[str | None, str]: ...
 
 
-def completion_of(seq: Sequence, text_of: Callable[[int], str], split: Split) -> Completion:
-    """The completion of a finished sequence. text_of: a token's text."""
+def completion_of(seq: Sequence, tokenizer: Tokenizer, split: Split) -> Completion:
+    """The completion of a finished sequence."""
     assert seq.finish_reason is not None
     token_ids = seq.generated_token_ids  # none where nothing is generated: all known tokens are the prompt's
     logprobs = None
     if seq.sample_top != NOT_WANTED:
-        logprobs = as_dicts(seq.logprobs, token_ids, seq.sample_top, text_of)
-    reasoning, text = None, seq.text
+        logprobs = as_dicts(seq.logprobs, token_ids, seq.sample_top, tokenizer.token_text)
+    prompt, reasoning, text = seq.token_ids[: seq.num_prompt_tokens], None, seq.text
     if seq.params.separate_reasoning and seq.error is None:
-        prompt = seq.token_ids[: seq.num_prompt_tokens]
         reasoning, text = split(text, seq.params.reasoning_marks, prompt, token_ids, seq.follows_text)
     return Completion(
         request_id=seq.request_id,
@@ -49,8 +49,10 @@ def completion_of(seq: Sequence, text_of: Callable[[int], str], split: Split) ->
         num_cached_tokens=seq.num_cached_tokens or 0,
         logprobs=logprobs,
         error=None if seq.error is None else str(SequenceFailed(seq.error)),
-        prompt_logprobs=_of_prompt(seq, text_of),
+        prompt_logprobs=_of_prompt(seq, tokenizer.token_text),
         reasoning=reasoning,
+        prompt_text=tokenizer.decode(prompt) if seq.params.echo else None,
+        prompt_tokens=list(map(tokenizer.token_text, prompt)) if seq.params.echo else None,
         loglikelihood=None if seq.generates or seq.error is not None else _loglikelihood(seq),
     )
 

@@ -27,7 +27,6 @@ NOT_BUILT = frozenset(
     (
         "best_of",
         "detokenize",
-        "echo",
         "flat_logprobs",
         "guided_decoding",
         "include_stop_str_in_output",
@@ -90,6 +89,7 @@ class SamplingParams:
         each is not chosen where those before it stand. They are split into tokens by themselves.
     thinking_token_budget: tokens of a reasoning span at most; after so many its end mark is forced.
     separate_reasoning: give what stands in a reasoning span apart from the text.
+    echo: give the prompt's text and its tokens too.
     reasoning_marks: two texts, before and behind such a span; () for those of the model's template or special
         tokens.
     """
@@ -115,6 +115,7 @@ class SamplingParams:
     bad_words: Sequence[str] | None = ()
     thinking_token_budget: int | None = integer(None, 0, MAX_COUNT)
     separate_reasoning: bool = False
+    echo: bool = False
     reasoning_marks: Sequence[str] = ()
 
     def __post_init__(self) -> None:

@@ -40,6 +40,7 @@ class Completion:
         tokens, if SamplingParams asked for them.
     reasoning: with SamplingParams.separate_reasoning, what stood between the marks of a reasoning span, which
         `text` is without then; None where there is none.
+    prompt_text, prompt_tokens: with SamplingParams.echo, the prompt's text and that of each of its tokens.
     prompt_logprobs: the same for each token of the prompt; the first one has none.
     loglikelihood: what ScoringParams asked for; such a completion has no token, and ends with "stop".
     """
@@ -56,6 +57,8 @@ class Completion:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     loglikelihood: LogLikelihood | None = None
     reasoning: str | None = None
+    prompt_text: str | None = None
+    prompt_tokens: list[str] | None = None
 
     @classmethod
     def refused(cls, request_id: str, error: Exception) -> Completion:

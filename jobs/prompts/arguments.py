@@ -19,6 +19,7 @@ MAX_CHOICES = 10_000
 NOT_TEXT = frozenset(
     {"max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed"}
     | {"n", "stop_token_ids", "ignore_eos", "logprobs", "presence_penalty", "frequency_penalty"}
+    | {"prompt_logprobs", "top_logprobs", "echo", "thinking_token_budget", "separate_reasoning"}
     | {"repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"}
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from ..context import JobContext
@@ -14,6 +15,7 @@ from ..tasks import Completion, OpenTask, Request, Task
 from .arguments import Unusable, check_choices, parse_prompts, parse_sampling
 from .chat_options import refuse_chat_options, split_chat_options
 from .messages import parse_messages
+from .response_options import chat_response_options, completion_options
 from .responses import Answers, FailedCompletion, chat_completion, check_answers, text_completion
 
 
@@ -80,7 +82,7 @@ class OpenPrompts(OpenTask):
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
         """Raises ResultTooLarge once the answers cannot be written any more."""
-        self._num_chars += sum(len(sample.text) for sample in completions)
+        self._num_chars += sum(len(sample.text) + len(sample.reasoning or "") for sample in completions)
         if self._num_chars > self._max_bytes:
             raise ResultTooLarge(self._max_bytes)
         failed = next((sample for sample in completions if sample.finish_reason == "error"), None)
@@ -108,7 +110,7 @@ class OpenPrompts(OpenTask):
 def complete_task(prompt: object, *, model: object = None, **sampling: Any) -> PromptTask:
     """Return the task of jobs.complete. Raises InvalidJob when an argument is wrong."""
     asked_for = parse_model(model)
-    values = parse_sampling(sampling)
+    values, options = completion_options(parse_sampling(sampling))
     refuse_chat_options(values)
     prompts = parse_prompts(prompt)
     check_choices(len(prompts), values)
@@ -116,12 +118,14 @@ def complete_task(prompt: object, *, model: object = None, **sampling: Any) -> P
         item if isinstance(item, Unusable) else Request(prompt=item, messages=None, sampling=values)
         for item in prompts
     ]
-    return PromptTask(requests, values, text_completion, asked_for)
+    return PromptTask(requests, values, partial(text_completion, options=options), asked_for)
 
 
 def chat_task(messages: object, *, model: object = None, **options: Any) -> PromptTask:
     """Return the task of jobs.chat. Raises InvalidJob when an argument is wrong."""
     asked_for = parse_model(model)
-    values, chat = split_chat_options(parse_sampling(options))
+    others, chat = split_chat_options(parse_sampling(options))
+    values, response = chat_response_options(others)
     request = Request(None, parse_messages(messages), values, chat.template)
-    return PromptTask([request], values, chat_completion, asked_for)
+    respond = partial(chat_completion, options=response, has_tools=chat.has_tools)
+    return PromptTask([request], values, respond, asked_for)

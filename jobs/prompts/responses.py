@@ -6,28 +6,67 @@ from typing import Any
 
 from ..errors import RequestFailed
 from ..tasks import Completion
+from .logprob_shapes import chat_logprobs, prompt_logprobs, text_logprobs
+from .response_options import ResponseOptions
+from .tool_calls import parse_tool_calls, with_ids
+
+PLAIN = ResponseOptions()
 
 #: The samples of each request, in request order; samples ordered by their index.
 Answers = Sequence[Sequence[Completion]]
 
 
-def text_completion(answers: Answers, *, job_id: str, model: str, created: int) -> dict[str, Any]:
+def text_completion(
+    answers: Answers, *, job_id: str, model: str, created: int, options: ResponseOptions = PLAIN
+) -> dict[str, Any]:
     """Return a `text_completion`; choices run over prompts, then samples. created: Unix time in seconds.
 
     The choices of a prompt that failed have the finish_reason "error", no text, and the reason in `error`.
     """
-    choices = [
-        {"index": number, "text": sample.text, **_ending(sample)} for number, sample in _numbered(answers)
-    ]
-    return _response("cmpl", "text_completion", choices, answers, job_id, model, created)
+    choices = []
+    for number, sample in _numbered(answers):
+        text = "" if options.prompt_only else sample.text
+        choice = {"index": number, "text": (sample.prompt_text or "") + text, **_ending(sample)}
+        if sample.error is None and options.num_top is not None:
+            choice["logprobs"] = text_logprobs(sample, echo=options.echo, prompt_only=options.prompt_only)
+        if sample.reasoning is not None:
+            choice["reasoning"] = sample.reasoning
+        choices.append(choice | _of_prompt(sample, options))
+    response = _response("cmpl", "text_completion", choices, answers, job_id, model, created)
+    if options.prompt_only:
+        usage = response["usage"]
+        response["usage"] = usage | {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+    return response
 
 
-def chat_completion(answers: Answers, *, job_id: str, model: str, created: int) -> dict[str, Any]:
-    """Return a `chat.completion`, one choice for each sample. created: Unix time in seconds."""
-    choices = [
-        {"index": number, "message": {"role": "assistant", "content": sample.text}, **_ending(sample)}
-        for number, sample in _numbered(answers)
-    ]
+def chat_completion(
+    answers: Answers,
+    *,
+    job_id: str,
+    model: str,
+    created: int,
+    options: ResponseOptions = PLAIN,
+    has_tools: bool = False,
+) -> dict[str, Any]:
+    """Return a `chat.completion`, one choice for each sample. created: Unix time in seconds.
+
+    has_tools: calls of tools in a text become `tool_calls`. A message has its `reasoning` where there is any.
+    """
+    choices = []
+    for number, sample in _numbered(answers):
+        choice = {"index": number, **_ending(sample)}
+        message: dict[str, Any] = {"role": "assistant", "content": sample.text}
+        if sample.reasoning is not None:
+            message["reasoning"] = sample.reasoning
+        calls, content = parse_tool_calls(sample.text) if has_tools else ([], sample.text)
+        if calls:
+            message["content"] = content or None
+            message["tool_calls"] = with_ids(calls, f"{job_id}/{number}")
+            if sample.finish_reason == "stop":
+                choice["finish_reason"] = "tool_calls"
+        if sample.logprobs is not None and options.num_top is not None:
+            choice["logprobs"] = chat_logprobs(sample.logprobs, options.num_top)
+        choices.append({**choice, "message": message} | _of_prompt(sample, options))
     return _response("chatcmpl", "chat.completion", choices, answers, job_id, model, created)
 
 
@@ -42,6 +81,11 @@ class FailedCompletion:
     finish_reason: str = "error"
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    logprobs: None = None
+    prompt_logprobs: None = None
+    reasoning: None = None
+    prompt_text: None = None
+    prompt_tokens: None = None
 
 
 def check_answers(answers: Answers) -> None:
@@ -55,8 +99,15 @@ def _numbered(answers: Answers) -> list[tuple[int, Completion]]:
     return list(enumerate(sample for samples in answers for sample in samples))
 
 
+def _of_prompt(sample: Completion, options: ResponseOptions) -> dict[str, Any]:
+    """vLLM's `prompt_logprobs`, where they were asked for by that name."""
+    if options.echo or sample.prompt_logprobs is None:
+        return {}
+    return {"prompt_logprobs": prompt_logprobs(sample.prompt_logprobs)}
+
+
 def _ending(sample: Completion) -> dict[str, Any]:
-    ending = {"finish_reason": sample.finish_reason, "logprobs": None}
+    ending: dict[str, Any] = {"finish_reason": sample.finish_reason, "logprobs": None}
     return ending if sample.error is None else {**ending, "error": sample.error}
 
 

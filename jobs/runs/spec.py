@@ -15,6 +15,7 @@ from ..common.shown import MAX_NAME_CHARS, shown
 from ..errors import InvalidJob, InvalidValue
 from ..prompts.arguments import parse_sampling
 from ..prompts.chat_options import ChatOptions, refuse_chat_options, split_chat_options
+from ..prompts.response_options import refuse_response_options
 from . import option_checks
 from .formats import OPENAI_BATCH, parse_format, parse_single_file
 from .names import PARTS
@@ -274,6 +275,7 @@ def _sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str, An
         split_chat_options(sampling)
     else:
         refuse_chat_options(sampling)
+    refuse_response_options(sampling)
     n = sampling.get("n", 1)
     if isinstance(n, int) and n * rows_per_shard > MAX_ROWS_PER_SHARD:
         raise InvalidValue(

@@ -26,6 +26,11 @@ class FakeCompletion:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     error: str | None = None
+    logprobs: Any = None
+    prompt_logprobs: Any = None
+    reasoning: str | None = None
+    prompt_text: str | None = None
+    prompt_tokens: Any = None
 
 
 #: What the contexts of these tests serve.

@@ -38,7 +38,8 @@ def request_of(context: JobContext, name: str, *args: Any, **kwargs: Any) -> Req
 def test_a_value_that_changes_nothing_is_taken(context: JobContext, function: str, name: str) -> None:
     prompt: Any = HI if function == "jobs.chat" else "hi"
     for value in (None, *NEUTRAL[name]):
-        assert request_of(context, function, prompt, **{name: value}).sampling == {}
+        plain = request_of(context, function, prompt).sampling
+        assert request_of(context, function, prompt, **{name: value}).sampling == plain
 
 
 @pytest.mark.parametrize("name", sorted(NEUTRAL))
@@ -86,7 +87,8 @@ def test_best_of_as_many_as_there_are_answers_changes_nothing() -> None:
 
 
 def test_what_is_said_of_a_request_is_taken_and_of_its_type(context: JobContext) -> None:
-    assert request_of(context, "jobs.chat", HI, **SAID).sampling == {}
+    plain = request_of(context, "jobs.chat", HI).sampling
+    assert request_of(context, "jobs.chat", HI, **SAID).sampling == plain == {"separate_reasoning": True}
     assert request_of(context, "jobs.complete", "a", **dict.fromkeys(SAID)).sampling == {}
     for name in SAID:
         with pytest.raises(errors.InvalidJob, match=rf"{name} is int, expected"):
@@ -218,7 +220,7 @@ def test_tools_and_variables_reach_the_template_and_not_the_sampler(context: Job
         context, "jobs.chat", HI, tools=[TOOL], tool_choice="auto", parallel_tool_calls=True,
         chat_template_kwargs=variables, temperature=0,
     )  # fmt: skip
-    assert request.sampling == {"temperature": 0}
+    assert request.sampling == {"temperature": 0, "separate_reasoning": True}
     assert request.chat_options == {"tools": [TOOL], "chat_template_kwargs": variables}
     assert request_of(context, "jobs.chat", HI, tools=[TOOL], tool_choice="none").chat_options == {}
     for nothing in (

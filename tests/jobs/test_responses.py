@@ -1,0 +1,260 @@
+"""OpenAI's response shapes of real completions: log probabilities, echo, reasoning, calls of tools."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types import Completion as TextCompletion
+from openai.types.chat import ChatCompletion
+from transformers import PreTrainedTokenizerFast
+
+from engine import Engine, EngineConfig, SamplingParams
+from jobs import errors
+from jobs.context import JobContext
+from jobs.prompts.messages import normal_messages
+from jobs.prompts.tool_calls import parse_tool_calls
+from jobs.runs.spec import RunSpec
+from jobs.stock_worker import check_sampling, drive
+from tests.engine.checkpoints import SHAPES, make_checkpoint
+from tests.jobs.answering import FakeCompletion, opened_task, run_task
+
+HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n<think>\n"
+)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder: Path = make_checkpoint(tmp_path_factory.mktemp("model") / "m", SHAPES[0])
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    with Engine(EngineConfig(str(folder), dtype="float32", kv_cache_bytes=1 << 22)) as built:
+        yield built
+
+
+def answered(context: JobContext, engine: Engine, name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    task = opened_task(replace(context, check_sampling=check_sampling), name, args, kwargs)
+    drive(task, engine)
+    response = task.result()
+    assert isinstance(response, dict)
+    assert json.loads(json.dumps(response, allow_nan=False)) == response
+    return response
+
+
+def test_log_probabilities_of_a_completion_have_openais_shape(context: JobContext, engine: Engine) -> None:
+    response = answered(context, engine, "jobs.complete", ["The quick", "März"], logprobs=5, n=2, **GREEDY)
+    for choice in TextCompletion.model_validate(response).choices:
+        found = choice.logprobs
+        assert found is not None
+        assert found.tokens is not None
+        assert found.token_logprobs is not None
+        assert found.top_logprobs is not None
+        assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == 6
+        assert found.text_offset == [sum(map(len, found.tokens[:i])) for i in range(6)]
+        for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+            assert top[token] == logprob == max(top.values()) < 0
+            assert 1 <= len(top) <= 5
+    plain = answered(context, engine, "jobs.complete", "The quick", logprobs=None, **GREEDY)
+    assert plain["choices"][0]["logprobs"] is None
+    only = answered(context, engine, "jobs.complete", "The quick", logprobs=0, **GREEDY)["choices"][0][
+        "logprobs"
+    ]
+    assert [len(top) for top in only["top_logprobs"]] == [1] * 6
+
+
+def test_log_probabilities_of_a_chat_have_openais_shape(context: JobContext, engine: Engine) -> None:
+    options = GREEDY | {"temperature": 2.0, "seed": 3}
+    response = answered(context, engine, "jobs.chat", HI, logprobs=True, top_logprobs=4, **options)
+    found = ChatCompletion.model_validate(response).choices[0].logprobs
+    assert found is not None
+    assert found.content is not None
+    assert len(found.content) == 6
+    for entry in found.content:
+        likeliest = [top.logprob for top in entry.top_logprobs]
+        assert len(likeliest) == 4
+        assert likeliest == sorted(likeliest, reverse=True)
+        assert entry.logprob <= likeliest[0]
+        assert entry.bytes is None or bytes(entry.bytes).decode() == entry.token
+    for nothing in ({}, {"logprobs": False}, {"logprobs": None, "top_logprobs": None}):
+        assert (
+            answered(context, engine, "jobs.chat", HI, **nothing, **GREEDY)["choices"][0]["logprobs"] is None
+        )
+    bare = answered(context, engine, "jobs.chat", HI, logprobs=True, **GREEDY)["choices"][0]["logprobs"]
+    assert [entry["top_logprobs"] for entry in bare["content"]] == [[]] * 6
+
+
+@pytest.mark.parametrize("prompt", ["The quick brown", [70, 90, 110]])
+def test_echo_gives_the_prompt_and_its_log_probabilities(
+    context: JobContext, engine: Engine, prompt: Any
+) -> None:
+    (choice,) = answered(context, engine, "jobs.complete", prompt, echo=True, logprobs=2, **GREEDY)["choices"]
+    token_ids = engine.prepare(prompt).token_ids
+    text = engine._tokenizer.decode(token_ids)
+    assert choice["text"].startswith(text)
+    (scored,) = engine.generate([token_ids], SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
+    assert scored.prompt_logprobs is not None
+    found = choice["logprobs"]
+    assert len(found["tokens"]) == len(found["text_offset"]) == len(token_ids) + 6
+    assert (found["token_logprobs"][0], found["top_logprobs"][0]) == (None, None)
+    for token_id, logprob, wanted in zip(
+        token_ids[1:], found["token_logprobs"][1:], scored.prompt_logprobs[1:], strict=False
+    ):
+        assert wanted is not None
+        assert math.isclose(logprob, wanted[token_id].logprob, abs_tol=1e-5)
+
+    alone = answered(
+        context, engine, "jobs.complete", prompt, echo=True, logprobs=2, **GREEDY | {"max_tokens": 0}
+    )
+    assert alone["choices"][0]["text"] == text
+    assert alone["choices"][0]["logprobs"]["tokens"] == found["tokens"][: len(token_ids)]
+    assert alone["usage"]["completion_tokens"] == 0
+    assert alone["usage"]["total_tokens"] == len(token_ids)
+    (bare,) = answered(context, engine, "jobs.complete", prompt, echo=True, **GREEDY)["choices"]
+    assert (bare["text"], bare["logprobs"]) == (choice["text"], None)
+
+
+def test_prompt_log_probabilities_by_vllms_name(context: JobContext, engine: Engine) -> None:
+    (choice,) = answered(context, engine, "jobs.complete", "The quick", prompt_logprobs=1, **GREEDY)[
+        "choices"
+    ]
+    assert choice["prompt_logprobs"][0] is None
+    assert all(entry["rank"] >= 1 for row in choice["prompt_logprobs"][1:] for entry in row.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("jobs.complete", {"logprobs": True}, "logprobs is True, expected a number"),
+        ("jobs.complete", {"logprobs": 21}, "logprobs must be between"),
+        ("jobs.complete", {"top_logprobs": 2}, "top_logprobs belongs to a chat"),
+        ("jobs.complete", {"echo": 1}, "echo is 1"),
+        ("jobs.complete", {"max_tokens": 0}, "max_tokens must be between"),
+        ("jobs.chat", {"logprobs": 5}, "logprobs is 5, expected true or false"),
+        ("jobs.chat", {"top_logprobs": 2}, "needs logprobs=true"),
+        ("jobs.chat", {"logprobs": True, "top_logprobs": -1}, "top_logprobs is -1"),
+        ("jobs.chat", {"logprobs": True, "top_logprobs": 99}, "logprobs must be between"),
+        ("jobs.chat", {"echo": True}, "echo belongs to jobs.complete"),
+    ],
+)
+def test_what_cannot_be_asked_is_named(
+    context: JobContext, name: str, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(errors.InvalidJob) as refused:
+        opened_task(
+            replace(context, check_sampling=check_sampling), name, [HI if "chat" in name else "a"], options
+        )
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["logprobs", "prompt_logprobs", "echo", "separate_reasoning", "top_logprobs"]
+)
+def test_a_run_refuses_what_its_output_has_no_column_for(name: str) -> None:
+    with pytest.raises(errors.InvalidJob, match=f"{name} is not built for a run yet"):
+        RunSpec.from_arguments("in", "out", sampling={name: True if "a" in name or "e" in name[:1] else 1})
+
+
+def test_a_chats_reasoning_stands_apart(context: JobContext, engine: Engine) -> None:
+    options = GREEDY | {"thinking_token_budget": 3}
+    message = answered(context, engine, "jobs.chat", HI, **options)["choices"][0]["message"]
+    whole = answered(context, engine, "jobs.chat", HI, separate_reasoning=False, **options)["choices"][0][
+        "message"
+    ]
+    assert "reasoning" not in whole
+    inner, _, after = whole["content"].partition("</think>")
+    assert (message["reasoning"], message["content"]) == (inner.strip("\n"), after.lstrip("\n"))
+    assert normal_messages([message])[0]["reasoning"] == message["reasoning"] or not message["reasoning"]
+
+
+HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": "</tool_call> {"}}\n</tool_call>'
+CALL = {"name": "add", "arguments": '{"a": "</tool_call> {"}'}
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "content"),
+    [
+        (HERMES, [CALL], ""),
+        (f"So:\n{HERMES}\n{HERMES}", [CALL, CALL], "So:"),
+        (HERMES.removesuffix("\n</tool_call>"), [CALL], ""),
+        ('<tool_call>{"name": "f", "arguments": "{\\"ä\\": 1}"}</tool_call>', [("f", '{"ä": 1}')], ""),
+        ('{"name": "f", "parameters": {"a": [1]}}', [("f", '{"a": [1]}')], ""),
+        ('<|python_tag|>{"name": "f", "parameters": {}}', [("f", "{}")], ""),
+        ('{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', [("f", "{}"), ("g", "{}")], ""),
+        ('[{"name": "f", "arguments": {}}]', [("f", "{}")], ""),
+        ("plain", [], None),
+        ("", [], None),
+        ('{"name": "f"}', [], None),
+        ('{"name": "f", "parameters": {}} and text', [], None),
+        ('{"name": "f", "parameters": {}}; {"name": "g", "par', [], None),
+        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', [], None),
+        ('<tool_call>{"name": 7, "arguments": {}}</tool_call>', [], None),
+        ('<tool_call>{"name": "f", "arguments": {"a": </tool_call>', [], None),
+        ("<tool_call>" + "[" * 100_000, [], None),
+        ("[]", [], None),
+    ],
+)
+def test_calls_of_tools_are_read_and_what_is_none_stays(
+    text: str, calls: list[Any], content: str | None
+) -> None:
+    wanted = [
+        call if isinstance(call, dict) else dict(zip(("name", "arguments"), call, strict=True))
+        for call in calls
+    ]
+    assert parse_tool_calls(text) == (wanted, text if content is None else content)
+
+
+def test_a_broken_call_stays_beside_a_good_one() -> None:
+    broken = '<tool_call>{"name": 7}</tool_call>'
+    assert parse_tool_calls(f"{broken} {HERMES}") == ([CALL], broken)
+
+
+def test_calls_become_tool_calls_and_go_back_through_the_template(
+    context: JobContext, engine: Engine
+) -> None:
+    text = f"Let me see.{HERMES}{HERMES}"
+    response = run_task(
+        context, "jobs.chat", HI, tools=[TOOL], answer=lambda _: FakeCompletion(text, reasoning="why")
+    )
+    choice = ChatCompletion.model_validate(response).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me see."
+    assert choice.message.tool_calls is not None
+    ids = [call.id for call in choice.message.tool_calls]
+    assert len(set(ids)) == 2
+    answers = [{"role": "tool", "content": "3", "tool_call_id": each} for each in ids]
+    messages = [*HI, choice.message.model_dump(), *answers]
+    found = engine._tokenizer.decode_all(engine.chat_token_ids(normal_messages(messages), tools=[TOOL]))
+    function = '{"arguments": {"a": "</tool_call> {"}, "name": "add"}'
+    assert f"Let me see.<tool_call>{function}</tool_call><tool_call>{function}</tool_call>" in found.replace(
+        '{"name": "add", "arguments": {"a": "</tool_call> {"}}', function
+    )
+    assert found.count("<|im_start|>tool\n3") == 2
+    assert answered(context, engine, "jobs.chat", messages, tools=[TOOL], **GREEDY)["choices"]
+
+
+@pytest.mark.parametrize("options", [{}, {"tools": [TOOL], "tool_choice": "none"}])
+def test_without_tools_a_text_stays_a_text(context: JobContext, options: dict[str, Any]) -> None:
+    response = run_task(context, "jobs.chat", HI, answer=lambda _: FakeCompletion(HERMES), **options)
+    (choice,) = response["choices"]
+    assert (choice["message"], choice["finish_reason"]) == ({"role": "assistant", "content": HERMES}, "stop")
+
+
+def test_a_call_that_ends_for_length_keeps_its_reason(context: JobContext) -> None:
+    answer = FakeCompletion(HERMES, finish_reason="length")
+    (choice,) = run_task(context, "jobs.chat", HI, tools=[TOOL], answer=lambda _: answer)["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", None)
+    assert len(choice["message"]["tool_calls"]) == 1
