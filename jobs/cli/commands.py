@@ -45,7 +45,7 @@ PLAN_WAIT_S, PLAN_POLL_S = 10.0, 0.1
 @click.version_option(code_version(), prog_name="tokenmill")
 @click.pass_context
 def main(context: click.Context, url: str) -> None:
-    """Score Parquet files with the workers of a Redis queue."""
+    """Score the rows of files with the workers of a Redis queue."""
     with errors_told():
         check_jobs_package()
     try:

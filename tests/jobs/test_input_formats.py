@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 from redis import Redis
 
 from jobs.context import JobContext
+from jobs.context.shared_files import SharedFiles
 from jobs.errors import (
     CorruptTable,
     InputChanged,
@@ -41,7 +43,7 @@ from jobs.parquet.formats.lines import MAX_LINE_BYTES
 from jobs.parquet.row_reader import RowReader, Table
 from jobs.parquet.storage import Storage
 from jobs.runs.plan import cut_shards
-from tests.jobs.answering import queued_jobs, run_task, score_parquet, shout, work_off
+from tests.jobs.answering import opened_task, queued_jobs, run_task, score_parquet, work_off
 from tests.jobs.conftest import Invoke
 
 MakeContext = Callable[[], JobContext]
@@ -459,13 +461,23 @@ def read_all(path: Path, input_format: str, rows_per_shard: int) -> list[dict[st
     return rows
 
 
-def test_shards_of_one_worker_share_a_reader_of_lines(
+def test_two_runs_of_one_file_that_see_other_columns_in_it_share_no_reader(
     redis: Redis, make_context: MakeContext, tmp_path: Path
 ) -> None:
-    """Two runs of one file that see other columns in it do not."""
     (tmp_path / "in.csv").write_text("prompt,n\n" + "a,1\n" * 5 + "b,x\n")
-    score_parquet(make_context(), f"{tmp_path}/in.csv", f"{tmp_path}/one", limit=5, rows_per_shard=2)
-    score_parquet(make_context(), f"{tmp_path}/in.csv", f"{tmp_path}/two", rows_per_shard=2)
-    work_off(redis, make_context, answer=shout)
+    shared = SharedFiles()
+
+    def make() -> JobContext:
+        return replace(make_context(), files=shared)
+
+    score_parquet(make(), f"{tmp_path}/in.csv", f"{tmp_path}/one", limit=5, rows_per_shard=2)
+    first, second, _ = queued_jobs(redis)
+    held = opened_task(make(), second.func_name, second.args)  # keeps the file's readers open
+    run_task(make(), first.func_name, *first.args)
+    score_parquet(make(), f"{tmp_path}/in.csv", f"{tmp_path}/two", rows_per_shard=2)
+    for job in queued_jobs(redis)[:2:-1]:
+        run_task(make(), job.func_name, *job.args)
+    held.close()
+    work_off(redis, make)
     assert pq.read_table(tmp_path / "one")["n"].to_pylist() == [1] * 5
     assert pq.read_table(tmp_path / "two")["n"].to_pylist() == [*["1"] * 5, "x"]
