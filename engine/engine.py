@@ -28,13 +28,13 @@ from engine.run.config import EngineConfig, model_identity
 from engine.run.device import resolve_device
 from engine.run.dtype import served_dtype
 from engine.run.model_runner import ModelRunner
+from engine.run.new_sequences import NewSequences
 from engine.run.progress import Progress
 from engine.run.requests import Request, Scores, numbered
 from engine.run.runner import Runner
 from engine.run.stepper import Stepper
 from engine.run.usable import check_usable
 from engine.sampling.params import SamplingParams, check_params
-from engine.sampling.request_edits import RequestEdits, SequenceEdits
 from engine.sampling.scoring import NO_NEW_TOKEN, ScoringParams, check_score_from
 from engine.schedule.block_manager import BlockManager
 from engine.schedule.outputs import Completion, EngineStats, LogLikelihood
@@ -43,7 +43,6 @@ from engine.schedule.sequence import PreparedPrompt, Sequence
 from engine.tensor_parallel.rank_group import RankGroup
 from engine.text.prompts import Prompt, PromptReader
 from engine.text.reasoner import Reasoner
-from engine.text.stop_strings import StopStrings
 from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -81,7 +80,6 @@ class Engine:
         self.config = config
         self._tokenizer = Tokenizer(folder, config.chat_template)
         self._reasoner = Reasoner(self._tokenizer, model.vocab_size)
-        self._eos_token_ids = model.eos_token_ids or self._tokenizer.eos_token_ids
         self._live_runner: Runner | None = (start_runner or _start_runner)(config, model, folder)
         pool = self._live_runner.pool_size
         self._scheduler = Scheduler(
@@ -95,6 +93,12 @@ class Engine:
         )
         self._prompts = PromptReader(self._tokenizer, model.vocab_size, pool.max_model_len)
         self._vocab_size = model.vocab_size
+        self._sequences = NewSequences(
+            self._tokenizer,
+            self._reasoner,
+            model.eos_token_ids or self._tokenizer.eos_token_ids,
+            model.vocab_size,
+        )
         self._unfinished: dict[str, list[Sequence]] = {}
         self._incomplete: list[Sequence] = []  # that have finished
         self._seeds = random.Random(config.seed)
@@ -143,12 +147,13 @@ class Engine:
         """Whether any request waits or runs."""
         return bool(self._unfinished)
 
-    def prepare(self, prompt: Prompt) -> PreparedPrompt:
+    def prepare(self, prompt: Prompt, *, truncate_prompt_tokens: int | None = None) -> PreparedPrompt:
         """Tokenize and check a prompt: the part of `add` that takes time with its length.
 
-        Any thread may call this, also beside a step. Raises InvalidPrompt or PromptTooLong.
+        truncate_prompt_tokens: as of the SamplingParams that `add` will get. Any thread may call this, also
+        beside a step. Raises InvalidPrompt or PromptTooLong.
         """
-        token_ids = self._prompts.token_ids(prompt)
+        token_ids = self._prompts.token_ids(prompt, truncate_prompt_tokens=truncate_prompt_tokens)
         return PreparedPrompt(token_ids, self._scheduler.blocks.keys_of(token_ids))
 
     def add(
@@ -177,36 +182,14 @@ class Engine:
         score_from = params.score_from if isinstance(params, ScoringParams) else None
         if not isinstance(params, ScoringParams):
             check_params(params, self._vocab_size)
-        ready = prompt if isinstance(prompt, PreparedPrompt) else self.prepare(prompt)
         if isinstance(params, ScoringParams):
+            ready = self._ready(prompt, None)
             check_score_from(params, len(ready.token_ids))
             params = NO_NEW_TOKEN
+        else:
+            ready = self._ready(prompt, params.truncate_prompt_tokens)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
-        end_token_ids = frozenset(params.stop_token_ids).union(
-            () if params.ignore_eos else self._eos_token_ids
-        )
-        follows_text = self._tokenizer.has_text(ready.token_ids)
-        edits = self._edits(params, ready.token_ids)
-        seqs = [
-            Sequence(
-                request_id,
-                ready.token_ids,
-                params,
-                index=index,
-                lane=lane,
-                seed=seed,
-                follows_text=follows_text,
-                stop_token_ids=end_token_ids,
-                stop_strings=self._stop_strings(params, follows_text),
-                edits=None if edits is None else SequenceEdits(edits),
-                forcing=self._reasoner.budget(
-                    params.thinking_token_budget, params.reasoning_marks, ready.token_ids, follows_text
-                ),
-                block_keys=ready.block_keys,
-                score_from=score_from,
-            )
-            for index in range(params.n)
-        ]
+        seqs = self._sequences.make(request_id, ready, params, lane=lane, seed=seed, score_from=score_from)
         for seq in seqs:
             seq.prompt_logprobs = seqs[0].prompt_logprobs
             self._scheduler.add(seq)
@@ -262,14 +245,18 @@ class Engine:
             cpu_threads=torch.get_num_threads(),
         )
 
-    def chat_token_ids(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    def chat_token_ids(
+        self, messages: list[dict[str, Any]], *, truncate_prompt_tokens: int | None = None, **options: Any
+    ) -> list[int]:
         """Token ids of a conversation with the model's chat template, ready for its answer. For any thread.
 
-        options: `tools` and `chat_template_kwargs`, as of Tokenizer.chat_token_ids. Raises InvalidPrompt if
-        the tokenizer has no template or the template refuses the messages, and PromptTooLong if the text is
-        so long that it need not be tokenized to know.
+        truncate_prompt_tokens: as of SamplingParams. options: `tools` and `chat_template_kwargs`, as of
+        Tokenizer.chat_token_ids. Raises InvalidPrompt if the tokenizer has no template or the template
+        refuses the messages, and PromptTooLong if the text is so long that it need not be tokenized to know.
         """
-        return self._tokenizer.chat_token_ids(messages, limit=self.max_model_len - 1, **options)
+        limit = self.max_model_len - 1 if truncate_prompt_tokens is None else None
+        token_ids = self._tokenizer.chat_token_ids(messages, limit=limit, **options)
+        return self._prompts.truncated(token_ids, truncate_prompt_tokens)
 
     def generate(
         self,
@@ -335,6 +322,14 @@ class Engine:
             raise EngineClosed("this engine is closed; make a new one")
         return self._live_runner
 
+    def _ready(self, prompt: Prompt | PreparedPrompt, most: int | None) -> PreparedPrompt:
+        """The prompt prepared and truncated, which it may be already."""
+        if isinstance(prompt, PreparedPrompt):
+            if most is None or most == -1 or len(prompt.token_ids) <= most:
+                return prompt
+            prompt = prompt.token_ids
+        return self.prepare(prompt, truncate_prompt_tokens=most)
+
     def _fill(self, requests: Iterator[Request], refused: list[Completion]) -> bool:
         """Add requests until a full batch waits; return whether there are no more."""
         while self._scheduler.num_waiting < self.config.max_num_seqs:
@@ -346,17 +341,6 @@ class Engine:
             except InvalidRequest as error:
                 refused.append(Completion.refused(request[0], error))
         return False
-
-    def _edits(self, params: SamplingParams, prompt_token_ids: list[int]) -> RequestEdits | None:
-        bad_words = self._tokenizer.bad_words(tuple(params.bad_words)) if params.bad_words else ()
-        return RequestEdits.of(params, prompt_token_ids, self._vocab_size, bad_words)
-
-    def _stop_strings(self, params: SamplingParams, follows_text: bool) -> StopStrings | None:
-        if not params.stop:
-            return None
-        return self._tokenizer.stop_strings(
-            params.stop, min_tokens=params.min_tokens, follows_text=follows_text
-        )
 
     def _finish(self, seq: Sequence) -> Completion | None:
         """Turn a finished sequence into its completion and forget it, its siblings too if it has failed.

@@ -24,7 +24,7 @@ from .table import own_function, task_of
 from .tasks import OpenTask, Request
 
 if TYPE_CHECKING:
-    from engine import Completion, Engine, ModelIdentity
+    from engine import Completion, Engine, ModelIdentity, SamplingParams
     from worker.settings import WorkerSettings
 
 #: Requests in the engine at once: enough for any batch, few enough to keep a shard's stream lazy.
@@ -130,16 +130,19 @@ def _refill(
         index, request = item
         try:
             params = SamplingParams.from_mapping(request.sampling)
-            engine.add(str(index), _prompt(engine, request), params)
+            engine.add(str(index), _prompt(engine, request, params), params)
         except InvalidRequest as error:
             task.deliver(index, [Completion(str(index), 0, [], "", "error", 0, 0, error=str(error))])
         else:
             samples[index], missing[index] = [], params.n
 
 
-def _prompt(engine: Engine, request: Request) -> str | list[int]:
+def _prompt(engine: Engine, request: Request, params: SamplingParams) -> str | list[int]:
     if request.messages is not None:
-        return engine.chat_token_ids(request.messages, **request.chat_options)
+        options = dict(request.chat_options)
+        if params.truncate_prompt_tokens is not None:
+            options["truncate_prompt_tokens"] = params.truncate_prompt_tokens
+        return engine.chat_token_ids(request.messages, **options)
     assert request.prompt is not None
     return request.prompt
 

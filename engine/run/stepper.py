@@ -59,7 +59,14 @@ def wait_for(pending: PendingTokens) -> Arrived:
 class Decode(Protocol):
     """Token ids to text, as `Tokenizer.decode` does it."""
 
-    def __call__(self, token_ids: list[int], *, follows_text: bool = False) -> str: ...
+    def __call__(
+        self,
+        token_ids: list[int],
+        *,
+        follows_text: bool = False,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> str: ...
 
 
 class Stepper:
@@ -178,7 +185,12 @@ class Stepper:
         cut = seq.stop_strings.text if seq.stop_strings is not None else None
         if cut is not None:
             return cut
-        return self._decode(seq.generated_token_ids, follows_text=seq.follows_text)
+        return self._decode(
+            seq.generated_token_ids,
+            follows_text=seq.follows_text,
+            skip_special_tokens=seq.params.skip_special_tokens,
+            spaces_between_special_tokens=seq.params.spaces_between_special_tokens,
+        )
 
     def _start_over(self) -> None:
         """Withdraw what is in flight; its sequences are suspects until they are past it."""

@@ -29,17 +29,13 @@ NOT_BUILT = frozenset(
         "detokenize",
         "flat_logprobs",
         "guided_decoding",
-        "include_stop_str_in_output",
         "length_penalty",
         "logits_processors",
         "response_format",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
         "stream",
         "structured_outputs",
         "suffix",
         "top_logprobs",
-        "truncate_prompt_tokens",
         "use_beam_search",
     )
 )
@@ -92,6 +88,12 @@ class SamplingParams:
     echo: give the prompt's text and its tokens too.
     reasoning_marks: two texts, before and behind such a span; () for those of the model's template or special
         tokens.
+    include_stop_str_in_output: leave the stop string that ends the completion at the end of its text.
+    skip_special_tokens: the text is without special tokens; stop strings are looked for in what it is.
+    spaces_between_special_tokens: with special tokens in the text, leave the spaces that some tokenizers put
+        between two of them.
+    truncate_prompt_tokens: only the last so many tokens of the prompt are read, also of text and of a chat;
+        -1 for as many as leave room for one new token.
     """
 
     max_tokens: int = integer(256, 1, MAX_COUNT)
@@ -117,6 +119,10 @@ class SamplingParams:
     separate_reasoning: bool = False
     echo: bool = False
     reasoning_marks: Sequence[str] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = integer(None, -1, MAX_COUNT)
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
@@ -127,6 +133,8 @@ class SamplingParams:
             check_switch(name, getattr(self, name))
         if self.top_p == 0:
             raise InvalidSampling("top_p must be above 0; for the likeliest token alone set temperature=0")
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidSampling("truncate_prompt_tokens=0 leaves nothing of the prompt; -1 is what fits")
         if self.min_tokens > self.max_tokens:
             raise InvalidSampling(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
         for name, read in _READERS.items():

@@ -45,10 +45,14 @@ class PromptReader:
             raise InvalidPrompt("the continuation has no token of its own behind its context")
         return self.token_ids(whole), len(first)
 
-    def token_ids(self, prompt: object) -> list[int]:
-        """Token ids of a text, or a checked copy of token ids. Raises InvalidPrompt or PromptTooLong."""
+    def token_ids(self, prompt: object, *, truncate_prompt_tokens: int | None = None) -> list[int]:
+        """Token ids of a text, or a checked copy of token ids. Raises InvalidPrompt or PromptTooLong.
+
+        truncate_prompt_tokens: as of SamplingParams.
+        """
         if isinstance(prompt, str):
-            token_ids = self._tokenizer.encode(prompt, limit=self._max_model_len - 1)
+            limit = self._max_model_len - 1 if truncate_prompt_tokens is None else None
+            token_ids = self._tokenizer.encode(prompt, limit=limit)
         elif isinstance(prompt, (list, tuple)):
             token_ids = list(prompt)
         else:
@@ -57,6 +61,7 @@ class PromptReader:
             )
         if not token_ids:
             raise InvalidPrompt("the prompt is empty; it needs at least one token")
+        token_ids = self.truncated(token_ids, truncate_prompt_tokens)
         if len(token_ids) >= self._max_model_len:
             raise PromptTooLong(
                 f"the prompt has {len(token_ids)} tokens; this engine takes {self._max_model_len - 1} "
@@ -68,3 +73,10 @@ class PromptReader:
             if not 0 <= token_id < self._vocab_size:
                 raise InvalidPrompt(f"token id {token_id} is outside the vocabulary of {self._vocab_size}")
         return token_ids
+
+    def truncated(self, token_ids: list[int], truncate_prompt_tokens: int | None) -> list[int]:
+        """The last so many of them; all for None, and for -1 as many as leave room for one new token."""
+        if truncate_prompt_tokens is None:
+            return token_ids
+        most = self._max_model_len - 1 if truncate_prompt_tokens == -1 else truncate_prompt_tokens
+        return token_ids[-most:]

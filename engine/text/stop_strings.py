@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from operator import itemgetter
 
 REPLACEMENT = "\ufffd"  # how a decoder shows bytes that are no complete character
 WINDOW = 16
@@ -19,6 +20,7 @@ class IncrementalText:
 
     behind: decodes tokens that stand behind others, where a decoder treats a text's beginning otherwise.
     num_open: replacement characters that the bytes of one incomplete character may be shown as.
+    joined: tokens behind which the next one is not decoded without them.
     """
 
     def __init__(
@@ -27,8 +29,10 @@ class IncrementalText:
         *,
         behind: Callable[[list[int]], str] | None = None,
         num_open: int = 1,
+        joined: Collection[int] = (),
     ) -> None:
         self._decode, self._behind, self._num_open = decode, behind or decode, num_open
+        self._joined = joined
         self._pending: list[int] = []
         self._num_given = 0  # characters of the pending tokens' text already given out
 
@@ -41,6 +45,8 @@ class IncrementalText:
         self._num_given = max(self._num_given, num_certain)
         if text and num_certain == len(text):
             self._pending, self._num_given, self._decode = [], 0, self._behind
+            if token_id in self._joined:
+                self._pending, self._num_given = [token_id], len(self._behind([token_id]))
         elif len(self._pending) == WINDOW:
             self._pending = self._pending[-KEPT:]
             self._num_given = self._num_certain(self._decode(self._pending))
@@ -54,7 +60,8 @@ class StopStrings:
     """Watches one sequence for its stop strings. Add each generated token once.
 
     min_tokens: a stop string that is complete within so many tokens does not count.
-    decode, behind, num_open: as of IncrementalText.
+    include: the stop string that ends the sequence is a part of its text.
+    decode, behind, num_open, joined: as of IncrementalText.
     """
 
     def __init__(
@@ -63,11 +70,13 @@ class StopStrings:
         decode: Callable[[list[int]], str],
         *,
         min_tokens: int,
+        include: bool = False,
         behind: Callable[[list[int]], str] | None = None,
         num_open: int = 1,
+        joined: Collection[int] = (),
     ) -> None:
-        self._stop = stop
-        self._text = IncrementalText(decode, behind=behind, num_open=num_open)
+        self._stop, self._include = stop, include
+        self._text = IncrementalText(decode, behind=behind, num_open=num_open, joined=joined)
         self._num_ignored = min_tokens
         self._overlap = max(map(len, stop)) - 1  # a match may begin so far back
         self._pieces: list[str] = []
@@ -84,17 +93,18 @@ class StopStrings:
         if self._num_ignored > 0:
             self._num_ignored -= 1
         elif found := self._find(searched, len(self._tail)):
-            self._end = self._num_chars - len(searched) + min(found)
+            begin, length = min(found, key=itemgetter(0))
+            self._end = self._num_chars - len(searched) + begin + (length if self._include else 0)
             return True
         self._tail = searched[-self._overlap :] if self._overlap else ""
         return False
 
-    def _find(self, searched: str, num_old: int) -> list[int]:
-        """Where stop strings begin that do not end within the first num_old characters."""
-        found = (searched.find(text, max(0, num_old - len(text) + 1)) for text in self._stop)
-        return [position for position in found if position >= 0]
+    def _find(self, searched: str, num_old: int) -> list[tuple[int, int]]:
+        """Where stop strings begin that do not end within the first num_old characters, and their lengths."""
+        found = ((searched.find(text, max(0, num_old - len(text) + 1)), len(text)) for text in self._stop)
+        return [(position, length) for position, length in found if position >= 0]
 
     @property
     def text(self) -> str | None:
-        """The text before the stop string that ended the sequence, None if none did."""
+        """The text up to the stop string that ended the sequence, None if none did."""
         return None if self._end is None else "".join(self._pieces)[: self._end]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ class Tokenizer:
             backend.no_padding()
         self.min_tokens = TokenBound(backend)
         added = {} if backend is None else backend.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.added_tokens = {token.content: AddedToken(id_, token.special) for id_, token in added.items()}
         self._bos = (self._tokenizer.bos_token, self._tokenizer.bos_token_id)
@@ -112,12 +114,34 @@ class Tokenizer:
             del token_ids[0]
         return token_ids
 
-    def stop_strings(self, stop: Sequence[str], *, min_tokens: int, follows_text: bool) -> StopStrings:
+    def stop_strings(
+        self,
+        stop: Sequence[str],
+        *,
+        min_tokens: int,
+        follows_text: bool,
+        include: bool = False,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> StopStrings:
         """A watch for the stop strings of one completion. min_tokens: as of StopStrings. follows_text: as of
         `decode`."""
-        behind = partial(self.decode, follows_text=True)
-        first = behind if follows_text else self.decode
-        return StopStrings(stop, first, min_tokens=min_tokens, behind=behind, num_open=self._num_open)
+        decode = partial(
+            self.decode,
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+        )
+        behind = partial(decode, follows_text=True)
+        is_joined = not skip_special_tokens and not spaces_between_special_tokens
+        return StopStrings(
+            stop,
+            behind if follows_text else decode,
+            min_tokens=min_tokens,
+            include=include,
+            behind=behind,
+            num_open=self._num_open,
+            joined=self._added_ids if is_joined else (),
+        )
 
     def bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Token ids of each word, as it is at the beginning of a text and behind a space.
@@ -135,29 +159,45 @@ class Tokenizer:
             raise InvalidSampling("a bad word has no tokens; leave it out", repr(word))
         return list(ways)
 
-    def decode(self, token_ids: list[int], *, follows_text: bool = False) -> str:
-        """Text of token ids, without special tokens.
+    def decode(
+        self,
+        token_ids: list[int],
+        *,
+        follows_text: bool = False,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> str:
+        """Text of token ids, without special tokens unless they are asked for.
 
         follows_text: text stands before it. Many tokenizers put a space before a text, and take it away from
         the first of the tokens that they decode; behind other text it is a space like any other.
+        spaces_between_special_tokens: as of SamplingParams; it concerns all tokens added to the vocabulary.
         """
         anchor = self._anchor if follows_text else []
+        parts = [anchor + token_ids]
+        if not skip_special_tokens and not spaces_between_special_tokens:
+            parts = self._cut_between_added(parts[0])
+        text = "".join(self._decode(part, skip_special_tokens) for part in parts)
+        return text[len(self._anchor_text) :] if anchor else text
+
+    def _decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         with _no_panic():
             text = self._tokenizer.decode(
-                anchor + token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
         assert isinstance(text, str)
-        return text[len(self._anchor_text) :] if anchor else text
+        return text
+
+    def _cut_between_added(self, token_ids: list[int]) -> list[list[int]]:
+        """The tokens in parts, of which one ends wherever two added tokens stand side by side."""
+        is_added = [token_id in self._added_ids for token_id in token_ids]
+        cuts = [i for i in range(1, len(token_ids)) if is_added[i - 1] and is_added[i]]
+        return [token_ids[start:end] for start, end in pairwise([0, *cuts, len(token_ids)])]
 
     def token_text(self, token_id: int) -> str:
         """A token's text where it stands alone, also a special one's."""
         if (text := self._token_texts.get(token_id)) is None:
-            with _no_panic():
-                text = self._tokenizer.decode(
-                    [token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False
-                )
-            assert isinstance(text, str)
-            self._token_texts[token_id] = text
+            text = self._token_texts[token_id] = self._decode([token_id], skip_special_tokens=False)
         return text
 
     def incremental_text(self, *, follows_text: bool) -> IncrementalText:
@@ -168,12 +208,7 @@ class Tokenizer:
 
     def decode_all(self, token_ids: list[int]) -> str:
         """Text of token ids, special tokens included."""
-        with _no_panic():
-            return str(
-                self._tokenizer.decode(
-                    token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-                )
-            )
+        return self._decode(token_ids, skip_special_tokens=False)
 
     def encode_behind(self, text: str) -> list[int]:
         """Token ids of a text that stands behind others: without the space that many tokenizers put first."""

@@ -32,12 +32,33 @@ _OPTIONS = (
     click.option("--allowed-token-ids", callback=json_value(list), help="No other tokens, as JSON: [1, 2]."),
     click.option("--bad-words", multiple=True, help="A text that no completion has; may be given again."),
     click.option("--stop", multiple=True, help="Text that ends a completion; may be given more than once."),
+    click.option(
+        "--include-stop-str-in-output",
+        is_flag=True,
+        default=None,
+        help="Leave the text of --stop that ends a completion at its end.",
+    ),
+    click.option(
+        "--skip-special-tokens/--no-skip-special-tokens",
+        default=None,
+        help="Leave special tokens out of a completion's text, as is done by default, or in.",
+    ),
+    click.option(
+        "--spaces-between-special-tokens/--no-spaces-between-special-tokens",
+        default=None,
+        help="With them in, leave the spaces between two, as is done by default, or take them out.",
+    ),
+    click.option(
+        "--truncate-prompt-tokens", type=int, help="Read only so many last tokens of a prompt; -1: what fits."
+    ),
 )
 
-#: Their names, and those among them that may be given more than once.
+#: The values that they are.
 _NAMES = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n", "presence_penalty"),
     *("frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "stop"),
+    *("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"),
+    "truncate_prompt_tokens",
 )
 
 

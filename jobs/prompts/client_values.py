@@ -26,7 +26,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
     "store": (False,),
     "stream": (False,),
     "stream_options": (),

@@ -71,7 +71,7 @@ class InstantEngine:
     def chat_token_ids(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         return [1]
 
-    def prepare(self, prompt: str | list[int]) -> str | list[int]:
+    def prepare(self, prompt: str | list[int], **options: Any) -> str | list[int]:
         return prompt
 
     def close(self) -> None:

@@ -138,6 +138,10 @@ def test_a_bad_prompt_fails_alone(shared: Engine, prompt: Any, error: type[Excep
         ({"bad_words": ["a", ""]}, "a bad word must have 1 to 1024 characters, got 0"),
         ({"bad_words": ["a"] * 1025}, "bad_words holds 1025 strings; at most 1024"),
         ({"bad_words": ["\ud800"]}, "a bad word is no valid Unicode"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0 leaves nothing"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens must be between -1"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens must be true or false, got 1"),
+        ({"include_stop_str_in_output": "yes"}, "include_stop_str_in_output must be true or false"),
         ({"temperature": 10**400}, "temperature must be between 0 and 1000000, got 1000"),
         (
             {"top_k": 10**5000},
@@ -167,10 +171,13 @@ def test_a_number_of_any_width_is_refused_by_name_or_used(shared: Engine, name: 
     accepted: list[SamplingParams] = []
     for width in (*WIDTHS, 10**400, 1e39, 1e300, 5e-324, math.inf, math.nan):
         values: dict[str, Any] = {"seed": 1, "stop_token_ids": [3]}
+        if name == "thinking_token_budget":
+            values["reasoning_marks"] = ["<think>", "</think>"]
         values["max_tokens"] = 2 if name != "min_tokens" else RANGES["max_tokens"].high
         values[name] = [width] if name == "stop_token_ids" else width
         is_of_kind = type(width) is int or not allowed.integer
-        if low <= width <= high and is_of_kind and (name, width) != ("top_p", 0):
+        is_zero = width == 0 and name in ("top_p", "truncate_prompt_tokens")
+        if low <= width <= high and is_of_kind and not is_zero:
             accepted.append(SamplingParams.from_mapping(values))
         else:
             with pytest.raises(InvalidSampling, match=name):

@@ -74,6 +74,7 @@ def test_every_common_sampling_value_is_an_option(
         *("--sampling", '{"presence_penalty": 2, "min_tokens": 1}', "--presence-penalty", 0.5),
         *("--frequency-penalty", -1, "--repetition-penalty", 1.2, "--logit-bias", '{"5": 2.5}'),
         *("--allowed-token-ids", "[5, 6]", "--bad-words", "no, never", "--bad-words", "maybe"),
+        *("--include-stop-str-in-output", "--no-skip-special-tokens", "--truncate-prompt-tokens", -1),
     ]
     result = invoke("submit", source, tmp_path / "out", *options)
     assert result.exit_code == 0, result.output
@@ -81,6 +82,7 @@ def test_every_common_sampling_value_is_an_option(
     assert job.kwargs["sampling"] == {
         "presence_penalty": 0.5, "min_tokens": 1, "frequency_penalty": -1.0, "repetition_penalty": 1.2,
         "logit_bias": {"5": 2.5}, "allowed_token_ids": [5, 6], "bad_words": ["no, never", "maybe"],
+        "include_stop_str_in_output": True, "skip_special_tokens": False, "truncate_prompt_tokens": -1,
     }  # fmt: skip
     shown = invoke("submit", "--help").output
     assert all(

@@ -115,7 +115,7 @@ class FakeEngine:
     def chat_token_ids(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
         return list(str(messages[-1]["content"]).encode())
 
-    def prepare(self, prompt: str | list[int]) -> str | list[int]:
+    def prepare(self, prompt: str | list[int], **options: Any) -> str | list[int]:
         return prompt
 
     def close(self) -> None:

@@ -40,6 +40,7 @@ class TokenizingEngine(FakeEngine):
     ended: SimpleQueue[str] = field(default_factory=SimpleQueue)
     tokenized: list[str] = field(default_factory=list)
     entered: list[str] = field(default_factory=list)
+    options: list[dict[str, Any]] = field(default_factory=list)
 
     def _tokenize(self, prompt: str) -> Tokenized:
         name = prompt.strip(".")
@@ -52,10 +53,12 @@ class TokenizingEngine(FakeEngine):
         self.ended.put(name)
         return Tokenized(prompt)
 
-    def prepare(self, prompt: Any) -> Any:
+    def prepare(self, prompt: Any, **options: Any) -> Any:
+        self.options.append(options)
         return self._tokenize(prompt)
 
-    def chat_token_ids(self, messages: list[dict[str, str]]) -> Any:
+    def chat_token_ids(self, messages: list[dict[str, str]], **options: Any) -> Any:
+        self.options.append(options)
         return messages[0]["content"]
 
     def add(self, request_id: str, prompt: Any, params: SamplingParams, *, lane: int = 0) -> None:
@@ -85,11 +88,11 @@ class Loop:
         for name in names or list(self.engine.held):
             self.engine.held[name].set()
 
-    def send(self, name: str, lane: int, chars: int = 0, chat: bool = False) -> None:
+    def send(self, name: str, lane: int, chars: int = 0, chat: bool = False, **sampling: Any) -> None:
         """Order a completion of `name`, a prompt of so many characters; its request has the same name."""
         prompt = name.ljust(chars, ".")
         messages = [{"role": "user", "content": prompt}] if chat else None
-        self.orders.put(Add(name, None if chat else prompt, messages, {"max_tokens": 1}, lane))
+        self.orders.put(Add(name, None if chat else prompt, messages, {"max_tokens": 1, **sampling}, lane))
 
     def wait_for(self, *names: str) -> dict[str, Completion]:
         """What came of the requests, which are the next ones that end."""
@@ -118,6 +121,17 @@ def loop() -> Iterator[Loop]:
 
 def numbered(kind: str, count: int) -> list[str]:
     return [f"{kind}{number}" for number in range(count)]
+
+
+@pytest.mark.parametrize("chars", [5, MEDIUM_CHARS, LONG_CHARS])
+@pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
+def test_a_prompt_is_truncated_where_it_is_tokenized(loop: Loop, chars: int, chat: bool) -> None:
+    """Before it could be too long: of a chat when it is rendered. The engine itself truncates short texts."""
+    loop.start()
+    loop.send("long", BULK, chars, chat, truncate_prompt_tokens=7)
+    loop.wait_for("long")
+    assert len(loop.engine.options) == chat + (chars > SHORT)
+    assert all(options == {"truncate_prompt_tokens": 7} for options in loop.engine.options)
 
 
 @pytest.mark.parametrize("chars", [MEDIUM_CHARS, LONG_CHARS])

@@ -29,8 +29,11 @@ class EngineLike(Protocol):
     def add(self, request_id: str, prompt: Any, params: SamplingParams, *, lane: int = 0) -> None:
         """Queue a request: text, token ids or what `prepare` made of them. Raises InvalidRequest."""
 
-    def prepare(self, prompt: str | list[int]) -> Any:
-        """The part of `add` that takes time with the prompt's length; for any thread, as `chat_token_ids`."""
+    def prepare(self, prompt: str | list[int], *, truncate_prompt_tokens: int | None = None) -> Any:
+        """The part of `add` that takes time with the prompt's length; for any thread, as `chat_token_ids`.
+
+        truncate_prompt_tokens: as of SamplingParams.
+        """
         ...
 
     def abort(self, request_id: str) -> None:
@@ -49,7 +52,9 @@ class EngineLike(Protocol):
         """A dataclass of counters."""
         ...
 
-    def chat_token_ids(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    def chat_token_ids(
+        self, messages: list[dict[str, Any]], *, truncate_prompt_tokens: int | None = None, **options: Any
+    ) -> list[int]:
         """Render messages with the model's chat template. options: what else that is given."""
         ...
 

@@ -51,7 +51,8 @@ class _Waiting:
         params = SamplingParams.from_mapping(self.add.sampling)
         prompt = self.add.prompt
         if self.add.messages is not None:
-            prompt = self.engine.chat_token_ids(self.add.messages, **self.add.chat_options)
+            options = {**self.add.chat_options, **_truncation(params)}
+            prompt = self.engine.chat_token_ids(self.add.messages, **options)
         if prompt is None:
             raise InvalidRequest("the request has neither a prompt nor messages")
         return prompt, params
@@ -60,7 +61,7 @@ class _Waiting:
         """In a thread: all that takes time with the length of the prompt."""
         try:
             prompt, params = self.read()
-            self.prepared = self.engine.prepare(prompt), params
+            self.prepared = self.engine.prepare(prompt, **_truncation(params)), params
         except BaseException as error:  # noqa: BLE001  # the engine's thread looks what it is
             self.error = error.with_traceback(None)  # which would hold on to this request
         self.is_ready = True
@@ -172,6 +173,12 @@ def _refused(request_id: str, error: BaseException) -> Completion:
     if isinstance(error, EngineError) or not isinstance(error, Exception):
         raise error
     return Completion.refused(request_id, InvalidRequest(f"{type(error).__name__}: {error}"))
+
+
+def _truncation(params: SamplingParams) -> dict[str, int]:
+    """What preparing a prompt needs to know of its sampling values."""
+    most = params.truncate_prompt_tokens
+    return {} if most is None else {"truncate_prompt_tokens": most}
 
 
 def _size(add: Add) -> int:

@@ -1,0 +1,73 @@
+"""NewSequences: what a request that has been checked becomes, one sequence for each of its samples."""
+
+from __future__ import annotations
+
+from engine.sampling.params import SamplingParams
+from engine.sampling.request_edits import RequestEdits, SequenceEdits
+from engine.schedule.sequence import PreparedPrompt, Sequence
+from engine.text.reasoner import Reasoner
+from engine.text.stop_strings import StopStrings
+from engine.text.tokenizer import Tokenizer
+
+
+class NewSequences:
+    """Makes the sequences of a model. eos_token_ids: the ids that end its texts."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, reasoner: Reasoner, eos_token_ids: frozenset[int], vocab_size: int
+    ) -> None:
+        self._tokenizer, self._reasoner = tokenizer, reasoner
+        self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
+
+    def make(
+        self,
+        request_id: str,
+        prompt: PreparedPrompt,
+        params: SamplingParams,
+        *,
+        lane: int,
+        seed: int,
+        score_from: int | None,
+    ) -> list[Sequence]:
+        """params.n of them. Raises InvalidSampling for values that mean nothing to this model's tokenizer."""
+        end_token_ids = frozenset(params.stop_token_ids).union(
+            () if params.ignore_eos else self._eos_token_ids
+        )
+        follows_text = self._tokenizer.has_text(prompt.token_ids)
+        edits = self._edits(params, prompt.token_ids)
+        return [
+            Sequence(
+                request_id,
+                prompt.token_ids,
+                params,
+                index=index,
+                lane=lane,
+                seed=seed,
+                follows_text=follows_text,
+                stop_token_ids=end_token_ids,
+                stop_strings=self._stop_strings(params, follows_text),
+                edits=None if edits is None else SequenceEdits(edits),
+                forcing=self._reasoner.budget(
+                    params.thinking_token_budget, params.reasoning_marks, prompt.token_ids, follows_text
+                ),
+                block_keys=prompt.block_keys,
+                score_from=score_from,
+            )
+            for index in range(params.n)
+        ]
+
+    def _edits(self, params: SamplingParams, prompt_token_ids: list[int]) -> RequestEdits | None:
+        bad_words = self._tokenizer.bad_words(tuple(params.bad_words)) if params.bad_words else ()
+        return RequestEdits.of(params, prompt_token_ids, self._vocab_size, bad_words)
+
+    def _stop_strings(self, params: SamplingParams, follows_text: bool) -> StopStrings | None:
+        if not params.stop:
+            return None
+        return self._tokenizer.stop_strings(
+            params.stop,
+            min_tokens=params.min_tokens,
+            follows_text=follows_text,
+            include=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
