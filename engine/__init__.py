@@ -42,9 +42,8 @@ from engine.models.served import model_table
 from engine.run.config import EngineConfig, model_identity
 from engine.sampling.params import SamplingParams
 from engine.sampling.scoring import ScoringParams
-from engine.schedule.logprobs import Logprob
-from engine.schedule.outputs import Completion, EngineStats, LogLikelihood
-from engine.schedule.sequence import PreparedPrompt
+from engine.schedule.outputs import Completion, EngineStats, LogLikelihood, Logprob
+from engine.schedule.prepared_prompt import PreparedPrompt
 
 if TYPE_CHECKING:
     from engine.engine import Engine

@@ -38,8 +38,9 @@ from engine.sampling.params import SamplingParams, check_params
 from engine.sampling.scoring import NO_NEW_TOKEN, ScoringParams, check_score_from
 from engine.schedule.block_manager import BlockManager
 from engine.schedule.outputs import Completion, EngineStats, LogLikelihood
+from engine.schedule.prepared_prompt import PreparedPrompt
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.sequence import PreparedPrompt, Sequence
+from engine.schedule.sequence import Sequence
 from engine.tensor_parallel.rank_group import RankGroup
 from engine.text.prompts import Prompt, PromptReader
 from engine.text.reasoner import Reasoner

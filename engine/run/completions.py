@@ -8,8 +8,8 @@ from math import fsum
 from typing import Protocol
 
 from engine.errors import SequenceFailed
-from engine.schedule.logprobs import NOT_WANTED, Logprob, as_dicts, num_top
-from engine.schedule.outputs import Completion, LogLikelihood
+from engine.schedule.logprobs import NOT_WANTED, as_dicts, num_top
+from engine.schedule.outputs import Completion, LogLikelihood, Logprob
 from engine.schedule.sequence import Sequence
 from engine.text.tokenizer import Tokenizer
 

@@ -19,7 +19,8 @@ from struct import Struct
 import xxhash
 
 from engine.errors import BlockAccountingError, OutOfBlocks
-from engine.schedule.sequence import BlockKey, Sequence
+from engine.schedule.prepared_prompt import BlockKey
+from engine.schedule.sequence import Sequence
 
 ROOT = 0  # parent hash and parent content id of a sequence's first block
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from engine.sampling.params import WHOLE_VOCABULARY
 from engine.sampling.ranges import MAX_COUNT
+from engine.schedule.outputs import Logprob
 
 NOT_WANTED = -1  # in the place of how many of the most likely tokens are wanted
 
@@ -19,19 +20,6 @@ def num_top(wanted: int | None) -> int:
     if wanted is None:
         return NOT_WANTED
     return MAX_COUNT if wanted == WHOLE_VOCABULARY else wanted
-
-
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """A token's natural log of the probability that the model gives it.
-
-    rank: 1 for the most likely token of the vocabulary; of equal ones the lower id is counted first.
-    decoded_token: the text of this token alone.
-    """
-
-    logprob: float
-    rank: int
-    decoded_token: str
 
 
 @dataclass(frozen=True, slots=True)

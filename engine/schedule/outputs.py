@@ -5,9 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.schedule.logprobs import Logprob
-
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token's natural log of the probability that the model gives it.
+
+    rank: 1 for the most likely token of the vocabulary; of equal ones the lower id is counted first.
+    decoded_token: the text of this token alone.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from engine.sampling.params import SamplingParams
 from engine.sampling.request_edits import SequenceEdits
 from engine.schedule.logprobs import NOT_WANTED, RowLogprobs, num_top
 from engine.schedule.outputs import FinishReason
+from engine.schedule.prepared_prompt import BlockKey
 from engine.text.stop_strings import StopStrings
 
 
@@ -25,24 +25,6 @@ class SequenceStatus(Enum):
     RUNNING = auto()
     ENDING = auto()  # its last token is being computed; it holds neither slot nor blocks any more
     FINISHED = auto()
-
-
-class BlockKey(NamedTuple):
-    """Identity of one full block of a sequence: the hash of its whole prefix, and its own tokens."""
-
-    hash: int
-    tokens: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedPrompt:
-    """A prompt with all done to it that takes time with its length: what `Engine.prepare` makes.
-
-    token_ids: checked. block_keys: of its full blocks, none where prefixes are not cached.
-    """
-
-    token_ids: list[int]
-    block_keys: list[BlockKey]
 
 
 class Forcing(Protocol):
