@@ -1,4 +1,4 @@
-"""PreparedPrompt: what of a request is made ahead of the engine's thread, and needs neither torch nor numpy."""
+"""PreparedPrompt: what is made of a request beside the engine's thread. It needs neither torch nor numpy."""
 
 from __future__ import annotations
 
