@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .estimate import Pick, Speed, Total, measured_speed, total
+from .estimate import Pick, Speed, Together, Total, measured_speed, num_steps, total
 from .trials import Trial, Tried
 
-#: Requests that are tried, and how many of them by their prompts alone before, for the speed of prompts.
-NUM_TRIED, NUM_PROMPTS = 64, 8
+#: Requests that are tried. One of so many is in a first, smaller group, which tells what a step takes.
+NUM_TRIED, FIRST_OF = 64, 4
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,30 @@ def trial_of(picked: Mapping[str, Any], model: str | None, **changed: Any) -> Tr
 def estimate(survey: Mapping[str, Any], answer: Callable[[Sequence[Trial]], list[Tried]]) -> Estimate:
     """Estimate a run. survey: what jobs.survey_parquet found. answer: runs jobs together."""
     picked, scale = survey["picked"], survey["rows"] / max(1, survey["rows_read"])
-    alone = [trial_of(each, None, max_tokens=1, min_tokens=0, n=1) for each in _spread(picked, NUM_PROMPTS)]
-    prompts = [tried for tried in answer(alone) if tried.value is not None]
-    tried = answer([trial_of(each, None) for each in picked])
+    prompts = answer([trial_of(each, None, max_tokens=1, min_tokens=0, n=1) for each in picked])
+    groups = [range(0, len(picked), FIRST_OF), [i for i in range(len(picked)) if i % FIRST_OF]]
+    found: dict[int, Tried] = {}
+    for numbers in groups:
+        answers = answer([trial_of(picked[number], None) for number in numbers])
+        found.update(zip(numbers, answers, strict=True))
+    tried = [found[number] for number in range(len(picked))]
     usages = [_usage(each) for each in tried]
     lengths = [completion for _, completion in usages]
     picks = [Pick(number, each["weight"]) for number, each in enumerate(picked)]
     generated = total(picks, lengths).times(scale)
     rows = [length * each["rows"] for length, each in zip(lengths, picked, strict=True)]
-    speed = _speed(prompts, tried, survey)
+    speed = _speed(prompts, [[found[number] for number in numbers] for numbers in groups], survey)
     computed = (survey["request_tokens"] - survey["cached_tokens"]) * scale
-    batch = min(survey["max_num_seqs"], max(1, round(survey["requests"] * scale)) * survey["n"])
+    n = survey["n"]
+    steps = num_steps(
+        picks,
+        [round(each / n) for each in lengths],
+        round(survey["requests"] * scale) * n,
+        survey["max_num_seqs"],
+    )
     seconds = [
-        speed.seconds(computed, tokens, batch) for tokens in (generated.value, generated.low, generated.high)
+        speed.seconds(computed, tokens, steps * tokens / max(1.0, generated.value))
+        for tokens in (generated.value, generated.low, generated.high)
     ]
     known = survey["prompt_tokens"] * scale
     return Estimate(
@@ -66,11 +77,6 @@ def estimate(survey: Mapping[str, Any], answer: Callable[[Sequence[Trial]], list
     )
 
 
-def _spread(items: Sequence[Any], count: int) -> list[Any]:
-    count = min(count, len(items))
-    return [items[(2 * number + 1) * len(items) // (2 * count)] for number in range(count)]
-
-
 def _usage(tried: Tried) -> tuple[int, int]:
     """Return tokens of a prompt that were computed, and of its answers."""
     usage = (tried.value or {}).get("usage", {})
@@ -78,20 +84,29 @@ def _usage(tried: Tried) -> tuple[int, int]:
     return usage.get("prompt_tokens", 0) - cached, usage.get("completion_tokens", 0)
 
 
-def _speed(prompts: Sequence[Tried], tried: Sequence[Tried], survey: Mapping[str, Any]) -> Speed:
-    computed = sum(_usage(each)[0] for each in prompts)
-    prompt_token_s = _span(prompts) / computed if computed else 0.0
-    ran = [each for each in tried if each.value is not None]
-    if not ran:
-        return Speed(prompt_token_s, 0.0, 0.0)
-    began_at, n = min(each.began_at for each in ran), survey["n"]
-    prefilled = sum(_usage(each)[0] for each in ran)
-    ends_s = [each.ended_at - began_at for each in ran for _ in range(n)]
-    lengths = [max(1, round(_usage(each)[1] / n)) for each in ran for _ in range(n)]
-    if len(lengths) > survey["max_num_seqs"]:  # they took turns: the batch was as full as the run's
-        decode_s = max(0.0, max(ends_s) - prompt_token_s * prefilled)
-        return Speed(prompt_token_s, 0.0, decode_s / sum(lengths))
-    return measured_speed(prompt_token_s, prefilled, ends_s, lengths)
+def _speed(prompts: Sequence[Tried], groups: Sequence[Sequence[Tried]], survey: Mapping[str, Any]) -> Speed:
+    """prompts: the rows answered with one token, together, by which alone their prompts take time."""
+    ran = [each for each in prompts if each.value is not None]
+    computed = sum(_usage(each)[0] for each in ran)
+    prompt_token_s = _span(ran) / computed if computed else 0.0
+    together = [
+        _together([each for each in group if each.value is not None], survey["n"]) for group in groups
+    ]
+    together = [group for group in together if group.lengths]
+    if all(len(group.lengths) <= survey["max_num_seqs"] for group in together):
+        return measured_speed(prompt_token_s, together)
+    # They took turns: the batch was as full as the run's.
+    decode_s = sum(max(group.ends_s) - prompt_token_s * group.prompt_tokens for group in together)
+    return Speed(prompt_token_s, 0.0, max(0.0, decode_s) / sum(sum(group.lengths) for group in together))
+
+
+def _together(ran: Sequence[Tried], n: int) -> Together:
+    began_at = min((each.began_at for each in ran), default=0.0)
+    return Together(
+        sum(_usage(each)[0] for each in ran),
+        [each.ended_at - began_at for each in ran for _ in range(n)],
+        [max(1, round(_usage(each)[1] / n)) for each in ran for _ in range(n)],
+    )
 
 
 def _span(tried: Sequence[Tried]) -> float:

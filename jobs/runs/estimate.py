@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 from itertools import pairwise
 from math import fsum, sqrt
+
+#: Rows whose turns in the batch are gone through one by one.
+MAX_PLAYED = 20_000
 
 #: Half the width of a 95 % interval, in standard errors.
 WIDTH = 1.96
@@ -100,24 +105,58 @@ class Speed:
     step_s: float
     row_s: float
 
-    def seconds(self, prompt_tokens: float, completion_tokens: float, batch: int) -> float:
-        """Return what a run takes that keeps so many rows in the batch. prompt_tokens: not from the cache."""
-        decode = completion_tokens * (self.step_s / max(1, batch) + self.row_s)
-        return prompt_tokens * self.prompt_token_s + decode
+    def seconds(self, prompt_tokens: float, completion_tokens: float, steps: float) -> float:
+        """Return what a run takes. prompt_tokens: not of the cache. steps: in which rows are decoded."""
+        return prompt_tokens * self.prompt_token_s + completion_tokens * self.row_s + steps * self.step_s
 
 
-def measured_speed(
-    prompt_token_s: float, prompt_tokens: float, ends_s: Sequence[float], lengths: Sequence[int]
-) -> Speed:
-    """Return a worker's speed from rows that were answered together.
+def num_steps(picks: Sequence[Pick], lengths: Sequence[int], rows: int, batch: int) -> float:
+    """Return in how many steps so many rows are decoded, `batch` at a time, each place taken as it is free.
 
-    ends_s: seconds after the first began. lengths: tokens of each row. prompt_tokens: that all of them had
-    computed. After as many steps as a row has tokens it ends; all others have had that many turns, or ended.
+    The rows have the lengths of the picked ones, each as often as it stands for others, in a mixed order. Of
+    more than MAX_PLAYED the rest fill the batch: only the end of a run does not.
     """
-    prefill_s = prompt_token_s * prompt_tokens
+    weight = fsum(pick.weight for pick in picks)
+    if not picks or rows == 0:
+        return 0.0
+    count = min(rows, max(MAX_PLAYED, 4 * batch))
+    played, passed, numbered = [], 0.0, iter(zip(picks, lengths, strict=True))
+    length = 0
+    for number in range(count):
+        while passed <= (number + 0.5) * weight / count and (following := next(numbered, None)) is not None:
+            passed, length = passed + following[0].weight, following[1]
+        played.append(length)
+    random.Random(0).shuffle(played)
+    free = [0] * min(batch, count)
+    for each in played:
+        heapreplace(free, free[0] + each)
+    return max(free) + (rows - count) * fsum(played) / count / batch
+
+
+@dataclass(frozen=True)
+class Together:
+    """Rows that were answered together. ends_s: seconds after the first began. lengths: tokens of each row.
+    prompt_tokens: that all of them had computed."""
+
+    prompt_tokens: float
+    ends_s: Sequence[float]
+    lengths: Sequence[int]
+
+
+def measured_speed(prompt_token_s: float, groups: Sequence[Together]) -> Speed:
+    """Return a worker's speed from groups of rows.
+
+    After as many steps as a row has tokens it ends; all others of its group have had that many turns, or
+    ended. Groups of unlike sizes, and rows of unlike lengths, tell what a step takes from what a row takes.
+    """
     each = [
-        (float(length), float(sum(min(length, other) for other in lengths)), max(0.0, end_s - prefill_s))
-        for end_s, length in zip(ends_s, lengths, strict=True)
+        (
+            float(length),
+            float(sum(min(length, other) for other in group.lengths)),
+            max(0.0, end_s - prompt_token_s * group.prompt_tokens),
+        )
+        for group in groups
+        for end_s, length in zip(group.ends_s, group.lengths, strict=True)
     ]
     a = fsum(steps * steps for steps, _, _ in each)
     b = fsum(steps * turns for steps, turns, _ in each)
@@ -125,7 +164,7 @@ def measured_speed(
     p = fsum(steps * seconds for steps, _, seconds in each)
     q = fsum(turns * seconds for _, turns, seconds in each)
     determinant = a * c - b * b
-    if determinant > 1e-9 * a * c:  # rows of unlike lengths tell the two apart
+    if determinant > 1e-9 * a * c:
         step_s, row_s = (p * c - q * b) / determinant, (q * a - p * b) / determinant
         if step_s >= 0 and row_s >= 0:
             return Speed(prompt_token_s, step_s, row_s)

@@ -20,7 +20,7 @@ from jobs.context import JobContext
 from jobs.context.prompt_meter import PromptMeter
 from jobs.errors import InvalidJob, MissingColumn
 from jobs.runs.dry_run import NUM_TRIED, Estimate, estimate
-from jobs.runs.estimate import Sized, Speed, measured_speed, pick_requests, total
+from jobs.runs.estimate import Pick, Sized, Speed, Together, measured_speed, num_steps, pick_requests, total
 from jobs.runs.trials import Trial, Tried
 from jobs.table import own_function
 from jobs.tasks import Request
@@ -230,12 +230,32 @@ def test_a_total_over_equal_chances_is_exact() -> None:
 def test_speed_is_found_from_when_rows_of_unlike_lengths_end(
     step_s: float, row_s: float, lengths: list[int]
 ) -> None:
-    ends_s = [
-        1.5 + length * step_s + sum(min(length, other) for other in lengths) * row_s for length in lengths
-    ]
-    found = measured_speed(0.001, 1500, ends_s, lengths)
     true = Speed(0.001, step_s, row_s)
+    found = measured_speed(0.001, [group(true, lengths)])
     for tokens, batch in ((1000, len(lengths)), (10**6, 4 * len(lengths))):
-        assert found.seconds(0, tokens, batch) == pytest.approx(
-            true.seconds(0, tokens, batch), rel=0.02, abs=1e-3
-        )
+        expected = pytest.approx(true.seconds(0, tokens, tokens / batch), rel=0.02, abs=1e-3)
+        assert found.seconds(0, tokens, tokens / batch) == expected
+
+
+@given(st.floats(0, 0.1), st.floats(0, 0.01), st.integers(1, 300))
+def test_groups_of_unlike_sizes_tell_it_of_rows_of_one_length(
+    step_s: float, row_s: float, length: int
+) -> None:
+    true = Speed(0.001, step_s, row_s)
+    found = measured_speed(0.001, [group(true, [length] * 16), group(true, [length] * 48)])
+    assert found.seconds(10, 10**6, 4000) == pytest.approx(true.seconds(10, 10**6, 4000), rel=0.02, abs=1e-3)
+
+
+def test_steps_of_a_run_end_with_its_longest_rows() -> None:
+    picks, lengths = [Pick(0, 95.0), Pick(1, 5.0)], [2, 100]
+    assert num_steps(picks, lengths, 100, 100) == 100
+    assert num_steps(picks, lengths, 100, 1) == 95 * 2 + 5 * 100
+    assert 6_900_000 / 64 < num_steps(picks, lengths, 1_000_000, 64) < 6_900_000 / 64 + 200
+    assert (num_steps([], [], 0, 64), num_steps(picks, lengths, 0, 64)) == (0, 0)
+
+
+def group(speed: Speed, lengths: list[int]) -> Together:
+    turns = [sum(min(length, other) for other in lengths) for length in lengths]
+    pairs = zip(lengths, turns, strict=True)
+    prefill_s = speed.prompt_token_s * 1500
+    return Together(1500, [prefill_s + n * speed.step_s + t * speed.row_s for n, t in pairs], lengths)
