@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from engine.sampling.params import SamplingParams
 from engine.sampling.request_edits import RequestEdits, SequenceEdits
-from engine.schedule.sequence import PreparedPrompt, Sequence
+from engine.schedule.prepared_prompt import PreparedPrompt
+from engine.schedule.sequence import Sequence
 from engine.text.reasoner import Reasoner
 from engine.text.stop_strings import StopStrings
 from engine.text.tokenizer import Tokenizer
