@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Answer:
     """The output columns of one row, by the names of jobs.parquet.part.OUTPUT_FIELDS.
 
-    What each completion has of its own is a tuple where a row has several.
+    What each completion has of its own is a tuple where a row has several. tool_calls: as JSON.
     """
 
     completion: str | tuple[str | None, ...] | None
@@ -18,6 +18,8 @@ class Answer:
     completion_tokens: int | tuple[int, ...]
     cached_tokens: int
     error: str | None
+    reasoning: str | tuple[str | None, ...] | None = None
+    tool_calls: str | tuple[str | None, ...] | None = None
 
     @property
     def all_completion_tokens(self) -> int:

@@ -67,5 +67,7 @@ class AnswerMemo:
 
 
 def _size(answer: Answer) -> int:
-    texts = answer.completion if isinstance(answer.completion, tuple) else (answer.completion,)
-    return ENTRY_BYTES * len(texts) + sum(map(sys.getsizeof, texts))
+    columns = (answer.completion, answer.reasoning, answer.tool_calls)
+    texts = [text for column in columns for text in (column if isinstance(column, tuple) else (column,))]
+    num_completions = len(answer.completion) if isinstance(answer.completion, tuple) else 1
+    return ENTRY_BYTES * num_completions + sum(sys.getsizeof(text) for text in texts if text is not None)

@@ -35,8 +35,14 @@ OUTPUT_FIELDS = (
     pa.field("error", pa.string()),
 )
 
+#: The same of what a run may ask for.
+REASONING = pa.field("reasoning", pa.string())
+TOOL_CALLS = pa.field("tool_calls", pa.string())
+
 #: What each completion of a row has of its own.
-OF_EACH_COMPLETION = frozenset({"completion", "finish_reason", "completion_tokens"})
+OF_EACH_COMPLETION = frozenset(
+    {"completion", "finish_reason", "completion_tokens", "reasoning", "tool_calls"}
+)
 
 #: Of a Parquet file besides data and footer: its mark at either end, and the footer's length.
 FRAME_BYTES = 12
@@ -66,7 +72,7 @@ def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "") -> pa.Schema
     Raises ColumnConflict or MissingColumn.
     """
     kept = kept_columns(spec, schema.names, path)
-    answers = [_answer_field(field, spec) for field in OUTPUT_FIELDS]
+    answers = [_answer_field(field, spec) for field in answer_fields(spec)]
     for field in answers:
         if field.name in kept:
             raise ColumnConflict(
@@ -77,21 +83,30 @@ def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "") -> pa.Schema
     return pa.schema([*map(schema.field, kept), *answers], metadata=schema.metadata)
 
 
+def answer_fields(spec: RunSpec) -> list[pa.Field]:
+    """Return the columns that a run adds, by their own names."""
+    reasoning = [REASONING] if spec.sampling.get("separate_reasoning") else []
+    return [*OUTPUT_FIELDS, *reasoning, *([TOOL_CALLS] if spec.chat[1].has_tools else [])]
+
+
 def _answer_field(field: pa.Field, spec: RunSpec) -> pa.Field:
     kind = pa.list_(field.type) if spec.n > 1 and field.name in OF_EACH_COMPLETION else field.type
     return pa.field(spec.output_prefix + field.name, kind)
 
 
-def with_answers(batch: pa.RecordBatch, answers: list[Answer], schema: pa.Schema) -> pa.RecordBatch:
+def with_answers(
+    batch: pa.RecordBatch, answers: list[Answer], schema: pa.Schema, spec: RunSpec
+) -> pa.RecordBatch:
     """Return the kept columns of a batch with the answers of its rows behind them.
 
     schema: what output_schema returned.
     """
-    num_kept = len(schema) - len(OUTPUT_FIELDS)
+    fields = answer_fields(spec)
+    num_kept = len(schema) - len(fields)
     kept = [batch.column(name) for name in schema.names[:num_kept]]
     added = [
         pa.array([getattr(answer, field.name) for answer in answers], schema.field(number).type)
-        for number, field in enumerate(OUTPUT_FIELDS, num_kept)
+        for number, field in enumerate(fields, num_kept)
     ]
     return pa.RecordBatch.from_arrays([*kept, *added], schema=schema)
 

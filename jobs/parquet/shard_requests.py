@@ -11,6 +11,7 @@ from typing import Any
 
 from ..context.answer import Answer, failed_answer
 from ..context.answer_memo import AnswerMemo
+from ..prompts.tool_calls import parse_tool_calls, with_ids
 from ..tasks import Completion, Request
 from .row_sampling import split
 from .row_values import RowProblem
@@ -32,7 +33,8 @@ class ShardRequests:
     rows: the text of each row, or why it has none. sampling: as in the plan. row_seed: the seed of a row,
     counted within the shard; used when tokens are drawn. run, memo: where the answers of other shards are.
     let_go: told of each text that is not held here any more. n: completions of each row. chat_options: as of
-    Request. has_own_sampling: the texts are those of a SampledSource.
+    Request. has_own_sampling: the texts are those of a SampledSource. has_tools: calls of tools are looked for
+    in the answers.
 
     Requests come sorted by text, so that shared prefixes meet in the cache. With temperature 0 equal texts
     have equal answers: they are one request, and none where another shard of the run, on the same worker,
@@ -54,8 +56,9 @@ class ShardRequests:
         n: int = 1,
         chat_options: Mapping[str, Any] = MappingProxyType({}),
         has_own_sampling: bool = False,
+        has_tools: bool = False,
     ) -> None:
-        self._n = n
+        self._n, self._has_tools = n, has_tools
         self._answers: list[Answer | None] = [
             failed_answer(str(row), n) if isinstance(row, RowProblem) else None for row in rows
         ]
@@ -99,7 +102,7 @@ class ShardRequests:
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
         """Take all samples of a request and give them to every row that asked for it."""
         group = self._sent[index]
-        answer, failed = _answer_of(completions, self._n)
+        answer, failed = _answer_of(completions, self._n, self._has_tools)
         self._answer(group, answer)
         self.generated_tokens += answer.all_completion_tokens
         if group.key is not None:
@@ -163,7 +166,7 @@ class ShardRequests:
             self._memo.end(key)
 
 
-def _answer_of(completions: Sequence[Completion], n: int) -> tuple[Answer, bool]:
+def _answer_of(completions: Sequence[Completion], n: int, has_tools: bool) -> tuple[Answer, bool]:
     """Return what a row has of its samples, and whether it failed: with one of them the row does."""
     samples = sorted(completions, key=lambda sample: sample.index)
     first = samples[0]
@@ -172,11 +175,26 @@ def _answer_of(completions: Sequence[Completion], n: int) -> tuple[Answer, bool]
         reason = failed.error or "the engine gave no reason"
         return failed_answer(reason, n, first.num_prompt_tokens, first.num_cached_tokens), True
     prompt, cached = first.num_prompt_tokens, first.num_cached_tokens
+    parts = [_texts_of(each, has_tools) for each in samples]
     if n == 1:
-        return Answer(first.text, first.finish_reason, prompt, len(first.token_ids), cached, None), False
-    texts, reasons = tuple(each.text for each in samples), tuple(each.finish_reason for each in samples)
-    tokens = tuple(len(each.token_ids) for each in samples)
-    return Answer(texts, reasons, prompt, tokens, cached, None), False
+        ((text, reason, calls),) = parts
+        tokens = len(first.token_ids)
+        return Answer(text, reason, prompt, tokens, cached, None, first.reasoning, calls), False
+    texts, reasons, all_calls = zip(*parts, strict=True)
+    counts, reasonings = (
+        tuple(len(each.token_ids) for each in samples),
+        tuple(each.reasoning for each in samples),
+    )
+    return Answer(texts, reasons, prompt, counts, cached, None, reasonings, all_calls), False
+
+
+def _texts_of(sample: Completion, has_tools: bool) -> tuple[str, str, str | None]:
+    """Return a sample's content, why it ended, and its calls of tools as JSON."""
+    calls, content = parse_tool_calls(sample.text) if has_tools else ([], sample.text)
+    if not calls:
+        return sample.text, sample.finish_reason, None
+    reason = "tool_calls" if sample.finish_reason == "stop" else sample.finish_reason
+    return content, reason, json.dumps(with_ids(calls, sample.text), ensure_ascii=False)
 
 
 def _is_greedy(sampling: Mapping[str, Any]) -> bool:

@@ -201,7 +201,7 @@ class ShardWork(OpenTask):
         start = 0
         for batch in reader.read(self._shard, self._check_interrupted):
             batch = self._with_added(split_problems(batch)[0])
-            yield with_answers(batch, answers[start : start + batch.num_rows], schema)
+            yield with_answers(batch, answers[start : start + batch.num_rows], schema, self._folder.plan.spec)
             start += batch.num_rows
 
     def _read_requests(self) -> ShardRequests | BatchRequests:
@@ -228,6 +228,7 @@ class ShardWork(OpenTask):
             plan.spec.n,
             chat.template,
             bool(plan.spec.sampling_columns),
+            chat.has_tools,
         )
 
     def _batch_requests(self, texts: ShardTexts, first_row: int) -> BatchRequests:

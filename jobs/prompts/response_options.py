@@ -9,7 +9,7 @@ from typing import Any
 from ..common.shown import shown
 from ..errors import InvalidJob, InvalidValue
 
-NAMES = ("echo", "logprobs", "prompt_logprobs", "separate_reasoning", "top_logprobs")
+NAMES = ("echo", "logprobs", "prompt_logprobs", "top_logprobs")
 
 
 @dataclass(frozen=True)

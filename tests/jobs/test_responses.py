@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from openai.types import Completion as TextCompletion
 from openai.types.chat import ChatCompletion
+from redis import Redis
 from transformers import PreTrainedTokenizerFast
 
 from engine import Engine, EngineConfig, SamplingParams
@@ -21,8 +24,9 @@ from jobs.prompts.messages import normal_messages
 from jobs.prompts.tool_calls import parse_tool_calls
 from jobs.runs.spec import RunSpec
 from jobs.stock_worker import check_sampling, drive
+from jobs.tasks import Request
 from tests.engine.checkpoints import SHAPES, make_checkpoint
-from tests.jobs.answering import FakeCompletion, opened_task, run_task
+from tests.jobs.answering import FakeCompletion, opened_task, queued_jobs, run_task, score_parquet
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -160,9 +164,7 @@ def test_what_cannot_be_asked_is_named(
     assert says in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["logprobs", "prompt_logprobs", "echo", "separate_reasoning", "top_logprobs"]
-)
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs", "echo", "top_logprobs"])
 def test_a_run_refuses_what_its_output_has_no_column_for(name: str) -> None:
     with pytest.raises(errors.InvalidJob, match=f"{name} is not built for a run yet"):
         RunSpec.from_arguments("in", "out", sampling={name: True if "a" in name or "e" in name[:1] else 1})
@@ -258,3 +260,50 @@ def test_a_call_that_ends_for_length_keeps_its_reason(context: JobContext) -> No
     (choice,) = run_task(context, "jobs.chat", HI, tools=[TOOL], answer=lambda _: answer)["choices"]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("length", None)
     assert len(choice["message"]["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_run_of_chats_has_columns_for_reasoning_and_calls(
+    redis: Redis, make_context: Callable[[], JobContext], tmp_path: Path, n: int
+) -> None:
+    chats = [[{"role": "user", "content": text}] for text in ("call", "talk")]
+    pq.write_table(pa.table({"chat": [*chats, None]}), tmp_path / "in.parquet")
+    sampling = {"separate_reasoning": True, "tools": [TOOL], "n": n, "temperature": 0}
+    score_parquet(
+        make_context(),
+        str(tmp_path / "in.parquet"),
+        str(tmp_path / "out"),
+        messages_column="chat",
+        sampling=sampling,
+    )
+
+    seen = []
+
+    def deliver(request: Request) -> list[FakeCompletion]:
+        seen.append(request)
+        text = HERMES if "call" in str(request.messages) else "yes"
+        return [FakeCompletion(text, index, [1], reasoning="why") for index in range(n)]
+
+    for job in queued_jobs(redis):
+        task = opened_task(replace(make_context(), job_id=job.id), job.func_name, job.args, job.kwargs)
+        for index, request in enumerate(list(task.requests())):
+            task.deliver(index, deliver(request))
+        task.result()
+        task.close()
+    assert all(request.chat_options == {"tools": [TOOL]} for request in seen)
+    assert all(request.sampling["separate_reasoning"] for request in seen)
+    rows = pq.read_table(tmp_path / "out" / "part-00000.parquet").to_pylist()
+    called, talked, failed = [
+        {
+            name: row[name][0] if n > 1 and row[name] else row[name]
+            for name in ("completion", "reasoning", "tool_calls")
+        }
+        for row in rows
+    ]
+    calls = json.loads(called.pop("tool_calls"))
+    assert [call["function"] for call in calls] == [CALL]
+    assert called == {"completion": "", "reasoning": "why"}
+    assert talked == {"completion": "yes", "reasoning": "why", "tool_calls": None}
+    assert failed == {"completion": None, "reasoning": None, "tool_calls": None}
+    reasons = [row["finish_reason"] if n == 1 else row["finish_reason"][0] for row in rows]
+    assert reasons == ["tool_calls", "stop", "error"]
