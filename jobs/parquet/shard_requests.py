@@ -33,8 +33,8 @@ class ShardRequests:
     rows: the text of each row, or why it has none. sampling: as in the plan. row_seed: the seed of a row,
     counted within the shard; used when tokens are drawn. run, memo: where the answers of other shards are.
     let_go: told of each text that is not held here any more. n: completions of each row. chat_options: as of
-    Request. has_own_sampling: the texts are those of a SampledSource. has_tools: calls of tools are looked for
-    in the answers.
+    Request. has_own_sampling: the texts are those of a SampledSource. has_tools: calls of tools are looked
+    for in the answers.
 
     Requests come sorted by text, so that shared prefixes meet in the cache. With temperature 0 equal texts
     have equal answers: they are one request, and none where another shard of the run, on the same worker,
@@ -181,10 +181,8 @@ def _answer_of(completions: Sequence[Completion], n: int, has_tools: bool) -> tu
         tokens = len(first.token_ids)
         return Answer(text, reason, prompt, tokens, cached, None, first.reasoning, calls), False
     texts, reasons, all_calls = zip(*parts, strict=True)
-    counts, reasonings = (
-        tuple(len(each.token_ids) for each in samples),
-        tuple(each.reasoning for each in samples),
-    )
+    counts = tuple(len(each.token_ids) for each in samples)
+    reasonings = tuple(each.reasoning for each in samples)
     return Answer(texts, reasons, prompt, counts, cached, None, reasonings, all_calls), False
 
 
