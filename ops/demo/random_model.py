@@ -1,6 +1,6 @@
 """A small random checkpoint of a model family, to see one through a worker: its answers are nonsense.
 
-    python -m ops.demo.random_model --family llama ops/out/llama
+    python -m ops.demo.random_model --family llama --dtype bfloat16 ops/out/llama
     MODEL=ops/out/llama bash ops/demo.sh
 
 --family: a `model_type` of transformers, such as llama, mistral, gemma2, qwen3_moe or gpt_oss.
@@ -30,7 +30,6 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": MAX_LENGTH,
-    "sliding_window": 64,
     "num_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
@@ -39,9 +38,13 @@ SIZES = {
     "tie_word_embeddings": False,  # as with ties
 }
 
+#: Where a family has it: transformers' cache keeps no more of any that names one.
+WINDOW = {"sliding_window": 64}
+DTYPES = ("float32", "bfloat16", "float16")
 
-def make_model(folder: Path, family: str) -> Path:
-    """Write configuration, float32 weights and the demo's tokenizer, with a token for a text's beginning.
+
+def make_model(folder: Path, family: str, dtype: str = "float32") -> Path:
+    """Write configuration, weights and the demo's tokenizer, with a token for a text's beginning.
 
     Returns the folder. Raises ValueError for a family that transformers does not know, and whatever else
     transformers makes of sizes that do not fit one.
@@ -49,6 +52,7 @@ def make_model(folder: Path, family: str) -> Path:
     torch.manual_seed(0)
     tokenizer = _make_tokenizer()
     for_model: Any = AutoConfig.for_model
+    window = WINDOW if hasattr(for_model(family), "sliding_window") else {}
     config = for_model(
         family,
         vocab_size=len(tokenizer),
@@ -56,9 +60,10 @@ def make_model(folder: Path, family: str) -> Path:
         eos_token_id=[tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(END_OF_TEXT)],
         pad_token_id=tokenizer.pad_token_id,
         **SIZES,
+        **window,
     )
     from_config: Any = AutoModelForCausalLM.from_config
-    model = from_config(config, dtype=torch.float32)
+    model = from_config(config, dtype=getattr(torch, dtype))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -77,10 +82,11 @@ def main() -> None:
     """Write one checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--family", required=True, help="a model_type of transformers")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights")
     parser.add_argument("folder", type=Path, help="where it is written")
     options = parser.parse_args()
     try:
-        make_model(options.folder, options.family)
+        make_model(options.folder, options.family, options.dtype)
     except (ValueError, AttributeError, TypeError) as error:
         parser.error(f"no small model of the family {options.family!r}: {str(error)[:300]}")
 
