@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -65,6 +66,32 @@ class KVCache:
         self.layers = [
             LayerKVCache(pair[0], pair[1], scales[i] if scales else None) for i, pair in enumerate(both)
         ]
+        self._groups = _alike(self.pool, shapes)
+
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy the keys and values of some slots to others, in all layers.
+
+        sources, targets: [slots] int64, block_id * block_size + offset; no slot is in both.
+        """
+        for group in self._groups:
+            group.index_copy_(1, targets, group.index_select(1, sources))
+
+
+def _alike(pool: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Views of the pool, of layers of one shape in a row: [2 * layers, slots, numbers of a slot] each.
+
+    Numbers of any type that can be copied: FP8 cannot, and wide ones take less time.
+    """
+    views, start = [], 0
+    for shape, layers in groupby(shapes):
+        num_sides = 2 * len(list(layers))
+        length = num_sides * math.prod(shape[1:])
+        slot_bytes = math.prod(shape[3:]) * pool.itemsize
+        is_wide = slot_bytes % 8 == 0 and start * pool.itemsize % 8 == 0
+        part = pool[start : start + length].view(torch.int64 if is_wide else torch.uint8)
+        views.append(part.view(num_sides, shape[1] * shape[2], -1))
+        start += length
+    return views
 
 
 def quantize(x: Tensor, scales: Tensor) -> Tensor:

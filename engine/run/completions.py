@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
-from math import fsum
 from typing import Protocol
 
 from engine.errors import SequenceFailed
@@ -59,12 +58,8 @@ def completion_of(seq: Sequence, tokenizer: Tokenizer, split: Split) -> Completi
 
 def _loglikelihood(seq: Sequence) -> LogLikelihood:
     logprobs = [logprob for part in seq.prompt_logprobs for logprob in part.logprobs.tolist()]
-    return LogLikelihood(
-        logprob=fsum(logprobs),
-        num_tokens=len(logprobs),
-        is_greedy=all((part.ranks == 1).all() for part in seq.prompt_logprobs),
-        token_logprobs=tuple(logprobs),
-    )
+    ranks = [rank for part in seq.prompt_logprobs for rank in part.ranks.tolist()]
+    return LogLikelihood.of(tuple(logprobs), tuple(rank == 1 for rank in ranks))
 
 
 def _of_prompt(seq: Sequence, text_of: Callable[[int], str]) -> list[dict[int, Logprob] | None] | None:

@@ -15,6 +15,7 @@ from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import FP8, KVCache, Scales, block_bytes, measure_scales
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import AttentionRefused, ConfigError, UnsupportedModel
+from engine.kernels.upload import upload
 from engine.layers.parallel import TensorParallel
 from engine.models.base import CausalModel
 from engine.models.load import load_model
@@ -96,6 +97,8 @@ class ModelRunner:
         """
         if self._cpu_threads is not None:
             self._cpu_threads.adapt()
+        if len(step.copy_from):
+            self.cache.copy(*upload([step.copy_from, step.copy_to], self.device))
         logprobs = None
         if self._graphs is not None and self._graphs.fits(step):
             self._sampled = self._graphs.run(step, sampling, self._sampled)

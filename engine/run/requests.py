@@ -13,6 +13,7 @@ from engine.schedule.outputs import Completion, LogLikelihood
 from engine.text.prompts import Prompt, PromptReader
 
 Request = tuple[str, Prompt, SamplingParams | ScoringParams]
+Asked = tuple[tuple[int, ...], int]  # token ids, and where those of the continuation begin
 NOTHING = LogLikelihood(0.0, 0, is_greedy=True)
 
 
@@ -34,34 +35,66 @@ def numbered(
 
 
 class Scores:
-    """Pairs of a context and a continuation as requests, each once, those of one prefix together."""
+    """Pairs of a context and a continuation as requests: a tree, of which each token is scored once.
+
+    In the order of their tokens a pair shares most with the one before it; what follows is scored for it.
+    """
 
     def __init__(self, pairs: Iterable[tuple[Prompt, Prompt]], prompts: PromptReader) -> None:
         """Raises InvalidRequest or a subclass for the first pair that cannot be scored."""
         self._asked = [_read(place, pair, prompts) for place, pair in enumerate(pairs)]
-        distinct = sorted({asked for asked in self._asked if asked[1] < len(asked[0])})
-        self._ids = {asked: str(number) for number, asked in enumerate(distinct)}
+        self._distinct = sorted({asked for asked in self._asked if asked[1] < len(asked[0])})
+        self._first_own = [*map(_first_own, [None, *self._distinct], self._distinct)]
 
     def requests(self) -> Iterator[Request]:
         """In the order of their tokens."""
-        for (token_ids, score_from), request_id in self._ids.items():
-            yield request_id, list(token_ids), ScoringParams(score_from)
+        for number, (asked, first_own) in enumerate(zip(self._distinct, self._first_own, strict=True)):
+            if first_own < len(asked[0]):
+                yield str(number), list(asked[0]), ScoringParams(first_own)
 
     def results(self, done: dict[str, list[Completion]]) -> list[LogLikelihood]:
         """One for each pair. Raises ScoringFailed for the first that has none."""
-        results = []
-        for place, asked in enumerate(self._asked):
-            if asked not in self._ids:
-                results.append(NOTHING)
-                continue
-            (completion,) = done[self._ids[asked]]
-            if completion.loglikelihood is None:
-                raise ScoringFailed(place, completion.error or "the engine gave no reason")
-            results.append(completion.loglikelihood)
-        return results
+        found: dict[Asked, LogLikelihood | str] = {}
+        before: LogLikelihood | str = NOTHING
+        for number, (asked, first_own) in enumerate(zip(self._distinct, self._first_own, strict=True)):
+            own = _outcome(done[str(number)][0]) if str(number) in done else NOTHING
+            if first_own > asked[1]:
+                num_skipped = asked[1] - self._distinct[number - 1][1]
+                own = _joined(before, own, slice(num_skipped, num_skipped + first_own - asked[1]))
+            before = found[asked] = own
+        return [_checked(place, found.get(asked, NOTHING)) for place, asked in enumerate(self._asked)]
 
 
-def _read(place: int, pair: object, prompts: PromptReader) -> tuple[tuple[int, ...], int]:
+def _first_own(before: Asked | None, asked: Asked) -> int:
+    """The place of the first token that has to be scored for `asked`, where `before` is scored."""
+    token_ids, score_from = asked
+    if before is None or before[1] > score_from:
+        return score_from
+    pairs = zip(before[0], token_ids, strict=False)
+    num_shared = next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(before[0]), len(token_ids)))
+    return max(score_from, num_shared)
+
+
+def _outcome(completion: Completion) -> LogLikelihood | str:
+    return completion.loglikelihood or completion.error or "the engine gave no reason"
+
+
+def _joined(before: LogLikelihood | str, own: LogLikelihood | str, shared: slice) -> LogLikelihood | str:
+    """Of some tokens of `before`, and then of all of `own`."""
+    if isinstance(before, str) or isinstance(own, str):
+        return before if isinstance(before, str) else own
+    return LogLikelihood.of(
+        before.token_logprobs[shared] + own.token_logprobs, before.greedy_tokens[shared] + own.greedy_tokens
+    )
+
+
+def _checked(place: int, found: LogLikelihood | str) -> LogLikelihood:
+    if isinstance(found, str):
+        raise ScoringFailed(place, found)
+    return found
+
+
+def _read(place: int, pair: object, prompts: PromptReader) -> Asked:
     if not isinstance(pair, (list, tuple)) or len(pair) != 2:
         raise InvalidRequest(f"pair {place} must be a context and a continuation, got {type(pair).__name__}")
     try:

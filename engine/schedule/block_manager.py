@@ -7,12 +7,18 @@ content, own tokens): neither a hash collision nor a recycled block number can r
 A block is published while the step that computes it is scheduled, because every layer stores keys and
 values before it attends: sequences of one step share a prefix. `withdraw` takes it back if the step has not
 run.
+
+What a sequence shares beyond its whole blocks may be copied from a block that begins with the same tokens
+(`tails`), once a step that is launched before has computed it. Such a block is held while a step is
+scheduled, so that nobody writes to it in that step, which may then be repeated.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import count
 from struct import Struct
 
@@ -21,8 +27,27 @@ import xxhash
 from engine.errors import BlockAccountingError, OutOfBlocks
 from engine.schedule.prepared_prompt import BlockKey
 from engine.schedule.sequence import Sequence
+from engine.schedule.tails import Tails
 
 ROOT = 0  # parent hash and parent content id of a sequence's first block
+LEAST_SHARE = 8  # what is copied, or waited for, is at least one in so many of the tokens to be computed else
+
+
+@dataclass(frozen=True)
+class BlockCopy:
+    """The first tokens of a block are those of another one: their keys and values are to be copied."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Tail:
+    """A block to copy a sequence's first tokens behind its whole blocks from, and how many."""
+
+    block_id: int
+    num_tokens: int
 
 
 def hash_block(parent_hash: int, tokens: bytes) -> int:
@@ -34,10 +59,11 @@ class Block:
     """One block of the pool.
 
     `content_id` names what a full block holds, None until it is published. `hash` is set only while the
-    block is the one the prefix cache finds under it.
+    block is the one the prefix cache finds under it. `tails` is where its first tokens, `tokens`, can be
+    found; it may hold more of them than those.
     """
 
-    __slots__ = ("block_id", "content_id", "hash", "parent_content_id", "ref_count", "tokens")
+    __slots__ = ("block_id", "content_id", "hash", "parent_content_id", "ref_count", "tails", "tokens")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -50,6 +76,7 @@ class Block:
         self.content_id: int | None = None
         self.parent_content_id = ROOT
         self.tokens = b""
+        self.tails: Tails | None = None
 
 
 class BlockManager:
@@ -75,6 +102,10 @@ class BlockManager:
         # Free blocks, the next to be taken first: those that hold nothing, then least recently used.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._by_hash: dict[int, Block] = {}
+        self._tails = Tails()  # computed before the step that is being scheduled
+        self._new_tails: list[Block] = []  # in that step
+        self._soon = Tails()  # of those
+        self._kept: list[Block] = []  # for that step
         self._content_ids = count(ROOT + 1)
 
     @property
@@ -119,9 +150,32 @@ class BlockManager:
             found.append(block.block_id)
         return found
 
-    def num_missing(self, seq: Sequence, cached: list[int]) -> int:
+    def find_tail(self, seq: Sequence, cached: list[int]) -> Tail | None:
+        """What is worth copying behind `cached`, which `find_cached` has found."""
+        return self._find_tail(self._tails, seq, cached)
+
+    def find_tail_soon(self, seq: Sequence, cached: list[int], tail: Tail | None) -> Tail | None:
+        """What the step that is being scheduled computes, and is worth waiting for; tail: what there is."""
+        return self._find_tail(self._soon, seq, cached, 0 if tail is None else tail.num_tokens)
+
+    def _find_tail(self, tails: Tails, seq: Sequence, cached: list[int], num_else: int = 0) -> Tail | None:
+        """num_else: tokens that need not be computed without it."""
+        start = len(cached) * self.block_size
+        end = min(seq.num_cacheable_tokens, start + self.block_size)
+        if not self.enable_prefix_caching or end <= start:
+            return None
+        parent = self._blocks[cached[-1]].content_id if cached else ROOT
+        assert parent is not None
+        block_id, num_tokens = tails.find(parent, array("i", seq.token_ids[start:end]).tobytes())
+        num_spared, num_left = num_tokens - num_else, seq.num_tokens - start - num_else
+        if num_spared <= 0 or num_spared * LEAST_SHARE < num_left:
+            return None
+        return Tail(block_id, num_tokens)
+
+    def num_missing(self, seq: Sequence, cached: list[int], tail: Tail | None = None) -> int:
         """Free blocks lacking to hold all tokens of `seq` on top of `cached`; 0 or less means it fits."""
-        taken_from_free = sum(1 for block_id in cached if self._blocks[block_id].ref_count == 0)
+        reused = cached if tail is None else [*cached, tail.block_id]
+        taken_from_free = sum(1 for block_id in reused if self._blocks[block_id].ref_count == 0)
         return self.num_blocks_for(seq.num_tokens) - len(cached) + taken_from_free - len(self._free)
 
     def num_freed_by(self, seqs: Iterable[Sequence], keep: list[int]) -> int:
@@ -131,15 +185,16 @@ class BlockManager:
             del held[block_id]
         return sum(1 for block_id, n in held.items() if self._blocks[block_id].ref_count == n)
 
-    def allocate(self, seq: Sequence, cached: list[int]) -> None:
+    def allocate(self, seq: Sequence, cached: list[int], tail: Tail | None = None) -> BlockCopy | None:
         """Give `seq` blocks for all its tokens, the first ones being `cached` from `find_cached`.
 
+        Returns what the step that is being scheduled must copy before anything else, if `tail` is given.
         Raises OutOfBlocks, having changed nothing, if `num_missing` says it does not fit.
         """
-        missing = self.num_missing(seq, cached)
+        missing = self.num_missing(seq, cached, tail)
         if missing > 0:
             raise OutOfBlocks(f"{seq!r} needs {missing} more blocks than the {len(self._free)} free ones")
-        for block_id in cached:
+        for block_id in cached if tail is None else [*cached, tail.block_id]:
             block = self._blocks[block_id]
             if block.ref_count == 0:
                 del self._free[block_id]
@@ -148,6 +203,25 @@ class BlockManager:
         seq.block_table = cached + [self._take() for _ in range(num_new)]
         seq.num_published_blocks = len(cached)
         seq.num_computed_tokens = len(cached) * self.block_size
+        if tail is None:
+            return None
+        seq.num_computed_tokens += tail.num_tokens
+        self._kept.append(self._blocks[tail.block_id])
+        return BlockCopy(tail.block_id, seq.block_table[len(cached)], tail.num_tokens)
+
+    def begin_step(self) -> None:
+        """A step is about to be scheduled: all that was published is computed before it."""
+        for block in self._new_tails:
+            if block.tails is self._soon:
+                self._unlist(block)
+                self._list(block, self._tails)
+        self._new_tails.clear()
+
+    def end_step(self) -> None:
+        """It is scheduled: what it copies from may be given away in the next."""
+        for block in self._kept:
+            self._let_go(block)
+        self._kept.clear()
 
     def grow(self, seq: Sequence) -> None:
         """Give `seq` one more block. Raises OutOfBlocks if none is free."""
@@ -156,13 +230,7 @@ class BlockManager:
     def release(self, seq: Sequence) -> None:
         """Take back all blocks of `seq`, the last first, so that a prefix outlives what follows it."""
         for block_id in reversed(seq.block_table):
-            block = self._blocks[block_id]
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                self._free[block_id] = None
-                if block.hash is None:
-                    block.forget()
-                    self._free.move_to_end(block_id, last=False)
+            self._let_go(self._blocks[block_id])
         seq.block_table = []
         seq.num_published_blocks = 0
         seq.num_computed_tokens = 0
@@ -189,15 +257,32 @@ class BlockManager:
         seq.num_published_blocks = num_full
         return published
 
+    def publish_tail(self, seq: Sequence) -> list[Block]:
+        """Let the last tokens of `seq` be copied, which fill no block; return their block if none has them.
+
+        All its known tokens are computed by the step that is being scheduled, their full blocks published.
+        """
+        num_full, num_tokens = divmod(len(seq.token_ids), self.block_size)
+        if not self.enable_prefix_caching or not num_tokens:
+            return []
+        block = self._blocks[seq.block_table[num_full]]
+        parent = self._blocks[seq.block_table[num_full - 1]].content_id if num_full else ROOT
+        assert parent is not None
+        tokens = array("i", seq.token_ids[-num_tokens:]).tobytes()
+        if any(tails.find(parent, tokens)[1] == num_tokens for tails in (self._tails, self._soon)):
+            return []
+        self._unlist(block)
+        block.parent_content_id, block.tokens = parent, tokens
+        self._list(block, self._soon)
+        return [block]
+
     def withdraw(self, published: Iterable[Block]) -> None:
         """The step that published these blocks has not run: none of them can be hit.
 
         Its sequences must be released too, and those of all later steps.
         """
         for block in published:
-            if block.hash is not None:
-                del self._by_hash[block.hash]
-            block.forget()
+            self._forget(block)
 
     def check_accounting(self, sequences: Iterable[Sequence] = ()) -> None:
         """Raise BlockAccountingError unless the counts agree.
@@ -223,6 +308,11 @@ class BlockManager:
                 raise BlockAccountingError(
                     f"hash {block_hash:#x} finds block {block.block_id}, which lost it"
                 )
+        for tails in (self._tails, self._soon):
+            for parent, tokens, block_id in tails.entries():
+                block = self._blocks[block_id]
+                if (block.tails, block.parent_content_id, block.tokens) != (tails, parent, tokens):
+                    raise BlockAccountingError(f"block {block_id} is found by tokens that it does not hold")
 
     def _take(self) -> int:
         """Take the free block least worth keeping; what it held can no longer be hit."""
@@ -230,11 +320,36 @@ class BlockManager:
             raise OutOfBlocks(f"all {self.num_blocks} blocks are held; preempt a sequence first")
         block_id, _ = self._free.popitem(last=False)
         block = self._blocks[block_id]
-        if block.hash is not None:
-            del self._by_hash[block.hash]
-        block.forget()
+        self._forget(block)
         block.ref_count = 1
         return block_id
+
+    def _let_go(self, block: Block) -> None:
+        """One reference less; a free block that can be found is worth keeping."""
+        block.ref_count -= 1
+        if block.ref_count == 0:
+            self._free[block.block_id] = None
+            if block.hash is None and block.tails is None:
+                block.forget()
+                self._free.move_to_end(block.block_id, last=False)
+
+    def _forget(self, block: Block) -> None:
+        """Nobody finds it any more."""
+        if block.hash is not None:
+            del self._by_hash[block.hash]
+        self._unlist(block)
+        block.forget()
+
+    def _list(self, block: Block, tails: Tails) -> None:
+        tails.add(block.parent_content_id, block.tokens, block.block_id)
+        block.tails = tails
+        if tails is self._soon:
+            self._new_tails.append(block)
+
+    def _unlist(self, block: Block) -> None:
+        if block.tails is not None:
+            block.tails.remove(block.parent_content_id, block.tokens, block.block_id)
+            block.tails = None
 
     def _publish_block(self, block: Block, key: BlockKey, parent: int) -> int:
         """Give a full block its content id and return it.
@@ -243,6 +358,7 @@ class BlockManager:
         content under the same hash (a collision, or a chain whose parent was evicted) loses the hash.
         """
         owner = self._by_hash.get(key.hash)
+        self._unlist(block)
         block.parent_content_id, block.tokens = parent, key.tokens
         if owner is not None and owner.parent_content_id == parent and owner.tokens == key.tokens:
             block.content_id = owner.content_id
@@ -251,5 +367,6 @@ class BlockManager:
                 owner.hash = None
             block.content_id, block.hash = next(self._content_ids), key.hash
             self._by_hash[key.hash] = block
+            self._list(block, self._soon)
         assert block.content_id is not None
         return block.content_id

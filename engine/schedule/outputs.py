@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import fsum
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -28,13 +29,21 @@ class LogLikelihood:
     logprob: the sum of their log probabilities.
     is_greedy: whether each is the likeliest where it stands, of equal ones the lowest id: what greedy
         generation would have given.
-    token_logprobs: of each.
+    token_logprobs, greedy_tokens: the same of each.
     """
 
     logprob: float
     num_tokens: int
     is_greedy: bool
     token_logprobs: tuple[float, ...] = ()
+    greedy_tokens: tuple[bool, ...] = ()
+
+    @classmethod
+    def of(cls, token_logprobs: tuple[float, ...], greedy_tokens: tuple[bool, ...]) -> LogLikelihood:
+        """Of these tokens."""
+        return cls(
+            fsum(token_logprobs), len(token_logprobs), all(greedy_tokens), token_logprobs, greedy_tokens
+        )
 
 
 @dataclass(frozen=True)

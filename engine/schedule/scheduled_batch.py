@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.schedule.block_manager import Block
+from engine.schedule.block_manager import Block, BlockCopy
 from engine.schedule.running import SlotGroup
 from engine.schedule.sequence import Sequence, SequenceStatus
 
@@ -22,6 +22,7 @@ class ScheduledBatch:
     and `prefills[i]` where this is its last chunk, which `prefill_samples[i]` says. num_decode_tokens: those
     of `decodes` that were generated; a prompt's last chunk may be one token too. published: blocks that can
     be hit from this step on.
+    copies: what is to be copied for sequences that are admitted, before anything is computed.
     refused: a sequence that could not be admitted, still the first to wait in its lane, and what it raised.
     decode_slots: [decodes] int64, the slots of `decodes`.
     launched: whether the books count what the step computes.  generations: [samples] int64, of the slots of
@@ -38,6 +39,7 @@ class ScheduledBatch:
     decode_slots: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     generations: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     published: list[Block] = field(default_factory=list)
+    copies: list[tuple[Sequence, BlockCopy]] = field(default_factory=list)
     ending: list[Sequence] = field(default_factory=list)
     scored: list[tuple[Sequence, int]] = field(default_factory=list)
     refused: tuple[Sequence, Exception] | None = None
@@ -82,6 +84,8 @@ class ScheduledBatch:
                 (slice(middle, None), slice(cut, None)),
             )
         )
+        for seq, copy in self.copies:
+            (first if seq in first.prefills else second).copies.append((seq, copy))
         own = {block_id for seq in first.seqs for block_id in seq.block_table}
         for block in self.published:
             (first if block.block_id in own else second).published.append(block)

@@ -21,6 +21,8 @@ from engine.schedule.running import SlotGroup
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.sequence import Sequence, SequenceStatus
 
+MAX_WAITS = 8  # steps that a sequence is left for what others compute
+
 
 class Scheduler(Books):
     """Chooses what each step computes. Raises ConfigError if the pool cannot hold one longest sequence."""
@@ -51,11 +53,13 @@ class Scheduler(Books):
         """
         batch = ScheduledBatch()
         self.in_flight.append(batch)
+        self.blocks.begin_step()
         self._gate.begin_step(len(self.running))
         for lane in sorted(self.running.lanes.keys() | self.waiting.keys()):
             if lane in self.running.lanes:
                 self._schedule_running(self.running.lanes[lane], batch)
             self._admit(lane, batch)
+        self.blocks.end_step()
         self.waiting.drop_empty()
         self.max_running = max(self.max_running, len(self.running))
         if not batch.num_tokens:
@@ -135,8 +139,11 @@ class Scheduler(Books):
 
     def _schedule_chunk(self, seq: Sequence, budget: int, batch: ScheduledBatch) -> None:
         num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget)
+        num_tokens = seq.num_computed_tokens + num_new_tokens
         batch.add_prefill(seq, num_new_tokens)
-        self._publish(seq, seq.num_computed_tokens + num_new_tokens, batch)
+        self._publish(seq, num_tokens, batch)
+        if num_tokens == len(seq.token_ids):
+            batch.published += self.blocks.publish_tail(seq)
 
     def _publish(self, seq: Sequence, num_tokens: int, batch: ScheduledBatch) -> None:
         """Publish the blocks that are full once `num_tokens` are computed, as far as those are known.
@@ -157,7 +164,16 @@ class Scheduler(Books):
         return self.max_num_batched_tokens - batch.num_tokens - reserved
 
     def _admit(self, lane: int, batch: ScheduledBatch) -> None:
-        """Admit the lane's waiting sequences in order while they fit."""
+        """Admit the lane's waiting sequences in order while they fit.
+
+        Some are left for the next step, as this one computes what they would compute too.
+        """
+        left: list[Sequence] = []
+        self._admit_while_they_fit(lane, batch, left)
+        for seq in left:
+            self.waiting.put_back(seq)
+
+    def _admit_while_they_fit(self, lane: int, batch: ScheduledBatch, left: list[Sequence]) -> None:
         self._move_up_overtaken(lane)
         while (queue := self.waiting.get(lane)) and (budget := self._prefill_budget(lane, batch)) > 0:
             seq = queue[0]
@@ -167,10 +183,17 @@ class Scheduler(Books):
             if self._gate.holds(lane) and not may_take:
                 return
             cached = self.blocks.find_cached(seq)
+            tail = self.blocks.find_tail(seq, cached)
+            if seq.num_waits < MAX_WAITS and self.blocks.find_tail_soon(seq, cached, tail):
+                seq.num_waits += 1
+                left.append(queue.popleft())
+                continue
             if not self._make_room(seq, cached):
                 self._gate.close(lane)
                 return
-            self.blocks.allocate(seq, cached)
+            if tail is not None and self.blocks.num_missing(seq, cached, tail) > 0:
+                tail = None  # its block is the last free one: the sequence needs it itself
+            copy = self.blocks.allocate(seq, cached, tail)
             try:
                 self.slots.assign(seq)
             except Exception as error:  # noqa: BLE001 - its own values; the caller judges whose fault it is
@@ -178,6 +201,8 @@ class Scheduler(Books):
                 batch.refused = seq, error
                 return
             queue.popleft()
+            if copy is not None:
+                batch.copies.append((seq, copy))
             seq.status = SequenceStatus.RUNNING
             self.running.add(seq)
             self.cached_tokens += seq.num_computed_tokens
@@ -243,7 +268,7 @@ class Scheduler(Books):
                 self.running.move(seq, lane)
             if queue := self.waiting.get(other):
                 seq = queue.popleft()
-                seq.lane = lane
+                seq.lane, seq.num_waits = lane, MAX_WAITS
                 self._wait_again(seq)
 
     def _mid_prefill(self) -> list[Sequence]:

@@ -45,10 +45,10 @@ class Sequence:
     `num_computed_tokens` have their keys and values in the blocks of `block_table`, in order, once the
     launched steps have run. At `max_len` tokens it ends; then `text` is its completion, or `error` says why
     there is none. `block_keys` holds one key per full block, made once and kept over preemption. `arrival`
-    orders sequences of one lane. `forced` must come next, whatever was sampled; of the samples on their way
-    the first `num_stale` are dropped, as other tokens stand in their places. `slot` is the row in the
-    runner's arrays while running. The scheduler owns status, lane, slot, num_tokens and max_len; the block
-    manager owns table and keys.
+    orders sequences of one lane. `num_waits` counts the steps it was left for what others compute. `forced`
+    must come next, whatever was sampled; of the samples on their way the first `num_stale` are dropped, as
+    other tokens stand in their places. `slot` is the row in the runner's arrays while running. The scheduler
+    owns status, lane, slot, num_tokens and max_len; the block manager owns table and keys.
 
     The prompt's tokens from `next_scored` to `score_end` are those whose log probability is wanted, and
     neither known nor being computed; `prompt_logprobs` holds those that are known, in order. `logprobs` holds
@@ -80,6 +80,7 @@ class Sequence:
         "num_published_blocks",
         "num_stale",
         "num_tokens",
+        "num_waits",
         "params",
         "prompt_logprobs",
         "request_id",
@@ -135,6 +136,7 @@ class Sequence:
         self.num_computed_tokens = self.num_stale = 0
         self.num_cached_tokens: int | None = None
         self.num_published_blocks = 0
+        self.num_waits = 0
         self.block_table: list[int] = []
         self.block_keys = list(block_keys)
         self.slot = -1
@@ -147,14 +149,17 @@ class Sequence:
         self.score_top = num_top(params.prompt_logprobs if index == 0 else None)
         self.next_scored = self.first_scored = 1
         self.score_end = self.num_prompt_tokens if self.score_top != NOT_WANTED else 0
-        self.generates, self.target = score_from is None, -1
-        if score_from is not None:
-            self.target = self.token_ids.pop()
-            self.num_tokens = self.max_len = len(self.token_ids)
-            self.next_scored = self.first_scored = score_from
-            self.score_top, self.score_end = 0, self.num_prompt_tokens
         self.logprobs: list[RowLogprobs] = []
         self.prompt_logprobs: list[RowLogprobs] = []
+        self.generates, self.target = True, -1
+        if score_from is not None:
+            self._score_alone(score_from)
+
+    def _score_alone(self, score_from: int) -> None:
+        self.generates, self.target = False, self.token_ids.pop()
+        self.num_tokens = self.max_len = len(self.token_ids)
+        self.next_scored = self.first_scored = score_from
+        self.score_top, self.score_end = 0, self.num_prompt_tokens
 
     def __repr__(self) -> str:
         return (

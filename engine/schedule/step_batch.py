@@ -33,6 +33,7 @@ class StepBatch:
     empty in steps that are no scheduler's.
     sample_tops: [samples] int64, how many of the most likely tokens' log probabilities are wanted beside that
     of each sampled one, NOT_WANTED where none is; empty if none is of any.
+    copy_from, copy_to: [copied] int64, slots whose keys and values are copied first; none is in both.
     scored_rows, scored_token_ids, scored_tops: [scored] int64, rows whose distribution says how likely the
     given token was, and the same of it.
     """
@@ -53,6 +54,9 @@ class StepBatch:
     scored_token_ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     scored_tops: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
+    copy_from: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    copy_to: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+
     @property
     def wants_logprobs(self) -> bool:
         """Whether any are."""
@@ -71,6 +75,7 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
     blocks = slots.block_tables[token_rows, positions // slots.block_size]
     max_blocks = -(-int(context_lens.max()) // slots.block_size)
     scored = find_scored(batch, slots)
+    copy_from, copy_to = _copied_slots(batch, slots.block_size)
     is_pending = context_lens > slots.num_known[rows]  # its last token, which is then the last of its rows
     return StepBatch(
         token_ids=slots.token_ids[token_rows, positions].astype(np.int64),
@@ -88,7 +93,19 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
         scored_rows=scored.rows,
         scored_token_ids=scored.token_ids,
         scored_tops=scored.tops,
+        copy_from=copy_from,
+        copy_to=copy_to,
     )
+
+
+def _copied_slots(batch: ScheduledBatch, block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    if not batch.copies:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    copies = np.array([(copy.source, copy.target, copy.num_tokens) for _, copy in batch.copies], np.int64)
+    counts = copies[:, 2]
+    offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    sources, targets = (np.repeat(blocks, counts) * block_size + offsets for blocks in copies[:, :2].T)
+    return sources, targets
 
 
 def build_sampling_batch(batch: ScheduledBatch, slots: SlotTable) -> SamplingBatch:

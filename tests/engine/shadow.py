@@ -50,6 +50,8 @@ class ShadowDevice:
         token_ids = step.token_ids.copy()
         token_ids[step.pending_rows] = self.sampled[step.pending_samples]
         pool, block_size = self.pool.reshape(-1), self.pool.shape[1]
+        assert not set(step.copy_from.tolist()) & {*step.copy_to.tolist(), *step.slot_mapping.tolist()}
+        pool[step.copy_to] = pool[step.copy_from]
         places = (step.block_tables[:, :, None] * block_size + np.arange(block_size)).reshape(
             len(step.block_tables), -1
         )
@@ -156,6 +158,7 @@ class ShadowEngine:
         self.admitted: list[Sequence] = []
         self.num_overruns = 0  # computed tokens that were dropped
         self.num_preempted_pending = 0
+        self.num_copied = 0
         self._launched: deque[Arrived] = deque()  # what each step in flight has sampled, and says of tokens
         self._num_added = 0
 
@@ -191,7 +194,7 @@ class ShadowEngine:
         waiting = [seq for seq in self.unfinished if seq.status is SequenceStatus.WAITING]
         must_run = self._must_run()
         batch = self.scheduler.schedule()
-        self.admitted += [seq for seq in waiting if seq.status is SequenceStatus.RUNNING]
+        self.admitted += [seq for seq in batch.prefills if seq in waiting]  # in the order of their admission
         preempted = [seq for seq in self.unfinished if seq.status is SequenceStatus.WAITING]
         self.num_preempted_pending += any(seq.num_pending_tokens for seq in preempted)
         self._check_batch(batch)
@@ -199,6 +202,7 @@ class ShadowEngine:
         if batch.num_tokens:
             step = build_step_batch(batch, self.scheduler.slots)
             self._check_step(batch, step)
+            self.num_copied += len(step.copy_from)
             only = [sampled_as(seq) for seq in batch.sampling]
             self._launched.append((self.device.compute(step, only), self.device.logprobs))
             self.scheduler.advance(batch)

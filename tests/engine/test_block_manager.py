@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from array import array
+from itertools import takewhile
+from operator import eq
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine import BlockAccountingError, ConfigError, OutOfBlocks, SamplingParams
-from engine.schedule.block_manager import BlockManager
+from engine.schedule.block_manager import BlockCopy, BlockManager, Tail
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import Sequence
+from engine.schedule.tails import Tails
 
 
 def sequence(token_ids: list[int]) -> Sequence:
@@ -45,6 +52,123 @@ def test_a_block_can_be_hit_in_the_step_that_computes_it() -> None:
     blocks.allocate(first, [])
     blocks.publish(first, 9)
     assert num_cached(blocks, list(range(9))) == 2
+
+
+def admit(blocks: BlockManager, token_ids: list[int]) -> tuple[Sequence, BlockCopy | None]:
+    """As `compute`, with what may be copied."""
+    seq = sequence(token_ids)
+    blocks.extend_keys(seq)
+    cached = blocks.find_cached(seq)
+    copy = blocks.allocate(seq, cached, blocks.find_tail(seq, cached))
+    blocks.publish(seq, seq.num_tokens)
+    blocks.publish_tail(seq)
+    return seq, copy
+
+
+def in_a_step(blocks: BlockManager, *prompts: list[int]) -> list[tuple[Sequence, BlockCopy | None]]:
+    blocks.begin_step()
+    admitted = [admit(blocks, prompt) for prompt in prompts]
+    blocks.end_step()
+    return admitted
+
+
+def test_a_hit_may_end_inside_a_block() -> None:
+    """Of a full block, and of a prompt's last one; the longest that is shared, short of the last token."""
+    blocks = BlockManager(20, 4)
+    (first, _), (second, _) = in_a_step(blocks, [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 9, 9, 9])
+    for prompt, source, num_tokens, num_computed in (
+        ([1, 2, 3, 4, 5, 6, 8], first.block_table[1], 2, 6),
+        ([1, 2, 3, 4, 5, 6, 7], first.block_table[1], 2, 6),
+        ([1, 2, 3, 4, 5, 9, 9, 9], second.block_table[1], 3, 7),
+        ([1, 2, 3], first.block_table[0], 2, 2),
+    ):
+        ((seq, copy),) = in_a_step(blocks, prompt)
+        assert copy == BlockCopy(source, seq.block_table[-1], num_tokens)
+        assert seq.num_computed_tokens == num_computed
+        blocks.release(seq)
+    blocks.check_accounting([first, second])
+
+
+def test_what_a_step_computes_is_copied_in_the_next() -> None:
+    """And is found to be worth waiting for."""
+    blocks = BlockManager(20, 4)
+    blocks.begin_step()
+    admit(blocks, [1, 2, 3])
+    later = sequence([1, 2, 4])
+    assert blocks.find_tail(later, []) is None
+    assert blocks.find_tail_soon(later, [], None) == Tail(0, 2)
+    assert blocks.find_tail_soon(later, [], Tail(9, 2)) is None, "it is there already"
+    blocks.end_step()
+    blocks.begin_step()
+    assert blocks.find_tail(later, []) == Tail(0, 2)
+    assert blocks.find_tail_soon(later, [], None) is None
+
+
+def test_little_is_not_worth_a_copy() -> None:
+    """One token of nine."""
+    blocks = BlockManager(20, 16)
+    in_a_step(blocks, [1, 2, 3])
+    blocks.begin_step()
+    assert blocks.find_tail(sequence([1] + [5] * 7), []) == Tail(0, 1)
+    assert blocks.find_tail(sequence([1] + [5] * 8), []) is None
+
+
+def test_a_block_is_kept_for_the_step_that_copies_from_it() -> None:
+    """Else another sequence of that step might write to it, and a step that is repeated copy that."""
+    blocks = BlockManager(2, 4)
+    ((first, _),) = in_a_step(blocks, [1, 2, 3])
+    blocks.release(first)
+    blocks.begin_step()
+    seq, copy = admit(blocks, [1, 2, 4])
+    assert copy == BlockCopy(0, 1, 2)
+    assert blocks.num_missing(sequence([9]), []) == 1
+    blocks.end_step()
+    assert blocks.num_missing(sequence([9]), []) == 0
+    assert blocks.num_missing(sequence([1, 2, 5]), [], Tail(0, 2)) == 1, "there is no second one"
+    blocks.check_accounting([seq])
+
+
+def test_a_withdrawn_or_recycled_tail_is_not_found() -> None:
+    blocks = BlockManager(2, 4)
+    blocks.begin_step()
+    seq, _ = admit(blocks, [1, 2, 3])
+    blocks.withdraw([blocks._blocks[0]])
+    blocks.release(seq)
+    blocks.end_step()
+    blocks.begin_step()
+    assert blocks.find_tail(sequence([1, 2, 3]), []) is None
+    blocks.release(admit(blocks, [1, 2, 3])[0])
+    blocks.release(admit(blocks, [5] * 8)[0])
+    blocks.end_step()
+    blocks.begin_step()
+    assert blocks.find_tail(sequence([1, 2, 3]), []) is None
+    blocks.check_accounting([])
+
+
+TOKENS = st.lists(st.sampled_from([0, 1, 255, 256, 2**31 - 1]), min_size=1, max_size=5)
+ENTRIES = st.lists(st.tuples(st.integers(0, 2), TOKENS), max_size=12)
+
+
+@given(ENTRIES, st.data())
+def test_the_tail_that_is_found_shares_the_most(
+    entries: list[tuple[int, list[int]]], data: st.DataObject
+) -> None:
+    """With those that were removed, in any order, gone."""
+    tails = Tails()
+    listed = [(parent, array("i", tokens).tobytes(), i) for i, (parent, tokens) in enumerate(entries)]
+    for entry in listed:
+        tails.add(*entry)
+    kept = [entry for entry in data.draw(st.permutations(listed)) if data.draw(st.booleans())]
+    for entry in set(listed) - set(kept):
+        tails.remove(*entry)
+    assert sorted(tails.entries()) == sorted(kept)
+    parent, tokens = data.draw(st.integers(0, 2)), data.draw(TOKENS)
+    block_id, num_tokens = tails.find(parent, array("i", tokens).tobytes())
+    shared = {
+        i: sum(1 for _ in takewhile(bool, map(eq, entries[i][1], tokens))) for p, _, i in kept if p == parent
+    }
+    assert num_tokens == max(shared.values(), default=0)
+    assert block_id == -1 if not num_tokens else shared[block_id] == num_tokens
 
 
 def test_a_withdrawn_block_cannot_be_hit() -> None:

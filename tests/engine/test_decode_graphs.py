@@ -99,7 +99,7 @@ def test_seeded_tokens_do_not_depend_on_the_batch(
     capture = simulate_graphs(monkeypatch)
     for changes in (
         {"max_num_seqs": 24, "async_scheduling": True},
-        {"pool_blocks": 7, "max_num_seqs": 13, "max_num_batched_tokens": 37},
+        {"pool_blocks": 6, "max_num_seqs": 13, "max_num_batched_tokens": 37},
     ):
         capture.replayed.clear()
         completions, stats = determinism.run(determinism.config(folders, **changes), requests)

@@ -152,6 +152,7 @@ def test_histories_with_colliding_hashes(hash_function: Callable[[int, bytes], i
 def test_the_histories_reach_what_they_should() -> None:
     """Hits, preemptions and overruns all occur among random histories, or the above would prove little."""
     seen = {"hits": 0, "preemptions": 0, "unpublished": 0, "overruns": 0, "preempted while pending": 0}
+    seen |= {"copies": 0, "waits": 0}
 
     @settings(THOROUGH, max_examples=100, derandomize=True)
     @given(HISTORIES, SIZES)
@@ -160,6 +161,8 @@ def test_the_histories_reach_what_they_should() -> None:
         scheduler = shadow.scheduler
         seen["hits"] += scheduler.cached_tokens > 0
         seen["preemptions"] += scheduler.num_preemptions > 0
+        seen["copies"] += shadow.num_copied > 0
+        seen["waits"] += any(seq.num_waits for seq in shadow.admitted)
         seen["overruns"] += shadow.num_overruns > 0
         seen["preempted while pending"] += shadow.num_preempted_pending > 0
         seen["unpublished"] += any(operation[0] == "fail" for operation in history)

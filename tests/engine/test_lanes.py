@@ -32,7 +32,7 @@ def test_a_sequence_is_told_as_started_in_its_first_step_alone(overlap: bool) ->
     """Also one that is preempted and scheduled again; and none before it leaves the queue."""
     shadow = ShadowEngine(overlap=overlap, max_num_seqs=2, num_blocks=40)
     unending(shadow)
-    seqs = [shadow.add([1, 2, i % 2 + 1], lane=1, max_tokens=8) for i in range(3)]
+    seqs = [shadow.add([7 + i, 2, i % 2 + 1], lane=1, max_tokens=8) for i in range(3)]
     shadow.step()
     assert shadow.scheduler.first_scheduled == [seq.request_id for seq in seqs[:2]]
     urgent = shadow.add([2, 2, 1], lane=0, max_tokens=4)

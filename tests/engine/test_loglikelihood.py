@@ -167,7 +167,7 @@ def test_nothing_is_certain(small: Engine) -> None:
 
 def test_equal_pairs_are_computed_once(small: Engine) -> None:
     before = small.stats().prefill_tokens
-    found = small.loglikelihood([([7, 9], [11, 13])] * 50)
+    found = small.loglikelihood([([77, 99], [11, 13])] * 50)
     assert found == [found[0]] * 50
     assert small.stats().prefill_tokens - before == 3, "the last token is not computed"
 
@@ -190,6 +190,36 @@ def test_a_bad_pair_is_named(small: Engine, pair: Any, error: type[Exception], m
     with pytest.raises(error, match=message):
         small.loglikelihood([("a", " b"), pair])
     assert not small.has_unfinished
+
+
+@pytest.mark.parametrize("length", [17, 50, 64])
+def test_a_prompt_and_its_labels_are_computed_as_a_tree(
+    folders: dict[str, Path], truth: Truth, length: int
+) -> None:
+    """Labels of one to six tokens, some with common first tokens, some the beginning of others."""
+    rng = random.Random(length)
+    prompts = [[rng.randrange(3, 500) for _ in range(length)] for _ in range(4)]
+    labels = [[7], [8], [8, 9], [8, 9, 10, 11, 12, 13], [8, 9, 10, 12], [14, 15], [14, 16, 17], [18] * 6]
+    labels += [[rng.randrange(20, 500) for _ in range(1 + i % 6)] for i in range(8)]
+    pairs = [(prompt, label) for prompt in prompts for label in labels]
+    rng.shuffle(pairs)
+    roomy = config(folders[NAME], kv_cache_bytes=None, max_num_seqs=16, max_num_batched_tokens=512)
+    with Engine(roomy) as engine:
+        for found, pair in zip(engine.loglikelihood(pairs), pairs, strict=True):
+            check(found, truth, *pair)
+        stats = engine.stats()
+    tree = {tuple(context + label[:i]) for context, label in pairs for i in range(len(label) + 1)}
+    tree |= {tuple(prompt[:i]) for prompt in prompts for i in range(1, length)}
+    assert stats.prefill_tokens <= len(tree)
+
+
+def test_scores_are_joined_where_contexts_differ(small: Engine, truth: Truth) -> None:
+    """The same tokens with other beginnings of the continuation, also as a part of others."""
+    tokens = [5, 6, 7, 8, 9, 10]
+    pairs = [(tokens[:i], tokens[i:j]) for j in range(2, 7) for i in range(1, j)]
+    pairs += [([5, 6], [7, 11]), ([5], [6, 7, 8, 12])]
+    for found, pair in zip(small.loglikelihood(pairs), pairs, strict=True):
+        check(found, truth, *pair)
 
 
 def test_it_waits_for_no_others(small: Engine) -> None:

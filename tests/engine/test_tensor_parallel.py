@@ -46,6 +46,7 @@ from engine.tensor_parallel.rank_process import RankProcess
 from tests.engine.checkpoints import SHAPES, Shape, make_checkpoint, pool_bytes
 from tests.engine.reference import NUM_NEW_TOKENS, Reference
 from tests.engine.test_determinism import requests as seeded_requests
+from tests.engine.test_loglikelihood import check as check_loglikelihood
 from tests.engine.test_logprobs import check as check_logprobs
 from tests.engine.test_logprobs import generate, mixed_requests, true_logprobs
 
@@ -115,7 +116,18 @@ def test_log_probabilities_are_those_of_the_whole_vocabulary(
 ) -> None:
     """Of which each rank computes a part."""
     asked = mixed_requests()[3:7]
-    check_logprobs(generate(shared, asked), asked, true_logprobs(references["gqa2_tied_hub"]))
+    truth = true_logprobs(references["gqa2_tied_hub"])
+    check_logprobs(generate(shared, asked), asked, truth)
+
+
+def test_what_prompts_share_is_copied_on_each_rank(shared: Engine, references: dict[str, Reference]) -> None:
+    """Twenty-one tokens are one block and five tokens: the first computes them, the others' rank copies."""
+    truth = true_logprobs(references["gqa2_tied_hub"])
+    pairs = [([11 + i for i in range(21)], [40 + i, 41, 42]) for i in range(6)]
+    before = shared.stats().prefill_tokens
+    for found, pair in zip(shared.loglikelihood(pairs), pairs, strict=True):
+        check_loglikelihood(found, truth, *pair)
+    assert shared.stats().prefill_tokens - before == 21 + 2 + 5 * 3
 
 
 @pytest.fixture
