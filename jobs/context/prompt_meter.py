@@ -11,8 +11,9 @@ from typing import Any
 class PromptMeter:
     """What the engine of a process makes of prompts.
 
-    token_ids: those of a prompt, or of a chat's messages with its options (as in tasks.Request); for any
-    thread. Raises InvalidJob with the reason for which the engine would refuse it.
+    token_ids: those of a prompt, or of a chat's messages with its options (as in tasks.Request, and
+    truncate_prompt_tokens, which a text has too); for any thread. Raises InvalidJob with the reason for which
+    the engine would refuse it.
     max_num_seqs: rows in the batch at a time. block_size: tokens that the prefix cache shares at once.
     """
 

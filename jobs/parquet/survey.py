@@ -37,6 +37,9 @@ from .storage import Storage
 #: Of the prompts that are returned, in characters: a result of the worker's has its limit.
 MAX_PICKED_CHARS = 4 << 20
 
+#: The sampling value that shortens a prompt.
+TRUNCATION = "truncate_prompt_tokens"
+
 #: Kinds of errors that are told, and that are told apart.
 MAX_REASONS, MAX_KINDS = 5, 1000
 
@@ -138,7 +141,7 @@ class _Survey:
             self._tokens += len(rows) * self._requests[known].tokens
             return
         try:
-            token_ids = self._token_ids(prompt)
+            token_ids = self._token_ids(prompt, sampling.get(TRUNCATION))
         except InvalidJob as error:
             self._reasons.add(str(error), rows)
             return
@@ -151,10 +154,11 @@ class _Survey:
             self._before = token_ids
             self._requests.append(_Asked(numbers[0], len(token_ids), limit, len(numbers), is_greedy))
 
-    def _token_ids(self, prompt: str) -> Sequence[int]:
+    def _token_ids(self, prompt: str, most: int | None) -> Sequence[int]:
+        options = {} if most is None else {TRUNCATION: most}
         if self._source.is_chat:
-            return self._meter.token_ids(None, json.loads(prompt), self._chat.template)
-        return self._meter.token_ids(prompt, None, {})
+            return self._meter.token_ids(None, json.loads(prompt), {**self._chat.template, **options})
+        return self._meter.token_ids(prompt, None, options)
 
     def _picked(self, picks: Sequence[Pick]) -> list[dict[str, Any]]:
         """Read the prompts of what was picked again; those beyond MAX_PICKED_CHARS are left out."""

@@ -4,8 +4,8 @@
     python -m ops.bench.dry_run --model ops/out/bench/q54m --rows 600
 
 One worker for the dry run and a fresh one for the run, nothing beside them that is ours. Few rows have long
-prompts; few prompts are most of the rows; few rows may write fifty times as much as the others. The run's time
-is its manifest's, from the first shard's start to the last one's end.
+prompts; few prompts are most of the rows; few rows may write fifty times as much as the others. The run's
+time is its manifest's, from the first shard's start to the last one's end.
 """
 
 from __future__ import annotations

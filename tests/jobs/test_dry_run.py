@@ -34,7 +34,7 @@ def token_ids(prompt: str | None, messages: Any, options: Any) -> Sequence[int]:
     text = prompt if messages is None else json.dumps(messages)
     if len(text) > 5000:
         raise InvalidJob(f"the prompt has {len(text)} tokens; this engine takes at most 5000")
-    return [ord(each) for each in text]
+    return [ord(each) for each in text[-options.get("truncate_prompt_tokens", len(text)) :]]
 
 
 @pytest.fixture
@@ -140,6 +140,16 @@ def test_repeats_in_other_shards_are_repeats_too(context: MakeContext, tmp_path:
     found = survey(context, tmp_path / "in.parquet", sampling={"temperature": 0}, rows_per_shard=3)
     assert (found["rows_repeated"], found["requests"], found["prompt_tokens"]) == (8, 2, 10)
     assert [each["rows"] for each in found["picked"]] == [5, 5]
+
+
+def test_truncated_prompts_are_counted_as_they_are_read(context: MakeContext, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["abcdef", "gh"], "most": [3, None]}), tmp_path / "in.parquet")
+    columns = {"truncate_prompt_tokens": "most"}
+    found = survey(context, tmp_path / "in.parquet", sampling_columns=columns)
+    assert [each["prompt_tokens"] for each in found["picked"]] == [2, 3]
+    assert (
+        survey(context, tmp_path / "in.parquet", sampling={"truncate_prompt_tokens": 1})["prompt_tokens"] == 2
+    )
 
 
 def test_a_share_of_a_large_run_is_scaled(context: MakeContext, tmp_path: Path) -> None:
