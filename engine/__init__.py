@@ -23,6 +23,7 @@ from engine.errors import (
     EngineBusy,
     EngineClosed,
     EngineError,
+    GrammarFailed,
     InvalidPrompt,
     InvalidRequest,
     InvalidSampling,
@@ -42,6 +43,7 @@ from engine.models.served import model_table
 from engine.run.config import EngineConfig, model_identity
 from engine.sampling.params import SamplingParams
 from engine.sampling.scoring import ScoringParams
+from engine.sampling.structured_outputs import StructuredOutputsParams
 from engine.schedule.outputs import Completion, EngineStats, LogLikelihood, Logprob
 from engine.schedule.prepared_prompt import PreparedPrompt
 
@@ -61,6 +63,7 @@ __all__ = [
     "EngineConfig",
     "EngineError",
     "EngineStats",
+    "GrammarFailed",
     "InvalidPrompt",
     "InvalidRequest",
     "InvalidSampling",
@@ -79,6 +82,7 @@ __all__ = [
     "ScoringParams",
     "SequenceFailed",
     "StepFailed",
+    "StructuredOutputsParams",
     "UnsupportedModel",
     "WeightMismatch",
     "model_identity",

@@ -120,6 +120,7 @@ class Engine:
         if self._live_runner is not None:
             self._live_runner.close()
             self._stepper.close()
+            self._sequences.grammars.close()
         self._live_runner = None
         self._unfinished.clear()
 
@@ -156,6 +157,13 @@ class Engine:
         """
         token_ids = self._prompts.token_ids(prompt, truncate_prompt_tokens=truncate_prompt_tokens)
         return PreparedPrompt(token_ids, self._scheduler.blocks.keys_of(token_ids))
+
+    def prepare_grammar(self, params: SamplingParams) -> None:
+        """Compile what structured_outputs ask for, as `add` would; once for all that ask the same.
+
+        Any thread may call this, also beside a step. Raises InvalidSampling.
+        """
+        self._sequences.grammars.prepare(params)
 
     def add(
         self,

@@ -18,6 +18,7 @@ EngineError
 ├── StepFailed               steps raise whatever is in them; their sequences wait again
 ├── SequenceFailed           the error of a completion: a step raised with this request and not without it
 ├── NoToken                  a sequence's logits leave no token to choose: fails its request
+├── GrammarFailed            a sequence's grammar leaves no token to choose: fails its request
 ├── RankFailed               a tensor-parallel rank died or raised; the engine is down
 ├── CollectiveFailed         inside a rank: another one has left a sum or a gather
 ├── OutOfBlocks              a block was asked for and none is free: a bug in the scheduler
@@ -136,6 +137,17 @@ class ScoringFailed(EngineError):
 
 class NoToken(EngineError):
     """Raised for a sequence whose logits are NaN or infinite, or whose every token is banned so early."""
+
+
+class GrammarFailed(EngineError):
+    """Raised for a sequence whose structured_outputs cannot be followed further: (the reason)."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"its structured_outputs cannot be followed further: {self.reason}"
 
 
 class RankFailed(EngineError):

@@ -134,16 +134,21 @@ class DecodeGraphs:
     def run(self, step: StepBatch, sampling: SamplingBatch, last: Sampled | None = None) -> Sampled:
         """Compute the step without waiting for it. last: what `to_device` calls sampled."""
         graph = bisect_left(self._sizes, len(step.slots))
-        edits = None
-        if sampling.edits is not None:  # uploaded before the step writes over the tokens of the one before
-            edits = upload_edits(sampling.edits.of_edited_rows(), self._device, last)
+        own, edits = sampling.edits, None
+        if own is not None and (sampling.filling is None or len(own.pending)):
+            # before the step writes over the tokens of the one before; else masks come while it runs
+            sampling.ready_edits()
+            edits = upload_edits(own.of_edited_rows(), self._device, last)
         try:
             rows, changes = self._rows.update(step)
             self._static.write(changes, step, sampling, last)
             self._replays[graph]()
-            if sampling.edits is not None:
-                own = sampling.only(sampling.edits.rows)
-                self._choose_again(self._hidden[self._sizes[graph]], rows[sampling.edits.rows], own, edits)
+            if own is not None:
+                if edits is None:
+                    sampling.ready_edits()
+                    edits = upload_edits(own.of_edited_rows(), self._device, None)
+                values = sampling.only(own.rows)
+                self._choose_again(self._hidden[self._sizes[graph]], rows[own.rows], values, edits)
         except BaseException:
             self._rows.forget()
             raise

@@ -144,7 +144,7 @@ class ModelRunner:
 
     def _choose(self, logits: Tensor, sampling: SamplingBatch) -> Sampled:
         rows = SamplingRows.upload(sampling, self.device)
-        edits = upload_edits(sampling.edits, self.device, self._sampled)
+        edits = upload_edits(sampling.ready_edits(), self.device, self._sampled)
         token_ids = choose(logits, rows, edits, self.backend, self._tp)
         return Sampled(token_ids, np.arange(len(token_ids)))
 

@@ -6,6 +6,8 @@ from engine.sampling.params import SamplingParams
 from engine.sampling.request_edits import RequestEdits, SequenceEdits
 from engine.schedule.prepared_prompt import PreparedPrompt
 from engine.schedule.sequence import Sequence
+from engine.structured.grammars import Grammars
+from engine.structured.matcher import Matcher
 from engine.text.reasoner import Reasoner
 from engine.text.stop_strings import StopStrings
 from engine.text.tokenizer import Tokenizer
@@ -19,6 +21,7 @@ class NewSequences:
     ) -> None:
         self._tokenizer, self._reasoner = tokenizer, reasoner
         self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
+        self.grammars = Grammars(tokenizer.backend, vocab_size, eos_token_ids)
 
     def make(
         self,
@@ -46,22 +49,25 @@ class NewSequences:
                 seed=seed,
                 follows_text=follows_text,
                 stop_token_ids=end_token_ids,
-                stop_strings=self._stop_strings(params, follows_text),
+                stop_strings=self._stop_strings(params, follows_text, matcher),
                 edits=None if edits is None else SequenceEdits(edits),
                 forcing=self._reasoner.budget(
                     params.thinking_token_budget, params.reasoning_marks, prompt.token_ids, follows_text
                 ),
+                matcher=matcher,
                 block_keys=prompt.block_keys,
                 score_from=score_from,
             )
-            for index in range(params.n)
+            for index, matcher in enumerate(self.grammars.matchers(params, end_token_ids))
         ]
 
     def _edits(self, params: SamplingParams, prompt_token_ids: list[int]) -> RequestEdits | None:
         bad_words = self._tokenizer.bad_words(tuple(params.bad_words)) if params.bad_words else ()
         return RequestEdits.of(params, prompt_token_ids, self._vocab_size, bad_words)
 
-    def _stop_strings(self, params: SamplingParams, follows_text: bool) -> StopStrings | None:
+    def _stop_strings(
+        self, params: SamplingParams, follows_text: bool, matcher: Matcher | None
+    ) -> StopStrings | None:
         if not params.stop:
             return None
         return self._tokenizer.stop_strings(
@@ -71,4 +77,5 @@ class NewSequences:
             include=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
+            may_end=None if matcher is None else matcher.accepts,
         )

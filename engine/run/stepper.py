@@ -114,6 +114,8 @@ class Stepper:
         return finished
 
     def _take(self) -> None:
+        if self._pending and self._scheduler.slots.num_constrained and not self._receive_all():
+            return
         batch = self._scheduler.schedule()
         if self._suspects and self._has_suspects():
             self._run_by_halves()
@@ -121,6 +123,23 @@ class Stepper:
             self._run(batch)
         if batch.refused is not None:
             self._blame(*batch.refused)
+
+    def _receive_all(self) -> bool:
+        """Wait for what is in flight, as a grammar has to know a token to allow the next; False if it raised.
+
+        So a step does not overlap with one that has such a sequence.
+        """
+        arrived: list[Arrived] = []
+        try:
+            while self._pending:
+                arrived.append(wait_for(self._pending.popleft()))
+        except Exception as error:  # noqa: BLE001 - whatever one sequence makes a step raise
+            self._count_unexplained(error)
+            self._start_over()
+            return False
+        for each in arrived:
+            self._receive(*each)
+        return True
 
     def _run(self, batch: ScheduledBatch) -> None:
         """Launch the batch; take in what has arrived."""

@@ -50,7 +50,7 @@ class LogitEdits:
 def token_mask(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
     """[ceil(vocab_size / 32)] int32: the mask that allows these tokens alone."""
     bits = np.zeros(-(-vocab_size // WORD) * WORD, np.uint8)
-    bits[np.asarray(token_ids)] = 1
+    bits[np.asarray(token_ids, np.int64)] = 1
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
@@ -62,6 +62,8 @@ class EditParts:
     #: By id, since many rows share one: its index, and itself.
     masks: dict[int, tuple[int, NDArray[np.int32]]] = field(default_factory=dict)
     masked: list[tuple[int, int]] = field(default_factory=list)
+    #: Places whose mask is computed later, behind the others.
+    later: list[int] = field(default_factory=list)
     banned: list[tuple[int, NDArray[np.int64]]] = field(default_factory=list)
     banned_behind: list[tuple[int, NDArray[np.int64]]] = field(default_factory=list)
     biased: list[tuple[int, NDArray[np.int64]]] = field(default_factory=list)
@@ -81,14 +83,15 @@ class EditParts:
         self.penalized.append(place)
         self.penalties.append(penalties)
 
-    def joined(self, rows: NDArray[np.int64]) -> LogitEdits:
-        """All of them. rows: of each place."""
+    def joined(self, rows: NDArray[np.int64], num_words: int = 0) -> LogitEdits:
+        """All of them. rows: of each place. num_words: of the masks that come later, which are zeros now."""
         masks = [mask for _, mask in self.masks.values()]
+        masked = self.masked + [(place, len(masks) + i) for i, place in enumerate(self.later)]
         return LogitEdits(
             rows=rows,
             pending=np.array(self.pending, np.int64).reshape(-1, 2),
-            token_masks=np.stack(masks) if masks else np.zeros((0, 0), np.int32),
-            masked=np.array(self.masked, np.int64).reshape(-1, 2),
+            token_masks=_stacked(masks, len(self.later), num_words),
+            masked=np.array(masked, np.int64).reshape(-1, 2),
             banned=_joined(self.banned, 1, np.int64),
             banned_behind=_joined(self.banned_behind, 2, np.int64),
             biased=_joined(self.biased, 1, np.int64),
@@ -97,6 +100,15 @@ class EditParts:
             penalties=np.array(self.penalties, np.float32).reshape(-1, 3),
             counted=_joined(self.counted, 2, np.int32),
         )
+
+
+def _stacked(masks: list[NDArray[np.int32]], num_later: int, num_words: int) -> NDArray[np.int32]:
+    """[masks, words of the longest]: the masks, then so many of zeros."""
+    width = max([num_words if num_later else 0, *map(len, masks)])
+    stacked = np.zeros((len(masks) + num_later, width), np.int32)
+    for row, mask in zip(stacked, masks, strict=False):
+        row[: len(mask)] = mask
+    return stacked
 
 
 def _joined(parts: list[tuple[int, NDArray[Any]]], width: int, dtype: Any) -> NDArray[Any]:

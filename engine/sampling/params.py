@@ -17,6 +17,7 @@ from typing import Any
 from engine.errors import InvalidSampling
 from engine.sampling import lists
 from engine.sampling.ranges import MAX_COUNT, Range, check_switch, shown
+from engine.sampling.structured_outputs import StructuredOutputsParams, structured_outputs
 
 MAX_NAME_CHARS = 64
 MAX_LOGPROBS = 20  # the default of vLLM's max_logprobs
@@ -33,7 +34,6 @@ NOT_BUILT = frozenset(
         "logits_processors",
         "response_format",
         "stream",
-        "structured_outputs",
         "suffix",
         "top_logprobs",
         "use_beam_search",
@@ -94,6 +94,8 @@ class SamplingParams:
         between two of them.
     truncate_prompt_tokens: only the last so many tokens of the prompt are read, also of text and of a chat;
         -1 for as many as leave room for one new token.
+    structured_outputs: what the text has to be. It ends only where that is whole, or by its length; where
+        nothing can follow it ends, whatever min_tokens and ignore_eos say. No reasoning is parted from it.
     """
 
     max_tokens: int = integer(256, 1, MAX_COUNT)
@@ -123,6 +125,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = integer(None, -1, MAX_COUNT)
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
@@ -139,6 +142,12 @@ class SamplingParams:
             raise InvalidSampling(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
         for name, read in _READERS.items():
             object.__setattr__(self, name, read(getattr(self, name)))
+        if self.structured_outputs is not None:
+            if self.thinking_token_budget is not None:
+                raise InvalidSampling(
+                    "structured_outputs hold for all of the text: no thinking_token_budget with them"
+                )
+            object.__setattr__(self, "separate_reasoning", False)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> SamplingParams:
@@ -194,6 +203,7 @@ _READERS: dict[str, Callable[[object], object]] = {
     "allowed_token_ids": lists.allowed_token_ids,
     "logit_bias": lists.logit_bias,
     "reasoning_marks": lists.reasoning_marks,
+    "structured_outputs": structured_outputs,
 }
 _PLAIN = frozenset((int, float, bool, str, type(None)))
 MAX_KEY_ITEMS = 1000  # of a list that is remembered

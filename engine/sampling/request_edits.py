@@ -43,15 +43,19 @@ class RequestEdits:
         vocab_size: int,
         bad_words: Iterable[TokenIds],
     ) -> RequestEdits | None:
-        """None if the logits stay as they are. bad_words: as BadWords has them."""
+        """None if the logits stay as they are. bad_words: as BadWords has them.
+
+        A grammar's own masks hold the tokens that are allowed too.
+        """
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
         has_penalties = penalties != (0, 0, 1)
         words = [word for word in bad_words if max(word) < vocab_size]  # others are never chosen
-        allowed, bias = params.allowed_token_ids, params.logit_bias
-        if not (has_penalties or words or allowed or bias):
+        allowed = allowed_mask(params, vocab_size) if params.structured_outputs is None else None
+        bias = params.logit_bias
+        if not (has_penalties or words or allowed is not None or bias):
             return None
         return cls(
-            mask=None if allowed is None else _mask_of(tuple(allowed), vocab_size),
+            mask=allowed,
             biased=np.array(list(bias or ()), np.int64),
             biases=np.array(list((bias or {}).values()), np.float32),
             bad_words=BadWords(words) if words else None,
@@ -108,6 +112,12 @@ class SequenceEdits:
         self._counts.add(token_ids[self._num_counted :])
         self._num_counted = len(token_ids)
         return self._counts.entries
+
+
+def allowed_mask(params: SamplingParams, vocab_size: int) -> NDArray[np.int32] | None:
+    """The mask of the tokens that a request allows, None for all."""
+    allowed = params.allowed_token_ids
+    return None if allowed is None else _mask_of(tuple(allowed), vocab_size)
 
 
 @lru_cache(maxsize=16)  # rows of a run name the same ids again and again, and then share a mask

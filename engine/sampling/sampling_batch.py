@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,13 @@ def neutral_rows(num_rows: int) -> Values:
     return rows
 
 
+class Filling(Protocol):
+    """What is being written in other threads."""
+
+    def wait(self) -> None:
+        """Until it is there."""
+
+
 @dataclass(frozen=True)
 class SamplingBatch:
     """How to choose one token for each row of a step's logits, as numpy arrays.
@@ -42,12 +50,20 @@ class SamplingBatch:
     values: [samples] of dtype ROW. temperature 0 is greedy; top_k of 0 or less is off.
     position: [samples] uint64, with seed and sample_index the counter of the row's uniform; it counts all
     tokens before.
-    edits: of the logits before, None if no row has any.
+    edits: of the logits before, None if no row has any.  filling: masks among them, while they are computed
+    beside the step; None if all are there.
     """
 
     values: Values
     position: NDArray[np.uint64]
     edits: LogitEdits | None = None
+    filling: Filling | None = None
+
+    def ready_edits(self) -> LogitEdits | None:
+        """The edits, with all masks: as late as can be."""
+        if self.filling is not None:
+            self.filling.wait()
+        return self.edits
 
     def only(self, rows: NDArray[np.int64]) -> SamplingBatch:
         """The values of some rows, [some] int64, without edits."""

@@ -9,21 +9,28 @@ from engine.sampling.logit_edits import EditParts, LogitEdits
 from engine.schedule.forced import sampled_as
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.slots import NO_TOKEN, SlotTable
+from engine.structured.matcher import MaskFilling, Matcher, fill_masks
 
 #: Added to a logit, leaves no other token any weight at any temperature.
 CERTAIN: NDArray[np.float32] = np.array([1e9], np.float32)
 NOBODY: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
-def build_logit_edits(batch: ScheduledBatch, slots: SlotTable) -> LogitEdits | None:
-    """Collect them for the sequences that sample in this step; None where none of these has any."""
+def build_logit_edits(
+    batch: ScheduledBatch, slots: SlotTable
+) -> tuple[LogitEdits | None, MaskFilling | None]:
+    """Collect them for the sequences that sample in this step; None where none of these has any.
+
+    The second: the masks of grammars among them, which are computed from now on; None where there are none.
+    """
     sampling = batch.sampling_slots
     early = np.flatnonzero(slots.num_tokens[sampling] < slots.min_len[sampling])
     edited = np.flatnonzero(slots.is_edited[sampling]) if slots.num_edited else NOBODY
     if not len(early) and not len(edited):
-        return None
+        return None, None
     rows = np.union1d(early, edited)
     parts = EditParts()
+    matchers: list[Matcher] = []
     for place, row in zip(np.searchsorted(rows, edited).tolist(), edited.tolist(), strict=True):
         seq = batch.sampling[row]
         only = sampled_as(seq)
@@ -33,10 +40,17 @@ def build_logit_edits(batch: ScheduledBatch, slots: SlotTable) -> LogitEdits | N
         elif seq.edits is not None:
             pending_sample = int(slots.sample_place[seq.slot]) if seq.num_pending_tokens else None
             seq.edits.write(parts, place, seq.token_ids, seq.num_prompt_tokens, pending_sample)
+        if seq.matcher is not None and only is None:
+            assert not seq.num_pending_tokens, f"{seq!r}: a grammar goes on from tokens that are known"
+            parts.later.append(place)
+            matchers.append(seq.matcher)
     end_token_ids = slots.end_token_ids[sampling[early]]
     for place, row, own in zip(
         np.searchsorted(rows, early).tolist(), early.tolist(), end_token_ids, strict=True
     ):
         if sampled_as(batch.sampling[row]) is None:
             parts.banned.append((place, own[own != NO_TOKEN]))
-    return parts.joined(rows)
+    if not matchers:
+        return parts.joined(rows), None
+    edits = parts.joined(rows, matchers[0].num_words)
+    return edits, fill_masks(matchers, edits.token_masks[len(parts.masks) :])

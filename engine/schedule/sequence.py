@@ -15,6 +15,7 @@ from engine.sampling.request_edits import SequenceEdits
 from engine.schedule.logprobs import NOT_WANTED, RowLogprobs, num_top
 from engine.schedule.outputs import FinishReason
 from engine.schedule.prepared_prompt import BlockKey
+from engine.structured.matcher import Matcher
 from engine.text.stop_strings import StopStrings
 
 
@@ -72,6 +73,7 @@ class Sequence:
         "index",
         "lane",
         "logprobs",
+        "matcher",
         "max_len",
         "next_scored",
         "num_cached_tokens",
@@ -112,6 +114,7 @@ class Sequence:
         stop_strings: StopStrings | None = None,
         edits: SequenceEdits | None = None,
         forcing: Forcing | None = None,
+        matcher: Matcher | None = None,
         block_keys: Iterable[BlockKey] = (),
         score_from: int | None = None,
     ) -> None:
@@ -120,6 +123,7 @@ class Sequence:
         stop_token_ids: every id that ends this sequence, the model's own included unless ignored.
         edits: of its logits, None if there are none but bans for min_tokens.
         forcing: says which tokens must come next; None where none ever must.
+        matcher: what its text must follow, None if that is free.
         block_keys: of the first full blocks of the prompt, where they are known; the scheduler adds the rest.
         score_from: score the tokens of the prompt from this place on, and generate nothing.
         """
@@ -130,6 +134,7 @@ class Sequence:
         self.edits = edits
         self.forcing = forcing
         self.forced: deque[int] = deque(() if forcing is None else forcing.first())
+        self.matcher = matcher
         self.token_ids = list(prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens = len(prompt_token_ids)
         self.max_len = self.num_prompt_tokens + params.max_tokens
@@ -200,18 +205,26 @@ class Sequence:
     def append(self, token_id: int) -> FinishReason | None:
         """Learn the first pending token; return why the sequence ends with it, or None if it goes on.
 
-        Where one is forced, it is that one. Raises NoToken for a negative one, and whatever decoding the
-        text raises.
+        Where one is forced, it is that one. Raises NoToken for a negative one, or GrammarFailed, and whatever
+        decoding the text raises.
         """
         if self.forced:
             token_id = self.forced.popleft()
+        if self.matcher is not None:
+            self.matcher.accept(token_id)
         if token_id < 0:
             raise NoToken("no token could be chosen: the model's logits are no finite numbers, or all banned")
         self.token_ids.append(token_id)
         num_known = len(self.token_ids)
         text_stops = self.stop_strings is not None and self.stop_strings.add(token_id)
-        if text_stops or (
-            token_id in self.stop_token_ids and num_known - self.num_prompt_tokens > self.params.min_tokens
+        if (
+            text_stops
+            or (
+                token_id in self.stop_token_ids
+                and num_known - self.num_prompt_tokens > self.params.min_tokens
+                and (self.matcher is None or self.matcher.may_end)
+            )
+            or (self.matcher is not None and self.matcher.must_end)
         ):
             self.finish_reason = "stop"
         elif num_known >= self.max_len:
@@ -237,9 +250,11 @@ class Sequence:
     @property
     def is_edited(self) -> bool:
         """Whether its logits may be changed before a token is chosen, but for the bans of min_tokens."""
+        if self.matcher is not None:
+            return True
         return self.edits is not None or (self.forcing is not None and self.sample_top != NOT_WANTED)
 
     @property
     def is_watched(self) -> bool:
         """Whether each of its tokens must be looked at: one may end it by its text, or force others."""
-        return self.stop_strings is not None or self.forcing is not None
+        return any(watch is not None for watch in (self.stop_strings, self.forcing, self.matcher))

@@ -31,6 +31,7 @@ class SlotTable:
     end_token_ids: [slots, most of any sequence] int64, the ids that end each, NO_TOKEN after the last.
     is_watched: [slots] bool, whether text may end it too, or a token force others.
     is_edited: [slots] bool, whether the sequence has edits of its logits.  num_edited: running ones that do.
+    num_constrained: running ones that follow a grammar, whose tokens must be known before the next step.
     generations: [slots] int64, a number of its own for each time that a slot was given, or written anew:
     where it is the same as before, so is the sequence, its tokens are those that were sampled, and its blocks
     are those of before with new ones after them; -1 in a free slot.
@@ -57,6 +58,7 @@ class SlotTable:
         self.is_watched: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.is_edited: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
         self.num_edited = 0
+        self.num_constrained = 0
         self.generations: NDArray[np.int64] = np.full(max_num_seqs, -1)
         self.sampling = neutral_rows(max_num_seqs)
         self.sample_top: NDArray[np.int64] = np.full(max_num_seqs, NOT_WANTED)
@@ -96,6 +98,7 @@ class SlotTable:
         self.next_scored[slot], self.score_end[slot] = seq.next_scored, seq.score_end
         self.is_edited[slot] = seq.is_edited
         self.num_edited += seq.is_edited
+        self.num_constrained += seq.matcher is not None
         self._give(slot)
 
     def rewrite(self, seq: Sequence) -> None:
@@ -121,6 +124,7 @@ class SlotTable:
         self._free.append(seq.slot)
         self.num_edited -= int(self.is_edited[seq.slot])
         self.is_edited[seq.slot] = False
+        self.num_constrained -= seq.matcher is not None
         self.generations[seq.slot] = -1
         self.num_wanting -= seq.wants_logprobs
         seq.slot = -1

@@ -78,7 +78,8 @@ def decode(prefix: bytes | bytearray, body: bytearray) -> Message:
 
 def pack_step(step: StepBatch, sampling: SamplingBatch) -> list[Array]:
     """Arrays of a STEP, the same for all ranks."""
-    edits = [] if sampling.edits is None else _arrays(sampling.edits)
+    ready = sampling.ready_edits()
+    edits = [] if ready is None else _arrays(ready)
     return [*_arrays(step), sampling.values, sampling.position, *edits]
 
 

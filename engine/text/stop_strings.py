@@ -74,7 +74,9 @@ class StopStrings:
         behind: Callable[[list[int]], str] | None = None,
         num_open: int = 1,
         joined: Collection[int] = (),
+        may_end: Callable[[str], bool] | None = None,
     ) -> None:
+        self._may_end = may_end
         self._stop, self._include = stop, include
         self._text = IncrementalText(decode, behind=behind, num_open=num_open, joined=joined)
         self._num_ignored = min_tokens
@@ -93,9 +95,11 @@ class StopStrings:
         if self._num_ignored > 0:
             self._num_ignored -= 1
         elif found := self._find(searched, len(self._tail)):
-            begin, length = min(found, key=itemgetter(0))
-            self._end = self._num_chars - len(searched) + begin + (length if self._include else 0)
-            return True
+            for begin, length in sorted(found, key=itemgetter(0)):
+                end = self._num_chars - len(searched) + begin + (length if self._include else 0)
+                if self._may_end is None or self._may_end("".join(self._pieces)[:end]):
+                    self._end = end
+                    return True
         self._tail = searched[-self._overlap :] if self._overlap else ""
         return False
 

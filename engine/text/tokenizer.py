@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -114,6 +114,11 @@ class Tokenizer:
             del token_ids[0]
         return token_ids
 
+    @property
+    def backend(self) -> Any:
+        """The `tokenizers.Tokenizer` behind it, None if there is none."""
+        return getattr(self._tokenizer, "backend_tokenizer", None)
+
     def stop_strings(
         self,
         stop: Sequence[str],
@@ -123,9 +128,10 @@ class Tokenizer:
         include: bool = False,
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
+        may_end: Callable[[str], bool] | None = None,
     ) -> StopStrings:
-        """A watch for the stop strings of one completion. min_tokens: as of StopStrings. follows_text: as of
-        `decode`."""
+        """A watch for the stop strings of one completion. min_tokens, may_end: as of StopStrings.
+        follows_text: as of `decode`."""
         decode = partial(
             self.decode,
             skip_special_tokens=skip_special_tokens,
@@ -141,6 +147,7 @@ class Tokenizer:
             behind=behind,
             num_open=self._num_open,
             joined=self._added_ids if is_joined else (),
+            may_end=may_end,
         )
 
     def bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:

@@ -31,6 +31,12 @@ _OPTIONS = (
     ),
     click.option("--allowed-token-ids", callback=json_value(list), help="No other tokens, as JSON: [1, 2]."),
     click.option("--bad-words", multiple=True, help="A text that no completion has; may be given again."),
+    click.option(
+        "--structured-outputs",
+        callback=json_value(dict),
+        help='What each completion must be, as JSON: {"json": SCHEMA}, "json_object", "regex", "choice" or '
+        '"grammar".',
+    ),
     click.option("--stop", multiple=True, help="Text that ends a completion; may be given more than once."),
     click.option(
         "--include-stop-str-in-output",
@@ -59,6 +65,7 @@ _NAMES = (
     *("frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "stop"),
     *("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"),
     "truncate_prompt_tokens",
+    "structured_outputs",
 )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..common.shown import MAX_NAME_CHARS, shown
 from ..errors import InvalidJob, InvalidValue
+from .response_format import with_structured_outputs
 
 #: Values of names that are not built at which they change nothing; null is one of each.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -23,13 +24,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "prediction": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "stream": (False,),
     "stream_options": (),
-    "structured_outputs": (),
     "suffix": ("",),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
@@ -59,7 +58,7 @@ def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
             kept[name] = value
         elif value is not None and not _is_neutral(name, value, values):
             raise _not_built(name, value)
-    return _with_one_max_tokens(kept)
+    return with_structured_outputs(_with_one_max_tokens(kept))
 
 
 def _is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:

@@ -71,6 +71,9 @@ class InstantEngine:
     def chat_token_ids(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         return [1]
 
+    def prepare_grammar(self, params: SamplingParams) -> None:
+        """There is none to compile."""
+
     def prepare(self, prompt: str | list[int], **options: Any) -> str | list[int]:
         return prompt
 

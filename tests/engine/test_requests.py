@@ -115,7 +115,7 @@ def test_a_bad_prompt_fails_alone(shared: Engine, prompt: Any, error: type[Excep
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"ignore_eos": 1}, "ignore_eos"),
         ({"best_of": 5}, "'best_of' is not built yet; accepted are allowed_token_ids"),
-        ({"structured_outputs": {}}, "not built yet"),
+        ({"structured_outputs": {}}, "must have one of json"),
         ({"presence_penalty": 2.1}, "presence_penalty must be between -2 and 2, got 2.1"),
         ({"frequency_penalty": "1"}, "frequency_penalty must be a number and no text"),
         ({"repetition_penalty": 0}, "repetition_penalty must be between 1e-06 and 1000000, got 0"),

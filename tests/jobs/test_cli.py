@@ -74,6 +74,7 @@ def test_every_common_sampling_value_is_an_option(
         *("--sampling", '{"presence_penalty": 2, "min_tokens": 1}', "--presence-penalty", 0.5),
         *("--frequency-penalty", -1, "--repetition-penalty", 1.2, "--logit-bias", '{"5": 2.5}'),
         *("--allowed-token-ids", "[5, 6]", "--bad-words", "no, never", "--bad-words", "maybe"),
+        *("--structured-outputs", '{"json": {"b": 1, "a": 2}}'),
         *("--include-stop-str-in-output", "--no-skip-special-tokens", "--truncate-prompt-tokens", -1),
     ]
     result = invoke("submit", source, tmp_path / "out", *options)
@@ -82,6 +83,7 @@ def test_every_common_sampling_value_is_an_option(
     assert job.kwargs["sampling"] == {
         "presence_penalty": 0.5, "min_tokens": 1, "frequency_penalty": -1.0, "repetition_penalty": 1.2,
         "logit_bias": {"5": 2.5}, "allowed_token_ids": [5, 6], "bad_words": ["no, never", "maybe"],
+        "structured_outputs": {"json": {"b": 1, "a": 2}},
         "include_stop_str_in_output": True, "skip_special_tokens": False, "truncate_prompt_tokens": -1,
     }  # fmt: skip
     shown = invoke("submit", "--help").output
@@ -131,6 +133,7 @@ def test_submitting_twice_plans_once_and_again_after_the_end(
         (["--logit-bias", "[1]"], "no dict"),
         (["--logit-bias", '{"a": 1}'], "a key of logit_bias must be a token id"),
         (["--allowed-token-ids", "[]"], "allowed_token_ids is empty"),
+        (["--structured-outputs", '{"pattern": "a"}'], "none of json, regex"),
         (["--repetition-penalty", "0"], "repetition_penalty must be between"),
         (["--rows-per-shard", "0"], "from 1"),
         (["--queue", ""], "queue is '', expected a queue's name"),

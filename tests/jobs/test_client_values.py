@@ -280,3 +280,41 @@ def test_a_run_of_chats_keeps_their_options_apart_from_its_sampling_values() -> 
 def test_a_chats_response_is_of_openais_type(context: JobContext) -> None:
     response = run_task(context, "jobs.chat", HI, **SAID, stream=False, response_format={"type": "text"})
     assert ChatCompletion.model_validate(response).choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("response_format", "expected"),
+    [
+        ({"type": "text"}, {}),
+        (None, {}),
+        ({"type": "json_object"}, {"structured_outputs": {"json_object": True}}),
+        (
+            {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "null"}}},
+            {"structured_outputs": {"json": {"type": "null"}}},
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"name": "x"}},
+            {"structured_outputs": {"json_object": True}},
+        ),
+    ],
+)
+def test_a_response_format_is_what_the_text_must_be(
+    context: JobContext, response_format: Any, expected: dict[str, Any]
+) -> None:
+    sampling = request_of(context, "jobs.chat", HI, response_format=response_format).sampling
+    assert sampling == {**expected, "separate_reasoning": True}
+    SamplingParams.from_mapping(sampling)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"response_format": {"type": "structural_tag"}}, {"response_format": "json_object"},
+        {"response_format": {"type": "json_schema"}}, {"response_format": {}}, {"response_format": [1]},
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_one_that_says_something_else_is_refused_by_name(values: dict[str, Any]) -> None:
+    with pytest.raises(errors.InvalidJob, match="response_format"):
+        without_neutral(values)

@@ -115,6 +115,9 @@ class FakeEngine:
     def chat_token_ids(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
         return list(str(messages[-1]["content"]).encode())
 
+    def prepare_grammar(self, params: SamplingParams) -> None:
+        pass
+
     def prepare(self, prompt: str | list[int], **options: Any) -> str | list[int]:
         return prompt
 

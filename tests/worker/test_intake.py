@@ -53,6 +53,9 @@ class TokenizingEngine(FakeEngine):
         self.ended.put(name)
         return Tokenized(prompt)
 
+    def prepare_grammar(self, params: SamplingParams) -> None:
+        pass
+
     def prepare(self, prompt: Any, **options: Any) -> Any:
         self.options.append(options)
         return self._tokenize(prompt)

@@ -36,6 +36,9 @@ class EngineLike(Protocol):
         """
         ...
 
+    def prepare_grammar(self, params: SamplingParams) -> None:
+        """The part of `add` that a grammar takes; for any thread too. Raises InvalidSampling."""
+
     def abort(self, request_id: str) -> None:
         """Forget a request."""
 

@@ -42,7 +42,7 @@ class _Waiting:
     def __init__(self, engine: EngineLike, add: Add, number: int) -> None:
         self.engine, self.add, self.number = engine, add, number
         self.lane, self.size = add.lane, _size(add)
-        self.is_ready = self.size <= SHORT
+        self.is_ready = self.size <= SHORT and not add.sampling.get("structured_outputs")
         self.prepared: tuple[Any, SamplingParams] | None = None
         self.error: BaseException | None = None
 
@@ -61,6 +61,8 @@ class _Waiting:
         """In a thread: all that takes time with the length of the prompt."""
         try:
             prompt, params = self.read()
+            if params.structured_outputs is not None:
+                self.engine.prepare_grammar(params)
             self.prepared = self.engine.prepare(prompt, **_truncation(params)), params
         except BaseException as error:  # noqa: BLE001  # the engine's thread looks what it is
             self.error = error.with_traceback(None)  # which would hold on to this request
@@ -95,7 +97,7 @@ class Intake:
         waiting = _Waiting(self._engine, add, next(self._numbers))
         self._lanes.setdefault(add.lane, deque()).append(waiting)
         self._ids[add.request_id] = waiting
-        if waiting.size > SHORT:
+        if not waiting.is_ready:
             self._pool_of(waiting).submit(waiting)
 
     def drop(self, request_ids: Iterable[str]) -> None:

@@ -1,0 +1,230 @@
+"""Structured outputs: what a completion's text has to be, whatever else a request asks for."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import Engine, EngineConfig, InvalidSampling, SamplingParams, StructuredOutputsParams
+from engine.structured.regex_dialect import portable
+from ops.structured_outputs import generate, run
+from tests.engine.checkpoints import SHAPES, make_checkpoint
+
+OBJECT = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 99, "minimum": 0}, "b": {"enum": ["é", "x"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("structured") / "model", SHAPES[0])
+
+
+def engine_of(folder: Path, **options: Any) -> Engine:
+    values: dict[str, Any] = {"max_num_seqs": 8, "kv_cache_bytes": 1 << 22, "dtype": "float32", **options}
+    return Engine(EngineConfig(model=str(folder), **values))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    with engine_of(folder) as engine:
+        yield engine
+
+
+def texts(engine: Engine, spec: Any, num_rows: int = 4, **values: Any) -> list[tuple[str, str]]:
+    rows = [
+        SamplingParams(structured_outputs=spec, **{"seed": seed, "max_tokens": 60, **values})
+        for seed in range(num_rows)
+    ]
+    return [(each.text, each.finish_reason) for each in engine.generate(["hello"] * num_rows, rows)]
+
+
+def test_generated_schemas_patterns_and_grammars_hold_or_say_why_not(engine: Engine) -> None:
+    """A sample of what `python -m ops.structured_outputs` runs; rows without one say what they say alone."""
+    ends, wrong = run(engine, list(generate(40, seed=5)), seed=5)
+    assert wrong == []
+    assert sum(number for (_, end), number in ends.items() if end == "stop") >= 20
+
+
+@pytest.mark.parametrize(
+    ("spec", "pattern"),
+    [
+        ({"choice": ["yes", "no", 'q"\\', "a\nb", ".*"]}, r'yes|no|q"\\|a\nb|\.\*'),
+        ({"regex": r"^\d{2}-[é😀]$"}, r"[0-9]{2}-[é😀]"),
+        ({"grammar": 'start: "x" start | "y"'}, "x*y"),
+        ({"grammar": 'root ::= "x" root | "y"'}, "x*y"),
+        (StructuredOutputsParams(json={"type": "integer", "minimum": 3, "maximum": 5}), "[345]"),
+        ({"json": '{"const": [1, "é"]}'}, r'\[\s*1\s*,\s*"é"\s*\]'),
+    ],
+)  # fmt: skip
+def test_each_kind_at_any_temperature(engine: Engine, spec: Any, pattern: str) -> None:
+    for temperature in (0, 1, 1e6):
+        for text, reason in texts(engine, spec, temperature=temperature):
+            assert reason == "length" or re.fullmatch(pattern, text), (text, pattern)
+
+
+def test_samples_of_one_request_follow_it_each_for_itself(engine: Engine) -> None:
+    params = SamplingParams(structured_outputs={"regex": "[a-z]{3}"}, n=5, seed=1, temperature=1e6)
+    answers = engine.generate(["hello"], params)
+    assert all(re.fullmatch("[a-z]{3}", each.text) and each.finish_reason == "stop" for each in answers)
+    assert len({each.text for each in answers}) > 1
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"min_tokens": 30}, {"ignore_eos": True}, {"stop": ["1", "}"]}, {"stop_token_ids": [5, 6]},
+        {"logprobs": 2}, {"presence_penalty": 2.0, "repetition_penalty": 1.3}, {"bad_words": ["0"]},
+        {"logit_bias": {7: 100.0}}, {"skip_special_tokens": False, "ignore_eos": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_it_holds_beside_any_other_value(engine: Engine, values: dict[str, Any]) -> None:
+    found = texts(engine, {"json": OBJECT}, temperature=3.0, **values)
+    for text, reason in found:
+        if reason == "stop":
+            assert json.loads(text).keys() == {"a", "b"}
+    assert any(reason == "stop" for _, reason in found)
+
+
+def test_a_stop_string_ends_it_only_where_the_text_is_whole(engine: Engine) -> None:
+    """ "b" stands first where the text before it is none of the grammar."""
+    for text, reason in texts(engine, {"regex": "(ab)?a{2}b.*"}, stop=["b"], temperature=1e6, num_rows=8):
+        assert reason == "length" or re.fullmatch("(ab)?a{2}b.*", text), text
+
+
+def test_the_length_may_end_it_anywhere_and_says_so(engine: Engine) -> None:
+    ((text, reason),) = texts(engine, {"regex": "[ab]{50}"}, num_rows=1, max_tokens=3)
+    assert reason == "length"
+    assert re.fullmatch("[ab]+", text)
+
+
+def test_allowed_tokens_and_a_grammar_hold_together(engine: Engine) -> None:
+    (answer,) = engine.generate(["hello"], SamplingParams(structured_outputs={"regex": "[a-z]{4}"}, seed=0))
+    allowed = SamplingParams(
+        structured_outputs={"regex": "[a-z]{4}"}, seed=3, allowed_token_ids=answer.token_ids, temperature=1e6
+    )
+    (again,) = engine.generate(["hello"], allowed)
+    assert set(again.token_ids) <= set(answer.token_ids)
+    none = SamplingParams(structured_outputs={"regex": "[0-9]"}, allowed_token_ids=answer.token_ids)
+    (failed,) = engine.generate(["hello"], none)
+    assert failed.finish_reason == "error"
+    assert "GrammarFailed" in str(failed.error)
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"json": {"type": "integer", "minimum": 2, "maximum": 1}}, "Unsatisfiable"),
+        ({"json": False}, "no text satisfies it"),
+        ({"json": {"not": {}}}, "Unimplemented"),
+        ({"json": {"$ref": "https://example.com/x"}}, "not present"),
+        ({"regex": "(a"}, "unclosed group"),
+        ({"regex": "(?=a)a"}, "look-around"),
+        ({"grammar": "start: start"}, "structured_outputs.grammar"),
+        ({"grammar": "start: missing"}, "unknown name"),
+        ({"json": {}, "regex": "a"}, "one of json, regex"),
+        ({}, "one of json, regex"),
+        ({"json": "{"}, "no JSON"),
+        ({"json": 7}, "must be a JSON schema"),
+        ({"regex": "\ud800"}, "surrogate"),
+        ({"regex": "a" * 2_000_000}, "bytes"),
+        ({"choice": []}, "list of strings"),
+        ({"choice": [1]}, "must be text"),
+        ({"json_object": 1}, "true or false"),
+        ({"lark": "a"}, "none of json"),
+        ("a+", "must be an object"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_with_its_reason(engine: Engine, spec: Any, says: str) -> None:
+    with pytest.raises(InvalidSampling, match=says):
+        engine.add("1", "hello", SamplingParams(structured_outputs=spec))
+    assert not engine.has_unfinished
+
+
+def test_one_that_fails_while_it_runs_costs_its_row_alone(engine: Engine) -> None:
+    rows = [{"regex": "a"}, {"regex": "(a{1000}){1000}"}, {"regex": "b"}]
+    one, failed, other = engine.generate(
+        ["hello"] * 3, [SamplingParams(structured_outputs=spec) for spec in rows]
+    )
+    assert (one.text, other.text) == ("a", "b")
+    assert failed.finish_reason == "error"
+    assert failed.error
+
+
+def test_blanks_are_bounded(engine: Engine) -> None:
+    """A model that likes nothing better than blanks gives an object all the same."""
+    blanks = engine._tokenizer.encode_alone(" ") + engine._tokenizer.encode_alone("\n")
+    bias = dict.fromkeys(blanks, 100.0)
+    (answer,) = engine.generate(
+        ["hello"], SamplingParams(structured_outputs={"json": OBJECT}, logit_bias=bias, max_tokens=400)
+    )
+    assert answer.finish_reason == "stop"
+    assert json.loads(answer.text)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"async_scheduling": True},
+        {"async_scheduling": True, "kv_cache_bytes": 1 << 17, "max_model_len": 96, "block_size": 4},
+        {"max_num_batched_tokens": 16, "enable_prefix_caching": False},
+        {"tensor_parallel_size": 2},
+    ],
+    ids=("overlap", "preempted", "chunked", "ranks"),
+)
+def test_it_says_the_same_however_it_is_computed(
+    folder: Path, engine: Engine, options: dict[str, Any]
+) -> None:
+    specs: list[Any] = [
+        {"json": OBJECT},
+        None,
+        {"regex": "[a-z]{20}"},
+        {"choice": ["yes", "no"]},
+        None,
+        {"json_object": True},
+    ]
+    rows = [
+        SamplingParams(structured_outputs=spec, seed=i, max_tokens=30, temperature=1.0)
+        for i, spec in enumerate(specs)
+    ]
+    prompts = [f"this is prompt number {i}, of some length" for i in range(len(rows))]
+    expected = [each.token_ids for each in engine.generate(prompts, rows)]
+    with engine_of(folder, **options) as other:
+        assert [each.token_ids for each in other.generate(prompts, rows)] == expected
+        assert other.stats().num_preemptions > 0 or "block_size" not in options
+
+
+def test_without_llguidance_it_is_refused_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with engine_of(folder) as engine:
+        with pytest.raises(InvalidSampling, match=r"tokenmill\[structured\]"):
+            engine.add("1", "hello", SamplingParams(structured_outputs={"regex": "a"}))
+        assert engine.generate(["hello"], SamplingParams(max_tokens=1))
+
+
+def test_reasoning_and_structured_outputs_are_not_asked_together() -> None:
+    with pytest.raises(InvalidSampling, match="thinking_token_budget"):
+        SamplingParams(structured_outputs={"regex": "a"}, thinking_token_budget=5)
+    assert not SamplingParams(structured_outputs={"regex": "a"}, separate_reasoning=True).separate_reasoning
+
+
+@pytest.mark.parametrize(
+    ("pattern", "same"),
+    [
+        (r"a\d[b\d]", "a[0-9][b0-9]"), (r"[^a]\\d", r"[^a]\\d"), (r"\Z", r"\z"), (r"[]a]", r"[\]a]"),
+        (r"[^]\d]", r"[^\]\p{N}\p{Cn}]"), (r"\D", r"[^\p{N}\p{Cn}]"), (r"[^\D]", "[^[^0-9]]"),
+        (r"[a\W]", r"[a[^\p{L}\p{M}\p{N}\p{Pc}\p{S}\p{Cf}\p{Cn}]]"), ("\\", "\\"), ("[", "["),
+    ],
+)  # fmt: skip
+def test_classes_mean_what_every_dialect_means(pattern: str, same: str) -> None:
+    assert portable(pattern) == same
