@@ -32,7 +32,7 @@ from engine.run.probe import Probe
 from engine.run.row_logprobs import DeviceLogprobs, StepLogprobs
 from engine.run.runner import PoolSize
 from engine.run.to_device import to_device, upload_edits
-from engine.run.warm_up import make_step, nucleus_sampling, warm_up_steps
+from engine.run.warm_up import make_step, nucleus_sampling, warm_up_steps, with_edits
 from engine.sampling.edit_logits import DeviceEdits, edit
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.sampling.sampling_rows import SamplingRows
@@ -303,8 +303,11 @@ class ModelRunner:
 
     def warm_up(self, num_blocks: int) -> None:
         """Run the largest steps of each kind over the pool's first num_blocks blocks, overwriting them."""
-        for step in warm_up_steps(self._config, self._longest, num_blocks):
+        steps = warm_up_steps(self._config, self._longest, num_blocks)
+        for step in steps:
             self.launch(step, nucleus_sampling(len(step.sample_rows))).wait()
+        sampling = nucleus_sampling(len(steps[0].sample_rows))  # of as many as may run
+        self.launch(steps[0], with_edits(sampling, self._model_config.vocab_size)).wait()
 
     @torch.inference_mode()
     def _capture_graphs(self, max_model_len: int) -> DecodeGraphs | None:

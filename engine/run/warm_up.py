@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from engine.run.config import EngineConfig
+from engine.sampling.logit_edits import EditParts, token_mask
 from engine.sampling.params import MAX_LOGPROBS
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
 from engine.schedule.step_batch import StepBatch
@@ -69,6 +70,19 @@ def make_step(query_lens: list[int], context_lens: list[int], block_size: int, n
         context_lens=contexts,
         query_lens=lens,
     )
+
+
+def with_edits(sampling: SamplingBatch, vocab_size: int) -> SamplingBatch:
+    """The same with edits of every kind for each row, so that logits are copied and masks taken apart."""
+    parts, num_rows = EditParts(), len(sampling.values)
+    mask, token = token_mask([0], vocab_size), np.zeros(1, np.int64)
+    for row in range(num_rows):
+        parts.allow(row, mask)
+        parts.penalize(row, (1.0, 1.0, 2.0), np.ones((1, 2), np.int32))
+    parts.banned.append((0, token + 1))
+    parts.biased.append((0, token))
+    parts.biases.append(np.ones(1, np.float32))
+    return replace(sampling, edits=parts.joined(np.arange(num_rows)))
 
 
 def nucleus_sampling(num_rows: int) -> SamplingBatch:

@@ -110,7 +110,7 @@ def row_strategy(draw: st.DrawFn) -> Row:
     return Row(
         params=draw(PARAMS),
         words=draw(st.lists(st.lists(TOKENS, min_size=1, max_size=4).map(tuple), max_size=5)),
-        prompt=draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9)),
+        prompt=draw(st.lists(st.integers(0, VOCAB - 1) | TOKENS, min_size=1, max_size=9)),
         generated=generated,
         is_pending=is_pending,
         num_seen=draw(st.integers(0, len(generated) - is_pending)),
@@ -175,7 +175,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
     return [
         (
             prefix * (i % 2) + [rng.randrange(3, 500) for _ in range(rng.randrange(1, 40))],
-            replace(GREEDY, **MIXES[i % len(MIXES)]),
+            replace(GREEDY, max_tokens=8 + i % 7, **MIXES[i % len(MIXES)]),
         )
         for i in range(2 * len(MIXES))
     ]
@@ -327,3 +327,27 @@ def test_a_bad_word_is_not_in_the_text(built: Engine) -> None:
     parts = EditParts()
     SequenceEdits(request).write(parts, 0, [5, 6, 7], 3, None)
     assert not len(parts.joined(np.array([0])).banned), "the prompt's tokens are no part of a word"
+
+
+def test_words_begin_in_the_completion() -> None:
+    """A word whose beginning the prompt has and the completion goes on with may end there, pending or not."""
+    request = RequestEdits.of(GREEDY, [5, 6], VOCAB, [(6, 1, 2), (6, 1, 3, 4)])
+    assert request is not None
+    for known, pending in (([5, 6, 1], None), ([5, 6, 1], 0), ([5, 6, 1, 3], None)):
+        parts = EditParts()
+        SequenceEdits(request).write(parts, 0, known, 2, pending)
+        edits = parts.joined(np.array([0]))
+        assert not len(edits.banned)
+        assert not len(edits.banned_behind)
+
+
+def test_the_pending_token_is_counted_wherever_it_is_written() -> None:
+    """Its own entry and the one for what is pending have one count, so that no order of writing matters."""
+    parts = EditParts()
+    parts.pending.append((0, 0))
+    parts.penalize(0, (0.0, 1.0, 1.0), np.array([(3, 2), (4, 1), (-1, 0)], np.int32))
+    for order in ([0, 1, 2], [2, 1, 0]):
+        edits = parts.joined(np.array([0]))
+        edits = replace(edits, counted=edits.counted[order])
+        logits = edit(torch.zeros(1, VOCAB), DeviceEdits.upload(edits, CPU, torch.tensor([3]), np.array([0])))
+        assert logits[0, 3:5].tolist() == [-3.0, -1.0]
