@@ -102,6 +102,19 @@ def test_a_stop_string_ends_it_only_where_the_text_is_whole(engine: Engine) -> N
         assert reason == "length" or re.fullmatch("(ab)?a{2}b.*", text), text
 
 
+def test_an_end_token_that_is_ignored_is_not_chosen(engine: Engine) -> None:
+    """Where the text is whole, and might end or go on."""
+    rows = [
+        SamplingParams(
+            structured_outputs={"regex": "(ab)*"}, ignore_eos=True, seed=i, max_tokens=40, temperature=1e6
+        )
+        for i in range(8)
+    ]
+    for answer in engine.generate(["hello"] * len(rows), rows):
+        assert answer.finish_reason == "length"
+        assert not engine._tokenizer.eos_token_ids.intersection(answer.token_ids)
+
+
 def test_the_length_may_end_it_anywhere_and_says_so(engine: Engine) -> None:
     ((text, reason),) = texts(engine, {"regex": "[ab]{50}"}, num_rows=1, max_tokens=3)
     assert reason == "length"
@@ -183,7 +196,7 @@ def test_blanks_are_bounded(engine: Engine) -> None:
     ids=("overlap", "preempted", "chunked", "ranks"),
 )
 def test_it_says_the_same_however_it_is_computed(
-    folder: Path, engine: Engine, options: dict[str, Any]
+    folder: Path, engine: Engine, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     specs: list[Any] = [
         {"json": OBJECT},
@@ -201,6 +214,7 @@ def test_it_says_the_same_however_it_is_computed(
     expected = [each.token_ids for each in engine.generate(prompts, rows)]
     with engine_of(folder, **options) as other:
         assert [each.token_ids for each in other.generate(prompts, rows)] == expected
+        assert "a step raised" not in caplog.text
         assert other.stats().num_preemptions > 0 or "block_size" not in options
 
 
