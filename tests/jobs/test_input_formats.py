@@ -250,7 +250,12 @@ def test_chats_and_values_of_several_kinds_in_jsonl(
         ("in.csv", b"text\na\n", MissingColumn, "'prompt'"),
         ("in.jsonl", b'{"text": 1}\n', MissingColumn, "'text'"),
         ("in.jsonl", b"", MissingColumn, "'prompt'"),
-        ("in.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 100)[:-20], CorruptTable, "in.jsonl.gz"),
+        (
+            "in.jsonl.gz",
+            gzip.compress(b'{"prompt": "a"}\n' * 100, mtime=0)[:-20],
+            CorruptTable,
+            "in.jsonl.gz",
+        ),
         ("in.arrow", b"ARROW1\0\0 and more of it", CorruptTable, "Arrow"),
         ("in.arrow", b"PAR1", CorruptTable, "Arrow"),
         ("in.arrow", b"", CorruptTable, "Arrow"),
