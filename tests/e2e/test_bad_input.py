@@ -32,7 +32,7 @@ def bad_prompts(workers: RealWorkers) -> dict[str, Job]:
         "600 tokens": complete([5] * 600),
         "bytes": complete("x" * 2**20 + "y"),
         "no_such_name": complete("a", no_such_name=1),
-        "logprobs": complete("a", logprobs=3),
+        "logprobs": complete("a", logprobs=-2),
         "temperature": complete("a", temperature=-1),
         "top_k must be between -1": complete("a", top_k=2**63),
         "max_tokens must be between 1": complete("a", max_tokens=2**64, min_tokens=2**63),

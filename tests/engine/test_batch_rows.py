@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from typing import Any, ClassVar
 
@@ -42,15 +42,18 @@ class RowsDevice(ShadowDevice):
         self.last: Sampled | None = None
         self.num_decode_steps = self.num_written = self.num_left = 0
 
-    def compute(self, step: StepBatch) -> NDArray[np.int64]:
+    def compute(self, step: StepBatch, only: Iterable[int | None] = ()) -> NDArray[np.int64]:
         if not len(step.slots) == len(step.token_ids) == len(step.sample_rows):
-            sampled = super().compute(step)
+            sampled = super().compute(step, only)
             self.last = Sampled(torch.from_numpy(sampled.copy()), np.arange(len(sampled)))
             return sampled
         rows, changes = self.rows.update(step)
         self.static.write(changes, step, sampling_of(step), self.last)
         advance(self.static.state)
-        in_row_order = super().compute(self._as_step(step, rows))
+        of_samples = dict(zip(rows.tolist(), only, strict=False))
+        in_row_order = super().compute(
+            self._as_step(step, rows), [of_samples[row] for row in range(len(rows))] if of_samples else ()
+        )
         state = self.static.state
         state.next_token_ids[: len(rows)] = torch.from_numpy(in_row_order)
         state.next_token_ids[len(rows) :] = 99  # what is sampled from padding may be anything

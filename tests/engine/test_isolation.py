@@ -359,14 +359,17 @@ def test_random_histories_with_poisoned_sequences(
             prompt = prefix[: rng.choice([0, 9, 9])] + [
                 rng.randrange(1, 3) for _ in range(rng.randrange(1, 9))
             ]
-            params = replace(STOPPING, max_tokens=rng.randrange(1, 24), n=rng.choice([1, 1, 2]), seed=i)
+            params = replace(
+                STOPPING, max_tokens=rng.randrange(1, 24), n=rng.choice([1, 1, 2]), seed=1 + i
+            )  # not the control's 0
+            # seeds from 1: the control has 0
             kind = rng.choice(["good", "good", "good", "word", "sample"])
             if kind == "word":
                 prompt[rng.randrange(len(prompt))] = WORD
                 poisoned.add(str(i))
             elif kind == "sample":
-                at_sample[i] = len(prompt) + rng.randrange(4)
-                num_samples = at_sample[i] - len(prompt)
+                at_sample[1 + i] = len(prompt) + rng.randrange(4)
+                num_samples = at_sample[1 + i] - len(prompt)
                 if len(expected(runner, prompt, params)) > num_samples:
                     poisoned.add(str(i))
             wanted[str(i)] = prompt, params
