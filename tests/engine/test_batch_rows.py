@@ -43,7 +43,8 @@ class RowsDevice(ShadowDevice):
         self.num_decode_steps = self.num_written = self.num_left = 0
 
     def compute(self, step: StepBatch, only: Iterable[int | None] = ()) -> NDArray[np.int64]:
-        if not len(step.slots) == len(step.token_ids) == len(step.sample_rows):
+        one_each = len(step.slots) == len(step.token_ids) == len(step.sample_rows)
+        if step.wants_logprobs or not one_each:
             sampled = super().compute(step, only)
             self.last = Sampled(torch.from_numpy(sampled.copy()), np.arange(len(sampled)))
             return sampled
