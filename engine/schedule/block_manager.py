@@ -9,8 +9,8 @@ values before it attends: sequences of one step share a prefix. `withdraw` takes
 run.
 
 What a sequence shares beyond its whole blocks may be copied from a block that begins with the same tokens
-(`tails`), once a step that is launched before has computed it. Such a block is held while a step is
-scheduled, so that nobody writes to it in that step, which may then be repeated.
+(`tails`), once a step that is launched before has computed it. Such a block is held until the step that
+copies is launched: nobody else takes it in that step, which may be repeated, nor in one that comes between.
 """
 
 from __future__ import annotations
@@ -105,7 +105,6 @@ class BlockManager:
         self._tails = Tails()  # computed before the step that is being scheduled
         self._new_tails: list[Block] = []  # in that step
         self._soon = Tails()  # of those
-        self._kept: list[Block] = []  # for that step
         self._content_ids = count(ROOT + 1)
 
     @property
@@ -188,7 +187,8 @@ class BlockManager:
     def allocate(self, seq: Sequence, cached: list[int], tail: Tail | None = None) -> BlockCopy | None:
         """Give `seq` blocks for all its tokens, the first ones being `cached` from `find_cached`.
 
-        Returns what the step that is being scheduled must copy before anything else, if `tail` is given.
+        Returns what the step that is being scheduled must copy before anything else, if `tail` is given; its
+        source is held until `let_go_sources`.
         Raises OutOfBlocks, having changed nothing, if `num_missing` says it does not fit.
         """
         missing = self.num_missing(seq, cached, tail)
@@ -206,7 +206,6 @@ class BlockManager:
         if tail is None:
             return None
         seq.num_computed_tokens += tail.num_tokens
-        self._kept.append(self._blocks[tail.block_id])
         return BlockCopy(tail.block_id, seq.block_table[len(cached)], tail.num_tokens)
 
     def begin_step(self) -> None:
@@ -217,11 +216,10 @@ class BlockManager:
                 self._list(block, self._tails)
         self._new_tails.clear()
 
-    def end_step(self) -> None:
-        """It is scheduled: what it copies from may be given away in the next."""
-        for block in self._kept:
-            self._let_go(block)
-        self._kept.clear()
+    def let_go_sources(self, copies: Iterable[BlockCopy]) -> None:
+        """The step that copies is launched, or never will be: its sources may be given away."""
+        for copy in copies:
+            self._let_go(self._blocks[copy.source])
 
     def grow(self, seq: Sequence) -> None:
         """Give `seq` one more block. Raises OutOfBlocks if none is free."""

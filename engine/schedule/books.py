@@ -92,6 +92,7 @@ class Books:
     def advance(self, batch: ScheduledBatch) -> None:
         """The step just scheduled is launched: count what it computes, and a pending token per sample."""
         batch.launched = True
+        self._let_go_sources(batch)
         count_scored(batch, self.slots)
         self.slots.advance(batch.slots, batch.num_new_tokens, batch.samples)
         batch.generations = self.slots.generations[batch.sampling_slots]
@@ -152,6 +153,8 @@ class Books:
         """
         for batch in self.in_flight:
             self.blocks.withdraw(batch.published)
+            if not batch.launched:
+                self._let_go_sources(batch)
             for seq in batch.sampling + batch.ending:
                 seq.num_tokens, seq.num_stale = len(seq.token_ids), 0
                 if seq.status is SequenceStatus.ENDING:
@@ -183,6 +186,9 @@ class Books:
             self._gate.count_left(1)
         elif seq.status is SequenceStatus.WAITING:
             self.waiting[seq.lane].remove(seq)
+
+    def _let_go_sources(self, batch: ScheduledBatch) -> None:
+        self.blocks.let_go_sources(copy for _, copy in batch.copies)
 
     def _release(self, seq: Sequence) -> None:
         self.blocks.release(seq)

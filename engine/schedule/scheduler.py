@@ -59,7 +59,6 @@ class Scheduler(Books):
             if lane in self.running.lanes:
                 self._schedule_running(self.running.lanes[lane], batch)
             self._admit(lane, batch)
-        self.blocks.end_step()
         self.waiting.drop_empty()
         self.max_running = max(self.max_running, len(self.running))
         if not batch.num_tokens:
@@ -73,16 +72,19 @@ class Scheduler(Books):
     def set_aside(self) -> Sequence:
         """The first step in flight, which is of one sequence, is not computed: that one waits again.
 
-        So do all that run, if any of them builds on what that step would have computed.
+        So do all that run, if any of them builds on what that step would have computed, or if no block is
+        left for a control: what it held may all be shared, or be copied from.
         """
         batch = self.in_flight.popleft()
         (seq,) = batch.seqs
         self.blocks.withdraw(batch.published)
+        self._let_go_sources(batch)
         missing = {block.block_id for block in batch.published}
         self.running.remove([seq])
         self._release(seq)
         self._wait_again(seq)
-        if not all(missing.isdisjoint(other.block_table) for other in self.running):
+        builds_on_it = not all(missing.isdisjoint(other.block_table) for other in self.running)
+        if builds_on_it or not self.blocks.num_free_blocks:
             self.withdraw()
         return seq
 
@@ -198,6 +200,7 @@ class Scheduler(Books):
                 self.slots.assign(seq)
             except Exception as error:  # noqa: BLE001 - its own values; the caller judges whose fault it is
                 self._release(seq)
+                self.blocks.let_go_sources([copy] if copy else [])
                 batch.refused = seq, error
                 return
             queue.popleft()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -271,8 +271,11 @@ class ShadowEngine:
         """Two sequences never write one slot, and nobody writes what others may read."""
         assert len(set(step.slot_mapping.tolist())) == len(step.slot_mapping)
         published = {block.block_id for block in batch.published}
+        assert not set(step.slot_mapping.tolist()) & set(step.copy_from.tolist())
+        sources = Counter(copy.source for _, copy in batch.copies)
         for block_id in {slot // self.blocks.block_size for slot in step.slot_mapping.tolist()}:
-            assert self.blocks._blocks[block_id].ref_count == 1 or block_id in published
+            holders = self.blocks._blocks[block_id].ref_count - sources[block_id]
+            assert holders == 1 or block_id in published
         if not self.overlap:
             assert not len(step.pending_rows)
 

@@ -68,7 +68,7 @@ def admit(blocks: BlockManager, token_ids: list[int]) -> tuple[Sequence, BlockCo
 def in_a_step(blocks: BlockManager, *prompts: list[int]) -> list[tuple[Sequence, BlockCopy | None]]:
     blocks.begin_step()
     admitted = [admit(blocks, prompt) for prompt in prompts]
-    blocks.end_step()
+    blocks.let_go_sources(copy for _, copy in admitted if copy)
     return admitted
 
 
@@ -98,7 +98,6 @@ def test_what_a_step_computes_is_copied_in_the_next() -> None:
     assert blocks.find_tail(later, []) is None
     assert blocks.find_tail_soon(later, [], None) == Tail(0, 2)
     assert blocks.find_tail_soon(later, [], Tail(9, 2)) is None, "it is there already"
-    blocks.end_step()
     blocks.begin_step()
     assert blocks.find_tail(later, []) == Tail(0, 2)
     assert blocks.find_tail_soon(later, [], None) is None
@@ -114,7 +113,7 @@ def test_little_is_not_worth_a_copy() -> None:
 
 
 def test_a_block_is_kept_for_the_step_that_copies_from_it() -> None:
-    """Else another sequence of that step might write to it, and a step that is repeated copy that."""
+    """Else others might write to it, in that step or before it, and a step that is repeated copy that."""
     blocks = BlockManager(2, 4)
     ((first, _),) = in_a_step(blocks, [1, 2, 3])
     blocks.release(first)
@@ -122,7 +121,7 @@ def test_a_block_is_kept_for_the_step_that_copies_from_it() -> None:
     seq, copy = admit(blocks, [1, 2, 4])
     assert copy == BlockCopy(0, 1, 2)
     assert blocks.num_missing(sequence([9]), []) == 1
-    blocks.end_step()
+    blocks.let_go_sources([copy])
     assert blocks.num_missing(sequence([9]), []) == 0
     assert blocks.num_missing(sequence([1, 2, 5]), [], Tail(0, 2)) == 1, "there is no second one"
     blocks.check_accounting([seq])
@@ -134,12 +133,10 @@ def test_a_withdrawn_or_recycled_tail_is_not_found() -> None:
     seq, _ = admit(blocks, [1, 2, 3])
     blocks.withdraw([blocks._blocks[0]])
     blocks.release(seq)
-    blocks.end_step()
     blocks.begin_step()
     assert blocks.find_tail(sequence([1, 2, 3]), []) is None
     blocks.release(admit(blocks, [1, 2, 3])[0])
     blocks.release(admit(blocks, [5] * 8)[0])
-    blocks.end_step()
     blocks.begin_step()
     assert blocks.find_tail(sequence([1, 2, 3]), []) is None
     blocks.check_accounting([])

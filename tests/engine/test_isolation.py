@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -342,7 +342,9 @@ class Raising(PendingTokens):
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.integers(0, 2**32), st.booleans(), st.booleans())
+@given(seed=st.integers(0, 2**32), overlap=st.booleans(), at_wait=st.booleans())
+@example(seed=82005, overlap=True, at_wait=False)  # the control would take a block that others copy from
+@example(seed=26011109, overlap=False, at_wait=False)  # and that is the only one there is
 def test_random_histories_with_poisoned_sequences(
     folder: Path, seed: int, overlap: bool, at_wait: bool
 ) -> None:
@@ -392,5 +394,6 @@ def test_random_histories_with_poisoned_sequences(
         else:
             assert {tuple(c.token_ids) for c in own} == {tuple(expected(runner, prompt, params))}
             assert len(own) == params.n
-    bound = sum(2 * log2(8) + 3 for _ in poisoned)
+    overran = at_sample.keys() - {1 + int(key) for key in poisoned}  # raised behind their last token, or not
+    bound = (2 * log2(8) + 3) * (len(poisoned) + len(overran))
     assert runner.num_faults <= bound
