@@ -64,9 +64,11 @@ class CpuBackend(KernelBackend):
             shown = str(dtype).removeprefix("torch.")
             return f"its kernels take float32 and bfloat16, not {shown}; set dtype='float32'"
         try:
-            import numba  # noqa: F401 - raises ImportError also beside a numpy it does not know
+            import numba  # raises ImportError also beside a numpy it does not know
         except ImportError as error:
             return f"the package numba cannot be imported ({error}), pip install numba"
+        if numba.config.DISABLE_JIT:
+            return "numba compiles nothing where NUMBA_DISABLE_JIT is set; unset it"
         return None
 
     @classmethod

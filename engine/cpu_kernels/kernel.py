@@ -20,6 +20,7 @@ from torch import Tensor
 
 from engine.cpu_kernels.private_folder import close_to_others, exposure, make_private
 from engine.cpu_kernels.scalars import BFLOAT16, FLOAT32, fetch_add
+from engine.cpu_kernels.sealed_files import remove_damaged, seal_files
 from engine.kernels import token_weights
 
 FIRST_ARGUMENT = 3  # before it: the next task, the next worker, the number of tasks
@@ -81,7 +82,8 @@ def _as_int64(argument: Tensor | int | float) -> int:
 def _compile(function: Callable[[Any], None]) -> Any:
     """Machine code of the function, from the cache or for it; without a cache that serves, anew.
 
-    What is in the cache is run, so it is not read where another user may have written it.
+    What is in the cache is run, so it is not read where another user may have written it, nor where it is not
+    what has been written: a loss of power, or a full disk, leaves files that unpickle and then crash.
     """
     users = numba.config.CACHE_DIR
     root = Path(users or Path(AppDirs("tokenmill", appauthor=False).user_cache_dir) / "kernels")
@@ -91,12 +93,20 @@ def _compile(function: Callable[[Any], None]) -> Any:
         make_private(folder)
         if problem := exposure(folder.resolve()):
             raise PermissionError(f"{problem}; correct that, or remove {folder}")
+        if damaged := remove_damaged(folder):
+            names = ", ".join(map(str, damaged))
+            logger.warning("a CPU kernel is compiled anew: damaged, or not written to its end: %s", names)
         compiled = numba.cfunc(SIGNATURE, cache=True, **OPTIONS)(function)
-        close_to_others(folder)
+        if not compiled.cache_hits:
+            close_to_others(folder)
+            seal_files(folder)
         return compiled
-    except Exception as error:  # noqa: BLE001 - whatever unpickling a damaged file raises; a real one comes again
+    except Exception as error:  # noqa: BLE001 - whatever unpickling may raise; a fault of the kernel's comes again
         logger.warning(
-            "CPU kernels are compiled at each start, a few seconds: %s does not serve (%r)", folder, error
+            "CPU kernels are compiled at each start, a few seconds: %s does not serve (%r); let this user "
+            "write there, or remove it",
+            folder,
+            error,
         )
         return numba.cfunc(SIGNATURE, **OPTIONS)(function)
     finally:

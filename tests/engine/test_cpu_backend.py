@@ -247,21 +247,6 @@ def test_a_cache_folder_that_cannot_be_written_costs_time_alone(
     assert "compiled at each start" in caplog.text
 
 
-def test_kept_machine_code_is_used_again_and_a_damaged_file_costs_time_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As after a loss of power: Numba does not wait until its files are on the disk."""
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    assert kernel_module._compile(count_task).cache_hits == 0
-    assert kernel_module._compile(count_task).cache_hits == 1
-    assert str(tmp_path) == numba.config.CACHE_DIR, "the user's own cache moved"
-    for kept in tmp_path.rglob("*.nb*"):
-        kept.write_bytes(b"")
-    with caplog.at_level(logging.WARNING):
-        Kernel(count_task)(1, torch.zeros(2, dtype=torch.int64))
-    assert "does not serve" in caplog.text
-
-
 def test_machine_code_is_kept_apart_by_the_sizes_and_types_it_is_made_for() -> None:
     def kernel_of(constant: Any) -> Callable[[Any], None]:
         return lambda parameters: parameters[constant]
