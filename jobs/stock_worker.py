@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -98,11 +99,25 @@ def drive(task: OpenTask, engine: Engine) -> None:
             engine.abort(str(index))
 
 
+class _Stream:
+    """A task's requests by their numbers, and those that its answers lead to."""
+
+    def __init__(self, task: OpenTask) -> None:
+        self._task, self._requests, self._numbers = task, task.requests(), count()
+
+    def pull(self) -> tuple[int, Request] | None:
+        """Return the next one, None where there is none by now."""
+        request = next(self._requests, None)
+        if request is None and self._task.has_more:
+            self._requests = self._task.requests()
+            request = next(self._requests, None)
+        return None if request is None else (next(self._numbers), request)
+
+
 def _drive(task: OpenTask, engine: Engine, samples: dict[int, list[Completion]]) -> None:
-    requests = enumerate(task.requests())
-    missing: dict[int, int] = {}
+    stream, missing = _Stream(task), dict[int, int]()
     while True:
-        _refill(task, engine, requests, samples, missing)
+        _refill(task, engine, stream, samples, missing)
         if not samples:
             return
         for completion in engine.step():
@@ -120,13 +135,13 @@ def _drive(task: OpenTask, engine: Engine, samples: dict[int, list[Completion]])
 def _refill(
     task: OpenTask,
     engine: Engine,
-    requests: Iterator[tuple[int, Request]],
+    stream: _Stream,
     samples: dict[int, list[Completion]],
     missing: dict[int, int],
 ) -> None:
     from engine import Completion, InvalidRequest, SamplingParams
 
-    while len(samples) < MAX_PENDING and (item := next(requests, None)) is not None:
+    while len(samples) < MAX_PENDING and (item := stream.pull()) is not None:
         index, request = item
         try:
             params = SamplingParams.from_mapping(request.sampling)

@@ -84,11 +84,24 @@ class OpenTask(abc.ABC):
 
     @abc.abstractmethod
     def requests(self) -> Iterator[Request]:
-        """Yield the requests lazily; they are numbered 0.. in the order pulled."""
+        """Yield the requests lazily; they are numbered 0.. in the order pulled.
+
+        A stream ends only once it has yielded all that deliveries have led to by then; best before the rest,
+        while its prefixes are in the cache. Called again where it has ended and the task `has_more`; the
+        numbers go on.
+        """
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `requests`, called now, would yield some that deliveries have led to.
+
+        Looked at after each delivery once the stream has ended.
+        """
+        return False
 
     @property
     def num_requests(self) -> int | None:
-        """How many requests the task yields in all; None where it does not know.
+        """How many requests the task yields in all, as far as is known by now; None where it does not know.
 
         A worker that knows claims the next job in time.
         """

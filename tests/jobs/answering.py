@@ -50,17 +50,21 @@ def refuse(reason: str) -> FakeCompletion:
 
 
 def feed(task: OpenTask, answer: Answer = shout) -> list[Request]:
-    """Deliver all answers, the last request's first; return the requests in order.
+    """Deliver all answers, the last request's first; then to what they lead to. Return the requests in order.
 
     Of n samples of a request, each further one ends with one more "!"; the last comes first.
     """
-    requests = list(task.requests())
-    for index, request in reversed(list(enumerate(requests))):
-        first = answer(request)
-        n = 1 if first.finish_reason == "error" else request.sampling.get("n", 1)
-        samples = [replace(first, index=each, text=first.text + "!" * each) for each in range(n)]
-        task.deliver(index, samples[::-1])
-    return requests
+    requests: list[Request] = []
+    while True:
+        begin = len(requests)
+        requests += task.requests()
+        for index, request in reversed(list(enumerate(requests))[begin:]):
+            first = answer(request)
+            n = 1 if first.finish_reason == "error" else request.sampling.get("n", 1)
+            samples = [replace(first, index=each, text=first.text + "!" * each) for each in range(n)]
+            task.deliver(index, samples[::-1])
+        if not task.has_more:
+            return requests
 
 
 def run_task(context: JobContext, name: str, *args: Any, answer: Answer = shout, **kwargs: Any) -> Any:

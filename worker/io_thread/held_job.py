@@ -22,14 +22,15 @@ class JobState(enum.Enum):
     """How far a held job is.
 
     CLAIMED -> OPENING -> STREAMING -> SENT -> COLLECTING -> ENDING is the way of prompts and files, and
-    CLAIMED -> FUNCTION -> ENDING that of a function. A job that goes back to its queue or is lost to another
-    worker is WITHDRAWN; so is one that is stopped or over its time, and then becomes ENDING.
+    CLAIMED -> FUNCTION -> ENDING that of a function. What is SENT is STREAMING again where answers lead
+    to further requests. A job that goes back to its queue or is lost to another worker is WITHDRAWN; so is
+    one that is stopped or over its time, and then becomes ENDING.
     """
 
     CLAIMED = "claimed"  # nobody has looked into its payload
     OPENING = "opening"  # its task reads what it needs, a file perhaps
     STREAMING = "streaming"  # its requests go to the engine as there is room
-    SENT = "sent"  # all of them; completions are awaited
+    SENT = "sent"  # all there are by now; completions are awaited
     FUNCTION = "function"  # it waits to be shown as begun, then runs in a thread
     COLLECTING = "collecting"  # its value is made of the completions
     ENDING = "ending"  # its end is worked out or written; nothing may interrupt that
@@ -92,12 +93,12 @@ class HeldJob:
         self.state, self.is_file = JobState.OPENING, is_file
 
     def stream(self) -> None:
-        """Its task is open."""
+        """Its task is open, or has more requests after all."""
         assert self.open_task is not None
         self.state, self.requests = JobState.STREAMING, self.open_task.requests()
 
     def all_sent(self) -> None:
-        """Its stream of requests has come to its end."""
+        """Its stream of requests has come to its end, for now at least."""
         self.state = JobState.SENT
 
     def broke(self, error: Exception) -> None:

@@ -96,6 +96,11 @@ class Packer:
         """Serve a job's requests after those of the jobs before it on its lane."""
         self._streams[job.lane].append(job)
 
+    def stream_on(self, job: HeldJob) -> None:
+        """Serve what has come to a job whose stream had ended, before the others of its lane: it is older
+        than they are, and the prefixes of its requests are in the cache."""
+        self._streams[job.lane].appendleft(job)
+
     @property
     def free_functions(self) -> int:
         """How many more functions the worker may take, of any lane: no more than begin at once."""

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 from engine import Completion
 from worker.engine_thread.orders import Abort, Add, Order
 from worker.io_thread.beginnings import Beginnings
-from worker.io_thread.held_job import HeldJob
+from worker.io_thread.held_job import HeldJob, JobState
 from worker.io_thread.held_jobs import HeldJobs
 from worker.io_thread.packing import Packer
 
@@ -83,6 +83,9 @@ class Streams:
         assert job.open_task is not None
         try:
             job.open_task.deliver(index, sorted(samples, key=lambda sample: sample.index))
+            if job.state is JobState.SENT and job.open_task.has_more:
+                job.stream()
+                self._packer.stream_on(job)
         except Exception as error:  # noqa: BLE001  # fails this job, not the worker
             job.broke(error)
 

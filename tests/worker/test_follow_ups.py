@@ -1,0 +1,163 @@
+"""A task whose answers lead to further requests: its stream goes on, before those of later jobs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from engine import Completion, SamplingParams
+from jobs.stock_worker import drive
+from jobs.tasks import OpenTask, Request
+from worker.engine_thread.orders import Add
+from worker.io_thread.beginnings import Beginnings
+from worker.io_thread.held_job import HeldJob, JobState
+from worker.io_thread.held_jobs import HeldJobs
+from worker.io_thread.packing import Packer
+from worker.io_thread.streams import Streams
+
+SLOTS, PREFETCH = 4, 1
+
+
+class Counting(OpenTask):
+    """Asks "a" and each of its further prompts; what is answered with n asks for n-1, down to 0."""
+
+    def __init__(self, *prompts: str) -> None:
+        self._unsent, self._following = deque(prompts), deque[str]()
+        self.asked: list[str] = []
+        self.answers: dict[str, str] = {}
+
+    def requests(self) -> Iterator[Request]:
+        while self._following or self._unsent:
+            self.asked.append((self._following or self._unsent).popleft())
+            yield Request(self.asked[-1], None, {})
+
+    @property
+    def has_more(self) -> bool:
+        return bool(self._following)
+
+    def deliver(self, index: int, completions: Sequence[Any]) -> None:
+        prompt, number = self.asked[index], int(self.asked[index][-1])
+        if completions[0].finish_reason == "error":
+            self.answers[prompt] = completions[0].error
+            return
+        self.answers[prompt] = completions[0].text
+        if number:
+            self._following.append(f"{prompt[:-1]}{number - 1}")
+
+    def result(self) -> dict[str, str]:
+        return self.answers
+
+
+class Served:
+    """Streams without an engine: the test answers what was asked."""
+
+    def __init__(self) -> None:
+        self.jobs, self.orders = HeldJobs(), SimpleQueue[Any]()
+        self.packer = Packer(1, SLOTS, PREFETCH, 1, 1)
+        self.streams = Streams(self.jobs, self.packer, Beginnings(), self.orders)
+
+    def hold(self, task: OpenTask) -> HeldJob:
+        record = SimpleNamespace(limit_s=0)
+        job = self.jobs.add(cast(Any, SimpleNamespace(record=record)))
+        job.open_task = task
+        self.streams.open(job)
+        return job
+
+    def asked(self) -> list[Add]:
+        """What the engine is sent in a turn of the I/O thread."""
+        self.changed = list(self.streams.feed())
+        return [self.orders.get_nowait() for _ in range(self.orders.qsize())]
+
+    def answer(self, *adds: Add) -> None:
+        completions = [Completion(add.request_id, 0, [1], f"{add.prompt}!", "stop", 1, 0) for add in adds]
+        self.streams.deliver(completions, 0.0)
+
+
+def prompts(adds: list[Add]) -> list[Any]:
+    return [add.prompt for add in adds]
+
+
+def test_a_stream_that_had_ended_goes_on_before_those_of_later_jobs() -> None:
+    served, first, second = Served(), Counting("a2", "b1"), Counting("w0", "x0", "y0", "z0", "v0")
+    job = served.hold(first)
+    adds = served.asked()
+    assert (prompts(adds), job.state) == (["a2", "b1"], JobState.SENT)
+    served.hold(second)
+    later = served.asked()
+    assert prompts(later) == ["w0", "x0", "y0"], "as many as the engine takes"
+    served.answer(*adds)
+    assert job.state is JobState.STREAMING
+    assert not job.is_complete
+    adds = served.asked()
+    assert prompts(adds)[:2] == ["a1", "b0"]
+    assert job.state is JobState.SENT
+    served.answer(*adds, *later)
+    adds = served.asked()
+    assert prompts(adds)[0] == "a0"
+    served.answer(*adds)
+    served.asked()
+    assert job.is_complete
+    assert job in served.changed
+    assert first.asked == ["a2", "b1", "a1", "b0", "a0"]
+    assert first.answers == {prompt: f"{prompt}!" for prompt in first.asked}
+    assert served.packer.in_engine == (0,)
+
+
+def test_what_answers_lead_to_while_the_stream_goes_on_is_asked_before_the_rest() -> None:
+    served = Served()
+    task = Counting("a1", "b0", "c0", "d0", "e0", "f0", "g0")
+    served.hold(task)
+    adds = served.asked()
+    assert prompts(adds) == ["a1", "b0", "c0", "d0", "e0"]
+    served.answer(*adds[:2])
+    assert prompts(served.asked())[0] == "a0"
+
+
+def test_a_job_that_is_withdrawn_is_not_streamed_again() -> None:
+    served = Served()
+    job = served.hold(Counting("a1"))
+    adds = served.asked()
+    served.streams.withdraw(job)
+    job.withdraw(Exception)
+    served.answer(*adds)
+    assert not any(isinstance(order, Add) for order in served.asked())
+    assert job.state is JobState.WITHDRAWN
+
+
+def test_a_task_that_cannot_say_whether_there_is_more_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, task = Served(), Counting("a1")
+    job = served.hold(task)
+    adds = served.asked()
+    monkeypatch.setattr(Counting, "has_more", property(lambda _: 1 // 0))
+    served.answer(*adds)
+    served.asked()
+    assert isinstance(job.error, ZeroDivisionError)
+    assert job in served.changed
+
+
+class Echo:
+    """An engine that answers the last request first."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[str, str]] = []
+
+    def add(self, request_id: str, prompt: str, params: SamplingParams) -> None:
+        self.waiting.append((request_id, prompt))
+
+    def step(self) -> list[Completion]:
+        request_id, prompt = self.waiting.pop()
+        return [Completion(request_id, 0, [1], f"{prompt}!", "stop", 1, 0)]
+
+    def abort(self, request_id: str) -> None:
+        self.waiting = [each for each in self.waiting if each[0] != request_id]
+
+
+def test_a_stock_worker_follows_too() -> None:
+    task = Counting("a3", "b0")
+    drive(task, cast(Any, Echo()))
+    assert task.answers == {prompt: f"{prompt}!" for prompt in ("a3", "b0", "a2", "a1", "a0")}
