@@ -28,11 +28,12 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class ProcessorTime:
     """Seconds up to now: `passed`, `own`, which this process has computed, and `idle`, which the processors
-    that it may run on have done nothing, all of them together."""
+    that it may run on have done nothing, all of them together. `processors`: which those are."""
 
     passed: float
     own: float
     idle: float
+    processors: frozenset[str] = frozenset()
 
 
 class CpuThreads:
@@ -58,7 +59,9 @@ class CpuThreads:
             return
         now, before = self._read_time(), self._before
         self._before = now
-        if now is None:
+        if (
+            now is None or now.processors != before.processors
+        ):  # those of now have been idle since they started
             return
         free = (now.own - before.own + now.idle - before.idle) / (now.passed - before.passed)
         wanted = choose_threads(min(free, self._quota), self._current, self._most)
@@ -94,9 +97,9 @@ def read_processor_time(proc: Path = PROC) -> ProcessorTime | None:
     try:
         lines = (proc / "stat").read_text().splitlines()
         ticks = os.sysconf("SC_CLK_TCK")
-        allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        allowed = frozenset(f"cpu{number}" for number in os.sched_getaffinity(0))
     except (OSError, AttributeError, ValueError):
         return None
     rows = [fields for fields in map(str.split, lines) if fields and fields[0] in allowed]
     idle = sum(int(fields[4]) + int(fields[5]) for fields in rows)  # of which some waits for disks
-    return ProcessorTime(time.monotonic(), time.process_time(), idle / ticks) if rows else None
+    return ProcessorTime(time.monotonic(), time.process_time(), idle / ticks, allowed) if rows else None

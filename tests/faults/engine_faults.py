@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,15 @@ def rank_kills(faults: Harness, count: int) -> None:
         name = faults.start(model=MODEL, kv_cache_bytes=AMPLE_POOL, ranks=2)
         if not _wait(faults.plan_of(name).has_work.exists):
             faults.wrong(f"{name} has not begun: {faults.plan_of(name).log.read_text()[-2000:]}")
-        ranks = psutil.Process(faults.pid_of(name)).children(recursive=True)
+        ranks = _processes_below(faults.pid_of(name))
         faults.a_moment(0.3)
         if len(ranks) != 2:
-            faults.wrong(f"{name} has {len(ranks)} ranks")
+            faults.wrong(f"{name} has {len(ranks)} ranks: {faults.plan_of(name).log.read_text()[-2000:]}")
         else:
-            faults.rng.choice(ranks).kill()
+            with suppress(
+                psutil.NoSuchProcess
+            ):  # the worker has left meanwhile, and what that means is below
+                faults.rng.choice(ranks).kill()
         faults.count("SIGKILL of a tensor-parallel rank")
         if not _wait(lambda name=name: not faults.is_alive(name)):
             faults.wrong(f"{name} goes on without its rank")
@@ -58,6 +62,14 @@ def rank_kills(faults: Harness, count: int) -> None:
         if psutil.wait_procs(ranks, timeout=5)[1]:
             faults.wrong(f"{name} has left a rank behind")
     faults.settle("rank killed", model=MODEL, kv_cache_bytes=AMPLE_POOL)
+
+
+def _processes_below(pid: int) -> list[psutil.Process]:
+    """Those that a process has started, none if it is gone."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _ask(faults: Harness) -> None:
