@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import torch
 
 from engine import Engine, EngineConfig, SamplingParams
+from engine.errors import ConfigError
 from ops.bench.report import print_machine
 from ops.bench.table import print_table
 
@@ -100,11 +101,18 @@ def engine_answers(
     return answer
 
 
+def positive(text: str) -> int:
+    """Read a number of at least 1. Raises ArgumentTypeError."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 1")
+    return int(text)
+
+
 def main() -> int:
     """Compare all batch sizes; print a table. Returns 1 if any answer differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rows", type=int, help="the first so many rows; all without it")
-    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--rows", type=positive, help="the first so many rows; all without it")
+    parser.add_argument("--batches", type=positive, nargs="+", default=BATCHES)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32", help="in bfloat16 logits move with the batch")
     parser.add_argument("--attention-backend", default="auto")
@@ -121,7 +129,10 @@ def main() -> int:
         kv_cache_dtype=options.kv_cache_dtype,
     )
     rows = Rows.read(options.rows)
-    outcomes = compare(answer, rows, options.batches)
+    try:
+        outcomes = compare(answer, rows, options.batches)
+    except ConfigError as error:
+        parser.error(str(error))
     print_table(
         ["sequences at once", "rows", "right", f"unlike those at {max(options.batches)}", "seconds"],
         [

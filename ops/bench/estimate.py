@@ -19,8 +19,10 @@ PART_S = {
 TOK_S = {TEMPERATURE_06: 20_000.0, GREEDY: 22_700.0}
 
 
-def beside(found: float, estimated: float, unit: str, digits: int = 2) -> str:
-    """What was found beside the estimate, and whether it misses it."""
+def beside(found: float, estimated: float, unit: str, digits: int = 2, *, dry_run: bool = False) -> str:
+    """What was found beside the estimate, and whether it misses it; of a dry run's toy, what was found."""
+    if dry_run:
+        return f"{found:,.{digits}f} {unit}, not compared in a dry run"
     off = found / estimated - 1
     misses = f": misses by more than {TOLERANCE:.0%}" if abs(off) > TOLERANCE else ""
     return f"{found:,.{digits}f} {unit}, estimated {estimated:,.{digits}f}, {off:+.0%}{misses}"

@@ -169,7 +169,7 @@ def main() -> int:
             else:
                 limit_s = min(patience * section.limit_s, left_s)
                 ran[section.name] = run_section(section, out, limit_s, dry_run=options.dry_run)
-            rows = list(summarize(out, ran))
+            rows = list(summarize(out, ran, dry_run=options.dry_run))
             (out / "gpu.json").write_text(json.dumps({"sections": ran, "summary": rows}, indent=1))
     print()
     print_table(["", "found"], rows)

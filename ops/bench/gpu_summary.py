@@ -15,15 +15,18 @@ Row = tuple[str, str]
 Speeds = dict[tuple[str, str], dict[int, float]]  # (variant, sampling) -> output tokens per second by turn
 
 
-def summarize(out: Path, ran: dict[str, dict[str, Any]]) -> Iterator[Row]:
-    """Rows of the last table. ran: status and seconds of each section."""
+def summarize(out: Path, ran: dict[str, dict[str, Any]], *, dry_run: bool = False) -> Iterator[Row]:
+    """Rows of the last table. ran: status and seconds of each section.
+
+    dry_run: its figures are a tiny model's on a CPU, which say nothing of the estimates.
+    """
     for name, section in ran.items():
         yield f"section {name}", f"{section['status']}, {section['seconds']:.0f} s"
     found = {path.stem: read_json(path) for path in out.glob("*.json")}
     yield from _ceilings(found)
     for name in ("run", "graphs-and-overlap"):
-        yield from _runs(found.get(name) or {})
-    yield from _profile(found.get("profile") or {})
+        yield from _runs(found.get(name) or {}, dry_run)
+    yield from _profile(found.get("profile") or {}, dry_run)
     for name in ("kernels", "products", "sampler"):
         for case in (found.get(name) or {}).get("kernels", ()):
             share = case["floor_s"] / case["seconds"]
@@ -54,7 +57,7 @@ def _ceilings(found: dict[str, Any]) -> Iterator[Row]:
             return
 
 
-def _runs(throughput: dict[str, Any]) -> Iterator[Row]:
+def _runs(throughput: dict[str, Any], dry_run: bool) -> Iterator[Row]:
     speeds: Speeds = {}
     for run in throughput.get("runs", ()):
         speeds.setdefault((run["variant"], run["sampling"]), {})[run["turn"]] = run["tok_s"]
@@ -63,7 +66,7 @@ def _runs(throughput: dict[str, Any]) -> Iterator[Row]:
         share = tok_s * throughput["floor"]["seconds"] / throughput["out_tokens"]
         shown = f"{spread(list(by_turn.values()), 0)} tok/s"
         if variant == "graphs, overlap" and sampling in TOK_S:
-            shown = beside(tok_s, TOK_S[sampling], "tok/s", 0)
+            shown = beside(tok_s, TOK_S[sampling], "tok/s", 0, dry_run=dry_run)
         yield f"256 sequences, {variant}, {sampling}", f"{shown}; {share:.0%} of the floor's"
     for what, faster, slower in (
         ("graphs ÷ eager, overlap", "graphs, overlap", "eager, overlap"),
@@ -77,7 +80,7 @@ def _runs(throughput: dict[str, Any]) -> Iterator[Row]:
             yield what, f"{spread(ratios)} times"
 
 
-def _profile(profile: dict[str, Any]) -> Iterator[Row]:
+def _profile(profile: dict[str, Any], dry_run: bool) -> Iterator[Row]:
     for num_seqs, steps in profile.get("steps", {}).items():
         yield (
             f"{num_seqs} sequences, a step",
@@ -86,7 +89,7 @@ def _profile(profile: dict[str, Any]) -> Iterator[Row]:
     if "run" in profile:
         yield "the run, idle while all decode", f"{profile['run']['idle_share']:.1%}"
         for part, estimated in PART_S.items():
-            yield f"the run, {part}", beside(profile["run"]["parts_s"][part], estimated, "s")
+            yield f"the run, {part}", beside(profile["run"]["parts_s"][part], estimated, "s", dry_run=dry_run)
 
 
 def _sweep(tried: list[dict[str, Any]]) -> Iterator[Row]:

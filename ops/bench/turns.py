@@ -23,7 +23,8 @@ import shlex
 import signal
 import statistics
 import subprocess
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
@@ -45,9 +46,9 @@ END_S = 30.0  # for a peer to end once its input has
 class Peer:
     """An engine in a process of its own, which waits for its turn."""
 
-    def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
+    def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
         self.name = name
-        self._process = process
+        self._process, self._log = process, log
         self.pid = process.pid
         self.peak_mib = 0.0
 
@@ -69,7 +70,7 @@ class Peer:
         for line in self._process.stdout:
             if line.startswith(mark):
                 return line.removeprefix(mark)
-        raise RuntimeError(f"{self.name} ended with status {self._process.wait()}; see its log")
+        raise RuntimeError(f"{self.name} ended with status {self._process.wait()}; see {self._log}")
 
 
 @contextmanager
@@ -86,7 +87,7 @@ def started(name: str, command: str, log: Path) -> Iterator[Peer]:
             start_new_session=True,
         )
         try:
-            yield Peer(name, process)
+            yield Peer(name, process, log)
         finally:
             try:
                 process.communicate(timeout=END_S)  # closes its input, and reads what it still prints
@@ -140,6 +141,14 @@ def _agreement(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
     return f"{statistics.mean(same):.0%}"
 
 
+def read_peers(path: Path) -> dict[str, str]:
+    """Names and commands. Raises OSError, and ValueError for a file that is no such object of JSON."""
+    found = json.loads(path.read_text())
+    if not isinstance(found, dict) or not all(isinstance(command, str) for command in found.values()):
+        raise ValueError('expected an object of names and commands, {"name": "command", ...}')
+    return found
+
+
 def main() -> None:
     """Start all, let them take turns on each workload, print a table for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -152,12 +161,28 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     paths = [options.folder / f"{name}.json" for name in options.workloads]
+    if missing := [str(path) for path in paths if not path.is_file()]:
+        parser.error(f"there is no {', '.join(missing)}; run `python -m ops.bench.make` first")
+    try:
+        others = read_peers(options.peers)
+    except (OSError, ValueError) as error:
+        parser.error(f"--peers {options.peers}: {error}")
     model = options.folder / Workload.read(paths[0]).model
     ours = f"{PYTHON} -m ops.bench.engine --model {{model}} --threads {{threads}} --turns"
     ours += f" --kv-cache-bytes {options.kv_cache_bytes} --dtype"
     commands = {f"{OURS} {dtype}": f"{ours} {dtype}" for dtype in options.dtypes}
-    commands.update(json.loads(options.peers.read_text()))
+    commands.update(others)
     print_machine()
+    try:
+        run_all(commands, model, paths, options)
+    except RuntimeError as error:  # a peer ended
+        sys.exit(str(error))
+
+
+def run_all(
+    commands: Mapping[str, str], model: Path, paths: Sequence[Path], options: argparse.Namespace
+) -> None:
+    """Start the commands by their names; a table for each workload. Raises RuntimeError if one ends."""
     with ExitStack() as stack:
         peers = []
         for name, command in commands.items():
