@@ -9,26 +9,43 @@ from __future__ import annotations
 from typing import Any
 
 
-def complete(prompt: str | list[Any], *, model: str | None = None, **sampling: Any) -> dict[str, Any]:
+def complete(
+    prompt: str | list[Any] | None = None,
+    *,
+    prompt_template: str | None = None,
+    model: str | None = None,
+    **sampling: Any,
+) -> dict[str, Any]:
     """Complete a string, token ids, or a list of either; return OpenAI's `text_completion`.
 
-    model: the served model's name, path or hub id; any other is refused. sampling: keyword arguments of
-    engine.SamplingParams. Raises InvalidJob, or RequestFailed naming the prompt that the engine refused.
+    prompt_template: instead of a prompt, Jinja over `answers` and `results` of the jobs that this one depends
+    on, in the order of `depends_on`. model: the served model's name, path or hub id; any other is refused.
+    sampling: keyword arguments of engine.SamplingParams. Raises InvalidJob, AnswerMissing, or RequestFailed
+    naming the prompt that the engine refused.
     """
     from .stock_worker import run_task
 
-    return run_task("jobs.complete", (prompt,), {"model": model, **sampling})  # type: ignore[no-any-return]
+    template = {} if prompt_template is None else {"prompt_template": prompt_template}
+    return run_task("jobs.complete", (prompt,), {**template, "model": model, **sampling})  # type: ignore[no-any-return]
 
 
-def chat(messages: list[dict[str, Any]], *, model: str | None = None, **sampling: Any) -> dict[str, Any]:
+def chat(
+    messages: list[dict[str, Any]] | None = None,
+    *,
+    messages_template: list[dict[str, str]] | None = None,
+    model: str | None = None,
+    **sampling: Any,
+) -> dict[str, Any]:
     """Answer a chat of {'role', 'content'} messages; return OpenAI's `chat.completion`.
 
-    model: the served model's name, path or hub id; any other is refused. sampling: keyword arguments of
-    engine.SamplingParams. Raises InvalidJob or RequestFailed.
+    messages_template: instead of messages, such whose contents are Jinja, as in `complete`. model: the served
+    model's name, path or hub id; any other is refused. sampling: keyword arguments of engine.SamplingParams.
+    Raises InvalidJob, AnswerMissing or RequestFailed.
     """
     from .stock_worker import run_task
 
-    return run_task("jobs.chat", (messages,), {"model": model, **sampling})  # type: ignore[no-any-return]
+    template = {} if messages_template is None else {"messages_template": messages_template}
+    return run_task("jobs.chat", (messages,), {**template, "model": model, **sampling})  # type: ignore[no-any-return]
 
 
 def score_parquet(

@@ -4,6 +4,7 @@ JobsError
 ├── InvalidJob                 the arguments of a job are wrong
 │   ├── InvalidValue           one of them has a value that cannot be
 │   └── ModelNotServed         a job asks for a model that this worker does not serve
+├── AnswerMissing              a job that another one depends on has left no answer
 ├── RequestFailed              the engine refused every prompt of a job
 ├── ResultTooLarge             a job's value is larger than a worker writes
 ├── ForeignJobsPackage         another package named `jobs` was imported
@@ -111,6 +112,12 @@ class ModelNotServed(InvalidJob):
         "the job asks for model {0!r}, and this worker serves {1!r}: name that one, leave `model` out, or "
         "use a queue whose workers serve {0!r}"
     )
+
+
+class AnswerMissing(JobsError):
+    """Raised when a job has left no answer for one that depends on it: (its id, what was found)."""
+
+    message = "no answer of job {0}, on which this one depends: {1}"
 
 
 class RequestFailed(JobsError):

@@ -6,17 +6,20 @@ on the way, which only workers should do, and unpack whatever anybody wrote.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rq import Queue
 from rq.command import PUBSUB_CHANNEL_TEMPLATE
+from rq.defaults import UNSERIALIZABLE_RETURN_VALUE_PAYLOAD
 from rq.intermediate_queue import IntermediateQueue
 from rq.job import Job
 from rq.job import JobStatus as JobStatus
 from rq.queue import EnqueueData
 from rq.registry import FailedJobRegistry, StartedJobRegistry
+from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 from rq.worker.base import BaseWorker
@@ -34,6 +37,13 @@ WORKERS_KEY, WORKER_PREFIX = REDIS_WORKER_KEYS, BaseWorker.redis_worker_namespac
 
 #: What the key of a job's hash begins with.
 JOB_PREFIX = Job.redis_job_namespace_prefix
+
+
+#: How a job ended, in the entries of `results_key`.
+ResultType = Result.Type
+
+#: What stands there for a value that JSON has not.
+NO_JSON_VALUE = UNSERIALIZABLE_RETURN_VALUE_PAYLOAD
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,16 @@ def relatives_keys(job_id: str) -> tuple[str, str]:
     return Job.dependents_key_for(job_id), f"{JOB_PREFIX}:{job_id}:dependencies"
 
 
+def dependency_ids(connection: Redis, job_id: str) -> list[str]:
+    """Return the ids of the jobs that a job depends on, as it was enqueued; [] for none."""
+    raw: Any = connection.hget(job_key(job_id), "dependency_ids")
+    try:
+        ids = json.loads(raw or b"[]")
+    except (ValueError, RecursionError):
+        return []
+    return ids if isinstance(ids, list) and all(isinstance(each, str) for each in ids) else []
+
+
 def executions_key(job_id: str) -> str:
     """Return the key of RQ's registry of a job's executions: there while a worker holds the job."""
     return f"rq:executions:{job_id}"
@@ -81,6 +101,11 @@ def executions_key(job_id: str) -> str:
 def results_key(job_id: str) -> str:
     """Return the key of the stream of what a job ended with."""
     return f"rq:results:{job_id}"
+
+
+def result_type(entry: Mapping[bytes, bytes]) -> ResultType | None:
+    """Return how an entry of that stream says that its job ended; None for what says nothing."""
+    return next((each for each in ResultType if b"%d" % each.value == entry.get(b"type")), None)
 
 
 def command_channel(worker: str) -> str:

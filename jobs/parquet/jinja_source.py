@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import jinja2
 import pyarrow as pa
 
 from ..errors import InvalidJob, WrongColumnType
-from ..prompts.arguments import MAX_PROMPT_BYTES
-from ..runs.template import template_texts
-from .jinja_limits import LimitedEnvironment, TemplateProblem
+from ..prompts.jinja_limits import TemplateProblem
+from ..prompts.jinja_texts import JinjaTexts
+from ..prompts.template_texts import template_texts
 from .nested_values import holds_bytes
 from .prompt_source import TEXT_FORMS, PromptSource, check_defaults, checked_chat, checked_text
 from .row_values import RowProblem
@@ -29,10 +28,8 @@ class JinjaSource(PromptSource):
         """Raises InvalidJob for what is no template, or names no column."""
         texts, self._roles = template_texts(template)
         self.is_chat = self._roles is not None
-        self._environment, self._defaults = LimitedEnvironment(), defaults
-        compiled = [self._compiled(text) for text in texts]
-        self._templates = [template for template, _ in compiled]
-        self.columns = tuple(sorted({name for _, names in compiled for name in names}))
+        self._template, self._defaults = JinjaTexts(texts), defaults
+        self.columns = tuple(sorted(self._template.names))
         if not self.columns:
             raise InvalidJob(
                 "the template names no column, so that every row would ask the same: "
@@ -50,26 +47,10 @@ class JinjaSource(PromptSource):
             name: self._defaults.get(name) if values[name] is None else values[name] for name in self.columns
         }
         try:
-            texts = [self._environment.render(template, values) for template in self._templates]
+            texts = self._template.render(values)
         except TemplateProblem as problem:
             raise RowProblem(f"the template: {problem}") from None
-        if (chars := sum(map(len, texts))) > MAX_PROMPT_BYTES:
-            raise RowProblem(
-                f"prompt has {chars} characters, more than the limit of {MAX_PROMPT_BYTES} bytes: shorten it"
-            )
         if self._roles is None:
             return checked_text(texts[0], "prompt")
         pairs = zip(self._roles, texts, strict=True)
         return checked_chat([{"role": role, "content": text} for role, text in pairs])
-
-    def _compiled(self, text: str) -> tuple[jinja2.Template, frozenset[str]]:
-        try:
-            return self._environment.template(text)
-        except jinja2.TemplateSyntaxError as error:
-            raise InvalidJob(f"the template, line {error.lineno}: {str(error.message)[:200]}") from None
-        except TemplateProblem as problem:
-            raise InvalidJob(f"the template, {problem}") from None
-        except (SyntaxError, RecursionError, MemoryError, ValueError):
-            raise InvalidJob(
-                "the template is nested too deeply, or holds what Python cannot compile"
-            ) from None

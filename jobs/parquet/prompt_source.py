@@ -10,13 +10,14 @@ from typing import Any
 
 import pyarrow as pa
 
+from ..common.json_text import to_json
 from ..common.shown import shown
 from ..errors import InvalidValue, WrongColumnType
 from ..prompts.arguments import MAX_PROMPT_BYTES, text_problem
 from ..prompts.messages import UnusableMessages, normal_messages
 from ..runs.template import Template
 from .column_types import is_list, is_text
-from .nested_values import holds_bytes, to_json
+from .nested_values import holds_bytes
 from .row_values import RowProblem, row_values
 
 #: Rows that are Python's at a time: as Python's objects, values take many times what Arrow needs for them.

@@ -11,10 +11,12 @@ from typing import Any
 
 from ..common.shown import shown
 from ..errors import InvalidJob, InvalidValue, JobsError, RequestFailed
-from .prompt_task import PromptTask, chat_task, complete_task
+from ..tasks import Task
+from .prompt_task import chat_task, complete_task
+from .templated_task import refuse_template
 
 #: What a line may ask for: the task of its body, and the argument that has no default.
-_ENDPOINTS: Mapping[str, tuple[Callable[..., PromptTask], str]] = {
+_ENDPOINTS: Mapping[str, tuple[Callable[..., Task], str]] = {
     "/v1/chat/completions": (chat_task, "messages"),
     "/v1/completions": (complete_task, "prompt"),
 }
@@ -31,7 +33,7 @@ def custom_id(line: Any) -> str | None:
     return found if isinstance(found, str) and found else None
 
 
-def line_task(line: Mapping[str, Any], seed: int) -> PromptTask:
+def line_task(line: Mapping[str, Any], seed: int) -> Task:
     """Return the task of a line. seed: for a body that names none. Raises InvalidJob."""
     if custom_id(line) is None:
         raise InvalidValue(
@@ -45,6 +47,7 @@ def line_task(line: Mapping[str, Any], seed: int) -> PromptTask:
         raise InvalidValue(f"url is {{}}{what}, expected {' or '.join(map(repr, _ENDPOINTS))}", shown(url))
     if not isinstance(body, dict):
         raise InvalidValue("body is {}, expected an object", shown(body))
+    refuse_template(body)
     make, needed = _ENDPOINTS[url]
     if needed not in body:
         raise InvalidJob(f"body has no {needed!r}, which {url} needs")

@@ -10,13 +10,14 @@ from typing import Any, Protocol
 
 from ..context import JobContext
 from ..context.served_model import parse_model
-from ..errors import ResultTooLarge
+from ..errors import InvalidJob, ResultTooLarge
 from ..tasks import Completion, OpenTask, Request, Task
 from .arguments import Unusable, check_choices, parse_prompts, parse_sampling
 from .chat_options import refuse_chat_options, split_chat_options
 from .messages import parse_messages
 from .response_options import chat_response_options, completion_options
 from .responses import Answers, FailedCompletion, chat_completion, check_answers, text_completion
+from .templated_task import TemplatedTask
 
 
 class Respond(Protocol):
@@ -107,25 +108,62 @@ class OpenPrompts(OpenTask):
         )
 
 
-def complete_task(prompt: object, *, model: object = None, **sampling: Any) -> PromptTask:
+class _Nothing:
+    """Stands for an argument that was not given; null was."""
+
+
+def complete_task(
+    prompt: object = _Nothing, *, prompt_template: object = None, model: object = None, **sampling: Any
+) -> Task:
     """Return the task of jobs.complete. Raises InvalidJob when an argument is wrong."""
     asked_for = parse_model(model)
     values, options = completion_options(parse_sampling(sampling))
     refuse_chat_options(values)
-    prompts = parse_prompts(prompt)
-    check_choices(len(prompts), values)
-    requests = [
-        item if isinstance(item, Unusable) else Request(prompt=item, messages=None, sampling=values)
-        for item in prompts
-    ]
-    return PromptTask(requests, values, partial(text_completion, options=options), asked_for)
+    respond = partial(text_completion, options=options)
+
+    def task(prompt: object) -> PromptTask:
+        prompts = parse_prompts(prompt)
+        check_choices(len(prompts), values)
+        requests = [
+            item if isinstance(item, Unusable) else Request(prompt=item, messages=None, sampling=values)
+            for item in prompts
+        ]
+        return PromptTask(requests, values, respond, asked_for)
+
+    if not _has_template("prompt", prompt, prompt_template):
+        return task(prompt)
+    if not isinstance(prompt_template, str):
+        raise InvalidJob(f"prompt_template is {type(prompt_template).__name__}, expected a text")
+    return TemplatedTask("prompt_template", prompt_template, task)
 
 
-def chat_task(messages: object, *, model: object = None, **options: Any) -> PromptTask:
+def chat_task(
+    messages: object = _Nothing, *, messages_template: object = None, model: object = None, **options: Any
+) -> Task:
     """Return the task of jobs.chat. Raises InvalidJob when an argument is wrong."""
     asked_for = parse_model(model)
     others, chat = split_chat_options(parse_sampling(options))
     values, response = chat_response_options(others)
-    request = Request(None, parse_messages(messages), values, chat.template)
     respond = partial(chat_completion, options=response, has_tools=chat.has_tools)
-    return PromptTask([request], values, respond, asked_for)
+
+    def task(messages: object) -> PromptTask:
+        request = Request(None, parse_messages(messages), values, chat.template)
+        return PromptTask([request], values, respond, asked_for)
+
+    if not _has_template("messages", messages, messages_template):
+        return task(messages)
+    if not isinstance(messages_template, list):
+        kind = type(messages_template).__name__
+        raise InvalidJob(f"messages_template is {kind}, expected a list of {{'role': ..., 'content': ...}}")
+    return TemplatedTask("messages_template", messages_template, task)
+
+
+def _has_template(name: str, given: object, template: object) -> bool:
+    """Whether a template says what to ask. Raises InvalidJob unless one of the two does."""
+    if template is None and given is _Nothing:
+        raise InvalidJob(
+            f"{name} is missing: give it, or {name}_template over answers of jobs that this one depends on"
+        )
+    if template is not None and given not in (None, _Nothing):
+        raise InvalidJob(f"{name} and {name}_template each say what to ask: give one of them")
+    return template is not None

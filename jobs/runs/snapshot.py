@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..common import stored
+from ..common.job_results import last_error, last_value
 from ..common.keys import SILENT_S, SUBMISSION_FIELD, WORKER_STATS_TTL_S, worker_key
 from ..common.rq_jobs import WORKER_PREFIX, JobStatus, job_key, job_status, queue_keys
 from ..common.shown import MAX_TEXT_CHARS, safe_name
 from ..errors import FAULT_PREFIX, InvalidValue
 from .error_limit import ErrorLimit
 from .holders import num_held
-from .job_results import last_error, last_value
 from .names import job_shard, shard_job_id
 from .part_stats import PartStats
 from .plan import MAX_SHARDS

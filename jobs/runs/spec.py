@@ -16,12 +16,13 @@ from ..errors import InvalidJob, InvalidValue
 from ..prompts.arguments import parse_sampling
 from ..prompts.chat_options import ChatOptions, refuse_chat_options, split_chat_options
 from ..prompts.response_options import refuse_response_options
+from ..prompts.template_texts import template_texts
 from . import option_checks
 from .formats import OPENAI_BATCH, parse_format, parse_single_file
 from .names import PARTS
 from .option_checks import column_name
 from .paths import local_path
-from .template import Template, template_texts
+from .template import Template
 
 #: A shard's prompts and answers are held in memory until its part is written.
 MAX_ROWS_PER_SHARD = 1_000_000

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from ..common import stored
+from ..common.job_results import last_error, last_result
 from ..common.keys import MODEL_FIELD
 from ..common.rq_jobs import JobQueue, JobStatus, job_key, job_status, queue_keys, results_key
 from ..errors import TrialFailed
-from .job_results import last_error, last_result
 from .left_jobs import read_left
 from .obstacles import listened_queues, no_worker_text
 

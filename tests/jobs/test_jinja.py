@@ -18,7 +18,7 @@ from redis import Redis
 
 from jobs.context import JobContext
 from jobs.errors import InvalidJob, MissingColumn, OutputHoldsAnotherRun, WrongColumnType
-from jobs.parquet.jinja_limits import MAX_WORK, LimitedEnvironment, TemplateProblem
+from jobs.prompts.jinja_limits import MAX_WORK, LimitedEnvironment, TemplateProblem
 from jobs.runs.spec import RunSpec
 from tests.jobs.answering import FakeCompletion, queued_jobs, score_parquet, work_off
 from tests.jobs.conftest import Invoke

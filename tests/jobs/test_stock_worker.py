@@ -100,6 +100,21 @@ def test_prompts_and_chats_are_answered(queue: Queue) -> None:
     assert chat.return_value()["choices"][0]["message"]["content"] == "[3]!0"
 
 
+def test_a_prompt_may_be_a_template_over_answers(queue: Queue) -> None:
+    first = queue.enqueue("jobs.complete", "a")
+    chat = queue.enqueue(
+        "jobs.chat",
+        messages_template=[{"role": "user", "content": "{{ answers[0] }}?"}],
+        depends_on=first,
+    )
+    last = queue.enqueue("jobs.complete", prompt_template="{{ answers }}", depends_on=[chat, first])
+    lonely = queue.enqueue("jobs.complete", prompt_template="x")
+    work(queue)
+    assert chat.return_value()["choices"][0]["message"]["content"] == "[4]!0"
+    assert last.return_value()["choices"][0]["text"] == '["[4]!0", "a!0"]!0'
+    assert "name them in depends_on" in last_lines(lonely)[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

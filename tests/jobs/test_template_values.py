@@ -20,9 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis import Redis
 
+from jobs.common.json_text import to_json
 from jobs.context import JobContext
 from jobs.errors import InvalidJob, OutputHoldsAnotherRun, WrongColumnType
-from jobs.parquet.nested_values import num_values, to_json
+from jobs.parquet.nested_values import num_values
 from jobs.parquet.row_values import MAX_NESTED_VALUES, RowProblem, row_values
 from tests.jobs.answering import FakeCompletion, queued_jobs, score_parquet, work_off
 from tests.jobs.conftest import Invoke

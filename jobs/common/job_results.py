@@ -6,8 +6,8 @@ import binascii
 from base64 import b64decode
 from typing import TYPE_CHECKING, Any
 
-from ..common import stored
-from ..common.rq_jobs import results_key
+from . import stored
+from .rq_jobs import results_key
 
 if TYPE_CHECKING:
     from redis import Redis

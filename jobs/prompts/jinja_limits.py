@@ -20,8 +20,8 @@ from jinja2 import meta, nodes
 from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..prompts.arguments import MAX_PROMPT_BYTES
-from .nested_values import to_json
+from ..common.json_text import to_json
+from .arguments import MAX_PROMPT_BYTES
 
 #: Characters of one rendering, and what a turn of a loop or a call of a macro counts: 100,000 turns.
 MAX_WORK, TURN = 4 * MAX_PROMPT_BYTES, 40

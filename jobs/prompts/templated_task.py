@@ -1,0 +1,73 @@
+"""Prompts that are templates over the answers of the jobs that a job depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..common.shown import shown
+from ..context import JobContext
+from ..errors import InvalidJob, InvalidValue
+from ..tasks import OpenTask, Task
+from .template_texts import template_texts
+
+if TYPE_CHECKING:
+    from .dependency_answers import Dependencies
+    from .jinja_texts import JinjaTexts
+
+#: What a template may name.
+NAMES = frozenset({"answers", "results"})
+
+#: Answers that are null and are named where one of them is written.
+MAX_NULLS = 3
+
+
+class TemplatedTask(Task):
+    """The task that is made of a template once the answers are read.
+
+    Blocking, as it reads them from Redis and as a template may take seconds.
+    """
+
+    blocking = True
+
+    def __init__(self, argument: str, template: Any, make: Callable[[Any], Task]) -> None:
+        """argument: the template's name in errors. make: from the prompt, or the messages, to the task.
+
+        Raises InvalidJob for what cannot be a template.
+        """
+        self._argument, self._make = argument, make
+        self._texts, self._roles = template_texts(template)
+
+    def open(self, context: JobContext) -> OpenTask:
+        """Raises AnswerMissing, InvalidJob for a template that cannot be filled in, and as the task does."""
+        from .dependency_answers import read_dependencies  # rq, and jinja2: only where a template is filled
+        from .jinja_texts import JinjaTexts
+
+        template = JinjaTexts(self._texts)
+        if foreign := sorted(template.names - NAMES):
+            raise InvalidValue(
+                f"{self._argument} names {{}}: there are `answers`, one for each job that this one depends "
+                "on, and `results`, all that each returned",
+                shown(foreign[0]),
+            )
+        texts = self._filled(template, read_dependencies(context))
+        if self._roles is None:
+            return self._make(texts[0]).open(context)
+        pairs = zip(self._roles, texts, strict=True)
+        return self._make([{"role": role, "content": text} for role, text in pairs]).open(context)
+
+    def _filled(self, template: JinjaTexts, found: Dependencies) -> list[str]:
+        from .jinja_limits import TemplateProblem
+
+        try:
+            return template.render({"answers": found.answers, "results": found.results})
+        except TemplateProblem as problem:
+            nulls = "".join(f"; {each}" for each in found.nulls[:MAX_NULLS])
+            raise InvalidValue(f"{self._argument}: {{}}{{}}", str(problem), nulls) from None
+
+
+def refuse_template(values: dict[str, Any]) -> None:
+    """Raise InvalidJob where something asks for a template that is no job and depends on none."""
+    for name in ("prompt_template", "messages_template"):
+        if values.get(name) is not None:
+            raise InvalidJob(f"{name} stands for answers of jobs that a job depends on, and this is no job")
