@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 from redis import Redis
 from rq import Queue
-from rq.job import Job
+from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
+from jobs import errors
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
 from jobs.table import own_function, task_of
@@ -111,3 +113,31 @@ def work_off(
             results.append(run_task(context, job.func_name, *job.args, answer=answer, **job.kwargs))
         job.delete()
     return results
+
+
+def fail(redis: Redis, job: Job, text: str) -> None:
+    """Leave a job as a worker leaves one that raised."""
+    redis.lrem("rq:queue:bulk", 1, job.id)
+    job.ended_at = job.enqueued_at
+    job.save()
+    job.set_status(JobStatus.FAILED)
+    with redis.pipeline() as pipe:
+        job._handle_failure(f"Traceback:\n  somewhere\n{text}", pipe)
+        pipe.execute()
+
+
+def add_worker(redis: Redis, name: str) -> None:
+    """Leave what a worker that listens on `bulk` says of itself."""
+    redis.sadd("rq:workers:bulk", f"rq:worker:{name}")
+    redis.hset(f"rq:worker:{name}", "state", "idle")
+
+
+def fails(
+    kind: type[errors.JobsError], context: JobContext, source: Any, output: Any, **arguments: Any
+) -> errors.JobsError:
+    """Check that planning fails with `kind` and enqueued nothing; return the error."""
+    with pytest.raises(kind) as caught:
+        score_parquet(context, source if isinstance(source, list) else str(source), str(output), **arguments)
+    assert type(caught.value) is kind or kind is errors.InvalidJob  # which InvalidValue is too
+    assert queued_jobs(context.connection) == []
+    return caught.value

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click.testing
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
@@ -14,6 +17,14 @@ from tests.jobs.answering import MODEL
 from tests.redis_server import running_redis_server
 
 Invoke = Callable[..., click.testing.Result]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_wait_for_the_disk() -> Iterator[None]:
+    """Processes are killed here, never the machine: what was written is there, synced or not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -54,3 +65,19 @@ def invoke(redis: Redis, redis_url: str) -> Invoke:
         return click.testing.CliRunner().invoke(cli.main, ["--url", redis_url, *map(str, arguments)])
 
     return run
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Five rows, the last without a prompt."""
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"prompt": [*"abcd", None]}), path)
+    return path
+
+
+@pytest.fixture
+def three_rows(tmp_path: Path) -> Path:
+    """A file with a row group for each row."""
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"prompt": ["a", "b", "c"], "id": [1, 2, 3]}), path, row_group_size=1)
+    return path

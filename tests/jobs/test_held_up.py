@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 from rq.job import JobStatus
@@ -17,18 +15,10 @@ from rq.results import Result
 from jobs.cli import commands as cli
 from jobs.common.keys import WORKER_STATS_TTL_S, run_key, run_parts_key
 from jobs.context import JobContext
-from tests.jobs.answering import queued_jobs, score_parquet, work_off
+from tests.jobs.answering import add_worker, fail, queued_jobs, score_parquet, work_off
 from tests.jobs.conftest import Invoke
-from tests.jobs.test_cli import add_worker, fail
 
 MakeContext = Callable[[], JobContext]
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    path = tmp_path / "in.parquet"
-    pq.write_table(pa.table({"prompt": [*"abcd", None]}), path)
-    return path
 
 
 def test_a_folder_names_its_run_before_it_is_planned_and_however_it_is_written(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import bz2
-import csv
 import gzip
-import io
 import json
 import os
 from collections.abc import Callable
@@ -15,13 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import polars as pl
-import pyarrow as pa
-import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from redis import Redis
 
 from jobs.context import JobContext
@@ -38,84 +30,23 @@ from jobs.errors import (
 )
 from jobs.parquet.find_files import find_files
 from jobs.parquet.formats import line_scan
-from jobs.parquet.formats.line_scan import scan_lines
 from jobs.parquet.formats.lines import MAX_LINE_BYTES
 from jobs.parquet.row_reader import RowReader, Table
 from jobs.parquet.storage import Storage
 from jobs.runs.plan import cut_shards
 from tests.jobs.answering import opened_task, queued_jobs, run_task, score_parquet, work_off
 from tests.jobs.conftest import Invoke
+from tests.jobs.input_files import (
+    ROWS,
+    WRITERS,
+    read_rows,
+    score,
+    write_feather,
+    write_jsonl,
+    write_stream,
+)
 
 MakeContext = Callable[[], JobContext]
-ROWS = [{"prompt": f"p{number}", "id": number, "half": number / 2} for number in range(23)]
-
-
-def write_csv(path: Path, delimiter: str = ",") -> Path:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, ROWS[0], delimiter=delimiter)
-        writer.writeheader()
-        writer.writerows(ROWS)
-    return path
-
-
-def write_jsonl(path: Path) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return path
-
-
-def compress(path: Path, suffix: str) -> Path:
-    content = path.read_bytes()
-    packed = {
-        ".gz": lambda: gzip.compress(content[:100]) + gzip.compress(content[100:]),  # two members
-        ".bz2": lambda: bz2.compress(content),
-        ".zst": lambda: pa.compress(content, "zstd", asbytes=True),
-    }[suffix]()
-    path.unlink()
-    target = path.with_name(path.name + suffix)
-    target.write_bytes(packed)
-    return target
-
-
-def write_feather(path: Path) -> Path:
-    feather.write_feather(pa.Table.from_pylist(ROWS), path, compression="lz4", chunksize=4)
-    return path
-
-
-def write_stream(path: Path) -> Path:
-    table = pa.Table.from_pylist(ROWS)
-    with pa.ipc.new_stream(path, table.schema) as writer:
-        writer.write_table(table, max_chunksize=4)
-    return path
-
-
-def write_polars(path: Path) -> Path:
-    pl.DataFrame(ROWS).write_ipc(path, compression="zstd")
-    return path
-
-
-WRITERS: dict[str, Callable[[Path], Path]] = {
-    "in.csv": write_csv,
-    "in.CSV": write_csv,
-    "in.tsv": lambda path: write_csv(path, "\t"),
-    "in.jsonl": write_jsonl,
-    "in.ndjson": write_jsonl,
-    "gz.jsonl": lambda path: compress(write_jsonl(path), ".gz"),
-    "bz.jsonl": lambda path: compress(write_jsonl(path), ".bz2"),
-    "zst.csv": lambda path: compress(write_csv(path), ".zst"),
-    "in.feather": write_feather,
-    "in.arrows": write_stream,
-    "in.arrow": write_polars,
-}
-
-
-def score(context: JobContext, source: Any, folder: Path, **options: Any) -> dict[str, Any]:
-    options = {"sampling": {"temperature": 0}, "rows_per_shard": 5, **options}
-    source = [str(item) for item in source] if isinstance(source, list) else str(source)
-    return score_parquet(context, source, str(folder / "out"), **options)
-
-
-def read_rows(folder: Path) -> list[dict[str, Any]]:
-    return pq.read_table(folder / "out").to_pylist()
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -134,7 +65,7 @@ def test_each_format_gives_the_rows_that_a_parquet_file_does(
     for job in [*jobs[3:], *jobs[:3]]:  # other shards first, as other workers take them
         run_task(make_context(), job.func_name, *job.args)
         job.delete()
-    rows = read_rows(tmp_path)
+    rows = read_rows(tmp_path / "out")
     assert [{key: row[key] for key in ROWS[0]} for row in rows] == ROWS
     assert [row["completion"] for row in rows] == [f"P{number}" for number in range(23)]
     again = score(make_context(), source, tmp_path)
@@ -180,7 +111,7 @@ def test_a_bad_line_of_csv_costs_its_row_and_says_which_line_it_is(
     (tmp_path / "in.csv").write_bytes(content)
     assert score(make_context(), tmp_path / "in.csv", tmp_path)["rows"] == 7
     work_off(redis, make_context)
-    rows = read_rows(tmp_path)
+    rows = read_rows(tmp_path / "out")
     assert [row["prompt"] for row in rows] == ["a", None, None, "two\nlines", None, None, "c"]
     assert [row["n"] for row in rows] == [1, None, None, 3, None, None, 6]
     errors = [row["error"] for row in rows]
@@ -202,7 +133,7 @@ def test_a_bad_line_of_jsonl_costs_its_row_and_says_which_line_it_is(
     (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
     assert score(make_context(), tmp_path / "in.jsonl", tmp_path)["rows"] == 8
     work_off(redis, make_context)
-    rows = read_rows(tmp_path)
+    rows = read_rows(tmp_path / "out")
     assert [row["completion"] for row in rows] == ["A", *[None] * 6, "B"]
     assert [row["extra"] for row in rows] == [*[None] * 7, [1]]
     starts = ["line 2 is not JSON", "line 4 is JSON, but no object", "line 5 is not UTF-8"]
@@ -225,7 +156,7 @@ def test_chats_and_values_of_several_kinds_in_jsonl(
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, objects)))
     score(make_context(), tmp_path / "in.jsonl", tmp_path, messages_column="messages")
     work_off(redis, make_context)
-    rows = read_rows(tmp_path)
+    rows = read_rows(tmp_path / "out")
     assert [row["completion"] for row in rows] == [str(chat).upper() for chat in chats]
     assert [row["plain"] for row in rows] == [chats[0]] * 2
     assert [row["mixed"] for row in rows] == ["1", "1"]
@@ -308,7 +239,9 @@ def test_a_file_that_changed_since_planning_is_found_out(
     source.write_bytes(content)
     score(make_context(), source, tmp_path)
     work_off(redis, make_context)
-    assert [row["completion"] for row in read_rows(tmp_path)] == [f"P{number}" for number in range(23)]
+    assert [row["completion"] for row in read_rows(tmp_path / "out")] == [
+        f"P{number}" for number in range(23)
+    ]
 
 
 def test_files_of_a_run_share_one_schema(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
@@ -318,7 +251,7 @@ def test_files_of_a_run_share_one_schema(redis: Redis, make_context: MakeContext
     (tmp_path / "in" / "notes.txt").write_text("no input")
     score(make_context(), tmp_path / "in", tmp_path)
     work_off(redis, make_context)
-    assert [(row["completion"], row["n"]) for row in read_rows(tmp_path)] == [("A", 1.0), ("B", 2.5)]
+    assert [(row["completion"], row["n"]) for row in read_rows(tmp_path / "out")] == [("A", 1.0), ("B", 2.5)]
     (tmp_path / "in" / "c.csv").write_text("n,prompt\n1,c\n")
     with pytest.raises(SchemaMismatch, match=r"c\.csv: its header is \['n', 'prompt'\]"):
         score_parquet(make_context(), str(tmp_path / "in"), str(tmp_path / "other"))
@@ -328,7 +261,7 @@ def test_a_limit_looks_at_no_row_behind_it(redis: Redis, make_context: MakeConte
     (tmp_path / "in.csv").write_text("prompt,n\n" + "a,1\n" * 7 + "b,x\n" * 3)
     assert score(make_context(), tmp_path / "in.csv", tmp_path, limit=7)["rows"] == 7
     work_off(redis, make_context)
-    assert [row["n"] for row in read_rows(tmp_path)] == [1] * 7
+    assert [row["n"] for row in read_rows(tmp_path / "out")] == [1] * 7
 
 
 def test_columns_are_chosen_and_added_as_for_parquet(
@@ -339,7 +272,7 @@ def test_columns_are_chosen_and_added_as_for_parquet(
         write_jsonl(tmp_path / "in" / f"lang={lang}" / "x.jsonl")
     score(make_context(), tmp_path / "in", tmp_path, template="{lang}", prompt_column="prompt", keep=["id"])
     work_off(redis, make_context)
-    rows = read_rows(tmp_path)
+    rows = read_rows(tmp_path / "out")
     assert [row["completion"] for row in rows] == ["DE"] * 23 + ["EN"] * 23
     assert [row["id"] for row in rows] == [*range(23)] * 2
     assert "prompt" not in rows[0]
@@ -386,84 +319,6 @@ def test_an_input_format_is_taken_for_any_name_and_refused_by_name(
     write_feather(tmp_path / "in.feather")
     result = invoke("submit", tmp_path / "in.feather", tmp_path / "o", "--prompt-column", "text")
     assert "no column 'text'" in result.output
-
-
-TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=6)
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | TEXTS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=st.lists(st.dictionaries(st.sampled_from("abc"), VALUES, max_size=3), min_size=1, max_size=8))
-def test_any_objects_come_back_as_they_are_or_as_their_json(
-    tmp_path: Path, rows: list[dict[str, Any]]
-) -> None:
-    path = tmp_path / "in.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = read_all(path, "jsonl", 3)
-    for row, back in zip(rows, found, strict=True):
-        for name in back.keys() - row.keys():
-            assert back[name] is None
-        for name, value in row.items():
-            assert same(value, back[name]), (value, back[name])
-
-
-def same(value: Any, back: Any) -> bool:
-    """Whether a value is what came back: itself, its JSON, or itself with nulls for what others have."""
-    if isinstance(value, dict) and isinstance(back, dict):
-        return all(same(value.get(name), back[name]) for name in back) and value.keys() <= back.keys()
-    if isinstance(value, list) and isinstance(back, list):
-        return len(value) == len(back) and all(map(same, value, back))
-    if value is None or back is None:
-        return value is back
-    return value == back or back == json.dumps(value, ensure_ascii=False)
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=st.lists(st.tuples(TEXTS, TEXTS), max_size=8), rows_per_shard=st.integers(1, 4))
-def test_any_fields_come_back_in_shards_of_any_size(
-    tmp_path: Path, rows: list[tuple[str, str]], rows_per_shard: int
-) -> None:
-    out = io.StringIO(newline="")
-    csv.writer(out, quoting=csv.QUOTE_ALL).writerows([("t", "u"), *rows])
-    path = tmp_path / "in.csv"
-    path.write_bytes(out.getvalue().encode())
-    found = read_all(path, "csv", rows_per_shard)
-    assert [tuple("" if row[name] is None else plain(row[name]) for name in "tu") for row in found] == [
-        tuple(map(normal, row)) for row in rows
-    ]
-
-
-def plain(value: Any) -> str:
-    return normal(str(value))
-
-
-def normal(text: str) -> str:
-    """Numbers and truth values are compared by value."""
-    try:
-        return repr(float(text)) if text.strip("+ _") == text and text.isascii() else text
-    except ValueError:
-        return text.lower() if text.lower() in ("true", "false") else text
-
-
-def read_all(path: Path, input_format: str, rows_per_shard: int) -> list[dict[str, Any]]:
-    storage = Storage([str(path.parent)])
-    block_bytes, line_scan.BLOCK_BYTES = line_scan.BLOCK_BYTES, 20
-    try:
-        found = scan_lines(storage, str(path), input_format, lambda: None)
-    finally:
-        line_scan.BLOCK_BYTES = block_bytes
-    table = Table(input_format, tuple(found.kinds.items()), tuple(found.blocks), sum(found.rows))
-    rows: list[dict[str, Any]] = []
-    for shard in cut_shards([found.rows], rows_per_shard):
-        reader = RowReader(storage, str(path), shard, table=table)
-        for batch in reader.read(shard):
-            rows += batch.select(list(found.kinds)).to_pylist() if found.kinds else [{}] * batch.num_rows
-        reader.close()
-    return rows
 
 
 def test_two_runs_of_one_file_that_see_other_columns_in_it_share_no_reader(

@@ -28,30 +28,20 @@ from tests.jobs.answering import (
     FakeCompletion,
     opened_task,
     queued_jobs,
-    refuse,
     run_task,
     score_parquet,
     shout,
     work_off,
 )
+from tests.jobs.input_files import read_rows, write_prompts
 
 MakeContext = Callable[[], JobContext]
 GREEDY = {"temperature": 0}
 
 
-def write(path: Path, prompts: list[str | None], row_group_size: int = 4, **columns: Any) -> str:
-    table = pa.table({"prompt": pa.array(prompts, pa.string()), "id": range(len(prompts)), **columns})
-    pq.write_table(table, path, row_group_size=row_group_size)
-    return str(path)
-
-
-def read_rows(output: Path) -> list[dict[str, Any]]:
-    return pq.read_table(output).to_pylist()
-
-
 def test_every_row_comes_back_once_in_order(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
     prompts = [f"prompt {number % 5}" for number in range(50)]
-    source = write(tmp_path / "in.parquet", prompts)
+    source = write_prompts(tmp_path / "in.parquet", prompts)
     plan = score_parquet(make_context(), source, str(tmp_path / "out"), sampling=GREEDY, rows_per_shard=7)
     assert (plan["rows"], plan["shards"], plan["shards_enqueued"], plan["run_finished"]) == (50, 8, 8, False)
     results = work_off(redis, make_context)
@@ -79,7 +69,7 @@ def test_a_planning_that_is_interrupted_ends_between_two_files_or_two_chunks(
         pass
 
     for number in range(3):
-        write(tmp_path / f"{number}.parquet", ["a", "b"])
+        write_prompts(tmp_path / f"{number}.parquet", ["a", "b"])
     monkeypatch.setattr("jobs.runs.shard_jobs.CHUNK", 1)
     for checks in itertools.count():
         countdown = iter(range(checks))
@@ -103,7 +93,7 @@ def test_a_shard_of_several_batches_keeps_each_answer_at_its_row(
     redis: Redis, make_context: MakeContext, tmp_path: Path
 ) -> None:
     prompts = [f"prompt {number * 7919 % 3000}" for number in range(3000)]
-    source = write(tmp_path / "in.parquet", prompts, row_group_size=1300)
+    source = write_prompts(tmp_path / "in.parquet", prompts, row_group_size=1300)
     score_parquet(make_context(), source, str(tmp_path / "out"), rows_per_shard=2900)
     work_off(redis, make_context)
     rows = read_rows(tmp_path / "out")
@@ -114,7 +104,7 @@ def test_a_shard_of_several_batches_keeps_each_answer_at_its_row(
 def test_shard_jobs_carry_ids_and_paths_and_no_prompt(
     redis: Redis, context: JobContext, tmp_path: Path
 ) -> None:
-    source = write(tmp_path / "in.parquet", ["secret"] * 3)
+    source = write_prompts(tmp_path / "in.parquet", ["secret"] * 3)
     run = score_parquet(context, source, str(tmp_path / "out"), rows_per_shard=2)["run"]
     first, second = queued_jobs(redis)
     assert (first.id, second.id) == (shard_job_id(run, 0), shard_job_id(run, 1))
@@ -127,7 +117,7 @@ def test_shard_jobs_carry_ids_and_paths_and_no_prompt(
 def test_planning_again_enqueues_each_shard_once(
     redis: Redis, make_context: MakeContext, tmp_path: Path
 ) -> None:
-    source = write(tmp_path / "in.parquet", ["a"] * 10)
+    source = write_prompts(tmp_path / "in.parquet", ["a"] * 10)
     for _ in range(3):
         score_parquet(make_context(), source, str(tmp_path / "out"), rows_per_shard=3)
     assert len(queued_jobs(redis)) == 4
@@ -137,7 +127,7 @@ def test_planning_again_enqueues_each_shard_once(
 def test_a_shard_without_part_and_live_job_is_enqueued_anew(
     redis: Redis, make_context: MakeContext, tmp_path: Path, status: str | None
 ) -> None:
-    source = write(tmp_path / "in.parquet", ["a"] * 4)
+    source = write_prompts(tmp_path / "in.parquet", ["a"] * 4)
     run = score_parquet(make_context(), source, str(tmp_path / "out"), rows_per_shard=2)["run"]
     job_id = shard_job_id(run, 1)
     redis.lrem("rq:queue:bulk", 1, job_id)  # also for "queued": lost between a queue and its killed worker
@@ -155,7 +145,7 @@ def test_a_shard_without_part_and_live_job_is_enqueued_anew(
 def test_a_running_shard_is_not_enqueued_again(
     redis: Redis, make_context: MakeContext, tmp_path: Path
 ) -> None:
-    source = write(tmp_path / "in.parquet", ["a"])
+    source = write_prompts(tmp_path / "in.parquet", ["a"])
     run = score_parquet(make_context(), source, str(tmp_path / "out"))["run"]
     redis.delete("rq:queue:bulk")
     redis.hset(Job.key_for(shard_job_id(run, 0)), "status", "started")
@@ -166,7 +156,7 @@ def test_a_shard_that_a_worker_holds_is_not_enqueued_again(
     redis: Redis, make_context: MakeContext, tmp_path: Path
 ) -> None:
     """Until its first row is scheduled there it still says "queued", and is on no queue."""
-    source = write(tmp_path / "in.parquet", ["a"])
+    source = write_prompts(tmp_path / "in.parquet", ["a"])
     run = score_parquet(make_context(), source, str(tmp_path / "out"))["run"]
     redis.delete("rq:queue:bulk")
     redis.zadd(f"rq:executions:{shard_job_id(run, 0)}", {"an execution": 9e9})
@@ -183,7 +173,7 @@ def test_resume_enqueues_exactly_the_shards_without_part(
     folder.mkdir()
     rows = data.draw(st.integers(1, 40), "rows")
     rows_per_shard = data.draw(st.integers(1, 12), "rows per shard")
-    source = write(folder / "in.parquet", ["p"] * rows, data.draw(st.integers(1, 12), "row group"))
+    source = write_prompts(folder / "in.parquet", ["p"] * rows, data.draw(st.integers(1, 12), "row group"))
     arguments = (source, str(folder / "out"))
     score_parquet(make_context(), *arguments, rows_per_shard=rows_per_shard)
     jobs = queued_jobs(redis)
@@ -200,55 +190,6 @@ def test_resume_enqueues_exactly_the_shards_without_part(
 
 
 _numbers = itertools.count()
-
-
-def test_bad_rows_get_an_error_and_the_rest_goes_on(
-    redis: Redis, make_context: MakeContext, tmp_path: Path
-) -> None:
-    source = write(tmp_path / "in.parquet", ["a", None, "", "long", "b", "x" * (1 << 20) + "y"])
-    score_parquet(make_context(), source, str(tmp_path / "out"))
-    work_off(
-        redis,
-        make_context,
-        answer=lambda request: refuse("prompt too long") if request.prompt == "long" else shout(request),
-    )
-    rows = read_rows(tmp_path / "out")
-    assert [row["completion"] for row in rows] == ["A", None, None, None, "B", None]
-    assert [row["finish_reason"] for row in rows] == ["stop", "error", "error", "error", "stop", "error"]
-    errors = [row["error"] for row in rows]
-    assert errors[:5] == [None, "prompt is null", "prompt is empty", "prompt too long", None]
-    assert "limit" in errors[5]
-    assert json.loads((tmp_path / "out" / "_manifest.json").read_text())["errors"] == 4
-
-
-def test_a_text_that_is_not_utf8_is_its_rows_error(
-    redis: Redis, make_context: MakeContext, tmp_path: Path
-) -> None:
-    broken = pa.array([b"fine", b"\xff\xfe"], pa.binary()).view(pa.string())
-    pq.write_table(pa.table({"prompt": broken}), tmp_path / "in.parquet")
-    score_parquet(make_context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"))
-    work_off(redis, make_context)
-    table = pq.read_table(tmp_path / "out")
-    assert table["completion"].to_pylist() == ["FINE", None]
-    assert "UTF-8" in table["error"].to_pylist()[1]
-    assert table["prompt"].cast(pa.binary()).to_pylist() == [b"fine", b"\xff\xfe"]
-
-
-def test_a_value_that_python_cannot_hold_is_its_rows_error(
-    redis: Redis, make_context: MakeContext, tmp_path: Path
-) -> None:
-    days = pa.array([0, 10**8, None], pa.date32())
-    zoned = pa.array([1, 1, 1], pa.timestamp("us", tz="Mars/Olympus"))
-    pq.write_table(pa.table({"day": days, "zoned": zoned, "id": [0, 1, 2]}), tmp_path / "in.parquet")
-    for output, template in (("days", "on {day}"), ("zoned", "at {zoned}")):
-        score_parquet(make_context(), str(tmp_path / "in.parquet"), str(tmp_path / output), template=template)
-        work_off(redis, make_context)
-    table = pq.read_table(tmp_path / "days")
-    assert table["completion"].to_pylist() == ["ON 1970-01-01", None, None]
-    assert "date32" in table["error"].to_pylist()[1]
-    assert table["error"].to_pylist()[2] == "column 'day' is null"
-    assert table["day"].equals(pq.read_table(tmp_path / "in.parquet")["day"])
-    assert all("timestamp" in error for error in pq.read_table(tmp_path / "zoned")["error"].to_pylist())
 
 
 @given(
@@ -284,7 +225,7 @@ def test_answers_come_back_in_row_order_whatever_order_they_arrive_in(
 def test_a_drawn_rows_seed_depends_on_run_and_row_alone(
     redis: Redis, make_context: MakeContext, tmp_path: Path
 ) -> None:
-    source = write(tmp_path / "in.parquet", ["a"] * 6)
+    source = write_prompts(tmp_path / "in.parquet", ["a"] * 6)
     seeds: dict[str, list[int]] = {}
     for output, rows_per_shard in (("one", 6), ("two", 4)):
         seen: list[int] = []
@@ -305,78 +246,12 @@ def test_a_drawn_rows_seed_depends_on_run_and_row_alone(
 
 
 def test_a_runs_own_seed_is_drawn_once_and_kept(make_context: MakeContext, tmp_path: Path) -> None:
-    source = write(tmp_path / "in.parquet", ["a"])
+    source = write_prompts(tmp_path / "in.parquet", ["a"])
     plans = []
     for _ in range(2):
         score_parquet(make_context(), source, str(tmp_path / "out"), sampling={"temperature": 1})
         plans.append(json.loads((tmp_path / "out" / "_plan.json").read_text())["seed"])
     assert plans[0] == plans[1]
-
-
-def test_templates_fill_in_columns_and_leave_the_datas_braces_alone(
-    redis: Redis, make_context: MakeContext, tmp_path: Path
-) -> None:
-    source = write(tmp_path / "in.parquet", ["{id}", None], price=[1.5, 2.5])
-    score_parquet(make_context(), source, str(tmp_path / "out"), template="{{{id}}} {prompt} costs {price}")
-    work_off(redis, make_context)
-    rows = read_rows(tmp_path / "out")
-    assert rows[0]["completion"] == "{0} {ID} COSTS 1.5"
-    assert rows[1]["error"] == "column 'prompt' is null"
-
-
-def test_a_template_of_messages_makes_a_chat(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
-    source = write(tmp_path / "in.parquet", ["hi"])
-    template = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "<{prompt}>"}]
-    score_parquet(make_context(), source, str(tmp_path / "out"), template=template)
-    seen: list[Request] = []
-    work_off(redis, make_context, answer=lambda request: seen.append(request) or FakeCompletion("ok"))
-    (request,) = seen
-    assert request.prompt is None
-    assert request.messages == [
-        {"role": "system", "content": "Be kind."},
-        {"role": "user", "content": "<hi>"},
-    ]
-
-
-def test_messages_may_be_structs_or_json(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "hi"}]
-    table = pa.table(
-        {
-            "structs": [chat, None, [], [{"role": "user", "content": None}]],
-            "texts": [json.dumps(chat), "{", '"x"', "[" * 100_000],
-        }
-    )
-    pq.write_table(table, tmp_path / "in.parquet")
-    for column in ("structs", "texts"):
-        output = tmp_path / f"out-{column}"
-        score_parquet(make_context(), str(tmp_path / "in.parquet"), str(output), messages_column=column)
-        work_off(redis, make_context, answer=lambda request: FakeCompletion(json.dumps(request.messages)))
-        rows = read_rows(output)
-        assert json.loads(rows[0]["completion"]) == chat
-        assert [row["completion"] for row in rows[1:]] == [None] * 3
-        assert all(row["error"] for row in rows[1:])
-
-
-def test_a_content_may_be_parts_of_text_and_an_image_is_its_rows_error(
-    redis: Redis, make_context: MakeContext, tmp_path: Path
-) -> None:
-    """As structs, whose other fields are null where a part is text, and as JSON."""
-    part = {"type": "text", "text": "hi", "image_url": None}
-    image = {"type": "image_url", "text": None, "image_url": "file:///etc/passwd"}
-    chats = [[{"role": "user", "content": content}] for content in ([part, part], [part, image], [])]
-    table = pa.table(
-        {"structs": chats, "texts": [json.dumps(chat).replace(', "image_url": null', "") for chat in chats]}
-    )
-    pq.write_table(table, tmp_path / "in.parquet")
-    for column in ("structs", "texts"):
-        output = tmp_path / f"out-{column}"
-        score_parquet(make_context(), str(tmp_path / "in.parquet"), str(output), messages_column=column)
-        work_off(redis, make_context, answer=lambda request: FakeCompletion(json.dumps(request.messages)))
-        two, bad, empty = read_rows(output)
-        assert json.loads(two["completion"])[0]["content"] == [{"type": "text", "text": "hi"}] * 2
-        assert bad["completion"] is None
-        assert "message 0 holds a part of the type 'image_url'" in bad["error"]
-        assert json.loads(empty["completion"])[0]["content"] == []
 
 
 def test_several_files_keep_their_order_and_global_row_numbers(
@@ -397,7 +272,7 @@ def test_a_folder_and_a_glob_name_the_same_files_and_never_the_output(
     folder = tmp_path / "data"
     folder.mkdir()
     for name in ("a.parquet", "b.parquet", "_hidden.parquet", "note.txt"):
-        write(folder / name, ["p"])
+        write_prompts(folder / name, ["p"])
     (folder / "_hidden.parquet").unlink()
     output = folder / "out"
     for source in (f"{folder}/**/*.parquet", str(folder)):
@@ -413,7 +288,7 @@ def test_a_folder_and_a_glob_name_the_same_files_and_never_the_output(
 def test_a_run_without_rows_ends_at_once_with_a_typed_part(
     redis: Redis, context: JobContext, tmp_path: Path
 ) -> None:
-    source = write(tmp_path / "in.parquet", [])
+    source = write_prompts(tmp_path / "in.parquet", [])
     plan = score_parquet(context, source, str(tmp_path / "out"))
     assert plan["run_finished"]
     assert queued_jobs(redis) == []
@@ -426,7 +301,7 @@ def test_a_run_without_rows_ends_at_once_with_a_typed_part(
 def test_parts_have_one_schema_also_where_all_is_null(
     redis: Redis, make_context: MakeContext, tmp_path: Path
 ) -> None:
-    source = write(tmp_path / "in.parquet", [None, None, "a", "b"])
+    source = write_prompts(tmp_path / "in.parquet", [None, None, "a", "b"])
     score_parquet(make_context(), source, str(tmp_path / "out"), rows_per_shard=2)
     work_off(redis, make_context)
     first, second = (pq.read_schema(tmp_path / "out" / part_name(number)) for number in range(2))
@@ -443,7 +318,7 @@ def test_parts_have_one_schema_also_where_all_is_null(
 
 
 def test_a_shard_shows_its_progress(make_context: MakeContext, redis: Redis, tmp_path: Path) -> None:
-    source = write(tmp_path / "in.parquet", ["a", "bb", None])
+    source = write_prompts(tmp_path / "in.parquet", ["a", "bb", None])
     score_parquet(make_context(), source, str(tmp_path / "out"))
     (job,) = queued_jobs(redis)
     task = opened_task(make_context(), job.func_name, job.args)
