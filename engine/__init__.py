@@ -42,6 +42,7 @@ from engine.errors import (
 from engine.models.served import model_table
 from engine.run.config import EngineConfig, model_identity
 from engine.sampling.params import SamplingParams
+from engine.sampling.request_kinds import RequestParams, request_params
 from engine.sampling.scoring import ScoringParams
 from engine.sampling.structured_outputs import StructuredOutputsParams
 from engine.schedule.outputs import Completion, EngineStats, LogLikelihood, Logprob
@@ -77,6 +78,7 @@ __all__ = [
     "PreparedPrompt",
     "PromptTooLong",
     "RankFailed",
+    "RequestParams",
     "SamplingParams",
     "ScoringFailed",
     "ScoringParams",
@@ -87,6 +89,7 @@ __all__ = [
     "WeightMismatch",
     "model_identity",
     "model_table",
+    "request_params",
 ]
 
 

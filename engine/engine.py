@@ -23,19 +23,20 @@ from engine.errors import (
 )
 from engine.layers.parallel import TensorParallel
 from engine.models.load import read_supported
-from engine.run.completions import completion_of, is_complete
+from engine.run.completions import completion_of, is_complete, scores_of
 from engine.run.config import EngineConfig, model_identity
 from engine.run.device import resolve_device
 from engine.run.dtype import served_dtype
 from engine.run.model_runner import ModelRunner
 from engine.run.new_sequences import NewSequences
 from engine.run.progress import Progress
-from engine.run.requests import Request, Scores, numbered
+from engine.run.requests import Request, Scores, check_request, numbered, prepare_scores
 from engine.run.runner import Runner
 from engine.run.stepper import Stepper
 from engine.run.usable import check_usable
 from engine.sampling.params import SamplingParams, check_params
-from engine.sampling.scoring import NO_NEW_TOKEN, ScoringParams, check_score_from
+from engine.sampling.request_kinds import RequestParams
+from engine.sampling.scoring import ScoringParams
 from engine.schedule.block_manager import BlockManager
 from engine.schedule.outputs import Completion, EngineStats, LogLikelihood
 from engine.schedule.prepared_prompt import PreparedPrompt
@@ -118,9 +119,8 @@ class Engine:
     def close(self) -> None:
         """Free the model and the KV pool, end the ranks, forget all requests. A second call does nothing."""
         if self._live_runner is not None:
-            self._live_runner.close()
-            self._stepper.close()
-            self._sequences.grammars.close()
+            for part in (self._live_runner, self._stepper, self._sequences.grammars):
+                part.close()
         self._live_runner = None
         self._unfinished.clear()
 
@@ -149,12 +149,21 @@ class Engine:
         """Whether any request waits or runs."""
         return bool(self._unfinished)
 
-    def prepare(self, prompt: Prompt, *, truncate_prompt_tokens: int | None = None) -> PreparedPrompt:
+    def prepare(
+        self,
+        prompt: Prompt,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        scoring: ScoringParams | None = None,
+    ) -> PreparedPrompt:
         """Tokenize and check a prompt: the part of `add` that takes time with its length.
 
-        truncate_prompt_tokens: as of the SamplingParams that `add` will get. Any thread may call this, also
-        beside a step. Raises InvalidPrompt or PromptTooLong.
+        truncate_prompt_tokens, scoring: of the SamplingParams, or the ScoringParams, that `add` will get. Any
+        thread may call this, also beside a step. Raises InvalidPrompt or PromptTooLong.
         """
+        if scoring is not None:
+            ends = tuple(sorted(self._sequences.eos_token_ids))
+            return prepare_scores(prompt, scoring, self._prompts, self._scheduler.blocks.keys_of, ends)
         token_ids = self._prompts.token_ids(prompt, truncate_prompt_tokens=truncate_prompt_tokens)
         return PreparedPrompt(token_ids, self._scheduler.blocks.keys_of(token_ids))
 
@@ -169,39 +178,33 @@ class Engine:
         self,
         request_id: str,
         prompt: Prompt | PreparedPrompt,
-        params: SamplingParams | ScoringParams,
+        params: RequestParams,
         *,
         lane: int = 0,
     ) -> None:
         """Queue one request: text or token ids, prepared or not. It gives params.n completions, by `step()`.
 
-        ScoringParams ask for no new token: the one completion has the `loglikelihood` of the prompt's end.
+        ScoringParams ask for no new token: the one completion has the `loglikelihoods` of continuations.
         lane: urgency, 0 the most urgent. A request of lane 0 is in the next step, at the cost of the latest
         requests of later lanes if need be; a waiting lane gets at least one admission in twenty.
         Raises InvalidRequest or a subclass, having changed nothing: InvalidPrompt, PromptTooLong,
         InvalidSampling, DuplicateRequest.
         """
         self._open_runner()
-        if not isinstance(request_id, str):
-            raise InvalidRequest(f"a request id must be a string, got {request_id!r}")
+        check_request(request_id, lane)
         if request_id in self._unfinished:
             raise DuplicateRequest(f"request {request_id!r} is unfinished; use another id, or abort it first")
-        if isinstance(lane, bool) or not isinstance(lane, int) or lane < 0:
-            raise InvalidRequest(f"lane must be an integer of 0 or more, got {lane!r}")
-        score_from = params.score_from if isinstance(params, ScoringParams) else None
-        if not isinstance(params, ScoringParams):
-            check_params(params, self._vocab_size)
         if isinstance(params, ScoringParams):
-            ready = self._ready(prompt, None)
-            check_score_from(params, len(ready.token_ids))
-            params = NO_NEW_TOKEN
+            seqs = self._sequences.branches(request_id, self._ready(prompt, params), lane=lane)
+            self._scheduler.add(seqs[0])
         else:
-            ready = self._ready(prompt, params.truncate_prompt_tokens)
-        seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
-        seqs = self._sequences.make(request_id, ready, params, lane=lane, seed=seed, score_from=score_from)
-        for seq in seqs:
-            seq.prompt_logprobs = seqs[0].prompt_logprobs
-            self._scheduler.add(seq)
+            check_params(params, self._vocab_size)
+            ready = self._ready(prompt, params)
+            seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
+            seqs = self._sequences.make(request_id, ready, params, lane=lane, seed=seed)
+            for seq in seqs:
+                seq.prompt_logprobs = seqs[0].prompt_logprobs
+                self._scheduler.add(seq)
         self._unfinished[request_id] = seqs
 
     def abort(self, request_id: str) -> None:
@@ -331,13 +334,15 @@ class Engine:
             raise EngineClosed("this engine is closed; make a new one")
         return self._live_runner
 
-    def _ready(self, prompt: Prompt | PreparedPrompt, most: int | None) -> PreparedPrompt:
+    def _ready(self, prompt: Prompt | PreparedPrompt, params: RequestParams) -> PreparedPrompt:
         """The prompt prepared and truncated, which it may be already."""
+        scoring, most = params if isinstance(params, ScoringParams) else None, params.truncate_prompt_tokens
         if isinstance(prompt, PreparedPrompt):
-            if most is None or most == -1 or len(prompt.token_ids) <= most:
+            is_short = most is None or most == -1 or len(prompt.token_ids) <= most
+            if is_short if scoring is None else prompt.continued is not None:
                 return prompt
             prompt = prompt.token_ids
-        return self.prepare(prompt, truncate_prompt_tokens=most)
+        return self.prepare(prompt, truncate_prompt_tokens=most, scoring=scoring)
 
     def _fill(self, requests: Iterator[Request], refused: list[Completion]) -> bool:
         """Add requests until a full batch waits; return whether there are no more."""
@@ -366,7 +371,9 @@ class Engine:
         siblings.remove(seq)
         if seq.error is not None or not siblings:
             self.abort(seq.request_id)
-        return completion_of(seq, self._tokenizer, self._reasoner.split)
+        if seq.tree is None:
+            return completion_of(seq, self._tokenizer, self._reasoner.split)
+        return scores_of(seq, seq.tree)
 
 
 def _overlaps(config: EngineConfig) -> bool:

@@ -25,7 +25,7 @@ from .table import own_function, task_of
 from .tasks import OpenTask, Request
 
 if TYPE_CHECKING:
-    from engine import Completion, Engine, ModelIdentity, SamplingParams
+    from engine import Completion, Engine, ModelIdentity, RequestParams
     from worker.settings import WorkerSettings
 
 #: Requests in the engine at once: enough for any batch, few enough to keep a shard's stream lazy.
@@ -139,12 +139,12 @@ def _refill(
     samples: dict[int, list[Completion]],
     missing: dict[int, int],
 ) -> None:
-    from engine import Completion, InvalidRequest, SamplingParams
+    from engine import Completion, InvalidRequest, request_params
 
     while len(samples) < MAX_PENDING and (item := stream.pull()) is not None:
         index, request = item
         try:
-            params = SamplingParams.from_mapping(request.sampling)
+            params = request_params(request.kind, request.sampling)
             engine.add(str(index), _prompt(engine, request, params), params)
         except InvalidRequest as error:
             task.deliver(index, [Completion(str(index), 0, [], "", "error", 0, 0, error=str(error))])
@@ -152,7 +152,7 @@ def _refill(
             samples[index], missing[index] = [], params.n
 
 
-def _prompt(engine: Engine, request: Request, params: SamplingParams) -> str | list[int]:
+def _prompt(engine: Engine, request: Request, params: RequestParams) -> str | list[int]:
     if request.messages is not None:
         options = dict(request.chat_options)
         if params.truncate_prompt_tokens is not None:

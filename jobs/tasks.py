@@ -14,7 +14,8 @@ from .context import JobContext
 class Request:
     """One prompt for the engine: exactly one of `prompt` and `messages` is set.
 
-    sampling: keyword arguments of engine.SamplingParams; numbers that arrived as text were refused before.
+    sampling: keyword arguments of what engine.request_params makes for this kind of request, for "generate"
+    engine.SamplingParams, for "score" engine.ScoringParams; numbers that arrived as text were refused before.
     chat_options: keyword arguments of engine.Engine.chat_token_ids beside the messages.
     """
 
@@ -22,6 +23,7 @@ class Request:
     messages: list[dict[str, Any]] | None
     sampling: Mapping[str, Any]
     chat_options: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = "generate"
 
 
 class Logprob(Protocol):
@@ -33,6 +35,17 @@ class Logprob(Protocol):
     def rank(self) -> int: ...
     @property
     def decoded_token(self) -> str: ...
+
+
+class LogLikelihood(Protocol):
+    """What this package reads of engine.LogLikelihood."""
+
+    @property
+    def logprob(self) -> float: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def is_greedy(self) -> bool: ...
 
 
 class Completion(Protocol):
@@ -62,6 +75,8 @@ class Completion(Protocol):
     def prompt_text(self) -> str | None: ...
     @property
     def prompt_tokens(self) -> Sequence[str] | None: ...
+    @property
+    def loglikelihoods(self) -> Sequence[LogLikelihood] | None: ...
 
 
 class Task(abc.ABC):

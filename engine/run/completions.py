@@ -8,7 +8,8 @@ from typing import Protocol
 
 from engine.errors import SequenceFailed
 from engine.schedule.logprobs import NOT_WANTED, as_dicts, num_top
-from engine.schedule.outputs import Completion, LogLikelihood, Logprob
+from engine.schedule.outputs import Completion, Logprob
+from engine.schedule.score_tree import ScoreTree
 from engine.schedule.sequence import Sequence
 from engine.text.tokenizer import Tokenizer
 
@@ -52,14 +53,29 @@ def completion_of(seq: Sequence, tokenizer: Tokenizer, split: Split) -> Completi
         reasoning=reasoning,
         prompt_text=tokenizer.decode(prompt) if seq.params.echo else None,
         prompt_tokens=list(map(tokenizer.token_text, prompt)) if seq.params.echo else None,
-        loglikelihood=None if seq.generates or seq.error is not None else _loglikelihood(seq),
     )
 
 
-def _loglikelihood(seq: Sequence) -> LogLikelihood:
+def scores_of(seq: Sequence, tree: ScoreTree) -> Completion | None:
+    """The completion of a request whose sequence has scored its part, None while others have to."""
+    if seq.error is not None:
+        return Completion.refused(seq.request_id, SequenceFailed(seq.error))
     logprobs = [logprob for part in seq.prompt_logprobs for logprob in part.logprobs.tolist()]
     ranks = [rank for part in seq.prompt_logprobs for rank in part.ranks.tolist()]
-    return LogLikelihood.of(tuple(logprobs), tuple(rank == 1 for rank in ranks))
+    if seq.index == 0:
+        tree.num_cached_tokens = min(seq.num_cached_tokens or 0, tree.num_prompt_tokens)
+    if not tree.take(seq.index, logprobs, ranks):
+        return None
+    return Completion(
+        request_id=seq.request_id,
+        index=0,
+        token_ids=[],
+        text="",
+        finish_reason="stop",
+        num_prompt_tokens=tree.num_prompt_tokens,
+        num_cached_tokens=tree.num_cached_tokens,
+        loglikelihoods=tree.results(),
+    )
 
 
 def _of_prompt(seq: Sequence, text_of: Callable[[int], str]) -> list[dict[int, Logprob] | None] | None:

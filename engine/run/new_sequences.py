@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from engine.sampling.params import SamplingParams
 from engine.sampling.request_edits import RequestEdits, SequenceEdits
+from engine.sampling.scoring import NO_NEW_TOKEN
 from engine.schedule.prepared_prompt import PreparedPrompt
-from engine.schedule.sequence import Sequence
+from engine.schedule.score_tree import ScoreTree
+from engine.schedule.sequence import Sequence, SequenceStatus
 from engine.structured.grammars import Grammars
 from engine.structured.matcher import Matcher
 from engine.text.reasoner import Reasoner
@@ -20,7 +22,7 @@ class NewSequences:
         self, tokenizer: Tokenizer, reasoner: Reasoner, eos_token_ids: frozenset[int], vocab_size: int
     ) -> None:
         self._tokenizer, self._reasoner = tokenizer, reasoner
-        self._eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
+        self.eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
         self.grammars = Grammars(tokenizer.backend, vocab_size, eos_token_ids)
 
     def make(
@@ -31,11 +33,10 @@ class NewSequences:
         *,
         lane: int,
         seed: int,
-        score_from: int | None,
     ) -> list[Sequence]:
         """params.n of them. Raises InvalidSampling for values that mean nothing to this model's tokenizer."""
         end_token_ids = frozenset(params.stop_token_ids).union(
-            () if params.ignore_eos else self._eos_token_ids
+            () if params.ignore_eos else self.eos_token_ids
         )
         follows_text = self._tokenizer.has_text(prompt.token_ids)
         edits = self._edits(params, prompt.token_ids)
@@ -56,10 +57,31 @@ class NewSequences:
                 ),
                 matcher=matcher,
                 block_keys=prompt.block_keys,
-                score_from=score_from,
             )
             for index, matcher in enumerate(self.grammars.matchers(params, end_token_ids))
         ]
+
+    def branches(self, request_id: str, prompt: PreparedPrompt, *, lane: int) -> list[Sequence]:
+        """Those that score a prompt's continuations, as they branch; all but the first follow another one."""
+        assert prompt.continued is not None
+        tree = ScoreTree(prompt.token_ids, prompt.num_prompt_tokens, prompt.continued)
+        seqs: list[Sequence] = []
+        for index, branch in enumerate(tree.shape.branches):
+            seq = Sequence(
+                request_id,
+                [*prompt.token_ids, *branch.token_ids],
+                NO_NEW_TOKEN,
+                index=index,
+                lane=lane,
+                block_keys=prompt.block_keys,
+                targets=tree.targets(branch),
+                tree=tree,
+            )
+            if branch.parent is not None:
+                seq.status = SequenceStatus.HELD
+                seqs[branch.parent].followers.append(seq)
+            seqs.append(seq)
+        return seqs
 
     def _edits(self, params: SamplingParams, prompt_token_ids: list[int]) -> RequestEdits | None:
         bad_words = self._tokenizer.bad_words(tuple(params.bad_words)) if params.bad_words else ()

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import zip_longest
 from typing import Any
 
 from engine.errors import InvalidPrompt, InvalidRequest, ScoringFailed
 from engine.sampling.params import SamplingParams
+from engine.sampling.request_kinds import RequestParams
 from engine.sampling.scoring import ScoringParams
 from engine.schedule.outputs import Completion, LogLikelihood
+from engine.schedule.prepared_prompt import BlockKey, PreparedPrompt
+from engine.schedule.score_tree import ends_needed, shape_of
+from engine.text.continuations import Tail
 from engine.text.prompts import Prompt, PromptReader
 
-Request = tuple[str, Prompt, SamplingParams | ScoringParams]
-Asked = tuple[tuple[int, ...], int]  # token ids, and where those of the continuation begin
+Request = tuple[str, Prompt, RequestParams]
+Asked = tuple[tuple[int, ...], int]  # a context, and the number of a continuation among its own
 NOTHING = LogLikelihood(0.0, 0, is_greedy=True)
+
+
+def check_request(request_id: object, lane: object) -> None:
+    """Raise InvalidRequest for what can be no id, or no lane."""
+    if not isinstance(request_id, str):
+        raise InvalidRequest(f"a request id must be a string, got {request_id!r}")
+    if isinstance(lane, bool) or not isinstance(lane, int) or lane < 0:
+        raise InvalidRequest(f"lane must be an integer of 0 or more, got {lane!r}")
 
 
 def numbered(
@@ -34,71 +46,81 @@ def numbered(
         yield str(i), prompt, own
 
 
-class Scores:
-    """Pairs of a context and a continuation as requests: a tree, of which each token is scored once.
+def prepare_scores(
+    prompt: object,
+    params: ScoringParams,
+    prompts: PromptReader,
+    keys_of: Callable[[list[int]], list[BlockKey]],
+    end_token_ids: tuple[int, ...],
+) -> PreparedPrompt:
+    """A prompt whose continuations are to be scored. Raises InvalidPrompt or PromptTooLong.
 
-    In the order of their tokens a pair shares most with the one before it; what follows is scored for it.
+    end_token_ids: those that end the model's texts.
     """
+    token_ids, tails = prompts.continued(
+        prompt,
+        params.continuations,
+        truncate_prompt_tokens=params.truncate_prompt_tokens,
+        num_ends=int(params.score_end is True),
+    )
+    ends = params.score_end
+    if ends == "auto":
+        _check_distinct(tails)
+        ends = ends_needed(tails)
+    if ends and not end_token_ids:
+        raise InvalidPrompt("no token ends this model's texts, so none can be scored behind a continuation")
+    shape = shape_of(tails, end_token_ids if ends else ())
+    return PreparedPrompt(token_ids, keys_of(token_ids), shape, len(token_ids) + tails[0][1])
+
+
+def _check_distinct(tails: tuple[Tail, ...]) -> None:
+    places: dict[Tail, int] = {}
+    for place, tail in enumerate(tails):
+        if places.setdefault(tail, place) != place:
+            raise InvalidPrompt(
+                f"continuations {places[tail]} and {place} are the same tokens: one of them is enough"
+            )
+
+
+class Scores:
+    """Pairs of a context and a continuation as requests, one for each context."""
 
     def __init__(self, pairs: Iterable[tuple[Prompt, Prompt]], prompts: PromptReader) -> None:
         """Raises InvalidRequest or a subclass for the first pair that cannot be scored."""
-        self._asked = [_read(place, pair, prompts) for place, pair in enumerate(pairs)]
-        self._distinct = sorted({asked for asked in self._asked if asked[1] < len(asked[0])})
-        self._first_own = [*map(_first_own, [None, *self._distinct], self._distinct)]
+        self._groups: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
+        self._asked = [self._group(*_read(place, pair, prompts)) for place, pair in enumerate(pairs)]
+
+    def _group(self, token_ids: list[int], score_from: int) -> Asked | None:
+        if score_from == len(token_ids):
+            return None
+        context, continuation = tuple(token_ids[:score_from]), tuple(token_ids[score_from:])
+        group = self._groups.setdefault(context, {})
+        return context, group.setdefault(continuation, len(group))
 
     def requests(self) -> Iterator[Request]:
-        """In the order of their tokens."""
-        for number, (asked, first_own) in enumerate(zip(self._distinct, self._first_own, strict=True)):
-            if first_own < len(asked[0]):
-                yield str(number), list(asked[0]), ScoringParams(first_own)
+        """In the order of their tokens, so that those side by side share the most."""
+        for number, context in enumerate(sorted(self._groups)):
+            yield str(number), list(context), ScoringParams(tuple(self._groups[context]))
 
     def results(self, done: dict[str, list[Completion]]) -> list[LogLikelihood]:
         """One for each pair. Raises ScoringFailed for the first that has none."""
-        found: dict[Asked, LogLikelihood | str] = {}
-        before: LogLikelihood | str = NOTHING
-        for number, (asked, first_own) in enumerate(zip(self._distinct, self._first_own, strict=True)):
-            own = _outcome(done[str(number)][0]) if str(number) in done else NOTHING
-            if first_own > asked[1]:
-                num_skipped = asked[1] - self._distinct[number - 1][1]
-                own = _joined(before, own, slice(num_skipped, num_skipped + first_own - asked[1]))
-            before = found[asked] = own
-        return [_checked(place, found.get(asked, NOTHING)) for place, asked in enumerate(self._asked)]
+        found = {context: done[str(number)][0] for number, context in enumerate(sorted(self._groups))}
+        return [
+            NOTHING if asked is None else _checked(place, found[asked[0]], asked[1])
+            for place, asked in enumerate(self._asked)
+        ]
 
 
-def _first_own(before: Asked | None, asked: Asked) -> int:
-    """The place of the first token that has to be scored for `asked`, where `before` is scored."""
-    token_ids, score_from = asked
-    if before is None or before[1] > score_from:
-        return score_from
-    pairs = zip(before[0], token_ids, strict=False)
-    num_shared = next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(before[0]), len(token_ids)))
-    return max(score_from, num_shared)
+def _checked(place: int, found: Completion, number: int) -> LogLikelihood:
+    if found.loglikelihoods is None:
+        raise ScoringFailed(place, found.error or "the engine gave no reason")
+    return found.loglikelihoods[number]
 
 
-def _outcome(completion: Completion) -> LogLikelihood | str:
-    return completion.loglikelihood or completion.error or "the engine gave no reason"
-
-
-def _joined(before: LogLikelihood | str, own: LogLikelihood | str, shared: slice) -> LogLikelihood | str:
-    """Of some tokens of `before`, and then of all of `own`."""
-    if isinstance(before, str) or isinstance(own, str):
-        return before if isinstance(before, str) else own
-    return LogLikelihood.of(
-        before.token_logprobs[shared] + own.token_logprobs, before.greedy_tokens[shared] + own.greedy_tokens
-    )
-
-
-def _checked(place: int, found: LogLikelihood | str) -> LogLikelihood:
-    if isinstance(found, str):
-        raise ScoringFailed(place, found)
-    return found
-
-
-def _read(place: int, pair: object, prompts: PromptReader) -> Asked:
+def _read(place: int, pair: object, prompts: PromptReader) -> tuple[list[int], int]:
     if not isinstance(pair, (list, tuple)) or len(pair) != 2:
         raise InvalidRequest(f"pair {place} must be a context and a continuation, got {type(pair).__name__}")
     try:
-        token_ids, score_from = prompts.pair(*pair)
+        return prompts.pair(*pair)
     except InvalidRequest as error:
         raise type(error)(f"pair {place}: {error}") from error
-    return tuple(token_ids), score_from

@@ -107,8 +107,10 @@ class StepLogprobs:
         self._model, self._tp = model, tp
         wanted = np.flatnonzero(step.sample_tops != NOT_WANTED)
         self._sample_tops, self._scored_tops = step.sample_tops[wanted], step.scored_tops
-        self._wanted, self._scored_rows, self._scored_token_ids = upload(
-            [wanted, step.scored_rows, step.scored_token_ids], device
+        is_new = np.diff(step.scored_rows, prepend=-1) != 0  # several tokens may be scored by one row
+        self._places = np.cumsum(is_new) - 1
+        self._wanted, self._scored_rows, self._scored_token_ids, self._place_of = upload(
+            [wanted, step.scored_rows[is_new], step.scored_token_ids, self._places], device
         )
         self._raw = torch.zeros((0, 1), device=device)
 
@@ -124,7 +126,7 @@ class StepLogprobs:
     def compute(self, sampled: Tensor, hidden: Tensor) -> DeviceLogprobs | None:
         """All of them, those of the samples first; None on ranks other than 0.
 
-        sampled: [samples] int64, the tokens.  hidden: [scored, hidden_size], of the rows that score.
+        sampled: [samples] int64, the tokens.  hidden: [rows, hidden_size], of the rows that score.
         """
         pieces = LogprobPieces()
         if self._tp.rank == 0 and len(self._wanted):
@@ -132,7 +134,10 @@ class StepLogprobs:
             for piece, width in cut(self._sample_tops, self._raw.shape[1]):
                 pieces.add(self._raw[piece], token_ids[piece], width)
         for piece, width in cut(self._scored_tops, self._model.vocab_size):
-            logits = self._model.logits(hidden[piece])
+            first, last = self._places[piece.start], self._places[piece.stop - 1]
+            logits = self._model.logits(hidden[first : last + 1])
             if self._tp.rank == 0:
+                if len(logits) < piece.stop - piece.start:
+                    logits = logits[self._place_of[piece] - int(first)]
                 pieces.add(logits, self._scored_token_ids[piece], width)
         return pieces.all() if self._tp.rank == 0 else None

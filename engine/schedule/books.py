@@ -144,6 +144,8 @@ class Books:
         for seq in finished:
             self._leave(seq)
             seq.status = SequenceStatus.FINISHED
+            if seq.error is None:
+                self._queue_followers(seq)
         return finished
 
     def withdraw(self) -> None:
@@ -186,6 +188,13 @@ class Books:
             self._gate.count_left(1)
         elif seq.status is SequenceStatus.WAITING:
             self.waiting[seq.lane].remove(seq)
+
+    def _queue_followers(self, seq: Sequence) -> None:
+        """What was held until `seq` is finished takes the place of it."""
+        for follower in seq.followers:
+            follower.arrival, follower.lane = seq.arrival, seq.lane
+            self.blocks.extend_keys(follower)
+            self._wait_again(follower)
 
     def _let_go_sources(self, batch: ScheduledBatch) -> None:
         self.blocks.let_go_sources(copy for _, copy in batch.copies)

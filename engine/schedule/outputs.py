@@ -62,7 +62,8 @@ class Completion:
         `text` is without then; None where there is none.
     prompt_text, prompt_tokens: with SamplingParams.echo, the prompt's text and that of each of its tokens.
     prompt_logprobs: the same for each token of the prompt; the first one has none.
-    loglikelihood: what ScoringParams asked for; such a completion has no token, and ends with "stop".
+    loglikelihoods: of each continuation that ScoringParams asked for; such a completion has no token, and
+        ends with "stop".
     """
 
     request_id: str
@@ -75,7 +76,7 @@ class Completion:
     logprobs: list[dict[int, Logprob]] | None = None
     error: str | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    loglikelihood: LogLikelihood | None = None
+    loglikelihoods: list[LogLikelihood] | None = None
     reasoning: str | None = None
     prompt_text: str | None = None
     prompt_tokens: list[str] | None = None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from engine.schedule.score_tree import TreeShape
 
 
 class BlockKey(NamedTuple):
@@ -17,8 +20,12 @@ class BlockKey(NamedTuple):
 class PreparedPrompt:
     """A prompt with all done to it that takes time with its length: what `Engine.prepare` makes.
 
-    token_ids: checked. block_keys: of its full blocks, none where prefixes are not cached.
+    token_ids: checked. block_keys: of its full blocks, none where prefixes are not cached. continued: the
+    tree of the continuations that stand behind these tokens, where those are to be scored; then
+    num_prompt_tokens are the prompt's own.
     """
 
     token_ids: list[int]
     block_keys: list[BlockKey]
+    continued: TreeShape | None = None
+    num_prompt_tokens: int = 0

@@ -6,6 +6,7 @@ probability may be wanted, or the next one of the prompt.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,31 +14,44 @@ from numpy.typing import NDArray
 
 from engine.schedule.logprobs import NOT_WANTED, RowLogprobs
 from engine.schedule.scheduled_batch import ScheduledBatch
-from engine.schedule.sequence import SequenceStatus
+from engine.schedule.sequence import Sequence, SequenceStatus
 from engine.schedule.slots import SlotTable
 
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """Prompt tokens whose log probability a step gives, those of a sequence one after another.
+    """Tokens whose log probability a step gives, those of a sequence one after another.
 
-    counts: [seqs] int64, how many of each.  rows: [scored] int64, the rows whose distributions they are of.
+    of: the sequences, and how many of each.  rows: [scored] int64, the rows whose distributions they are of.
     token_ids, tops: [scored] int64, the tokens, and how many of the most likely ones are wanted besides.
     """
 
-    counts: NDArray[np.int64]
+    of: list[tuple[Sequence, int]]
     rows: NDArray[np.int64]
     token_ids: NDArray[np.int64]
     tops: NDArray[np.int64]
 
 
-NONE_SCORED = ScoredTokens(*(np.zeros(0, np.int64) for _ in range(4)))
+NONE_SCORED = ScoredTokens([], *(np.zeros(0, np.int64) for _ in range(3)))
 
 
 def find_scored(batch: ScheduledBatch, slots: SlotTable) -> ScoredTokens:
-    """The prompt tokens that a step scores which is not launched yet; NONE_SCORED if there are none."""
+    """The tokens that a step scores which is not launched yet; NONE_SCORED if there are none."""
     if not slots.num_wanting:
         return NONE_SCORED
+    parts = [part for part in (_of_prompts(batch, slots), *_of_targets(batch)) if part.of]
+    if len(parts) <= 1:
+        return parts[0] if parts else NONE_SCORED
+    return ScoredTokens(
+        [each for part in parts for each in part.of],
+        np.concatenate([part.rows for part in parts]),
+        np.concatenate([part.token_ids for part in parts]),
+        np.concatenate([part.tops for part in parts]),
+    )
+
+
+def _of_prompts(batch: ScheduledBatch, slots: SlotTable) -> ScoredTokens:
+    """Of the prompts whose log probabilities are wanted."""
     held, num_new, num_computed = batch.slots, batch.num_new_tokens, slots.num_computed[batch.slots]
     firsts = np.maximum(num_computed + 1, slots.next_scored[held])
     ends = np.minimum(num_computed + num_new + 1, slots.score_end[held])
@@ -47,13 +61,30 @@ def find_scored(batch: ScheduledBatch, slots: SlotTable) -> ScoredTokens:
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     first_rows = np.cumsum(num_new) - num_new + firsts - 1 - num_computed
     return ScoredTokens(
-        counts=counts,
+        of=[(batch.seqs[i], int(counts[i])) for i in np.flatnonzero(counts).tolist()],
         rows=np.repeat(first_rows, counts) + within,
         token_ids=slots.token_ids[np.repeat(held, counts), np.repeat(firsts, counts) + within].astype(
             np.int64
         ),
         tops=np.repeat(slots.score_top[held], counts),
     )
+
+
+def _of_targets(batch: ScheduledBatch) -> Iterator[ScoredTokens]:
+    """Of each sequence that is there for nothing else."""
+    first_row = len(batch.decodes)
+    for seq, num_new, _ in batch.each_prefill():
+        if seq.targets is not None:
+            num_computed = seq.num_computed_tokens
+            found = seq.targets.until(num_computed + num_new)
+            places = seq.targets.places[found]
+            yield ScoredTokens(
+                of=[(seq, len(places))] if len(places) else [],
+                rows=first_row + places - 1 - num_computed,
+                token_ids=seq.targets.token_ids[found],
+                tops=np.zeros_like(places),
+            )
+        first_row += num_new
 
 
 def sample_tops(batch: ScheduledBatch, slots: SlotTable) -> NDArray[np.int64]:
@@ -64,11 +95,12 @@ def sample_tops(batch: ScheduledBatch, slots: SlotTable) -> NDArray[np.int64]:
 
 def count_scored(batch: ScheduledBatch, slots: SlotTable) -> None:
     """The step is launched, and its computed tokens are not counted yet: count those that it scores."""
-    counts = find_scored(batch, slots).counts
-    for i in np.flatnonzero(counts).tolist():
-        seq, count = batch.seqs[i], int(counts[i])
-        seq.next_scored += count
-        slots.next_scored[seq.slot] = seq.next_scored
+    for seq, count in find_scored(batch, slots).of:
+        if seq.targets is not None:
+            seq.targets.next += count
+        else:
+            seq.next_scored += count
+            slots.next_scored[seq.slot] = seq.next_scored
         batch.scored.append((seq, count))
 
 

@@ -15,6 +15,7 @@ from engine.sampling.request_edits import SequenceEdits
 from engine.schedule.logprobs import NOT_WANTED, RowLogprobs, num_top
 from engine.schedule.outputs import FinishReason
 from engine.schedule.prepared_prompt import BlockKey
+from engine.schedule.score_tree import ScoreTree, Targets
 from engine.structured.matcher import Matcher
 from engine.text.stop_strings import StopStrings
 
@@ -22,6 +23,7 @@ from engine.text.stop_strings import StopStrings
 class SequenceStatus(Enum):
     """Where a sequence is. Only the scheduler changes it."""
 
+    HELD = auto()  # until another one of its request, which computes its first tokens, is finished
     WAITING = auto()
     RUNNING = auto()
     ENDING = auto()  # its last token is being computed; it holds neither slot nor blocks any more
@@ -54,8 +56,9 @@ class Sequence:
     The prompt's tokens from `next_scored` to `score_end` are those whose log probability is wanted, and
     neither known nor being computed; `prompt_logprobs` holds those that are known, in order. `logprobs` holds
     those of the known tokens behind the prompt, if they are wanted. `score_top`, `sample_top`: how many of
-    the most likely tokens go with each, or NOT_WANTED. A sequence that does not generate is there to be
-    scored: `target`, its prompt's last token, stands apart, as it is never computed.
+    the most likely tokens go with each, or NOT_WANTED. A sequence that does not generate is there to score
+    `targets`, whose log probabilities then are its `prompt_logprobs`: those of a branch of `tree`, its number
+    `index`. `followers` are held until it is finished.
     """
 
     __slots__ = (
@@ -65,7 +68,7 @@ class Sequence:
         "edits",
         "error",
         "finish_reason",
-        "first_scored",
+        "followers",
         "follows_text",
         "forced",
         "forcing",
@@ -94,9 +97,10 @@ class Sequence:
         "status",
         "stop_strings",
         "stop_token_ids",
-        "target",
+        "targets",
         "text",
         "token_ids",
+        "tree",
     )
 
     def __init__(
@@ -116,7 +120,8 @@ class Sequence:
         forcing: Forcing | None = None,
         matcher: Matcher | None = None,
         block_keys: Iterable[BlockKey] = (),
-        score_from: int | None = None,
+        targets: Targets | None = None,
+        tree: ScoreTree | None = None,
     ) -> None:
         """follows_text: the prompt holds text, and not special tokens alone.
 
@@ -125,7 +130,7 @@ class Sequence:
         forcing: says which tokens must come next; None where none ever must.
         matcher: what its text must follow, None if that is free.
         block_keys: of the first full blocks of the prompt, where they are known; the scheduler adds the rest.
-        score_from: score the tokens of the prompt from this place on, and generate nothing.
+        targets: score these, and generate nothing.  tree: of which they are a part.
         """
         self.request_id, self.index, self.params = request_id, index, params
         self.lane, self.arrival, self.seed = lane, arrival, seed
@@ -137,7 +142,7 @@ class Sequence:
         self.matcher = matcher
         self.token_ids = list(prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens = len(prompt_token_ids)
-        self.max_len = self.num_prompt_tokens + params.max_tokens
+        self.max_len = self.num_prompt_tokens + (params.max_tokens if targets is None else 0)
         self.num_computed_tokens = self.num_stale = 0
         self.num_cached_tokens: int | None = None
         self.num_published_blocks = 0
@@ -151,20 +156,13 @@ class Sequence:
         self.text = ""
         self.sample_top = num_top(params.logprobs)
         # one sample speaks for all
-        self.score_top = num_top(params.prompt_logprobs if index == 0 else None)
-        self.next_scored = self.first_scored = 1
-        self.score_end = self.num_prompt_tokens if self.score_top != NOT_WANTED else 0
+        self.score_top = num_top(params.prompt_logprobs if index == 0 else None) if targets is None else 0
+        self.next_scored = 1
+        self.score_end = self.num_prompt_tokens if self.score_top != NOT_WANTED and targets is None else 0
         self.logprobs: list[RowLogprobs] = []
         self.prompt_logprobs: list[RowLogprobs] = []
-        self.generates, self.target = True, -1
-        if score_from is not None:
-            self._score_alone(score_from)
-
-    def _score_alone(self, score_from: int) -> None:
-        self.generates, self.target = False, self.token_ids.pop()
-        self.num_tokens = self.max_len = len(self.token_ids)
-        self.next_scored = self.first_scored = score_from
-        self.score_top, self.score_end = 0, self.num_prompt_tokens
+        self.generates, self.targets, self.tree = targets is None, targets, tree
+        self.followers: list[Sequence] = []
 
     def __repr__(self) -> str:
         return (
@@ -187,11 +185,17 @@ class Sequence:
         """Tokens that need not be computed where their keys and values are there: the last one must be, and
         what has the distribution of a token that is scored."""
         last = self.num_tokens - 1
+        if self.targets is not None:
+            return min(last, int(self.targets.places[self.targets.next]) - 1)
         return min(last, self.next_scored - 1) if self.next_scored < self.score_end else last
 
     def forget_scored(self) -> None:
         """What is being computed will not come: the first token not known is the next to be scored."""
-        self.next_scored = self.first_scored + sum(len(part.ranks) for part in self.prompt_logprobs)
+        num_known = sum(len(part.ranks) for part in self.prompt_logprobs)
+        if self.targets is not None:
+            self.targets.next = num_known
+        else:
+            self.next_scored = 1 + num_known
 
     @property
     def generated_token_ids(self) -> list[int]:

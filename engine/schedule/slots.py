@@ -82,8 +82,6 @@ class SlotTable:
         slot = seq.slot = self._free.pop()
         self.num_wanting += seq.wants_logprobs
         self.token_ids[slot, : seq.num_tokens] = seq.token_ids
-        if not seq.generates:
-            self.token_ids[slot, seq.num_tokens] = seq.target
         self.num_alone[slot] = int(seq.generates)
         self.block_tables[slot, : len(seq.block_table)] = seq.block_table
         self.num_tokens[slot] = self.num_known[slot] = seq.num_tokens

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.errors import InvalidPrompt, PromptTooLong
+from engine.text.continuations import Continuations, Tail, check_tails
 from engine.text.tokenizer import Tokenizer
 
 Prompt = str | list[int]
@@ -15,6 +18,7 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
+        self._continuations = Continuations(tokenizer)
 
     def pair(self, context: object, continuation: object) -> tuple[list[int], int]:
         """Token ids of both, and where those of the continuation begin; nowhere if it is empty.
@@ -44,6 +48,54 @@ class PromptReader:
         if len(whole) <= len(first):
             raise InvalidPrompt("the continuation has no token of its own behind its context")
         return self.token_ids(whole), len(first)
+
+    def continued(
+        self,
+        prompt: object,
+        continuations: Sequence[str | Sequence[int]],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        num_ends: int = 0,
+    ) -> tuple[list[int], tuple[Tail, ...]]:
+        """What stands before all of a prompt's continuations, and their tails behind it.
+
+        Texts are tokenized as in `pair` behind a text, by themselves behind token ids. num_ends: tokens that
+        may stand behind each. Raises InvalidPrompt or PromptTooLong.
+        """
+        before, tails = self._continued(prompt, continuations, truncates=truncate_prompt_tokens is not None)
+        check_tails(tails)
+        longest = max(len(token_ids) for token_ids, _ in tails) + num_ends
+        if truncate_prompt_tokens is not None:
+            most = self._max_model_len - 1 - longest
+            if truncate_prompt_tokens != -1:
+                most = min(most, truncate_prompt_tokens - tails[0][1])
+            before = before[-max(1, most) :]
+        if len(before) + longest >= self._max_model_len:
+            raise PromptTooLong(
+                f"the prompt and its longest continuation have {len(before) + longest} tokens; this engine "
+                f"takes {self._max_model_len - 1} (max_model_len={self._max_model_len}, less one)"
+            )
+        for token_ids in (before, *(token_ids for token_ids, _ in tails)):
+            self.token_ids(token_ids)
+        return before, tails
+
+    def _continued(
+        self, prompt: object, continuations: Sequence[str | Sequence[int]], *, truncates: bool
+    ) -> tuple[list[int], tuple[Tail, ...]]:
+        texts = tuple(each for each in continuations if isinstance(each, str))
+        if not isinstance(prompt, str) or len(texts) < len(continuations):
+            before = self.token_ids(prompt, truncate_prompt_tokens=-1 if truncates else None)
+            alone = iter(self._continuations.alone(texts))
+            tails = (next(alone) if isinstance(each, str) else (tuple(each), 0) for each in continuations)
+            return before, tuple(tails)
+        text = prompt.rstrip()
+        texts = tuple(prompt[len(text) :] + each for each in texts)
+        if text:
+            token_ids = self._tokenizer.encode(text, limit=None if truncates else self._max_model_len - 1)
+            return self._continuations.behind(text, token_ids, texts)
+        prefix = self._tokenizer.prefix
+        alone = iter(self._continuations.alone(texts))
+        return prefix, tuple((ids[1:] if ids[:1] == tuple(prefix) else ids, 0) for ids, _ in alone)
 
     def token_ids(self, prompt: object, *, truncate_prompt_tokens: int | None = None) -> list[int]:
         """Token ids of a text, or a checked copy of token ids. Raises InvalidPrompt or PromptTooLong.

@@ -86,6 +86,7 @@ class FailedCompletion:
     reasoning: None = None
     prompt_text: None = None
     prompt_tokens: None = None
+    loglikelihoods: None = None
 
 
 def check_answers(answers: Answers) -> None:

@@ -25,7 +25,7 @@ from redis.connection import AbstractConnection
 from rq import Queue, SimpleWorker, Worker
 from rq.serializers import JSONSerializer
 
-from engine import Completion, EngineStats, ModelIdentity, SamplingParams
+from engine import Completion, EngineStats, ModelIdentity, RequestParams, SamplingParams
 from tests.redis_server import running_redis_server
 from worker import BatchWorker
 from worker.settings import WorkerSettings
@@ -51,7 +51,7 @@ class InstantEngine:
         self.started: list[str] = []
         self._steps = 0
 
-    def add(self, request_id: str, prompt: str | list[int], params: SamplingParams, *, lane: int = 0) -> None:
+    def add(self, request_id: str, prompt: str | list[int], params: RequestParams, *, lane: int = 0) -> None:
         self._waiting.append(request_id)
         self.has_unfinished = True
 

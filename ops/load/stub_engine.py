@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine import Completion, InvalidRequest, ModelIdentity, SamplingParams
+from engine import Completion, InvalidRequest, ModelIdentity, RequestParams, SamplingParams
 from worker import BatchWorker
 from worker.settings import WorkerSettings
 
@@ -68,7 +68,8 @@ class StubEngine:
     def has_unfinished(self) -> bool:
         return bool(self._running) or any(self._waiting.values())
 
-    def add(self, request_id: str, prompt: str | list[int], params: SamplingParams, *, lane: int = 0) -> None:
+    def add(self, request_id: str, prompt: str | list[int], params: RequestParams, *, lane: int = 0) -> None:
+        assert isinstance(params, SamplingParams)
         if prompt == REFUSED or not prompt:
             raise InvalidRequest("the prompt is empty or refused")
         sequence = StubSequence(request_id, str(prompt), params.n, params.max_tokens, lane, params.max_tokens)

@@ -15,6 +15,7 @@ from engine.schedule.forced import sampled_as
 from engine.schedule.logprobs import NOT_WANTED, RowLogprobs
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.scheduler import Scheduler
+from engine.schedule.score_tree import Targets
 from engine.schedule.sequence import Forcing, Sequence, SequenceStatus
 from engine.schedule.step_batch import StepBatch, build_step_batch
 
@@ -178,7 +179,8 @@ class ShadowEngine:
         return seq
 
     def score(self, prompt: list[int], score_from: int, *, lane: int = 0) -> Sequence:
-        seq = Sequence(str(self._num_added), prompt, NO_NEW_TOKEN, lane=lane, score_from=score_from)
+        targets = Targets.of_prompt(prompt, score_from)
+        seq = Sequence(str(self._num_added), prompt[:-1], NO_NEW_TOKEN, lane=lane, targets=targets)
         self._num_added += 1
         self.scheduler.add(seq)
         self.unfinished.append(seq)

@@ -17,7 +17,6 @@ from engine import (
     EngineBusy,
     InvalidPrompt,
     InvalidRequest,
-    InvalidSampling,
     LogLikelihood,
     PromptTooLong,
     SamplingParams,
@@ -103,7 +102,7 @@ def test_they_run_beside_other_requests_and_are_preempted(small: Engine, truth: 
     ]
     before = small.stats().num_preemptions
     for i, (context, continuation) in enumerate(pairs):
-        small.add(f"score {i}", context + continuation, ScoringParams(len(context)), lane=2)
+        small.add(f"score {i}", context, ScoringParams([continuation]), lane=2)
     params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True, logprobs=0)
     done = []
     for i in range(8):
@@ -120,10 +119,10 @@ def test_they_run_beside_other_requests_and_are_preempted(small: Engine, truth: 
     for i, pair in enumerate(pairs[:5]):
         completion = by_id[f"score {i}"]
         assert (completion.token_ids, completion.text, completion.finish_reason) == ([], "", "stop")
-        assert completion.num_prompt_tokens == 100
-        check(completion.loglikelihood, truth, *pair)
+        assert completion.num_prompt_tokens == 70
+        check(completion.loglikelihoods[0], truth, *pair)
     for i in range(8):
-        assert by_id[f"text {i}"].loglikelihood is None
+        assert by_id[f"text {i}"].loglikelihoods is None
         assert len(by_id[f"text {i}"].logprobs) == 9
 
 
@@ -229,18 +228,6 @@ def test_it_waits_for_no_others(small: Engine) -> None:
     small.abort("a")
 
 
-@pytest.mark.parametrize("value", [0, -1, True, "1", None, 1.5])
-def test_a_place_that_cannot_be_is_refused(value: Any) -> None:
-    with pytest.raises(InvalidSampling, match="score_from"):
-        ScoringParams(value)
-
-
-def test_a_place_behind_the_prompt_is_refused(small: Engine) -> None:
-    with pytest.raises(InvalidSampling, match="score_from=2 leaves nothing to score of a prompt of 2 tokens"):
-        small.add("a", [5, 6], ScoringParams(2))
-    assert not small.has_unfinished
-
-
 def test_logits_that_are_no_numbers_fail_that_pair(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,9 +250,9 @@ def test_a_prompt_is_scored_with_tokens_of_its_own_settings(small: Engine) -> No
     alone = small.loglikelihood([([5, 6, 7], [8, 9])])[0]
     wide = SamplingParams(max_tokens=3, logprobs=20, prompt_logprobs=-1, seed=1, temperature=2.0)
     small.add("wide", [5, 6, 7, 8], wide)
-    small.add("own", [5, 6, 7, 8, 9], ScoringParams(3))
+    small.add("own", [5, 6, 7], ScoringParams([[8, 9]]))
     small.add("more", [5, 6, 7], replace(wide, prompt_logprobs=None))
     done = {}
     while small.has_unfinished:
         done |= {completion.request_id: completion for completion in small.step()}
-    assert done["own"].loglikelihood.token_logprobs == pytest.approx(alone.token_logprobs, abs=1e-5)
+    assert done["own"].loglikelihoods[0].token_logprobs == pytest.approx(alone.token_logprobs, abs=1e-5)

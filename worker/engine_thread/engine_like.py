@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from engine import Completion, ModelIdentity, SamplingParams
+from engine import Completion, ModelIdentity, RequestParams, SamplingParams, ScoringParams
 
 
 class EngineLike(Protocol):
@@ -26,13 +26,19 @@ class EngineLike(Protocol):
         """Whether a step has anything to do."""
         ...
 
-    def add(self, request_id: str, prompt: Any, params: SamplingParams, *, lane: int = 0) -> None:
+    def add(self, request_id: str, prompt: Any, params: RequestParams, *, lane: int = 0) -> None:
         """Queue a request: text, token ids or what `prepare` made of them. Raises InvalidRequest."""
 
-    def prepare(self, prompt: str | list[int], *, truncate_prompt_tokens: int | None = None) -> Any:
+    def prepare(
+        self,
+        prompt: str | list[int],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        scoring: ScoringParams | None = None,
+    ) -> Any:
         """The part of `add` that takes time with the prompt's length; for any thread, as `chat_token_ids`.
 
-        truncate_prompt_tokens: as of SamplingParams.
+        truncate_prompt_tokens: as of SamplingParams.  scoring: where continuations are to be scored.
         """
         ...
 

@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from typing import Any
 
-from engine import Completion, EngineError, InvalidRequest, SamplingParams
+from engine import (
+    Completion,
+    EngineError,
+    InvalidRequest,
+    RequestParams,
+    SamplingParams,
+    ScoringParams,
+    request_params,
+)
 from worker.engine_thread.engine_like import EngineLike
 from worker.engine_thread.orders import Add
 from worker.engine_thread.preparer import Preparer
@@ -43,12 +51,12 @@ class _Waiting:
         self.engine, self.add, self.number = engine, add, number
         self.lane, self.size = add.lane, _size(add)
         self.is_ready = self.size <= SHORT and not add.sampling.get("structured_outputs")
-        self.prepared: tuple[Any, SamplingParams] | None = None
+        self.prepared: tuple[Any, RequestParams] | None = None
         self.error: BaseException | None = None
 
-    def read(self) -> tuple[Any, SamplingParams]:
+    def read(self) -> tuple[Any, RequestParams]:
         """Prompt and sampling of the request. Raises InvalidRequest, or what a chat's template raises."""
-        params = SamplingParams.from_mapping(self.add.sampling)
+        params = request_params(self.add.kind, self.add.sampling)
         prompt = self.add.prompt
         if self.add.messages is not None:
             options = {**self.add.chat_options, **_truncation(params)}
@@ -61,9 +69,10 @@ class _Waiting:
         """In a thread: all that takes time with the length of the prompt."""
         try:
             prompt, params = self.read()
-            if params.structured_outputs is not None:
+            if isinstance(params, SamplingParams) and params.structured_outputs is not None:
                 self.engine.prepare_grammar(params)
-            self.prepared = self.engine.prepare(prompt, **_truncation(params)), params
+            options: dict[str, Any] = {"scoring": params} if isinstance(params, ScoringParams) else {}
+            self.prepared = self.engine.prepare(prompt, **_truncation(params), **options), params
         except BaseException as error:  # noqa: BLE001  # the engine's thread looks what it is
             self.error = error.with_traceback(None)  # which would hold on to this request
         self.is_ready = True
@@ -177,17 +186,18 @@ def _refused(request_id: str, error: BaseException) -> Completion:
     return Completion.refused(request_id, InvalidRequest(f"{type(error).__name__}: {error}"))
 
 
-def _truncation(params: SamplingParams) -> dict[str, int]:
+def _truncation(params: RequestParams) -> dict[str, Any]:
     """What preparing a prompt needs to know of its sampling values."""
     most = params.truncate_prompt_tokens
     return {} if most is None else {"truncate_prompt_tokens": most}
 
 
 def _size(add: Add) -> int:
-    """Characters or token ids; of a chat also what rendering it takes."""
+    """Characters or token ids; of a chat also what rendering it takes, and of what is scored the texts."""
+    continuations = 0 if add.kind == "generate" else _chars(list(add.sampling.values()))
     if add.messages is None:
-        return len(add.prompt or "")
-    return _chars(add.messages) + _chars(add.chat_options)
+        return len(add.prompt or "") + continuations
+    return _chars(add.messages) + _chars(add.chat_options) + continuations
 
 
 def _chars(value: object) -> int:

@@ -14,7 +14,10 @@ from engine import Completion
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Order: run one prompt (or the messages of a chat, with chat_options) on a lane."""
+    """Order: run one prompt (or the messages of a chat, with chat_options) on a lane.
+
+    sampling: the values of engine.request_params for its kind.
+    """
 
     request_id: str
     prompt: str | list[int] | None
@@ -22,6 +25,7 @@ class Add:
     sampling: Mapping[str, Any]
     lane: int
     chat_options: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = "generate"
 
 
 @dataclass(frozen=True, slots=True)

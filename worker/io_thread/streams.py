@@ -43,6 +43,7 @@ class Streams:
                 request.sampling,
                 job.lane,
                 request.chat_options,
+                request.kind,
             )
             self._orders.put(add)
         self._changed.update((job.number, job) for job in self._packer.take_dry())

@@ -1,0 +1,23 @@
+"""The kinds of requests, by name, for callers that carry values and no classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.errors import InvalidRequest
+from engine.sampling.params import SamplingParams
+from engine.sampling.scoring import ScoringParams
+
+RequestParams = SamplingParams | ScoringParams
+KINDS: Mapping[str, type[SamplingParams] | type[ScoringParams]] = {
+    "generate": SamplingParams,
+    "score": ScoringParams,
+}
+
+
+def request_params(kind: str, values: Mapping[str, Any]) -> RequestParams:
+    """What `Engine.add` takes for a request of a kind. Raises InvalidRequest or a subclass."""
+    if kind not in KINDS:
+        raise InvalidRequest(f"no request is of the kind {kind!r}; there are {', '.join(KINDS)}")
+    return KINDS[kind].from_mapping(values)
