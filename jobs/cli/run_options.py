@@ -38,6 +38,20 @@ _PROMPT = (
         callback=json_value(list),
         help='A chat instead, as JSON: [{"role": "user", "content": "... {column} ..."}].',
     ),
+    click.option(
+        "--prompt",
+        metavar="NAME=TEMPLATE",
+        multiple=True,
+        callback=assignments,
+        help="Given more than once: several prompts of each row, one after the other. Templates name columns "
+        "and earlier prompts, whose answers stand there; each answer is the column NAME.",
+    ),
+    click.option(
+        "--prompts",
+        callback=json_value(list),
+        help='The same as JSON, chats and own sampling values too: [{"name": "summary", "template": "...", '
+        '"sampling": {"max_tokens": 64}}, ...].',
+    ),
     sampling_options,
     click.option(
         "--template-format",

@@ -21,7 +21,10 @@ OUTPUT_OPTIONS = ("keep", "drop", "output_prefix", "limit")
 JINJA_SUFFIXES = (".j2", ".jinja", ".jinja2")
 
 #: Each says what to ask; a run has one of them.
-PROMPT_OPTIONS = ("prompt_column", "messages_column", "template", "template_file", "messages_template")
+PROMPT_OPTIONS = (
+    *("prompt_column", "messages_column", "template", "template_file", "messages_template"),
+    *("prompt", "prompts"),
+)
 
 
 def assignments(
@@ -79,7 +82,14 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
         "sampling_columns": options["column"],
         "defaults": options["default"],
         "template_format": _template_format(options),
+        "prompts": _prompts(options),
     }
+
+
+def _prompts(options: dict[str, Any]) -> list[dict[str, Any]] | None:
+    if options["prompt"] is None:
+        return options["prompts"]  # type: ignore[no-any-return]
+    return [{"name": name, "template": template} for name, template in options["prompt"].items()]
 
 
 def _single_file(options: dict[str, Any]) -> str | None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """The output columns of one row, by the names of jobs.parquet.part.OUTPUT_FIELDS.
 
-    What each completion has of its own is a tuple where a row has several. tool_calls: as JSON.
+    What each completion has of its own is a tuple where a row has several. tool_calls: as JSON. columns: what
+    stands in others, by their names.
     """
 
     completion: str | tuple[str | None, ...] | None
@@ -20,6 +26,11 @@ class Answer:
     error: str | None
     reasoning: str | tuple[str | None, ...] | None = None
     tool_calls: str | tuple[str | None, ...] | None = None
+    columns: Mapping[str, Any] = field(default_factory=lambda: _NONE)
+
+    def column(self, name: str) -> Any:
+        """Return what stands in an output column."""
+        return self.columns[name] if name in self.columns else getattr(self, name)
 
     @property
     def all_completion_tokens(self) -> int:

@@ -67,7 +67,7 @@ class AnswerMemo:
 
 
 def _size(answer: Answer) -> int:
-    columns = (answer.completion, answer.reasoning, answer.tool_calls)
+    columns = (answer.completion, answer.reasoning, answer.tool_calls, *answer.columns.values())
     texts = [text for column in columns for text in (column if isinstance(column, tuple) else (column,))]
     num_completions = len(answer.completion) if isinstance(answer.completion, tuple) else 1
-    return ENTRY_BYTES * num_completions + sum(sys.getsizeof(text) for text in texts if text is not None)
+    return ENTRY_BYTES * num_completions + sum(sys.getsizeof(text) for text in texts if isinstance(text, str))

@@ -87,6 +87,11 @@ class BatchRequests:
                 self._sent.append((line, index))
                 yield request
 
+    @property
+    def has_more(self) -> bool:
+        """No answer leads to a request."""
+        return False
+
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
         """Take all samples of a request."""
         line, place = self._sent[index]

@@ -21,6 +21,7 @@ from ..errors import (
     PathSwapped,
 )
 from ..runs.part_stats import PartStats
+from ..runs.prompt_steps import ROW_COLUMNS
 from ..runs.spec import RunSpec
 from .inputs import open_parquet
 from .storage import Storage, writing
@@ -85,6 +86,9 @@ def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "") -> pa.Schema
 
 def answer_fields(spec: RunSpec) -> list[pa.Field]:
     """Return the columns that a run adds, by their own names."""
+    if spec.steps:
+        texts = [pa.field(column, pa.string()) for step in spec.steps for column in step.columns]
+        return [*texts, *(field for field in OUTPUT_FIELDS if field.name in ROW_COLUMNS)]
     reasoning = [REASONING] if spec.sampling.get("separate_reasoning") else []
     return [*OUTPUT_FIELDS, *reasoning, *([TOOL_CALLS] if spec.chat[1].has_tools else [])]
 
@@ -105,7 +109,7 @@ def with_answers(
     num_kept = len(schema) - len(fields)
     kept = [batch.column(name) for name in schema.names[:num_kept]]
     added = [
-        pa.array([getattr(answer, field.name) for answer in answers], schema.field(number).type)
+        pa.array([answer.column(field.name) for answer in answers], schema.field(number).type)
         for number, field in enumerate(fields, num_kept)
     ]
     return pa.RecordBatch.from_arrays([*kept, *added], schema=schema)

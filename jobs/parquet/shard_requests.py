@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -13,18 +14,20 @@ from ..context.answer import Answer, failed_answer
 from ..context.answer_memo import AnswerMemo
 from ..prompts.tool_calls import parse_tool_calls, with_ids
 from ..tasks import Completion, Request
+from .chain import Chain
 from .row_sampling import split
 from .row_values import RowProblem
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Group:
-    """Rows that one request answers. text: empty once it was sent. key: names the prompt in the memo; None
-    where tokens are drawn."""
+    """Rows that one request answers, or one for each of several prompts. text: empty once it is not needed
+    any more. key: names the prompt in the memo; None where tokens are drawn. answers: to those before."""
 
     text: str
     rows: list[int]
     key: bytes | None
+    answers: tuple[Answer, ...] = ()
 
 
 class ShardRequests:
@@ -34,12 +37,12 @@ class ShardRequests:
     counted within the shard; used when tokens are drawn. run, memo: where the answers of other shards are.
     let_go: told of each text that is not held here any more. n: completions of each row. chat_options: as of
     Request. has_own_sampling: the texts are those of a SampledSource. has_tools: calls of tools are looked
-    for in the answers.
+    for in the answers. chain: where each row has several prompts; the texts are those of a ChainSource.
 
     Requests come sorted by text, so that shared prefixes meet in the cache. With temperature 0 equal texts
     have equal answers: they are one request, and none where another shard of the run, on the same worker,
     has the answer. A prompt that another shard is at comes last, when its answer may be there; if it is not,
-    it is computed here too, so that no shard waits for another.
+    it is computed here too, so that no shard waits for another. A row's next prompt comes before other rows.
 
     Made in any thread; then all methods belong to one, but `close`, which comes last.
     """
@@ -57,10 +60,11 @@ class ShardRequests:
         chat_options: Mapping[str, Any] = MappingProxyType({}),
         has_own_sampling: bool = False,
         has_tools: bool = False,
+        chain: Chain | None = None,
     ) -> None:
-        self._n, self._has_tools = n, has_tools
+        self._n, self._has_tools, self._chain = n, has_tools, chain
         self._answers: list[Answer | None] = [
-            failed_answer(str(row), n) if isinstance(row, RowProblem) else None for row in rows
+            self._failed(row) if isinstance(row, RowProblem) else None for row in rows
         ]
         # A run's own seed is where the rows' seeds come from; one in a column is the row's.
         self._shared = {name: value for name, value in sampling.items() if name != "seed"}
@@ -70,10 +74,11 @@ class ShardRequests:
         self._memo = AnswerMemo(0) if memo is None else memo
         self._let_go = let_go
         self._sent: list[_Group] = []
+        self._following: deque[tuple[_Group, Request]] = deque()
         self._begun: set[bytes] = set()
         self.rows_done = sum(answer is not None for answer in self._answers)
         self.generated_tokens = 0
-        groups = _groups(rows, run.encode(), lambda text: _is_greedy(self._asked(text)[1]))
+        groups = _groups(rows, run.encode(), self._is_greedy)
         self._unsent = [group for group in groups if not self._take_known(group)]
 
     @property
@@ -83,31 +88,43 @@ class ShardRequests:
     @property
     def num_requests(self) -> int:
         """Requests that were pulled, and at most so many more."""
-        return len(self._sent) + len(self._unsent)
+        return len(self._sent) + len(self._following) + len(self._unsent)
+
+    @property
+    def has_more(self) -> bool:
+        return bool(self._following)
 
     def requests(self) -> Iterator[Request]:
-        postponed = []
-        while self._unsent:
-            group = self._unsent.pop()
-            if self._take_known(group):
-                continue
-            if self._begin(group):
-                yield self._send(group)
-            else:
-                postponed.append(group)
-        for group in postponed:
-            if not self._take_known(group):
+        postponed: deque[_Group] = deque()
+        while self._following or self._unsent or postponed:
+            if self._following:
+                group, request = self._following.popleft()
+                self._sent.append(group)
+                yield request
+            elif self._unsent:
+                group = self._unsent.pop()
+                if self._take_known(group):
+                    continue
+                if self._begin(group):
+                    yield self._send(group)
+                else:
+                    postponed.append(group)
+            elif not self._take_known(group := postponed.popleft()):
                 yield self._send(group)
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
         """Take all samples of a request and give them to every row that asked for it."""
         group = self._sent[index]
-        answer, failed = _answer_of(completions, self._n, self._has_tools)
-        self._answer(group, answer)
+        has_tools = self._has_tools if self._chain is None else self._chain.has_tools(len(group.answers))
+        answer = _answer_of(completions, self._n, has_tools)
         self.generated_tokens += answer.all_completion_tokens
+        whole = answer if self._chain is None else self._go_on(group, answer, self._chain)
+        if whole is None:
+            return
+        self._answer(group, whole)
         if group.key is not None:
-            if not failed:
-                self._memo.put(group.key, answer)
+            if whole.error is None:
+                self._memo.put(group.key, whole)
             self._end(group.key)
 
     def answers(self) -> list[Answer]:
@@ -122,21 +139,51 @@ class ShardRequests:
             self._end(key)
 
     def _send(self, group: _Group) -> Request:
-        self._sent.append(_Group("", group.rows, group.key))  # the engine has the text from here on
-        self._let_go(group.text)
-        prompt, sampling = self._asked(group.text)
+        self._sent.append(group)
+        prompt, own = self._split(group.text)
+        seed = self._row_seed(group.rows[0])
+        if self._chain is not None:
+            return self._chain.request(prompt, own, (), seed)
+        self._drop_text(group)  # the engine has it from here on
+        sampling = {**self._shared, **own}
         if not _is_greedy(sampling):
-            sampling = {"seed": self._row_seed(group.rows[0]), **sampling}
+            sampling = {"seed": seed, **sampling}
         if self._is_chat:
             return Request(None, json.loads(prompt), sampling, self._chat_options)
         return Request(prompt=prompt, messages=None, sampling=sampling)
 
-    def _asked(self, text: str) -> tuple[str, Mapping[str, Any]]:
-        """Return the prompt of a rendered row, and its sampling values but for the seed of its number."""
-        if not self._has_own_sampling:
-            return text, self._shared
-        prompt, own = split(text)
-        return prompt, {**self._shared, **own}
+    def _go_on(self, group: _Group, answer: Answer, chain: Chain) -> Answer | None:
+        """Return what comes of a row all in all; None where it has another prompt, which then follows."""
+        group.answers = (*group.answers, answer)
+        problem = None
+        if not chain.is_over(group.answers):
+            prompt, own = self._split(group.text)
+            try:
+                request = chain.request(prompt, own, group.answers, self._row_seed(group.rows[0]))
+            except RowProblem as found:
+                problem = str(found)
+            else:
+                self._following.append((group, request))
+                return None
+        self._drop_text(group)
+        return chain.answer(group.answers, problem)
+
+    def _failed(self, problem: RowProblem) -> Answer:
+        if self._chain is not None:
+            return self._chain.answer((), str(problem))
+        return failed_answer(str(problem), self._n)
+
+    def _drop_text(self, group: _Group) -> None:
+        self._let_go(group.text)
+        group.text = ""
+
+    def _split(self, text: str) -> tuple[str, Mapping[str, Any]]:
+        """Return what a row's source has rendered, and the sampling values that the row brings."""
+        return split(text) if self._has_own_sampling else (text, {})
+
+    def _is_greedy(self, text: str) -> bool:
+        own = self._split(text)[1] if self._has_own_sampling else {}
+        return _is_greedy({**self._shared, **own}) if self._chain is None else self._chain.is_greedy(own)
 
     def _take_known(self, group: _Group) -> bool:
         """Answer a group with what another shard has computed; return whether there was such."""
@@ -144,7 +191,7 @@ class ShardRequests:
         if answer is None:
             return False
         self._answer(group, answer)
-        self._let_go(group.text)
+        self._drop_text(group)
         return True
 
     def _answer(self, group: _Group, answer: Answer) -> None:
@@ -166,24 +213,24 @@ class ShardRequests:
             self._memo.end(key)
 
 
-def _answer_of(completions: Sequence[Completion], n: int, has_tools: bool) -> tuple[Answer, bool]:
-    """Return what a row has of its samples, and whether it failed: with one of them the row does."""
+def _answer_of(completions: Sequence[Completion], n: int, has_tools: bool) -> Answer:
+    """Return what a row has of its samples. With one of them the row fails."""
     samples = sorted(completions, key=lambda sample: sample.index)
     first = samples[0]
     failed = next((each for each in samples if each.finish_reason == "error"), None)
     if failed is not None:
         reason = failed.error or "the engine gave no reason"
-        return failed_answer(reason, n, first.num_prompt_tokens, first.num_cached_tokens), True
+        return failed_answer(reason, n, first.num_prompt_tokens, first.num_cached_tokens)
     prompt, cached = first.num_prompt_tokens, first.num_cached_tokens
     parts = [_texts_of(each, has_tools) for each in samples]
     if n == 1:
         ((text, reason, calls),) = parts
         tokens = len(first.token_ids)
-        return Answer(text, reason, prompt, tokens, cached, None, first.reasoning, calls), False
+        return Answer(text, reason, prompt, tokens, cached, None, first.reasoning, calls)
     texts, reasons, all_calls = zip(*parts, strict=True)
     counts = tuple(len(each.token_ids) for each in samples)
     reasonings = tuple(each.reasoning for each in samples)
-    return Answer(texts, reasons, prompt, counts, cached, None, reasonings, all_calls), False
+    return Answer(texts, reasons, prompt, counts, cached, None, reasonings, all_calls)
 
 
 def _texts_of(sample: Completion, has_tools: bool) -> tuple[str, str, str | None]:

@@ -28,6 +28,7 @@ from ..runs.state import RunState
 from ..tasks import Completion, OpenTask, Request
 from .added_columns import with_added_fields, with_added_values
 from .batch_requests import BatchRequests
+from .chain import Chain
 from .column_choice import ColumnChoice, kept, used
 from .decoders import Table
 from .fingerprint import file_fingerprint
@@ -101,6 +102,10 @@ class ShardWork(OpenTask):
     @property
     def num_requests(self) -> int | None:
         return self._requests.num_requests if self._requests else 0
+
+    @property
+    def has_more(self) -> bool:
+        return self._requests is not None and self._requests.has_more
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
         assert self._requests is not None, "delivered without a request"
@@ -229,6 +234,7 @@ class ShardWork(OpenTask):
             chat.template,
             bool(plan.spec.sampling_columns),
             chat.has_tools,
+            Chain(plan.spec.steps, plan.spec.defaults) if plan.spec.steps else None,
         )
 
     def _batch_requests(self, texts: ShardTexts, first_row: int) -> BatchRequests:

@@ -10,6 +10,7 @@ from ..runs.formats import OPENAI_BATCH
 from ..runs.spec import RunSpec
 from ..runs.template import Template
 from .batch_requests import BatchSource
+from .chain import ChainSource
 from .prompt_source import MessagesColumn, PromptColumn, PromptSource, TemplateSource
 from .row_sampling import SampledSource
 
@@ -30,6 +31,8 @@ def prompt_source(
 
 
 def _of_prompts(spec: RunSpec) -> PromptSource:
+    if spec.steps:
+        return ChainSource(spec.steps, spec.defaults)
     if spec.template is not None and spec.template_format == "jinja":
         from .jinja_source import JinjaSource  # jinja2: only where a template is one of its
 

@@ -63,6 +63,10 @@ def survey_parquet(
     spec = RunSpec.from_arguments(input, output, **arguments)
     if spec.input_format == OPENAI_BATCH:
         raise InvalidJob("the lines of an openai-batch file say what they ask: there is nothing to preview")
+    if spec.prompts is not None:
+        raise InvalidJob(
+            "a preview or dry run looks at one prompt of each row, as later ones are made of answers: name one"
+        )
     spec.check_sampling(context.check_sampling)
     storage = Storage(context.data_roots, context.check_interrupted)
     found = find_files(storage, spec.input, spec.output, spec.input_format)

@@ -103,13 +103,13 @@ def sampling_columns(value: Any) -> dict[str, str]:
     return {name: column_name(f"the column for {name}", column) for name, column in sorted(value.items())}
 
 
-def defaults(value: Any, template: Any) -> dict[str, str]:
-    """Return for columns of a template what stands for null. Raises InvalidJob."""
+def defaults(value: Any, has_template: bool) -> dict[str, str]:
+    """Return for columns of a run's templates what stands for null. Raises InvalidJob."""
     if value is None or value == {}:
         return {}
     if not isinstance(value, dict):
         raise InvalidValue('defaults is {}, expected a mapping such as {{"name": "nobody"}}', shown(value))
-    if template is None:
+    if not has_template:
         raise InvalidJob("defaults stand for null in a template, and there is none: give a template too")
     for column, text in value.items():
         if problem := text_problem(text, f"the default of column {shown(column)}"):

@@ -22,6 +22,7 @@ from .formats import OPENAI_BATCH, parse_format, parse_single_file
 from .names import PARTS
 from .option_checks import column_name
 from .paths import local_path
+from .prompt_steps import PromptStep, make_steps, parse_prompts
 from .template import Template
 
 #: A shard's prompts and answers are held in memory until its part is written.
@@ -61,6 +62,7 @@ class RunSpec:
     sampling_columns: dict[str, str] = field(default_factory=dict)
     defaults: dict[str, str] = field(default_factory=dict)
     template_format: str = "fields"
+    prompts: list[dict[str, Any]] | None = None
 
     @classmethod
     def from_arguments(
@@ -84,10 +86,17 @@ class RunSpec:
         names of the columns that are added. limit: so many rows, the first ones, are the run.
         sampling_columns: for names of sampling values the columns that hold each row's; null leaves that of
         `sampling`. defaults: for columns of the template the text that stands for null.
-        template_format: "fields" for {column}, or "jinja". Raises InvalidJob or UnsupportedScheme.
+        template_format: "fields" for {column}, or "jinja". prompts: instead of one, several for each row, one
+        after the other, as mappings of name, template over columns and earlier prompts' names, and sampling
+        values of its own. Raises InvalidJob or UnsupportedScheme.
         """
-        _check_one_prompt(prompt_column, messages_column, template)
+        has_prompts = options.get("prompts") is not None
+        _check_one_prompt(prompt_column, messages_column, template, has_prompts)
         rows = _rows_per_shard(rows_per_shard)
+        if has_prompts and options.get("template_format") == "jinja":
+            raise InvalidJob(
+                "template_format is 'jinja', and prompts have {column} templates alone: leave it out"
+            )
         if template is not None:
             _check_template(
                 template, option_checks.template_format(options.get("template_format"), template), rows
@@ -97,8 +106,9 @@ class RunSpec:
             named = {"messages_column": messages_column, "template": template, "sampling": sampling}
             named |= {"prompt_column": prompt_column, "filename_column": filename_column}
             option_checks.check_batch({**named, **options})
-        from_prompt = messages_column is None and template is None and not is_batch
-        return cls(
+        from_prompt = messages_column is None and template is None and not has_prompts and not is_batch
+        is_chat = messages_column is not None or isinstance(template, list)
+        spec = cls(
             input=_inputs(input),
             output=os.path.realpath(local_path(output)),
             prompt_column=column_name("prompt_column", prompt_column) if from_prompt else None,
@@ -106,15 +116,15 @@ class RunSpec:
             if messages_column is None
             else column_name("messages_column", messages_column),
             template=template,
-            sampling=_sampling(
-                sampling, rows, is_chat=messages_column is not None or isinstance(template, list)
-            ),
+            sampling=_sampling(sampling, rows, is_chat=is_chat or has_prompts),
             rows_per_shard=rows,
             filename_column=None
             if filename_column is None
             else column_name("filename_column", filename_column),
             **_checked_options(options, template),
         )
+        _ = spec.steps  # raises where they cannot be
+        return spec
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RunSpec:
@@ -155,13 +165,27 @@ class RunSpec:
         """Sampling values for the engine, and what its rows' chats have beside their messages."""
         return split_chat_options(self.sampling)
 
+    @cached_property
+    def steps(self) -> tuple[PromptStep, ...]:
+        """The prompts of each row where they are several, else none. Raises InvalidJob."""
+        if self.prompts is None:
+            return ()
+
+        def parse(values: dict[str, Any], is_chat: bool) -> dict[str, Any]:
+            return _sampling(values, self.rows_per_shard, is_chat=is_chat)
+
+        return make_steps(
+            self.prompts, self.sampling, parse, self.sampling_columns.keys(), self.rows_per_shard
+        )
+
     def check_sampling(self, check: Callable[[Mapping[str, Any]], None]) -> None:
         """Raise InvalidJob for sampling values that no request could use, and for names that are none.
 
         check: see JobContext. It has no value yet of what comes from columns: a name that is one is told by
         its refusal of a value.
         """
-        check(self.chat[0])
+        for sampling in [step.sampling for step in self.steps] or [self.chat[0]]:
+            check(sampling)
         for name in self.sampling_columns:
             with suppress(InvalidValue):
                 check({name: None})
@@ -204,17 +228,19 @@ def _checked_options(options: Mapping[str, Any], template: Any) -> dict[str, Any
         "output_prefix": option_checks.output_prefix(given("output_prefix")),
         "limit": option_checks.limit(given("limit")),
         "sampling_columns": option_checks.sampling_columns(given("sampling_columns")),
-        "defaults": option_checks.defaults(given("defaults"), template),
+        "defaults": option_checks.defaults(given("defaults"), template is not None or bool(given("prompts"))),
         "template_format": option_checks.template_format(given("template_format"), template),
+        "prompts": parse_prompts(given("prompts")),
     }
 
 
-def _check_one_prompt(prompt_column: Any, messages_column: Any, template: Any) -> None:
+def _check_one_prompt(prompt_column: Any, messages_column: Any, template: Any, has_prompts: bool) -> None:
     """Raise InvalidJob unless one source says what to ask, of each row another thing."""
     named = {
         "prompt_column": prompt_column not in (None, DEFAULT_PROMPT_COLUMN),
         "messages_column": messages_column is not None,
         "template": template is not None,
+        "prompts": has_prompts,
     }
     given = [name for name, is_given in named.items() if is_given]
     if len(given) > 1:

@@ -1,0 +1,390 @@
+"""Several prompts of each row in one run, each over columns and the answers before it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from redis import Redis
+
+from jobs.context import JobContext
+from jobs.context.answer_memo import AnswerMemo
+from jobs.errors import ColumnConflict, InvalidJob, MissingColumn
+from jobs.parquet.chain import Chain, ChainSource
+from jobs.parquet.row_values import RowProblem
+from jobs.parquet.shard_requests import ShardRequests
+from jobs.parquet.survey import survey_parquet
+from jobs.runs.spec import MAX_ROWS_PER_SHARD, RunSpec
+from jobs.stock_worker import check_sampling
+from jobs.tasks import Request
+from tests.jobs.answering import FakeCompletion, opened_task, queued_jobs, refuse, score_parquet, work_off
+from tests.jobs.conftest import Invoke
+
+MakeContext = Callable[[], JobContext]
+Score = Callable[..., pa.Table]
+GREEDY = {"temperature": 0}
+TWO = [
+    {"name": "short", "template": "{text} In short:"},
+    {"name": "title", "template": "{text} In short: {short} A title of {id}:"},
+]
+
+
+def brackets(request: Request) -> FakeCompletion:
+    """Answer with what was asked in brackets, which of sampled answers the seed stands in."""
+    asked = request.prompt if request.messages is None else request.messages[-1]["content"]
+    seed = request.sampling.get("seed", "")
+    return FakeCompletion(f"<{asked}{seed}>", 0, [1, 2], "stop", len(str(asked)), 3)
+
+
+@pytest.fixture
+def score(redis: Redis, make_context: MakeContext, tmp_path: Path) -> Score:
+    """Runs a file to its end and returns the output."""
+
+    def run(out: str = "out", answer: Any = brackets, **arguments: Any) -> pa.Table:
+        arguments = {"sampling": GREEDY, "prompts": TWO, **arguments}
+        score_parquet(make_context(), str(tmp_path / "in.parquet"), str(tmp_path / out), **arguments)
+        work_off(redis, make_context, answer=answer)
+        assert (tmp_path / out / "_SUCCESS").exists()
+        return pq.read_table(tmp_path / out)
+
+    return run
+
+
+def write(folder: Path, texts: list[str | None], **columns: Any) -> None:
+    pq.write_table(pa.table({"id": range(len(texts)), "text": texts, **columns}), folder / "in.parquet")
+
+
+def test_each_prompt_is_over_columns_and_the_answers_before_it(score: Score, tmp_path: Path) -> None:
+    write(tmp_path, ["a", "ü {id}"])
+    table = score()
+    answers = ["short", "short_finish_reason", "title", "title_finish_reason"]
+    tokens = ["prompt_tokens", "completion_tokens", "cached_tokens", "error"]
+    assert table.column_names == ["id", "text", *answers, *tokens]
+    first, second = table.to_pylist()
+    assert first["short"] == "<a In short:>"
+    assert first["title"] == "<a In short: <a In short:> A title of 0:>"
+    assert second["title"] == "<ü {id} In short: <ü {id} In short:> A title of 1:>"
+    assert (first["short_finish_reason"], first["title_finish_reason"], first["error"]) == (
+        "stop",
+        "stop",
+        None,
+    )
+    assert first["prompt_tokens"] == len("a In short:") + len(first["title"]) - 2
+    assert (first["completion_tokens"], first["cached_tokens"]) == (4, 6)
+
+
+def test_a_prompt_that_fails_costs_the_later_ones_of_its_row_alone(score: Score, tmp_path: Path) -> None:
+    write(tmp_path, ["good", "bad", None, "late"], more=["x", "y", "z", None])
+    prompts = [TWO[0], {"name": "mid", "template": "{short} {more}"}, {"name": "last", "template": "{mid}!"}]
+
+    def answer(request: Request) -> FakeCompletion:
+        return refuse("too long") if "bad" in str(request.prompt) else brackets(request)
+
+    rows = score(prompts=prompts, answer=answer).to_pylist()
+    assert rows[0]["last"] == "<<<good In short:> x>!>"
+    assert [row["error"] for row in rows] == [
+        None,
+        "prompt 'short': too long",
+        "prompt 'short': column 'text' is null",
+        "prompt 'mid': column 'more' is null",
+    ]
+    assert rows[3]["short"] == "<late In short:>"
+    assert [rows[3][f"{name}_finish_reason"] for name in ("short", "mid", "last")] == [
+        "stop",
+        "error",
+        "error",
+    ]
+    assert [rows[3][name] for name in ("mid", "last")] == [None, None]
+    assert [rows[1][name] for name in ("short", "mid", "last")] == [None] * 3
+
+
+def test_a_prompt_may_be_a_chat_and_have_sampling_values_of_its_own(score: Score, tmp_path: Path) -> None:
+    write(tmp_path, ["a", "b"])
+    seen: list[Request] = []
+
+    def answer(request: Request) -> FakeCompletion:
+        seen.append(request)
+        found = brackets(request)
+        return replace(found, reasoning="hm") if request.messages else found
+
+    turns = [{"role": "user", "content": "{text}?"}, {"role": "assistant", "content": "{first}"}]
+    chat = {"separate_reasoning": True, "max_tokens": 5}
+    prompts = [
+        {"name": "first", "template": "{text}?"},
+        {"name": "chat", "template": [*turns, {"role": "user", "content": "Sure?"}], "sampling": chat},
+    ]
+    rows = score(prompts=prompts, sampling={**GREEDY, "max_tokens": 9}, answer=answer).to_pylist()
+    assert [request.sampling["max_tokens"] for request in seen] == [9, 9, 5, 5]
+    contents = [[message["content"] for message in request.messages or []] for request in seen[2:]]
+    assert sorted(contents) == [["a?", "<a?>", "Sure?"], ["b?", "<b?>", "Sure?"]]
+    assert (rows[1]["chat"], rows[1]["chat_reasoning"]) == ("<Sure?>", "hm")
+    assert "first_reasoning" not in rows[0]
+
+
+def test_rows_of_one_text_are_one_chain_and_drawn_ones_have_seeds_of_their_own(
+    score: Score, tmp_path: Path
+) -> None:
+    write(tmp_path, ["same"] * 6)
+    asked: list[Request] = []
+
+    def answer(request: Request) -> FakeCompletion:
+        asked.append(request)
+        return brackets(request)
+
+    prompts = [TWO[0], {"name": "title", "template": "{short}!"}]
+    assert len(set(score("greedy", prompts=prompts, answer=answer)["title"].to_pylist())) == 1
+    assert len(asked) == 2
+    asked.clear()
+    drawn = score("drawn", prompts=prompts, sampling={"seed": 3}, answer=answer)
+    assert len({request.sampling["seed"] for request in asked}) == 12
+    again = score("again", prompts=prompts, sampling={"seed": 3}, rows_per_shard=2)
+    assert again["title"].equals(drawn["title"])
+    one_drawn = [prompts[0], {**prompts[1], "sampling": {"temperature": 1}}]
+    asked.clear()
+    score("half", prompts=one_drawn, answer=answer)
+    assert len(asked) == 12
+
+
+def test_dates_lists_and_defaults_stand_in_later_prompts_as_in_first_ones(
+    score: Score, tmp_path: Path
+) -> None:
+    day = [datetime.datetime(2024, 2, 3, 4), None]
+    write(tmp_path, ["a", "b"], day=day, many=[[1, None], []], real=[1.5, float("nan")])
+    asks = "{day} {many} {real}"
+    prompts = [
+        {"name": "one", "template": f"{{text}} {asks}"},
+        {"name": "two", "template": f"{{text}} {asks}"},
+    ]
+    table = score(prompts=prompts, defaults={"day": "never"})
+    assert table["one"].to_pylist() == ["<a 2024-02-03 04:00:00 [1, null] 1.5>", "<b never [] nan>"]
+    assert table["two"].equals(table["one"])
+
+
+def test_other_options_of_a_run_go_with_it(
+    score: Score, redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    write(tmp_path, ["a", "b", "c"], most=[7, None, 8])
+    seen = []
+
+    def answer(request: Request) -> FakeCompletion:
+        seen.append((request.sampling["max_tokens"], str(request.prompt)[0]))
+        return brackets(request)
+
+    columns = {"sampling_columns": {"max_tokens": "most"}, "sampling": {**GREEDY, "max_tokens": 3}}
+    table = score(answer=answer, keep=["id"], output_prefix="llm_", limit=2, **columns)
+    assert table.column_names[:2] == ["id", "llm_short"]
+    assert table.num_rows == 2
+    assert sorted(seen) == [(3, "b"), (3, "b"), (7, "a"), (7, "a")]
+    source, out = str(tmp_path / "in.parquet"), tmp_path / "one"
+    score_parquet(make_context(), source, str(out), sampling=GREEDY, prompts=TWO, single_file="jsonl")
+    work_off(redis, make_context, answer=brackets)
+    lines = [json.loads(line) for line in (out / "output.jsonl").read_text().splitlines()]
+    assert [line["title"][-2] for line in lines] == [":"] * 3
+    assert lines[2]["short"] == "<c In short:>"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"prompts": []}, "prompts is \\[\\], expected a list"),
+        ({"prompts": "short"}, "expected a list"),
+        ({"prompts": [{"name": "a"}]}, r"prompts\[0\] is"),
+        ({"prompts": [{"name": "a b", "template": "{text}"}]}, "expected a word"),
+        ({"prompts": [{"name": "a", "template": "{text}"}] * 2}, "there already"),
+        ({"prompts": [{"name": "error", "template": "{text}"}]}, "column 'error', which is there already"),
+        ({"prompts": [TWO[0], {"name": "short_finish_reason", "template": "{text}"}]}, "there already"),
+        ({"prompts": TWO[::-1]}, "names 'short', which has no answer yet"),
+        ({"prompts": [{"name": "a", "template": "{a}"}]}, "names 'a', which has no answer yet"),
+        ({"prompts": [{"name": "a", "template": "text"}]}, "names no column"),
+        ({"prompts": [{"name": "a", "template": "{text.x}"}]}, "no plain column name"),
+        ({"prompts": [{"name": "a", "template": ""}]}, "names no column"),
+        ({"prompts": [{**TWO[0], "sampling": {"seed": 3}}]}, "has seed of its own"),
+        ({"prompts": [{**TWO[0], "sampling": {"n": 2}}]}, "has n of its own"),
+        ({"prompts": [{**TWO[0], "sampling": 3}]}, "expected a mapping"),
+        ({"prompts": [{**TWO[0], "sampling": {"tools": [{}]}}]}, "tools belongs to a chat"),
+        ({"prompts": [{**TWO[0], "sampling": {"logprobs": 3}}]}, "logprobs is not built for a run"),
+        ({"prompts": [{**TWO[0], "sampling": {"max_tokens": "3"}}]}, "max_tokens:=3"),
+        ({"sampling": {"n": 2}}, "n is one"),
+        ({"template": "{text}"}, "template and prompts each say"),
+        ({"messages_column": "text"}, "messages_column and prompts each say"),
+        ({"template_format": "jinja"}, "prompts have {column} templates alone"),
+        ({"defaults": {"nothing": "x"}}, "no column that the template names"),
+        ({"input_format": "openai-batch"}, "prompts and a batch file"),
+        (
+            {
+                "prompts": [{**TWO[0], "sampling": {"max_tokens": 3}}],
+                "sampling_columns": {"max_tokens": "id"},
+            },
+            "comes from a column",
+        ),
+        (
+            {"prompts": [{"name": "a", "template": "{text}" * 30}], "rows_per_shard": MAX_ROWS_PER_SHARD},
+            "pieces",
+        ),
+        (
+            {"prompts": [{"name": f"p{n}", "template": "{text}"} for n in range(21)]},
+            "more than the limit of 20",
+        ),
+        ({"prompts": [{**TWO[0], "sampling": {"max_tokns": 3}}]}, "max_tokns"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name_before_anything_is_enqueued(
+    make_context: MakeContext, redis: Redis, tmp_path: Path, arguments: dict[str, Any], says: str
+) -> None:
+    write(tmp_path, ["a"])
+    context = replace(make_context(), check_sampling=check_sampling)
+    with pytest.raises(InvalidJob, match=says):
+        score_parquet(
+            context, str(tmp_path / "in.parquet"), str(tmp_path / "out"), **{"prompts": TWO, **arguments}
+        )
+    assert queued_jobs(redis) == []
+
+
+def test_columns_are_checked_for_all_prompts(make_context: MakeContext, tmp_path: Path) -> None:
+    write(tmp_path, ["a"], short=["b"])
+    source, out = str(tmp_path / "in.parquet"), str(tmp_path / "out")
+    with pytest.raises(ColumnConflict, match=r"'short'.*give the prompt of this name another one"):
+        score_parquet(make_context(), source, out, prompts=TWO, drop=["short"])
+    missing = [{"name": "a", "template": "{text}"}, {"name": "b", "template": "{a} {nowhere}"}]
+    with pytest.raises(MissingColumn, match="nowhere"):
+        score_parquet(make_context(), source, out, prompts=missing)
+    with pytest.raises(InvalidJob, match="later ones are made of answers"):
+        survey_parquet(make_context(), source, prompts=TWO)
+
+
+def test_the_same_prompts_are_the_same_run_and_other_ones_another(tmp_path: Path) -> None:
+    def spec(*prompts: Any, **options: Any) -> RunSpec:
+        return RunSpec.from_arguments(str(tmp_path), str(tmp_path / "out"), prompts=list(prompts), **options)
+
+    biased = {**TWO[0], "sampling": {"logit_bias": {5: 1}}}
+    assert RunSpec.from_json(spec(biased, TWO[1]).to_json()) == spec(biased, TWO[1])
+    assert spec(*TWO).run == spec({**TWO[0], "sampling": {}}, TWO[1], prompt_column="prompt").run
+    assert spec(*TWO).run != spec(TWO[0]).run
+    assert spec(*TWO).run != spec(*TWO, sampling=GREEDY).run
+
+
+@settings(max_examples=25)
+@given(
+    rows=st.lists(st.one_of(st.text("ab", max_size=3), st.none()), max_size=20),
+    temperature=st.sampled_from([0, 0.7]),
+    draw=st.randoms(use_true_random=False),
+)
+def test_answers_are_those_of_their_rows_whatever_order_they_arrive_in(
+    rows: list[str | None], temperature: float, draw: Any
+) -> None:
+    prompts = [{"name": "x", "template": "{text}1"}, {"name": "y", "template": "{x}{text}2"}]
+    prompts.append({"name": "z", "template": "{y}{x}"})
+    spec = RunSpec.from_arguments("in", "out", prompts=prompts, sampling={"temperature": temperature})
+    source = ChainSource(spec.steps, {})
+
+    def text(row: str | None) -> str | RowProblem:
+        try:
+            return source.render({"text": row})
+        except RowProblem as problem:
+            return problem
+
+    gone: list[str] = []
+    shard = ShardRequests(
+        [text(row) for row in rows],
+        {},
+        lambda row: row,
+        False,
+        let_go=gone.append,
+        chain=Chain(spec.steps, {}),
+    )
+    pending, stream, num_asked = [], shard.requests(), 0
+    while True:
+        for _ in range(draw.randint(0, 3)):
+            request = next(stream, None)
+            if request is None and shard.has_more:
+                stream = shard.requests()
+                request = next(stream)
+            if request is not None:
+                pending.append((num_asked, request))
+                num_asked += 1
+        if pending:
+            index, request = pending.pop(draw.randrange(len(pending)))
+            shard.deliver(index, [FakeCompletion(f"<{request.prompt}>", token_ids=[1])])
+        elif shard.rows_done == len(rows):
+            break
+    valid = [row for row in rows if row is not None]
+    assert num_asked == 3 * len(set(valid) if temperature == 0 else valid) == shard.generated_tokens
+    assert len(gone) == num_asked // 3
+    for row, answer in zip(rows, shard.answers(), strict=True):
+        x = f"<{row or ''}1>"
+        y = f"<{x}{row or ''}2>"
+        found = [answer.column(name) for name in "xyz"]
+        assert found == ([x, y, f"<{y}{x}>"] if row is not None else [None] * 3), answer
+        assert (answer.error is None) == (row is not None)
+
+
+def test_a_shard_takes_whole_rows_of_another_one_of_its_run() -> None:
+    spec = RunSpec.from_arguments("in", "out", prompts=TWO, sampling=GREEDY)
+    source, memo = ChainSource(spec.steps, {}), AnswerMemo()
+    text = source.render({"text": "a", "id": 1})
+    chain = Chain(spec.steps, {})
+    first, second = (ShardRequests([text], {}, int, False, "run", memo, chain=chain) for _ in "ab")
+    (one,) = first.requests()
+    waiting = second.requests()
+    first.deliver(0, [brackets(one)])
+    (two,) = first.requests()
+    first.deliver(1, [brackets(two)])
+    assert next(waiting, None) is None
+    assert second.answers() == first.answers()
+    assert memo.num_bytes > len(text)
+
+
+def test_an_execution_that_died_between_two_prompts_leaves_the_same_answers_to_the_next(
+    redis: Redis, make_context: MakeContext, score: Score, tmp_path: Path
+) -> None:
+    write(tmp_path, ["a", "b", "c", "d"])
+    options = {"prompts": TWO, "sampling": {"seed": 1}, "rows_per_shard": 2}
+    whole = score("whole", **options)
+    score_parquet(make_context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"), **options)
+    job, *_ = queued_jobs(redis)
+    died = opened_task(make_context(), job.func_name, job.args)
+    for index, request in enumerate(list(died.requests())):
+        died.deliver(index, [brackets(request)])
+    assert died.has_more
+    next(died.requests())
+    work_off(redis, make_context, answer=brackets)
+    assert pq.read_table(tmp_path / "out").equals(whole)
+
+
+def test_the_command_line_takes_prompts_by_name_or_as_json(
+    invoke: Invoke, redis: Redis, tmp_path: Path
+) -> None:
+    write(tmp_path, ["a"])
+    source, out = tmp_path / "in.parquet", tmp_path / "out"
+    named = ["--prompt", "short={text} = In short:", "--prompt", "title={short}"]
+    for options in (
+        named,
+        ["--prompts", '[{"name": "title", "template": "{text}", "sampling": {"stop": "."}}]'],
+    ):
+        result = invoke("submit", source, out, *options)
+        assert result.exit_code == 0, result.output
+    jobs = queued_jobs(redis)
+    assert [job.kwargs["prompts"] for job in jobs] == [
+        [{"name": "short", "template": "{text} = In short:"}, {"name": "title", "template": "{short}"}],
+        [{"name": "title", "template": "{text}", "sampling": {"stop": "."}}],
+    ]
+    for options, says in [
+        (["--prompt", "{text}"], "expected NAME=TEMPLATE"),
+        (["--prompt", "a={text}", "--prompt", "a={text}"], "given twice"),
+        (["--prompt", "a={text}", "--template", "{text}"], "--template and --prompt each say"),
+        (["--prompts", "{}"], "is JSON, but no list"),
+        (["--prompt", "a={text}", "--template-format", "jinja"], "prompts have"),
+    ]:
+        result = invoke("submit", source, out, *options)
+        assert result.exit_code != 0
+        assert says in result.output
+    assert "--prompt NAME=TEMPLATE" in invoke("submit", "--help").output
