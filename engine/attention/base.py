@@ -15,6 +15,8 @@ from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
 from engine.attention.row_writes import RowMemory, RowWrites, write_rows
+from engine.sampling.edit_logits import edit_logits
+from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_rows import SamplingRows
 
@@ -93,9 +95,17 @@ class KernelBackend(ABC):
         for each head that joins its softmax and has no value.  Returns [tokens, heads, head_dim].
         """
 
-    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        """Choose a token for each row: see engine/sampling/sampler.py, which waits for the device."""
-        return sample(logits, rows)
+    def edit(self, logits: Tensor, edits: LogitEdits, sampled: Tensor | None) -> Tensor:
+        """Make the edits: see engine/sampling/edit_logits.py."""
+        return edit_logits(logits, edits, sampled)
+
+    def sample(self, logits: Tensor, rows: SamplingRows, chosen: Tensor | None = None) -> Tensor:
+        """Choose a token for each row: see engine/sampling/sampler.py, which waits for the device.
+
+        chosen: [rows] int64, where they go, for a new tensor.
+        """
+        found = sample(logits, rows)
+        return found if chosen is None else chosen.copy_(found)
 
 
 class CapturableBackend(KernelBackend):

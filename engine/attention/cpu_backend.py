@@ -114,9 +114,9 @@ class CpuBackend(KernelBackend):
             query, key, value, rotation, norms, eps, cache.keys, cache.values, slot_mapping
         )
 
-    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+    def sample(self, logits: Tensor, rows: SamplingRows, chosen: Tensor | None = None) -> Tensor:
         """The same tokens by a compiled kernel, which sorts nothing."""
-        return self._sampler.choose_tokens(
+        found = self._sampler.choose_tokens(
             logits,
             rows.temperature,
             rows.top_p,
@@ -126,6 +126,7 @@ class CpuBackend(KernelBackend):
             rows.sample_index,
             rows.position,
         )
+        return found if chosen is None else chosen.copy_(found)
 
     def build_metadata(
         self,

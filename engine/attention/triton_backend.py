@@ -28,12 +28,14 @@ from engine.kernels.gate_and_mul import clamped_swiglu_and_mul, gelu_and_mul, si
 from engine.kernels.grouped_product import grouped_product
 from engine.kernels.kv_store import store_kv
 from engine.kernels.kv_tile import INTERPRETED, MAX_HEAD_DIM
+from engine.kernels.logit_edits import Entries, edit_logits
 from engine.kernels.prefill_attention import QUERY_TILE, PrefillTiles, prefill_attention
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rotary import norm_rotate_and_store
 from engine.kernels.row_writes import write_rows
 from engine.kernels.sampler import choose_tokens
 from engine.kernels.upload import upload_aligned
+from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_rows import SamplingRows
 
 MIN_CAPABILITY = (8, 0)  # the first with bfloat16 and asynchronous copies
@@ -236,7 +238,12 @@ class TritonBackend(CapturableBackend):
             self._arrived.append(torch.zeros(number, dtype=torch.int32, device=self._device))
         return self._arrived[-1]
 
-    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+    def edit(self, logits: Tensor, edits: LogitEdits, sampled: Tensor | None) -> Tensor:
+        """The same to the bit, by one transfer and one launch."""
+        entries = Entries(*(getattr(edits, name) for name in Entries._fields))
+        return edit_logits(logits, edits.rows, entries, sampled)
+
+    def sample(self, logits: Tensor, rows: SamplingRows, chosen: Tensor | None = None) -> Tensor:
         """The same tokens by two launches, which may be recorded in a graph: the host waits for nothing."""
         return choose_tokens(
             logits,
@@ -247,6 +254,7 @@ class TritonBackend(CapturableBackend):
             rows.seed,
             rows.sample_index,
             rows.position,
+            chosen=chosen,
         )
 
     def _upload(self, *arrays: NDArray[np.integer]) -> list[Tensor]:

@@ -330,19 +330,21 @@ def choose_tokens(
     sample_index: Tensor,
     position: Tensor,
     *,
+    chosen: Tensor | None = None,
     tile: int = TILE,
 ) -> Tensor:
     """One token for each row: [rows] int64, -1 where there is none to choose.
 
-    logits: [rows, vocabulary] bfloat16, float16 or float32; rows may lie apart.  The rest: [rows],
-    contiguous, as SamplingRows has them.
+    logits: [rows, vocabulary] bfloat16, float16 or float32; rows may lie apart.  chosen: where the tokens
+    go, for a new tensor.  The rest: [rows], contiguous, as SamplingRows has them.
     """
     num_rows, vocab_size = logits.shape
     values = (temperature, top_p, min_p, top_k, seed, sample_index, position)
+    if chosen is None:
+        chosen = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     assert logits.stride(1) == 1
-    assert all(each.is_contiguous() for each in values)
+    assert all(each.is_contiguous() for each in (*values, chosen))
     assert vocab_size <= token_weights.MAX_VOCAB_SIZE
-    chosen = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
         return chosen
     num_tiles = triton.cdiv(vocab_size, tile)

@@ -6,9 +6,10 @@ there is one graph for each of a ladder of batch sizes, a step takes the next la
 the same static rows. A padding row has slot -1 and context length 0: it stores nothing and attends to
 nothing, and what is sampled from it is never read.
 
-A graph is the whole step: it advances the rows (`attention.decode_state`), computes them, and samples their
-next tokens into the state that the next step starts from. The host writes only what it alone knows: rows of
-sequences that joined or moved, padding where one left, new blocks (`batch_rows`).
+A step is two graphs: one advances the rows (`attention.decode_state`) and computes them, the other samples
+their next tokens into the state that the next step starts from. The host writes only what it alone knows:
+rows of sequences that joined or moved, padding where one left, new blocks (`batch_rows`). What requests
+change of logits is other in each step: then the tokens are chosen without the second graph.
 Source: https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
 
@@ -17,19 +18,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import CapturableBackend
 from engine.attention.forward_batch import ForwardBatch
-from engine.kernels.upload import upload
 from engine.run.batch_rows import BatchRows
 from engine.run.pending_tokens import Sampled
 from engine.run.static_rows import StaticRows
-from engine.run.to_device import upload_edits
-from engine.sampling.edit_logits import DeviceEdits
+from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.step_batch import StepBatch
@@ -37,7 +34,7 @@ from engine.schedule.step_batch import StepBatch
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
 Forward = Callable[[ForwardBatch], Tensor]
-Choose = Callable[[Tensor, SamplingRows, DeviceEdits | None], Tensor]
+Choose = Callable[[Tensor, SamplingRows, LogitEdits | None, Tensor], None]
 
 
 class CudaCapture:
@@ -103,10 +100,10 @@ class DecodeGraphs:
         """All calls of both are captured, each graph is run once with padding.
 
         forward: ForwardBatch -> hidden states [tokens, hidden_size].
-        choose: hidden states [rows, hidden_size], their sampling values, edits of their logits -> token ids
-        [rows] int64.
+        choose: hidden states [rows, hidden_size], their sampling values, edits of their logits, and token ids
+        [rows] int64, which it replaces by the chosen ones; the edits' pending tokens are those from before.
         """
-        self._forward, self._choose, self._backend, self._device = forward, choose, backend, device
+        self._forward, self._choose, self._backend = forward, choose, backend
         self._rows = BatchRows(max_num_seqs, block_size)
         self._static = StaticRows(
             max_num_seqs, -(-max_model_len // block_size), block_size, device, backend.write_rows
@@ -114,15 +111,19 @@ class DecodeGraphs:
         self._hidden: dict[int, Tensor] = {}  # of each size, what its graph computed last
         self._sizes = batch_sizes(max_num_seqs)
         # the largest first: the others fit into the memory it took
-        largest_first = [capture(self._bind(size, max_model_len)) for size in reversed(self._sizes)]
+        largest_first = [
+            (capture(self._bind_forward(size, max_model_len)), capture(self._bind_choose(size)))
+            for size in reversed(self._sizes)
+        ]
         self._replays = largest_first[::-1]
-        for replay in self._replays:
-            replay()  # the first time takes longer, and what is wrong with one shows here
+        for compute, choose_tokens in self._replays:
+            compute()  # the first time takes longer, and what is wrong with one shows here
+            choose_tokens()
 
     @property
     def num_graphs(self) -> int:
-        """One for each size."""
-        return len(self._replays)
+        """Two for each size."""
+        return 2 * len(self._replays)
 
     def fits(self, step: StepBatch) -> bool:
         """Whether `run` can take this step: one token of each sequence, each samples the next, no more."""
@@ -134,40 +135,26 @@ class DecodeGraphs:
     def run(self, step: StepBatch, sampling: SamplingBatch, last: Sampled | None = None) -> Sampled:
         """Compute the step without waiting for it. last: what `to_device` calls sampled."""
         graph = bisect_left(self._sizes, len(step.slots))
-        own, edits = sampling.edits, None
-        if own is not None and (sampling.filling is None or len(own.pending)):
-            # before the step writes over the tokens of the one before; else masks come while it runs
-            sampling.ready_edits()
-            edits = upload_edits(own.of_edited_rows(), self._device, last)
+        compute, choose_tokens = self._replays[graph]
         try:
             rows, changes = self._rows.update(step)
             self._static.write(changes, step, sampling, last)
-            self._replays[graph]()
-            if own is not None:
-                if edits is None:
-                    sampling.ready_edits()
-                    edits = upload_edits(own.of_edited_rows(), self._device, None)
-                values = sampling.only(own.rows)
-                self._choose_again(self._hidden[self._sizes[graph]], rows[own.rows], values, edits)
+            compute()
+            edits = sampling.ready_edits()  # masks come while the step runs
+            if edits is None:
+                choose_tokens()
+            else:
+                # a row's token before is what it has computed now
+                at = rows[edits.rows]
+                self._choose_of(self._sizes[graph], edits.placed(at, at[edits.pending[:, 0]]))
         except BaseException:
             self._rows.forget()
             raise
         return Sampled(self._static.state.next_token_ids[: len(rows)], rows)
 
-    def _choose_again(
-        self, hidden: Tensor, rows: NDArray[np.int64], sampling: SamplingBatch, edits: DeviceEdits | None
-    ) -> None:
-        """Sequences whose logits are edited choose anew; what the graph chose does not count.
-
-        rows, sampling, edits: of these sequences alone.
-        """
-        (at,) = upload([rows], hidden.device)
-        chosen = self._choose(hidden[at], SamplingRows.upload(sampling, hidden.device), edits)
-        self._static.state.next_token_ids[at] = chosen
-
-    def _bind(self, size: int, max_context_len: int) -> Callable[[], None]:
-        """What to capture: one decode step of `size` rows out of the static ones."""
-        forward, choose, advance = self._forward, self._choose, self._backend.advance
+    def _bind_forward(self, size: int, max_context_len: int) -> Callable[[], None]:
+        """What to capture: a decode step of `size` rows out of the static ones, up to hidden states."""
+        forward, advance = self._forward, self._backend.advance
         state, outputs = self._static.state.first(size), self._hidden
         batch = ForwardBatch(
             token_ids=state.token_ids,
@@ -186,6 +173,15 @@ class DecodeGraphs:
         def run() -> None:
             advance(state)
             outputs[size] = forward(batch)
-            state.next_token_ids.copy_(choose(outputs[size], state.sampling, None))
 
         return run
+
+    def _bind_choose(self, size: int) -> Callable[[], None]:
+        """What to capture: the next tokens of the rows, with nothing changed of their logits."""
+        choose, outputs, state = self._choose, self._hidden, self._static.state.first(size)
+        return lambda: choose(outputs[size], state.sampling, None, state.next_token_ids)
+
+    def _choose_of(self, size: int, edits: LogitEdits) -> None:
+        """The same with edits, by what the graph before has computed."""
+        state = self._static.state.first(size)
+        self._choose(self._hidden[size], state.sampling, edits, state.next_token_ids)

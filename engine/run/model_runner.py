@@ -31,9 +31,9 @@ from engine.run.pending_tokens import DeviceTokens, PendingTokens, Sampled
 from engine.run.probe import Probe
 from engine.run.row_logprobs import DeviceLogprobs, StepLogprobs
 from engine.run.runner import PoolSize
-from engine.run.to_device import to_device, upload_edits
+from engine.run.to_device import to_device
 from engine.run.warm_up import make_step, nucleus_sampling, warm_up_steps, with_edits
-from engine.sampling.edit_logits import DeviceEdits, edit
+from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.step_batch import StepBatch
@@ -144,8 +144,12 @@ class ModelRunner:
 
     def _choose(self, logits: Tensor, sampling: SamplingBatch) -> Sampled:
         rows = SamplingRows.upload(sampling, self.device)
-        edits = upload_edits(sampling.ready_edits(), self.device, self._sampled)
-        token_ids = choose(logits, rows, edits, self.backend, self._tp)
+        edits, last = sampling.ready_edits(), self._sampled
+        if edits is not None and last is not None:
+            edits = edits.placed(edits.rows, last.places[edits.pending[:, 1]])
+        token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        before = None if last is None else last.token_ids
+        choose(logits, rows, edits, before, token_ids, self.backend, self._tp)
         return Sampled(token_ids, np.arange(len(token_ids)))
 
     def _with_logprobs(
@@ -307,7 +311,8 @@ class ModelRunner:
         for step in steps:
             self.launch(step, nucleus_sampling(len(step.sample_rows))).wait()
         sampling = nucleus_sampling(len(steps[0].sample_rows))  # of as many as may run
-        self.launch(steps[0], with_edits(sampling, self._model_config.vocab_size)).wait()
+        for edited in with_edits(sampling, self._model_config.vocab_size):
+            self.launch(steps[0], edited).wait()
 
     @torch.inference_mode()
     def _capture_graphs(self, max_model_len: int) -> DecodeGraphs | None:
@@ -321,7 +326,9 @@ class ModelRunner:
         try:
             return DecodeGraphs(
                 lambda batch: model.hidden_states(batch, cache),
-                lambda hidden, rows, edits: choose(model.logits(hidden), rows, edits, backend, tp),
+                lambda hidden, rows, edits, tokens: choose(
+                    model.logits(hidden), rows, edits, tokens, tokens, backend, tp
+                ),
                 backend,
                 capture,
                 max_num_seqs=self._config.max_num_seqs,
@@ -342,19 +349,22 @@ class ModelRunner:
 def choose(
     logits: Tensor,
     rows: SamplingRows,
-    edits: DeviceEdits | None,
+    edits: LogitEdits | None,
+    sampled: Tensor | None,
+    chosen: Tensor,
     backend: KernelBackend,
     tp: TensorParallel,
-) -> Tensor:
-    """A token for each row of logits, [rows] int64, on every rank; rank 0 alone has all of the vocabulary's.
+) -> None:
+    """Write a token for each row of logits to `chosen`, [rows] int64, on every rank.
 
-    edits: of the logits, which are changed.
+    Rank 0 alone has all of the vocabulary's.  edits: of the logits, which are changed.  sampled: [any] int64,
+    where the edits' pending tokens lie; it may be `chosen`.
     """
     if tp.rank == 0:
         if edits is not None:
-            logits = edit(logits, edits)
-        return tp.broadcast(backend.sample(logits, rows))
-    return tp.broadcast(torch.empty(len(logits), dtype=torch.int64, device=logits.device))
+            logits = backend.edit(logits, edits, sampled)
+        backend.sample(logits, rows, chosen)
+    tp.broadcast(chosen)
 
 
 def choose_capture(

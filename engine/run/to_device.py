@@ -8,8 +8,6 @@ from engine.attention.base import KernelBackend
 from engine.attention.forward_batch import ForwardBatch
 from engine.kernels.upload import upload
 from engine.run.pending_tokens import Sampled
-from engine.sampling.edit_logits import DeviceEdits
-from engine.sampling.logit_edits import LogitEdits
 from engine.schedule.step_batch import StepBatch
 
 
@@ -37,13 +35,3 @@ def to_device(
         sample_rows=sample_rows,
         attention=backend.build_metadata(step.block_tables, step.context_lens, step.query_lens),
     )
-
-
-def upload_edits(
-    edits: LogitEdits | None, device: torch.device, sampled: Sampled | None
-) -> DeviceEdits | None:
-    """Copy a step's edits to the device. sampled: as of `to_device`, and before another step writes there."""
-    if edits is None:
-        return None
-    last = (None, None) if sampled is None else (sampled.token_ids, sampled.places)
-    return DeviceEdits.upload(edits, device, *last)

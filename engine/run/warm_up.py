@@ -72,9 +72,13 @@ def make_step(query_lens: list[int], context_lens: list[int], block_size: int, n
     )
 
 
-def with_edits(sampling: SamplingBatch, vocab_size: int) -> SamplingBatch:
-    """The same with edits of every kind for each row, so that logits are copied and masks taken apart."""
+def with_edits(sampling: SamplingBatch, vocab_size: int) -> list[SamplingBatch]:
+    """The same with a ban, which changes logits where they are, and with all kinds of edits for each row.
+
+    Then logits are copied and masks taken apart.
+    """
     parts, num_rows = EditParts(), len(sampling.values)
+    ban = EditParts(banned=[(0, np.zeros(1, np.int64))]).joined(np.zeros(1, np.int64))
     mask, token = token_mask([0], vocab_size), np.zeros(1, np.int64)
     for row in range(num_rows):
         parts.allow(row, mask)
@@ -82,7 +86,7 @@ def with_edits(sampling: SamplingBatch, vocab_size: int) -> SamplingBatch:
     parts.banned.append((0, token + 1))
     parts.biased.append((0, token))
     parts.biases.append(np.ones(1, np.float32))
-    return replace(sampling, edits=parts.joined(np.arange(num_rows)))
+    return [replace(sampling, edits=edits) for edits in (ban, parts.joined(np.arange(num_rows)))]
 
 
 def nucleus_sampling(num_rows: int) -> SamplingBatch:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.upload import upload
@@ -40,24 +38,24 @@ class DeviceEdits:
         edits: LogitEdits,
         device: torch.device,
         sampled: Tensor | None = None,
-        places: NDArray[np.int64] | None = None,
     ) -> DeviceEdits:
         """In one transfer that the host does not wait for.
 
-        sampled: [rows] int64, what the step launched before has chosen, on the device. places: [samples]
-        int64, the row of it where each of its samples is.
+        sampled: [any] int64, in which `edits.pending` says where its tokens lie.
         """
-        pending = edits.pending
-        if len(pending):
-            assert places is not None, "only a step that follows another has pending tokens"
-            pending = np.stack((pending[:, 0], places[pending[:, 1]]), axis=1)
         names = [each.name for each in fields(cls) if each.name != "last"]
-        at, *parts = upload([pending, *(getattr(edits, name) for name in names)], device)
+        at, *parts = upload([edits.pending, *(getattr(edits, name) for name in names)], device)
         last = None
-        if sampled is not None and len(pending):
+        if len(edits.pending):
+            assert sampled is not None, "only a step that follows another has pending tokens"
             last = torch.full((len(edits.rows),), -1, dtype=torch.int64, device=device)
             last[at[:, 0]] = sampled[at[:, 1]]
         return cls(last=last, **dict(zip(names, parts, strict=True)))
+
+
+def edit_logits(logits: Tensor, edits: LogitEdits, sampled: Tensor | None = None) -> Tensor:
+    """`edit`, of edits on the host. sampled: [any] int64, where the pending tokens lie."""
+    return edit(logits, DeviceEdits.upload(edits, logits.device, sampled))
 
 
 def edit(logits: Tensor, edits: DeviceEdits) -> Tensor:

@@ -18,7 +18,7 @@ class LogitEdits:
 
     rows: [edited] int64, the rows that are edited, ascending; elsewhere a place is an index of this.
     pending: [pending, 2] int64, a place whose row continues a token that was not known when this was built,
-    and which sample of the step launched before is that token.
+    and which sample of the step launched before is that token; where it lies, once that is known (`placed`).
     token_masks: [masks, ceil(vocabulary / 32)] int32, a bit for each token, the lowest first: 1 is allowed.
     masked: [masked, 2] int64, a place and its mask; a place is there once.
     banned: [bans, 2] int64, a place and a token it may not choose.
@@ -42,9 +42,12 @@ class LogitEdits:
     penalties: NDArray[np.float32]
     counted: NDArray[np.int32]
 
-    def of_edited_rows(self) -> LogitEdits:
-        """The same for logits of the edited rows alone."""
-        return replace(self, rows=np.arange(len(self.rows)))
+    def placed(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> LogitEdits:
+        """The same with rows, and the pending tokens, where they are among the logits and in a tensor.
+
+        rows: [edited] int64.  tokens: [pending] int64.
+        """
+        return replace(self, rows=rows, pending=np.stack((self.pending[:, 0], tokens), axis=1))
 
 
 def token_mask(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:

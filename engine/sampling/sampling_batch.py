@@ -64,7 +64,3 @@ class SamplingBatch:
         if self.filling is not None:
             self.filling.wait()
         return self.edits
-
-    def only(self, rows: NDArray[np.int64]) -> SamplingBatch:
-        """The values of some rows, [some] int64, without edits."""
-        return SamplingBatch(self.values[rows], self.position[rows])

@@ -30,7 +30,7 @@ from engine.models.registry import decoder_flags
 from engine.run.batch_rows import BatchRows
 from engine.run.pending_tokens import Sampled
 from engine.run.static_rows import StaticRows
-from engine.run.warm_up import make_step
+from engine.run.warm_up import make_step, with_edits
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
 from engine.sampling.sampling_rows import SamplingRows
 
@@ -78,8 +78,10 @@ KERNELS = {
     "group_kernel": Kernel(wide=0.0),
     "advance_kernel": Kernel(wide=0.0),  # a number or two of each row
     "write_rows_kernel": Kernel(wide=0.0),  # numbers that lie apart
-    "tile_maxima_kernel": Kernel(),
-    "choose_token_kernel": Kernel(warps=16),  # a row for each program; loads come ahead of their use
+    "tile_maxima_kernel": Kernel(of_layer=("SPARE",)),
+    "edit_kernel": Kernel(of_layer=("ADDS",), warps=16, wide=0.0),  # of words and logits that lie apart
+    # edited logits are in float32; a row for each program; loads come ahead of their use
+    "choose_token_kernel": Kernel(of_layer=("SPARE",), warps=16),
 }
 
 
@@ -155,6 +157,10 @@ def take_steps(name: str, dtype: torch.dtype, fp8: bool, num_rows: int) -> None:
     rows = SamplingRows.upload(sampling_batch(num_rows), META)
     for batch in batches(backend, num_rows):
         backend.sample(model.logits(model.hidden_states(batch, cache)), rows)
+    logits = model.logits(torch.empty((num_rows, model.hidden_size), dtype=dtype, device=META))
+    for edited in with_edits(sampling_batch(num_rows), model.vocab_size):
+        assert edited.edits is not None
+        backend.sample(backend.edit(logits, edited.edits, None), rows)
 
 
 def sampling_batch(num_rows: int) -> SamplingBatch:

@@ -43,7 +43,7 @@ PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|splitK|::mm$|::addmm$|product", r
 HEAD_TIMES = 5  # the LM head reads 25 times the weights of a layer's largest product
 #: Beginnings of kernels' names, by the part of the estimate they belong to; what is in none of them is glue.
 PARTS = {
-    "sampler": ("tile_maxima_kernel", "choose_token_kernel"),
+    "sampler": ("tile_maxima_kernel", "choose_token_kernel", "edit_kernel"),
     "attention": ("decode_kernel", "prefill_kernel"),
     "merge": (),  # a part of decode_kernel, where the estimate has a launch of its own for it
     "layers": (

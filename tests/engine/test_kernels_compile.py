@@ -95,10 +95,10 @@ def test_five_decode_programs_have_160_kib_on_their_way(compiled: dict[str, Any]
         assert 32 * 1024 < each["shared_bytes"] < 40 * 1024, each
 
 
-def test_the_sampler_rounds_each_product_and_sum(compiled: dict[str, Any]) -> None:
+def test_sampler_and_edits_round_each_product_and_sum(compiled: dict[str, Any]) -> None:
     """As torch does, so that both weigh a token alike; other kernels fuse them."""
     fused = {each["kernel"]: each["fused"] for each in compiled["kernels"]}
-    assert fused["choose_token_kernel"] == 0
+    assert fused["choose_token_kernel"] == fused["edit_kernel"] == 0
     assert fused["decode_kernel"] > 0
 
 

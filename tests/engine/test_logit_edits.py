@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from engine import Engine, EngineConfig, SamplingParams
-from engine.sampling.edit_logits import DeviceEdits, edit
+from engine.attention import KernelBackend
+from engine.sampling.edit_logits import edit_logits
 from engine.sampling.logit_edits import EditParts, token_mask
 from engine.sampling.request_edits import RequestEdits, SequenceEdits
 from tests.engine.checkpoints import SHAPES, make_tokenizer, pool_bytes
@@ -30,7 +31,6 @@ from tests.engine.reference import TIE, Reference
 
 VOCAB = 70  # more than two words of a mask, and no multiple of them
 FEW = 6  # tokens of which completions are made, so that they repeat
-CPU = torch.device("cpu")
 
 Words = list[tuple[int, ...]]
 
@@ -88,7 +88,8 @@ def edit_rows(logits: Tensor, rows: list[Row]) -> Tensor:
         return logits
     last = torch.tensor([row.generated[-1] if row.generated else -1 for row in rows])
     at = np.arange(len(rows))[::-1].copy()
-    return edit(logits, DeviceEdits.upload(parts.joined(np.array(places)), CPU, last[at.copy()], at))
+    edits = parts.joined(np.array(places))
+    return edit_logits(logits, edits.placed(edits.rows, at[edits.pending[:, 1]]), last[at])
 
 
 PENALTIES = st.sampled_from([0.0, 0.0, -1.5, 0.3, 2.0])
@@ -143,7 +144,7 @@ def test_a_mask_has_a_bit_for_each_token() -> None:
     parts.allow(1, mask)
     edits = parts.joined(np.array([0, 2]))
     assert len(edits.token_masks) == 1, "rows of one mask share it"
-    logits = edit(torch.zeros(3, VOCAB), DeviceEdits.upload(edits, CPU))
+    logits = edit_logits(torch.zeros(3, VOCAB), edits)
     assert logits[0].isfinite().nonzero().flatten().tolist() == [0, 31, 33, 63, 69]
     assert torch.equal(logits[0], logits[2])
     assert logits[1].isfinite().all()
@@ -250,7 +251,7 @@ def test_the_same_with_preemption_and_chunks(
 def test_the_same_from_graphs(
     folders: dict[str, Path], plain: list[list[int]], monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
-    """Decode steps stay in their graph; the rows that are edited choose again behind it."""
+    """Decode steps stay in their graph up to hidden states; tokens are chosen behind it."""
     capture = simulate_graphs(monkeypatch)
     with start(folders, async_scheduling=overlap, max_num_seqs=8) as engine:
         capture.replayed.clear()
@@ -266,7 +267,7 @@ def test_an_engine_without_such_requests_edits_nothing(
         engine.add("edited", [5, 6], replace(GREEDY, presence_penalty=1.0, max_tokens=2))
         while engine.has_unfinished:
             engine.step()
-        monkeypatch.setattr("engine.run.model_runner.edit", None)
+        monkeypatch.setattr(KernelBackend, "edit", None)
         monkeypatch.setattr(EditParts, "joined", None)
         assert engine._scheduler.slots.num_edited == 0
         (completion,) = engine.generate([[5, 6]], GREEDY)
@@ -349,5 +350,5 @@ def test_the_pending_token_is_counted_wherever_it_is_written() -> None:
     for order in ([0, 1, 2], [2, 1, 0]):
         edits = parts.joined(np.array([0]))
         edits = replace(edits, counted=edits.counted[order])
-        logits = edit(torch.zeros(1, VOCAB), DeviceEdits.upload(edits, CPU, torch.tensor([3]), np.array([0])))
+        logits = edit_logits(torch.zeros(1, VOCAB), edits, torch.tensor([3]))
         assert logits[0, 3:5].tolist() == [-3.0, -1.0]

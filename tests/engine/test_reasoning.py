@@ -339,7 +339,7 @@ def test_recorded_steps_take_forced_tokens_from_the_host(
     with start(model, attention_backend="torch", async_scheduling=overlap) as engine:
         capture.replayed.clear()
         assert [completion.token_ids for completion in engine.generate(prompts, cases)] == wanted
-    assert len(capture.replayed) > 5
+    assert len(capture.replayed) > 10
 
 
 @pytest.mark.parametrize("overlap", [False, True])
