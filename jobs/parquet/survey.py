@@ -65,7 +65,7 @@ def survey_parquet(
         raise InvalidJob("the lines of an openai-batch file say what they ask: there is nothing to preview")
     if spec.prompts is not None:
         raise InvalidJob(
-            "a preview or dry run looks at one prompt of each row, as later ones are made of answers: name one"
+            "a preview or dry run looks at one prompt of a row, as later ones are made of answers: name one"
         )
     spec.check_sampling(context.check_sampling)
     storage = Storage(context.data_roots, context.check_interrupted)
