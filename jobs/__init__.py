@@ -7,10 +7,29 @@ A producer needs only `rq` and these names as strings:
 Importing this package loads no torch, transformers, pyarrow or pydantic.
 """
 
-from .api import chat, complete, score_parquet, score_shard, survey_parquet
+from .api import (
+    chat,
+    classify,
+    complete,
+    loglikelihood,
+    rerank,
+    score_parquet,
+    score_shard,
+    survey_parquet,
+)
 from .errors import JobsError
 
 #: Tells this package from another one named `jobs`.
 __tokenmill__ = True
 
-__all__ = ["JobsError", "chat", "complete", "score_parquet", "score_shard", "survey_parquet"]
+__all__ = [
+    "JobsError",
+    "chat",
+    "classify",
+    "complete",
+    "loglikelihood",
+    "rerank",
+    "score_parquet",
+    "score_shard",
+    "survey_parquet",
+]

@@ -48,6 +48,83 @@ def chat(
     return run_task("jobs.chat", (messages,), {**template, "model": model, **sampling})  # type: ignore[no-any-return]
 
 
+def classify(
+    prompt: str | list[int] | None = None,
+    labels: list[str] | None = None,
+    *,
+    messages: list[dict[str, Any]] | None = None,
+    calibrate: bool | str | list[dict[str, Any]] = False,
+    truncate_prompt_tokens: int | None = None,
+    model: str | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Give the exact probability of each label behind a prompt or a chat, by one prefill.
+
+    Returns `{"object": "classification", "label", "probabilities": {label: p}, "usage", "model", ...}`: the
+    softmax over the labels' log-likelihoods. Where a label is the beginning of another, in tokens, each is
+    scored with the end of the text behind it. calibrate: subtract the labels' log-likelihoods behind a
+    prompt without content (Zhao et al. 2021): one that is given, or for true the text "N/A", in a chat as
+    the last message's content. options: `chat_template_kwargs` and `tools` of a chat. Raises InvalidJob, or
+    RequestFailed.
+    """
+    from .stock_worker import run_task
+
+    named = {
+        "prompt": prompt,
+        "labels": labels,
+        "messages": messages,
+        "calibrate": calibrate,
+        "truncate_prompt_tokens": truncate_prompt_tokens,
+        "model": model,
+    }
+    return run_task("jobs.classify", (), {**named, **options})  # type: ignore[no-any-return]
+
+
+def loglikelihood(
+    prompt: str | list[int],
+    continuations: list[str] | list[list[int]],
+    *,
+    truncate_prompt_tokens: int | None = None,
+    model: str | None = None,
+) -> dict[str, Any]:
+    """Tell how likely each continuation of a prompt is, by prefill alone.
+
+    Returns `{"object": "loglikelihood", "choices": [{"index", "text", "logprob", "num_tokens", "is_greedy"}],
+    "usage", "model", ...}`. A text is split into tokens with its prompt, as lm-evaluation-harness does it.
+    Raises InvalidJob, or RequestFailed.
+    """
+    from .stock_worker import run_task
+
+    named = {"truncate_prompt_tokens": truncate_prompt_tokens, "model": model}
+    return run_task("jobs.loglikelihood", (prompt, continuations), named)  # type: ignore[no-any-return]
+
+
+def rerank(
+    query: str,
+    documents: list[str] | list[dict[str, str]],
+    *,
+    instruction: str | None = None,
+    top_n: int | None = None,
+    return_documents: bool = True,
+    model: str | None = None,
+) -> dict[str, Any]:
+    """Sort documents by how well they answer a query, with a model such as Qwen3-Reranker.
+
+    Returns `{"object": "rerank", "results": [{"index", "relevance_score", "document"}], "usage", "model"}`:
+    the score is the probability of "yes" against "no" behind the prompt of Qwen3-Reranker's model card.
+    instruction: what makes a document relevant. Raises InvalidJob, or RequestFailed if all documents failed.
+    """
+    from .stock_worker import run_task
+
+    named = {
+        "instruction": instruction,
+        "top_n": top_n,
+        "return_documents": return_documents,
+        "model": model,
+    }
+    return run_task("jobs.rerank", (query, documents), named)  # type: ignore[no-any-return]
+
+
 def score_parquet(
     input: str | list[str],
     output: str,

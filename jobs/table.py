@@ -14,11 +14,15 @@ from .context import JobContext
 from .errors import InvalidJob
 from .parquet.shard_task import shard_task
 from .prompts.prompt_task import chat_task, complete_task
+from .prompts.scoring_tasks import classify_task, loglikelihood_task, rerank_task
 from .tasks import Task
 
 _ENGINE_JOBS: Mapping[str, Callable[..., Task]] = {
     "jobs.complete": complete_task,
     "jobs.chat": chat_task,
+    "jobs.classify": classify_task,
+    "jobs.loglikelihood": loglikelihood_task,
+    "jobs.rerank": rerank_task,
     "jobs.score_shard": shard_task,
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from engine.errors import InvalidPrompt, PromptTooLong
 from engine.text.continuations import Continuations, Tail, check_tails
@@ -76,7 +76,7 @@ class PromptReader:
                 f"takes {self._max_model_len - 1} (max_model_len={self._max_model_len}, less one)"
             )
         for token_ids in (before, *(token_ids for token_ids, _ in tails)):
-            self.token_ids(token_ids)
+            self._check_ids(token_ids)
         return before, tails
 
     def _continued(
@@ -119,12 +119,15 @@ class PromptReader:
                 f"the prompt has {len(token_ids)} tokens; this engine takes {self._max_model_len - 1} "
                 f"(max_model_len={self._max_model_len}, which model and KV pool bound, less one new token)"
             )
+        self._check_ids(token_ids)
+        return token_ids
+
+    def _check_ids(self, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:
             if type(token_id) is not int:  # a bool is an int to isinstance
                 raise InvalidPrompt(f"token ids must be integers, got {token_id!r}")
             if not 0 <= token_id < self._vocab_size:
                 raise InvalidPrompt(f"token id {token_id} is outside the vocabulary of {self._vocab_size}")
-        return token_ids
 
     def truncated(self, token_ids: list[int], truncate_prompt_tokens: int | None) -> list[int]:
         """The last so many of them; all for None, and for -1 as many as leave room for one new token."""

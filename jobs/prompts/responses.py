@@ -127,11 +127,11 @@ def _response(
         "created": created,
         "model": model,
         "choices": choices,
-        "usage": _usage(answers),
+        "usage": usage(answers),
     }
 
 
-def _usage(answers: Answers) -> dict[str, Any]:
+def usage(answers: Answers) -> dict[str, Any]:
     """Count each prompt once, however many samples it has, as OpenAI does."""
     prompt_tokens = sum(samples[0].num_prompt_tokens for samples in answers)
     completion_tokens = sum(len(sample.token_ids) for samples in answers for sample in samples)

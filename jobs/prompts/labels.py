@@ -1,0 +1,89 @@
+"""Labels: what may be one, and probabilities over them from their log-likelihoods.
+
+Calibration after Zhao et al. 2021, "Calibrate Before Use": a prompt without content, here "N/A" in the place
+of the input, says how likely each label is whatever is asked. Its log-likelihoods are subtracted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, fsum, isfinite
+from typing import Any
+
+from ..common.shown import shown
+from ..errors import InvalidJob, InvalidValue
+from .arguments import text_problem
+
+MAX_LABELS = 1_000
+
+#: What stands where a prompt's input would.
+CONTENT_FREE = "N/A"
+
+
+@dataclass(frozen=True, slots=True)
+class Classified:
+    """label: the likeliest, of equal ones the first. margin: its probability less that of the next one."""
+
+    label: str
+    probabilities: Mapping[str, float]
+    margin: float
+
+    @property
+    def probability(self) -> float:
+        """Of the label."""
+        return self.probabilities[self.label]
+
+
+def parse_labels(labels: object) -> list[str]:
+    """Return a copy of a list of labels. Raises InvalidJob for what is none."""
+    if not isinstance(labels, list | tuple):
+        raise InvalidValue('labels is {}, expected a list of texts such as ["yes", "no"]', shown(labels))
+    if not 2 <= len(labels) <= MAX_LABELS:
+        raise InvalidJob(f"labels holds {len(labels)}, expected 2 to {MAX_LABELS} of them")
+    for number, label in enumerate(labels):
+        if problem := text_problem(label, f"label {number}"):
+            raise InvalidJob(problem)
+        if not label:
+            raise InvalidJob(f"label {number} is empty: no token stands for it")
+        if (first := labels.index(label)) != number:
+            raise InvalidValue(f"labels {first} and {number} are both {{}}: name each once", shown(label))
+    return list(labels)
+
+
+def scoring_of(labels: Sequence[str], truncate_prompt_tokens: object = None) -> dict[str, Any]:
+    """Return the values of a request that scores labels; see engine.ScoringParams."""
+    values: dict[str, Any] = {"continuations": list(labels), "score_end": "auto"}
+    if truncate_prompt_tokens is not None:
+        values["truncate_prompt_tokens"] = parse_truncation(truncate_prompt_tokens)
+    return values
+
+
+def parse_truncation(value: object) -> int:
+    """Return how many tokens of a prompt are read. Raises InvalidJob."""
+    if type(value) is not int or (value < 1 and value != -1):
+        raise InvalidValue(
+            "truncate_prompt_tokens is {}, expected a number of tokens, or -1 for what fits", shown(value)
+        )
+    return value
+
+
+def classify(
+    labels: Sequence[str], logprobs: Sequence[float], prior: Sequence[float] | None = None
+) -> Classified | None:
+    """Softmax over labels; None where a log-likelihood is no finite number.
+
+    logprobs: of each label. prior: the same behind a prompt without content.
+    """
+    scores = list(logprobs)
+    if prior is not None:
+        scores = [score - before for score, before in zip(scores, prior, strict=True)]
+    if not all(map(isfinite, scores)):
+        return None
+    highest = max(scores)
+    weights = [exp(score - highest) for score in scores]
+    total = fsum(weights)
+    probabilities = [weight / total for weight in weights]
+    best, second = sorted(probabilities, reverse=True)[:2]
+    label = labels[probabilities.index(best)]
+    return Classified(label, dict(zip(labels, probabilities, strict=True)), best - second)

@@ -1,0 +1,247 @@
+"""The tasks of `jobs.classify`, `jobs.loglikelihood` and `jobs.rerank`: nothing is generated for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from ..common.shown import shown
+from ..context.served_model import parse_model
+from ..errors import InvalidJob, InvalidValue, RequestFailed
+from ..tasks import Completion, Request
+from .arguments import MAX_CHOICES, MAX_PROMPTS, Unusable, parse_prompts, text_problem
+from .chat_options import NAMES as CHAT_NAMES
+from .chat_options import split_chat_options
+from .labels import CONTENT_FREE, classify, parse_labels, parse_truncation, scoring_of
+from .messages import parse_messages
+from .prompt_task import PromptTask
+from .responses import Answers, usage
+
+#: What Qwen3-Reranker's model card puts around a query and a document.
+RERANK_PROMPT = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
+    'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
+    "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+RERANK_LABELS = ("yes", "no")
+
+
+def classify_task(
+    prompt: object = None,
+    labels: object = None,
+    *,
+    messages: object = None,
+    calibrate: object = False,
+    truncate_prompt_tokens: object = None,
+    model: object = None,
+    **options: Any,
+) -> PromptTask:
+    """Return the task of jobs.classify. Raises InvalidJob when an argument is wrong."""
+    asked_for, found = parse_model(model), parse_labels(labels)
+    values = scoring_of(found, truncate_prompt_tokens)
+    if (prompt is None) == (messages is None):
+        raise InvalidJob("a classification needs a prompt or messages, and not both")
+    for name in options.keys() - set(CHAT_NAMES) if messages is not None else options:
+        raise InvalidValue("{} is no argument of jobs.classify", shown(name))
+    template = split_chat_options(options)[1].template
+    asked = [prompt if messages is None else messages]
+    if calibrate is not False and calibrate is not None:
+        asked.append(_content_free(asked[0], calibrate, is_chat=messages is not None))
+    requests = [
+        Request(_one_prompt(each), None, values, kind="score")
+        if messages is None
+        else Request(None, parse_messages(each), values, template, kind="score")
+        for each in asked
+    ]
+    return PromptTask(requests, {}, partial(_classification, labels=found), asked_for)
+
+
+def loglikelihood_task(
+    prompt: object, continuations: object, *, truncate_prompt_tokens: object = None, model: object = None
+) -> PromptTask:
+    """Return the task of jobs.loglikelihood. Raises InvalidJob when an argument is wrong."""
+    asked_for = parse_model(model)
+    found = _continuations(continuations)
+    values: dict[str, Any] = {"continuations": found}
+    if truncate_prompt_tokens is not None:
+        values["truncate_prompt_tokens"] = parse_truncation(truncate_prompt_tokens)
+    request = Request(_one_prompt(prompt), None, values, kind="score")
+    return PromptTask([request], {}, partial(_loglikelihood, continuations=found), asked_for)
+
+
+def rerank_task(
+    query: object,
+    documents: object,
+    *,
+    instruction: object = None,
+    top_n: object = None,
+    return_documents: object = True,
+    model: object = None,
+) -> PromptTask:
+    """Return the task of jobs.rerank. Raises InvalidJob when an argument is wrong."""
+    asked_for = parse_model(model)
+    instruction = RERANK_INSTRUCTION if instruction is None else instruction
+    for what, text in (("query", query), ("instruction", instruction)):
+        if problem := text_problem(text, what):
+            raise InvalidJob(problem)
+    texts = _documents(documents)
+    if top_n is not None and (type(top_n) is not int or top_n < 1):
+        raise InvalidValue("top_n is {}, expected a number of documents", shown(top_n))
+    if not isinstance(return_documents, bool):
+        raise InvalidValue("return_documents is {}, expected true or false", shown(return_documents))
+    values = scoring_of(RERANK_LABELS)
+    requests: list[Request | Unusable] = []
+    for number, text in enumerate(texts):
+        asked = RERANK_PROMPT.format(instruction=instruction, query=query, document=text)
+        problem = text_problem(asked, f"the prompt of document {number}")
+        requests.append(Unusable(problem) if problem else Request(asked, None, values, kind="score"))
+    respond = partial(_ranking, documents=texts if return_documents else None, top_n=top_n)
+    return PromptTask(requests, {}, respond, asked_for)
+
+
+def _classification(
+    answers: Answers, *, labels: Sequence[str], job_id: str, model: str, created: int
+) -> dict[str, Any]:
+    logprobs = [_logprobs(number, samples[0]) for number, samples in enumerate(answers)]
+    found = classify(labels, *logprobs)
+    if found is None:
+        raise RequestFailed(0, "a label has no finite log-likelihood: its probability cannot be told")
+    return {
+        "id": f"classify-{job_id}",
+        "object": "classification",
+        "created": created,
+        "model": model,
+        "label": found.label,
+        "probabilities": dict(found.probabilities),
+        "usage": usage(answers),
+    }
+
+
+def _loglikelihood(
+    answers: Answers, *, continuations: Sequence[str | list[int]], job_id: str, model: str, created: int
+) -> dict[str, Any]:
+    likelihoods = answers[0][0].loglikelihoods
+    assert likelihoods is not None, "an answer without what was asked for"
+    return {
+        "id": f"loglikelihood-{job_id}",
+        "object": "loglikelihood",
+        "created": created,
+        "model": model,
+        "choices": [
+            {
+                "index": index,
+                "text": asked if isinstance(asked, str) else None,
+                "logprob": found.logprob,
+                "num_tokens": found.num_tokens,
+                "is_greedy": found.is_greedy,
+            }
+            for index, (asked, found) in enumerate(zip(continuations, likelihoods, strict=True))
+        ],
+        "usage": usage(answers),
+    }
+
+
+def _ranking(
+    answers: Answers,
+    *,
+    documents: Sequence[str] | None,
+    top_n: int | None,
+    job_id: str,
+    model: str,
+    created: int,
+) -> dict[str, Any]:
+    """One result for each document, the most relevant first; those that failed come last."""
+    results = [_result(number, samples[0], documents) for number, samples in enumerate(answers)]
+    results.sort(key=lambda each: _order(each["relevance_score"]))
+    return {
+        "id": f"rerank-{job_id}",
+        "object": "rerank",
+        "created": created,
+        "model": model,
+        "results": results[:top_n],
+        "usage": usage(answers),
+    }
+
+
+def _order(score: float | None) -> float:
+    return 1.0 if score is None else -score
+
+
+def _result(number: int, sample: Completion, documents: Sequence[str] | None) -> dict[str, Any]:
+    result: dict[str, Any] = {"index": number, "relevance_score": None}
+    if documents is not None:
+        result["document"] = {"text": documents[number]}
+    if sample.error is not None:
+        return {**result, "error": sample.error}
+    found = classify(RERANK_LABELS, _logprobs(number, sample))
+    if found is None:
+        return {**result, "error": "its labels have no finite log-likelihood"}
+    return {**result, "relevance_score": found.probabilities["yes"]}
+
+
+def _logprobs(number: int, sample: Completion) -> list[float]:
+    """Of all continuations. Raises RequestFailed."""
+    if sample.loglikelihoods is None:
+        raise RequestFailed(number, sample.error or "the engine gave no reason")
+    return [each.logprob for each in sample.loglikelihoods]
+
+
+def _one_prompt(prompt: object) -> str | list[int]:
+    prompts = parse_prompts(prompt)
+    if len(prompts) > 1:
+        raise InvalidJob(f"prompt is a list of {len(prompts)} prompts, expected one: make a job of each")
+    (found,) = prompts
+    if isinstance(found, Unusable):
+        raise InvalidJob(found.reason)
+    return found
+
+
+def _continuations(continuations: object) -> list[str | list[int]]:
+    if not isinstance(continuations, list | tuple):
+        raise InvalidValue("continuations is {}, expected a list of texts", shown(continuations))
+    if not 1 <= len(continuations) <= MAX_CHOICES:
+        raise InvalidJob(f"continuations holds {len(continuations)}, expected 1 to {MAX_CHOICES} of them")
+    found: list[str | list[int]] = []
+    for number, each in enumerate(continuations):
+        if not each or not isinstance(each, str | list):
+            raise InvalidValue(
+                f"continuation {number} is {{}}, expected a text or a list of token ids, and not empty",
+                shown(each),
+            )
+        found.append(_one_prompt([each]))
+    return found
+
+
+def _content_free(asked: object, calibrate: object, *, is_chat: bool) -> object:
+    """Return the prompt, or the messages, that stand for no input."""
+    if calibrate is True:
+        return _without_content(asked) if is_chat else CONTENT_FREE
+    if not isinstance(calibrate, list if is_chat else str):
+        kind = "messages" if is_chat else "a prompt"
+        raise InvalidValue(
+            f"calibrate is {{}}, expected true, false, or {kind} without content", shown(calibrate)
+        )
+    return calibrate
+
+
+def _without_content(messages: object) -> list[Mapping[str, Any]]:
+    """Return the messages with CONTENT_FREE in the place of what the last one says."""
+    parsed = parse_messages(messages)
+    return [*parsed[:-1], {**parsed[-1], "content": CONTENT_FREE}]
+
+
+def _documents(documents: object) -> list[str]:
+    if not isinstance(documents, list | tuple):
+        raise InvalidValue("documents is {}, expected a list of texts", shown(documents))
+    if not 1 <= len(documents) <= MAX_PROMPTS:
+        raise InvalidJob(f"documents holds {len(documents)}, expected 1 to {MAX_PROMPTS} of them")
+    texts = []
+    for number, each in enumerate(documents):
+        text = each["text"] if isinstance(each, dict) and each.keys() == {"text"} else each
+        if problem := text_problem(text, f"document {number}"):
+            raise InvalidJob(problem)
+        texts.append(text)
+    return texts
