@@ -70,8 +70,8 @@ class Books:
         return self.waiting.num_seqs
 
     def add(self, seq: Sequence) -> None:
-        """Queue a new sequence, shorter than max_model_len, in its lane."""
-        assert seq.num_tokens < self.max_model_len, "a prompt must leave room for one new token"
+        """Queue a new sequence in its lane: shorter than max_model_len, or as long if it generates none."""
+        assert seq.num_tokens + seq.generates <= self.max_model_len, "a new token needs room"
         self.blocks.extend_keys(seq)
         seq.arrival = self._num_arrivals
         self._num_arrivals += 1

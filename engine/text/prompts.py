@@ -10,6 +10,8 @@ from engine.text.tokenizer import Tokenizer
 
 Prompt = str | list[int]
 
+SCORED_ROOM = -1  # of max_model_len: what is scored last is not computed
+
 
 class PromptReader:
     """Turns prompts into token ids that the model can take, or says why it cannot."""
@@ -29,7 +31,7 @@ class PromptReader:
         if isinstance(context, str) and isinstance(continuation, str):
             text = context.rstrip()
             continuation = context[len(text) :] + continuation
-            limit = self._max_model_len - 1
+            limit = self._max_model_len - SCORED_ROOM
             encode = self._tokenizer.encode if text else self._tokenizer.encode_alone
             first = encode(text, limit=limit) if text else []
             whole = encode(text + continuation, limit=limit)
@@ -47,7 +49,7 @@ class PromptReader:
             return whole, len(whole)
         if len(whole) <= len(first):
             raise InvalidPrompt("the continuation has no token of its own behind its context")
-        return self.token_ids(whole), len(first)
+        return self.token_ids(whole, room=SCORED_ROOM), len(first)
 
     def continued(
         self,
@@ -65,15 +67,16 @@ class PromptReader:
         before, tails = self._continued(prompt, continuations, truncates=truncate_prompt_tokens is not None)
         check_tails(tails)
         longest = max(len(token_ids) for token_ids, _ in tails) + num_ends
+        whole = self._max_model_len - SCORED_ROOM
         if truncate_prompt_tokens is not None:
-            most = self._max_model_len - 1 - longest
+            most = whole - longest
             if truncate_prompt_tokens != -1:
                 most = min(most, truncate_prompt_tokens - tails[0][1])
             before = before[-max(1, most) :]
-        if len(before) + longest >= self._max_model_len:
+        if len(before) + longest > whole:
             raise PromptTooLong(
                 f"the prompt and its longest continuation have {len(before) + longest} tokens; this engine "
-                f"takes {self._max_model_len - 1} (max_model_len={self._max_model_len}, less one)"
+                f"takes {whole} (max_model_len={self._max_model_len}, and one that is scored alone)"
             )
         for token_ids in (before, *(token_ids for token_ids, _ in tails)):
             self._check_ids(token_ids)
@@ -84,26 +87,30 @@ class PromptReader:
     ) -> tuple[list[int], tuple[Tail, ...]]:
         texts = tuple(each for each in continuations if isinstance(each, str))
         if not isinstance(prompt, str) or len(texts) < len(continuations):
-            before = self.token_ids(prompt, truncate_prompt_tokens=-1 if truncates else None)
+            most = -1 if truncates else None
+            before = self.token_ids(prompt, truncate_prompt_tokens=most, room=SCORED_ROOM)
             alone = iter(self._continuations.alone(texts))
             tails = (next(alone) if isinstance(each, str) else (tuple(each), 0) for each in continuations)
             return before, tuple(tails)
         text = prompt.rstrip()
         texts = tuple(prompt[len(text) :] + each for each in texts)
         if text:
-            token_ids = self._tokenizer.encode(text, limit=None if truncates else self._max_model_len - 1)
+            token_ids = self._tokenizer.encode(text, limit=None if truncates else self._max_model_len)
             return self._continuations.behind(text, token_ids, texts)
         prefix = self._tokenizer.prefix
         alone = iter(self._continuations.alone(texts))
         return prefix, tuple((ids[1:] if ids[:1] == tuple(prefix) else ids, 0) for ids, _ in alone)
 
-    def token_ids(self, prompt: object, *, truncate_prompt_tokens: int | None = None) -> list[int]:
+    def token_ids(
+        self, prompt: object, *, truncate_prompt_tokens: int | None = None, room: int = 1
+    ) -> list[int]:
         """Token ids of a text, or a checked copy of token ids. Raises InvalidPrompt or PromptTooLong.
 
-        truncate_prompt_tokens: as of SamplingParams.
+        truncate_prompt_tokens: as of SamplingParams. room: for new tokens, of max_model_len.
         """
+        most = self._max_model_len - room
         if isinstance(prompt, str):
-            limit = self._max_model_len - 1 if truncate_prompt_tokens is None else None
+            limit = most if truncate_prompt_tokens is None else None
             token_ids = self._tokenizer.encode(prompt, limit=limit)
         elif isinstance(prompt, (list, tuple)):
             token_ids = list(prompt)
@@ -114,10 +121,11 @@ class PromptReader:
         if not token_ids:
             raise InvalidPrompt("the prompt is empty; it needs at least one token")
         token_ids = self.truncated(token_ids, truncate_prompt_tokens)
-        if len(token_ids) >= self._max_model_len:
+        if len(token_ids) > most:
+            one = "less one new token" if room == 1 else "and one that is scored alone"
             raise PromptTooLong(
-                f"the prompt has {len(token_ids)} tokens; this engine takes {self._max_model_len - 1} "
-                f"(max_model_len={self._max_model_len}, which model and KV pool bound, less one new token)"
+                f"the prompt has {len(token_ids)} tokens; this engine takes {most} "
+                f"(max_model_len={self._max_model_len}, which model and KV pool bound, {one})"
             )
         self._check_ids(token_ids)
         return token_ids

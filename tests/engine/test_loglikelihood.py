@@ -164,6 +164,15 @@ def test_nothing_is_certain(small: Engine) -> None:
     assert small.loglikelihood([]) == []
 
 
+def test_as_much_is_scored_as_the_model_reads(small: Engine, truth: Truth) -> None:
+    """And one token more, which is not computed: a full window."""
+    rng = random.Random(5)
+    tokens = [rng.randrange(3, 500) for _ in range(small.max_model_len + 1)]
+    pairs = [(tokens[:place], tokens[place:]) for place in (1, 100, len(tokens) - 1)]
+    for found, pair in zip(small.loglikelihood(pairs), pairs, strict=True):
+        check(found, truth, *pair)
+
+
 def test_equal_pairs_are_computed_once(small: Engine) -> None:
     before = small.stats().prefill_tokens
     found = small.loglikelihood([([77, 99], [11, 13])] * 50)
@@ -180,7 +189,7 @@ def test_equal_pairs_are_computed_once(small: Engine) -> None:
         ("ab", InvalidRequest, "pair 1 must be a context and a continuation, got str"),
         (([5], [512]), InvalidPrompt, "512 is outside"),
         (([5], [True]), InvalidPrompt, "got True"),
-        (([5] * 149, [6]), PromptTooLong, "takes 149"),
+        (([5] * 151, [6]), PromptTooLong, "takes 151"),
         (("a", "half \ud800"), InvalidPrompt, "Unicode"),
         (("a " * 100_000, "b"), PromptTooLong, "characters"),
     ],
