@@ -35,6 +35,7 @@ class Entries(NamedTuple):
     biases: NDArray[np.float32]
     penalized: NDArray[np.int64]
     penalties: NDArray[np.float32]
+    num_counted: NDArray[np.int64]
     counted: NDArray[np.int32]
 
 
@@ -79,15 +80,15 @@ def penalize(
     if last >= 0:
         for begin in range(start, end, TILE):
             at = begin + tl.arange(0, TILE)
-            tokens = tl.load(counted_ptr + at.to(tl.int64) * 3 + 1, mask=at < end, other=-1)
+            tokens = tl.load(counted_ptr + at.to(tl.int64) * 2, mask=at < end, other=-1)
             has_own += tl.sum((tokens == last).to(tl.int32), 0)
     presence = tl.load(penalties_ptr)
     frequency = tl.load(penalties_ptr + 1)
     repetition = tl.load(penalties_ptr + 2)
     for begin in range(start, end, TILE):
         at = begin + tl.arange(0, TILE)
-        tokens = tl.load(counted_ptr + at.to(tl.int64) * 3 + 1, mask=at < end, other=-1)
-        counts = tl.load(counted_ptr + at.to(tl.int64) * 3 + 2, mask=at < end, other=0)
+        tokens = tl.load(counted_ptr + at.to(tl.int64) * 2, mask=at < end, other=-1)
+        counts = tl.load(counted_ptr + at.to(tl.int64) * 2 + 1, mask=at < end, other=0)
         stands_for_last = (tokens < 0) & (at < end) & (last >= 0) & (has_own == 0)
         counts = tl.where(stands_for_last, 1, counts + ((tokens == last) & (tokens >= 0)).to(tl.int32))
         tokens = tl.where(stands_for_last, last, tokens)
@@ -195,16 +196,15 @@ def _arrays(num_rows: int, rows: NDArray[np.int64], entries: Entries) -> tuple[l
     table[entries.masked[:, 0], MASK.value] = entries.masked[:, 1]
     penalties = np.zeros((len(rows), 3), np.float32)
     penalties[entries.penalized] = entries.penalties
-    banned, behind, biased, counted = (
-        _sorted(each) for each in (entries.banned, entries.banned_behind, entries.biased, entries.counted)
-    )
+    banned, behind, biased = map(_sorted, (entries.banned, entries.banned_behind, entries.biased))
     for column, each in ((BANNED, banned), (BEHIND, behind), (BIASED, biased)):
         _bound(table[:, column.value : column.value + 2], each)
-    of_penalized = np.zeros((len(entries.penalized), 2), np.int32)
-    _bound(of_penalized, counted)
-    table[entries.penalized, COUNTED.value : COUNTED.value + 2] = of_penalized
+    ends = np.cumsum(entries.num_counted)
+    table[entries.penalized, COUNTED.value] = ends - entries.num_counted
+    table[entries.penalized, COUNTED.value + 1] = ends
     biases = entries.biases if biased is entries.biased else entries.biases[_order(entries.biased)]
-    arrays = [place_of_row, table, penalties, entries.token_masks, banned, behind, biased, biases, counted]
+    arrays = [place_of_row, table, penalties, entries.token_masks, banned, behind, biased, biases]
+    arrays.append(entries.counted)
     return arrays, entries.token_masks.shape[1]
 
 

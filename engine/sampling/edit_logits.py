@@ -30,6 +30,7 @@ class DeviceEdits:
     biases: Tensor
     penalized: Tensor
     penalties: Tensor
+    num_counted: Tensor
     counted: Tensor
 
     @classmethod
@@ -107,7 +108,9 @@ def _bias(logits: Tensor, edits: DeviceEdits) -> None:
 def _penalize(logits: Tensor, edits: DeviceEdits) -> None:
     if not len(edits.counted):
         return
-    of, token, count = edits.counted.long().unbind(1)
+    token, count = edits.counted.long().unbind(1)
+    of = torch.arange(len(edits.penalized), device=logits.device)
+    of = of.repeat_interleave(edits.num_counted, output_size=len(token))
     if edits.last is not None:
         token, count = _count_pending(of, token, count, edits.last[edits.penalized])
     presence, frequency, repetition = edits.penalties[of].unbind(1)

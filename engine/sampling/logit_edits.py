@@ -26,8 +26,9 @@ class LogitEdits:
     is the first.
     biased: [biased, 2] int64, a place and a token, each pair once.  biases: [biased] float32.
     penalized: [penalized] int64 places.  penalties: [penalized, 3] float32, presence, frequency, repetition.
-    counted: [counted, 3] int32, an index of `penalized`, a token of its prompt or completion, and how often
-    the completion has it; a place that is pending has one more entry, of token -1, for that token.
+    num_counted: [penalized] int64, how many entries of `counted` each has, which lie in this order.
+    counted: [counted, 2] int32, a token of its prompt or completion, and how often the completion has it; a
+    place that is pending has one more entry, of token -1, for that token.
     """
 
     rows: NDArray[np.int64]
@@ -40,6 +41,7 @@ class LogitEdits:
     biases: NDArray[np.float32]
     penalized: NDArray[np.int64]
     penalties: NDArray[np.float32]
+    num_counted: NDArray[np.int64]
     counted: NDArray[np.int32]
 
     def placed(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> LogitEdits:
@@ -73,7 +75,7 @@ class EditParts:
     biases: list[NDArray[np.float32]] = field(default_factory=list)
     penalized: list[int] = field(default_factory=list)
     penalties: list[tuple[float, float, float]] = field(default_factory=list)
-    counted: list[tuple[int, NDArray[np.int32]]] = field(default_factory=list)
+    counted: list[NDArray[np.int32]] = field(default_factory=list)
 
     def allow(self, place: int, mask: NDArray[np.int32]) -> None:
         """Allow a place the tokens of a mask alone."""
@@ -82,7 +84,7 @@ class EditParts:
 
     def penalize(self, place: int, penalties: tuple[float, float, float], counted: NDArray[np.int32]) -> None:
         """Penalize the tokens of a place. counted: [tokens, 2], a token and how often it is there."""
-        self.counted.append((len(self.penalized), counted))
+        self.counted.append(counted)
         self.penalized.append(place)
         self.penalties.append(penalties)
 
@@ -101,7 +103,8 @@ class EditParts:
             biases=np.concatenate(self.biases) if self.biases else np.zeros(0, np.float32),
             penalized=np.array(self.penalized, np.int64),
             penalties=np.array(self.penalties, np.float32).reshape(-1, 3),
-            counted=_joined(self.counted, 2, np.int32),
+            num_counted=np.array([len(each) for each in self.counted], np.int64),
+            counted=np.concatenate(self.counted) if self.counted else np.zeros((0, 2), np.int32),
         )
 
 

@@ -15,7 +15,6 @@ from engine.sampling.params import SamplingParams
 from engine.sampling.token_counts import TokenCounts
 
 NO_TOKENS: NDArray[np.int32] = np.zeros(0, np.int32)
-PENDING: NDArray[np.int32] = np.array([[-1, 0]], np.int32)
 
 
 @dataclass(frozen=True)
@@ -100,18 +99,16 @@ class SequenceEdits:
             parts.biased.append((place, request.biased))
             parts.biases.append(request.biases)
         if request.penalties is not None:
-            entries = self._count(request, token_ids, start)
-            if is_pending:
-                entries = np.concatenate((entries, PENDING))
-            parts.penalize(place, request.penalties, entries)
+            counts = self._count(request, token_ids, start)
+            parts.penalize(place, request.penalties, counts.entries(with_pending=is_pending))
 
-    def _count(self, request: RequestEdits, token_ids: Sequence[int], start: int) -> NDArray[np.int32]:
-        """[tokens, 2], of all that are known."""
+    def _count(self, request: RequestEdits, token_ids: Sequence[int], start: int) -> TokenCounts:
+        """Of all tokens that are known."""
         if self._counts is None:
             self._counts, self._num_counted = TokenCounts(request.prompt_token_ids), start
         self._counts.add(token_ids[self._num_counted :])
         self._num_counted = len(token_ids)
-        return self._counts.entries
+        return self._counts
 
 
 def allowed_mask(params: SamplingParams, vocab_size: int) -> NDArray[np.int32] | None:

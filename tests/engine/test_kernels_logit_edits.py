@@ -112,10 +112,10 @@ def test_tokens_that_could_not_be_chosen_change_nothing() -> None:
 def test_entries_of_a_place_need_not_lie_together() -> None:
     rng = np.random.default_rng(5)
     edits, sampled = make_edits(rng, 5, 512, adds=True)
-    biased, counted = rng.permutation(len(edits.biased)), rng.permutation(len(edits.counted))
+    biased = rng.permutation(len(edits.biased))
     mixed = replace(
         edits, banned=rng.permutation(edits.banned), banned_behind=rng.permutation(edits.banned_behind),
-        biased=edits.biased[biased], biases=edits.biases[biased], counted=edits.counted[counted],
+        biased=edits.biased[biased], biases=edits.biases[biased],
     )  # fmt: skip
     logits = torch.randn(5, 512)
     assert torch.equal(assert_same_bits(logits, mixed, sampled), assert_same_bits(logits, edits, sampled))
