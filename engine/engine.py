@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -95,12 +95,8 @@ class Engine:
         )
         self._prompts = PromptReader(self._tokenizer, model.vocab_size, pool.max_model_len)
         self._vocab_size = model.vocab_size
-        self._sequences = NewSequences(
-            self._tokenizer,
-            self._reasoner,
-            model.eos_token_ids or self._tokenizer.eos_token_ids,
-            model.vocab_size,
-        )
+        ends = model.eos_token_ids or self._tokenizer.eos_token_ids
+        self._sequences = NewSequences(self._tokenizer, self._reasoner, ends, model.vocab_size)
         self._unfinished: dict[str, list[Sequence]] = {}
         self._incomplete: list[Sequence] = []  # that have finished
         self._seeds = random.Random(config.seed)
@@ -181,12 +177,15 @@ class Engine:
         params: RequestParams,
         *,
         lane: int = 0,
+        continued: Collection[int] = (),
     ) -> None:
         """Queue one request: text or token ids, prepared or not. It gives params.n completions, by `step()`.
 
         ScoringParams ask for no new token: the one completion has the `loglikelihoods` of continuations.
         lane: urgency, 0 the most urgent. A request of lane 0 is in the next step, at the cost of the latest
         requests of later lanes if need be; a waiting lane gets at least one admission in twenty.
+        continued: token ids of a completion of this prompt that was cut: it goes on, params.max_tokens more,
+        as it would have if it had had as many at once.
         Raises InvalidRequest or a subclass, having changed nothing: InvalidPrompt, PromptTooLong,
         InvalidSampling, DuplicateRequest.
         """
@@ -200,8 +199,9 @@ class Engine:
         else:
             check_params(params, self._vocab_size)
             ready = self._ready(prompt, params)
+            self._prompts.check_continued(ready.token_ids, continued)
             seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
-            seqs = self._sequences.make(request_id, ready, params, lane=lane, seed=seed)
+            seqs = self._sequences.make(request_id, ready, params, lane=lane, seed=seed, continued=continued)
             for seq in seqs:
                 seq.prompt_logprobs = seqs[0].prompt_logprobs
                 self._scheduler.add(seq)

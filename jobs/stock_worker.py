@@ -18,6 +18,7 @@ from rq import get_current_job
 from rq.job import Job
 
 from .context import JobContext
+from .context.checks.processes import Checks
 from .context.prompt_meter import PromptMeter
 from .context.shard_bytes import ShardBytes
 from .errors import InvalidJob, InvalidValue, JobsError
@@ -129,7 +130,13 @@ def _drive(task: OpenTask, engine: Engine, samples: dict[int, list[Completion]])
             if missing[index] == 0 or completion.finish_reason == "error":
                 engine.abort(str(index))  # what is left of a request that failed
                 del missing[index]
-                task.deliver(index, samples.pop(index))
+                _deliver(task, index, samples.pop(index))
+
+
+def _deliver(task: OpenTask, index: int, completions: Sequence[Completion]) -> None:
+    if task.inspects:
+        task.inspect(index, completions)
+    task.deliver(index, completions)
 
 
 def _refill(
@@ -145,9 +152,10 @@ def _refill(
         index, request = item
         try:
             params = request_params(request.kind, request.sampling)
-            engine.add(str(index), _prompt(engine, request, params), params)
+            prompt = _prompt(engine, request, params)
+            engine.add(str(index), prompt, params, continued=request.continued)
         except InvalidRequest as error:
-            task.deliver(index, [Completion(str(index), 0, [], "", "error", 0, 0, error=str(error))])
+            _deliver(task, index, [Completion(str(index), 0, [], "", "error", 0, 0, error=str(error))])
         else:
             samples[index], missing[index] = [], params.n
 
@@ -182,6 +190,7 @@ def _context(job: Job, attention_backend: str = "") -> JobContext:
         max_result_bytes=settings.max_result_bytes,
         shard_bytes=ShardBytes(settings.max_shard_bytes),
         meter=_meter,
+        checks=_checks(),
     )
 
 
@@ -197,6 +206,12 @@ def _settings() -> WorkerSettings:
     from worker.settings import WorkerSettings
 
     return WorkerSettings.load()
+
+
+@functools.cache
+def _checks() -> Checks:
+    settings = _settings()
+    return Checks(settings.allowed_functions, settings.check_timeout_s)
 
 
 @functools.cache

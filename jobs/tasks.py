@@ -17,6 +17,7 @@ class Request:
     sampling: keyword arguments of what engine.request_params makes for this kind of request, for "generate"
     engine.SamplingParams, for "score" engine.ScoringParams; numbers that arrived as text were refused before.
     chat_options: keyword arguments of engine.Engine.chat_token_ids beside the messages.
+    continued: as of engine.Engine.add: token ids of an answer that was cut, and goes on.
     """
 
     prompt: str | list[int] | None
@@ -24,6 +25,7 @@ class Request:
     sampling: Mapping[str, Any]
     chat_options: Mapping[str, Any] = field(default_factory=dict)
     kind: str = "generate"
+    continued: Sequence[int] = ()
 
 
 class Logprob(Protocol):
@@ -94,7 +96,7 @@ class OpenTask(abc.ABC):
     """An engine job under way: a lazy stream of requests and a place to deliver completions.
 
     The order of calls is requests and deliver interleaved, then result, then close. Close always comes,
-    whatever happened before. All but result and close are cheap and called from one thread.
+    whatever happened before. All but inspect, result and close are cheap and called from one thread.
     """
 
     @abc.abstractmethod
@@ -121,6 +123,19 @@ class OpenTask(abc.ABC):
         A worker that knows claims the next job in time.
         """
         return None
+
+    @property
+    def inspects(self) -> bool:
+        """Whether `inspect` comes before each delivery."""
+        return False
+
+    def inspect(self, index: int, completions: Sequence[Completion]) -> None:
+        """Look at what request `index` got, before `deliver` takes it. Raises JobsError to fail the job.
+
+        Called in any thread, for several requests at once, and may take as long as Checks may; what it finds
+        is kept for `deliver`, which may never come.
+        """
+        raise NotImplementedError
 
     @abc.abstractmethod
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:

@@ -11,6 +11,7 @@ from redis import Redis
 
 from jobs.common.version import code_version
 from jobs.context.answer_memo import AnswerMemo
+from jobs.context.checks.processes import Checks
 from jobs.context.prompt_meter import PromptMeter
 from jobs.context.served_model import ServedModel
 from jobs.context.shard_bytes import ShardBytes
@@ -196,6 +197,7 @@ class _Assembly:
             max_result_bytes=settings.max_result_bytes,
             shard_bytes=ShardBytes(settings.max_shard_bytes),
             meter=lambda: self._meter,
+            checks=Checks(settings.allowed_functions, settings.check_timeout_s),
         )
 
     def _upkeep(self) -> Upkeep:

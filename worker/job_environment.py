@@ -12,6 +12,7 @@ from engine import InvalidRequest
 from jobs.common.rq_jobs import executions_key
 from jobs.context import MAX_RESULT_BYTES, JobContext, Lease
 from jobs.context.answer_memo import AnswerMemo
+from jobs.context.checks.processes import Checks
 from jobs.context.prompt_meter import PromptMeter
 from jobs.context.served_model import ServedModel
 from jobs.context.shard_bytes import ShardBytes
@@ -37,6 +38,7 @@ class JobEnvironment:
     max_result_bytes: int = MAX_RESULT_BYTES
     shard_bytes: ShardBytes = field(default_factory=ShardBytes)
     meter: Callable[[], PromptMeter] | None = None
+    checks: Checks = field(default_factory=Checks)
 
     def context(self, claimed: ClaimedJob, connection: Redis) -> JobContext:
         """What one of our own jobs is lent. connection: for the threads in which it works."""
@@ -55,6 +57,7 @@ class JobEnvironment:
             max_result_bytes=self.max_result_bytes,
             lease=Lease(executions_key(claimed.job_id), claimed.execution_id),
             meter=self.meter,
+            checks=self.checks,
         )
 
 

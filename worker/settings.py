@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from jobs.context import MAX_RESULT_BYTES
 from jobs.context.answer_memo import DEFAULT_BYTES
+from jobs.context.checks.processes import DEFAULT_LIMIT_S
 from jobs.context.served_model import ServedModel
 from jobs.context.shard_bytes import DEFAULT_BYTES as SHARD_BYTES
 from jobs.table import ALLOWED_FUNCTIONS
@@ -108,6 +109,9 @@ class WorkerSettings(BaseSettings):
     file_timeout_s: float = Field(default=300, gt=0)
     """Seconds in which a shard must be open, and without a sign of progress in which a run must be planned, a
     part written: else the job fails, and with the grace above its thread is given up."""
+
+    check_timeout_s: float = Field(default=DEFAULT_LIMIT_S, gt=0)
+    """Seconds that a check of one answer may take; beyond it the answer counts as not valid."""
 
     drain_s: float | None = Field(default=None, ge=0)
     """Seconds from the first signal to stop after which what still runs is given back; without one, none."""

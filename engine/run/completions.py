@@ -35,7 +35,9 @@ def completion_of(seq: Sequence, tokenizer: Tokenizer, split: Split) -> Completi
     token_ids = seq.generated_token_ids  # none where nothing is generated: all known tokens are the prompt's
     logprobs = None
     if seq.sample_top != NOT_WANTED:
-        logprobs = as_dicts(seq.logprobs, token_ids, seq.sample_top, tokenizer.token_text)
+        logprobs = as_dicts(
+            seq.logprobs, token_ids[seq.num_continued :], seq.sample_top, tokenizer.token_text
+        )
     prompt, reasoning, text = seq.token_ids[: seq.num_prompt_tokens], None, seq.text
     if seq.params.separate_reasoning and seq.error is None:
         reasoning, text = split(text, seq.params.reasoning_marks, prompt, token_ids, seq.follows_text)
@@ -53,6 +55,7 @@ def completion_of(seq: Sequence, tokenizer: Tokenizer, split: Split) -> Completi
         reasoning=reasoning,
         prompt_text=tokenizer.decode(prompt) if seq.params.echo else None,
         prompt_tokens=list(map(tokenizer.token_text, prompt)) if seq.params.echo else None,
+        num_continued=seq.num_continued,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from engine.sampling.params import SamplingParams
 from engine.sampling.request_edits import RequestEdits, SequenceEdits
 from engine.sampling.scoring import NO_NEW_TOKEN
@@ -33,14 +35,16 @@ class NewSequences:
         *,
         lane: int,
         seed: int,
+        continued: Collection[int] = (),
     ) -> list[Sequence]:
-        """params.n of them. Raises InvalidSampling for values that mean nothing to this model's tokenizer."""
+        """params.n of them. Raises InvalidSampling for values that mean nothing to this model's tokenizer,
+        InvalidRequest for a completion that cannot go on."""
         end_token_ids = frozenset(params.stop_token_ids).union(
             () if params.ignore_eos else self.eos_token_ids
         )
         follows_text = self._tokenizer.has_text(prompt.token_ids)
         edits = self._edits(params, prompt.token_ids)
-        return [
+        seqs = [
             Sequence(
                 request_id,
                 prompt.token_ids,
@@ -60,6 +64,10 @@ class NewSequences:
             )
             for index, matcher in enumerate(self.grammars.matchers(params, end_token_ids))
         ]
+        for seq in seqs:
+            for token_id in continued:
+                seq.go_on_behind(token_id)
+        return seqs
 
     def branches(self, request_id: str, prompt: PreparedPrompt, *, lane: int) -> list[Sequence]:
         """Those that score a prompt's continuations, as they branch; all but the first follow another one."""

@@ -62,6 +62,8 @@ class Completion:
         `text` is without then; None where there is none.
     prompt_text, prompt_tokens: with SamplingParams.echo, the prompt's text and that of each of its tokens.
     prompt_logprobs: the same for each token of the prompt; the first one has none.
+    num_continued: how many of token_ids came with the request; the others have the logprobs, and cached ones
+        count in num_cached_tokens too.
     loglikelihoods: of each continuation that ScoringParams asked for; such a completion has no token, and
         ends with "stop".
     """
@@ -80,6 +82,7 @@ class Completion:
     reasoning: str | None = None
     prompt_text: str | None = None
     prompt_tokens: list[str] | None = None
+    num_continued: int = 0
 
     @classmethod
     def refused(cls, request_id: str, error: Exception) -> Completion:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.errors import NoToken
+from engine.errors import InvalidRequest, NoToken
 from engine.sampling.params import SamplingParams
 from engine.sampling.request_edits import SequenceEdits
 from engine.schedule.logprobs import NOT_WANTED, RowLogprobs, num_top
@@ -58,7 +58,8 @@ class Sequence:
     those of the known tokens behind the prompt, if they are wanted. `score_top`, `sample_top`: how many of
     the most likely tokens go with each, or NOT_WANTED. A sequence that does not generate is there to score
     `targets`, whose log probabilities then are its `prompt_logprobs`: those of a branch of `tree`, its number
-    `index`. `followers` are held until it is finished.
+    `index`. `followers` are held until it is finished. The first `num_continued` tokens behind a prompt came
+    with the request.
     """
 
     __slots__ = (
@@ -81,6 +82,7 @@ class Sequence:
         "next_scored",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_continued",
         "num_prompt_tokens",
         "num_published_blocks",
         "num_stale",
@@ -143,7 +145,7 @@ class Sequence:
         self.token_ids = list(prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens = len(prompt_token_ids)
         self.max_len = self.num_prompt_tokens + (params.max_tokens if targets is None else 0)
-        self.num_computed_tokens = self.num_stale = 0
+        self.num_computed_tokens = self.num_stale = self.num_continued = 0
         self.num_cached_tokens: int | None = None
         self.num_published_blocks = 0
         self.num_waits = 0
@@ -163,6 +165,21 @@ class Sequence:
         self.prompt_logprobs: list[RowLogprobs] = []
         self.generates, self.targets, self.tree = targets is None, targets, tree
         self.followers: list[Sequence] = []
+
+    def go_on_behind(self, token_id: int) -> None:
+        """Learn a token of a completion that was cut, before it is scheduled: max_tokens come behind it.
+
+        Raises InvalidRequest where the completion has ended, or cannot be, with it.
+        """
+        self.max_len += 1
+        try:
+            ends = self.append(token_id) is not None
+        except Exception as error:
+            raise InvalidRequest(f"the completion cannot go on behind token {token_id}: {error}") from error
+        if ends:
+            raise InvalidRequest("the completion cannot go on: it has ended with the tokens that it has")
+        self.num_continued += 1
+        self.num_tokens += 1
 
     def __repr__(self) -> str:
         return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Sized
 
 from engine.errors import InvalidPrompt, PromptTooLong
 from engine.text.continuations import Continuations, Tail, check_tails
@@ -121,16 +121,25 @@ class PromptReader:
         if not token_ids:
             raise InvalidPrompt("the prompt is empty; it needs at least one token")
         token_ids = self.truncated(token_ids, truncate_prompt_tokens)
-        if len(token_ids) > most:
-            one = "less one new token" if room == 1 else "and one that is scored alone"
-            raise PromptTooLong(
-                f"the prompt has {len(token_ids)} tokens; this engine takes {most} "
-                f"(max_model_len={self._max_model_len}, which model and KV pool bound, {one})"
-            )
+        self._check_length("the prompt has", len(token_ids), room)
         self._check_ids(token_ids)
         return token_ids
 
-    def _check_ids(self, token_ids: Iterable[int]) -> None:
+    def check_continued(self, token_ids: Sized, continued: Collection[int]) -> None:
+        """Raise InvalidPrompt or PromptTooLong for what can be no completion that goes on behind a prompt."""
+        self._check_length("prompt and completion have", len(token_ids) + len(continued), 1)
+        self._check_ids(continued)
+
+    def _check_length(self, what: str, num_tokens: int, room: int) -> None:
+        most = self._max_model_len - room
+        if num_tokens > most:
+            one = "less one new token" if room == 1 else "and one that is scored alone"
+            raise PromptTooLong(
+                f"{what} {num_tokens} tokens; this engine takes {most} "
+                f"(max_model_len={self._max_model_len}, which model and KV pool bound, {one})"
+            )
+
+    def _check_ids(self, token_ids: Iterable[object]) -> None:
         for token_id in token_ids:
             if type(token_id) is not int:  # a bool is an int to isinstance
                 raise InvalidPrompt(f"token ids must be integers, got {token_id!r}")

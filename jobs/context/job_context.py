@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .answer_memo import AnswerMemo
+from .checks.processes import Checks
 from .prompt_meter import PromptMeter
 from .served_model import ServedModel
 from .shard_bytes import ShardBytes
@@ -51,6 +52,7 @@ class JobContext:
         calls it between its steps, since nothing is raised into it from outside.
     max_result_bytes: of the job's value; a job that sees it will have a larger one need not go on.
     meter: loads an engine where there is none yet; None where prompts cannot be looked at.
+    checks: what answers are checked with.
     lease: by which a write is refused that comes after the job was taken over; None where nobody takes it.
     """
 
@@ -68,3 +70,4 @@ class JobContext:
     max_result_bytes: int = MAX_RESULT_BYTES
     lease: Lease | None = None
     meter: Callable[[], PromptMeter] | None = None
+    checks: Checks = field(default_factory=Checks)

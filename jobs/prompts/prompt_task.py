@@ -9,10 +9,12 @@ from functools import partial
 from typing import Any, Protocol
 
 from ..context import JobContext
+from ..context.checks.options import NO_REPAIRS, RepairOptions, split_repair_options
 from ..context.served_model import parse_model
 from ..errors import InvalidJob, ResultTooLarge
 from ..tasks import Completion, OpenTask, Request, Task
 from .arguments import Unusable, check_choices, parse_prompts, parse_sampling
+from .attempts import Attempts, check_prompts, check_repairs
 from .chat_options import refuse_chat_options, split_chat_options
 from .messages import parse_messages
 from .response_options import chat_response_options, completion_options
@@ -37,18 +39,21 @@ class PromptTask(Task):
         sampling: Mapping[str, Any],
         respond: Respond,
         model: str | None = None,
+        repairs: RepairOptions = NO_REPAIRS,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """sampling: that of every request. model: what the job asks for; None takes whichever is served."""
+        """sampling: that of every request. model: what the job asks for; None takes whichever is served.
+        repairs: what is asked of the answers."""
         self._prompts, self._sampling, self._respond = prompts, sampling, respond
-        self._model, self._clock = model, clock
+        self._model, self._repairs, self._clock = model, repairs, clock
 
     def open(self, context: JobContext) -> OpenPrompts:
         """Raise ModelNotServed when the job asks for another model than the one served here, InvalidJob for
-        sampling values that no request could use."""
+        sampling values that no request could use, and for a check that may not be made here."""
         context.model.check_asked_for(self._model)
         context.check_sampling(self._sampling)
-        return OpenPrompts(context, self._prompts, self._sampling, self._respond, self._clock)
+        context.checks.admit(self._repairs)
+        return OpenPrompts(context, self._prompts, self._sampling, self._respond, self._repairs, self._clock)
 
 
 class OpenPrompts(OpenTask):
@@ -61,34 +66,70 @@ class OpenPrompts(OpenTask):
         prompts: Sequence[Request | Unusable],
         sampling: Mapping[str, Any],
         respond: Respond,
+        repairs: RepairOptions,
         clock: Callable[[], float],
     ) -> None:
         self._job_id, self._model_name = context.job_id, context.model.name
         self._max_bytes, self._num_chars = context.max_result_bytes, 0
         self._sampling, self._respond, self._clock = sampling, respond, clock
-        #: Place among the job's prompts of each request.
-        self._places = [place for place, prompt in enumerate(prompts) if isinstance(prompt, Request)]
-        self._unsent = deque(prompt for prompt in prompts if isinstance(prompt, Request))
+        self._repairs, self._checks = repairs, context.checks
+        self._unsent = deque(
+            (place, prompt) for place, prompt in enumerate(prompts) if isinstance(prompt, Request)
+        )
+        #: What answers lead to, and of each request that was sent: its prompt's place, and the prompt's way.
+        self._following: deque[tuple[int, Attempts, Request]] = deque()
+        self._sent: list[tuple[int, Attempts | None]] = []
         self._answers: list[Sequence[Completion]] = [
             self._failed(prompt.reason) if isinstance(prompt, Unusable) else () for prompt in prompts
         ]
 
     def requests(self) -> Iterator[Request]:
-        while self._unsent:
-            yield self._unsent.popleft()
+        while self._following or self._unsent:
+            attempts: Attempts | None = None
+            if self._following:
+                place, attempts, request = self._following.popleft()
+            else:
+                place, request = self._unsent.popleft()
+                if self._repairs.is_asked_for:
+                    attempts = Attempts(request, _row(request), self._repairs, self._checks)
+            self._sent.append((place, attempts))
+            yield request
+
+    @property
+    def has_more(self) -> bool:
+        return bool(self._following)
 
     @property
     def num_requests(self) -> int:
-        return len(self._places)
+        return len(self._sent) + len(self._following) + len(self._unsent)
+
+    @property
+    def inspects(self) -> bool:
+        return self._repairs.check is not None
+
+    def inspect(self, index: int, completions: Sequence[Completion]) -> None:
+        _, attempts = self._sent[index]
+        assert attempts is not None, "inspected without a check"
+        attempts.inspect(completions[0])
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
         """Raises ResultTooLarge once the answers cannot be written any more."""
+        place, attempts = self._sent[index]
+        if attempts is not None:
+            following = attempts.deliver(completions[0])
+            if following is not None:
+                self._following.append((place, attempts, following))
+                return
+            completions = [attempts.outcome]
+            self._sent[index] = place, None
         self._num_chars += sum(len(sample.text) + len(sample.reasoning or "") for sample in completions)
         if self._num_chars > self._max_bytes:
             raise ResultTooLarge(self._max_bytes)
         failed = next((sample for sample in completions if sample.finish_reason == "error"), None)
-        samples = sorted(completions, key=lambda sample: sample.index)
-        self._answers[self._places[index]] = samples if failed is None else self._failed(failed.error)
+        samples: Sequence[Completion] = sorted(completions, key=lambda sample: sample.index)
+        if failed is not None and attempts is None:
+            samples = self._failed(failed.error)
+        self._answers[place] = samples
 
     def _failed(self, reason: str | None) -> Sequence[Completion]:
         """Return what stands for each sample of a prompt that failed: every choice keeps its number."""
@@ -108,6 +149,13 @@ class OpenPrompts(OpenTask):
         )
 
 
+def _row(request: Request) -> dict[str, Any]:
+    """Return what a function that checks gets of a job's prompt."""
+    if request.messages is not None:
+        return {"messages": request.messages}
+    return {"prompt": request.prompt}
+
+
 class _Nothing:
     """Stands for an argument that was not given; null was."""
 
@@ -117,18 +165,21 @@ def complete_task(
 ) -> Task:
     """Return the task of jobs.complete. Raises InvalidJob when an argument is wrong."""
     asked_for = parse_model(model)
-    values, options = completion_options(parse_sampling(sampling))
+    others, repairs = split_repair_options(sampling)
+    values, options = completion_options(parse_sampling(others))
     refuse_chat_options(values)
+    check_repairs(repairs, values, prompt_only=options.prompt_only)
     respond = partial(text_completion, options=options)
 
     def task(prompt: object) -> PromptTask:
         prompts = parse_prompts(prompt)
         check_choices(len(prompts), values)
+        check_prompts(repairs, prompts)
         requests = [
             item if isinstance(item, Unusable) else Request(prompt=item, messages=None, sampling=values)
             for item in prompts
         ]
-        return PromptTask(requests, values, respond, asked_for)
+        return PromptTask(requests, values, respond, asked_for, repairs)
 
     if not _has_template("prompt", prompt, prompt_template):
         return task(prompt)
@@ -142,13 +193,15 @@ def chat_task(
 ) -> Task:
     """Return the task of jobs.chat. Raises InvalidJob when an argument is wrong."""
     asked_for = parse_model(model)
-    others, chat = split_chat_options(parse_sampling(options))
+    others, repairs = split_repair_options(options)
+    others, chat = split_chat_options(parse_sampling(others))
     values, response = chat_response_options(others)
+    check_repairs(repairs, values, has_tools=chat.has_tools)
     respond = partial(chat_completion, options=response, has_tools=chat.has_tools)
 
     def task(messages: object) -> PromptTask:
         request = Request(None, parse_messages(messages), values, chat.template)
-        return PromptTask([request], values, respond, asked_for)
+        return PromptTask([request], values, respond, asked_for, repairs)
 
     if not _has_template("messages", messages, messages_template):
         return task(messages)

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import RequestFailed
 from ..tasks import Completion
+from .attempts import Attempted, num_generated
 from .logprob_shapes import chat_logprobs, prompt_logprobs, text_logprobs
 from .response_options import ResponseOptions
 from .tool_calls import parse_tool_calls, with_ids
@@ -101,10 +102,13 @@ def _numbered(answers: Answers) -> list[tuple[int, Completion]]:
 
 
 def _of_prompt(sample: Completion, options: ResponseOptions) -> dict[str, Any]:
-    """vLLM's `prompt_logprobs`, where they were asked for by that name."""
+    """vLLM's `prompt_logprobs`, where they were asked for by that name; what its attempts came to."""
+    tried: dict[str, Any] = {}
+    if isinstance(sample, Attempted):
+        tried = {"attempts": sample.attempts, "check_error": sample.check_error}
     if options.echo or sample.prompt_logprobs is None:
-        return {}
-    return {"prompt_logprobs": prompt_logprobs(sample.prompt_logprobs)}
+        return tried
+    return {"prompt_logprobs": prompt_logprobs(sample.prompt_logprobs), **tried}
 
 
 def _ending(sample: Completion) -> dict[str, Any]:
@@ -134,7 +138,7 @@ def _response(
 def usage(answers: Answers) -> dict[str, Any]:
     """Count each prompt once, however many samples it has, as OpenAI does."""
     prompt_tokens = sum(samples[0].num_prompt_tokens for samples in answers)
-    completion_tokens = sum(len(sample.token_ids) for samples in answers for sample in samples)
+    completion_tokens = sum(num_generated(sample) for samples in answers for sample in samples)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

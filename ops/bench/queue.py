@@ -51,7 +51,9 @@ class InstantEngine:
         self.started: list[str] = []
         self._steps = 0
 
-    def add(self, request_id: str, prompt: str | list[int], params: RequestParams, *, lane: int = 0) -> None:
+    def add(
+        self, request_id: str, prompt: str | list[int], params: RequestParams, *, lane: int = 0, **_: Any
+    ) -> None:
         self._waiting.append(request_id)
         self.has_unfinished = True
 

@@ -68,7 +68,9 @@ class StubEngine:
     def has_unfinished(self) -> bool:
         return bool(self._running) or any(self._waiting.values())
 
-    def add(self, request_id: str, prompt: str | list[int], params: RequestParams, *, lane: int = 0) -> None:
+    def add(
+        self, request_id: str, prompt: str | list[int], params: RequestParams, *, lane: int = 0, **_: Any
+    ) -> None:
         assert isinstance(params, SamplingParams)
         if prompt == REFUSED or not prompt:
             raise InvalidRequest("the prompt is empty or refused")

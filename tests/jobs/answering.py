@@ -64,6 +64,8 @@ def feed(task: OpenTask, answer: Answer = shout) -> list[Request]:
             first = answer(request)
             n = 1 if first.finish_reason == "error" else request.sampling.get("n", 1)
             samples = [replace(first, index=each, text=first.text + "!" * each) for each in range(n)]
+            if task.inspects:
+                task.inspect(index, samples[::-1])
             task.deliver(index, samples[::-1])
         if not task.has_more:
             return requests

@@ -81,6 +81,7 @@ def test_choices_keep_the_order_of_prompts_and_samples_and_count_each_prompt_onc
     requests = [Request(text, None, {"n": 2}) for text in "ab"]
     context = JobContext(None, "q", "j", "e", (), MODEL)  # type: ignore[arg-type]
     task = PromptTask(requests, {"n": 2}, text_completion, clock=lambda: 12.9).open(context)
+    assert len(list(task.requests())) == 2
     task.deliver(
         1,
         [
@@ -128,6 +129,7 @@ def test_a_bad_prompt_of_a_list_fails_its_choices_and_not_its_neighbours(context
 
 def test_a_failed_prompt_has_as_many_choices_as_the_others(context: JobContext) -> None:
     task = opened_task(context, "jobs.complete", [["a", "b"]], {"n": 2})
+    assert len(list(task.requests())) == 2
     task.deliver(0, [FakeCompletion("a1", 1), FakeCompletion(finish_reason="error", error="no memory")])
     task.deliver(1, [FakeCompletion("b1", 1), FakeCompletion("b0", 0)])
     choices = task.result()["choices"]

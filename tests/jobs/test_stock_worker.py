@@ -33,7 +33,7 @@ class EchoEngine:
     max_waiting: int = 0
     attention_backend: str = "none"
 
-    def add(self, request_id: str, prompt: Any, params: SamplingParams, *, lane: int = 0) -> None:
+    def add(self, request_id: str, prompt: Any, params: SamplingParams, *, lane: int = 0, **_: Any) -> None:
         if not prompt:
             raise InvalidPrompt("prompt is empty")
         self.waiting.append((request_id, prompt, params))
@@ -72,6 +72,8 @@ def queue(redis: Redis, tmp_path: Path, engine: EchoEngine, monkeypatch: pytest.
         data_roots=roots,
         max_result_bytes=1 << 20,
         max_shard_bytes=DEFAULT_BYTES,
+        allowed_functions=("tests.worker.functions.must_shout",),
+        check_timeout_s=5.0,
     )
     monkeypatch.setattr(stock_worker, "_identity", lambda: None)
     monkeypatch.setattr(stock_worker, "_settings", lambda: settings)

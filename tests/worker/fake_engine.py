@@ -50,7 +50,9 @@ class FakeEngine:
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, request_id: str, prompt: str | list[int], params: SamplingParams, *, lane: int = 0) -> None:
+    def add(
+        self, request_id: str, prompt: str | list[int], params: SamplingParams, *, lane: int = 0, **_: Any
+    ) -> None:
         if prompt == "refuse" or not prompt:
             raise InvalidRequest("the prompt is empty or refused")
         self.waiting.append(_Sequence(request_id, str(prompt), params, lane))

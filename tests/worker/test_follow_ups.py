@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
@@ -11,12 +12,15 @@ from typing import Any, cast
 import pytest
 
 from engine import Completion, SamplingParams
+from jobs.context.checks.processes import Checks
+from jobs.errors import InvalidJob
 from jobs.stock_worker import drive
 from jobs.tasks import OpenTask, Request
 from worker.engine_thread.orders import Add
 from worker.io_thread.beginnings import Beginnings
 from worker.io_thread.held_job import HeldJob, JobState
 from worker.io_thread.held_jobs import HeldJobs
+from worker.io_thread.inspections import Inspections
 from worker.io_thread.packing import Packer
 from worker.io_thread.streams import Streams
 
@@ -59,7 +63,10 @@ class Served:
     def __init__(self) -> None:
         self.jobs, self.orders = HeldJobs(), SimpleQueue[Any]()
         self.packer = Packer(1, SLOTS, PREFETCH, 1, 1)
-        self.streams = Streams(self.jobs, self.packer, Beginnings(), self.orders)
+        self.events = SimpleQueue[Any]()
+        self.checks = Checks()
+        self.inspections = Inspections(self.events.put, self.checks)
+        self.streams = Streams(self.jobs, self.packer, Beginnings(), self.orders, self.inspections)
 
     def hold(self, task: OpenTask) -> HeldJob:
         record = SimpleNamespace(limit_s=0)
@@ -140,13 +147,66 @@ def test_a_task_that_cannot_say_whether_there_is_more_fails_alone(monkeypatch: p
     assert job in served.changed
 
 
+class Inspected(Counting):
+    """Looks at its answers before it takes them; "bad..." cannot be looked at."""
+
+    inspects = True
+
+    def __init__(self, *prompts: str) -> None:
+        super().__init__(*prompts)
+        self.seen: dict[int, str] = {}
+
+    def inspect(self, index: int, completions: Sequence[Any]) -> None:
+        if completions[0].text.startswith("bad"):
+            raise InvalidJob("it cannot be looked at")
+        self.seen[index] = threading.current_thread().name
+
+    def deliver(self, index: int, completions: Sequence[Any]) -> None:
+        assert self.seen[index].startswith("tokenmill-checks")
+        super().deliver(index, completions)
+
+
+def test_answers_are_looked_at_in_threads_and_their_job_is_not_complete_before() -> None:
+    served, task = Served(), Inspected("a1")
+    job = served.hold(task)
+    try:
+        for _ in range(2):
+            adds = served.asked()
+            assert len(adds) == 1
+            served.answer(*adds)
+            assert not job.is_complete
+            assert served.packer.in_engine == (0,), "its place is free meanwhile"
+            served.events.get(timeout=30)()
+        assert served.asked() == []
+        assert job.is_complete
+        assert task.answers == {"a1": "a1!", "a0": "a0!"}
+    finally:
+        served.inspections.end()
+
+
+def test_a_job_fails_alone_whose_answers_cannot_be_looked_at_and_a_lost_one_gets_none() -> None:
+    served, bad, lost = Served(), Inspected("bad0"), Inspected("x0")
+    jobs = served.hold(bad), served.hold(lost)
+    try:
+        served.answer(*served.asked())
+        jobs[1].withdraw(Exception)
+        for _ in jobs:
+            served.events.get(timeout=30)()
+        served.asked()
+        assert isinstance(jobs[0].error, InvalidJob)
+        assert jobs[0] in served.changed
+        assert lost.answers == {}
+    finally:
+        served.inspections.end()
+
+
 class Echo:
     """An engine that answers the last request first."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[str, str]] = []
 
-    def add(self, request_id: str, prompt: str, params: SamplingParams) -> None:
+    def add(self, request_id: str, prompt: str, params: SamplingParams, **_: Any) -> None:
         self.waiting.append((request_id, prompt))
 
     def step(self) -> list[Completion]:

@@ -64,7 +64,7 @@ class TokenizingEngine(FakeEngine):
         self.options.append(options)
         return messages[0]["content"]
 
-    def add(self, request_id: str, prompt: Any, params: SamplingParams, *, lane: int = 0) -> None:
+    def add(self, request_id: str, prompt: Any, params: SamplingParams, *, lane: int = 0, **_: Any) -> None:
         ready = prompt if isinstance(prompt, Tokenized) else self._tokenize(prompt)
         self.entered.append(request_id)
         super().add(request_id, ready.prompt, params, lane=lane)

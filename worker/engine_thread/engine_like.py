@@ -26,7 +26,15 @@ class EngineLike(Protocol):
         """Whether a step has anything to do."""
         ...
 
-    def add(self, request_id: str, prompt: Any, params: RequestParams, *, lane: int = 0) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: RequestParams,
+        *,
+        lane: int = 0,
+        continued: Sequence[int] = (),
+    ) -> None:
         """Queue a request: text, token ids or what `prepare` made of them. Raises InvalidRequest."""
 
     def prepare(

@@ -165,7 +165,8 @@ class Intake:
             return [_refused(request_id, waiting.error)]
         try:
             prompt, params = waiting.prepared or waiting.read()
-            self._engine.add(request_id, prompt, params, lane=waiting.lane)
+            continued = waiting.add.continued
+            self._engine.add(request_id, prompt, params, lane=waiting.lane, continued=continued)
         except Exception as error:  # noqa: BLE001  # what a request may hold is open
             return [_refused(request_id, error)]
         return []
@@ -196,8 +197,8 @@ def _size(add: Add) -> int:
     """Characters or token ids; of a chat also what rendering it takes, and of what is scored the texts."""
     continuations = 0 if add.kind == "generate" else _chars(list(add.sampling.values()))
     if add.messages is None:
-        return len(add.prompt or "") + continuations
-    return _chars(add.messages) + _chars(add.chat_options) + continuations
+        return len(add.prompt or "") + len(add.continued) + continuations
+    return _chars(add.messages) + _chars(add.chat_options) + len(add.continued) + continuations
 
 
 def _chars(value: object) -> int:

@@ -17,6 +17,7 @@ class Add:
     """Order: run one prompt (or the messages of a chat, with chat_options) on a lane.
 
     sampling: the values of engine.request_params for its kind.
+    continued: as of Engine.add.
     """
 
     request_id: str
@@ -26,6 +27,7 @@ class Add:
     lane: int
     chat_options: Mapping[str, Any] = field(default_factory=dict)
     kind: str = "generate"
+    continued: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

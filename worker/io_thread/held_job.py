@@ -57,6 +57,7 @@ class HeldJob:
     function_name: what it calls, once that was read.
     user_job: the copy that the user's code got, or gets, and may leave anything in.
     is_overdue: whether its function was interrupted because of a limit of time.
+    inspected: requests whose answers the task looks at in a thread, before it gets them.
     unscheduled: requests that were sent and of which no step has scheduled a sequence.
     """
 
@@ -82,6 +83,7 @@ class HeldJob:
     in_engine: int = 0
     unscheduled: set[int] = field(default_factory=set)
     open_requests: dict[int, list[Completion]] = field(default_factory=dict)
+    inspected: set[int] = field(default_factory=set)
     samples: dict[int, int] = field(default_factory=dict)
     shown_progress: dict[str, Any] | None = None
     _awaited: object = None
@@ -121,6 +123,7 @@ class HeldJob:
         """Nothing more is awaited of the engine or of a thread, which is interrupted with `reason`."""
         self.state = JobState.WITHDRAWN
         self.open_requests.clear()
+        self.inspected.clear()
         if self.call is not None:
             self.call.interrupt(reason)
         self._awaited = None
@@ -172,7 +175,7 @@ class HeldJob:
     @property
     def is_complete(self) -> bool:
         """Whether every request was sent and delivered."""
-        return self.state is JobState.SENT and not self.open_requests
+        return self.state is JobState.SENT and not self.open_requests and not self.inspected
 
     @property
     def needs_payload(self) -> bool:

@@ -23,6 +23,7 @@ from worker.io_thread.faults import WorkerFault, WorkerFaults, is_fault
 from worker.io_thread.function_runner import FunctionRunner
 from worker.io_thread.held_job import HeldJob
 from worker.io_thread.held_jobs import HeldJobs, JobCounts
+from worker.io_thread.inspections import Inspections
 from worker.io_thread.job_ends import JobEnds
 from worker.io_thread.packing import Packer
 from worker.io_thread.payload_budget import PayloadBudget
@@ -44,10 +45,9 @@ from worker.threads.functions import FunctionPool, JobStopped
 class JobRunner:
     """Owns every job that this worker holds. All methods belong to the I/O thread.
 
-    functions: pool for user code and planning. enders: pool for callbacks and
-    dependents, which must not wait for user code. All report back through `post`, which queues a call
-    for the I/O thread. pool_client: what our own code uses in their threads. user_client: what user code
-    gets.
+    functions: pool for user code and planning. enders: pool for callbacks and dependents, which must not wait
+    for user code. All report back through `post`, which queues a call for the I/O thread. pool_client: what
+    our own code uses in their threads. user_client: what user code gets.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class JobRunner:
         self._log, self._clock = log, clock
         self.jobs = HeldJobs()
         self._surplus: list[ClaimedJob] = []
-        self.faults = WorkerFaults()
-        self.counts = JobCounts()
+        self.faults, self.counts = WorkerFaults(), JobCounts()
         self._calls = PoolCalls(post, self._close, log, clock)
         self._files = TaskFiles(packer, self._calls, environment.file_timeout_s, log, clock)
-        self.threads = PoolThreads(self._files, functions, enders, environment.function_grace_s, log)
+        inspections, grace_s = Inspections(post, environment.checks), environment.function_grace_s
+        self.threads = PoolThreads(self._files, functions, enders, inspections, grace_s, log)
         self._beginnings = Beginnings(clock)
-        self.streams = Streams(self.jobs, packer, self._beginnings, orders)
+        self.streams = Streams(self.jobs, packer, self._beginnings, orders, inspections)
         self._function_runner = FunctionRunner(
             packer=packer,
             calls=self._calls,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from worker.io_thread.inspections import Inspections
 from worker.io_thread.task_files import TaskFiles
 from worker.threads.functions import FunctionPool
 
@@ -12,7 +13,7 @@ _FUNCTIONS_LEAVE_S = 1.0
 
 
 class PoolThreads:
-    """The pools of files, functions and callbacks. All methods belong to the I/O thread.
+    """The pools of files, functions, callbacks and inspections. All methods belong to the I/O thread.
 
     grace_s: seconds from its interrupt to when a thread is given up.
     """
@@ -22,10 +23,12 @@ class PoolThreads:
         files: TaskFiles,
         functions: FunctionPool,
         enders: FunctionPool,
+        inspections: Inspections,
         grace_s: float,
         log: logging.Logger,
     ) -> None:
         self._files, self._functions, self._enders = files, functions, enders
+        self._inspections = inspections
         self._grace_s, self._log = grace_s, log
 
     @property
@@ -48,6 +51,7 @@ class PoolThreads:
         """End the threads; wait until the files of the jobs that ended are closed, at most `timeout_s`."""
         for pool in (self._files, self._functions, self._enders):
             pool.end()
+        self._inspections.end()
         self._files.join(timeout_s)
         self._functions.join(_FUNCTIONS_LEAVE_S)
         self._enders.join(_FUNCTIONS_LEAVE_S)

@@ -10,6 +10,7 @@ from worker.engine_thread.orders import Abort, Add, Order
 from worker.io_thread.beginnings import Beginnings
 from worker.io_thread.held_job import HeldJob, JobState
 from worker.io_thread.held_jobs import HeldJobs
+from worker.io_thread.inspections import Inspections
 from worker.io_thread.packing import Packer
 
 
@@ -17,8 +18,14 @@ class Streams:
     """Routes requests and completions by `<number>.<index>`. The I/O thread's."""
 
     def __init__(
-        self, jobs: HeldJobs, packer: Packer, beginnings: Beginnings, orders: SimpleQueue[Order]
+        self,
+        jobs: HeldJobs,
+        packer: Packer,
+        beginnings: Beginnings,
+        orders: SimpleQueue[Order],
+        inspections: Inspections,
     ) -> None:
+        self._inspections = inspections
         self._jobs, self._packer, self._beginnings, self._orders = jobs, packer, beginnings, orders
         self._changed: dict[int, HeldJob] = {}
         self.completion_tokens = 0
@@ -44,6 +51,7 @@ class Streams:
                 job.lane,
                 request.chat_options,
                 request.kind,
+                request.continued,
             )
             self._orders.put(add)
         self._changed.update((job.number, job) for job in self._packer.take_dry())
@@ -69,7 +77,7 @@ class Streams:
             if job is None or index not in job.open_requests:
                 continue  # stopped or lost while the engine was at it
             self._beginnings.began(job, moment)  # one that was refused was never scheduled
-            self.completion_tokens += len(completion.token_ids)
+            self.completion_tokens += len(completion.token_ids) - completion.num_continued
             job.unscheduled.discard(index)
             samples = job.open_requests[index]
             samples.append(completion)
@@ -80,10 +88,34 @@ class Streams:
         """All samples of a request are in, or one that failed."""
         self._packer.delivered(job, job.samples.pop(index))
         del job.open_requests[index]
+        ordered = sorted(samples, key=lambda sample: sample.index)
+        assert job.open_task is not None
+        if not job.open_task.inspects:
+            self._deliver(job, index, ordered)
+            return
+        job.inspected.add(index)
+        self._inspections.submit(
+            job.open_task, index, ordered, lambda error: self._inspected(job, index, ordered, error)
+        )
+
+    def _inspected(
+        self, job: HeldJob, index: int, samples: list[Completion], error: BaseException | None
+    ) -> None:
+        """A task has looked at what a request got. error: what it raised over that."""
+        if index not in job.inspected:
+            return  # the job was stopped or lost meanwhile
+        job.inspected.discard(index)
+        if error is None:
+            self._deliver(job, index, samples)
+            return
+        self._changed[job.number] = job
+        job.broke(error if isinstance(error, Exception) else RuntimeError(str(error)))
+
+    def _deliver(self, job: HeldJob, index: int, samples: list[Completion]) -> None:
         self._changed[job.number] = job
         assert job.open_task is not None
         try:
-            job.open_task.deliver(index, sorted(samples, key=lambda sample: sample.index))
+            job.open_task.deliver(index, samples)
             if job.state is JobState.SENT and job.open_task.has_more:
                 job.stream()
                 self._packer.stream_on(job)

@@ -1,0 +1,148 @@
+"""The process in which checks run: for each line of JSON that it reads it writes one.
+
+It imports nothing of the worker's, and of others' what a check needs: jsonschema, or a function's module.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+#: Characters of a reason: it stands in a prompt, and in a column.
+MAX_REASON_CHARS = 2_000
+
+Check = Callable[[Any, str], object]
+"""Takes a row and the text of its answer; returns None, or why that is not valid."""
+
+
+class Unusable(Exception):
+    """Raised with the reason why a check can check nothing."""
+
+
+def main() -> None:
+    """Answer until nobody asks any more. What a function prints goes to the log."""
+    asked, told = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    for line in asked:
+        question = json.loads(line)
+        # Who asked may be gone: then nobody ends a check that goes on for ever but this.
+        faulthandler.dump_traceback_later(question["limit_s"], exit=True, file=nothing)
+        reply = json.dumps(_reply(question))
+        faulthandler.cancel_dump_traceback_later()
+        told.write(reply.encode() + b"\n")
+        told.flush()
+
+
+def _reply(question: dict[str, Any]) -> dict[str, Any]:
+    try:
+        check = _compiled(question["check"])
+    except Unusable as error:
+        return {"problem": _cut(str(error))}
+    if "text" not in question:
+        return {}
+    return {"reason": _reason(check, question["row"], question["text"])}
+
+
+def _reason(check: Check, row: Any, text: str) -> str | None:
+    try:
+        reason = check(row, text)
+    except BaseException as error:  # noqa: BLE001  # a function raises what it likes
+        reason = f"the check raised {type(error).__name__}: {error}"
+    if reason is None:
+        return None
+    if not isinstance(reason, str):
+        reason = f"the check returned {type(reason).__name__}, expected None or the reason as a text"
+    return _cut(reason) or "the check gave no reason"
+
+
+def _cut(text: str) -> str:
+    text = text.encode(errors="replace").decode()
+    return text if len(text) <= MAX_REASON_CHARS else f"{text[:MAX_REASON_CHARS]}..."
+
+
+@lru_cache(maxsize=64)
+def _compiled(text: str) -> Check:
+    """Return what a check's JSON means. Raises Unusable."""
+    ((kind, what),) = json.loads(text).items()
+    return _MAKE[kind](what)
+
+
+def _pattern(pattern: str) -> Check:
+    try:
+        found = re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise Unusable(f"regex of check is no pattern of Python's re: {error}") from None
+    reason = f"it does not match the pattern {pattern}"
+    return lambda row, text: None if found.fullmatch(text) else reason
+
+
+def _function(name: str) -> Check:
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:length])
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+                continue
+            raise _not_imported(name, error) from error
+        except BaseException as error:  # a module raises what it likes
+            raise _not_imported(name, error) from error
+        try:
+            for part in parts[length:]:
+                found = getattr(found, part)
+        except AttributeError as error:
+            raise _not_imported(name, error) from error
+        if not callable(found):
+            raise Unusable(f"function of check: {name} is a {type(found).__name__}, expected a function")
+        check: Check = found
+        return check
+    raise Unusable(f"function of check: no module of {name} is found")
+
+
+def _not_imported(name: str, error: BaseException) -> Unusable:
+    return Unusable(f"function of check: {name} cannot be imported ({type(error).__name__}: {error})")
+
+
+def _schema(schema: dict[str, Any]) -> Check:
+    try:
+        from jsonschema import Draft202012Validator, SchemaError
+        from jsonschema.exceptions import best_match
+        from jsonschema.validators import validator_for
+        from jsonschema_specifications import REGISTRY
+    except ImportError as error:
+        raise Unusable(
+            f"json of check needs jsonschema, which this worker lacks ({error}): "
+            "pip install 'tokenmill[worker]' there"
+        ) from None
+    kind = validator_for(schema, default=Draft202012Validator)
+    try:
+        kind.check_schema(schema)
+    except SchemaError as error:
+        raise Unusable(f"json of check is no JSON schema: {error.json_path}: {error.message}") from None
+    validator = kind(schema, registry=REGISTRY)  # which looks nothing up outside
+
+    def check(row: Any, text: str) -> str | None:
+        try:
+            value = json.loads(text, parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            return f"it is not JSON: {error}"
+        found = best_match(validator.iter_errors(value))
+        return None if found is None else f"{found.json_path}: {found.message}"
+
+    return check
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no value of JSON")
+
+
+_MAKE: dict[str, Callable[[Any], Check]] = {"function": _function, "json": _schema, "regex": _pattern}

@@ -1,0 +1,156 @@
+"""What a job or run asks of its answers: a check, how often it may be tried again, and whether it goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ...common.shown import MAX_NAME_CHARS, shown
+from ...errors import InvalidJob, InvalidValue
+
+#: Names of the options, as jobs and runs take them.
+NAMES = ("check", "continue_on_length", "max_attempts", "repair_template")
+
+#: What a check may be; one of them is given.
+KINDS = ("function", "json", "regex")
+
+DEFAULT_MAX_ATTEMPTS = 3
+MOST_ATTEMPTS = 100
+
+#: Of a schema's JSON, a pattern, or the text of a repair.
+MAX_CHARS = 1 << 20
+
+#: Where the reason stands in the text that follows an answer that failed.
+REASON = "{reason}"
+
+#: That text, as the user's next message, and behind a prompt that is no chat.
+CHAT_REPAIR = f"This answer is not valid: {REASON}\nAnswer again, with the corrected answer alone."
+PROMPT_REPAIR = f"\n\nThis answer is not valid: {REASON}\nThe corrected answer alone:\n"
+
+
+@dataclass(frozen=True)
+class RepairOptions:
+    """check: {"json": schema}, {"regex": pattern} or {"function": dotted name}; None for none.
+
+    max_attempts: answers of a prompt at most, the first one included. continue_on_length: one that ended with
+    "length" goes on. template: the text behind an answer that failed; None for the one that fits.
+    """
+
+    check: Mapping[str, Any] | None = None
+    max_attempts: int = DEFAULT_MAX_ATTEMPTS
+    continue_on_length: bool = False
+    template: str | None = None
+
+    @property
+    def is_asked_for(self) -> bool:
+        return self.check is not None or self.continue_on_length
+
+    @cached_property
+    def check_text(self) -> str:
+        """The check as JSON: equal checks are equal texts."""
+        return json.dumps(self.check, sort_keys=True)
+
+    @property
+    def function(self) -> str | None:
+        """The function that checks, by its dotted name."""
+        return None if self.check is None else self.check.get("function")
+
+    def text_behind(self, reason: str, is_chat: bool) -> str:
+        """Return what asks for another answer, for this reason."""
+        template = self.template or (CHAT_REPAIR if is_chat else PROMPT_REPAIR)
+        return template.replace(REASON, reason)
+
+
+NO_REPAIRS = RepairOptions()
+
+
+def split_repair_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], RepairOptions]:
+    """Part keyword arguments into others and what is asked of the answers. Raises InvalidJob."""
+    others = {name: value for name, value in values.items() if name not in NAMES}
+    return others, repair_options(**{name: values[name] for name in NAMES if name in values})
+
+
+def repair_options(
+    check: Any = None, max_attempts: Any = None, continue_on_length: Any = None, repair_template: Any = None
+) -> RepairOptions:
+    """Return the options, checked but for what only a worker can tell. Raises InvalidJob."""
+    found = RepairOptions(
+        None if check is None else _check(check),
+        DEFAULT_MAX_ATTEMPTS if max_attempts is None else _attempts(max_attempts),
+        _truth(continue_on_length),
+        None if repair_template is None else _text("repair_template", repair_template),
+    )
+    if max_attempts is not None and not found.is_asked_for:
+        raise InvalidJob(
+            "max_attempts says how often an answer may be tried again, and nothing does that: "
+            "give a check, or continue_on_length"
+        )
+    if found.template is not None and found.check is None:
+        raise InvalidJob("repair_template asks for a valid answer, and there is no check: give one too")
+    return found
+
+
+def _check(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or len(value) != 1 or next(iter(value)) not in KINDS:
+        raise InvalidValue(
+            'check is {}, expected one of {{"json": schema}}, {{"regex": pattern}} and '
+            '{{"function": "module.name"}}',
+            shown(value),
+        )
+    ((kind, what),) = value.items()
+    if kind == "json":
+        return {"json": _schema(what)}
+    text = _text(f"{kind} of check", what)
+    if kind == "function" and (len(text) > MAX_NAME_CHARS or "." not in text.strip(".")):
+        raise InvalidValue(
+            "function of check is {}, which names no function in a module: write module.function",
+            shown(text),
+        )
+    return {kind: text}
+
+
+def _schema(value: Any) -> dict[str, Any]:
+    """Return a JSON schema that is an object, or the text of one."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise InvalidJob(f"json of check is a text that is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidValue("json of check is {}, expected a JSON schema: an object", shown(value))
+    try:
+        size = len(json.dumps(value))
+    except (ValueError, RecursionError) as error:
+        raise InvalidJob(f"json of check cannot be written as JSON: {error}") from None
+    if size > MAX_CHARS:
+        raise InvalidJob(f"json of check has {size} characters, more than the limit of {MAX_CHARS}")
+    return value
+
+
+def _text(what: str, value: Any) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_CHARS:
+        raise InvalidValue(f"{what} is {{}}, expected a text of 1 to {MAX_CHARS} characters", shown(value))
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidJob(f"{what} is not valid Unicode: it holds half of a surrogate pair") from None
+    return value
+
+
+def _attempts(value: Any) -> int:
+    if isinstance(value, str):
+        raise InvalidValue("max_attempts arrived as the text {}: write max_attempts:=3", shown(value))
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_ATTEMPTS:
+        raise InvalidValue(
+            f"max_attempts is {{}}, expected an integer from 1 to {MOST_ATTEMPTS}", shown(value)
+        )
+    return value
+
+
+def _truth(value: Any) -> bool:
+    if value not in (None, True, False) or isinstance(value, int) != isinstance(value, bool):
+        raise InvalidValue("continue_on_length is {}, expected true or false", shown(value))
+    return bool(value)

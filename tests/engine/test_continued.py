@@ -1,0 +1,143 @@
+"""A completion that was cut goes on: as it would have if it had had as many tokens at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import (
+    Completion,
+    Engine,
+    EngineConfig,
+    InvalidPrompt,
+    InvalidRequest,
+    PromptTooLong,
+    SamplingParams,
+)
+
+PROMPT = [5, 9, 33, 7, 101, 2, 60, 18, 44]
+DRAWN = SamplingParams(max_tokens=24, temperature=1.5, seed=7, ignore_eos=True)
+WISHES = {
+    "greedy": replace(DRAWN, temperature=0.0),
+    "drawn": DRAWN,
+    "penalties": replace(DRAWN, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.3),
+    "bad words": replace(DRAWN, bad_words=["a", "th"], logit_bias={9: 3.0}),
+    "least tokens": replace(DRAWN, ignore_eos=False, stop_token_ids=list(range(60)), min_tokens=12),
+    "reasoning": replace(
+        DRAWN, thinking_token_budget=3, reasoning_marks=("e", "qqxq"), separate_reasoning=True
+    ),
+    "log probabilities": replace(DRAWN, logprobs=2),
+    "pattern": replace(DRAWN, structured_outputs={"regex": "[ab]{3,30}"}),
+}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["in turns", "overlapping"])
+def engine(folders: dict[str, Path], request: pytest.FixtureRequest) -> Iterator[Engine]:
+    config = EngineConfig(
+        str(folders["gqa2_tied_hub"]),
+        dtype="float32",
+        kv_cache_bytes=1 << 18,
+        block_size=4,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        async_scheduling=request.param,
+    )
+    with Engine(config) as built:
+        yield built
+
+
+def run(engine: Engine, *requests: tuple[str, SamplingParams, list[int]]) -> dict[str, Completion]:
+    for name, params, continued in requests:
+        engine.add(name, PROMPT, params, continued=continued)
+    done: dict[str, Completion] = {}
+    while engine.has_unfinished:
+        done |= {completion.request_id: completion for completion in engine.step()}
+    return done
+
+
+def cut(completion: Completion, length: int) -> list[int]:
+    return completion.token_ids[:length]
+
+
+@pytest.mark.parametrize("wish", WISHES)
+def test_a_completion_that_goes_on_is_the_one_of_more_tokens_at_once(engine: Engine, wish: str) -> None:
+    params = WISHES[wish]
+    whole = run(engine, ("whole", params, []))["whole"]
+    assert whole.num_continued == 0
+    lengths = [1, 7, 8]
+    if not params.min_tokens:
+        lengths.append(len(whole.token_ids) - 1)
+    found = run(
+        engine,
+        *[
+            (str(length), replace(params, max_tokens=params.max_tokens - length), cut(whole, length))
+            for length in lengths
+        ],
+    )
+    for length in lengths:
+        more = found[str(length)]
+        assert more.token_ids == whole.token_ids
+        assert (more.text, more.reasoning) == (whole.text, whole.reasoning)
+        assert more.finish_reason == whole.finish_reason
+        assert (more.num_prompt_tokens, more.num_continued) == (len(PROMPT), length)
+        if whole.logprobs is not None:
+            assert more.logprobs is not None
+            assert [list(each) for each in more.logprobs] == [list(each) for each in whole.logprobs[length:]]
+
+
+def test_what_it_has_already_comes_from_the_cache(engine: Engine) -> None:
+    whole = run(engine, ("whole", DRAWN, []))["whole"]
+    more = run(engine, ("more", DRAWN, whole.token_ids))["more"]
+    assert len(more.token_ids) == 2 * DRAWN.max_tokens
+    # all but the last token, which no step of the first completion has computed
+    assert more.num_cached_tokens >= len(PROMPT) + len(whole.token_ids) - 4
+
+
+def test_a_stop_string_that_was_cut_in_two_ends_it(engine: Engine) -> None:
+    whole = run(engine, ("whole", WISHES["pattern"], []))["whole"]
+    middle = whole.text[6:9]
+    params = replace(WISHES["pattern"], stop=[middle])
+    stopped = run(engine, ("stopped", params, []))["stopped"]
+    assert stopped.finish_reason == "stop"
+    begun = cut(stopped, len(stopped.token_ids) - 1)
+    more = run(engine, ("more", params, begun))["more"]
+    assert (more.token_ids, more.text) == (stopped.token_ids, stopped.text)
+
+
+@pytest.mark.parametrize(
+    ("continued", "error", "says"),
+    [
+        ([1 << 30], InvalidPrompt, "outside the vocabulary"),
+        ([True], InvalidPrompt, "must be integers"),
+        ([1] * (1 << 16), PromptTooLong, "prompt and completion have 65545 tokens"),
+        ([5, 9], InvalidRequest, "cannot go on: it has ended"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_and_leaves_nothing(
+    engine: Engine, continued: list[Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        engine.add("bad", PROMPT, replace(DRAWN, stop_token_ids=[9]), continued=continued)
+    assert not engine.has_unfinished
+
+
+def test_it_goes_on_over_preemption(engine: Engine) -> None:
+    params = replace(DRAWN, max_tokens=40)
+    whole = run(engine, ("whole", params, []))["whole"]
+    before = engine.stats().num_preemptions
+    seeds = range(4)
+    stats = engine.stats()
+    long = stats.num_blocks * 4 // 3  # of blocks of four tokens: three such fill the pool
+    assert long < engine.max_model_len - len(PROMPT)
+    for seed in seeds:
+        engine.add(f"other {seed}", PROMPT, replace(DRAWN, seed=seed, max_tokens=long))
+    engine.add("more", PROMPT, replace(params, max_tokens=30), continued=cut(whole, 10))
+    done = {}
+    while engine.has_unfinished:
+        done |= {completion.request_id: completion for completion in engine.step()}
+    assert engine.stats().num_preemptions > before
+    assert done["more"].token_ids == whole.token_ids
