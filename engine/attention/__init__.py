@@ -41,6 +41,11 @@ def load_backend(
         )
     backend = _import_backend(_choose(device, dtype, kv_cache_dtype) if name == "auto" else name)
     backend.check(device, dtype, block_size)
+    if kv_cache_dtype != "auto" and (problem := backend.fp8_problem(device)):
+        raise ConfigError(
+            f"attention_backend={backend.name!r} cannot keep keys and values in "
+            f"kv_cache_dtype={kv_cache_dtype!r}: {problem}; use 'torch', or leave kv_cache_dtype out"
+        )
     return backend(device)
 
 

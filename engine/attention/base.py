@@ -43,6 +43,11 @@ class KernelBackend(ABC):
     def check(cls, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
         """Raise ConfigError unless it serves that device, dtype and number of tokens in a KV block."""
 
+    @classmethod
+    def fp8_problem(cls, device: torch.device) -> str | None:
+        """Why it cannot serve a cache of FP8 numbers on a device that `check` let through; None if it can."""
+        return None
+
     @abstractmethod
     def __init__(self, device: torch.device) -> None:
         """device: one that `check` lets through."""

@@ -39,6 +39,7 @@ from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_rows import SamplingRows
 
 MIN_CAPABILITY = (8, 0)  # the first with bfloat16 and asynchronous copies
+FP8_CAPABILITY = (8, 9)  # the first for which Triton compiles float8_e4m3fn
 INTERPRETER_PROCESSORS = 8  # stands in for a GPU's multiprocessors, so that tests see few splits and many
 
 
@@ -71,6 +72,16 @@ class TritonBackend(CapturableBackend):
                 f"attention_backend='triton' does not run on device={device.type!r}; use 'torch' there. "
                 "(For tests, TRITON_INTERPRET=1 set before Python starts runs it in Triton's interpreter.)"
             )
+
+    @classmethod
+    def fp8_problem(cls, device: torch.device) -> str | None:
+        if device.type != "cuda" or INTERPRETED:
+            return None
+        properties = torch.cuda.get_device_properties(device)
+        if (properties.major, properties.minor) >= FP8_CAPABILITY:
+            return None
+        found = f"{properties.name} has {properties.major}.{properties.minor}"
+        return f"that needs compute capability 8.9, {found}"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

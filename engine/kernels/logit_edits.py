@@ -96,7 +96,7 @@ def penalize(
         logits = tl.where(
             logits < 0, logits * repetition, tl.div_rn(logits, repetition + tl.zeros_like(logits))
         )
-        logits = logits - frequency * counts.to(tl.float32) - tl.where(counts > 0, presence, 0.0)
+        logits = logits - frequency * counts.to(tl.float32) - presence * (counts > 0).to(tl.float32)
         tl.store(out_row_ptr + tokens, logits, mask=tokens >= 0)
 
 

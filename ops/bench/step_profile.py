@@ -57,10 +57,8 @@ PARTS = {
     ),
     "glue": ("advance_kernel", "write_rows_kernel"),
 }
-#: What sampling by torch's operations becomes on a GPU.
-SAMPLER = re.compile(
-    r"sample|argmax|softmax|cumsum|scan|searchsorted|sort|topk|gather|exp_kernel", re.IGNORECASE
-)
+#: What sampling by torch's operations becomes on a GPU; but its gather is what embeddings are looked up by.
+SAMPLER = re.compile(r"sample|argmax|softmax|cumsum|scan|searchsorted|sort|topk|exp_kernel", re.IGNORECASE)
 SHOWN = 12
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -217,6 +218,26 @@ def test_on_a_cpu_without_the_interpreter_it_refuses(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(triton_backend, "INTERPRETED", False)
     with pytest.raises(ConfigError, match=r"does not run on device='cpu'; use 'torch'.*TRITON_INTERPRET"):
         load_backend("triton", torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("capability", "serves"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
+def test_fp8_is_refused_where_triton_cannot_compile_it(
+    capability: tuple[int, int], serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is loaded: an A100 would raise Triton's own error at the first launch."""
+    properties = SimpleNamespace(
+        major=capability[0], minor=capability[1], name="a GPU", multi_processor_count=8
+    )
+    monkeypatch.setattr(triton_backend, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(engine.attention, "find_spec", lambda name: True)
+    cuda = torch.device("cuda")
+    assert isinstance(load_backend("triton", cuda, torch.bfloat16), TritonBackend)
+    if serves:
+        load_backend("triton", cuda, torch.bfloat16, 16, "fp8_e4m3")
+        return
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='fp8_e4m3': .* 8.9, a GPU has 8.0; use 'torch'"):
+        load_backend("auto", cuda, torch.bfloat16, 16, "fp8_e4m3")
 
 
 def test_heads_that_are_too_large_stop_the_start(backend: TritonBackend) -> None:

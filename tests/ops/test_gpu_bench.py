@@ -129,6 +129,7 @@ def test_what_misses_the_estimate_by_more_than_15_percent_is_marked() -> None:
 def test_every_kernel_belongs_to_a_part_of_the_estimate() -> None:
     glue = {name for name in KERNELS if part_of(name) == "glue"}
     assert glue == set(PARTS["glue"]) & set(KERNELS)
+    assert part_of("void at::native::vectorized_gather_kernel<16, long>(char*, char*, ...)") == "glue"
 
 
 def test_a_profile_knows_when_the_device_waits_and_which_part_a_kernel_is() -> None:
