@@ -37,11 +37,13 @@ from engine.errors import (
     SequenceFailed,
     StepFailed,
     UnsupportedModel,
+    UnsupportedTask,
     WeightMismatch,
 )
 from engine.models.served import model_table
 from engine.run.config import EngineConfig, model_identity
 from engine.sampling.params import SamplingParams
+from engine.sampling.pooling import PoolingParams
 from engine.sampling.request_kinds import RequestParams, request_params
 from engine.sampling.scoring import ScoringParams
 from engine.sampling.structured_outputs import StructuredOutputsParams
@@ -75,6 +77,7 @@ __all__ = [
     "ModelNotFound",
     "NoToken",
     "OutOfBlocks",
+    "PoolingParams",
     "PreparedPrompt",
     "PromptTooLong",
     "RankFailed",
@@ -86,6 +89,7 @@ __all__ = [
     "StepFailed",
     "StructuredOutputsParams",
     "UnsupportedModel",
+    "UnsupportedTask",
     "WeightMismatch",
     "model_identity",
     "model_table",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,20 +13,19 @@ import torch
 
 from engine.checkpoint.fingerprint import ModelIdentity
 from engine.checkpoint.folder import resolve_model
-from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.pooling import read_pooling
 from engine.errors import (
-    DuplicateRequest,
     EngineBusy,
     EngineClosed,
     InvalidRequest,
+    UnsupportedTask,
 )
-from engine.layers.parallel import TensorParallel
-from engine.models.load import read_supported
+from engine.models.load import generates, read_supported
 from engine.run.completions import completion_of, is_complete, scores_of
 from engine.run.config import EngineConfig, model_identity
-from engine.run.device import resolve_device
+from engine.run.device import overlaps
 from engine.run.dtype import served_dtype
-from engine.run.model_runner import ModelRunner
+from engine.run.embedder import Embedder
 from engine.run.new_sequences import NewSequences
 from engine.run.progress import Progress
 from engine.run.requests import Request, Scores, check_request, numbered, prepare_scores
@@ -35,6 +33,7 @@ from engine.run.runner import Runner
 from engine.run.stepper import Stepper
 from engine.run.usable import check_usable
 from engine.sampling.params import SamplingParams, check_params
+from engine.sampling.pooling import PoolingParams
 from engine.sampling.request_kinds import RequestParams
 from engine.sampling.scoring import ScoringParams
 from engine.schedule.block_manager import BlockManager
@@ -42,14 +41,12 @@ from engine.schedule.outputs import Completion, EngineStats, LogLikelihood
 from engine.schedule.prepared_prompt import PreparedPrompt
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import Sequence
-from engine.tensor_parallel.rank_group import RankGroup
+from engine.tensor_parallel.start_runner import StartRunner, start_own_runner
 from engine.text.prompts import Prompt, PromptReader
 from engine.text.reasoner import Reasoner
 from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-StartRunner = Callable[[EngineConfig, ModelConfig, Path], Runner]
 
 
 class Engine:
@@ -79,10 +76,12 @@ class Engine:
                 model.quantization,
                 served_dtype(config.dtype, model.dtype, config.device).name,
             )
+        pooling = read_pooling(folder, model, config.pooling)
+        self._generates = generates(folder, model, path, embeds=pooling is not None)
         self.config = config
         self._tokenizer = Tokenizer(folder, config.chat_template)
         self._reasoner = Reasoner(self._tokenizer, model.vocab_size)
-        self._live_runner: Runner | None = (start_runner or _start_runner)(config, model, folder)
+        self._live_runner: Runner | None = (start_runner or start_own_runner)(config, model, folder)
         pool = self._live_runner.pool_size
         self._scheduler = Scheduler(
             BlockManager(
@@ -94,6 +93,7 @@ class Engine:
             batches_admissions=self._live_runner.has_graphs,
         )
         self._prompts = PromptReader(self._tokenizer, model.vocab_size, pool.max_model_len)
+        self._embedder = Embedder(pooling, model.hidden_size, self._tokenizer, self._prompts)
         self._vocab_size = model.vocab_size
         ends = model.eos_token_ids or self._tokenizer.eos_token_ids
         self._sequences = NewSequences(self._tokenizer, self._reasoner, ends, model.vocab_size)
@@ -101,7 +101,10 @@ class Engine:
         self._incomplete: list[Sequence] = []  # that have finished
         self._seeds = random.Random(config.seed)
         self._stepper = Stepper(
-            self._scheduler, self._live_runner, self._tokenizer.decode, overlaps=_overlaps(config)
+            self._scheduler,
+            self._live_runner,
+            self._tokenizer.decode,
+            overlaps=overlaps(config.async_scheduling, config.device),
         )
 
     def __enter__(self) -> Self:
@@ -151,12 +154,15 @@ class Engine:
         *,
         truncate_prompt_tokens: int | None = None,
         scoring: ScoringParams | None = None,
+        pooling: PoolingParams | None = None,
     ) -> PreparedPrompt:
         """Tokenize and check a prompt: the part of `add` that takes time with its length.
 
-        truncate_prompt_tokens, scoring: of the SamplingParams, or the ScoringParams, that `add` will get. Any
-        thread may call this, also beside a step. Raises InvalidPrompt or PromptTooLong.
+        truncate_prompt_tokens, scoring, pooling: of the SamplingParams, or the ScoringParams or PoolingParams
+        that `add` will get. Any thread may call this, also beside a step. Raises what `add` does for them.
         """
+        if pooling is not None:
+            return PreparedPrompt(self._embedder.token_ids(prompt, pooling), [])
         if scoring is not None:
             ends = tuple(sorted(self._sequences.eos_token_ids))
             return prepare_scores(prompt, scoring, self._prompts, self._scheduler.blocks.keys_of, ends)
@@ -181,19 +187,25 @@ class Engine:
     ) -> None:
         """Queue one request: text or token ids, prepared or not. It gives params.n completions, by `step()`.
 
-        ScoringParams ask for no new token: the one completion has the `loglikelihoods` of continuations.
+        ScoringParams ask for no new token: the one completion has the `loglikelihoods` of continuations. Nor
+        do PoolingParams: it has the prompt's `embedding`.
         lane: urgency, 0 the most urgent. A request of lane 0 is in the next step, at the cost of the latest
         requests of later lanes if need be; a waiting lane gets at least one admission in twenty.
         continued: token ids of a completion of this prompt that was cut: it goes on, params.max_tokens more,
         as it would have if it had had as many at once.
         Raises InvalidRequest or a subclass, having changed nothing: InvalidPrompt, PromptTooLong,
-        InvalidSampling, DuplicateRequest.
+        InvalidSampling, DuplicateRequest, UnsupportedTask.
         """
         self._open_runner()
-        check_request(request_id, lane)
-        if request_id in self._unfinished:
-            raise DuplicateRequest(f"request {request_id!r} is unfinished; use another id, or abort it first")
-        if isinstance(params, ScoringParams):
+        check_request(request_id, lane, self._unfinished)
+        if isinstance(params, PoolingParams):
+            ready = prompt if isinstance(prompt, PreparedPrompt) else self.prepare(prompt, pooling=params)
+            states = self._embedder.states(params, len(ready.token_ids))
+            seqs = self._sequences.pooled(request_id, ready, states, lane=lane)
+            self._scheduler.add(seqs[0])
+        elif not self._generates:
+            raise UnsupportedTask("this checkpoint has no LM head: it embeds, it cannot generate or score")
+        elif isinstance(params, ScoringParams):
             seqs = self._sequences.branches(request_id, self._ready(prompt, params), lane=lane)
             self._scheduler.add(seqs[0])
         else:
@@ -273,7 +285,7 @@ class Engine:
     def generate(
         self,
         prompts: Iterable[Prompt],
-        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        params: RequestParams | Iterable[RequestParams] | None = None,
         *,
         use_tqdm: bool = False,
     ) -> list[Completion]:
@@ -303,6 +315,17 @@ class Engine:
         scores = Scores(pairs, self._prompts)
         requests = list(scores.requests())
         return scores.results(self._run(iter(requests), Progress(len(requests), enabled=use_tqdm)))
+
+    def embed(
+        self, prompts: Iterable[Prompt], params: PoolingParams | None = None, *, use_tqdm: bool = False
+    ) -> list[Completion]:
+        """Embed all prompts by prefill alone; return their completions, which have an `embedding`, in order.
+
+        Texts are read as sentence-transformers reads them: behind the checkpoint's default prompt, and cut to
+        its max_seq_length. Raises what `generate` does, and for params that no text can have.
+        """
+        self._embedder.check(params := params or PoolingParams())
+        return self.generate(prompts, params, use_tqdm=use_tqdm)
 
     def _check_idle(self) -> None:
         self._open_runner()
@@ -374,25 +397,3 @@ class Engine:
         if seq.tree is None:
             return completion_of(seq, self._tokenizer, self._reasoner.split)
         return scores_of(seq, seq.tree)
-
-
-def _overlaps(config: EngineConfig) -> bool:
-    """Whether a step is scheduled while the one before runs."""
-    if config.async_scheduling is not None:
-        return config.async_scheduling
-    return resolve_device(config.device).type == "cuda"
-
-
-def _start_runner(config: EngineConfig, model: ModelConfig, folder: Path) -> Runner:
-    """Load the model here, or start ranks that share it."""
-    runner: Runner
-    if config.tensor_parallel_size == 1:
-        runner = ModelRunner(config, model, folder, TensorParallel())
-    else:
-        runner = RankGroup(config, model, folder)
-    size = runner.pool_size
-    logger.info(
-        "KV pool: %d blocks of %d tokens, %.2f GiB on each rank; sequences of up to %d tokens",
-        size.num_blocks, config.block_size, size.num_bytes / 2**30, size.max_model_len,
-    )  # fmt: skip
-    return runner

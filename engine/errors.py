@@ -82,6 +82,11 @@ class InvalidPrompt(InvalidRequest):
     """Raised when a prompt is empty, of a wrong type, or holds a token id outside the vocabulary."""
 
 
+class UnsupportedTask(InvalidRequest):
+    """Raised for a request that the checkpoint has no part for: an LM head to generate and to score, a
+    pooling configuration to embed."""
+
+
 class PromptTooLong(InvalidRequest):
     """Raised when a prompt leaves no room for one new token in the model's length or the KV pool."""
 

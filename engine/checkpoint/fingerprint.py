@@ -27,8 +27,12 @@ TEXT_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
 )
-TEMPLATES = "additional_chat_templates/*.jinja"
+#: As well, wherever they are.
+MORE_TEXT_FILES = ("additional_chat_templates/*.jinja", "*Pooling/config.json")
 
 #: A tensor of at most so many bytes is read whole, of a larger one as many in samples.
 WHOLE_BYTES = 1 << 16
@@ -53,11 +57,12 @@ def read_identity(
     chat_template: str | None = None,
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
+    pooling: str | None = None,
 ) -> ModelIdentity:
     """Return the identity of a folder's model, computed in the dtype of this name.
 
-    chat_template: the name of the one that is used, if it was chosen.  quantization: of weights as they are
-    loaded, by name; what the files hold is part of them. It counts as another dtype, and so does
+    chat_template, pooling: the name of the one that is used, if it was chosen.  quantization: of weights as
+    they are loaded, by name; what the files hold is part of them. It counts as another dtype, and so does
     kv_cache_dtype, of which "auto" is the model's.
     Two models have the same fingerprint when they have the same dtypes, the same configuration, tokenizer and
     chat templates byte by byte, the same choice of one, and the same tensors (name, type, shape and values),
@@ -72,12 +77,14 @@ def read_identity(
     if kv_cache_dtype != "auto":
         dtype = f"{dtype}, {kv_cache_dtype} KV cache"
     digest = blake2b(dtype.encode(), digest_size=16)
-    templates = sorted(str(path.relative_to(folder)) for path in folder.glob(TEMPLATES))
-    for name in (*TEXT_FILES, *templates):
+    more = sorted(str(path.relative_to(folder)) for each in MORE_TEXT_FILES for path in folder.glob(each))
+    for name in (*TEXT_FILES, *more):
         if (folder / name).is_file():
             _add(digest, name.encode(), (folder / name).read_bytes())
     if chat_template is not None:
         _add(digest, b"chat_template", chat_template.encode())
+    if pooling is not None:
+        _add(digest, b"pooling", pooling.encode())
     tensors = sorted(each for path in list_weight_files(folder) for each in _read_tensors(path))
     for description, content in tensors:
         _add(digest, description.encode(), content)

@@ -146,19 +146,24 @@ def _check_values(read: ModelConfig, path: Path) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises MissingWeights if the file is absent, ConfigError if it is none."""
+    value = read_json_value(path)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must hold a JSON object, found {type(value).__name__}")
+    return value
+
+
+def read_json_value(path: Path) -> Any:
+    """Read JSON of any kind. Raises MissingWeights if the file is absent, ConfigError if it is none."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ConfigError(
                 f"{path} has {path.stat().st_size} bytes, more than any checkpoint's; fetch it again"
             )
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise MissingWeights(f"{path} is missing; the model folder is incomplete, fetch it again") from error
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} must hold a JSON object, found {type(value).__name__}")
-    return value
 
 
 def _token_ids(value: int | list[int] | None) -> frozenset[int]:

@@ -12,7 +12,6 @@ import torch
 from engine.attention.base import KernelBackend
 from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.model_config import ModelConfig, read_json, read_model_config
-from engine.checkpoint.text_part import text_tensors
 from engine.checkpoint.weights import open_tensors
 from engine.errors import ConfigError, UnsupportedModel
 from engine.layers.int8 import Int8Product, QuantizeRows, check_int8, quantize_rows
@@ -22,8 +21,8 @@ from engine.layers.rotary_scaling import Rope
 from engine.models.base import CausalModel
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.decoder_config import DecoderConfig, read_decoder_config
-from engine.models.loader import load_weights
-from engine.models.registry import decoder_flags
+from engine.models.loader import load_weights, own_names
+from engine.models.registry import BODIES, decoder_flags
 from engine.models.served import refuse_known
 from engine.models.transformers_model import load_transformers_model
 
@@ -46,7 +45,36 @@ def read_supported(folder: Path, model_path: str) -> tuple[ModelConfig, ModelPat
         refuse_known(named[:1])
     model = read_model_config(folder)
     path = choose_path(model, model_path)
+    if path.decoder is None and _lacks_head(model.architecture):
+        raise UnsupportedModel(
+            f"{model.architecture} has no LM head ({path.reason}); without one embeddings are served of "
+            f"decoders that look at no later token: {', '.join(sorted(BODIES))}"
+        )
     return model, path
+
+
+def _lacks_head(architecture: str) -> bool:
+    """By its name: what transformers' AutoModel makes, an encoder for example."""
+    return architecture.endswith("Model") and not architecture.endswith("HeadModel")
+
+
+def generates(folder: Path, model: ModelConfig, path: ModelPath, *, embeds: bool) -> bool:
+    """Whether a checkpoint can give logits. Raises UnsupportedModel for one that cannot embed either."""
+    has_head = path.decoder is None or _has_lm_head(folder, model, path.decoder)
+    if not has_head and not embeds and model.architecture in BODIES:
+        raise UnsupportedModel(
+            f"{model.architecture} has no LM head, so it can only embed, and no modules.json beside its "
+            "weights says how; add that file, or set pooling"
+        )
+    return has_head
+
+
+def _has_lm_head(folder: Path, model: ModelConfig, decoder: DecoderConfig) -> bool:
+    """Whether there is one in the files, or the embedding is one too."""
+    with open_tensors(list_weight_files(folder)) as tensors:
+        if "lm_head.weight" in own_names(tensors, is_text_part=model.is_text_part):
+            return True
+    return decoder.tie_word_embeddings and model.architecture not in BODIES
 
 
 @dataclass(frozen=True)
@@ -92,10 +120,13 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     quantization: str | None = None,
+    embeds: bool = False,
 ) -> CausalModel:
     """Build the model, or one rank's share of it, and fill it from the folder.
 
     model_path, quantization: as EngineConfig has them.  max_positions: tokens that no sequence will exceed.
+    embeds: it is there for embeddings, and need not have an LM head: where it has none, its logits, which
+    nobody asks for, are those of one tied to the embedding.
     Raises UnsupportedModel, MissingWeights, WeightMismatch, DamagedWeights or another ConfigError.
     """
     path = choose_path(config, model_path)
@@ -111,10 +142,8 @@ def load_model(
             dtype=dtype,
             device=device,
         )
-    decoder = path.decoder
-    if decoder.tie_word_embeddings and _has_own_head(folder, is_text_part=config.is_text_part):
-        decoder = replace(decoder, tie_word_embeddings=False)  # as transformers does: the file knows better
-    decoder = decoder.within(max_positions)
+    ties = _ties_head(folder, config, path.decoder, embeds=embeds)
+    decoder = replace(path.decoder, tie_word_embeddings=ties).within(max_positions)
     for rope in decoder.ropes:
         _warn_of_long_factors(rope, max_positions)
     rotary_dtype = torch.float32 if decoder.flags.float32_rotation else dtype
@@ -141,6 +170,13 @@ def load_model(
     return model.eval()
 
 
+def _ties_head(folder: Path, config: ModelConfig, decoder: DecoderConfig, *, embeds: bool) -> bool:
+    """Whether the LM head is the embedding; as for transformers, the file knows better than config.json."""
+    if embeds and not _has_lm_head(folder, config, decoder):
+        return True
+    return decoder.tie_word_embeddings and not _has_own_head(folder, is_text_part=config.is_text_part)
+
+
 def _check_quantization(name: str, path: ModelPath, device: torch.device) -> None:
     """Raise ConfigError for what int8 is not built for."""
     problem = None
@@ -164,7 +200,7 @@ def _quantize_rows(backend: KernelBackend) -> QuantizeRows:
 def _has_own_head(folder: Path, *, is_text_part: bool) -> bool:
     """Whether there is an LM head that does not repeat the embedding."""
     with open_tensors(list_weight_files(folder)) as tensors:
-        named = text_tensors(tensors) if is_text_part else tensors
+        named = own_names(tensors, is_text_part=is_text_part)
         head, embedding = named.get("lm_head.weight"), named.get("model.embed_tokens.weight")
         if head is None or embedding is None:
             return False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -22,7 +24,22 @@ RENAMED = {"block_sparse_moe": "mlp", "router": "gate"}
 #: Ends of the names of tensors that older checkpoints hold and models compute themselves.
 COMPUTED = ("rotary_emb.inv_freq",)
 
+BODY = "model."  # how the names begin of all tensors but the LM head's
+
 Place = tuple[str, str | None]  # parameter name here, shard of it
+T = TypeVar("T")
+
+
+def own_names(tensors: Mapping[str, T], *, is_text_part: bool) -> dict[str, T]:
+    """The tensors by the names that they have in a language model of text alone.
+
+    A checkpoint for embeddings may hold a model without its LM head, whose names begin with nothing.
+    """
+    if is_text_part:
+        return text_tensors(tensors)
+    if "embed_tokens.weight" not in tensors:
+        return dict(tensors)
+    return {name if name.startswith("lm_head.") else BODY + name: each for name, each in tensors.items()}
 
 
 def load_weights(
@@ -56,7 +73,7 @@ def load_weights(
         missing.discard(("lm_head.weight", None))
     with open_tensors(files) as tensors:
         plain = unpacked(tensors, quantization)
-        for name, tensor in (text_tensors(plain) if is_text_part else plain).items():
+        for name, tensor in own_names(plain, is_text_part=is_text_part).items():
             if name == "lm_head.weight" and model.tied:
                 continue  # the hub writes it although it repeats the embedding
             if not name.endswith(COMPUTED):

@@ -186,8 +186,16 @@ ARCHITECTURES = {
 }
 
 
+#: The same without an LM head, as checkpoints for embeddings are: what is beside the head is alike.
+BODIES = {name.replace("ForCausalLM", "Model"): name for name in ARCHITECTURES} | {
+    "Gemma3TextModel": "Gemma3ForCausalLM"
+}
+del BODIES["Gemma3Model"]  # which reads images too
+
+
 def decoder_flags(architecture: str) -> DecoderFlags:
     """The flags that make the decoder this architecture. Raises UnsupportedModel."""
+    architecture = BODIES.get(architecture, architecture)
     if architecture not in ARCHITECTURES:
         raise UnsupportedModel(
             f"architecture {architecture!r} is not native; native are {', '.join(sorted(ARCHITECTURES))}"

@@ -56,6 +56,7 @@ def completion_of(seq: Sequence, tokenizer: Tokenizer, split: Split) -> Completi
         prompt_text=tokenizer.decode(prompt) if seq.params.echo else None,
         prompt_tokens=list(map(tokenizer.token_text, prompt)) if seq.params.echo else None,
         num_continued=seq.num_continued,
+        embedding=None if seq.pooled is None or seq.error is not None else seq.pooled.embedding(),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from engine.checkpoint.fingerprint import ModelIdentity, read_identity
 from engine.checkpoint.folder import resolve_model
 from engine.checkpoint.model_config import read_model_config
+from engine.checkpoint.pooling import MODES
 from engine.errors import ConfigError
 from engine.run.dtype import served_dtype
 
@@ -56,6 +57,8 @@ class EngineConfig:
     adapt_cpu_threads: on a CPU take fewer of torch's threads while other processes use the processors, as
         engine.run.cpu_threads does. Their number is the process', so this is for one whose torch is the
         engine's alone. Not with tensor parallelism.
+    pooling: how embeddings are made of hidden states, by sentence-transformers' names ("lasttoken", "mean",
+        ...); None makes them as the checkpoint's modules.json says, and none where it has no such file.
     """
 
     model: str
@@ -78,6 +81,7 @@ class EngineConfig:
     seed: int = 0
     chat_template: str | None = None
     adapt_cpu_threads: bool = False
+    pooling: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -108,6 +112,10 @@ class EngineConfig:
             raise ConfigError(
                 f"chat_template must be the name of a template or None, got {self.chat_template!r}"
             )
+        if self.pooling is not None and self.pooling not in MODES:
+            raise ConfigError(
+                f"pooling={self.pooling!r} is not known: use one of {', '.join(MODES)}, or None"
+            )
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ConfigError(f"seed must be an integer, got {self.seed!r}")
         if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
@@ -130,12 +138,15 @@ def model_identity(config: EngineConfig) -> ModelIdentity:
 
     What the fingerprint tells apart, and what not, stands at `read_identity`.
     Device, attention backend and tensor parallelism are no part of it: they change the order of sums only.
-    The dtype that "auto" stands for on this machine is, and so are quantization and the KV cache's dtype.
+    The dtype that "auto" stands for on this machine is, and so are quantization, the KV cache's dtype and
+    pooling.
     Raises ModelNotFound, MissingWeights or another ConfigError for a model that no engine could load.
     """
     folder = resolve_model(config.model)
     dtype = served_dtype(config.dtype, read_model_config(folder).dtype, config.device).name
-    return read_identity(folder, dtype, config.chat_template, config.quantization, config.kv_cache_dtype)
+    return read_identity(
+        folder, dtype, config.chat_template, config.quantization, config.kv_cache_dtype, config.pooling
+    )
 
 
 def _check_positive(name: str, value: object) -> None:

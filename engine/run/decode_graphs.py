@@ -128,7 +128,7 @@ class DecodeGraphs:
     def fits(self, step: StepBatch) -> bool:
         """Whether `run` can take this step: one token of each sequence, each samples the next, no more."""
         num_seqs = len(step.slots)
-        if step.wants_logprobs:
+        if not step.gives_tokens_alone:
             return False
         return len(step.token_ids) == len(step.sample_rows) == num_seqs and 0 < num_seqs <= self._sizes[-1]
 

@@ -22,3 +22,10 @@ def resolve_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={name!r} is not supported; use 'auto', 'cpu' or 'cuda'")
     return device
+
+
+def overlaps(async_scheduling: bool | None, device: str) -> bool:
+    """Whether a step is scheduled while the one before runs: None does so on GPUs."""
+    if async_scheduling is not None:
+        return async_scheduling
+    return resolve_device(device).type == "cuda"

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 from engine.checkpoint.model_config import ModelConfig
+from engine.errors import ConfigError
 from engine.run.cgroups import PROC, ROOT, Cgroup, cgroups_of
 from engine.run.config import EngineConfig
 from engine.run.row_logprobs import PIECE_NUMBERS
@@ -115,3 +116,18 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+def fit_pool(num_blocks: int, config: EngineConfig, model_len: int) -> int:
+    """Settle max_model_len against the model and the pool. Raises ConfigError."""
+    pool_tokens = num_blocks * config.block_size
+    wanted = config.max_model_len
+    if wanted is not None and wanted > model_len:
+        raise ConfigError(f"max_model_len={wanted} is more than the model's {model_len} positions; lower it")
+    if pool_tokens < 2 or (wanted is not None and wanted > pool_tokens):
+        raise ConfigError(
+            f"the KV pool holds {num_blocks} blocks, {pool_tokens} tokens, too few for one sequence of "
+            f"{wanted or 'any'} tokens; raise kv_cache_bytes or memory_utilization (or free memory) or "
+            "lower max_model_len"
+        )
+    return wanted or min(model_len, pool_tokens)

@@ -14,6 +14,7 @@ from engine.attention import CapturableBackend, KernelBackend, load_backend
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import FP8, KVCache, Scales, block_bytes, measure_scales
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.pooling import read_pooling
 from engine.errors import AttentionRefused, ConfigError, UnsupportedModel
 from engine.kernels.upload import upload
 from engine.layers.parallel import TensorParallel
@@ -26,10 +27,11 @@ from engine.run.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.run.device import resolve_device
 from engine.run.dtype import served_dtype
 from engine.run.gpu_memory import GpuMemory, PoolRoom, fits, measure_room
-from engine.run.memory import allowed_bytes, default_cpu_kv_cache_bytes, keep_freed_memory
+from engine.run.memory import allowed_bytes, default_cpu_kv_cache_bytes, fit_pool, keep_freed_memory
 from engine.run.pending_tokens import DeviceTokens, PendingTokens, Sampled
+from engine.run.pool_rows import pool
 from engine.run.probe import Probe
-from engine.run.row_logprobs import DeviceLogprobs, StepLogprobs
+from engine.run.row_logprobs import StepLogprobs
 from engine.run.runner import PoolSize
 from engine.run.to_device import to_device
 from engine.run.warm_up import make_step, nucleus_sampling, warm_up_steps, with_edits
@@ -63,6 +65,8 @@ class ModelRunner:
         self._config = config
         self._model_config = model_config
         self._tp = tp
+        pooling = read_pooling(folder, model_config, config.pooling)
+        self._pooling_modes = () if pooling is None else pooling.modes
         self._sampled: Sampled | None = None  # by the step launched last
         self._kv_scales: list[Scales] | None = None  # of each layer, if the cache holds FP8
         self._memory = gpu_memory(self.device)
@@ -99,14 +103,13 @@ class ModelRunner:
             self._cpu_threads.adapt()
         if len(step.copy_from):
             self.cache.copy(*upload([step.copy_from, step.copy_to], self.device))
-        logprobs = None
         if self._graphs is not None and self._graphs.fits(step):
             self._sampled = self._graphs.run(step, sampling, self._sampled)
-        elif step.wants_logprobs:
-            self._sampled, logprobs = self._with_logprobs(step, sampling)
+        elif not step.gives_tokens_alone:
+            return self._launch_with_more(step, sampling)
         else:
             self._sampled = self._choose(self.logits(step), sampling)
-        return DeviceTokens(self._sampled, logprobs)
+        return DeviceTokens(self._sampled)
 
     @property
     def backend_name(self) -> str:
@@ -152,18 +155,24 @@ class ModelRunner:
         choose(logits, rows, edits, before, token_ids, self.backend, self._tp)
         return Sampled(token_ids, np.arange(len(token_ids)))
 
-    def _with_logprobs(
-        self, step: StepBatch, sampling: SamplingBatch
-    ) -> tuple[Sampled, DeviceLogprobs | None]:
-        """The step's tokens, and what it says of tokens."""
+    def _launch_with_more(self, step: StepBatch, sampling: SamplingBatch) -> DeviceTokens:
+        """Start a step that gives more than tokens: log probabilities, pooled hidden states."""
         batch = to_device(step, self.backend, self.device, self._sampled)
         wanted = StepLogprobs(step, self.model, self._tp, self.device)
-        hidden = self.model.states_of(wanted.rows(batch.sample_rows), batch, self.cache)
-        num_samples = len(step.sample_rows)
-        logits = self.model.logits(hidden[:num_samples])
+        (pooled_rows,) = upload([step.pooled_rows], self.device)
+        rows = [batch.sample_rows, wanted.scored_rows, pooled_rows]
+        hidden = self.model.states_of(torch.cat(rows), batch, self.cache)
+        ends = np.cumsum([len(each) for each in rows])[:-1].tolist()
+        sampling_states, scored, pooled = torch.tensor_split(hidden, ends)
+        logits = self.model.logits(sampling_states)
         wanted.keep(logits)
-        sampled = self._choose(logits, sampling)
-        return sampled, wanted.compute(sampled.token_ids, hidden[num_samples:])
+        self._sampled = self._choose(logits, sampling)
+        logprobs = wanted.compute(self._sampled.token_ids, scored) if step.wants_logprobs else None
+        if not len(pooled_rows):
+            return DeviceTokens(self._sampled, logprobs)
+        positions = step.positions[step.pooled_rows]
+        vectors = pool(pooled, step.pooled_counts, positions, self._pooling_modes)
+        return DeviceTokens(self._sampled, logprobs, vectors)
 
     def _load(self, folder: Path) -> CausalModel:
         """The model for the configured backend, or for torch where "auto" took one that does not serve it."""
@@ -187,6 +196,7 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
             quantization=self._config.quantization,
+            embeds=bool(self._pooling_modes),
         )
 
     @property
@@ -379,18 +389,3 @@ def choose_capture(
 def gpu_memory(device: torch.device) -> GpuMemory | None:
     """The device's memory to measure; None on a CPU, where the pool has a stated size."""
     return GpuMemory(device) if device.type == "cuda" else None
-
-
-def fit_pool(num_blocks: int, config: EngineConfig, model_len: int) -> int:
-    """Settle max_model_len against the model and the pool. Raises ConfigError."""
-    pool_tokens = num_blocks * config.block_size
-    wanted = config.max_model_len
-    if wanted is not None and wanted > model_len:
-        raise ConfigError(f"max_model_len={wanted} is more than the model's {model_len} positions; lower it")
-    if pool_tokens < 2 or (wanted is not None and wanted > pool_tokens):
-        raise ConfigError(
-            f"the KV pool holds {num_blocks} blocks, {pool_tokens} tokens, too few for one sequence of "
-            f"{wanted or 'any'} tokens; raise kv_cache_bytes or memory_utilization (or free memory) or "
-            "lower max_model_len"
-        )
-    return wanted or min(model_len, pool_tokens)

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from engine.sampling.params import SamplingParams
 from engine.sampling.request_edits import RequestEdits, SequenceEdits
 from engine.sampling.scoring import NO_NEW_TOKEN
+from engine.schedule.pooled import PooledStates
 from engine.schedule.prepared_prompt import PreparedPrompt
 from engine.schedule.score_tree import ScoreTree
 from engine.schedule.sequence import Sequence, SequenceStatus
@@ -68,6 +69,15 @@ class NewSequences:
             for token_id in continued:
                 seq.go_on_behind(token_id)
         return seqs
+
+    def pooled(
+        self, request_id: str, prompt: PreparedPrompt, pooled: PooledStates, *, lane: int
+    ) -> list[Sequence]:
+        """The one whose hidden states are pooled."""
+        keys = prompt.block_keys
+        seq = Sequence(request_id, prompt.token_ids, NO_NEW_TOKEN, lane=lane, block_keys=keys)
+        seq.pool_alone(pooled)
+        return [seq]
 
     def branches(self, request_id: str, prompt: PreparedPrompt, *, lane: int) -> list[Sequence]:
         """Those that score a prompt's continuations, as they branch; all but the first follow another one."""

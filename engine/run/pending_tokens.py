@@ -28,10 +28,13 @@ class Sampled:
 class PendingTokens(ABC):
     """The tokens of a launched step; steps are launched in order and waited for in the same order.
 
-    logprobs: what it says of tokens, if any of that was wanted; known when the tokens have been waited for.
+    Known when the tokens have been waited for:
+    logprobs: what it says of tokens, if any of that was wanted.
+    pooled: [pooled seqs, modes * hidden] float32, what it adds to their vectors, if it has rows of any.
     """
 
     logprobs: RowLogprobs | None = None
+    pooled: NDArray[np.float32] | None = None
 
     @abstractmethod
     def wait(self) -> NDArray[np.int64]:
@@ -41,10 +44,13 @@ class PendingTokens(ABC):
 class DeviceTokens(PendingTokens):
     """On their way from the device: copies into pinned memory, queued behind the step that samples them."""
 
-    def __init__(self, sampled: Sampled, logprobs: DeviceLogprobs | None = None) -> None:
+    def __init__(
+        self, sampled: Sampled, logprobs: DeviceLogprobs | None = None, pooled: Tensor | None = None
+    ) -> None:
         token_ids, self._places = sampled.token_ids, sampled.places
-        self._logprobs = logprobs
-        tensors = [token_ids, *(() if logprobs is None else logprobs.tensors)]
+        self._logprobs, self._has_pooled = logprobs, pooled is not None
+        said = [] if logprobs is None else logprobs.tensors
+        tensors = [token_ids, *said, *(() if pooled is None else (pooled,))]
         self._event: torch.cuda.Event | None = None
         if not token_ids.is_cuda:
             self._host = [token_ids.clone(), *tensors[1:]]
@@ -58,7 +64,10 @@ class DeviceTokens(PendingTokens):
     def wait(self) -> NDArray[np.int64]:
         if self._event is not None:
             self._event.synchronize()
+        if self._has_pooled:
+            self.pooled = self._host[-1].numpy()
         if self._logprobs is not None:
-            self.logprobs = self._logprobs.on_host(self._host[1:])
+            said = self._host[1:-1] if self._has_pooled else self._host[1:]
+            self.logprobs = self._logprobs.on_host(said)
         token_ids: NDArray[np.int64] = self._host[0].numpy()[self._places]
         return token_ids

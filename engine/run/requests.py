@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import zip_longest
 from typing import Any
 
-from engine.errors import InvalidPrompt, InvalidRequest, ScoringFailed
+from engine.errors import DuplicateRequest, InvalidPrompt, InvalidRequest, ScoringFailed
 from engine.sampling.params import SamplingParams
 from engine.sampling.request_kinds import RequestParams
 from engine.sampling.scoring import ScoringParams
@@ -21,21 +21,23 @@ Asked = tuple[tuple[int, ...], int]  # a context, and the number of a continuati
 NOTHING = LogLikelihood(0.0, 0, is_greedy=True)
 
 
-def check_request(request_id: object, lane: object) -> None:
-    """Raise InvalidRequest for what can be no id, or no lane."""
+def check_request(request_id: object, lane: object, unfinished: Container[str]) -> None:
+    """Raise InvalidRequest for what can be no id, or no lane, DuplicateRequest for an unfinished id."""
     if not isinstance(request_id, str):
         raise InvalidRequest(f"a request id must be a string, got {request_id!r}")
+    if request_id in unfinished:
+        raise DuplicateRequest(f"request {request_id!r} is unfinished; use another id, or abort it first")
     if isinstance(lane, bool) or not isinstance(lane, int) or lane < 0:
         raise InvalidRequest(f"lane must be an integer of 0 or more, got {lane!r}")
 
 
 def numbered(
-    prompts: Iterable[Prompt], params: SamplingParams | Iterable[SamplingParams] | None
+    prompts: Iterable[Prompt], params: RequestParams | Iterable[RequestParams] | None
 ) -> Iterator[Request]:
     """Number the prompts and give each its params. Raises InvalidRequest if their numbers differ."""
     if isinstance(prompts, str):
         raise InvalidPrompt("prompts must be an iterable of prompts; put a single one into a list")
-    if params is None or isinstance(params, SamplingParams):
+    if params is None or isinstance(params, RequestParams):
         for i, prompt in enumerate(prompts):
             yield str(i), prompt, params or SamplingParams()
         return

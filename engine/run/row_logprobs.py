@@ -101,7 +101,10 @@ def cut(tops: NDArray[np.int64], vocab_size: int) -> Iterator[tuple[slice, int]]
 
 
 class StepLogprobs:
-    """The log probabilities that one step gives. A rank other than 0 takes part, and has none in the end."""
+    """The log probabilities that one step gives. A rank other than 0 takes part, and has none in the end.
+
+    scored_rows: [rows] int64, on the device, the rows that score.
+    """
 
     def __init__(self, step: StepBatch, model: CausalModel, tp: TensorParallel, device: torch.device) -> None:
         self._model, self._tp = model, tp
@@ -109,14 +112,10 @@ class StepLogprobs:
         self._sample_tops, self._scored_tops = step.sample_tops[wanted], step.scored_tops
         is_new = np.diff(step.scored_rows, prepend=-1) != 0  # several tokens may be scored by one row
         self._places = np.cumsum(is_new) - 1
-        self._wanted, self._scored_rows, self._scored_token_ids, self._place_of = upload(
+        self._wanted, self.scored_rows, self._scored_token_ids, self._place_of = upload(
             [wanted, step.scored_rows[is_new], step.scored_token_ids, self._places], device
         )
         self._raw = torch.zeros((0, 1), device=device)
-
-    def rows(self, sample_rows: Tensor) -> Tensor:
-        """The rows whose hidden states the step needs: those that sample, then those that score."""
-        return torch.cat((sample_rows, self._scored_rows))
 
     def keep(self, logits: Tensor) -> None:
         """Keep what is wanted of the rows that sample, [samples, vocabulary], before they are changed."""

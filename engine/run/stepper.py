@@ -48,12 +48,13 @@ CONTROL = SamplingParams(
 CONTROL_TOKENS = 3  # that it may speak of
 
 
-Arrived = tuple[NDArray[np.int64], RowLogprobs | None]  # a step's tokens, and what it says of tokens
+#: A step's tokens, what it says of tokens, and what it pooled.
+Arrived = tuple[NDArray[np.int64], RowLogprobs | None, NDArray[np.float32] | None]
 
 
 def wait_for(pending: PendingTokens) -> Arrived:
     """Wait for all that a step gives."""
-    return pending.wait(), pending.logprobs
+    return pending.wait(), pending.logprobs, pending.pooled
 
 
 class Decode(Protocol):
@@ -138,7 +139,7 @@ class Stepper:
             self._start_over()
             return False
         for each in arrived:
-            self._receive(*each)
+            self._receive(each)
         return True
 
     def _run(self, batch: ScheduledBatch) -> None:
@@ -160,7 +161,7 @@ class Stepper:
             return
         self._num_unexplained = 0
         for each in arrived:
-            self._receive(*each)
+            self._receive(each)
 
     def _run_by_halves(self) -> None:
         """Compute what is scheduled and not launched; if it raises, by halves, down to who makes it raise."""
@@ -176,15 +177,15 @@ class Stepper:
                     self._blame(self._scheduler.set_aside(), error)
             else:
                 self._scheduler.advance(batch)
-                self._receive(*arrived)
+                self._receive(arrived)
 
     def _launch(self, batch: ScheduledBatch) -> PendingTokens:
         slots = self._scheduler.slots
         return self._runner.launch(build_step_batch(batch, slots), build_sampling_batch(batch, slots))
 
-    def _receive(self, token_ids: NDArray[np.int64], logprobs: RowLogprobs | None) -> None:
+    def _receive(self, arrived: Arrived) -> None:
         self.num_steps += 1
-        self._finished += self._scheduler.receive(token_ids, logprobs)
+        self._finished += self._scheduler.receive(*arrived)
 
     def _write_text(self, seq: Sequence) -> None:
         """Write the text of a sequence that has finished. Raises StepFailed if none can be written."""

@@ -7,12 +7,14 @@ from typing import Any
 
 from engine.errors import InvalidRequest
 from engine.sampling.params import SamplingParams
+from engine.sampling.pooling import PoolingParams
 from engine.sampling.scoring import ScoringParams
 
-RequestParams = SamplingParams | ScoringParams
-KINDS: Mapping[str, type[SamplingParams] | type[ScoringParams]] = {
+RequestParams = SamplingParams | ScoringParams | PoolingParams
+KINDS: Mapping[str, type[SamplingParams] | type[ScoringParams] | type[PoolingParams]] = {
     "generate": SamplingParams,
     "score": ScoringParams,
+    "embed": PoolingParams,
 }
 
 

@@ -123,8 +123,9 @@ class BlockManager:
         return keys
 
     def extend_keys(self, seq: Sequence) -> None:
-        """Make the keys of the blocks full of known tokens that have none yet."""
-        self._extend(seq.block_keys, seq.token_ids)
+        """Make the keys of the blocks full of known tokens that have none yet, if they are for others too."""
+        if seq.shares_blocks:
+            self._extend(seq.block_keys, seq.token_ids)
 
     def _extend(self, keys: list[BlockKey], token_ids: list[int]) -> None:
         if not self.enable_prefix_caching:
@@ -239,7 +240,7 @@ class BlockManager:
         The tokens must be known, and computed by the step that is being scheduled or by one before.
         """
         num_full = num_tokens // self.block_size
-        if not self.enable_prefix_caching or num_full == seq.num_published_blocks:
+        if not self.enable_prefix_caching or not seq.shares_blocks or num_full == seq.num_published_blocks:
             return []
         self.extend_keys(seq)
         first, parent = seq.num_published_blocks, ROOT
@@ -261,7 +262,7 @@ class BlockManager:
         All its known tokens are computed by the step that is being scheduled, their full blocks published.
         """
         num_full, num_tokens = divmod(len(seq.token_ids), self.block_size)
-        if not self.enable_prefix_caching or not num_tokens:
+        if not self.enable_prefix_caching or not seq.shares_blocks or not num_tokens:
             return []
         block = self._blocks[seq.block_table[num_full]]
         parent = self._blocks[seq.block_table[num_full - 1]].content_id if num_full else ROOT

@@ -22,6 +22,7 @@ from engine.schedule.admission import AdmissionGate
 from engine.schedule.block_manager import BlockManager
 from engine.schedule.forced import learn
 from engine.schedule.logprobs import RowLogprobs
+from engine.schedule.pooled_rows import count_pooled, give_pooled
 from engine.schedule.running import RunningList
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.scored_tokens import count_scored, give_logprobs
@@ -94,6 +95,7 @@ class Books:
         batch.launched = True
         self._let_go_sources(batch)
         count_scored(batch, self.slots)
+        count_pooled(batch, self.slots)
         self.slots.advance(batch.slots, batch.num_new_tokens, batch.samples)
         batch.generations = self.slots.generations[batch.sampling_slots]
         for seq in batch.decodes:
@@ -113,16 +115,23 @@ class Books:
             seq.status = SequenceStatus.ENDING
             self._release(seq)
 
-    def receive(self, token_ids: NDArray[np.int64], logprobs: RowLogprobs | None = None) -> list[Sequence]:
+    def receive(
+        self,
+        token_ids: NDArray[np.int64],
+        logprobs: RowLogprobs | None = None,
+        pooled: NDArray[np.float32] | None = None,
+    ) -> list[Sequence]:
         """The oldest step in flight has run: fill in the tokens; return the sequences that finished.
 
         token_ids: [samples] int64. Those of sequences that are gone by now are dropped: they were aborted
         while the step ran, or ended with the token before. logprobs: if any were wanted, of the samples and
-        then of the tokens that were scored.
+        then of the tokens that were scored. pooled: of the sequences that have rows for it.
         """
         batch = self.in_flight.popleft()
         if logprobs is not None:
             give_logprobs(logprobs, batch)
+        if pooled is not None:
+            give_pooled(pooled, batch)
         slots = batch.sampling_slots
         is_held = self.slots.generations[slots] == batch.generations
         goes_on = is_held & ~self.slots.may_end(slots, token_ids)
@@ -163,6 +172,9 @@ class Books:
                     self._wait_again(seq)
             for seq, _ in batch.scored:
                 seq.forget_scored()
+            for seq, _ in batch.pooled:
+                if seq.pooled is not None:
+                    seq.pooled.forget()
         self.in_flight.clear()
         for seq in self.running:
             self._release(seq)

@@ -58,6 +58,7 @@ class Completion:
     num_cached_tokens: prompt tokens whose KV came from the prefix cache when the sequence was admitted.
     logprobs: for each of token_ids, by token id, its own log probability first, then those of the most likely
         tokens, if SamplingParams asked for them.
+    embedding: what PoolingParams asked for, numbers of float32; such a completion has no token either.
     reasoning: with SamplingParams.separate_reasoning, what stood between the marks of a reasoning span, which
         `text` is without then; None where there is none.
     prompt_text, prompt_tokens: with SamplingParams.echo, the prompt's text and that of each of its tokens.
@@ -79,6 +80,7 @@ class Completion:
     error: str | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     loglikelihoods: list[LogLikelihood] | None = None
+    embedding: list[float] | None = None
     reasoning: str | None = None
     prompt_text: str | None = None
     prompt_tokens: list[str] | None = None

@@ -27,7 +27,8 @@ class ScheduledBatch:
     decode_slots: [decodes] int64, the slots of `decodes`.
     launched: whether the books count what the step computes.  generations: [samples] int64, of the slots of
     those that sample, once it is: see SlotTable.  scored: sequences, and how many tokens of each it scores,
-    once it is.  ending: those of them that have nothing else to do, once it is.
+    once it is.  pooled: the same of rows that are pooled.  ending: those that have nothing else to do, once
+    it is.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -42,6 +43,7 @@ class ScheduledBatch:
     copies: list[tuple[Sequence, BlockCopy]] = field(default_factory=list)
     ending: list[Sequence] = field(default_factory=list)
     scored: list[tuple[Sequence, int]] = field(default_factory=list)
+    pooled: list[tuple[Sequence, int]] = field(default_factory=list)
     refused: tuple[Sequence, Exception] | None = None
     launched: bool = False
 

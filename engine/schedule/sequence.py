@@ -14,6 +14,7 @@ from engine.sampling.params import SamplingParams
 from engine.sampling.request_edits import SequenceEdits
 from engine.schedule.logprobs import NOT_WANTED, RowLogprobs, num_top
 from engine.schedule.outputs import FinishReason
+from engine.schedule.pooled import PooledStates
 from engine.schedule.prepared_prompt import BlockKey
 from engine.schedule.score_tree import ScoreTree, Targets
 from engine.structured.matcher import Matcher
@@ -59,7 +60,7 @@ class Sequence:
     the most likely tokens go with each, or NOT_WANTED. A sequence that does not generate is there to score
     `targets`, whose log probabilities then are its `prompt_logprobs`: those of a branch of `tree`, its number
     `index`. `followers` are held until it is finished. The first `num_continued` tokens behind a prompt came
-    with the request.
+    with the request. Or its hidden states are `pooled`.
     """
 
     __slots__ = (
@@ -89,6 +90,7 @@ class Sequence:
         "num_tokens",
         "num_waits",
         "params",
+        "pooled",
         "prompt_logprobs",
         "request_id",
         "sample_top",
@@ -147,8 +149,7 @@ class Sequence:
         self.max_len = self.num_prompt_tokens + (params.max_tokens if targets is None else 0)
         self.num_computed_tokens = self.num_stale = self.num_continued = 0
         self.num_cached_tokens: int | None = None
-        self.num_published_blocks = 0
-        self.num_waits = 0
+        self.num_published_blocks = self.num_waits = 0
         self.block_table: list[int] = []
         self.block_keys = list(block_keys)
         self.slot = -1
@@ -164,6 +165,7 @@ class Sequence:
         self.logprobs: list[RowLogprobs] = []
         self.prompt_logprobs: list[RowLogprobs] = []
         self.generates, self.targets, self.tree = targets is None, targets, tree
+        self.pooled: PooledStates | None = None
         self.followers: list[Sequence] = []
 
     def go_on_behind(self, token_id: int) -> None:
@@ -180,6 +182,10 @@ class Sequence:
             raise InvalidRequest("the completion cannot go on: it has ended with the tokens that it has")
         self.num_continued += 1
         self.num_tokens += 1
+
+    def pool_alone(self, pooled: PooledStates) -> None:
+        """The prompt's hidden states go there, and nothing is generated. Before it is queued."""
+        self.pooled, self.generates, self.max_len = pooled, False, self.num_tokens
 
     def __repr__(self) -> str:
         return (
@@ -198,10 +204,18 @@ class Sequence:
         return self.sample_top != NOT_WANTED or self.score_top != NOT_WANTED
 
     @property
+    def shares_blocks(self) -> bool:
+        """Whether its blocks are for others too. Who needs all hidden states of a prompt finds none in them,
+        and would only push out what others do find."""
+        return self.pooled is None or not self.pooled.needs_all
+
+    @property
     def num_cacheable_tokens(self) -> int:
         """Tokens that need not be computed where their keys and values are there: the last one must be, and
         what has the distribution of a token that is scored."""
         last = self.num_tokens - 1
+        if self.pooled is not None:
+            return min(last, self.pooled.next)
         if self.targets is not None:
             return min(last, int(self.targets.places[self.targets.next]) - 1)
         return min(last, self.next_scored - 1) if self.next_scored < self.score_end else last
@@ -255,8 +269,10 @@ class Sequence:
         return self.finish_reason
 
     def end_scored(self) -> None:
-        """All of it is scored, and it was there for nothing else."""
+        """All of it is scored, or pooled, and it was there for nothing else."""
         self.finish_reason = "stop"
+        if self.pooled is not None and not self.pooled.is_finite:
+            self.fail(NoToken("no embedding can be told: the model's hidden states are no finite numbers"))
         if any(np.isnan(part.logprobs).any() for part in self.prompt_logprobs):
             self.fail(NoToken("no log probability can be told: the model's logits are no finite numbers"))
 

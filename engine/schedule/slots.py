@@ -39,6 +39,7 @@ class SlotTable:
     sample_top, score_top, next_scored, score_end: [slots] int64, as in Sequence.
     num_alone: [slots] int64, how many tokens to be computed make no chunk of a prompt any more: 1, or 0 of a
     sequence that does not generate.
+    num_pooled: how many of the sequences with a slot are pooled.
     num_wanting: how many of the sequences with a slot want log probabilities; nobody looks while it is 0.
     """
 
@@ -66,7 +67,7 @@ class SlotTable:
         self.next_scored: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.score_end: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.num_alone: NDArray[np.int64] = np.ones(max_num_seqs, np.int64)
-        self.num_wanting = 0
+        self.num_wanting = self.num_pooled = 0
         self.block_size = block_size
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._num_given = 0
@@ -81,6 +82,7 @@ class SlotTable:
         assert not seq.num_pending_tokens, f"{seq!r} has a token that no slot remembers the place of"
         slot = seq.slot = self._free.pop()
         self.num_wanting += seq.wants_logprobs
+        self.num_pooled += seq.pooled is not None
         self.token_ids[slot, : seq.num_tokens] = seq.token_ids
         self.num_alone[slot] = int(seq.generates)
         self.block_tables[slot, : len(seq.block_table)] = seq.block_table
@@ -125,6 +127,7 @@ class SlotTable:
         self.num_constrained -= seq.matcher is not None
         self.generations[seq.slot] = -1
         self.num_wanting -= seq.wants_logprobs
+        self.num_pooled -= seq.pooled is not None
         seq.slot = -1
 
     def add_block(self, seq: Sequence) -> None:

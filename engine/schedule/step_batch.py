@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.edit_batch import build_logit_edits
+from engine.schedule.pooled_rows import find_pooled
 from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.scored_tokens import find_scored, sample_tops
 from engine.schedule.slots import SlotTable
@@ -36,6 +37,8 @@ class StepBatch:
     copy_from, copy_to: [copied] int64, slots whose keys and values are copied first; none is in both.
     scored_rows, scored_token_ids, scored_tops: [scored] int64, rows whose distribution says how likely the
     given token was, and the same of it.
+    pooled_rows: [pooled] int64, rows whose hidden states are pooled, those of a sequence one after another.
+    pooled_counts: [pooled seqs] int64, how many of each.
     """
 
     token_ids: NDArray[np.int64]
@@ -53,7 +56,8 @@ class StepBatch:
     scored_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     scored_token_ids: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     scored_tops: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-
+    pooled_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    pooled_counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     copy_from: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     copy_to: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
@@ -61,6 +65,11 @@ class StepBatch:
     def wants_logprobs(self) -> bool:
         """Whether any are."""
         return len(self.sample_tops) > 0 or len(self.scored_rows) > 0
+
+    @property
+    def gives_tokens_alone(self) -> bool:
+        """Whether it is to say nothing more: no log probabilities, no pooled states."""
+        return not self.wants_logprobs and not len(self.pooled_rows)
 
 
 def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
@@ -74,7 +83,7 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
         positions = np.arange(ends[-1]) + np.repeat(context_lens - ends, num_new)
     blocks = slots.block_tables[token_rows, positions // slots.block_size]
     max_blocks = -(-int(context_lens.max()) // slots.block_size)
-    scored = find_scored(batch, slots)
+    scored, pooled = find_scored(batch, slots), find_pooled(batch, slots)
     copy_from, copy_to = _copied_slots(batch, slots.block_size)
     is_pending = context_lens > slots.num_known[rows]  # its last token, which is then the last of its rows
     return StepBatch(
@@ -93,6 +102,8 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
         scored_rows=scored.rows,
         scored_token_ids=scored.token_ids,
         scored_tops=scored.tops,
+        pooled_rows=pooled.rows,
+        pooled_counts=pooled.counts,
         copy_from=copy_from,
         copy_to=copy_to,
     )

@@ -94,16 +94,21 @@ def _arrays(part: StepBatch | LogitEdits) -> list[Array]:
     return [getattr(part, field.name) for field in fields(part)]
 
 
-def pack_tokens(token_ids: NDArray[np.int64], logprobs: RowLogprobs | None) -> list[Array]:
-    """Arrays of TOKENS: those of a step's, and of what it says of tokens."""
+def pack_tokens(
+    token_ids: NDArray[np.int64], logprobs: RowLogprobs | None, pooled: NDArray[np.float32] | None
+) -> list[Array]:
+    """Arrays of TOKENS: those of a step's, of what it pooled, empty where that is nothing, and of what it
+    says of tokens."""
     said = [] if logprobs is None else [getattr(logprobs, each.name) for each in fields(logprobs)]
-    return [token_ids, *said]
+    return [token_ids, np.zeros((0, 0), np.float32) if pooled is None else pooled, *said]
 
 
-def unpack_tokens(arrays: list[Array]) -> tuple[NDArray[np.int64], RowLogprobs | None]:
+def unpack_tokens(
+    arrays: list[Array],
+) -> tuple[NDArray[np.int64], RowLogprobs | None, NDArray[np.float32] | None]:
     """What `pack_tokens` packed."""
-    token_ids, *said = arrays
-    return token_ids, RowLogprobs(*said) if said else None
+    token_ids, pooled, *said = arrays
+    return token_ids, RowLogprobs(*said) if said else None, pooled if len(pooled) else None
 
 
 def pack_json(value: dict[str, Any]) -> list[Array]:

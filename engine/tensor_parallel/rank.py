@@ -79,7 +79,7 @@ def _answering(channel: Channel) -> Iterator[SimpleQueue[PendingTokens | None]]:
     def send_all() -> None:
         try:
             while (tokens := answers.get()) is not None:
-                channel.send(encode(Kind.TOKENS, pack_tokens(tokens.wait(), tokens.logprobs)))
+                channel.send(encode(Kind.TOKENS, pack_tokens(tokens.wait(), tokens.logprobs, tokens.pooled)))
         except Exception as error:  # noqa: BLE001  # as in main
             _give_up(channel, error)
 

@@ -74,7 +74,7 @@ class RankTokens(PendingTokens):
         self._group, self._number = group, number
 
     def wait(self) -> NDArray[np.int64]:
-        token_ids, self.logprobs = self._group.receive_tokens(self._number)
+        token_ids, self.logprobs, self.pooled = self._group.receive_tokens(self._number)
         return token_ids
 
 
@@ -133,8 +133,10 @@ class RankGroup:
         self._num_launched += 1
         return RankTokens(self, self._num_launched - 1)
 
-    def receive_tokens(self, number: int) -> tuple[NDArray[np.int64], RowLogprobs | None]:
-        """Wait for the tokens of that step, [samples] int64, and what it says of tokens; drop earlier ones.
+    def receive_tokens(
+        self, number: int
+    ) -> tuple[NDArray[np.int64], RowLogprobs | None, NDArray[np.float32] | None]:
+        """Wait for that step's tokens, [samples] int64, and all else of PendingTokens; drop earlier ones'.
 
         Nobody waits for the tokens of a step that was withdrawn, and rank 0 sends them all the same. Raises
         RankFailed.

@@ -114,6 +114,21 @@ class Tokenizer:
             del token_ids[0]
         return token_ids
 
+    def encode_cut(self, text: str, most: int) -> list[int]:
+        """As transformers' tokenizers encode a text that they cut to so many tokens: what they add to every
+        text stays. Raises InvalidPrompt for one that is no valid Unicode."""
+        whole = self._encode(text, None, add_special_tokens=True)
+        if len(whole) <= most:
+            return whole
+        own = self._encode(text, None, add_special_tokens=False)
+        num_added = len(whole) - len(own)
+        starts = (start for start in range(num_added + 1) if whole[start : start + len(own)] == own)
+        if (start := next(starts, None)) is None:  # what is added is no frame around the text
+            return whole[:most]
+        num_kept = max(0, most - num_added)
+        cut = own[len(own) - num_kept :] if self._tokenizer.truncation_side == "left" else own[:num_kept]
+        return whole[:start] + cut + whole[start + len(own) :]
+
     @property
     def backend(self) -> Any:
         """The `tokenizers.Tokenizer` behind it, None if there is none."""

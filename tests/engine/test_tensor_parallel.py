@@ -22,7 +22,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import ConfigError, Engine, EngineConfig, EngineStats, MissingWeights, RankFailed, SamplingParams
+from engine import (
+    ConfigError,
+    Engine,
+    EngineConfig,
+    EngineStats,
+    MissingWeights,
+    PoolingParams,
+    RankFailed,
+    SamplingParams,
+)
 from engine.checkpoint.model_config import read_model_config
 from engine.checkpoint.weights import CheckpointTensor
 from engine.layers.parallel import Share, TensorParallel
@@ -44,6 +53,7 @@ from engine.tensor_parallel.messages import (
 from engine.tensor_parallel.rank_group import RankGroup, rank_devices
 from engine.tensor_parallel.rank_process import RankProcess
 from tests.engine.checkpoints import SHAPES, Shape, make_checkpoint, pool_bytes
+from tests.engine.embedding_models import Truth
 from tests.engine.reference import NUM_NEW_TOKENS, Reference
 from tests.engine.test_determinism import requests as seeded_requests
 from tests.engine.test_loglikelihood import check as check_loglikelihood
@@ -98,7 +108,7 @@ def check_nothing_is_left(pids: list[int], port: int) -> None:
 def shared(folders: dict[str, Path]) -> Iterator[Engine]:
     """Two ranks of a model with two KV heads and tied embeddings, for all tests that break nothing."""
     name = "gqa2_tied_hub"
-    with Engine(config(folders[name], SHAPE_OF[name])) as built:
+    with Engine(config(folders[name], SHAPE_OF[name], pooling="mean")) as built:
         yield built
         pids, port = ranks_of(built).pids, ranks_of(built)._store.port  # type: ignore[union-attr]
         assert all(map(psutil.pid_exists, pids))
@@ -120,6 +130,17 @@ def test_log_probabilities_are_those_of_the_whole_vocabulary(
     check_logprobs(generate(shared, asked), asked, truth)
 
 
+def test_embeddings_come_from_the_ranks(shared: Engine, folders: dict[str, Path]) -> None:
+    """Beside completions, whose tokens travel in the same messages."""
+    truth = Truth(folders["gqa2_tied_hub"])
+    prompts = [[7 + i] * (9 * i + 1) for i in range(4)]
+    params = [PoolingParams(), SamplingParams(max_tokens=3, logprobs=1), PoolingParams(), PoolingParams()]
+    found = shared.generate(prompts, params)
+    assert found[1].embedding is None
+    for i in (0, 2, 3):
+        assert found[i].embedding == pytest.approx(truth.pooled(prompts[i], "mean").tolist(), abs=1e-5)
+
+
 def test_what_prompts_share_is_copied_on_each_rank(shared: Engine, references: dict[str, Reference]) -> None:
     """Twenty-one tokens are one block and five tokens: the first computes them, the others' rank copies."""
     truth = true_logprobs(references["gqa2_tied_hub"])
@@ -127,7 +148,7 @@ def test_what_prompts_share_is_copied_on_each_rank(shared: Engine, references: d
     before = shared.stats().prefill_tokens
     for found, pair in zip(shared.loglikelihood(pairs), pairs, strict=True):
         check_loglikelihood(found, truth, *pair)
-    assert shared.stats().prefill_tokens - before == 21 + 2 + 5 * 3
+    assert shared.stats().prefill_tokens - before == 21 + 6 * 2, "a last token is scored, not computed"
 
 
 @pytest.fixture

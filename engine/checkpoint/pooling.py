@@ -1,0 +1,155 @@
+"""Pooling: how a checkpoint makes one vector of a text, as sentence-transformers' files beside it say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from reprlib import repr as shown  # short
+from typing import Any
+
+from engine.checkpoint.model_config import ModelConfig, read_json, read_json_value
+from engine.errors import ConfigError, UnsupportedModel
+
+MODULES = "modules.json"
+TRANSFORMER_FILE, PROMPTS_FILE = "sentence_bert_config.json", "config_sentence_transformers.json"
+
+#: By sentence-transformers' names: of which of a text's hidden states a vector is made, and how.
+MODES = ("cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens", "weightedmean")
+
+#: As older files switch them on, in the order in which their vectors stand side by side.
+OLD_SWITCHES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+PACKAGE = "sentence_transformers."
+SUPPORTED = "a Transformer of texts, a Pooling, and Normalize after it"
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How a text becomes a vector.
+
+    modes: of MODES; the vectors of several stand side by side.  normalize: the whole has length 1.
+    max_seq_length: tokens to which a text is cut, None if to none.
+    prompts: texts by their names that may stand before a text.  default_prompt: the name of the one that
+        does where none is named.
+    """
+
+    modes: tuple[str, ...]
+    normalize: bool = False
+    max_seq_length: int | None = None
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+
+
+def read_pooling(folder: Path, model: ModelConfig, wanted: str | None = None) -> Pooling | None:
+    """How the checkpoint in a folder makes vectors; None if nothing says that it does.
+
+    wanted: a mode in place of what the files say, or where they say nothing.
+    Raises UnsupportedModel for what is not built, ConfigError for files that cannot be meant so.
+    """
+    if not (folder / MODULES).is_file():
+        return None if wanted is None else Pooling((wanted,))
+    modes: tuple[str, ...] | None = None
+    normalize = False
+    for place, (kind, path) in enumerate(_modules(folder)):
+        if kind == "Transformer" and place == 0:
+            _check_transformer_path(folder, path)
+        elif kind == "Pooling" and place == 1:
+            modes = _read_modes(folder / path / "config.json", model.hidden_size)
+        elif kind == "Normalize" and modes is not None:
+            normalize = True
+        else:
+            raise UnsupportedModel(
+                f"{folder / MODULES} has the module {kind!r} in place {place}; embeddings are computed of "
+                f"{SUPPORTED}, in this order"
+            )
+    if modes is None:
+        raise UnsupportedModel(f"{folder / MODULES} has no Pooling; embeddings are computed of {SUPPORTED}")
+    prompts, default_prompt = _read_prompts(folder)
+    modes = modes if wanted is None else (wanted,)
+    longest = _read_max_seq_length(folder) or model.max_position_embeddings
+    longest = min(longest, model.max_position_embeddings)
+    return Pooling(modes, normalize, longest, prompts, default_prompt)
+
+
+def _modules(folder: Path) -> list[tuple[str, str]]:
+    """The last name of each module's type, and its folder."""
+    found = read_json_value(folder / MODULES)
+    if not isinstance(found, list) or not found:
+        raise ConfigError(f"{folder / MODULES} must hold a list of modules, found {shown(found)}")
+    modules = []
+    for module in found:
+        kind, path = (module.get(key) if isinstance(module, dict) else None for key in ("type", "path"))
+        if not isinstance(kind, str) or not isinstance(path, str) or ".." in path or path.startswith("/"):
+            raise ConfigError(
+                f"{folder / MODULES} must name each module's type and its folder here: {shown(module)}"
+            )
+        # what others have written may do anything
+        modules.append((kind.rpartition(".")[2] if kind.startswith(PACKAGE) else kind, path))
+    return modules
+
+
+def _check_transformer_path(folder: Path, path: str) -> None:
+    if path.strip("./"):
+        raise UnsupportedModel(
+            f"{folder / MODULES} keeps its model in the folder {path!r}: move its files beside {MODULES} and "
+            "make that path empty"
+        )
+
+
+def _read_modes(path: Path, hidden_size: int) -> tuple[str, ...]:
+    values = read_json(path)
+    modes = values.get("pooling_mode")
+    if modes is None:
+        modes = [mode for key, mode in OLD_SWITCHES.items() if values.get(key)] or ["mean"]
+    modes = [modes] if isinstance(modes, str) else modes
+    if not isinstance(modes, list) or not modes or not all(mode in MODES for mode in modes):
+        raise UnsupportedModel(f"{path}: pooling_mode {shown(modes)}; supported are {', '.join(MODES)}")
+    size = values.get("embedding_dimension", values.get("word_embedding_dimension", hidden_size))
+    if size != hidden_size:
+        raise ConfigError(f"{path} pools vectors of {shown(size)} numbers, the model's have {hidden_size}")
+    if values.get("include_prompt", True) is not True:
+        raise UnsupportedModel(f"{path}: include_prompt must be true: prompts are pooled with their texts")
+    return tuple(modes)
+
+
+def _read_max_seq_length(folder: Path) -> int | None:
+    path = folder / TRANSFORMER_FILE
+    values = read_json(path) if path.is_file() else {}
+    for key, known in (("do_lower_case", False), ("transformer_task", "feature-extraction")):
+        if values.get(key, known) != known:
+            raise UnsupportedModel(f"{path}: {key} {shown(values[key])} is not supported, {known!r} is")
+    if "message" in (values.get("modality_config") or {}):
+        raise UnsupportedModel(
+            f"{path}: modality_config puts texts into the chat template; supported are texts as they stand"
+        )
+    length = values.get("max_seq_length")
+    length = _tokenizers_length(folder) if length is None else length
+    if length is not None and (type(length) is not int or length < 1):
+        raise ConfigError(f"{path}: max_seq_length must be a positive integer, got {shown(length)}")
+    return length
+
+
+def _tokenizers_length(folder: Path) -> int | None:
+    """Tokens that a text has at most by the tokenizer's own file, which has a very large number for any."""
+    path = folder / "tokenizer_config.json"
+    length = read_json(path).get("model_max_length") if path.is_file() else None
+    return length if type(length) is int and length > 0 else None
+
+
+def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
+    path = folder / PROMPTS_FILE
+    values: dict[str, Any] = read_json(path) if path.is_file() else {}
+    prompts = {name: text or "" for name, text in (values.get("prompts") or {}).items()}
+    if not all(isinstance(text, str) for text in prompts.values()):
+        raise ConfigError(f"{path}: prompts must be texts by name, got {shown(prompts)}")
+    default = values.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        raise ConfigError(f"{path}: default_prompt_name {shown(default)} is none of {', '.join(prompts)}")
+    return prompts, default

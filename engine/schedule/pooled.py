@@ -1,0 +1,79 @@
+"""PooledStates: one sequence's vector, while its hidden states come chunk by chunk."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float32]
+
+
+class PooledStates:
+    """modes: as Pooling has them.  dimensions: of the numbers of all modes, the first that are kept.
+
+    normalize: the embedding has length 1.
+    next: the place of the first token whose hidden state is looked at, and neither known nor being computed.
+    """
+
+    def __init__(
+        self, modes: tuple[str, ...], num_tokens: int, *, dimensions: int | None, normalize: bool
+    ) -> None:
+        """num_tokens: of the sequence."""
+        self._modes, self._dimensions, self._normalize = modes, dimensions, normalize
+        self._first = num_tokens - 1 if modes == ("lasttoken",) else 0
+        self._end = 1 if modes == ("cls",) else num_tokens
+        self.next = self._first
+        self._num_rows = 0  # whose hidden states are in it
+        self._vectors: NDArray[np.float32] | None = None  # [modes, hidden]
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether more than the last token's hidden state is looked at."""
+        return self._modes != ("lasttoken",)
+
+    def until(self, num_tokens: int) -> range:
+        """The places that are neither known nor being computed, once so many tokens are computed."""
+        return range(self.next, min(num_tokens, self._end))
+
+    def forget(self) -> None:
+        """What is being computed will not come."""
+        self.next = self._first + self._num_rows
+
+    def add(self, pooled: Vector, num_rows: int) -> None:
+        """Take what a step pooled of the next num_rows tokens: [modes * hidden], as `pool` makes it."""
+        new = pooled.reshape(len(self._modes), -1)
+        if self._vectors is None:
+            self._vectors = new.copy()
+        else:
+            for mode, own, more in zip(self._modes, self._vectors, new, strict=True):
+                if mode == "max":
+                    np.maximum(own, more, out=own)
+                elif mode == "lasttoken":
+                    own[:] = more
+                elif mode != "cls":
+                    own += more
+        self._num_rows += num_rows
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the model's numbers are; all rows are in it."""
+        assert self._vectors is not None
+        return bool(np.isfinite(self._vectors).all())
+
+    def embedding(self) -> list[float]:
+        """The text's vector, whose numbers are float32's; all rows are in it."""
+        assert self._vectors is not None
+        weights = {
+            "mean": self._num_rows,
+            "mean_sqrt_len_tokens": self._num_rows**0.5,
+            "weightedmean": self._num_rows * (self._num_rows + 1) / 2,
+        }
+        parts = [
+            vector / np.float32(weights.get(mode, 1))
+            for mode, vector in zip(self._modes, self._vectors, strict=True)
+        ]
+        whole = np.concatenate(parts)[: self._dimensions]
+        if self._normalize:  # as torch.nn.functional.normalize does it
+            whole = whole / max(np.linalg.norm(whole), np.float32(1e-12))
+        numbers: list[float] = whole.tolist()
+        return numbers

@@ -1,0 +1,304 @@
+"""Embeddings: what transformers' hidden states give, pooled as sentence-transformers pools them."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import (
+    ConfigError,
+    Engine,
+    EngineBusy,
+    EngineConfig,
+    InvalidSampling,
+    PoolingParams,
+    PromptTooLong,
+    SamplingParams,
+    ScoringParams,
+    UnsupportedModel,
+    UnsupportedTask,
+    model_identity,
+)
+from engine.checkpoint.pooling import MODES
+from tests.engine.embedding_models import QUERY, Truth, like_qwen3_embedding, llama_body, write_modules
+
+WORDS = ["The quick", " brown", " fox", " März", " 1987", " ångström", " jugs", " Œuvre"]
+TEXTS = ["", "a", "☃ ü", *("".join(random.Random(i).choices(WORDS, k=3 * i)) for i in range(1, 11))]
+
+
+def config(folder: Path, **options: Any) -> EngineConfig:
+    small = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "kv_cache_bytes": 2**19}
+    return EngineConfig(str(folder), **{"dtype": "float32", "device": "cpu", **small, **options})
+
+
+@pytest.fixture(scope="module")
+def last_token(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return like_qwen3_embedding(tmp_path_factory.mktemp("last_token"))
+
+
+@pytest.fixture(scope="module")
+def all_modes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama_body(tmp_path_factory.mktemp("all_modes"), list(MODES))
+
+
+@pytest.fixture(scope="module")
+def embedding(last_token: Path) -> Iterator[Engine]:
+    with Engine(config(last_token, async_scheduling=True)) as built:
+        yield built
+        built._scheduler.check_accounting()
+        assert built.stats().free_blocks == built.stats().num_blocks
+
+
+@pytest.fixture(scope="module")
+def truth(last_token: Path) -> Truth:
+    return Truth(last_token)
+
+
+def normalized(vector: Tensor) -> list[float]:
+    return torch.nn.functional.normalize(vector, dim=0).tolist()
+
+
+def of_last_token(truth: Truth, text: str, dimensions: int | None = None) -> list[float]:
+    return normalized(truth.pooled(truth.token_ids(text, 128), "lasttoken")[:dimensions])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_every_way_of_pooling_is_as_sentence_transformers_defines_it(all_modes: Path, overlap: bool) -> None:
+    """In chunks, several at once, texts that are cut among them; their vectors stand side by side."""
+    truth = Truth(all_modes)
+    with Engine(config(all_modes, async_scheduling=overlap)) as engine:
+        found = engine.embed(TEXTS)
+        stats = engine.stats()
+        assert not engine._scheduler.blocks._by_hash, "what is hit by nobody stays in no cache"
+        engine._scheduler.check_accounting()
+    assert (stats.decode_tokens, stats.cached_tokens, stats.free_blocks) == (0, 0, stats.num_blocks)
+    for text, completion in zip(TEXTS, found, strict=True):
+        token_ids = truth.token_ids(text, 32)
+        expected = torch.cat([truth.pooled(token_ids, mode) for mode in MODES])
+        assert completion.embedding == pytest.approx(expected.tolist(), abs=1e-5)
+        assert (completion.num_prompt_tokens, completion.token_ids) == (len(token_ids), [])
+        assert (completion.finish_reason, completion.text) == ("stop", "")
+    assert max(completion.num_prompt_tokens for completion in found) == 32
+
+
+def test_the_last_tokens_state_shares_prefixes(embedding: Engine, truth: Truth) -> None:
+    before = embedding.stats().cached_tokens
+    found = embedding.embed(TEXTS, PoolingParams(prompt_name="query"))
+    for text, completion in zip(TEXTS, found, strict=True):
+        assert completion.embedding == pytest.approx(of_last_token(truth, QUERY + text), abs=1e-5)
+        assert sum(number**2 for number in completion.embedding or ()) == pytest.approx(1)
+    assert embedding.stats().cached_tokens - before > 100
+
+
+def test_they_run_beside_completions_and_are_preempted(embedding: Engine, truth: Truth) -> None:
+    """More urgent ones take their place in the middle of a text; some are withdrawn and computed again."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, 500) for _ in range(length)] for length in (90, 70, 80, 128, 1)]
+    before = embedding.stats().num_preemptions
+    for i, prompt in enumerate(prompts):
+        embedding.add(f"embed {i}", prompt, PoolingParams(), lane=2)
+    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    done = []
+    for i in range(8):
+        done += embedding.step()
+        embedding.add(f"text {i}", prompts[i % 3][: 10 * i + 1], params, lane=i % 2)
+        if i == 5:
+            embedding._stepper._start_over()
+    embedding.add("score", [5, 6, 7, 8], ScoringParams([[7, 8]]), lane=1)
+    while embedding.has_unfinished:
+        done += embedding.step()
+    assert embedding.stats().num_preemptions > before
+    by_id = {completion.request_id: completion for completion in done}
+    assert len(by_id) == len(done) == 5 + 8 + 1
+    for i, prompt in enumerate(prompts):
+        expected = normalized(truth.pooled(prompt, "lasttoken"))
+        assert by_id[f"embed {i}"].embedding == pytest.approx(expected, abs=1e-5)
+        assert by_id[f"embed {i}"].loglikelihoods is None
+    assert all(len(by_id[f"text {i}"].token_ids) == 9 for i in range(8))
+    assert by_id["score"].loglikelihoods is not None
+    assert by_id["score"].embedding is None
+
+
+def test_a_mean_that_is_interrupted_counts_each_token_once(all_modes: Path) -> None:
+    """Preempted in the middle by a more urgent one, withdrawn, and cut into chunks of every length."""
+    truth = Truth(all_modes)
+    prompts = [[7 + i, *range(10, 60 + i)] for i in range(4)]
+    with Engine(config(all_modes, async_scheduling=True, max_num_seqs=2)) as engine:
+        for i, prompt in enumerate(prompts):
+            engine.add(str(i), prompt, PoolingParams(), lane=5 - i)
+            done = engine.step()
+        engine._stepper._start_over()
+        engine.add("urgent", [5] * 40, PoolingParams(), lane=0)
+        while engine.has_unfinished:
+            done += engine.step()
+        assert engine.stats().num_preemptions > 0
+    for i, prompt in enumerate(prompts):
+        expected = torch.cat([truth.pooled(prompt, mode) for mode in MODES]).tolist()
+        (completion,) = (each for each in done if each.request_id == str(i))
+        assert completion.embedding == pytest.approx(expected, abs=1e-5)
+
+
+def test_dimensions_cut_and_normalise(embedding: Engine, truth: Truth) -> None:
+    (cut,) = embedding.embed(["a b c"], PoolingParams(dimensions=7))
+    assert cut.embedding == pytest.approx(of_last_token(truth, "a b c", 7), abs=1e-5)
+    (raw,) = embedding.embed(["a b c"], PoolingParams(normalize=False))
+    assert raw.embedding == pytest.approx(
+        truth.pooled(truth.token_ids("a b c", 128), "lasttoken").tolist(), abs=1e-5
+    )
+    (whole,) = embedding.embed(["a b c"], PoolingParams(dimensions=40))
+    assert whole.embedding == embedding.embed(["a b c"])[0].embedding
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        ({"dimensions": 41}, "dimensions=41: this checkpoint's embeddings have 40"),
+        ({"dimensions": 0}, "dimensions must be between 1"),
+        ({"dimensions": True}, "dimensions must be an integer"),
+        ({"dimensions": "7"}, "write it without quotes"),
+        ({"normalize": 1}, "normalize must be true or false"),
+        ({"prompt_name": "passage"}, "prompt_name must be of document, query, got 'passage'"),
+        ({"prompt_name": 3}, "prompt_name must be a text"),
+        ({"temperature": 0}, "'temperature' says nothing of embeddings; use dimensions, normalize"),
+    ],
+)
+def test_values_that_no_embedding_can_have_are_refused(
+    embedding: Engine, params: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(InvalidSampling, match=problem):
+        embedding.embed(["a"], PoolingParams.from_mapping(params))
+
+
+def test_a_bad_text_fails_alone(embedding: Engine) -> None:
+    long, surrogate, empty, good, exact = embedding.embed(
+        [list(range(3, 132)), "\ud800", [], "a", list(range(3, 131))]
+    )
+    assert long.error is not None
+    assert "129 tokens; this engine takes 128" in long.error
+    assert surrogate.error is not None
+    assert "no valid Unicode" in surrogate.error
+    assert empty.error is not None
+    assert "the prompt is empty" in empty.error
+    assert good.error is None
+    assert exact.error is None
+    assert exact.num_prompt_tokens == 128
+    with pytest.raises(PromptTooLong):
+        embedding.add("a", list(range(3, 132)), PoolingParams())
+    embedding.add("own", "a", PoolingParams())
+    with pytest.raises(EngineBusy):
+        embedding.embed(["a"])
+    embedding.abort("own")
+    with pytest.raises(InvalidSampling, match="prompt_name is for texts"):
+        embedding.add("a", [5, 6], PoolingParams(prompt_name="query"))
+
+
+def test_states_that_are_no_numbers_fail_their_text(
+    embedding: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = embedding._live_runner.model  # type: ignore[union-attr]  # a ModelRunner
+    states_of = model.states_of
+    monkeypatch.setattr(model, "states_of", lambda *args: states_of(*args) * float("nan"))
+    (found,) = embedding.embed(["a b c d e"])
+    assert found.embedding is None
+    assert found.error is not None
+    assert "no finite numbers" in found.error
+
+
+def test_without_an_lm_head_nothing_is_generated(all_modes: Path) -> None:
+    with Engine(config(all_modes)) as engine:
+        for params in (SamplingParams(), ScoringParams(["a"])):
+            with pytest.raises(UnsupportedTask, match="no LM head: it embeds"):
+                engine.add("a", [5, 6, 7], params)
+        embedded, generated = engine.generate(["a", "b"], [PoolingParams(), SamplingParams()])
+        assert embedded.error is None
+        assert generated.error is not None
+        assert "no LM head" in generated.error
+
+
+def test_a_checkpoint_without_pooling_embeds_when_told_how(folder: Path) -> None:
+    with Engine(config(folder)) as engine, pytest.raises(UnsupportedTask, match="no pooling configuration"):
+        engine.embed(["a"])
+    with Engine(config(folder, pooling="mean")) as engine:
+        (found,) = engine.embed([[5, 6, 7]])
+    expected = Truth(folder).pooled([5, 6, 7], "mean")
+    assert found.embedding == pytest.approx(expected.tolist(), abs=1e-5)
+    with pytest.raises(ConfigError, match="pooling='median' is not known: use one of cls"):
+        config(folder, pooling="median")
+
+
+def test_transformers_own_models_embed_too(last_token: Path, truth: Truth, tmp_path: Path) -> None:
+    """Where they have a head, which a tied one is."""
+    with Engine(config(last_token, model_path="transformers")) as engine:
+        (found,) = engine.embed(["a b c"])
+    assert found.embedding == pytest.approx(of_last_token(truth, "a b c"), abs=1e-5)
+
+
+def changed(folder: Path, to: Path, name: str, **values: Any) -> Path:
+    """A copy with other values in one of its JSON files."""
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    path = to / name
+    before = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps({**before, **values}))
+    return to
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "problem"),
+    [
+        ("1_Pooling/config.json", {"pooling_mode": "attention"}, "'attention'.*supported are cls, lasttoken"),
+        ("1_Pooling/config.json", {"pooling_mode": []}, "supported are cls"),
+        ("1_Pooling/config.json", {"word_embedding_dimension": 8}, "pools vectors of 8 numbers, .* have 48"),
+        ("1_Pooling/config.json", {"include_prompt": False}, "include_prompt must be true"),
+        ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case True is not supported"),
+        ("sentence_bert_config.json", {"max_seq_length": 0}, "max_seq_length must be a positive integer"),
+        ("sentence_bert_config.json", {"modality_config": {"message": {}}}, "texts as they stand"),
+        ("config_sentence_transformers.json", {"default_prompt_name": "q"}, "'q' is none of"),
+        ("config_sentence_transformers.json", {"prompts": {"q": 1}}, "must be texts by name"),
+        ("config.json", {"is_causal": False}, "attends to later tokens"),
+        ("config.json", {"architectures": ["BertModel"]}, "BertModel has no LM head .*Qwen3Model"),
+    ],
+)
+def test_what_is_not_built_is_refused_at_start(
+    all_modes: Path, tmp_path: Path, name: str, values: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        Engine(config(changed(all_modes, tmp_path, name, **values)))
+
+
+def test_other_modules_are_refused_by_name(all_modes: Path, tmp_path: Path) -> None:
+    shutil.copytree(all_modes, tmp_path, dirs_exist_ok=True)
+    write_modules(tmp_path, {}, "Dense", size=48)
+    with pytest.raises(UnsupportedModel, match="the module 'Dense' in place 2; embeddings are computed of a"):
+        Engine(config(tmp_path))
+    (tmp_path / "modules.json").write_text("[]")
+    with pytest.raises(ConfigError, match="must hold a list of modules"):
+        Engine(config(tmp_path))
+    (tmp_path / "modules.json").unlink()
+    with pytest.raises(UnsupportedModel, match="LlamaModel has no LM head, so it can only embed, and no"):
+        Engine(config(tmp_path))
+
+
+def test_a_default_prompt_stands_before_texts(last_token: Path, truth: Truth, tmp_path: Path) -> None:
+    name = "config_sentence_transformers.json"
+    folder = changed(last_token, tmp_path, name, default_prompt_name="query")
+    with Engine(config(folder)) as engine:
+        by_default, without = engine.generate(
+            ["a", "a"], [PoolingParams(), PoolingParams(prompt_name="document")]
+        )
+    assert by_default.embedding == pytest.approx(of_last_token(truth, QUERY + "a"), abs=1e-5)
+    assert without.embedding == pytest.approx(of_last_token(truth, "a"), abs=1e-5)
+
+
+def test_how_a_checkpoint_pools_is_part_of_its_identity(last_token: Path, tmp_path: Path) -> None:
+    one = config(last_token)
+    other = changed(last_token, tmp_path, "1_Pooling/config.json", pooling_mode="mean")
+    assert len({model_identity(each) for each in (one, config(other), replace(one, pooling="mean"))}) == 3
