@@ -9,6 +9,8 @@ ruff check .
 ruff format --check .
 mypy
 lint-imports --no-logo --no-cache
-# One process for each core, one torch thread in each: more would wait for each other.
+# Many tests wait for processes that they have started: one process more than there are cores keeps these busy.
+# One torch thread in each, more would wait for each other. tests/conftest.py says in which order files are taken.
 export OMP_NUM_THREADS=1
-exec python -m pytest -n logical --dist loadfile "$@"
+processes=$(python -c 'import psutil; print(1 + psutil.cpu_count())')
+exec python -m pytest -n "$processes" --dist loadfile --no-loadscope-reorder "$@"

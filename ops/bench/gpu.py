@@ -36,7 +36,9 @@ PACKAGES = (
 )  # fmt: skip
 GPU_TEST = "tests/engine/test_gpu.py"
 NEED_A_LIBRARY = {"tests/engine/test_flash_attn_backend.py"}
-ON_DEVICE = re.compile(r"^from tests\.engine\.paged import [^\n]*\bDEVICE\b", re.MULTILINE)
+ON_DEVICE = re.compile(
+    r"^from tests\.engine\.(paged import [^\n]*\bDEVICE\b|test_kernels_\w+ import )", re.MULTILINE
+)
 DRY_RUN_PATIENCE = 4  # times as long: a CPU may be any, and busy
 NOT_ON_GPU = "not slip_in_a_kernel"  # faulty on purpose: one may take the device down with it
 TEST_PROCESSES = 6

@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import pytest
 from rq import Callback, Queue, Repeat, Retry
 from rq.command import send_stop_job_command
 from rq.job import Job, JobStatus
@@ -43,9 +42,9 @@ def failure_of(workers: Workers, job: Job) -> str:
     return str(workers.result(job).exc_string)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_a_function_outside_the_list_is_neither_imported_nor_run(workers: Workers, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    names = [
         "os.system",
         "jobs.os.system",
         "jobs.complete.__globals__",
@@ -53,31 +52,26 @@ def failure_of(workers: Workers, job: Job) -> str:
         "tests.worker.poison.touch",
         "jobs.no_such_function",
         "",
-    ],
-)
-def test_a_function_outside_the_list_is_neither_imported_nor_run(
-    workers: Workers, tmp_path: Path, name: str
-) -> None:
-    mark = tmp_path / "mark"
-    bad = raw_job(workers, [name, None, [f"touch {mark}"], {}])
+    ]
+    bad = {name: raw_job(workers, [name, None, [f"touch {mark}"], {}]) for name in names}
     good = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
     workers.burst(POISON_MARK=str(mark))
-    assert "TOKENMILL_ALLOWED_FUNCTIONS" in failure_of(workers, bad)
-    assert repr(name) in failure_of(workers, bad)
+    for name, job in bad.items():
+        assert "TOKENMILL_ALLOWED_FUNCTIONS" in failure_of(workers, job)
+        assert repr(name) in failure_of(workers, job)
     assert not mark.exists()
     assert good.get_status() == JobStatus.FINISHED
     assert leftovers(workers.redis, "bulk") == []
 
 
-@pytest.mark.parametrize("role", ["on_success", "on_failure", "on_stopped"])
-def test_a_foreign_callback_refuses_the_job_and_is_not_imported(
-    workers: Workers, tmp_path: Path, role: str
-) -> None:
+def test_a_foreign_callback_refuses_the_job_and_is_not_imported(workers: Workers, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-    hook: Any = {role: Callback("tests.worker.poison.touch")}
-    job = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1, **hook)
+    hook = Callback("tests.worker.poison.touch")
+    hooks: list[dict[str, Any]] = [{role: hook} for role in ("on_success", "on_failure", "on_stopped")]
+    jobs = [workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1, **each) for each in hooks]
     workers.burst(POISON_MARK=str(mark))
-    assert "tests.worker.poison.touch" in failure_of(workers, job)
+    for job in jobs:
+        assert "tests.worker.poison.touch" in failure_of(workers, job)
     assert not mark.exists()
 
 
@@ -118,36 +112,37 @@ def test_a_pickle_waiting_in_a_registry_or_behind_another_job_is_never_loaded(
     assert not mark.exists()
 
 
-@pytest.mark.parametrize(
-    "payload",
-    [
-        b"\x80\x04junk",
-        ["jobs.complete"],
-        {"jobs.complete": 1},
-        [["jobs.complete"], None, [], {}],
-        ["jobs.complete", None, "text", {}],
-        ["jobs.complete", "an instance", ["a"], {}],
-        ["jobs.complete", None, [], {}],
-        ["jobs.complete", None, [{"a": 1}], {}],
-        ["jobs.complete", None, ["a"], {"max_tokens": "64"}],
-        ["jobs.complete", None, ["a"], {"no_such_name": 1}],
-        ["jobs.complete", None, ["a"], {"temperature": -1}],
-        ["jobs.complete", None, ["a"], {"temperature": 10**400}],
-        ["jobs.complete", None, ["a"], {"n": {}}],
-        ["jobs.complete", None, [""], {}],
-        ["jobs.chat", None, [[{"role": "user"}]], {}],
-        ["jobs.chat", None, ["text"], {}],
-        ["jobs.score_shard", None, ["x", "y"], {}],
-        ["jobs.score_parquet", None, [], {}],
-    ],
-    ids=repr,
-)
-def test_a_bad_payload_fails_its_own_job_and_no_other(workers: Workers, payload: Any) -> None:
-    bad = raw_job(workers, payload)
-    good = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
+BAD_PAYLOADS: list[Any] = [
+    b"\x80\x04junk",
+    ["jobs.complete"],
+    {"jobs.complete": 1},
+    [["jobs.complete"], None, [], {}],
+    ["jobs.complete", None, "text", {}],
+    ["jobs.complete", "an instance", ["a"], {}],
+    ["jobs.complete", None, [], {}],
+    ["jobs.complete", None, [{"a": 1}], {}],
+    ["jobs.complete", None, ["a"], {"max_tokens": "64"}],
+    ["jobs.complete", None, ["a"], {"no_such_name": 1}],
+    ["jobs.complete", None, ["a"], {"temperature": -1}],
+    ["jobs.complete", None, ["a"], {"temperature": 10**400}],
+    ["jobs.complete", None, ["a"], {"n": {}}],
+    ["jobs.complete", None, [""], {}],
+    ["jobs.chat", None, [[{"role": "user"}]], {}],
+    ["jobs.chat", None, ["text"], {}],
+    ["jobs.score_shard", None, ["x", "y"], {}],
+    ["jobs.score_parquet", None, [], {}],
+]
+
+
+def test_a_bad_payload_fails_its_own_job_and_no_other(workers: Workers) -> None:
+    bad, good = [], []
+    for payload in BAD_PAYLOADS:
+        bad.append(raw_job(workers, payload))
+        good.append(workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1))
     workers.burst()
-    assert failure_of(workers, bad)
-    assert good.get_status() == JobStatus.FINISHED
+    for payload, job in zip(BAD_PAYLOADS, bad, strict=True):
+        assert failure_of(workers, job), payload
+    assert {job.get_status() for job in good} == {JobStatus.FINISHED}
     assert leftovers(workers.redis, "bulk") == []
 
 
@@ -177,39 +172,43 @@ def test_text_where_a_number_belongs_shows_how_to_write_it(workers: Workers) -> 
     assert "max_tokens:=64" in failure_of(workers, job)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("timeout", "soon"),
-        ("result_ttl", "long"),
-        ("retries_left", "many"),
-        ("created_at", "yesterday"),
-        ("retry_intervals", "[]"),
-        ("dependency_ids", "{"),
-        ("retries_left", str(2**63)),
-        ("number_of_retries", " 1"),
-        ("repeats_left", str(2**63)),
-    ],
-)
-def test_a_damaged_hash_fails_its_own_job_and_no_other(workers: Workers, field: str, value: str) -> None:
-    bad = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
-    workers.redis.hset(bad.key, mapping={"retries_left": 2, field: value})
-    good = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
+DAMAGES = [
+    ("timeout", "soon"),
+    ("result_ttl", "long"),
+    ("retries_left", "many"),
+    ("created_at", "yesterday"),
+    ("retry_intervals", "[]"),
+    ("dependency_ids", "{"),
+    ("retries_left", str(2**63)),
+    ("number_of_retries", " 1"),
+    ("repeats_left", str(2**63)),
+]
+
+
+def test_a_damaged_hash_fails_its_own_job_and_no_other(workers: Workers) -> None:
+    bad, good = [], []
+    for field, value in DAMAGES:
+        bad.append(workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1))
+        workers.redis.hset(bad[-1].key, mapping={"retries_left": 2, field: value})
+        good.append(workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1))
     workers.burst()
-    assert workers.redis.hget(bad.key, "status") == b"failed"
-    found = str(bad.latest_result().exc_string)  # type: ignore[union-attr]
-    assert re.search(r"damaged \(\w+.*\): enqueue it again", found)
-    assert good.get_status() == JobStatus.FINISHED
+    for damage, job in zip(DAMAGES, bad, strict=True):
+        assert workers.redis.hget(job.key, "status") == b"failed", damage
+        found = str(job.latest_result().exc_string)  # type: ignore[union-attr]
+        assert re.search(r"damaged \(\w+.*\): enqueue it again", found), damage
+    assert {job.get_status() for job in good} == {JobStatus.FINISHED}
     assert leftovers(workers.redis, "bulk") == []
 
 
-@pytest.mark.parametrize("intervals", ["5", '"abc"', '["a"]'])
-def test_a_job_that_repeats_at_no_time_fails_and_no_other(workers: Workers, intervals: str) -> None:
-    bad = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
-    workers.redis.hset(bad.key, mapping={"repeats_left": 1, "repeat_intervals": intervals})
+def test_a_job_that_repeats_at_no_time_fails_and_no_other(workers: Workers) -> None:
+    bad = []
+    for intervals in ("5", '"abc"', '["a"]'):
+        bad.append(workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1))
+        workers.redis.hset(bad[-1].key, mapping={"repeats_left": 1, "repeat_intervals": intervals})
     good = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
     workers.burst()
-    assert "damaged" in failure_of(workers, bad)
+    for job in bad:
+        assert "damaged" in failure_of(workers, job)
     assert good.get_status() == JobStatus.FINISHED
     assert leftovers(workers.redis, "bulk") == []
 
@@ -239,13 +238,14 @@ def test_an_error_that_is_no_text_is_shown_in_escapes(workers: Workers) -> None:
     assert "half \\ud83d of a pair" in failure_of(workers, job)
 
 
-@pytest.mark.parametrize("ttl", [10**30, -7])
-def test_times_to_live_that_redis_refuses_are_bounded(workers: Workers, ttl: int) -> None:
-    good = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1, result_ttl=ttl)
-    bad = workers.queue("bulk").enqueue("jobs.complete", "refuse", failure_ttl=ttl)
+def test_times_to_live_that_redis_refuses_are_bounded(workers: Workers) -> None:
+    queue, ttls = workers.queue("bulk"), (10**30, -7)
+    good = [queue.enqueue("jobs.complete", "a", max_tokens=1, result_ttl=ttl) for ttl in ttls]
+    bad = [queue.enqueue("jobs.complete", "refuse", failure_ttl=ttl) for ttl in ttls]
     workers.burst()
-    assert workers.result(good).return_value["choices"][0]["text"] == "echo:a"
-    assert "refused" in failure_of(workers, bad)
+    for fine, refused in zip(good, bad, strict=True):
+        assert workers.result(fine).return_value["choices"][0]["text"] == "echo:a"
+        assert "refused" in failure_of(workers, refused)
     assert leftovers(workers.redis, "bulk") == []
 
 
