@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from redis import Redis
 
 from jobs.context import JobContext
-from jobs.context.answer_memo import AnswerMemo
+from jobs.context.answer_memo import ENTRY_BYTES, AnswerMemo
 from jobs.errors import ColumnConflict, InvalidJob, MissingColumn
 from jobs.parquet.chain import Chain, ChainSource
 from jobs.parquet.row_values import RowProblem
@@ -84,13 +84,17 @@ def test_each_prompt_is_over_columns_and_the_answers_before_it(score: Score, tmp
 
 def test_a_prompt_that_fails_costs_the_later_ones_of_its_row_alone(score: Score, tmp_path: Path) -> None:
     write(tmp_path, ["good", "bad", None, "late"], more=["x", "y", "z", None])
-    prompts = [TWO[0], {"name": "mid", "template": "{short} {more}"}, {"name": "last", "template": "{mid}!"}]
+    prompts = [TWO[0], {"name": "mid", "template": "{text} {more}"}, {"name": "last", "template": "{short}!"}]
+    asked = []
 
     def answer(request: Request) -> FakeCompletion:
+        asked.append(request.prompt)
         return refuse("too long") if "bad" in str(request.prompt) else brackets(request)
 
     rows = score(prompts=prompts, answer=answer).to_pylist()
-    assert rows[0]["last"] == "<<<good In short:> x>!>"
+    assert rows[0]["last"] == "<<good In short:>!>"
+    of_good = ["good In short:", "good x", "<good In short:>!"]
+    assert sorted(asked) == sorted([*of_good, "bad In short:", "late In short:"])
     assert [row["error"] for row in rows] == [
         None,
         "prompt 'short': too long",
@@ -327,6 +331,21 @@ def test_answers_are_those_of_their_rows_whatever_order_they_arrive_in(
         assert (answer.error is None) == (row is not None)
 
 
+def test_a_rows_next_prompt_comes_before_other_rows() -> None:
+    spec = RunSpec.from_arguments("in", "out", prompts=TWO, sampling=GREEDY)
+    source = ChainSource(spec.steps, {})
+    texts = [source.render({"text": text, "id": 0}) for text in "cab"]
+    shard = ShardRequests(texts, {}, int, False, chain=Chain(spec.steps, {}))
+    stream = shard.requests()
+    first, second = next(stream), next(stream)
+    assert shard.num_requests == 3
+    shard.deliver(1, [brackets(second)])
+    shard.deliver(0, [brackets(first)])
+    assert shard.num_requests == 5
+    assert [str(request.prompt)[:11] for request in stream] == ["b In short:", "a In short:", "c In short:"]
+    assert not shard.has_more
+
+
 def test_a_shard_takes_whole_rows_of_another_one_of_its_run() -> None:
     spec = RunSpec.from_arguments("in", "out", prompts=TWO, sampling=GREEDY)
     source, memo = ChainSource(spec.steps, {}), AnswerMemo()
@@ -340,7 +359,30 @@ def test_a_shard_takes_whole_rows_of_another_one_of_its_run() -> None:
     first.deliver(1, [brackets(two)])
     assert next(waiting, None) is None
     assert second.answers() == first.answers()
-    assert memo.num_bytes > len(text)
+    assert memo.num_bytes > ENTRY_BYTES + sum(len(brackets(each).text) for each in (one, two))
+    third = ShardRequests([source.render({"text": "b", "id": 1})], {}, int, False, "run", memo, chain=chain)
+    assert len(list(third.requests())) == 1
+    before = memo.num_bytes
+    third.deliver(0, [refuse("no")])
+    assert third.answers()[0].error == "prompt 'short': no"
+    assert memo.num_bytes == before, "another shard tries it again"
+
+
+def test_calls_of_tools_are_a_column_of_their_prompt(score: Score, tmp_path: Path) -> None:
+    write(tmp_path, ["a"])
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    prompts = [
+        {"name": "plain", "template": "{text}"},
+        {"name": "call", "template": [{"role": "user", "content": "{plain}"}], "sampling": {"tools": tools}},
+    ]
+
+    def answer(request: Request) -> FakeCompletion:
+        return FakeCompletion('Now: <tool_call>{"name": "look", "arguments": {}}</tool_call>')
+
+    (row,) = score(prompts=prompts, answer=answer).to_pylist()
+    assert row["plain"].startswith("Now: <tool_call>")
+    assert (row["call"].strip(), row["call_finish_reason"]) == ("Now:", "tool_calls")
+    assert json.loads(row["call_tool_calls"])[0]["function"]["name"] == "look"
 
 
 def test_an_execution_that_died_between_two_prompts_leaves_the_same_answers_to_the_next(
