@@ -53,6 +53,8 @@ def classify(
     labels: list[str] | None = None,
     *,
     messages: list[dict[str, Any]] | None = None,
+    prompt_template: str | None = None,
+    messages_template: list[dict[str, str]] | None = None,
     calibrate: bool | str | list[dict[str, Any]] = False,
     truncate_prompt_tokens: int | None = None,
     model: str | None = None,
@@ -64,8 +66,8 @@ def classify(
     softmax over the labels' log-likelihoods. Where a label is the beginning of another, in tokens, each is
     scored with the end of the text behind it. calibrate: subtract the labels' log-likelihoods behind a
     prompt without content (Zhao et al. 2021): one that is given, or for true the text "N/A", in a chat as
-    the last message's content. options: `chat_template_kwargs` and `tools` of a chat. Raises InvalidJob, or
-    RequestFailed.
+    the last message's content. prompt_template, messages_template: as of `complete` and `chat`. options:
+    `chat_template_kwargs` and `tools` of a chat. Raises InvalidJob, AnswerMissing or RequestFailed.
     """
     from .stock_worker import run_task
 
@@ -73,6 +75,8 @@ def classify(
         "prompt": prompt,
         "labels": labels,
         "messages": messages,
+        "prompt_template": prompt_template,
+        "messages_template": messages_template,
         "calibrate": calibrate,
         "truncate_prompt_tokens": truncate_prompt_tokens,
         "model": model,

@@ -183,8 +183,6 @@ def complete_task(
 
     if not _has_template("prompt", prompt, prompt_template):
         return task(prompt)
-    if not isinstance(prompt_template, str):
-        raise InvalidJob(f"prompt_template is {type(prompt_template).__name__}, expected a text")
     return TemplatedTask("prompt_template", prompt_template, task)
 
 
@@ -205,9 +203,6 @@ def chat_task(
 
     if not _has_template("messages", messages, messages_template):
         return task(messages)
-    if not isinstance(messages_template, list):
-        kind = type(messages_template).__name__
-        raise InvalidJob(f"messages_template is {kind}, expected a list of {{'role': ..., 'content': ...}}")
     return TemplatedTask("messages_template", messages_template, task)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..common.shown import shown
 from ..context.served_model import parse_model
 from ..errors import InvalidJob, InvalidValue, RequestFailed
-from ..tasks import Completion, Request
+from ..tasks import Completion, Request, Task
 from .arguments import MAX_CHOICES, MAX_PROMPTS, Unusable, parse_prompts, text_problem
 from .chat_options import NAMES as CHAT_NAMES
 from .chat_options import split_chat_options
@@ -17,6 +17,7 @@ from .labels import CONTENT_FREE, classify, parse_labels, parse_truncation, scor
 from .messages import parse_messages
 from .prompt_task import PromptTask
 from .responses import Answers, usage
+from .templated_task import TemplatedTask
 
 #: What Qwen3-Reranker's model card puts around a query and a document.
 RERANK_PROMPT = (
@@ -34,12 +35,35 @@ def classify_task(
     labels: object = None,
     *,
     messages: object = None,
+    prompt_template: object = None,
+    messages_template: object = None,
+    **options: Any,
+) -> Task:
+    """Return the task of jobs.classify. Raises InvalidJob when an argument is wrong."""
+    templates = {"prompt_template": prompt_template, "messages_template": messages_template}
+    given = [name for name, template in templates.items() if template is not None]
+    if not given:
+        return _classify_task(prompt, labels, messages=messages, **options)
+    if len(given) > 1 or prompt is not None or messages is not None:
+        raise InvalidJob(f"a classification with {given[0]} has no other prompt or messages beside it")
+    name, parsed = given[0], list(parse_labels(labels))
+
+    def task(asked: Any) -> Task:
+        return _classify_task(labels=parsed, **{name.removesuffix("_template"): asked}, **options)
+
+    return TemplatedTask(name, templates[name], task)
+
+
+def _classify_task(
+    prompt: object = None,
+    labels: object = None,
+    *,
+    messages: object = None,
     calibrate: object = False,
     truncate_prompt_tokens: object = None,
     model: object = None,
     **options: Any,
 ) -> PromptTask:
-    """Return the task of jobs.classify. Raises InvalidJob when an argument is wrong."""
     asked_for, found = parse_model(model), parse_labels(labels)
     values = scoring_of(found, truncate_prompt_tokens)
     if (prompt is None) == (messages is None):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..common.shown import shown
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 #: What a template may name.
 NAMES = frozenset({"answers", "results"})
 
+#: What a template of each argument is.
+KINDS: Mapping[str, tuple[type, str]] = {
+    "prompt_template": (str, "a text"),
+    "messages_template": (list, "a list of {'role': ..., 'content': ...}"),
+}
+
 #: Answers that are null and are named where one of them is written.
 MAX_NULLS = 3
 
@@ -31,10 +37,13 @@ class TemplatedTask(Task):
     blocking = True
 
     def __init__(self, argument: str, template: Any, make: Callable[[Any], Task]) -> None:
-        """argument: the template's name in errors. make: from the prompt, or the messages, to the task.
+        """argument: prompt_template or messages_template. make: the task of the prompt, or the messages.
 
-        Raises InvalidJob for what cannot be a template.
+        Raises InvalidJob for what cannot be such a template.
         """
+        kind, what = KINDS[argument]
+        if not isinstance(template, kind):
+            raise InvalidJob(f"{argument} is {type(template).__name__}, expected {what}")
         self._argument, self._make = argument, make
         self._texts, self._roles = template_texts(template)
 
@@ -68,6 +77,6 @@ class TemplatedTask(Task):
 
 def refuse_template(values: dict[str, Any]) -> None:
     """Raise InvalidJob where something asks for a template that is no job and depends on none."""
-    for name in ("prompt_template", "messages_template"):
+    for name in KINDS:
         if values.get(name) is not None:
             raise InvalidJob(f"{name} stands for answers of jobs that a job depends on, and this is no job")

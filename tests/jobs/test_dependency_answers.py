@@ -95,6 +95,26 @@ def test_contents_of_messages_are_templates_and_an_answer_is_never_one(ended: En
     assert request.sampling["max_tokens"] == 3
 
 
+def test_a_classification_may_be_of_answers_too(ended: Ended, after: Any) -> None:
+    context, turns = after(ended("good")), [{"role": "user", "content": "{{ answers[0] }}?"}]
+    for given, asked in [
+        ({"prompt_template": "{{ answers[0] }}!"}, "good!"),
+        ({"messages_template": turns}, None),
+    ]:
+        options = {"labels": ["yes", "no"], **given}
+        (request,) = opened_task(context, "jobs.classify", [], options).requests()
+        assert request.prompt == asked
+        assert request.messages == (None if asked else [{"role": "user", "content": "good?"}])
+    for bad, says in [
+        ({"prompt_template": "x", "prompt": "y"}, "has no other prompt"),
+        ({"prompt_template": "x", "messages_template": turns}, "has no other prompt"),
+        ({"prompt_template": "x", "labels": []}, "labels"),
+        ({}, "needs a prompt or messages"),
+    ]:
+        with pytest.raises(InvalidJob, match=says):
+            task_of("jobs.classify", [], {"labels": ["yes", "no"], **bad})
+
+
 def test_a_job_that_failed_has_null_for_its_answer(ended: Ended, after: Any, context: JobContext) -> None:
     partly = run_task(
         context, "jobs.complete", ["a", "b"], answer=lambda r: refuse("no") if r.prompt == "b" else text("A")
