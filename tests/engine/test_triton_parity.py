@@ -189,8 +189,8 @@ def test_a_context_one_too_short_is_caught(few: Any, monkeypatch: pytest.MonkeyP
 def test_a_seeded_completion_does_not_depend_on_its_batch(folders: dict[str, Path], crowded: None) -> None:
     """Alone, together, and together in a pool so small that sequences are preempted."""
     requests = [
-        (prompt, replace(params, max_tokens=min(params.max_tokens, 4)))
-        for prompt, params in determinism.requests()[:4]
+        (prompt, replace(params, max_tokens=min(params.max_tokens, 5)))
+        for prompt, params in determinism.requests()[:6]
     ]
     settings: dict[str, Any] = {"attention_backend": "triton", "max_num_seqs": 8}
     alone = determinism.config(folders, enable_prefix_caching=False, pool_blocks=50, **settings)
