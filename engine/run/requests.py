@@ -63,7 +63,7 @@ def prepare_scores(
         prompt,
         params.continuations,
         truncate_prompt_tokens=params.truncate_prompt_tokens,
-        num_ends=int(params.score_end is True),
+        num_ends=int(params.score_end is not False),
     )
     ends = params.score_end
     if ends == "auto":

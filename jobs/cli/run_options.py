@@ -10,7 +10,7 @@ import click
 from ..runs.formats import OUTPUTS, SUFFIXES
 from .json_option import json_value
 from .sampling_options import sampling_options
-from .submit_options import assignments, column_list
+from .submit_options import assignments, column_list, label_list
 
 Decorator = Callable[[Any], Any]
 
@@ -53,6 +53,17 @@ _PROMPT = (
         '"sampling": {"max_tokens": 64}}, ...].',
     ),
     sampling_options,
+    click.option(
+        "--labels",
+        callback=label_list,
+        help="Give the probability of each of these labels, such as yes,no, instead of generating; or as "
+        'JSON: ["yes, please", " no"].',
+    ),
+    click.option(
+        "--calibrate",
+        is_flag=True,
+        help="Subtract what each of --labels has behind the prompt with N/A for all columns.",
+    ),
     click.option(
         "--template-format",
         type=click.Choice(["fields", "jinja"]),

@@ -12,6 +12,7 @@ import click
 from ..common.shown import shown
 from ..runs.formats import PARQUET
 from ..runs.spec import DEFAULT_PROMPT_COLUMN
+from .json_option import json_value
 from .sampling_options import sampling_of
 
 #: What the output has.
@@ -54,6 +55,17 @@ def column_list(
         raise click.BadParameter(f"no list of columns: {error}", context, parameter) from None
 
 
+def label_list(context: click.Context, parameter: click.Parameter, text: str | None) -> list[Any] | None:
+    """Return labels apart by commas, without spaces around them; or those of a JSON list, as they are."""
+    if text is None:
+        return None
+    if text.lstrip().startswith("["):
+        found = json_value(list)(context, parameter, text)
+        assert isinstance(found, list)
+        return found
+    return [label.strip() for label in text.split(",")]
+
+
 def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `submit_run`. Raises UsageError for options that contradict each other."""
     given = [name for name in PROMPT_OPTIONS if options[name] is not None]
@@ -83,6 +95,8 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
         "defaults": options["default"],
         "template_format": _template_format(options),
         "prompts": _prompts(options),
+        "labels": options["labels"],
+        "calibrate": options["calibrate"],
     }
 
 

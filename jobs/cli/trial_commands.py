@@ -14,7 +14,7 @@ import redis
 
 from ..common.shown import safe_name
 from ..context.served_model import parse_model
-from ..runs.dry_run import NUM_TRIED, Estimate, estimate, trial_of
+from ..runs.dry_run import NUM_TRIED, Estimate, classification_of, estimate, trial_of
 from ..runs.estimate import Total
 from ..runs.spec import RunSpec, check_queue_name
 from ..runs.trials import Trial, Tried, try_job, try_jobs
@@ -61,7 +61,12 @@ def preview(connection: redis.Redis, /, rows: int, queue: str, no_answers: bool,
         picked, model = survey["picked"], options["model"]
         answers: Sequence[Tried | None] = [None] * len(picked)
         if not no_answers:
-            answers = try_jobs(connection, queue, [trial_of(each, model) for each in picked], model)
+            asks_labels = survey["labels"] is not None
+            trials = [
+                classification_of(each, survey, model) if asks_labels else trial_of(each, model)
+                for each in picked
+            ]
+            answers = try_jobs(connection, queue, trials, model)
         for each, tried in zip(picked, answers, strict=True):
             _show(each, tried)
         for line in _reasons(survey):
@@ -74,6 +79,10 @@ def tell_dry_run(
     connection: redis.Redis, queue: str, options: dict[str, Any], max_rows: int, price_per_hour: float | None
 ) -> None:
     """Print what a run would take, and start none."""
+    if options["labels"] is not None:
+        raise click.UsageError(
+            "--dry-run tells how long answers take, and with --labels there are none: see `tokenmill preview`"
+        )
     survey = _survey(connection, queue, options, pick=NUM_TRIED, max_rows=max_rows)
     model = options["model"]
     found = estimate(survey, partial(_answer, connection, queue, model))
@@ -130,6 +139,11 @@ def _show(picked: dict[str, Any], tried: Tried | None) -> None:
         return
     if tried.value is None:
         click.echo(f"  error: {_text(tried.error)}")
+        return
+    if "probabilities" in tried.value:
+        click.echo(f"  label: {_text(tried.value['label'])}")
+        for label, probability in tried.value["probabilities"].items():
+            click.echo(f"    {probability:.4f} {_text(label)}")
         return
     for choice in tried.value["choices"]:
         text = choice["message"]["content"] if picked["is_chat"] else choice["text"]

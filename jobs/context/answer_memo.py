@@ -14,6 +14,9 @@ DEFAULT_BYTES = 16 << 20
 #: What an answer takes besides its text: key, object, numbers, and its places in two tables.
 ENTRY_BYTES = 400
 
+#: What a label and its probability take; the label's text is the run's.
+PAIR_BYTES = 96
+
 
 class AnswerMemo:
     """Keeps the answers that were used last, in at most `max_bytes`. Thread-safe.
@@ -69,5 +72,7 @@ class AnswerMemo:
 def _size(answer: Answer) -> int:
     columns = (answer.completion, answer.reasoning, answer.tool_calls, *answer.columns.values())
     texts = [text for column in columns for text in (column if isinstance(column, tuple) else (column,))]
+    pairs = sum(isinstance(text, tuple) for text in texts)
     num_completions = len(answer.completion) if isinstance(answer.completion, tuple) else 1
-    return ENTRY_BYTES * num_completions + sum(sys.getsizeof(text) for text in texts if isinstance(text, str))
+    text_bytes = sum(sys.getsizeof(text) for text in texts if isinstance(text, str))
+    return ENTRY_BYTES * num_completions + PAIR_BYTES * pairs + text_bytes

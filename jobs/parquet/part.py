@@ -40,6 +40,14 @@ OUTPUT_FIELDS = (
 REASONING = pa.field("reasoning", pa.string())
 TOOL_CALLS = pa.field("tool_calls", pa.string())
 
+#: What it adds instead where labels are asked for.
+LABEL_FIELDS = (
+    pa.field("label", pa.string()),
+    pa.field("probability", pa.float64()),
+    pa.field("probabilities", pa.map_(pa.string(), pa.float64())),
+    pa.field("margin", pa.float64()),
+)
+
 #: What each completion of a row has of its own.
 OF_EACH_COMPLETION = frozenset(
     {"completion", "finish_reason", "completion_tokens", "reasoning", "tool_calls"}
@@ -89,6 +97,8 @@ def answer_fields(spec: RunSpec) -> list[pa.Field]:
     if spec.steps:
         texts = [pa.field(column, pa.string()) for step in spec.steps for column in step.columns]
         return [*texts, *(field for field in OUTPUT_FIELDS if field.name in ROW_COLUMNS)]
+    if spec.labels is not None:
+        return [*LABEL_FIELDS, *(field for field in OUTPUT_FIELDS if field.name in ROW_COLUMNS)]
     reasoning = [REASONING] if spec.sampling.get("separate_reasoning") else []
     return [*OUTPUT_FIELDS, *reasoning, *([TOOL_CALLS] if spec.chat[1].has_tools else [])]
 

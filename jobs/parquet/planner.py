@@ -32,6 +32,7 @@ from .find_files import find_files
 from .inputs import Inputs, read_inputs
 from .part import output_schema, part_stats, write_part
 from .run_folder import RunFolder, create_plan, load_plan
+from .shard_labels import content_free
 from .sources import prompt_source
 from .storage import Storage, writing
 
@@ -143,6 +144,8 @@ def check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
     schema: the added columns included. path: of one of the files, for the error.
     """
     source = prompt_source(spec)
+    if spec.calibrate:
+        content_free(source)  # raises once, and not in every shard
     for column in source.columns:
         if column not in schema.names:
             raise MissingColumn(column, path, ", ".join(map(repr, schema.names)))

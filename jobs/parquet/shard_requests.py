@@ -17,6 +17,7 @@ from ..tasks import Completion, Request
 from .chain import Chain
 from .row_sampling import split
 from .row_values import RowProblem
+from .shard_labels import ShardLabels
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class ShardRequests:
     let_go: told of each text that is not held here any more. n: completions of each row. chat_options: as of
     Request. has_own_sampling: the texts are those of a SampledSource. has_tools: calls of tools are looked
     for in the answers. chain: where each row has several prompts; the texts are those of a ChainSource.
+    labels: where their probabilities are asked for; then nothing is drawn.
 
     Requests come sorted by text, so that shared prefixes meet in the cache. With temperature 0 equal texts
     have equal answers: they are one request, and none where another shard of the run, on the same worker,
@@ -61,8 +63,9 @@ class ShardRequests:
         has_own_sampling: bool = False,
         has_tools: bool = False,
         chain: Chain | None = None,
+        labels: ShardLabels | None = None,
     ) -> None:
-        self._n, self._has_tools, self._chain = n, has_tools, chain
+        self._n, self._has_tools, self._chain, self._labels = n, has_tools, chain, labels
         self._answers: list[Answer | None] = [
             self._failed(row) if isinstance(row, RowProblem) else None for row in rows
         ]
@@ -80,6 +83,9 @@ class ShardRequests:
         self.generated_tokens = 0
         groups = _groups(rows, run.encode(), self._is_greedy)
         self._unsent = [group for group in groups if not self._take_known(group)]
+        self._before_prior: list[tuple[int, Sequence[Completion]]] = []
+        if labels is not None and labels.prior is not None and self._unsent:
+            self._unsent.append(_Group(labels.prior, [], None))  # goes first, and is no row's
 
     @property
     def num_rows(self) -> int:
@@ -115,8 +121,15 @@ class ShardRequests:
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
         """Take all samples of a request and give them to every row that asked for it."""
         group = self._sent[index]
+        if self._labels is not None and self._labels.awaits_prior:
+            self._await_prior(index, completions, self._labels)
+            return
         has_tools = self._has_tools if self._chain is None else self._chain.has_tools(len(group.answers))
-        answer = _answer_of(completions, self._n, has_tools)
+        answer = (
+            _answer_of(completions, self._n, has_tools)
+            if self._labels is None
+            else self._labels.answer(completions)
+        )
         self.generated_tokens += answer.all_completion_tokens
         whole = answer if self._chain is None else self._go_on(group, answer, self._chain)
         if whole is None:
@@ -141,6 +154,9 @@ class ShardRequests:
     def _send(self, group: _Group) -> Request:
         self._sent.append(group)
         prompt, own = self._split(group.text)
+        if self._labels is not None:
+            self._drop_text(group)
+            return self._request(prompt, self._labels.values, kind="score")
         seed = self._row_seed(group.rows[0])
         if self._chain is not None:
             return self._chain.request(prompt, own, (), seed)
@@ -148,9 +164,22 @@ class ShardRequests:
         sampling = {**self._shared, **own}
         if not _is_greedy(sampling):
             sampling = {"seed": seed, **sampling}
+        return self._request(prompt, sampling)
+
+    def _request(self, prompt: str, values: Mapping[str, Any], kind: str = "generate") -> Request:
         if self._is_chat:
-            return Request(None, json.loads(prompt), sampling, self._chat_options)
-        return Request(prompt=prompt, messages=None, sampling=sampling)
+            return Request(None, json.loads(prompt), values, self._chat_options, kind)
+        return Request(prompt, None, values, kind=kind)
+
+    def _await_prior(self, index: int, completions: Sequence[Completion], labels: ShardLabels) -> None:
+        """Keep what came before the prompt without content; deliver it when that has come."""
+        if self._sent[index].rows:
+            self._before_prior.append((index, completions))
+            return
+        labels.take_prior(completions)
+        waiting, self._before_prior = self._before_prior, []
+        for each in waiting:
+            self.deliver(*each)
 
     def _go_on(self, group: _Group, answer: Answer, chain: Chain) -> Answer | None:
         """Return what comes of a row all in all; None where it has another prompt, which then follows."""
@@ -171,6 +200,8 @@ class ShardRequests:
     def _failed(self, problem: RowProblem) -> Answer:
         if self._chain is not None:
             return self._chain.answer((), str(problem))
+        if self._labels is not None:
+            return self._labels.failed(str(problem))
         return failed_answer(str(problem), self._n)
 
     def _drop_text(self, group: _Group) -> None:
@@ -182,6 +213,8 @@ class ShardRequests:
         return split(text) if self._has_own_sampling else (text, {})
 
     def _is_greedy(self, text: str) -> bool:
+        if self._labels is not None:
+            return True
         own = self._split(text)[1] if self._has_own_sampling else {}
         return _is_greedy({**self._shared, **own}) if self._chain is None else self._chain.is_greedy(own)
 

@@ -40,6 +40,7 @@ from .read_room import ReadRoom
 from .row_reader import RowReader
 from .row_values import RowProblem
 from .run_folder import RunFolder, load_plan
+from .shard_labels import ShardLabels
 from .shard_requests import ShardRequests
 from .shard_texts import ShardTexts
 from .sources import prompt_source
@@ -235,6 +236,7 @@ class ShardWork(OpenTask):
             bool(plan.spec.sampling_columns),
             chat.has_tools,
             Chain(plan.spec.steps, plan.spec.defaults) if plan.spec.steps else None,
+            ShardLabels.of(plan.spec, source),
         )
 
     def _batch_requests(self, texts: ShardTexts, first_row: int) -> BatchRequests:

@@ -29,6 +29,7 @@ from .prompt_source import PromptSource, render_rows
 from .row_reader import RowReader
 from .row_sampling import split
 from .row_values import RowProblem
+from .shard_labels import content_free
 from .shard_texts import ShardTexts
 from .shard_work import row_seed
 from .sources import prompt_source
@@ -117,6 +118,8 @@ class _Survey:
             "n": self._plan.spec.n,
             "max_num_seqs": self._meter.max_num_seqs,
             "model": self._context.model.name,
+            "labels": self._plan.spec.labels,
+            "calibrate": self._prior(),
             "picked": self._picked(picks),
         }
 
@@ -136,7 +139,7 @@ class _Survey:
     def _ask(self, text: str, rows: list[int]) -> None:
         prompt, own = split(text) if self._plan.spec.sampling_columns else (text, {})
         sampling = {**self._sampling, **own}
-        is_greedy = sampling.get("temperature") == 0
+        is_greedy = sampling.get("temperature") == 0 or self._plan.spec.labels is not None
         key = blake2b(text.encode(), digest_size=16).digest()
         known = self._known.get(key)
         if known is not None and self._requests[known].is_greedy:
@@ -191,6 +194,13 @@ class _Survey:
             "rows": asked.rows,
             "weight": pick.weight,
         }
+
+    def _prior(self) -> Any:
+        """The prompt, or the messages, that labels are calibrated with."""
+        if not self._plan.spec.calibrate:
+            return False
+        text = content_free(self._source)
+        return json.loads(text) if self._source.is_chat else text
 
     def _rendered(self, only: Any = None) -> Iterator[tuple[int, list[str | RowProblem]]]:
         """Yield the rows of each shard with the number of its first; `only`: of those that hold such rows."""

@@ -29,6 +29,13 @@ class Estimate:
     num_failed: int
 
 
+def classification_of(picked: Mapping[str, Any], survey: Mapping[str, Any], model: str | None) -> Trial:
+    """Return the job that gives a picked row its label as the run would."""
+    asked = {"messages" if picked["is_chat"] else "prompt": picked["prompt"], **picked["sampling"]}
+    named = {"labels": survey["labels"], "calibrate": survey["calibrate"]}
+    return Trial("jobs.classify", {**asked, **named, **({} if model is None else {"model": model})})
+
+
 def trial_of(picked: Mapping[str, Any], model: str | None, **changed: Any) -> Trial:
     """Return the job that answers a picked row as the run would."""
     values = {**picked["sampling"], **changed, **({} if model is None else {"model": model})}

@@ -17,8 +17,9 @@ from ..prompts.arguments import parse_sampling
 from ..prompts.chat_options import ChatOptions, refuse_chat_options, split_chat_options
 from ..prompts.response_options import refuse_response_options
 from ..prompts.template_texts import template_texts
-from . import option_checks
+from . import label_options, option_checks
 from .formats import OPENAI_BATCH, parse_format, parse_single_file
+from .label_options import check_labels
 from .names import PARTS
 from .option_checks import column_name
 from .paths import local_path
@@ -63,6 +64,8 @@ class RunSpec:
     defaults: dict[str, str] = field(default_factory=dict)
     template_format: str = "fields"
     prompts: list[dict[str, Any]] | None = None
+    labels: list[str] | None = None
+    calibrate: bool = False
 
     @classmethod
     def from_arguments(
@@ -88,15 +91,12 @@ class RunSpec:
         `sampling`. defaults: for columns of the template the text that stands for null.
         template_format: "fields" for {column}, or "jinja". prompts: instead of one, several for each row, one
         after the other, as mappings of name, template over columns and earlier prompts' names, and sampling
-        values of its own. Raises InvalidJob or UnsupportedScheme.
+        values of its own. labels: give the probability of each instead of generating; calibrate: less what
+        they have behind a prompt without content. Raises InvalidJob or UnsupportedScheme.
         """
         has_prompts = options.get("prompts") is not None
         _check_one_prompt(prompt_column, messages_column, template, has_prompts)
         rows = _rows_per_shard(rows_per_shard)
-        if has_prompts and options.get("template_format") == "jinja":
-            raise InvalidJob(
-                "template_format is 'jinja', and prompts have {column} templates alone: leave it out"
-            )
         if template is not None:
             _check_template(
                 template, option_checks.template_format(options.get("template_format"), template), rows
@@ -124,6 +124,7 @@ class RunSpec:
             **_checked_options(options, template),
         )
         _ = spec.steps  # raises where they cannot be
+        check_labels(spec.labels, spec.sampling, options)
         return spec
 
     @classmethod
@@ -218,6 +219,10 @@ def _checked_options(options: Mapping[str, Any], template: Any) -> dict[str, Any
     _check_option_names(options)
     given = options.get
     is_batch = given("input_format") == OPENAI_BATCH
+    if given("prompts") is not None and given("template_format") == "jinja":
+        raise InvalidJob(
+            "template_format is 'jinja', and prompts have {column} templates alone: leave it out"
+        )
     if given("keep") is not None and given("drop") is not None:
         raise InvalidJob("keep and drop each say which columns the output has: give one of them")
     return {
@@ -231,6 +236,8 @@ def _checked_options(options: Mapping[str, Any], template: Any) -> dict[str, Any
         "defaults": option_checks.defaults(given("defaults"), template is not None or bool(given("prompts"))),
         "template_format": option_checks.template_format(given("template_format"), template),
         "prompts": parse_prompts(given("prompts")),
+        "labels": label_options.labels(given("labels")),
+        "calibrate": label_options.calibrate(given("calibrate"), given("labels") is not None),
     }
 
 

@@ -31,6 +31,20 @@ def number(text: str, pattern: str) -> int:
     return int(found[1].replace(",", ""))
 
 
+def check_labels(workers: RealWorkers, source: Path, output: Path) -> None:
+    """A run of labels gives what its preview shows, and its rows are jobs.classify's."""
+    options = ["--messages-column", "messages", "--labels", "1987-03-03,2001-01-01,1987", "--calibrate"]
+    shown = run(workers, "preview", source, "--rows", 1, *options)
+    assert shown.returncode == 0, shown.stderr
+    scored = run(workers, "submit", source, output, "--limit", 5, "--wait", *options)
+    assert scored.returncode == 0, scored.stderr
+    row = pq.read_table(output).to_pylist()[0]
+    assert f"label: {row['label']}" in shown.stdout
+    assert row["error"] is None
+    for label, probability in row["probabilities"]:
+        assert f"{probability:.4f} {label}" in shown.stdout
+
+
 def test_preview_shows_prompts_tokens_and_the_answers_that_the_run_gives(
     workers: RealWorkers, tmp_path: Path
 ) -> None:
@@ -48,6 +62,7 @@ def test_preview_shows_prompts_tokens_and_the_answers_that_the_run_gives(
     assert workers.redis.keys("rq:job:*") == [], "what was tried is taken away"
     scored = run(workers, "submit", source, tmp_path / "out", "--wait", *options)
     assert scored.returncode == 0, scored.stderr
+    check_labels(workers, source, tmp_path / "labels")
     rows = pq.read_table(tmp_path / "out").to_pylist()
     for row in rows[:2]:
         assert f"row {row['id']}: {row['prompt_tokens']} tokens" in shown.stdout

@@ -230,14 +230,14 @@ def test_a_ranking_sorts_documents_by_the_probability_of_yes(roomy: Engine, trut
         assert each["relevance_score"] == pytest.approx(scores[each["index"]], abs=1e-5)
         assert each["document"] == {"text": documents[each["index"]]}
     assert found["results"][3]["relevance_score"] is None
-    assert "takes 399" in found["results"][3]["error"]
+    assert "takes 401" in found["results"][3]["error"]
     bare = run(roomy, "jobs.rerank", "the fox", [{"text": "a"}, "b"], top_n=1, return_documents=False)
     assert [set(each) for each in bare["results"]] == [{"index", "relevance_score"}]
 
 
 def test_a_long_prompt_fails_or_is_truncated_from_its_beginning(roomy: Engine, truth: Any) -> None:
     long = "fox " * 500
-    with pytest.raises(RequestFailed, match="takes 399"):
+    with pytest.raises(RequestFailed, match="takes 401"):
         run(roomy, "jobs.classify", long, ["a", "b"])
     ids = encoded(long.rstrip())
     found = run(roomy, "jobs.classify", long, ["a", "b"], truncate_prompt_tokens=7)
@@ -245,7 +245,20 @@ def test_a_long_prompt_fails_or_is_truncated_from_its_beginning(roomy: Engine, t
     assert list(found["probabilities"].values()) == pytest.approx(softmax(expected), abs=1e-5)
     assert found["usage"]["prompt_tokens"] == 7
     whole = run(roomy, "jobs.classify", long, ["a", "b"], truncate_prompt_tokens=-1)
-    assert 390 < whole["usage"]["prompt_tokens"] < 399
+    assert 390 < whole["usage"]["prompt_tokens"] < 401
+
+
+@pytest.mark.parametrize("score_end", [False, True, "auto"])
+def test_what_is_scored_may_fill_the_window(roomy: Engine, truth: Any, score_end: Any) -> None:
+    labels = [[7, 8], [7]]
+    ends = [END] if score_end else []
+    prompt = [9] * (401 - len(labels[0]) - len(ends))
+    with pytest.raises(PromptTooLong):
+        roomy.add("a", [9, *prompt], ScoringParams(labels, score_end=score_end))
+    roomy.add("a", prompt, ScoringParams(labels, score_end=score_end))
+    found = finish(roomy)["a"].loglikelihoods
+    assert [each.num_tokens for each in found] == [2 + len(ends), 1 + len(ends)]
+    assert found[1].logprob == pytest.approx(likelihood(truth, prompt, [7, *ends]), abs=1e-3)
 
 
 def test_labels_that_are_the_same_tokens_fail_by_name(roomy: Engine) -> None:
@@ -256,7 +269,7 @@ def test_labels_that_are_the_same_tokens_fail_by_name(roomy: Engine) -> None:
     with pytest.raises(InvalidPrompt, match="512 is outside"):
         roomy.add("a", [5], ScoringParams([[512]]))
     with pytest.raises(PromptTooLong):
-        roomy.add("a", [5] * 399, ScoringParams([[7]]))
+        roomy.add("a", [5] * 401, ScoringParams([[7]]))
     assert not roomy.has_unfinished
 
 

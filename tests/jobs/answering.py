@@ -33,6 +33,7 @@ class FakeCompletion:
     reasoning: str | None = None
     prompt_text: str | None = None
     prompt_tokens: Any = None
+    loglikelihoods: Any = None
 
 
 #: What the contexts of these tests serve.
