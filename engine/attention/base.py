@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
 from engine.attention.row_writes import RowMemory, RowWrites, write_rows
+from engine.kernels.upload import upload
 from engine.sampling.edit_logits import edit_logits
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampler import sample
@@ -79,6 +81,24 @@ class KernelBackend(ABC):
         block_tables: [seqs, max_blocks], valid up to each context.  context_lens: [seqs], tokens each
         sequence has once this step is computed.  query_lens: [seqs], how many of them are in this step.
         """
+
+    def build_and_upload(
+        self,
+        block_tables: NDArray[np.int32],
+        context_lens: NDArray[np.int64],
+        query_lens: NDArray[np.int64],
+        beside: Sequence[NDArray[Any]],
+        device: torch.device,
+    ) -> tuple[AttentionMetadata, list[Tensor]]:
+        """`build_metadata`, and the arrays `beside` as tensors on the device: in one transfer, if it can."""
+        return self.build_metadata(block_tables, context_lens, query_lens), upload(beside, device)
+
+    def fill_pending(self, token_ids: Tensor, rows: Tensor, sampled: Tensor, places: Tensor) -> None:
+        """Put sampled[places] into these rows of token_ids: [tokens], [pending], [any], [pending] int64.
+
+        -1 among them is no token, and becomes 0: what follows it is dropped.
+        """
+        token_ids[rows] = sampled[places].clamp_(min=0)
 
     def store(self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
         """Write the step's keys and values to their slots: see LayerKVCache.write."""

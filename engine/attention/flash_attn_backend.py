@@ -5,6 +5,7 @@ An optional extra for GPUs. Source: https://github.com/Dao-AILab/flash-attention
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from engine.attention.base import AttentionMetadata
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
-from engine.attention.triton_backend import TritonBackend
+from engine.attention.triton_backend import TritonBackend, upload_beside
 from engine.errors import ConfigError
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -93,16 +94,18 @@ class FlashAttnBackend(TritonBackend):
                 return f"knows no attention {what}, which this model has; use attention_backend='triton'"
         return super().refusal(features)
 
-    def build_metadata(
+    def build_and_upload(
         self,
         block_tables: NDArray[np.int32],
         context_lens: NDArray[np.int64],
         query_lens: NDArray[np.int64],
-    ) -> AttentionMetadata:
+        beside: Sequence[NDArray[Any]],
+        device: torch.device,
+    ) -> tuple[AttentionMetadata, list[Tensor]]:
         starts = np.cumsum(query_lens) - query_lens
         decoding = query_lens == 1
         own, contexts = query_lens[~decoding], context_lens[~decoding]
-        rows, lens, tables, own_rows, own_starts, context_starts, own_tables = self._upload(
+        arrays = [
             starts[decoding],
             context_lens[decoding],
             block_tables[decoding],
@@ -110,16 +113,16 @@ class FlashAttnBackend(TritonBackend):
             np.cumsum(np.append(0, own)),
             np.cumsum(np.append(0, contexts)),
             block_tables[~decoding],
-        )
+        ]
+        uploaded, tensors = upload_beside(arrays, beside, device)
+        rows, lens, tables, own_rows, own_starts, context_starts, own_tables = uploaded
         decodes = FlashDecodes(rows, lens, tables)
         if not len(own):
-            return FlashMetadata(decodes, None)
-        return FlashMetadata(
-            decodes,
-            FlashPrefills(
-                own_rows, own_starts, context_starts, own_tables, int(own.max()), int(contexts.max())
-            ),
+            return FlashMetadata(decodes, None), tensors
+        prefills = FlashPrefills(
+            own_rows, own_starts, context_starts, own_tables, int(own.max()), int(contexts.max())
         )
+        return FlashMetadata(decodes, prefills), tensors
 
     def decode_metadata(
         self,

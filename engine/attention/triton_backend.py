@@ -5,7 +5,9 @@ Runs on GPUs; on a CPU only under Triton's interpreter, which is for tests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +31,7 @@ from engine.kernels.grouped_product import grouped_product
 from engine.kernels.kv_store import store_kv
 from engine.kernels.kv_tile import INTERPRETED, MAX_HEAD_DIM
 from engine.kernels.logit_edits import Entries, edit_logits
+from engine.kernels.pending import fill_pending
 from engine.kernels.prefill_attention import QUERY_TILE, PrefillTiles, prefill_attention
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rotary import norm_rotate_and_store
@@ -126,6 +129,18 @@ class TritonBackend(CapturableBackend):
         context_lens: NDArray[np.int64],
         query_lens: NDArray[np.int64],
     ) -> AttentionMetadata:
+        metadata, _ = self.build_and_upload(block_tables, context_lens, query_lens, (), self._device)
+        return metadata
+
+    def build_and_upload(
+        self,
+        block_tables: NDArray[np.int32],
+        context_lens: NDArray[np.int64],
+        query_lens: NDArray[np.int64],
+        beside: Sequence[NDArray[Any]],
+        device: torch.device,
+    ) -> tuple[AttentionMetadata, list[Tensor]]:
+        """In one transfer."""
         decodes = np.flatnonzero(query_lens == 1)
         # the longest first, so that the device has short ones left to even the finish out
         decodes = decodes[np.argsort(-context_lens[decodes], kind="stable")]
@@ -136,20 +151,20 @@ class TritonBackend(CapturableBackend):
         tile_seqs = np.repeat(np.arange(len(prefills)), num_tiles)
         tile_starts = (np.arange(len(tile_seqs)) - np.repeat(first_tiles, num_tiles)) * QUERY_TILE
         query_ranges = np.stack((starts[prefills], starts[prefills] + query_lens[prefills]), axis=1)
-        decode_rows, decode_lens, decode_tables, *prefill_parts = self._upload(
-            starts[decodes],
-            context_lens[decodes],
-            block_tables[decodes],
-            tile_seqs,
-            tile_starts,
-            query_ranges,
-            context_lens[prefills],
-            block_tables[prefills],
-        )
-        max_decode_len = int(context_lens[decodes].max(initial=0))
-        return TritonMetadata(
-            DecodeRows(decode_rows, decode_lens, decode_tables, max_decode_len), PrefillTiles(*prefill_parts)
-        )
+        own = [
+            starts[decodes], context_lens[decodes], block_tables[decodes],
+            tile_seqs, tile_starts, query_ranges, context_lens[prefills], block_tables[prefills],
+        ]  # fmt: skip
+        (rows, lens, tables, *prefill_parts), tensors = upload_beside(own, beside, device)
+        decode = DecodeRows(rows, lens, tables, int(context_lens[decodes].max(initial=0)))
+        return TritonMetadata(decode, PrefillTiles(*prefill_parts)), tensors
+
+    def fill_pending(self, token_ids: Tensor, rows: Tensor, sampled: Tensor, places: Tensor) -> None:
+        fill_pending(token_ids, rows, sampled, places)
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        zeros = torch.zeros(1, dtype=torch.int64, device=self._device)
+        fill_pending(torch.zeros_like(zeros), zeros, zeros, zeros)
 
     def write_rows(self, memory: RowMemory, writes: RowWrites, sampled: Tensor | None) -> None:
         write_rows(
@@ -268,6 +283,11 @@ class TritonBackend(CapturableBackend):
             chosen=chosen,
         )
 
-    def _upload(self, *arrays: NDArray[np.integer]) -> list[Tensor]:
-        """Copy the arrays to the device as int32, in one transfer."""
-        return upload_aligned([array.astype(np.int32, copy=False) for array in arrays], self._device)
+
+def upload_beside(
+    own: Sequence[NDArray[np.integer]], beside: Sequence[NDArray[Any]], device: torch.device
+) -> tuple[list[Tensor], list[Tensor]]:
+    """A backend's own arrays, as int32, and others as they are, on the device by one transfer."""
+    narrow = [array.astype(np.int32, copy=False) for array in own]
+    tensors = upload_aligned([*narrow, *beside], device)
+    return tensors[: len(own)], tensors[len(own) :]

@@ -108,7 +108,8 @@ class ModelRunner:
         elif not step.gives_tokens_alone:
             return self._launch_with_more(step, sampling)
         else:
-            self._sampled = self._choose(self.logits(step), sampling)
+            batch, rows = to_device(step, self.backend, self.device, self._sampled, sampling)
+            self._sampled = self._choose(self.forward(batch), rows, sampling)
         return DeviceTokens(self._sampled)
 
     @property
@@ -134,7 +135,8 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, step: StepBatch) -> Tensor:
         """Logits of the rows that sample, as from `forward`."""
-        return self.forward(to_device(step, self.backend, self.device, self._sampled))
+        batch, _ = to_device(step, self.backend, self.device, self._sampled)
+        return self.forward(batch)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -145,8 +147,8 @@ class ModelRunner:
         logits: Tensor = self.model(batch, self.cache)
         return logits
 
-    def _choose(self, logits: Tensor, sampling: SamplingBatch) -> Sampled:
-        rows = SamplingRows.upload(sampling, self.device)
+    def _choose(self, logits: Tensor, rows: SamplingRows | None, sampling: SamplingBatch) -> Sampled:
+        assert rows is not None, "they come with the step"
         edits, last = sampling.ready_edits(), self._sampled
         if edits is not None and last is not None:
             edits = edits.placed(edits.rows, last.places[edits.pending[:, 1]])
@@ -157,7 +159,7 @@ class ModelRunner:
 
     def _launch_with_more(self, step: StepBatch, sampling: SamplingBatch) -> DeviceTokens:
         """Start a step that gives more than tokens: log probabilities, pooled hidden states."""
-        batch = to_device(step, self.backend, self.device, self._sampled)
+        batch, values = to_device(step, self.backend, self.device, self._sampled, sampling)
         wanted = StepLogprobs(step, self.model, self._tp, self.device)
         (pooled_rows,) = upload([step.pooled_rows], self.device)
         rows = [batch.sample_rows, wanted.scored_rows, pooled_rows]
@@ -166,7 +168,7 @@ class ModelRunner:
         sampling_states, scored, pooled = torch.tensor_split(hidden, ends)
         logits = self.model.logits(sampling_states)
         wanted.keep(logits)
-        self._sampled = self._choose(logits, sampling)
+        self._sampled = self._choose(logits, values, sampling)
         logprobs = wanted.compute(self._sampled.token_ids, scored) if step.wants_logprobs else None
         if not len(pooled_rows):
             return DeviceTokens(self._sampled, logprobs)

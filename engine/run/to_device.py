@@ -6,15 +6,20 @@ import torch
 
 from engine.attention.base import KernelBackend
 from engine.attention.forward_batch import ForwardBatch
-from engine.kernels.upload import upload
 from engine.run.pending_tokens import Sampled
+from engine.sampling.sampling_batch import SamplingBatch
+from engine.sampling.sampling_rows import SamplingRows, sampling_columns
 from engine.schedule.step_batch import StepBatch
 
 
 def to_device(
-    step: StepBatch, backend: KernelBackend, device: torch.device, sampled: Sampled | None = None
-) -> ForwardBatch:
-    """Copy a step's arrays to the model's device and let the backend prepare its own.
+    step: StepBatch,
+    backend: KernelBackend,
+    device: torch.device,
+    sampled: Sampled | None = None,
+    sampling: SamplingBatch | None = None,
+) -> tuple[ForwardBatch, SamplingRows | None]:
+    """Copy a step's arrays to the model's device, with those that the backend needs and its sampling values.
 
     sampled: what the step launched before has chosen, for the pending rows.
     """
@@ -22,16 +27,13 @@ def to_device(
     if len(pending):
         assert sampled is not None, "only a step that follows another has pending rows"
         places = sampled.places[places]
-    token_ids, positions, slot_mapping, sample_rows, rows, places_on_device = upload(
-        [step.token_ids, step.positions, step.slot_mapping, step.sample_rows, pending, places], device
+    arrays = [step.token_ids, step.positions, step.slot_mapping, step.sample_rows, pending, places]
+    columns = [] if sampling is None else sampling_columns(sampling)
+    attention, tensors = backend.build_and_upload(
+        step.block_tables, step.context_lens, step.query_lens, [*arrays, *columns], device
     )
+    token_ids, positions, slot_mapping, sample_rows, rows, places_on_device, *values = tensors
     if sampled is not None and len(pending):
-        # -1 is no token: what follows it is dropped
-        token_ids[rows] = sampled.token_ids[places_on_device].clamp_(min=0)
-    return ForwardBatch(
-        token_ids=token_ids,
-        positions=positions,
-        slot_mapping=slot_mapping,
-        sample_rows=sample_rows,
-        attention=backend.build_metadata(step.block_tables, step.context_lens, step.query_lens),
-    )
+        backend.fill_pending(token_ids, rows, sampled.token_ids, places_on_device)
+    batch = ForwardBatch(token_ids, positions, slot_mapping, sample_rows, attention)
+    return batch, SamplingRows(*values) if values else None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.upload import upload
@@ -33,19 +35,24 @@ class SamplingRows:
     @classmethod
     def upload(cls, batch: SamplingBatch, device: torch.device) -> SamplingRows:
         """The batch's values, in one transfer that the host does not wait for."""
-        values = batch.values
-        columns = [
-            values["temperature"],
-            values["top_p"],
-            values["min_p"],
-            values["top_k"],
-            values["seed"].view(np.int64),
-            values["sample_index"].view(np.int64),
-            batch.position.view(np.int64),
-        ]
-        # one after another in memory, where a row's values were: kernels read them so, on a CPU too
-        return cls(*upload([np.ascontiguousarray(column) for column in columns], device))
+        return cls(*upload(sampling_columns(batch), device))
 
     def only(self, places: Tensor) -> SamplingRows:
         """Those of the rows. places: [some] int64, on their device."""
         return SamplingRows(*(getattr(self, each.name)[places] for each in fields(self)))
+
+
+def sampling_columns(batch: SamplingBatch) -> list[NDArray[Any]]:
+    """What SamplingRows has, on the host, in the order of its fields."""
+    values = batch.values
+    columns = [
+        values["temperature"],
+        values["top_p"],
+        values["min_p"],
+        values["top_k"],
+        values["seed"].view(np.int64),
+        values["sample_index"].view(np.int64),
+        batch.position.view(np.int64),
+    ]
+    # one after another in memory, where a row's values were: kernels read them so, on a CPU too
+    return [np.ascontiguousarray(column) for column in columns]

@@ -78,6 +78,7 @@ KERNELS = {
     "group_kernel": Kernel(wide=0.0),
     "advance_kernel": Kernel(wide=0.0),  # a number or two of each row
     "write_rows_kernel": Kernel(wide=0.0),  # numbers that lie apart
+    "fill_pending_kernel": Kernel(wide=0.0),  # a number of each row
     "tile_maxima_kernel": Kernel(of_layer=("SPARE",)),
     "edit_kernel": Kernel(of_layer=("ADDS",), warps=16, wide=0.0),  # of words and logits that lie apart
     # edited logits are in float32; a row for each program; loads come ahead of their use
@@ -200,6 +201,12 @@ def advance_alone(num_rows: int) -> None:
     TritonBackend(torch.device("cpu")).advance(static.state.first(num_rows))
 
 
+def fill_alone(num_rows: int) -> None:
+    """So many rows whose tokens the step before has chosen."""
+    numbers = torch.zeros(num_rows, dtype=torch.int64, device=META)
+    TritonBackend(torch.device("cpu")).fill_pending(numbers, numbers, numbers, numbers)
+
+
 def write_alone(num_rows: int) -> None:
     """So many rows that join with a block each, then a new block of each, in an engine."""
     capacity, backend = max(num_rows, 256), TritonBackend(torch.device("cpu"))
@@ -224,4 +231,5 @@ CASES = (
     Case("storing alone, bfloat16", store_alone),
     Case("advancing the rows of a step", advance_alone),
     Case("writing rows and blocks before a step", write_alone),
+    Case("filling in tokens of the step before", fill_alone),
 )

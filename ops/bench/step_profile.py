@@ -55,7 +55,7 @@ PARTS = {
         "choose_kernel",
         "group_kernel",
     ),
-    "glue": ("advance_kernel", "write_rows_kernel"),
+    "glue": ("advance_kernel", "write_rows_kernel", "fill_pending_kernel"),
 }
 #: What sampling by torch's operations becomes on a GPU; but its gather is what embeddings are looked up by.
 SAMPLER = re.compile(r"sample|argmax|softmax|cumsum|scan|searchsorted|sort|topk|exp_kernel", re.IGNORECASE)

@@ -16,6 +16,7 @@ from engine import Engine, EngineConfig, EngineStats, SamplingParams
 from engine.attention.forward_batch import ForwardBatch
 from engine.layers.norm import RMSNorm
 from engine.run.to_device import to_device
+from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.step_batch import StepBatch
 from tests.engine.checkpoints import SHAPES, Shape, pool_bytes
 from tests.engine.reference import NUM_NEW_TOKENS, NUM_PROMPTS, Reference
@@ -178,8 +179,9 @@ def test_parity_catches_a_faulty_batch(
 ) -> None:
     """Position off by one; one wrong slot."""
 
-    def build(step: StepBatch, *args: Any) -> ForwardBatch:
-        return mutate(to_device(step, *args), step.query_lens.tolist())
+    def build(step: StepBatch, *args: Any) -> tuple[ForwardBatch, SamplingRows | None]:
+        batch, rows = to_device(step, *args)
+        return mutate(batch, step.query_lens.tolist()), rows
 
     monkeypatch.setattr(engine.run.model_runner, "to_device", build)
     monkeypatch.setattr(
