@@ -107,13 +107,14 @@ def make_steps(
     """
     steps = []
     for prompt in prompts:
-        own, name = prompt.get("sampling") or {}, prompt["name"]
+        template, name = Template.parse(prompt["template"]), prompt["name"]
+        is_chat = template.roles is not None
+        own = parse_sampling(prompt.get("sampling") or {}, is_chat)  # by the names that the run's have
         if twice := sorted(own.keys() & from_columns):
             raise InvalidJob(
                 f"{twice[0]} comes from a column, and prompt {name!r} has its own: leave one out"
             )
-        template = Template.parse(prompt["template"])
-        values, chat = split_chat_options(parse_sampling({**sampling, **own}, template.roles is not None))
+        values, chat = split_chat_options(parse_sampling({**sampling, **own}, is_chat))
         if values.get("n", 1) != 1:
             raise InvalidJob("n is one where a row has several prompts: an answer of several fills in none")
         steps.append(PromptStep(name, template, values, chat))

@@ -169,15 +169,14 @@ class RunSpec:
     @cached_property
     def steps(self) -> tuple[PromptStep, ...]:
         """The prompts of each row where they are several, else none. Raises InvalidJob."""
-        if self.prompts is None:
+        prompts = parse_prompts(self.prompts)  # again, as a plan may be made by hand
+        if prompts is None:
             return ()
 
         def parse(values: dict[str, Any], is_chat: bool) -> dict[str, Any]:
             return _sampling(values, self.rows_per_shard, is_chat=is_chat)
 
-        return make_steps(
-            self.prompts, self.sampling, parse, self.sampling_columns.keys(), self.rows_per_shard
-        )
+        return make_steps(prompts, self.sampling, parse, self.sampling_columns.keys(), self.rows_per_shard)
 
     def check_sampling(self, check: Callable[[Mapping[str, Any]], None]) -> None:
         """Raise InvalidJob for sampling values that no request could use, and for names that are none.

@@ -121,13 +121,19 @@ def test_a_prompt_may_be_a_chat_and_have_sampling_values_of_its_own(score: Score
         return replace(found, reasoning="hm") if request.messages else found
 
     turns = [{"role": "user", "content": "{text}?"}, {"role": "assistant", "content": "{first}"}]
-    chat = {"separate_reasoning": True, "max_tokens": 5}
+    chat = {
+        "separate_reasoning": True,
+        "max_completion_tokens": 5,
+        "response_format": {"type": "json_object"},
+    }
     prompts = [
         {"name": "first", "template": "{text}?"},
         {"name": "chat", "template": [*turns, {"role": "user", "content": "Sure?"}], "sampling": chat},
     ]
     rows = score(prompts=prompts, sampling={**GREEDY, "max_tokens": 9}, answer=answer).to_pylist()
     assert [request.sampling["max_tokens"] for request in seen] == [9, 9, 5, 5]
+    forms = [request.sampling.get("structured_outputs") for request in seen[1:3]]
+    assert forms == [None, {"json_object": True}]
     contents = [[message["content"] for message in request.messages or []] for request in seen[2:]]
     assert sorted(contents) == [["a?", "<a?>", "Sure?"], ["b?", "<b?>", "Sure?"]]
     assert (rows[1]["chat"], rows[1]["chat_reasoning"]) == ("<Sure?>", "hm")
@@ -274,6 +280,9 @@ def test_the_same_prompts_are_the_same_run_and_other_ones_another(tmp_path: Path
     assert spec(*TWO).run == spec({**TWO[0], "sampling": {}}, TWO[1], prompt_column="prompt").run
     assert spec(*TWO).run != spec(TWO[0]).run
     assert spec(*TWO).run != spec(*TWO, sampling=GREEDY).run
+    for damaged in (5, [], [{"name": "a"}], [[]], {"name": "a"}):
+        with pytest.raises(InvalidJob):
+            _ = RunSpec.from_json({**spec(*TWO).to_json(), "prompts": damaged}).steps
 
 
 @settings(max_examples=25)
