@@ -129,6 +129,38 @@ def rerank(
     return run_task("jobs.rerank", (query, documents), named)  # type: ignore[no-any-return]
 
 
+def embed(
+    input: str | list[Any],
+    *,
+    dimensions: int | None = None,
+    encoding_format: str = "float",
+    normalize: bool | None = None,
+    prompt_name: str | None = None,
+    truncate_prompt_tokens: int | None = None,
+    model: str | None = None,
+    user: str | None = None,
+) -> dict[str, Any]:
+    """Embed a string, token ids, or a list of either; return OpenAI's list of embeddings.
+
+    dimensions: only so many numbers of each, then of length 1. encoding_format: "float" or "base64", which
+    holds little-endian float32. normalize: whether embeddings have length 1; None as the checkpoint says.
+    prompt_name: which of the checkpoint's prompts stands before each text, "query" for example. user: told
+    to nobody. Raises InvalidJob, or RequestFailed if all failed; one of several has its `error` beside it.
+    """
+    from .stock_worker import run_task
+
+    named = {
+        "dimensions": dimensions,
+        "encoding_format": encoding_format,
+        "normalize": normalize,
+        "prompt_name": prompt_name,
+        "truncate_prompt_tokens": truncate_prompt_tokens,
+        "model": model,
+        "user": user,
+    }
+    return run_task("jobs.embed", (input,), named)  # type: ignore[no-any-return]
+
+
 def score_parquet(
     input: str | list[str],
     output: str,

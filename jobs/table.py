@@ -13,6 +13,7 @@ from typing import Any
 from .context import JobContext
 from .errors import InvalidJob
 from .parquet.shard_task import shard_task
+from .prompts.embedding_task import embed_task
 from .prompts.prompt_task import chat_task, complete_task
 from .prompts.scoring_tasks import classify_task, loglikelihood_task, rerank_task
 from .tasks import Task
@@ -20,6 +21,7 @@ from .tasks import Task
 _ENGINE_JOBS: Mapping[str, Callable[..., Task]] = {
     "jobs.complete": complete_task,
     "jobs.chat": chat_task,
+    "jobs.embed": embed_task,
     "jobs.classify": classify_task,
     "jobs.loglikelihood": loglikelihood_task,
     "jobs.rerank": rerank_task,

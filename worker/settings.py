@@ -34,7 +34,7 @@ _OUR_PACKAGES = frozenset({"engine", "jobs", "worker"})
 class WorkerSettings(BaseSettings):
     """Settings of one worker process; `load()` is the way to read them.
 
-    Every field is read from `TOKENMILL_<NAME>`. Fields from `model` to `chat_template` have the meaning and
+    Every field is read from `TOKENMILL_<NAME>`. Fields from `model` to `pooling` have the meaning and
     the default of the `engine.EngineConfig` field of the same name. Sizes in bytes may carry a unit: 4GiB,
     512MB.
     """
@@ -62,6 +62,7 @@ class WorkerSettings(BaseSettings):
     async_scheduling: bool | None = None
     seed: int = 0
     chat_template: str | None = None
+    pooling: str | None = None
 
     data_roots: Annotated[tuple[str, ...], NoDecode] = Field(default_factory=lambda: (os.getcwd(),))
     """Folders that confine every file a job reads or writes; `TOKENMILL_DATA_ROOTS`, split at ':'."""
@@ -217,6 +218,7 @@ class WorkerSettings(BaseSettings):
             async_scheduling=self.async_scheduling,
             seed=self.seed,
             chat_template=self.chat_template,
+            pooling=self.pooling,
             adapt_cpu_threads=self.torch_threads is None and "OMP_NUM_THREADS" not in os.environ,
         )
 

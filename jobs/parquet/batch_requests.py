@@ -122,6 +122,8 @@ class BatchRequests:
 
 def _answer_of(body: Mapping[str, Any]) -> Answer:
     """Return the row of a response. A choice that failed, which OpenAI's types have not, fails its line."""
+    if "data" in body:
+        return _answer_of_embeddings(body)
     choices, usage = body["choices"], body["usage"]
     failed = next((choice for choice in choices if choice["finish_reason"] == "error"), None)
     cached = usage["prompt_tokens_details"]["cached_tokens"]
@@ -137,3 +139,12 @@ def _answer_of(body: Mapping[str, Any]) -> Answer:
         cached_tokens=cached,
         error=None,
     )
+
+
+def _answer_of_embeddings(body: Mapping[str, Any]) -> Answer:
+    """Return the row of embeddings. One that failed fails its line, as a choice does."""
+    num_tokens = body["usage"]["prompt_tokens"]
+    failed = next((each for each in body["data"] if "error" in each), None)
+    if failed is not None:
+        return failed_answer(f"input {failed['index']}: {failed['error']}", 1, num_tokens)
+    return Answer(json.dumps(body, ensure_ascii=False), "stop", num_tokens, 0, 0, None)

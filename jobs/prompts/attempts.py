@@ -46,6 +46,7 @@ class Attempted:
     prompt_tokens: Sequence[str] | None
     index: int = 0
     loglikelihoods: None = None
+    embedding: None = None
 
 
 class Attempts:

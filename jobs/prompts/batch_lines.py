@@ -12,6 +12,7 @@ from typing import Any
 from ..common.shown import shown
 from ..errors import InvalidJob, InvalidValue, JobsError, RequestFailed
 from ..tasks import Task
+from .embedding_task import embed_task
 from .prompt_task import chat_task, complete_task
 from .templated_task import refuse_template
 
@@ -19,9 +20,10 @@ from .templated_task import refuse_template
 _ENDPOINTS: Mapping[str, tuple[Callable[..., Task], str]] = {
     "/v1/chat/completions": (chat_task, "messages"),
     "/v1/completions": (complete_task, "prompt"),
+    "/v1/embeddings": (embed_task, "input"),
 }
 
-_NOT_BUILT = ("/v1/embeddings", "/v1/responses", "/v1/moderations")
+_NOT_BUILT = ("/v1/responses", "/v1/moderations")
 
 #: The error of a line that was not answered: what is wrong is the line's own, or its shard is tried again.
 ERROR_CODE = "invalid_request"
@@ -51,6 +53,8 @@ def line_task(line: Mapping[str, Any], seed: int) -> Task:
     make, needed = _ENDPOINTS[url]
     if needed not in body:
         raise InvalidJob(f"body has no {needed!r}, which {url} needs")
+    if make is embed_task:
+        return make(**body)
     return make(**{**body, "seed": seed if body.get("seed") is None else body["seed"]})
 
 

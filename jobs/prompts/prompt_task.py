@@ -122,7 +122,7 @@ class OpenPrompts(OpenTask):
                 return
             completions = [attempts.outcome]
             self._sent[index] = place, None
-        self._num_chars += sum(len(sample.text) + len(sample.reasoning or "") for sample in completions)
+        self._num_chars += sum(map(_least_chars, completions))
         if self._num_chars > self._max_bytes:
             raise ResultTooLarge(self._max_bytes)
         failed = next((sample for sample in completions if sample.finish_reason == "error"), None)
@@ -147,6 +147,11 @@ class OpenPrompts(OpenTask):
             model=self._model_name,
             created=int(self._clock()),
         )
+
+
+def _least_chars(sample: Completion) -> int:
+    """Return how many characters a sample takes in the result at least: base64 has 16 for three numbers."""
+    return len(sample.text) + len(sample.reasoning or "") + 5 * len(sample.embedding or ())
 
 
 def _row(request: Request) -> dict[str, Any]:

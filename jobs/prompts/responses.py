@@ -88,6 +88,7 @@ class FailedCompletion:
     prompt_text: None = None
     prompt_tokens: None = None
     loglikelihoods: None = None
+    embedding: None = None
 
 
 def check_answers(answers: Answers) -> None:

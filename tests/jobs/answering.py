@@ -34,6 +34,7 @@ class FakeCompletion:
     prompt_text: str | None = None
     prompt_tokens: Any = None
     loglikelihoods: Any = None
+    embedding: list[float] | None = None
 
 
 #: What the contexts of these tests serve.

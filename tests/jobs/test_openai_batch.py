@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai.types import Completion
+from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
 from redis import Redis
 
@@ -37,6 +37,7 @@ from tests.jobs.test_kills import recover, release_lock, run_until_killed
 
 MakeContext = Callable[[], JobContext]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+EMBEDDINGS = "/v1/embeddings"
 
 
 def chat(name: str, text: Any = "hi", **values: Any) -> dict[str, Any]:
@@ -46,6 +47,11 @@ def chat(name: str, text: Any = "hi", **values: Any) -> dict[str, Any]:
 
 def complete(name: str, prompt: Any = "hi", **values: Any) -> dict[str, Any]:
     return {"custom_id": name, "method": "POST", "url": TEXT, "body": {"prompt": prompt, **values}}
+
+
+def embed(name: str, text: Any = "hi", **values: Any) -> dict[str, Any]:
+    body = {"model": "m", "input": text, **values}
+    return {"custom_id": name, "method": "POST", "url": EMBEDDINGS, "body": body}
 
 
 def write(path: Path, lines: list[Any]) -> str:
@@ -119,6 +125,26 @@ def test_each_line_has_values_of_its_own_and_a_seed_that_stays(
     assert first[0].sampling["temperature"] == 0.5
 
 
+def test_lines_of_embeddings_are_what_openais_types_read(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    lines = [embed("a", "x"), complete("b", "p"), embed("c", [[5, 6], "yz"], encoding_format="base64")]
+    score(make_context(), write(tmp_path / "in.jsonl", lines), tmp_path)
+    numbers = [0.5, -1.25]
+
+    def answer(request: Request) -> FakeCompletion:
+        return replace(shout(request), embedding=numbers if request.kind == "embed" else None)
+
+    work_off(redis, make_context, answer=answer)
+    found = [json.loads(line) for line in (tmp_path / "out" / "output.jsonl").read_text().splitlines()]
+    bodies = {line["custom_id"]: line["response"]["body"] for line in found}
+    read = CreateEmbeddingResponse.model_validate(bodies["a"], strict=True)
+    assert read.data[0].embedding == numbers
+    assert read.usage.total_tokens == 1
+    assert [each["embedding"] for each in bodies["c"]["data"]] == ["AAAAPwAAoL8="] * 2
+    assert bodies["b"]["object"] == "text_completion"
+
+
 def test_a_bad_line_costs_that_line_and_says_why(
     redis: Redis, make_context: MakeContext, tmp_path: Path
 ) -> None:
@@ -128,7 +154,10 @@ def test_a_bad_line_costs_that_line_and_says_why(
         (complete("ok"), "an earlier line has this custom_id"),
         ({**complete("x"), "custom_id": 5}, "custom_id is 5, expected a text"),
         ({**complete("x2"), "method": "GET"}, "method is 'GET', expected 'POST'"),
-        ({**complete("x3"), "url": "/v1/embeddings"}, "url is '/v1/embeddings', which is not built"),
+        ({**complete("x3"), "url": "/v1/moderations"}, "url is '/v1/moderations', which is not built"),
+        (embed("x16", ["fine", "refused by the engine"]), "input 1: too long for me"),
+        (embed("x17", None), "input is missing"),
+        (embed("x18", "a", max_tokens=3), "'max_tokens' is no argument of jobs.embed"),
         ({**complete("x4"), "url": None}, "url is None"),
         ({**complete("x5"), "body": '{"prompt": "a"}'}, "body is "),
         ({"custom_id": "x6", "method": "POST", "url": CHAT, "body": {}}, "body has no 'messages'"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from engine import Completion, ModelIdentity, RequestParams, SamplingParams, ScoringParams
+from engine import Completion, ModelIdentity, PoolingParams, RequestParams, SamplingParams, ScoringParams
 
 
 class EngineLike(Protocol):
@@ -43,10 +43,12 @@ class EngineLike(Protocol):
         *,
         truncate_prompt_tokens: int | None = None,
         scoring: ScoringParams | None = None,
+        pooling: PoolingParams | None = None,
     ) -> Any:
         """The part of `add` that takes time with the prompt's length; for any thread, as `chat_token_ids`.
 
         truncate_prompt_tokens: as of SamplingParams.  scoring: where continuations are to be scored.
+        pooling: where an embedding is asked for.
         """
         ...
 

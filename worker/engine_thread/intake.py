@@ -71,7 +71,9 @@ class _Waiting:
             prompt, params = self.read()
             if isinstance(params, SamplingParams) and params.structured_outputs is not None:
                 self.engine.prepare_grammar(params)
-            options: dict[str, Any] = {"scoring": params} if isinstance(params, ScoringParams) else {}
+            options: dict[str, Any] = {}
+            if not isinstance(params, SamplingParams):
+                options["scoring" if isinstance(params, ScoringParams) else "pooling"] = params
             self.prepared = self.engine.prepare(prompt, **_truncation(params), **options), params
         except BaseException as error:  # noqa: BLE001  # the engine's thread looks what it is
             self.error = error.with_traceback(None)  # which would hold on to this request
