@@ -20,10 +20,11 @@ from ..runs.output import RunOutput, named_run, output_here
 from ..runs.snapshot import REFUSED, RunSnapshot, failure_text, plan_result, read_snapshot
 from ..runs.spec import RunSpec
 from ..stock_worker import check_sampling, model_table
+from .check_options import check_arguments
 from .errors_told import errors_told
 from .progress import progress
 from .queue_commands import info, requeue_command
-from .run_options import input_options, output_options, prompt_options
+from .run_options import check_options, input_options, output_options, prompt_options
 from .submit_options import run_arguments
 from .trial_commands import MAX_ROWS_READ, preview, tell_dry_run
 
@@ -74,6 +75,7 @@ def main(context: click.Context, url: str) -> None:
 @click.option("--price-per-hour", type=float, help="What a worker's machine costs, for the dry run's sum.")
 @input_options
 @prompt_options
+@check_options
 @output_options
 @click.pass_obj
 def submit(
@@ -92,10 +94,11 @@ def submit(
     Submitting the same again resumes the run.
     """
     with errors_told():
+        arguments = {**run_arguments(options), **check_arguments(options)}
         if dry_run:
             tell_dry_run(connection, queue, options, dry_run_rows, price_per_hour)
             return
-        run = submit_run(connection, queue, check=check_here, **run_arguments(options))
+        run = submit_run(connection, queue, check_run=check_here, **arguments)
         if wait:
             click.echo(run)
             _wait(connection, run)

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from ..runs.formats import OUTPUTS, SUFFIXES
+from .check_options import CHECK_OPTIONS
 from .json_option import json_value
 from .sampling_options import sampling_options
 from .submit_options import assignments, column_list, label_list
@@ -128,4 +129,5 @@ def _all(options: tuple[Decorator, ...]) -> Decorator:
     return decorate
 
 
-input_options, prompt_options, output_options = _all(_INPUT), _all(_PROMPT), _all(_OUTPUT)
+input_options, prompt_options = _all(_INPUT), _all(_PROMPT)
+check_options, output_options = _all(CHECK_OPTIONS), _all(_OUTPUT)

@@ -15,7 +15,7 @@ class Answer:
     """The output columns of one row, by the names of jobs.parquet.part.OUTPUT_FIELDS.
 
     What each completion has of its own is a tuple where a row has several. tool_calls: as JSON. columns: what
-    stands in others, by their names.
+    stands in others, by their names. attempts, check_error: as of Attempted, where a run has a check.
     """
 
     completion: str | tuple[str | None, ...] | None
@@ -27,6 +27,8 @@ class Answer:
     reasoning: str | tuple[str | None, ...] | None = None
     tool_calls: str | tuple[str | None, ...] | None = None
     columns: Mapping[str, Any] = field(default_factory=lambda: _NONE)
+    attempts: int = 0
+    check_error: str | None = None
 
     def column(self, name: str) -> Any:
         """Return what stands in an output column."""

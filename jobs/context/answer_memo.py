@@ -70,8 +70,9 @@ class AnswerMemo:
 
 
 def _size(answer: Answer) -> int:
-    columns = (answer.completion, answer.reasoning, answer.tool_calls, *answer.columns.values())
-    texts = [text for column in columns for text in (column if isinstance(column, tuple) else (column,))]
+    columns = (answer.completion, answer.reasoning, answer.tool_calls, answer.check_error)
+    all_columns = (*columns, *answer.columns.values())
+    texts = [text for column in all_columns for text in (column if isinstance(column, tuple) else (column,))]
     pairs = sum(isinstance(text, tuple) for text in texts)
     num_completions = len(answer.completion) if isinstance(answer.completion, tuple) else 1
     text_bytes = sum(sys.getsizeof(text) for text in texts if isinstance(text, str))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,11 +36,14 @@ class BatchSource(PromptSource):
 
 @dataclass(slots=True)
 class _Line:
-    """A line under way. left: its requests that were not delivered."""
+    """A line under way. pulled: how many requests it has by now. left: those that were not delivered.
+    error: what looking at one's answer raised."""
 
     row: int
     task: OpenTask
-    left: int
+    pulled: int = 0
+    left: int = 0
+    error: JobsError | None = None
 
 
 class BatchRequests:
@@ -63,44 +67,67 @@ class BatchRequests:
         ]
         self._unsent = [(number, row) for number, row in enumerate(rows) if isinstance(row, str)][::-1]
         self._open_task, self._let_go = open_task, let_go
-        self._sent: list[tuple[_Line, int]] = []
+        self._sent: list[tuple[_Line, int, int]] = []
+        self._following: deque[tuple[_Line, Request]] = deque()
+        self.inspects = False
         self.rows_done = len(rows) - len(self._unsent)
         self.generated_tokens = 0
 
     @property
     def num_requests(self) -> int | None:
         """Lines are looked into as they are sent: until then it is not known how many prompts they have."""
-        return None if self._unsent else len(self._sent)
+        return None if self._unsent else len(self._sent) + len(self._following)
 
     def requests(self) -> Iterator[Request]:
-        while self._unsent:
+        while self._following or self._unsent:
+            if self._following:
+                line, request = self._following.popleft()
+                self._sent.append((line, line.pulled, len(request.continued)))
+                line.pulled += 1
+                yield request
+                continue
             row, text = self._unsent.pop()
             self._let_go(text)
             try:
                 task = self._open_task(row, json.loads(text))
-                requests = list(task.requests())
+                self._pull(_Line(row, task))
             except JobsError as error:
                 self._answer(row, failed_answer(failure_text(error)))
-                continue
-            line = _Line(row, task, len(requests))
-            for index, request in enumerate(requests):
-                self._sent.append((line, index))
-                yield request
+            else:
+                self.inspects = self.inspects or task.inspects
 
     @property
     def has_more(self) -> bool:
-        """No answer leads to a request."""
-        return False
+        return bool(self._following)
+
+    def _pull(self, line: _Line) -> None:
+        """Take the requests that a line has now."""
+        requests = list(line.task.requests())
+        line.left += len(requests)
+        self._following += [(line, request) for request in requests]
+
+    def inspect(self, index: int, completions: Sequence[Completion]) -> None:
+        """See OpenTask: in any thread. What cannot be checked costs its line."""
+        line, place, _ = self._sent[index]
+        if line.task.inspects:
+            try:
+                line.task.inspect(place, completions)
+            except JobsError as error:
+                line.error = error
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
         """Take all samples of a request."""
-        line, place = self._sent[index]
+        line, place, num_continued = self._sent[index]
         line.left -= 1
-        self.generated_tokens += sum(len(each.token_ids) for each in completions)
+        self.generated_tokens += sum(len(each.token_ids) - num_continued for each in completions)
         if self._answers[line.row] is not None:  # it has failed by another of its prompts
             return
         try:
+            if line.error is not None:
+                raise line.error
             line.task.deliver(place, completions)
+            if line.task.has_more:
+                self._pull(line)
             if line.left == 0:
                 self._answer(line.row, _answer_of(line.task.result()))
         except JobsError as error:

@@ -39,6 +39,7 @@ OUTPUT_FIELDS = (
 #: The same of what a run may ask for.
 REASONING = pa.field("reasoning", pa.string())
 TOOL_CALLS = pa.field("tool_calls", pa.string())
+ATTEMPTS = (pa.field("attempts", pa.int64()), pa.field("check_error", pa.string()))
 
 #: What it adds instead where labels are asked for.
 LABEL_FIELDS = (
@@ -100,7 +101,8 @@ def answer_fields(spec: RunSpec) -> list[pa.Field]:
     if spec.labels is not None:
         return [*LABEL_FIELDS, *(field for field in OUTPUT_FIELDS if field.name in ROW_COLUMNS)]
     reasoning = [REASONING] if spec.sampling.get("separate_reasoning") else []
-    return [*OUTPUT_FIELDS, *reasoning, *([TOOL_CALLS] if spec.chat[1].has_tools else [])]
+    tools = [TOOL_CALLS] if spec.chat[1].has_tools else []
+    return [*OUTPUT_FIELDS, *reasoning, *tools, *(ATTEMPTS if spec.repairs.is_asked_for else ())]
 
 
 def _answer_field(field: pa.Field, spec: RunSpec) -> pa.Field:

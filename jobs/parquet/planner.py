@@ -33,7 +33,7 @@ from .inputs import Inputs, read_inputs
 from .part import output_schema, part_stats, write_part
 from .run_folder import RunFolder, create_plan, load_plan
 from .shard_labels import content_free
-from .sources import prompt_source
+from .sources import read_source
 from .storage import Storage, writing
 
 
@@ -90,6 +90,7 @@ def score_parquet(
     if queue is not None:
         check_queue_name(queue)
     spec.check_sampling(context.check_sampling)
+    context.checks.prepare(spec.repairs)
     limit = ErrorLimit.parse(max_errors)
     submission = Submission(queue or context.queue_name, parse_model(model), redo_damaged, limit)
     return plan_run(context, Storage(context.data_roots, context.check_interrupted), spec, submission)
@@ -143,7 +144,7 @@ def check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
 
     schema: the added columns included. path: of one of the files, for the error.
     """
-    source = prompt_source(spec)
+    source = read_source(spec)
     if spec.calibrate:
         content_free(source)  # raises once, and not in every shard
     for column in source.columns:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any
 
 from ..context.answer import Answer, failed_answer
 from ..context.answer_memo import AnswerMemo
+from ..context.checks.options import NO_REPAIRS, RepairOptions
+from ..context.checks.processes import Checks
+from ..prompts.attempts import Attempted, Attempts, num_generated
 from ..prompts.tool_calls import parse_tool_calls, with_ids
 from ..tasks import Completion, Request
 from .chain import Chain
@@ -23,12 +26,14 @@ from .shard_labels import ShardLabels
 @dataclass(slots=True)
 class _Group:
     """Rows that one request answers, or one for each of several prompts. text: empty once it is not needed
-    any more. key: names the prompt in the memo; None where tokens are drawn. answers: to those before."""
+    any more. key: names the prompt in the memo; None where tokens are drawn. answers: to those before.
+    attempts: its way to an answer, where answers are tried again."""
 
     text: str
     rows: list[int]
     key: bytes | None
     answers: tuple[Answer, ...] = ()
+    attempts: Attempts | None = None
 
 
 class ShardRequests:
@@ -40,6 +45,8 @@ class ShardRequests:
     Request. has_own_sampling: the texts are those of a SampledSource. has_tools: calls of tools are looked
     for in the answers. chain: where each row has several prompts; the texts are those of a ChainSource.
     labels: where their probabilities are asked for; then nothing is drawn.
+    repairs, checks: what is asked of the answers, and what checks them; where a function does, the texts are
+    those of a CheckedSource.
 
     Requests come sorted by text, so that shared prefixes meet in the cache. With temperature 0 equal texts
     have equal answers: they are one request, and none where another shard of the run, on the same worker,
@@ -64,7 +71,10 @@ class ShardRequests:
         has_tools: bool = False,
         chain: Chain | None = None,
         labels: ShardLabels | None = None,
+        repairs: RepairOptions = NO_REPAIRS,
+        checks: Checks | None = None,
     ) -> None:
+        self._repairs, self._checks = repairs, checks or Checks()
         self._n, self._has_tools, self._chain, self._labels = n, has_tools, chain, labels
         self._answers: list[Answer | None] = [
             self._failed(row) if isinstance(row, RowProblem) else None for row in rows
@@ -118,12 +128,28 @@ class ShardRequests:
             elif not self._take_known(group := postponed.popleft()):
                 yield self._send(group)
 
+    @property
+    def inspects(self) -> bool:
+        return self._repairs.check is not None
+
+    def inspect(self, index: int, completions: Sequence[Completion]) -> None:
+        """See OpenTask: in any thread."""
+        attempts = self._sent[index].attempts
+        assert attempts is not None, "inspected without a check"
+        attempts.inspect(completions[0])
+
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
         """Take all samples of a request and give them to every row that asked for it."""
         group = self._sent[index]
         if self._labels is not None and self._labels.awaits_prior:
             self._await_prior(index, completions, self._labels)
             return
+        if group.attempts is not None:
+            following = group.attempts.deliver(completions[0])
+            if following is not None:
+                self._following.append((group, following))
+                return
+            completions, group.attempts = [group.attempts.outcome], None
         has_tools = self._has_tools if self._chain is None else self._chain.has_tools(len(group.answers))
         answer = (
             _answer_of(completions, self._n, has_tools)
@@ -160,11 +186,15 @@ class ShardRequests:
         seed = self._row_seed(group.rows[0])
         if self._chain is not None:
             return self._chain.request(prompt, own, (), seed)
+        row = split(group.text)[1] if self._repairs.function is not None else None
         self._drop_text(group)  # the engine has it from here on
         sampling = {**self._shared, **own}
         if not _is_greedy(sampling):
             sampling = {"seed": seed, **sampling}
-        return self._request(prompt, sampling)
+        request = self._request(prompt, sampling)
+        if self._repairs.is_asked_for:
+            group.attempts = Attempts(request, row, self._repairs, self._checks)
+        return request
 
     def _request(self, prompt: str, values: Mapping[str, Any], kind: str = "generate") -> Request:
         if self._is_chat:
@@ -210,6 +240,8 @@ class ShardRequests:
 
     def _split(self, text: str) -> tuple[str, Mapping[str, Any]]:
         """Return what a row's source has rendered, and the sampling values that the row brings."""
+        if self._repairs.function is not None:
+            text, _ = split(text)
         return split(text) if self._has_own_sampling else (text, {})
 
     def _is_greedy(self, text: str) -> bool:
@@ -253,13 +285,17 @@ def _answer_of(completions: Sequence[Completion], n: int, has_tools: bool) -> An
     failed = next((each for each in samples if each.finish_reason == "error"), None)
     if failed is not None:
         reason = failed.error or "the engine gave no reason"
-        return failed_answer(reason, n, first.num_prompt_tokens, first.num_cached_tokens)
+        answer = failed_answer(reason, n, first.num_prompt_tokens, first.num_cached_tokens)
+        return replace(answer, attempts=1)
     prompt, cached = first.num_prompt_tokens, first.num_cached_tokens
     parts = [_texts_of(each, has_tools) for each in samples]
     if n == 1:
         ((text, reason, calls),) = parts
-        tokens = len(first.token_ids)
-        return Answer(text, reason, prompt, tokens, cached, None, first.reasoning, calls)
+        tokens = num_generated(first)
+        answer = Answer(text, reason, prompt, tokens, cached, None, first.reasoning, calls)
+        if not isinstance(first, Attempted):
+            return answer
+        return replace(answer, attempts=first.attempts, check_error=first.check_error)
     texts, reasons, all_calls = zip(*parts, strict=True)
     counts = tuple(len(each.token_ids) for each in samples)
     reasonings = tuple(each.reasoning for each in samples)

@@ -43,7 +43,7 @@ from .run_folder import RunFolder, load_plan
 from .shard_labels import ShardLabels
 from .shard_requests import ShardRequests
 from .shard_texts import ShardTexts
-from .sources import prompt_source
+from .sources import read_source
 from .storage import FileStat, Storage
 
 
@@ -75,6 +75,7 @@ class ShardWork(OpenTask):
         folder.state.check_not_cancelled()
         if not self._has_part():
             _check_model(folder.plan, context.model)
+            context.checks.admit(folder.plan.spec.repairs)
             self._held.check_room()
             self._files.enter(self._planned_file.path)
             self._entered = True
@@ -107,6 +108,14 @@ class ShardWork(OpenTask):
     @property
     def has_more(self) -> bool:
         return self._requests is not None and self._requests.has_more
+
+    @property
+    def inspects(self) -> bool:
+        return self._requests is not None and self._requests.inspects
+
+    def inspect(self, index: int, completions: Sequence[Completion]) -> None:
+        assert self._requests is not None, "inspected without a request"
+        self._requests.inspect(index, completions)
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
         assert self._requests is not None, "delivered without a request"
@@ -237,6 +246,8 @@ class ShardWork(OpenTask):
             chat.has_tools,
             Chain(plan.spec.steps, plan.spec.defaults) if plan.spec.steps else None,
             ShardLabels.of(plan.spec, source),
+            plan.spec.repairs,
+            self._context.checks,
         )
 
     def _batch_requests(self, texts: ShardTexts, first_row: int) -> BatchRequests:
@@ -272,7 +283,7 @@ class ShardWork(OpenTask):
 
     @cached_property
     def _source(self) -> PromptSource:
-        return prompt_source(self._folder.plan.spec, self._check_sampling)
+        return read_source(self._folder.plan.spec, self._check_sampling)
 
     @property
     def _added(self) -> set[str]:

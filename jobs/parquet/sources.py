@@ -11,6 +11,7 @@ from ..runs.spec import RunSpec
 from ..runs.template import Template
 from .batch_requests import BatchSource
 from .chain import ChainSource
+from .checked_source import CheckedSource
 from .prompt_source import MessagesColumn, PromptColumn, PromptSource, TemplateSource
 from .row_sampling import SampledSource
 
@@ -28,6 +29,16 @@ def prompt_source(
     if not spec.sampling_columns:
         return source
     return SampledSource(source, spec.sampling_columns, spec.chat[0], check_sampling)
+
+
+def read_source(
+    spec: RunSpec, check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling
+) -> PromptSource:
+    """Return the same with what a function that checks gets of each row."""
+    source = prompt_source(spec, check_sampling)
+    if spec.repairs.function is None:
+        return source
+    return CheckedSource(source, spec.check_columns or ())
 
 
 def _of_prompts(spec: RunSpec) -> PromptSource:

@@ -170,6 +170,18 @@ def check_repairs(
         raise InvalidJob("check and tools: a check is of an answer's text, and a call of a tool has none")
 
 
+def check_run_repairs(
+    options: RepairOptions, sampling: Mapping[str, Any], has_tools: bool, has_steps: bool, has_labels: bool
+) -> None:
+    """The same of a run. has_steps: each row has several prompts. has_labels: nothing is generated."""
+    check_repairs(options, sampling, has_tools=has_tools)
+    if options.is_asked_for and (has_steps or has_labels):
+        name = "continue_on_length" if options.check is None else "check"
+        if has_labels:
+            raise InvalidJob(f"{name} and labels: a label is no answer that could be tried again")
+        raise InvalidJob(f"{name} and prompts: rows of several prompts are asked once: leave one out")
+
+
 def check_prompts(options: RepairOptions, prompts: Sequence[object]) -> None:
     """Raise InvalidJob for token ids as prompts, behind which no reason can be written."""
     if options.check is not None and any(isinstance(prompt, list) for prompt in prompts):

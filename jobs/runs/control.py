@@ -58,21 +58,21 @@ def submit_run(
     model: str | None = None,
     redo_damaged: bool = False,
     max_errors: int | str | None = None,
-    check: Callable[[RunSpec], None] = accept_any_run,
+    check_run: Callable[[RunSpec], None] = accept_any_run,
     **arguments: Any,
 ) -> str:
     """Enqueue the planning of a run unless it is already under way; return the run's id.
 
     model: only a worker that serves it by this name plans the run, or resumes it. redo_damaged: parts that
     are not what the run has written are removed and computed again. max_errors: see jobs.score_parquet.
-    check: raises what the planning would, as far as that can be known on this machine.
+    check_run: raises what the planning would, as far as that can be known on this machine.
     arguments: those of jobs.score_parquet; relative paths start at the working directory.
     Raises InvalidJob or UnsupportedScheme before anything is enqueued.
     """
     spec, model = RunSpec.from_arguments(**arguments), parse_model(model)
     limit = ErrorLimit.parse(max_errors)
     check_queue_name(queue_name)
-    check(spec)
+    check_run(spec)
     plan_job = f"{spec.run}-plan"
     state = RunState(connection, spec.run)
     # The output as it was named: which real path it has is for the worker to say.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..common.shown import MAX_NAME_CHARS, shown
+from ..context.checks.options import split_repair_options
 from ..errors import InvalidJob, InvalidValue
 from ..prompts.arguments import text_problem
 
@@ -126,3 +127,18 @@ def template_format(value: Any, template: Any) -> str:
     if template is None and value == "jinja":
         raise InvalidJob("template_format says how a template is written, and there is none: give one too")
     return str(value)
+
+
+def repairs(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is asked of the answers, as fields of a RunSpec. Raises InvalidJob."""
+    _, found = split_repair_options(options)
+    columns = column_names("check_columns", options.get("check_columns"))
+    if columns is not None and found.function is None:
+        raise InvalidJob("check_columns are for a function that checks, and there is none")
+    return {
+        "check": found.check,
+        "check_columns": columns,
+        "max_attempts": found.max_attempts,
+        "continue_on_length": found.continue_on_length,
+        "repair_template": found.template,
+    }

@@ -12,8 +12,10 @@ from hashlib import blake2b
 from typing import Any
 
 from ..common.shown import MAX_NAME_CHARS, shown
+from ..context.checks.options import DEFAULT_MAX_ATTEMPTS, RepairOptions
 from ..errors import InvalidJob, InvalidValue
 from ..prompts.arguments import parse_sampling
+from ..prompts.attempts import check_run_repairs
 from ..prompts.chat_options import ChatOptions, refuse_chat_options, split_chat_options
 from ..prompts.response_options import refuse_response_options
 from ..prompts.template_texts import template_texts
@@ -66,6 +68,11 @@ class RunSpec:
     prompts: list[dict[str, Any]] | None = None
     labels: list[str] | None = None
     calibrate: bool = False
+    check: dict[str, Any] | None = None
+    check_columns: list[str] | None = None
+    max_attempts: int = DEFAULT_MAX_ATTEMPTS
+    continue_on_length: bool = False
+    repair_template: str | None = None
 
     @classmethod
     def from_arguments(
@@ -92,7 +99,8 @@ class RunSpec:
         template_format: "fields" for {column}, or "jinja". prompts: instead of one, several for each row, one
         after the other, as mappings of name, template over columns and earlier prompts' names, and sampling
         values of its own. labels: give the probability of each instead of generating; calibrate: less what
-        they have behind a prompt without content. Raises InvalidJob or UnsupportedScheme.
+        they have behind a prompt without content. check and the like: see `repairs`. Raises InvalidJob or
+        UnsupportedScheme.
         """
         has_prompts = options.get("prompts") is not None
         _check_one_prompt(prompt_column, messages_column, template, has_prompts)
@@ -123,8 +131,7 @@ class RunSpec:
             else column_name("filename_column", filename_column),
             **_checked_options(options, template),
         )
-        _ = spec.steps  # raises where they cannot be
-        check_labels(spec.labels, spec.sampling, options)
+        _check_together(spec, options)
         return spec
 
     @classmethod
@@ -178,6 +185,11 @@ class RunSpec:
 
         return make_steps(prompts, self.sampling, parse, self.sampling_columns.keys(), self.rows_per_shard)
 
+    @cached_property
+    def repairs(self) -> RepairOptions:
+        """What is asked of the answers; check_columns: what a function gets beside the prompt's columns."""
+        return RepairOptions(self.check, self.max_attempts, self.continue_on_length, self.repair_template)
+
     def check_sampling(self, check: Callable[[Mapping[str, Any]], None]) -> None:
         """Raise InvalidJob for sampling values that no request could use, and for names that are none.
 
@@ -193,6 +205,15 @@ class RunSpec:
     def differences(self, other: RunSpec) -> list[str]:
         """Return the names of the arguments in which the two differ."""
         return [each.name for each in fields(self) if getattr(self, each.name) != getattr(other, each.name)]
+
+
+def _check_together(spec: RunSpec, options: Mapping[str, Any]) -> None:
+    """Raise InvalidJob for arguments of which each could be, and not all."""
+    _ = spec.steps  # raises where they cannot be
+    check_labels(spec.labels, spec.sampling, options)
+    check_run_repairs(
+        spec.repairs, spec.sampling, spec.chat[1].has_tools, spec.prompts is not None, spec.labels is not None
+    )
 
 
 def _check_option_names(options: Mapping[str, Any]) -> None:
@@ -237,6 +258,7 @@ def _checked_options(options: Mapping[str, Any], template: Any) -> dict[str, Any
         "prompts": parse_prompts(given("prompts")),
         "labels": label_options.labels(given("labels")),
         "calibrate": label_options.calibrate(given("calibrate"), given("labels") is not None),
+        **option_checks.repairs(options),
     }
 
 
