@@ -15,7 +15,7 @@ from worker.engine_thread.engine_like import EngineLike
 from worker.settings import WorkerSettings
 
 POISON = 666
-Sample = Callable[[Any, Tensor, SamplingRows], Tensor]
+Sample = Callable[[Any, Tensor, SamplingRows, Tensor], Tensor]
 
 
 class PoisonedWorker(BatchWorker):
@@ -31,9 +31,9 @@ class PoisonedWorker(BatchWorker):
 def poisoned(sample: Sample) -> Sample:
     """It, but for rows of that seed."""
 
-    def raising(backend: Any, logits: Tensor, rows: SamplingRows) -> Tensor:
+    def raising(backend: Any, logits: Tensor, rows: SamplingRows, chosen: Tensor) -> Tensor:
         if POISON in rows.seed:
             raise OverflowError("a value of one sequence")
-        return sample(backend, logits, rows)
+        return sample(backend, logits, rows, chosen)
 
     return raising

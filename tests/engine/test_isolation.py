@@ -76,10 +76,10 @@ def in_sample(monkeypatch: pytest.MonkeyPatch, *, step: int = 4) -> None:
     """At the sequence's fourth token, as the sampler sees it."""
     sample = KernelBackend.sample
 
-    def poisoned(backend: KernelBackend, logits: Tensor, rows: SamplingRows) -> Tensor:
+    def poisoned(backend: KernelBackend, logits: Tensor, rows: SamplingRows, chosen: Tensor) -> Tensor:
         if (rows.position[rows.seed == POISON] == len(PREFIX) + 3 + step).any():
             raise Poisoned("a part of the prompt")
-        return sample(backend, logits, rows)
+        return sample(backend, logits, rows, chosen)
 
     monkeypatch.setattr(KernelBackend, "sample", poisoned)
 
@@ -142,9 +142,9 @@ def in_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As NaN, which a model in half precision gives for some prompts."""
     sample = KernelBackend.sample
 
-    def poisoned(backend: KernelBackend, logits: Tensor, rows: SamplingRows) -> Tensor:
+    def poisoned(backend: KernelBackend, logits: Tensor, rows: SamplingRows, chosen: Tensor) -> Tensor:
         logits[rows.seed == POISON] = torch.nan
-        return sample(backend, logits, rows)
+        return sample(backend, logits, rows, chosen)
 
     monkeypatch.setattr(KernelBackend, "sample", poisoned)
 
