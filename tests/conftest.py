@@ -26,6 +26,7 @@ LONGEST = (
     "tests/engine/test_triton_parity.py",
     "tests/engine/test_tensor_parallel.py",
     "tests/engine/test_families.py",
+    "tests/engine/test_rank_",
     "tests/e2e/",
     "tests/ops/test_gpu_bench.py",
     "tests/worker/test_deaths.py",

@@ -20,7 +20,7 @@ from engine.tensor_parallel import rank
 from engine.tensor_parallel.channel import Channel
 from engine.tensor_parallel.messages import Kind, encode, pack_json, pack_step
 from tests.engine.test_determinism import requests as seeded_requests
-from tests.engine.test_tensor_parallel import GREEDY, SHAPE_OF, config, ranks_of
+from tests.engine.two_ranks import GREEDY, SHAPE_OF, config, ranks_of
 
 NAME = "gqa2_tied_hub"
 

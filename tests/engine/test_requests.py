@@ -31,8 +31,6 @@ from engine import (
 from engine.sampling.params import RANGES
 from engine.sampling.ranges import TOKEN_ID
 from engine.schedule.block_manager import BlockManager
-from engine.text.stop_strings import IncrementalText, StopStrings
-from tests.engine.checkpoints import make_tokenizer
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPT = [5, 6, 7, 8]
@@ -87,79 +85,6 @@ def test_a_bad_prompt_fails_alone(shared: Engine, prompt: Any, error: type[Excep
     assert before.token_ids == after.token_ids == complete(shared).token_ids
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"temperature": -1}, "temperature must be between 0 and 1000000, got -1"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"temperature": float("inf")}, "temperature"),
-        ({"temperature": "0"}, "without quotes"),
-        ({"temperature": True}, "must be a number, got True"),
-        ({"top_p": 0}, "top_p must be above 0"),
-        ({"top_p": 1.01}, "top_p"),
-        ({"min_p": -0.1}, "min_p"),
-        ({"top_k": -2}, "top_k"),
-        ({"top_k": 1.5}, "top_k must be an integer"),
-        ({"max_tokens": 0}, "max_tokens must be between 1 and 2147483647, got 0"),
-        ({"max_tokens": "64"}, "without quotes"),
-        ({"max_tokens": True}, "must be an integer"),
-        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 is above max_tokens=8"),
-        ({"n": 0}, "n must be between 1 and"),
-        ({"n": 10_000}, "n must be between 1 and"),
-        ({"seed": 2**64}, "seed"),
-        ({"seed": 1.0}, "seed"),
-        ({"stop": [1]}, "stop must be"),
-        ({"stop": ["a", ""]}, "1 to 1024 characters, got 0"),
-        ({"stop": ["a"] * 65}, "at most 64"),
-        ({"stop_token_ids": "12"}, "list of token ids"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids"),
-        ({"ignore_eos": 1}, "ignore_eos"),
-        ({"best_of": 5}, "'best_of' is not built yet; accepted are allowed_token_ids"),
-        ({"structured_outputs": {}}, "must have one of json"),
-        ({"presence_penalty": 2.1}, "presence_penalty must be between -2 and 2, got 2.1"),
-        ({"frequency_penalty": "1"}, "frequency_penalty must be a number and no text"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be between 1e-06 and 1000000, got 0"),
-        ({"repetition_penalty": float("nan")}, "repetition_penalty"),
-        ({"logit_bias": [5]}, "logit_bias must be a mapping of token ids to numbers"),
-        ({"logit_bias": {"a": 1}}, "a key of logit_bias must be a token id, got 'a'"),
-        ({"logit_bias": {"-1": 1}}, "a key of logit_bias must be a token id"),
-        ({"logit_bias": {-1: 1}}, "a key of logit_bias must be between 0 and"),
-        ({"logit_bias": {True: 1}}, "a key of logit_bias must be a token id, got True"),
-        ({"logit_bias": {"5": 1, 5: 2}}, "logit_bias names token id 5 twice"),
-        ({"logit_bias": {"5": 100.5}}, "a bias of logit_bias must be between -100 and 100, got 100.5"),
-        ({"logit_bias": {"5": True}}, "a bias of logit_bias must be a number"),
-        ({"logit_bias": {"5": None}}, "a bias of logit_bias must be a number"),
-        ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
-        ({"allowed_token_ids": "12"}, "allowed_token_ids must be a list of token ids"),
-        ({"allowed_token_ids": [1, True]}, "allowed_token_ids must be an integer, got True"),
-        ({"allowed_token_ids": [2, -1]}, "allowed_token_ids must be between 0 and 2147483647, got -1"),
-        ({"allowed_token_ids": [[1]]}, "allowed_token_ids must be an integer"),
-        ({"bad_words": "word"}, "bad_words must be a list of strings"),
-        ({"bad_words": ["a", ""]}, "a bad word must have 1 to 1024 characters, got 0"),
-        ({"bad_words": ["a"] * 1025}, "bad_words holds 1025 strings; at most 1024"),
-        ({"bad_words": ["\ud800"]}, "a bad word is no valid Unicode"),
-        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0 leaves nothing"),
-        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens must be between -1"),
-        ({"skip_special_tokens": 1}, "skip_special_tokens must be true or false, got 1"),
-        ({"include_stop_str_in_output": "yes"}, "include_stop_str_in_output must be true or false"),
-        ({"temperature": 10**400}, "temperature must be between 0 and 1000000, got 1000"),
-        (
-            {"top_k": 10**5000},
-            "top_k must be between -1 and 2147483647, got one of type int with a number too",
-        ),
-        ({"stop": [10**5000]}, "stop must be a string or a list of strings, got one of type list"),
-        ({"stop": "\ud800"}, "a stop string is no valid Unicode"),
-        ({"stop_token_ids": [True]}, "stop_token_ids must be an integer, got True"),
-        ({"min_tokens": False}, "min_tokens must be an integer, got False"),
-        ({"stop": {"secret": "x" * 1000}}, "stop must be a string or a list of strings, got .{0,60}$"),
-        ({"max_token": 5}, r"'max_token' is no sampling parameter; did you mean max_tokens\? accepted are"),
-    ],
-)
-def test_bad_sampling_values_are_refused_by_name(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidSampling, match=message):
-        SamplingParams.from_mapping(values)
-
-
 WIDTHS = sorted({sign * 2**bits + off for bits in range(0, 81, 4) for sign in (1, -1) for off in (-1, 0, 1)})
 
 
@@ -191,13 +116,6 @@ def test_a_number_of_any_width_is_refused_by_name_or_used(shared: Engine, name: 
     assert refused == (outside if name == "stop_token_ids" else set())
 
 
-def test_sampling_values_are_taken_as_they_come_from_json() -> None:
-    params = SamplingParams.from_mapping({"stop": "x", "stop_token_ids": [3], "temperature": 0, "top_k": 0})
-    assert params == SamplingParams(stop=("x",), stop_token_ids=(3,), temperature=0, top_k=0)
-    assert hash(params) == hash(pickle.loads(pickle.dumps(params)))
-    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
-
-
 def test_lists_and_mappings_are_remembered_too(shared: Engine) -> None:
     """A mapping's keys are text in JSON. What holds them is a key, travels, and is nobody's to change."""
     values = {"logit_bias": {"7": 1, "5": -2.5}, "allowed_token_ids": [9, 5, 9], "bad_words": ["a", "b", "a"]}
@@ -213,16 +131,6 @@ def test_lists_and_mappings_are_remembered_too(shared: Engine) -> None:
     for outside in ({"allowed_token_ids": (3, 512)}, {"logit_bias": {512: 1.0}}):
         with pytest.raises(InvalidSampling, match=r"token id 512 of .* is outside the vocabulary of 512"):
             shared.add("a", PROMPT, SamplingParams(**outside))  # type: ignore[arg-type]
-
-
-def test_equal_values_of_other_types_are_told_apart_by_a_reader_that_remembers() -> None:
-    assert SamplingParams.from_mapping({"max_tokens": 1, "temperature": 1}).max_tokens == 1
-    assert SamplingParams.from_mapping({"max_tokens": 1, "temperature": 1.0}).max_tokens == 1
-    for values in ({"max_tokens": True, "temperature": 1}, {"max_tokens": 1, "temperature": True}):
-        with pytest.raises(InvalidSampling, match="must be a"):
-            SamplingParams.from_mapping(values)
-    with pytest.raises(InvalidSampling, match="max_tokens must be an integer"):
-        SamplingParams.from_mapping({"max_tokens": 1.0, "temperature": 1})
 
 
 def test_errors_keep_their_type_across_processes() -> None:
@@ -363,47 +271,6 @@ def test_a_stop_string_is_cut_from_the_text_and_kept_in_the_ids(shared: Engine) 
     assert len(stopped.token_ids) < 40
     late = complete(shared, "The quick", max_tokens=40, stop=stop, min_tokens=38)
     assert len(late.token_ids) > 38
-
-
-def test_incremental_text_is_a_prefix_of_the_whole_text() -> None:
-    """At each token, for every script, broken bytes and special tokens included; never half a character."""
-    tokenizer = make_tokenizer()
-    rng = random.Random(4)
-
-    def decode(token_ids: list[int]) -> str:
-        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
-
-    texts = ["naïve café Ñandú 日本語 🎉🎉 עברית", "🇫🇷" * 20, "plain " * 30]
-    cases = [tokenizer.encode(text) for text in texts]
-    cases += [[rng.randrange(500) for _ in range(120)] for _ in range(60)]
-    for i, case in enumerate(cases):
-        text, given = IncrementalText(decode), ""
-        for j, token_id in enumerate(case):
-            given += text.add(token_id)
-            whole = decode(case[: j + 1])
-            assert whole.startswith(given)
-            assert len(whole) - len(given) <= 1
-            if i < len(texts):
-                assert "\ufffd" not in given
-        assert given == decode(case).removesuffix("\ufffd")
-
-
-def test_stop_strings_across_tokens_and_window() -> None:
-    """A stop string spread over many tokens, the earliest of several, and one that is complete too early."""
-
-    def first_end(text: str, stop: tuple[str, ...], min_tokens: int = 0) -> tuple[int, str | None]:
-        watch = StopStrings(stop, lambda ids: "".join(map(chr, ids)), min_tokens=min_tokens)
-        for i, char in enumerate(text):
-            if watch.add(ord(char)):
-                return i + 1, watch.text
-        return len(text), watch.text
-
-    long = "x" * 50 + "abcdefghijklmnopqrstuvwxyz" * 2
-    assert first_end(long, ("abcdefghijklmnopqrstuvwxyz",)) == (76, "x" * 50)
-    assert first_end("say stop now", ("now", "stop")) == (8, "say ")
-    assert first_end("aXbXc", ("X",), min_tokens=2) == (4, "aXb")
-    assert first_end("abcabc", ("bc",), min_tokens=3) == (6, "abca")
-    assert first_end("none", ("X",)) == (4, None)
 
 
 def test_the_chat_template_ends_with_the_generation_prompt(shared: Engine) -> None:

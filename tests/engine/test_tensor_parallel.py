@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
-import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from engine import (
-    ConfigError,
     Engine,
-    EngineConfig,
-    EngineStats,
-    MissingWeights,
     PoolingParams,
     RankFailed,
     SamplingParams,
 )
-from engine.checkpoint.model_config import read_model_config
-from engine.checkpoint.weights import CheckpointTensor
-from engine.layers.parallel import Share, TensorParallel
-from engine.run.model_runner import ModelRunner
-from engine.sampling.logit_edits import EditParts
-from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
-from engine.schedule.step_batch import StepBatch
-from engine.tensor_parallel import rank_group
-from engine.tensor_parallel.channel import Channel
 from engine.tensor_parallel.messages import (
-    DTYPES,
     PREFIX_BYTES,
     Kind,
     decode,
@@ -50,19 +25,24 @@ from engine.tensor_parallel.messages import (
     pack_step,
     unpack_step,
 )
-from engine.tensor_parallel.rank_group import RankGroup, rank_devices
 from engine.tensor_parallel.rank_process import RankProcess
-from tests.engine.checkpoints import SHAPES, Shape, make_checkpoint, pool_bytes
+from tests.engine.checkpoints import Shape, make_checkpoint, pool_bytes
 from tests.engine.embedding_models import Truth
 from tests.engine.reference import NUM_NEW_TOKENS, Reference
 from tests.engine.test_determinism import requests as seeded_requests
 from tests.engine.test_loglikelihood import check as check_loglikelihood
 from tests.engine.test_logprobs import check as check_logprobs
 from tests.engine.test_logprobs import generate, mixed_requests, true_logprobs
+from tests.engine.two_ranks import (
+    GREEDY,
+    SHAPE_OF,
+    check_nothing_is_left,
+    compare,
+    config,
+    ranks_of,
+    wait_until,
+)
 
-ROOT = Path(__file__).parents[2]
-GREEDY = SamplingParams(max_tokens=NUM_NEW_TOKENS, temperature=0.0, ignore_eos=True)
-SHAPE_OF = {shape.name: shape for shape in SHAPES}
 ODD = Shape(
     "odd_vocabulary_and_bias",
     hidden_size=44,
@@ -73,35 +53,6 @@ ODD = Shape(
     seed=6,
 )
 LONG = 10_000  # tokens; three int64 arrays of them are more than the buffers of a socket
-
-
-def config(folder: Path, shape: Shape, *, pool_blocks: int = 600, **changes: Any) -> EngineConfig:
-    """Two ranks in float32, each with pool_blocks blocks of its own KV heads."""
-    per_rank = replace(shape, num_kv_heads=max(1, shape.num_kv_heads // 2))
-    values: dict[str, Any] = {
-        "dtype": "float32", "max_model_len": 200, "max_num_seqs": 32, "max_num_batched_tokens": 2048,
-        "kv_cache_bytes": pool_bytes(per_rank, pool_blocks), "tensor_parallel_size": 2,
-    }  # fmt: skip
-    return EngineConfig(str(folder), **{**values, **changes})
-
-
-def ranks_of(built: Engine) -> RankGroup:
-    runner = built._open_runner()
-    assert isinstance(runner, RankGroup)
-    return runner
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 10) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)  # a process's state announces nothing
-
-
-def check_nothing_is_left(pids: list[int], port: int) -> None:
-    assert [pid for pid in pids if psutil.pid_exists(pid)] == []
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port), timeout=5)
 
 
 @pytest.fixture(scope="module")
@@ -162,14 +113,6 @@ def doomed(folders: dict[str, Path]) -> Iterator[Engine]:
         yield built
         check_nothing_is_left(pids, port)
         built.close()
-
-
-def compare(reference: Reference, built: Engine) -> EngineStats:
-    """Every token equals transformers', save ties; no block is lost."""
-    assert reference.unexplained(built.generate(reference.prompts, GREEDY)) == []
-    stats = built.stats()
-    assert stats.free_blocks == stats.num_blocks
-    return stats
 
 
 # What two ranks say
@@ -243,122 +186,6 @@ def test_seeded_sampling_is_that_of_one_rank(shared: Engine) -> None:
     assert not set(ends) & set(answers[-5].token_ids[:4])
 
 
-# How they share a model
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_ranks_cover_every_dimension_once(size: int) -> None:
-    ranks = [TensorParallel(rank, size) for rank in range(size)]
-    for total in (24, 24 * size):
-        shares = [tp.share(total, "heads") for tp in ranks]
-        assert sum(share.length for share in shares) == total
-        assert [share.start for share in shares] == [i * total // size for i in range(size)]
-    for total in (1, 2, 509, 512):
-        padded = [tp.share_padded(total) for tp in ranks]
-        covered = [i for share in padded for i in range(share.start, share.start + share.length)]
-        assert covered == list(range(total))
-        assert max(share.length for share in padded) == ranks[0].padded_length(total)
-
-
-def test_a_kv_head_goes_to_the_ranks_whose_queries_attend_to_it() -> None:
-    """8 ranks of 16 query heads over 2 KV heads: ranks 0 to 3 hold the first, 4 to 7 the second."""
-    shares = [TensorParallel(rank, 8).share_or_copy(2, "KV heads") for rank in range(8)]
-    assert shares == [Share(rank // 4, 1, 2) for rank in range(8)]
-    with pytest.raises(ConfigError, match="tensor_parallel_size=8: 3 KV heads"):
-        TensorParallel(0, 8).share_or_copy(3, "KV heads")
-
-
-@pytest.mark.parametrize(("rank", "size"), [(1, 2), (2, 4)])
-def test_a_rank_reads_only_its_share_of_the_checkpoint(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, rank: int, size: int
-) -> None:
-    """Query heads, the KV head they attend to, MLP features and vocabulary; norms and one bias whole."""
-    shape, folder = SHAPE_OF["gqa2_bias"], folders["gqa2_bias"]
-    weights, read_whole = load_file(folder / "model.safetensors"), set()
-
-    def whole(tensor: CheckpointTensor) -> torch.Tensor:
-        read_whole.add(tensor.name)
-        return weights[tensor.name]
-
-    monkeypatch.setattr(CheckpointTensor, "whole", whole)
-    runner = ModelRunner(config(folder, shape), read_model_config(folder), folder, TensorParallel(rank, size))
-    assert all("norm" in name or name.endswith("o_proj.bias") for name in read_whole)
-    parameters = {
-        name: parameter.to_dense() if parameter.is_mkldnn else parameter
-        for name, parameter in runner.model.named_parameters()
-    }
-    features, kv_head = 16 * 4 // size, rank * 2 // size
-    prefix = "model.layers.1.self_attn"
-    for kind in ("weight", "bias"):
-        query = weights[f"{prefix}.q_proj.{kind}"].split(features)[rank]
-        heads = 2 // size or 1
-        others = [
-            weights[f"{prefix}.{name}_proj.{kind}"][16 * kv_head : 16 * (kv_head + heads)] for name in "kv"
-        ]
-        torch.testing.assert_close(parameters[f"{prefix}.qkv_proj.{kind}"], torch.cat((query, *others)))
-    columns = weights[f"{prefix}.o_proj.weight"].split(features, dim=1)[rank]
-    torch.testing.assert_close(parameters[f"{prefix}.o_proj.weight"], columns)
-    rows = weights["lm_head.weight"].split(512 // size)[rank]
-    torch.testing.assert_close(parameters["lm_head.weight"], rows)
-
-
-def test_sizes_that_cannot_work_are_named_before_a_rank_starts(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rank_group, "RankProcess", None)
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2: 3 KV heads cannot be shared by 2 ranks"):
-        Engine(config(folders["gqa2_sharded"], SHAPE_OF["gqa2_sharded"]))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    four = EngineConfig("m", device="cuda", tensor_parallel_size=4)
-    with pytest.raises(ConfigError, match="tensor_parallel_size=4 needs 4 GPUs, torch finds 2"):
-        rank_devices(four)
-    with pytest.raises(ConfigError, match="device='cuda:1' is one GPU"):
-        rank_devices(replace(four, device="cuda:1"))
-    assert rank_devices(replace(four, tensor_parallel_size=2)) == ["cuda:0", "cuda:1"]
-
-
-# How they speak
-
-
-def test_messages_arrive_as_they_were_whatever_their_size() -> None:
-    """Every dtype, empty arrays, and megabytes through a socket's small buffer."""
-    rng = np.random.default_rng(1)
-    arrays = [rng.integers(0, 200, size).astype(dtype) for dtype in DTYPES for size in (0, 1, 13, (5, 3))]
-    arrays += [rng.integers(0, 9, (700, 1001)), np.zeros((0, 2), np.int64), np.asfortranarray(arrays[7])]
-    ours, theirs = map(Channel, socket.socketpair())
-    message = encode(Kind.STEP, arrays)
-    assert len(message) > 5_000_000
-    with ThreadPoolExecutor(1) as thread:
-        sent = thread.submit(ours.send, message)
-        received = theirs.receive()
-        sent.result()
-    assert received.kind is Kind.STEP
-    for array, expected in zip(received.arrays, arrays, strict=True):
-        assert array.dtype == expected.dtype
-        np.testing.assert_array_equal(array, expected)
-    ours.close()
-    with pytest.raises(EOFError):
-        theirs.receive()
-    theirs.close()
-
-
-def test_a_step_arrives_as_it_was() -> None:
-    ids, lens = np.arange(4), np.arange(1, 3)
-    step = StepBatch(ids, ids + 1, ids + 2, ids[:2], np.ones((2, 3), np.int32), lens, lens)
-    values = neutral_rows(3)
-    values["temperature"] = values["seed"] = np.arange(3)
-    parts = EditParts(pending=[(1, 0)], banned=[(0, np.array([1, 2])), (1, np.array([7]))])
-    parts.penalize(1, (0.5, 1.5, 2.5), np.array([(7, 1), (-1, 0)], np.int32))
-    for edits in (None, parts.joined(np.array([0, 2]))):
-        sampling = SamplingBatch(values, np.arange(3, dtype=np.uint64), edits)
-        message = encode(Kind.STEP, pack_step(step, sampling))
-        prefix, body = message[:PREFIX_BYTES], bytearray(message[PREFIX_BYTES:])
-        same_step, same_sampling = unpack_step(decode(prefix, body).arrays)
-        assert repr(same_step) == repr(step)
-        assert repr(same_sampling) == repr(sampling)
-
-
 # What happens to a rank
 
 
@@ -429,87 +256,3 @@ def test_an_interrupted_step_ends_the_ranks(doomed: Engine) -> None:
         doomed.step()
     with pytest.raises(RankFailed, match="interrupted by KeyboardInterrupt"):
         doomed.step()
-
-
-# How they start and end
-
-
-def test_missing_weights_are_the_error_one_process_would_raise(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
-    """And no rank is left, whichever of them said so first."""
-    folder = Path(shutil.copytree(folders["gqa1_untied"], tmp_path / "model"))
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.norm.weight"]
-    save_file(tensors, folder / "model.safetensors")
-    before = psutil.Process().children(recursive=True)
-    with pytest.raises(MissingWeights, match=r"rank [01]: .* lacks 1 tensors .* model\.norm\.weight"):
-        Engine(config(folder, SHAPE_OF["gqa1_untied"]))
-    assert psutil.Process().children(recursive=True) == before
-
-
-def test_a_rank_that_dies_while_it_starts_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stillborn(RankProcess):
-        def __init__(self, rank: int, timeout_s: float) -> None:
-            super().__init__(rank, timeout_s)
-            if rank == 1:
-                os.kill(self.pid, signal.SIGKILL)
-
-    monkeypatch.setattr(rank_group, "RankProcess", Stillborn)
-    before = psutil.Process().children(recursive=True)
-    with pytest.raises(RankFailed, match="rank 1 failed: it was killed by SIGKILL"):
-        Engine(config(folder, SHAPE_OF["gqa2_tied_hub"]))
-    assert psutil.Process().children(recursive=True) == before
-
-
-DRIVER = """
-import sys, threading, time
-import torch
-from engine import Engine, EngineConfig, SamplingParams
-
-model, in_main_thread = sys.argv[1], sys.argv[2] == "main"
-torch.set_num_threads(1)
-made = []
-make = lambda: made.append(Engine(EngineConfig(model, kv_cache_bytes=1 << 22, tensor_parallel_size=2)))
-if in_main_thread:
-    make()
-else:
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-(engine,) = made
-engine.generate([[5, 6, 7]], SamplingParams(max_tokens=3))
-print(*engine._live_runner.pids, flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("made_by", ["main", "a thread that has ended"])
-def test_ranks_die_with_a_driver_that_is_killed(folder: Path, made_by: str) -> None:
-    """Frozen ones through the kernel, where the main thread made them; others also by their lifeline."""
-    command = [sys.executable, "-c", DRIVER, str(folder), made_by]
-    driver = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert driver.stdout is not None
-    ranks = [psutil.Process(int(pid)) for pid in driver.stdout.readline().split()]
-    assert len(ranks) == 2
-    for rank in ranks:
-        for number in (signal.SIGINT, signal.SIGTERM):  # not theirs to act on
-            rank.send_signal(number)
-        assert os.getpgid(rank.pid) != os.getpgid(driver.pid)
-        if made_by == "main" and sys.platform == "linux":
-            rank.suspend()
-    driver.kill()
-    driver.wait()
-    driver.stdout.close()
-    assert psutil.wait_procs(ranks, timeout=5)[1] == []
-
-
-def test_one_rank_starts_no_process_and_no_group(folder: Path) -> None:
-    import torch.distributed as dist
-
-    before, threads = psutil.Process().children(), threading.active_count()
-    with Engine(config(folder, SHAPE_OF["gqa2_tied_hub"], tensor_parallel_size=1)) as built:
-        built.generate([[5, 6, 7]], GREEDY)
-        assert psutil.Process().children() == before
-        assert threading.active_count() == threads
-        assert not dist.is_initialized()

@@ -11,7 +11,7 @@ import torch
 
 from engine import Engine, RankFailed, SamplingParams
 from tests.engine.reference import Reference
-from tests.engine.test_tensor_parallel import (
+from tests.engine.two_ranks import (
     GREEDY,
     SHAPE_OF,
     check_nothing_is_left,

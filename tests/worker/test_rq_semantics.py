@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from rq import Callback, Retry
-from rq.command import send_shutdown_command, send_stop_job_command
+from rq.command import send_stop_job_command
 from rq.job import JobStatus
-from rq.registry import FailedJobRegistry, FinishedJobRegistry, ScheduledJobRegistry
+from rq.registry import FailedJobRegistry, FinishedJobRegistry
 from rq.serializers import JSONSerializer
 
 from tests.rq_workers import (
@@ -159,73 +157,12 @@ def test_failure_ttl_bounds_a_failed_job(workers: Workers) -> None:
     assert "refused" in (workers.result(job).exc_string or "")
 
 
-def test_retries_are_used_up_and_then_the_job_fails(workers: Workers) -> None:
-    job = workers.queue("bulk").enqueue(F + "boom", "no", retry=Retry(max=2))
-    workers.burst()
-    assert job.get_status() == JobStatus.FAILED
-    assert "ValueError: no" in (workers.result(job).exc_string or "")
-    job.refresh()
-    assert job.retries_left == 0
-    assert leftovers(workers.redis, "bulk") == []
-
-
-def test_a_retry_with_an_interval_is_scheduled(workers: Workers) -> None:
-    job = workers.queue("bulk").enqueue(F + "boom", "no", retry=Retry(max=1, interval=600))
-    workers.burst()
-    assert job.get_status() == JobStatus.SCHEDULED
-    registry = ScheduledJobRegistry("bulk", connection=workers.redis, serializer=JSONSerializer)
-    assert registry.get_job_ids() == [job.id]
-    assert leftovers(workers.redis, "bulk") == []
-
-
-def test_a_failure_that_no_other_try_can_mend_uses_up_no_retry(workers: Workers) -> None:
-    queue, retry = workers.queue("bulk"), Retry(max=2)
-    jobs = [
-        queue.enqueue("jobs.complete", "refuse", retry=retry),
-        queue.enqueue("jobs.complete", "a", max_tokns=5, retry=retry),
-        queue.enqueue("jobs.score_parquet", "no/such.parquet", "out", retry=retry),
-    ]
-    log = workers.burst()
-    for job in jobs:
-        job.refresh()
-        assert (job.get_status(), job.retries_left) == (JobStatus.FAILED, 2)
-        assert (workers.result(job).exc_string or "").splitlines()[-1] == "tokenmill: client"
-    assert f"job {jobs[0].id} failed: RequestFailed: request 0 of this job failed: the prompt is empty" in log
-    assert f"job {jobs[1].id} failed: InvalidJob: 'max_tokns' is no sampling parameter; did you mean" in log
-    assert f"job {jobs[2].id} failed: InputNotFound: no input file at" in log
-
-
-def test_a_failure_of_the_servers_is_tried_again_and_classed(workers: Workers) -> None:
-    job = workers.queue("bulk").enqueue("jobs.complete", "hang", job_timeout=1, retry=Retry(max=1))
-    log = workers.burst()
-    job.refresh()
-    assert (job.get_status(), job.retries_left) == (JobStatus.FAILED, 0)
-    assert (workers.result(job).exc_string or "").splitlines()[-1] == "tokenmill: server"
-    assert "JobTimeoutException: Task exceeded maximum timeout value (1 seconds)" in log
-
-
-def test_what_a_users_function_raises_is_neither_classed_nor_logged_in_its_words(workers: Workers) -> None:
-    job = workers.queue("bulk").enqueue(F + "boom", "secret words")
-    log = workers.burst()
-    assert (workers.result(job).exc_string or "").splitlines()[-1] == "ValueError: secret words"
-    assert f"job {job.id} failed: ValueError" in log
-    assert "secret words" not in log
-
-
 def test_a_stopped_job_is_classed_as_cancelled(workers: Workers) -> None:
     hang = workers.queue("bulk").enqueue("jobs.complete", "hang")
     workers.start("--name", "w")
     wait_until_started(hang)
     send_stop_job_command(workers.redis, hang.id, serializer=JSONSerializer)
     assert (workers.result(hang).exc_string or "").splitlines()[-1] == "tokenmill: cancelled"
-
-
-def test_a_returned_retry_runs_the_function_again(workers: Workers) -> None:
-    job = workers.queue("bulk").enqueue(F + "ask_for_retry", 2)
-    workers.burst()
-    assert workers.result(job).return_value == "done"
-    job.refresh()
-    assert job.number_of_retries == 2
 
 
 def test_callbacks_run_for_success_failure_and_stop(workers: Workers) -> None:
@@ -252,21 +189,6 @@ def test_ends_with_callbacks_do_not_wait_for_busy_functions(workers: Workers) ->
     )
     workers.start(TOKENMILL_FUNCTION_THREADS="1")
     assert text_of(workers.result(good)) == "echo:a"
-
-
-def test_a_retried_job_keeps_its_place_and_counts_as_rq_counts(workers: Workers) -> None:
-    first = workers.queue("bulk").enqueue(
-        F + "boom", "x", retry=Retry(max=1, enqueue_at_front=True), on_failure=Callback(F + "on_failure")
-    )
-    workers.burst("--max-jobs", "1", "--name", "w")
-    later = workers.queue("bulk").enqueue(F + "add", 1, 1)
-    assert workers.queue("bulk").job_ids == [first.id, later.id]
-    assert workers.job(first.id).retries_left == 0
-    assert workers.redis.lrange("callbacks", 0, -1) == [f"failure:{first.id}:ValueError".encode()]
-    workers.burst("--name", "v")
-    assert first.get_status() == JobStatus.FAILED
-    assert workers.redis.llen("callbacks") == 2
-    assert len(first.results()) == 1
 
 
 def test_a_stopped_callback_that_raises_is_told_in_the_result_and_harms_nobody(workers: Workers) -> None:
@@ -371,64 +293,6 @@ def test_a_job_that_passes_its_timeout_fails_and_the_others_go_on(workers: Worke
     assert text_of(workers.result(fine)) == "echo:a"
 
 
-def test_warm_shutdown_finishes_what_runs_and_takes_nothing_new(workers: Workers, tmp_path: Path) -> None:
-    running = workers.queue("bulk").enqueue("jobs.complete", f"file:{tmp_path}/go", max_tokens=1)
-    process = workers.start("--name", "w")
-    wait_until_started(running)
-    process.send_signal(signal.SIGTERM)
-    wait_until(lambda: workers.redis.hexists("rq:worker:w", "shutdown_requested_date"))
-    late = workers.queue("bulk").enqueue("jobs.complete", "b", max_tokens=1)
-    (tmp_path / "go").touch()
-    assert process.wait(timeout=60) == 0
-    assert text_of(workers.result(running)) == f"echo:file:{tmp_path}/go"
-    assert late.get_status() == JobStatus.QUEUED
-
-
-def test_a_second_signal_gives_back_what_runs(workers: Workers) -> None:
-    jobs = [workers.queue("bulk").enqueue("jobs.complete", "hang") for _ in range(3)]
-    process = workers.start("--name", "w")
-    wait_until_started(*jobs)
-    process.send_signal(signal.SIGINT)
-    time.sleep(1.1)  # a second signal within a second counts as the first one, sent twice
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 0
-    assert [job.get_status() for job in jobs] == [JobStatus.QUEUED] * 3
-    assert workers.queue("bulk").job_ids == [job.id for job in jobs]
-    assert leftovers(workers.redis, "bulk") == []
-
-
-def test_the_shutdown_command_is_a_warm_shutdown(workers: Workers) -> None:
-    process = workers.start("--name", "w")
-    wait_until(lambda: workers.redis.exists("tokenmill:worker:w"))
-    send_shutdown_command(workers.redis, "w")
-    assert process.wait(timeout=60) == 0
-
-
-def test_a_suspended_worker_claims_nothing_until_resumed(workers: Workers) -> None:
-    first = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
-    workers.start("--name", "w")
-    workers.result(first)
-    workers.rq("suspend")
-    held = workers.queue("bulk").enqueue("jobs.complete", "b", max_tokens=1)
-    wait_until(lambda: workers.redis.hget("rq:worker:w", "state") == b"suspended")
-    assert held.get_status() == JobStatus.QUEUED
-    workers.rq("resume")
-    assert text_of(workers.result(held)) == "echo:b"
-
-
-def test_max_jobs_is_kept_also_when_many_wait(workers: Workers) -> None:
-    jobs = [workers.queue("bulk").enqueue("jobs.complete", f"p{i}", max_tokens=2) for i in range(20)]
-    process = workers.start("--max-jobs", "7")
-    assert process.wait(timeout=60) == 0
-    assert [job.get_status() for job in jobs] == [JobStatus.FINISHED] * 7 + [JobStatus.QUEUED] * 13
-
-
-def test_max_idle_time_ends_an_idle_worker(workers: Workers) -> None:
-    process = workers.start("--max-idle-time", "1")
-    assert process.wait(timeout=60) == 0
-    assert "idle for 1 seconds" in workers.log(process)
-
-
 def test_scheduled_jobs_are_enqueued_by_the_scheduler_which_dies_with_its_worker(workers: Workers) -> None:
     import datetime
 
@@ -476,16 +340,6 @@ def test_a_bad_setting_stops_the_start_and_is_named(workers: Workers, name: str,
     process = workers.start(**{name: value})
     assert process.wait(timeout=60) == 1
     assert name in workers.log(process)
-
-
-def test_repeats_are_scheduled_as_rq_does(workers: Workers) -> None:
-    from rq import Repeat
-
-    job = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1, repeat=Repeat(times=2))
-    workers.burst()
-    job.refresh()
-    assert job.repeats_left == 0
-    assert len(job.results()) == 3
 
 
 def test_job_meta_survives_and_descriptions_stay_out_of_the_log(workers: Workers) -> None:

@@ -1,0 +1,98 @@
+"""How ranks share a model: every part of it is on one of them, and read by that one alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine import (
+    ConfigError,
+    Engine,
+    EngineConfig,
+)
+from engine.checkpoint.model_config import read_model_config
+from engine.checkpoint.weights import CheckpointTensor
+from engine.layers.parallel import Share, TensorParallel
+from engine.run.model_runner import ModelRunner
+from engine.tensor_parallel import rank_group
+from engine.tensor_parallel.rank_group import rank_devices
+from tests.engine.two_ranks import (
+    SHAPE_OF,
+    config,
+)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_ranks_cover_every_dimension_once(size: int) -> None:
+    ranks = [TensorParallel(rank, size) for rank in range(size)]
+    for total in (24, 24 * size):
+        shares = [tp.share(total, "heads") for tp in ranks]
+        assert sum(share.length for share in shares) == total
+        assert [share.start for share in shares] == [i * total // size for i in range(size)]
+    for total in (1, 2, 509, 512):
+        padded = [tp.share_padded(total) for tp in ranks]
+        covered = [i for share in padded for i in range(share.start, share.start + share.length)]
+        assert covered == list(range(total))
+        assert max(share.length for share in padded) == ranks[0].padded_length(total)
+
+
+def test_a_kv_head_goes_to_the_ranks_whose_queries_attend_to_it() -> None:
+    """8 ranks of 16 query heads over 2 KV heads: ranks 0 to 3 hold the first, 4 to 7 the second."""
+    shares = [TensorParallel(rank, 8).share_or_copy(2, "KV heads") for rank in range(8)]
+    assert shares == [Share(rank // 4, 1, 2) for rank in range(8)]
+    with pytest.raises(ConfigError, match="tensor_parallel_size=8: 3 KV heads"):
+        TensorParallel(0, 8).share_or_copy(3, "KV heads")
+
+
+@pytest.mark.parametrize(("rank", "size"), [(1, 2), (2, 4)])
+def test_a_rank_reads_only_its_share_of_the_checkpoint(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, rank: int, size: int
+) -> None:
+    """Query heads, the KV head they attend to, MLP features and vocabulary; norms and one bias whole."""
+    shape, folder = SHAPE_OF["gqa2_bias"], folders["gqa2_bias"]
+    weights, read_whole = load_file(folder / "model.safetensors"), set()
+
+    def whole(tensor: CheckpointTensor) -> torch.Tensor:
+        read_whole.add(tensor.name)
+        return weights[tensor.name]
+
+    monkeypatch.setattr(CheckpointTensor, "whole", whole)
+    runner = ModelRunner(config(folder, shape), read_model_config(folder), folder, TensorParallel(rank, size))
+    assert all("norm" in name or name.endswith("o_proj.bias") for name in read_whole)
+    parameters = {
+        name: parameter.to_dense() if parameter.is_mkldnn else parameter
+        for name, parameter in runner.model.named_parameters()
+    }
+    features, kv_head = 16 * 4 // size, rank * 2 // size
+    prefix = "model.layers.1.self_attn"
+    for kind in ("weight", "bias"):
+        query = weights[f"{prefix}.q_proj.{kind}"].split(features)[rank]
+        heads = 2 // size or 1
+        others = [
+            weights[f"{prefix}.{name}_proj.{kind}"][16 * kv_head : 16 * (kv_head + heads)] for name in "kv"
+        ]
+        torch.testing.assert_close(parameters[f"{prefix}.qkv_proj.{kind}"], torch.cat((query, *others)))
+    columns = weights[f"{prefix}.o_proj.weight"].split(features, dim=1)[rank]
+    torch.testing.assert_close(parameters[f"{prefix}.o_proj.weight"], columns)
+    rows = weights["lm_head.weight"].split(512 // size)[rank]
+    torch.testing.assert_close(parameters["lm_head.weight"], rows)
+
+
+def test_sizes_that_cannot_work_are_named_before_a_rank_starts(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_group, "RankProcess", None)
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2: 3 KV heads cannot be shared by 2 ranks"):
+        Engine(config(folders["gqa2_sharded"], SHAPE_OF["gqa2_sharded"]))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    four = EngineConfig("m", device="cuda", tensor_parallel_size=4)
+    with pytest.raises(ConfigError, match="tensor_parallel_size=4 needs 4 GPUs, torch finds 2"):
+        rank_devices(four)
+    with pytest.raises(ConfigError, match="device='cuda:1' is one GPU"):
+        rank_devices(replace(four, device="cuda:1"))
+    assert rank_devices(replace(four, tensor_parallel_size=2)) == ["cuda:0", "cuda:1"]
