@@ -12,6 +12,7 @@ from engine.schedule.prepared_prompt import PreparedPrompt
 from engine.schedule.score_tree import ScoreTree
 from engine.schedule.sequence import Sequence, SequenceStatus
 from engine.structured.grammars import Grammars
+from engine.structured.jump_ahead import JumpAhead
 from engine.structured.matcher import Matcher
 from engine.text.reasoner import Reasoner
 from engine.text.stop_strings import StopStrings
@@ -59,7 +60,8 @@ class NewSequences:
                 edits=None if edits is None else SequenceEdits(edits),
                 forcing=self._reasoner.budget(
                     params.thinking_token_budget, params.reasoning_marks, prompt.token_ids, follows_text
-                ),
+                )
+                or JumpAhead.of(matcher, params),
                 matcher=matcher,
                 block_keys=prompt.block_keys,
             )

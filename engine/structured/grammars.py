@@ -144,6 +144,7 @@ class Grammars:
             eos_mask=token_mask(list(tokenizer.eos_tokens), num_words * WORD),
             without_text=frozenset((*special, *tokenizer.eos_tokens)),
             encode=tokenizer.tokenize_str,
+            is_canonical=bool(tokenizer.is_canonical),
         )
 
     def _compile(self, spec: StructuredOutputsParams) -> LLMatcher:

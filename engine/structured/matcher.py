@@ -27,13 +27,15 @@ class Vocabulary:
     """What matchers of one tokenizer share.
 
     num_words: of a mask. eos_mask: [num_words] int32, the tokens that end a text. without_text: ids that
-    stand for no text. encode: text to token ids, of which the text can be made again.
+    stand for no text. encode: text to token ids, of which the text can be made again. is_canonical: whether
+    a text's tokens are the same whoever splits it, so that text which must come has tokens that must come.
     """
 
     num_words: int
     eos_mask: NDArray[np.int32]
     without_text: frozenset[int]
     encode: Callable[[str], list[int]]
+    is_canonical: bool
 
 
 class Matcher:
@@ -96,6 +98,17 @@ class Matcher:
         """Whether a text is a whole one of the grammar, whatever is known so far."""
         machine = self._fresh.deep_copy()
         return bool(machine.consume_tokens(self._vocabulary.encode(text)) and machine.is_accepting())
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next, whatever is sampled; [] where one of several may, or the end."""
+        if not self._vocabulary.is_canonical or self.error is not None:
+            return []
+        with self._lock:
+            try:
+                return list(self._machine.compute_ff_tokens())
+            except Exception as error:  # noqa: BLE001 - what a grammar makes it raise is the end of its row
+                self.error = str(error)
+                return []
 
     def fill(self, mask: NDArray[np.int32]) -> None:
         """Write the mask of the tokens that may come next: [num_words] int32, contiguous, of zeros.

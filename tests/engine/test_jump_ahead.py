@@ -1,0 +1,140 @@
+"""Tokens that a grammar forces are appended without a pass for each: the same tokens, in fewer steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import Engine, EngineConfig, SamplingParams
+from engine.structured.matcher import Matcher
+from ops.structured_outputs import generate
+from tests.engine.checkpoints import SHAPES, make_checkpoint
+
+KEYS = ["customer name", "delivery_address", "größe", "don't 1234"]
+SCHEMA = {
+    "type": "object",
+    "properties": {key: {"type": "integer", "minimum": 0, "maximum": 99} for key in KEYS},
+    "required": KEYS,
+    "additionalProperties": False,
+}
+CASES = [case.spec for case in generate(60, seed=11)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("jump") / "model", SHAPES[0])
+
+
+def engine_of(folder: Path, **options: Any) -> Engine:
+    values = {"max_num_seqs": 8, "kv_cache_bytes": 1 << 21, "dtype": "float32", **options}
+    return Engine(EngineConfig(model=str(folder), **values))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    with engine_of(folder) as engine:
+        yield engine
+
+
+def answers(engine: Engine, rows: list[SamplingParams], *, jumps: bool = True) -> tuple[list[Any], int]:
+    """Tokens, ends and errors of each row, and the passes that they took."""
+    before = engine.stats().num_steps
+    with pytest.MonkeyPatch.context() as patch:
+        if not jumps:
+            patch.setattr(Matcher, "forced", lambda self: [])
+        found = engine.generate(["hello"] * len(rows), rows)
+    shown = [(each.token_ids, each.text, each.finish_reason, each.error) for each in found]
+    return shown, engine.stats().num_steps - before
+
+
+@settings(max_examples=12)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([{"json": SCHEMA}, *CASES]), st.sampled_from([0, 1.0, 1e6]), st.integers(0, 99)
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    st.sampled_from(
+        [{}, {"min_tokens": 3}, {"presence_penalty": 1.0}, {"stop": ["1", '"']}, {"max_tokens": 9}]
+    ),
+)
+def test_tokens_are_those_without_it(
+    engine: Engine, rows: list[tuple[dict[str, Any], float, int]], values: dict[str, Any]
+) -> None:
+    """Greedy and drawn, in batches of other grammars, with whatever else a request asks for."""
+    params = [
+        SamplingParams(
+            **{"max_tokens": 40, "structured_outputs": spec, "temperature": heat, "seed": seed, **values}
+        )
+        for spec, heat, seed in rows
+    ]
+    assert answers(engine, params)[0] == answers(engine, params, jumps=False)[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"async_scheduling": True}, {"kv_cache_bytes": 1 << 18}, {"max_num_batched_tokens": 10}],
+    ids=str,
+)
+def test_so_with_steps_in_flight_preemption_and_chunks(folder: Path, options: dict[str, Any]) -> None:
+    rows = [
+        SamplingParams(structured_outputs={"json": SCHEMA}, max_tokens=90, seed=seed, temperature=seed % 3)
+        for seed in range(12)
+    ]
+    with engine_of(folder, max_model_len=128, **options) as engine:
+        found, _ = answers(engine, rows)
+        engine._scheduler.check_accounting()
+        if "kv_cache_bytes" in options:
+            assert engine.stats().num_preemptions
+        assert found == answers(engine, rows, jumps=False)[0]
+    assert {end for _, _, end, _ in found} == {"stop"}
+
+
+def test_long_keys_take_no_pass_for_each_token(engine: Engine) -> None:
+    row = SamplingParams(structured_outputs={"json": SCHEMA}, temperature=0, max_tokens=100)
+    (found,), num_steps = answers(engine, [row])
+    (same,), num_others = answers(engine, [row], jumps=False)
+    assert found == same
+    assert json.loads(found[1]).keys() == set(KEYS)
+    assert num_steps < num_others / 2
+    assert num_others == len(found[0])
+
+
+def test_a_text_that_is_forced_from_its_beginning_to_its_end_takes_one_pass(engine: Engine) -> None:
+    text = "Pack my box with five dozen liquor jugs."
+    (found,), num_steps = answers(engine, [SamplingParams(structured_outputs={"choice": [text]})])
+    assert (found[1], found[2]) == (text, "stop")
+    assert num_steps == 1
+
+
+def test_a_length_ends_it_within_what_is_forced(engine: Engine) -> None:
+    row = SamplingParams(
+        structured_outputs={"choice": ["Pack my box with five dozen liquor jugs."]}, max_tokens=5
+    )
+    (found,), _ = answers(engine, [row])
+    assert (len(found[0]), found[2]) == (5, "length")
+
+
+def test_log_probabilities_are_there_for_each_token_and_the_same_tokens(engine: Engine) -> None:
+    spec = {"structured_outputs": {"json": SCHEMA}, "seed": 4, "max_tokens": 90}
+    plain, scored = engine.generate(
+        ["hello"] * 2, [SamplingParams(**spec), SamplingParams(**spec, logprobs=1)]
+    )
+    assert plain.token_ids == scored.token_ids
+    assert scored.logprobs is not None
+    assert len(scored.logprobs) == len(scored.token_ids)
+
+
+def test_what_bans_a_forced_token_still_fails_its_row(engine: Engine) -> None:
+    row = SamplingParams(structured_outputs={"choice": ["dog"]}, bad_words=["dog", "d", "do"])
+    found, _ = answers(engine, [row])
+    assert found == answers(engine, [row], jumps=False)[0]
+    assert found[0][2] == "error"
