@@ -192,6 +192,7 @@ class WorkerSettings(BaseSettings):
             dtype=identity.dtype,
             attention_backend=attention_backend,
             aliases=(self.model, os.path.realpath(self.model)) if is_folder else (self.model,),
+            embedding_size=identity.embedding_size,
         )
 
     def engine_config(self) -> EngineConfig:

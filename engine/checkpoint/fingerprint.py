@@ -45,10 +45,11 @@ MAX_HEADER_BYTES = 100 << 20
 @dataclass(frozen=True)
 class ModelIdentity:
     """fingerprint: 32 hexadecimal digits. dtype: what the model computes in, "float32" or "float32, int8
-    weights" for example."""
+    weights" for example. embedding_size: numbers of an embedding, 0 of a model that gives none."""
 
     fingerprint: str
     dtype: str
+    embedding_size: int = 0
 
 
 def read_identity(

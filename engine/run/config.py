@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.checkpoint.fingerprint import ModelIdentity, read_identity
 from engine.checkpoint.folder import resolve_model
 from engine.checkpoint.model_config import read_model_config
-from engine.checkpoint.pooling import MODES
+from engine.checkpoint.pooling import MODES, read_pooling
 from engine.errors import ConfigError
 from engine.run.dtype import served_dtype
 
@@ -143,10 +143,13 @@ def model_identity(config: EngineConfig) -> ModelIdentity:
     Raises ModelNotFound, MissingWeights or another ConfigError for a model that no engine could load.
     """
     folder = resolve_model(config.model)
-    dtype = served_dtype(config.dtype, read_model_config(folder).dtype, config.device).name
-    return read_identity(
+    model = read_model_config(folder)
+    dtype = served_dtype(config.dtype, model.dtype, config.device).name
+    identity = read_identity(
         folder, dtype, config.chat_template, config.quantization, config.kv_cache_dtype, config.pooling
     )
+    pooling = read_pooling(folder, model, config.pooling)
+    return replace(identity, embedding_size=model.hidden_size * len(pooling.modes) if pooling else 0)
 
 
 def _check_positive(name: str, value: object) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from ..runs.embedding_options import TASKS
 from ..runs.formats import OUTPUTS, SUFFIXES
 from .check_options import CHECK_OPTIONS
 from .json_option import json_value
@@ -65,6 +66,15 @@ _PROMPT = (
         is_flag=True,
         help="Subtract what each of --labels has behind the prompt with N/A for all columns.",
     ),
+    click.option(
+        "--task",
+        type=click.Choice(TASKS),
+        help="embed gives each row's embedding instead of a completion, as a list of float32.",
+    ),
+    click.option(
+        "--dimensions", type=int, help="Of each embedding the first so many numbers, brought to length 1."
+    ),
+    click.option("--prompt-name", help="Which of the checkpoint's prompts stands before a text to embed."),
     click.option(
         "--template-format",
         type=click.Choice(["fields", "jinja"]),

@@ -18,6 +18,9 @@ from .sampling_options import sampling_of
 #: What the output has.
 OUTPUT_OPTIONS = ("keep", "drop", "output_prefix", "limit")
 
+#: What embeddings are to be.
+EMBEDDING_OPTIONS = ("task", "dimensions", "prompt_name")
+
 #: Of a file that holds a Jinja template.
 JINJA_SUFFIXES = (".j2", ".jinja", ".jinja2")
 
@@ -97,6 +100,7 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
         "prompts": _prompts(options),
         "labels": options["labels"],
         "calibrate": options["calibrate"],
+        **{name: options[name] for name in EMBEDDING_OPTIONS},
     }
 
 

@@ -15,6 +15,7 @@ import redis
 from ..common.shown import safe_name
 from ..context.served_model import parse_model
 from ..runs.dry_run import NUM_TRIED, Estimate, classification_of, estimate, trial_of
+from ..runs.embedding_options import EMBED
 from ..runs.estimate import Total
 from ..runs.spec import RunSpec, check_queue_name
 from ..runs.trials import Trial, Tried, try_job, try_jobs
@@ -79,6 +80,8 @@ def tell_dry_run(
     connection: redis.Redis, queue: str, options: dict[str, Any], max_rows: int, price_per_hour: float | None
 ) -> None:
     """Print what a run would take, and start none."""
+    if options["task"] == EMBED:
+        raise click.UsageError("--dry-run tells how long answers take, and with --task embed there are none")
     if options["labels"] is not None:
         raise click.UsageError(
             "--dry-run tells how long answers take, and with --labels there are none: see `tokenmill preview`"

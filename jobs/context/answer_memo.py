@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from array import array
 from collections import OrderedDict
 
 from .answer import Answer
@@ -75,5 +76,5 @@ def _size(answer: Answer) -> int:
     texts = [text for column in all_columns for text in (column if isinstance(column, tuple) else (column,))]
     pairs = sum(isinstance(text, tuple) for text in texts)
     num_completions = len(answer.completion) if isinstance(answer.completion, tuple) else 1
-    text_bytes = sum(sys.getsizeof(text) for text in texts if isinstance(text, str))
+    text_bytes = sum(sys.getsizeof(text) for text in texts if isinstance(text, str | array))
     return ENTRY_BYTES * num_completions + PAIR_BYTES * pairs + text_bytes

@@ -18,6 +18,7 @@ class ServedModel:
     name: as answers and manifests give it. fingerprint: a text that differs when the weights, the tokenizer,
     the chat template or the dtype do. dtype: what it computes in, "bfloat16" for example.
     attention_backend: "" where none was loaded. aliases: what it may be called by besides.
+    embedding_size: numbers of an embedding, 0 of a model that gives none.
     """
 
     name: str
@@ -25,6 +26,7 @@ class ServedModel:
     dtype: str
     attention_backend: str = ""
     aliases: tuple[str, ...] = ()
+    embedding_size: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:

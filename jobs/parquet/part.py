@@ -20,6 +20,7 @@ from ..errors import (
     PartDamaged,
     PathSwapped,
 )
+from ..runs.embedding_options import EMBED
 from ..runs.part_stats import PartStats
 from ..runs.prompt_steps import ROW_COLUMNS
 from ..runs.spec import RunSpec
@@ -49,6 +50,9 @@ LABEL_FIELDS = (
     pa.field("margin", pa.float64()),
 )
 
+#: What it adds instead where embeddings are asked for, in a fixed-size list of float32.
+EMBEDDING = "embedding"
+
 #: What each completion of a row has of its own.
 OF_EACH_COMPLETION = frozenset(
     {"completion", "finish_reason", "completion_tokens", "reasoning", "tool_calls"}
@@ -75,14 +79,20 @@ def kept_columns(spec: RunSpec, names: Sequence[str], path: str) -> list[str]:
     return [name for name in names if name not in (spec.drop or ())]
 
 
-def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "") -> pa.Schema:
+def embedding_size(spec: RunSpec, model: ServedModel) -> int:
+    """Return how many numbers each embedding of a run has."""
+    return spec.dimensions or model.embedding_size
+
+
+def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_size: int = 0) -> pa.Schema:
     """Return the output's schema: columns and metadata of the input, then the answers' columns.
 
     Of several completions for each row, those have lists. path: of one of the files, for the error.
+    embedding_size: numbers of each, where embeddings are asked for.
     Raises ColumnConflict or MissingColumn.
     """
     kept = kept_columns(spec, schema.names, path)
-    answers = [_answer_field(field, spec) for field in answer_fields(spec)]
+    answers = [_answer_field(field, spec) for field in answer_fields(spec, embedding_size)]
     for field in answers:
         if field.name in kept:
             raise ColumnConflict(
@@ -93,13 +103,16 @@ def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "") -> pa.Schema
     return pa.schema([*map(schema.field, kept), *answers], metadata=schema.metadata)
 
 
-def answer_fields(spec: RunSpec) -> list[pa.Field]:
-    """Return the columns that a run adds, by their own names."""
+def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
+    """Return the columns that a run adds, by their own names. embedding_size: as of output_schema."""
     if spec.steps:
         texts = [pa.field(column, pa.string()) for step in spec.steps for column in step.columns]
         return [*texts, *(field for field in OUTPUT_FIELDS if field.name in ROW_COLUMNS)]
     if spec.labels is not None:
         return [*LABEL_FIELDS, *(field for field in OUTPUT_FIELDS if field.name in ROW_COLUMNS)]
+    if spec.task == EMBED:
+        embedding = pa.field(EMBEDDING, pa.list_(pa.float32(), embedding_size))
+        return [embedding, *(field for field in OUTPUT_FIELDS if field.name in ROW_COLUMNS)]
     reasoning = [REASONING] if spec.sampling.get("separate_reasoning") else []
     tools = [TOOL_CALLS] if spec.chat[1].has_tools else []
     return [*OUTPUT_FIELDS, *reasoning, *tools, *(ATTEMPTS if spec.repairs.is_asked_for else ())]

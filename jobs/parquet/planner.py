@@ -22,6 +22,7 @@ from ..errors import (
     OutputHoldsAnotherRun,
     RunOfAnotherModel,
 )
+from ..runs.embedding_options import check_served
 from ..runs.error_limit import DEFAULT_LIMIT, ErrorLimit
 from ..runs.names import PLAN
 from ..runs.plan import PinnedModel, Plan, PlannedFile, cut_shards
@@ -30,7 +31,7 @@ from ..runs.spec import RunSpec, check_queue_name
 from ..runs.state import RunState
 from .find_files import find_files
 from .inputs import Inputs, read_inputs
-from .part import output_schema, part_stats, write_part
+from .part import embedding_size, output_schema, part_stats, write_part
 from .run_folder import RunFolder, create_plan, load_plan
 from .shard_labels import content_free
 from .sources import read_source
@@ -90,6 +91,7 @@ def score_parquet(
     if queue is not None:
         check_queue_name(queue)
     spec.check_sampling(context.check_sampling)
+    check_served(spec.task, spec.dimensions, context.model)
     context.checks.prepare(spec.repairs)
     limit = ErrorLimit.parse(max_errors)
     submission = Submission(queue or context.queue_name, parse_model(model), redo_damaged, limit)
@@ -248,10 +250,11 @@ def _publish_empty_part(folder: RunFolder, inputs: Inputs, model: ServedModel) -
     """Publish the one part of a run without rows, so that readers find the schema."""
     now = time.time()
     stats = part_stats(folder.plan.run, 0, [], generated_tokens=0, started_at=now, ended_at=now, model=model)
-    temporary = folder.temporary_part(0)
+    temporary, spec = folder.temporary_part(0), folder.plan.spec
+    schema = output_schema(inputs.schema, spec, embedding_size=embedding_size(spec, model))
     folder.make_parts_folder()
     try:
-        write_part(folder.storage, temporary, output_schema(inputs.schema, folder.plan.spec), [], stats)
+        write_part(folder.storage, temporary, schema, [], stats)
         folder.publish(temporary, 0)
     finally:
         folder.storage.delete(temporary)

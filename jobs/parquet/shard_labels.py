@@ -41,6 +41,8 @@ class ShardLabels:
     What rows have is known once `take_prior` was told of that prompt, if there is one.
     """
 
+    kind = "score"
+
     def __init__(self, labels: Sequence[str], sampling: Mapping[str, Any], prior: str | None) -> None:
         self._labels, self.prior = labels, prior
         self.values = scoring_of(labels, sampling.get("truncate_prompt_tokens"))

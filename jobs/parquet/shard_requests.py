@@ -20,7 +20,11 @@ from ..tasks import Completion, Request
 from .chain import Chain
 from .row_sampling import split
 from .row_values import RowProblem
+from .shard_embeddings import ShardEmbeddings
 from .shard_labels import ShardLabels
+
+#: What is asked of prompts for which nothing is generated.
+Measure = ShardLabels | ShardEmbeddings
 
 
 @dataclass(slots=True)
@@ -44,7 +48,7 @@ class ShardRequests:
     let_go: told of each text that is not held here any more. n: completions of each row. chat_options: as of
     Request. has_own_sampling: the texts are those of a SampledSource. has_tools: calls of tools are looked
     for in the answers. chain: where each row has several prompts; the texts are those of a ChainSource.
-    labels: where their probabilities are asked for; then nothing is drawn.
+    measure: where labels or embeddings are asked for; then nothing is drawn.
     repairs, checks: what is asked of the answers, and what checks them; where a function does, the texts are
     those of a CheckedSource.
 
@@ -70,12 +74,12 @@ class ShardRequests:
         has_own_sampling: bool = False,
         has_tools: bool = False,
         chain: Chain | None = None,
-        labels: ShardLabels | None = None,
+        measure: Measure | None = None,
         repairs: RepairOptions = NO_REPAIRS,
         checks: Checks | None = None,
     ) -> None:
         self._repairs, self._checks = repairs, checks or Checks()
-        self._n, self._has_tools, self._chain, self._labels = n, has_tools, chain, labels
+        self._n, self._has_tools, self._chain, self._measure = n, has_tools, chain, measure
         self._answers: list[Answer | None] = [
             self._failed(row) if isinstance(row, RowProblem) else None for row in rows
         ]
@@ -94,8 +98,8 @@ class ShardRequests:
         groups = _groups(rows, run.encode(), self._is_greedy)
         self._unsent = [group for group in groups if not self._take_known(group)]
         self._before_prior: list[tuple[int, Sequence[Completion]]] = []
-        if labels is not None and labels.prior is not None and self._unsent:
-            self._unsent.append(_Group(labels.prior, [], None))  # goes first, and is no row's
+        if measure is not None and measure.prior is not None and self._unsent:
+            self._unsent.append(_Group(measure.prior, [], None))  # goes first, and is no row's
 
     @property
     def num_rows(self) -> int:
@@ -141,8 +145,8 @@ class ShardRequests:
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
         """Take all samples of a request and give them to every row that asked for it."""
         group = self._sent[index]
-        if self._labels is not None and self._labels.awaits_prior:
-            self._await_prior(index, completions, self._labels)
+        if self._measure is not None and self._measure.awaits_prior:
+            self._await_prior(index, completions, self._measure)
             return
         if group.attempts is not None:
             following = group.attempts.deliver(completions[0])
@@ -153,8 +157,8 @@ class ShardRequests:
         has_tools = self._has_tools if self._chain is None else self._chain.has_tools(len(group.answers))
         answer = (
             _answer_of(completions, self._n, has_tools)
-            if self._labels is None
-            else self._labels.answer(completions)
+            if self._measure is None
+            else self._measure.answer(completions)
         )
         self.generated_tokens += answer.all_completion_tokens
         whole = answer if self._chain is None else self._go_on(group, answer, self._chain)
@@ -180,9 +184,9 @@ class ShardRequests:
     def _send(self, group: _Group) -> Request:
         self._sent.append(group)
         prompt, own = self._split(group.text)
-        if self._labels is not None:
+        if self._measure is not None:
             self._drop_text(group)
-            return self._request(prompt, self._labels.values, kind="score")
+            return self._request(prompt, self._measure.values, kind=self._measure.kind)
         seed = self._row_seed(group.rows[0])
         if self._chain is not None:
             return self._chain.request(prompt, own, (), seed)
@@ -201,12 +205,12 @@ class ShardRequests:
             return Request(None, json.loads(prompt), values, self._chat_options, kind)
         return Request(prompt, None, values, kind=kind)
 
-    def _await_prior(self, index: int, completions: Sequence[Completion], labels: ShardLabels) -> None:
+    def _await_prior(self, index: int, completions: Sequence[Completion], measure: Measure) -> None:
         """Keep what came before the prompt without content; deliver it when that has come."""
         if self._sent[index].rows:
             self._before_prior.append((index, completions))
             return
-        labels.take_prior(completions)
+        measure.take_prior(completions)
         waiting, self._before_prior = self._before_prior, []
         for each in waiting:
             self.deliver(*each)
@@ -230,8 +234,8 @@ class ShardRequests:
     def _failed(self, problem: RowProblem) -> Answer:
         if self._chain is not None:
             return self._chain.answer((), str(problem))
-        if self._labels is not None:
-            return self._labels.failed(str(problem))
+        if self._measure is not None:
+            return self._measure.failed(str(problem))
         return failed_answer(str(problem), self._n)
 
     def _drop_text(self, group: _Group) -> None:
@@ -245,7 +249,7 @@ class ShardRequests:
         return split(text) if self._has_own_sampling else (text, {})
 
     def _is_greedy(self, text: str) -> bool:
-        if self._labels is not None:
+        if self._measure is not None:
             return True
         own = self._split(text)[1] if self._has_own_sampling else {}
         return _is_greedy({**self._shared, **own}) if self._chain is None else self._chain.is_greedy(own)

@@ -34,12 +34,13 @@ from .decoders import Table
 from .fingerprint import file_fingerprint
 from .formats.problems import split_problems
 from .inputs import unchanged
-from .part import output_schema, part_stats, with_answers, write_part
+from .part import embedding_size, output_schema, part_stats, with_answers, write_part
 from .prompt_source import PromptSource, render_rows
 from .read_room import ReadRoom
 from .row_reader import RowReader
 from .row_values import RowProblem
 from .run_folder import RunFolder, load_plan
+from .shard_embeddings import ShardEmbeddings
 from .shard_labels import ShardLabels
 from .shard_requests import ShardRequests
 from .shard_texts import ShardTexts
@@ -206,7 +207,8 @@ class ShardWork(OpenTask):
         spec, added = self._folder.plan.spec, self._folder.plan.added_columns
         self._folder.make_parts_folder()
         with self._reader(file, kept(spec, self._added)) as reader:
-            schema = output_schema(with_added_fields(reader.schema, added), spec, file.path)
+            size = embedding_size(spec, self._model)
+            schema = output_schema(with_added_fields(reader.schema, added), spec, file.path, size)
             write_part(storage, self._temporary, schema, self._batches(reader, answers, schema), stats)
         return stats
 
@@ -245,7 +247,7 @@ class ShardWork(OpenTask):
             bool(plan.spec.sampling_columns),
             chat.has_tools,
             Chain(plan.spec.steps, plan.spec.defaults) if plan.spec.steps else None,
-            ShardLabels.of(plan.spec, source),
+            ShardLabels.of(plan.spec, source) or ShardEmbeddings.of(plan.spec),
             plan.spec.repairs,
             self._context.checks,
         )

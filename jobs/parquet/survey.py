@@ -14,6 +14,7 @@ from ..context import JobContext
 from ..context.prompt_meter import PromptMeter
 from ..context.shard_bytes import ShardBytes
 from ..errors import InvalidJob
+from ..runs.embedding_options import EMBED
 from ..runs.estimate import Pick, Sized, pick_requests
 from ..runs.formats import OPENAI_BATCH
 from ..runs.plan import Plan
@@ -64,6 +65,8 @@ def survey_parquet(
     spec = RunSpec.from_arguments(input, output, **arguments)
     if spec.input_format == OPENAI_BATCH:
         raise InvalidJob("the lines of an openai-batch file say what they ask: there is nothing to preview")
+    if spec.task == EMBED:
+        raise InvalidJob("a preview or dry run shows what is generated, and for embeddings nothing is")
     if spec.prompts is not None:
         raise InvalidJob(
             "a preview or dry run looks at one prompt of a row, as later ones are made of answers: name one"

@@ -19,7 +19,8 @@ from ..prompts.attempts import check_run_repairs
 from ..prompts.chat_options import ChatOptions, refuse_chat_options, split_chat_options
 from ..prompts.response_options import refuse_response_options
 from ..prompts.template_texts import template_texts
-from . import label_options, option_checks
+from . import embedding_options, label_options, option_checks
+from .embedding_options import GENERATE, check_embeddings
 from .formats import OPENAI_BATCH, parse_format, parse_single_file
 from .label_options import check_labels
 from .names import PARTS
@@ -73,6 +74,9 @@ class RunSpec:
     max_attempts: int = DEFAULT_MAX_ATTEMPTS
     continue_on_length: bool = False
     repair_template: str | None = None
+    task: str = GENERATE
+    dimensions: int | None = None
+    prompt_name: str | None = None
 
     @classmethod
     def from_arguments(
@@ -99,8 +103,9 @@ class RunSpec:
         template_format: "fields" for {column}, or "jinja". prompts: instead of one, several for each row, one
         after the other, as mappings of name, template over columns and earlier prompts' names, and sampling
         values of its own. labels: give the probability of each instead of generating; calibrate: less what
-        they have behind a prompt without content. check and the like: see `repairs`. Raises InvalidJob or
-        UnsupportedScheme.
+        they have behind a prompt without content. check and the like: see `repairs`. task: "embed" gives
+        embeddings, of so many `dimensions`, behind the checkpoint's prompt of `prompt_name`.
+        Raises InvalidJob or UnsupportedScheme.
         """
         has_prompts = options.get("prompts") is not None
         _check_one_prompt(prompt_column, messages_column, template, has_prompts)
@@ -211,6 +216,8 @@ def _check_together(spec: RunSpec, options: Mapping[str, Any]) -> None:
     """Raise InvalidJob for arguments of which each could be, and not all."""
     _ = spec.steps  # raises where they cannot be
     check_labels(spec.labels, spec.sampling, options)
+    is_chat = spec.messages_column is not None or isinstance(spec.template, list)
+    check_embeddings(spec.task, spec.sampling, options, is_chat=is_chat)
     check_run_repairs(
         spec.repairs, spec.sampling, spec.chat[1].has_tools, spec.prompts is not None, spec.labels is not None
     )
@@ -256,6 +263,8 @@ def _checked_options(options: Mapping[str, Any], template: Any) -> dict[str, Any
         "defaults": option_checks.defaults(given("defaults"), template is not None or bool(given("prompts"))),
         "template_format": option_checks.template_format(given("template_format"), template),
         "prompts": parse_prompts(given("prompts")),
+        "task": (task := embedding_options.task(given("task"))),
+        **embedding_options.embedding_values(task, options),
         "labels": label_options.labels(given("labels")),
         "calibrate": label_options.calibrate(given("calibrate"), given("labels") is not None),
         **option_checks.repairs(options),

@@ -116,7 +116,7 @@ def test_a_prompt_without_content_that_fails_is_each_rows_error(score: Score, tm
 
 def requests_of(texts: Sequence[str | RowProblem], prior: str | None, memo: AnswerMemo) -> ShardRequests:
     labels = ShardLabels(LABELS, {}, prior)
-    return ShardRequests(texts, {}, lambda row: row, False, "run", memo, labels=labels)
+    return ShardRequests(texts, {}, lambda row: row, False, "run", memo, measure=labels)
 
 
 @pytest.mark.parametrize("prior", [None, "N/A"])
