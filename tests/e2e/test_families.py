@@ -18,6 +18,15 @@ from tests.rq_workers import leftovers
 
 GREEDY: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
 TEXTS = ["the 3rd of March, '87", "Freitag, den 9. November 1989", "call 555-0199 before noon"]
+DAY = {
+    "type": "object",
+    "properties": {
+        "weekday": {"enum": ["Monday", "größer"]},
+        "day": {"type": "integer", "minimum": 1, "maximum": 31},
+    },
+    "required": ["weekday", "day"],
+    "additionalProperties": False,
+}
 STRICT = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}"
     "{{ raise_exception('System role not supported') }}{% endif %}[{{ m.role }}] {{ m.content }}\n"
@@ -69,6 +78,12 @@ def test_a_llama_worker_runs_both_kinds_of_job(workers: RealWorkers) -> None:
     }
     call = {"messages_column": "messages", "sampling": GREEDY}
     queue.enqueue("jobs.score_parquet", str(source), str(workers.folder / "out"), **call)
+    asked = {
+        "max_tokens": 60,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "day", "schema": DAY}},
+    }
+    call = {"messages_column": "messages", "sampling": asked}
+    queue.enqueue("jobs.score_parquet", str(source), str(workers.folder / "days"), **call)
     log = workers.burst(TOKENMILL_MODEL=str(folder), TOKENMILL_CHAT_TEMPLATE="strict")
 
     assert prompts.get_status() == JobStatus.FINISHED, log
@@ -84,4 +99,7 @@ def test_a_llama_worker_runs_both_kinds_of_job(workers: RealWorkers) -> None:
     assert "System role not supported" in rows[2]["error"]
     assert "a part of the type 'image_url'" in rows[3]["error"]
     assert (workers.folder / "out" / "_SUCCESS").exists()
+    for row in pq.read_table(workers.folder / "days").to_pylist()[:2]:
+        assert row["error"] is None
+        assert json.loads(row["completion"]).keys() == {"weekday", "day"}
     assert leftovers(workers.redis, "bulk") == []

@@ -15,6 +15,7 @@ from engine import Engine, EngineConfig, SamplingParams
 from engine.structured.matcher import Matcher
 from ops.structured_outputs import generate
 from tests.engine.checkpoints import SHAPES, make_checkpoint
+from tests.engine.text_models import train_sentencepiece
 
 KEYS = ["customer name", "delivery_address", "größe", "don't 1234"]
 SCHEMA = {
@@ -38,6 +39,17 @@ def engine_of(folder: Path, **options: Any) -> Engine:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
+    with engine_of(folder) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Tokens with a space before them, bytes as pieces, and the model's last ids without a token."""
+    folder = make_checkpoint(tmp_path_factory.mktemp("pieces") / "model", SHAPES[0])
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    train_sentencepiece(folder / "tokenizer.model")
     with engine_of(folder) as engine:
         yield engine
 
@@ -77,6 +89,21 @@ def test_tokens_are_those_without_it(
         for spec, heat, seed in rows
     ]
     assert answers(engine, params)[0] == answers(engine, params, jumps=False)[0]
+
+
+def test_so_with_pieces_of_sentencepiece(sentencepiece_engine: Engine) -> None:
+    rows = [
+        SamplingParams(structured_outputs=spec, max_tokens=90, seed=seed, temperature=seed % 2)
+        for seed, spec in enumerate([{"json": SCHEMA}, {"choice": ["Der März", "Der Mai 😀"]}] * 4)
+    ]
+    found, num_steps = answers(sentencepiece_engine, rows)
+    same, num_others = answers(sentencepiece_engine, rows, jumps=False)
+    assert found == same
+    assert num_steps < num_others / 2
+    for _, text, end, _ in found[::2]:
+        assert end == "stop"
+        assert json.loads(text).keys() == set(KEYS)
+    assert {text for _, text, _, _ in found[1::2]} <= {"Der März", "Der Mai 😀"}
 
 
 @pytest.mark.parametrize(
