@@ -70,9 +70,10 @@ def generates(folder: Path, model: ModelConfig, path: ModelPath, *, embeds: bool
 
 
 def _has_lm_head(folder: Path, model: ModelConfig, decoder: DecoderConfig) -> bool:
-    """Whether there is one in the files, or the embedding is one too."""
+    """Whether there is one in the files, under other names if quantized, or the embedding is one too."""
     with open_tensors(list_weight_files(folder)) as tensors:
-        if "lm_head.weight" in own_names(tensors, is_text_part=model.is_text_part):
+        names = own_names(tensors, is_text_part=model.is_text_part)
+        if any(name.startswith("lm_head.") for name in names):
             return True
     return decoder.tie_word_embeddings and model.architecture not in BODIES
 
