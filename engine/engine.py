@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 from types import TracebackType
@@ -30,6 +29,7 @@ from engine.run.new_sequences import NewSequences
 from engine.run.progress import Progress
 from engine.run.requests import Request, Scores, check_request, numbered, prepare_scores
 from engine.run.runner import Runner
+from engine.run.seeds import Seeds
 from engine.run.stepper import Stepper
 from engine.run.usable import check_usable
 from engine.sampling.params import SamplingParams, check_params
@@ -99,7 +99,7 @@ class Engine:
         self._sequences = NewSequences(self._tokenizer, self._reasoner, ends, model.vocab_size)
         self._unfinished: dict[str, list[Sequence]] = {}
         self._incomplete: list[Sequence] = []  # that have finished
-        self._seeds = random.Random(config.seed)
+        self._seeds = Seeds(config.seed, from_prompts=config.deterministic)
         self._stepper = Stepper(
             self._scheduler,
             self._live_runner,
@@ -212,7 +212,7 @@ class Engine:
             check_params(params, self._vocab_size)
             ready = self._ready(prompt, params)
             self._prompts.check_continued(ready.token_ids, continued)
-            seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
+            seed = params.seed if params.seed is not None else self._seeds.draw(ready.token_ids)
             seqs = self._sequences.make(request_id, ready, params, lane=lane, seed=seed, continued=continued)
             for seq in seqs:
                 seq.prompt_logprobs = seqs[0].prompt_logprobs

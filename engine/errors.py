@@ -7,7 +7,8 @@ EngineError
 │   ├── MissingWeights       a file or a tensor of the checkpoint is not there
 │   ├── WeightMismatch       a tensor is there and does not fit the model
 │   ├── DamagedWeights       numbers of a quantized tensor that none can have
-│   └── AttentionRefused     the attention backend cannot compute a layer of this model
+│   ├── AttentionRefused     the attention backend cannot compute a layer of this model
+│   └── NotDeterministic     deterministic=True with what may give other bits in another batch
 ├── InvalidRequest           this request cannot run; the others are not affected
 │   ├── InvalidSampling      a sampling name or value
 │   ├── InvalidPrompt        not text, not token ids, empty, or outside the vocabulary
@@ -58,6 +59,10 @@ class DamagedWeights(ConfigError):
 
 class AttentionRefused(ConfigError):
     """Raised when the attention backend cannot compute a layer of this model, and another might."""
+
+
+class NotDeterministic(ConfigError):
+    """Raised when `deterministic=True` asks for what is not known to give the same bits in every batch."""
 
 
 class InvalidRequest(EngineError):

@@ -63,6 +63,7 @@ class WorkerSettings(BaseSettings):
     seed: int = 0
     chat_template: str | None = None
     pooling: str | None = None
+    deterministic: bool = False
 
     data_roots: Annotated[tuple[str, ...], NoDecode] = Field(default_factory=lambda: (os.getcwd(),))
     """Folders that confine every file a job reads or writes; `TOKENMILL_DATA_ROOTS`, split at ':'."""
@@ -195,6 +196,11 @@ class WorkerSettings(BaseSettings):
             embedding_size=identity.embedding_size,
         )
 
+    @property
+    def _adapts_threads(self) -> bool:
+        is_free = self.torch_threads is None and "OMP_NUM_THREADS" not in os.environ
+        return is_free and not self.deterministic
+
     def engine_config(self) -> EngineConfig:
         """The engine's part of the settings. Raises engine.ConfigError for a bad combination."""
         from engine import EngineConfig
@@ -220,7 +226,8 @@ class WorkerSettings(BaseSettings):
             seed=self.seed,
             chat_template=self.chat_template,
             pooling=self.pooling,
-            adapt_cpu_threads=self.torch_threads is None and "OMP_NUM_THREADS" not in os.environ,
+            deterministic=self.deterministic,
+            adapt_cpu_threads=self._adapts_threads,
         )
 
 

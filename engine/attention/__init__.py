@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 
 from engine.attention.base import AttentionMetadata, CapturableBackend, KernelBackend
-from engine.errors import ConfigError
+from engine.errors import ConfigError, NotDeterministic
 
 NEVER_RAN_ON_GPU = ("torch", "triton")
 NOT_FP8 = ("cpu", "flash_attn")  # keep keys and values in the queries' dtype only
@@ -28,24 +28,39 @@ def load_backend(
     dtype: torch.dtype = torch.float32,
     block_size: int = 16,
     kv_cache_dtype: str = "auto",
+    *,
+    deterministic: bool = False,
 ) -> KernelBackend:
     """Return the backend of that name for queries, keys and values of that dtype. Raises ConfigError.
 
     "auto" is the best one for device and dtype. block_size: tokens of a KV block.  kv_cache_dtype: in what
-    keys and values are kept, as EngineConfig names it.
+    keys and values are kept, as EngineConfig names it.  deterministic: one whose attention to a query has the
+    same bits whatever else is computed; raises NotDeterministic where there is none.
     """
     if kv_cache_dtype != "auto" and name in NOT_FP8:  # before a package is asked for that would not help
         raise ConfigError(
             f"attention_backend={name!r} keeps keys and values in the model's dtype only, not in "
             f"kv_cache_dtype={kv_cache_dtype!r}; use 'triton' or 'torch', or leave kv_cache_dtype out"
         )
-    backend = _import_backend(_choose(device, dtype, kv_cache_dtype) if name == "auto" else name)
+    chosen = _choose(device, dtype, kv_cache_dtype) if name == "auto" else name
+    if deterministic and chosen != "cpu":
+        raise NotDeterministic(
+            f"deterministic=True is built for attention_backend='cpu', which needs device='cpu', numba, "
+            f"kv_cache_dtype='auto' and dtype='float32' or 'bfloat16'; this would be {chosen!r} on "
+            f"{device.type}, whose sums depend on what is computed together; change that, or leave "
+            "deterministic out"
+        )
+    backend = _import_backend(chosen)
     backend.check(device, dtype, block_size)
     if kv_cache_dtype != "auto" and (problem := backend.fp8_problem(device)):
         raise ConfigError(
             f"attention_backend={backend.name!r} cannot keep keys and values in "
             f"kv_cache_dtype={kv_cache_dtype!r}: {problem}; use 'torch', or leave kv_cache_dtype out"
         )
+    if deterministic:
+        from engine.attention.cpu_backend import DeterministicCpuBackend
+
+        return DeterministicCpuBackend(device)
     return backend(device)
 
 

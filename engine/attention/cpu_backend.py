@@ -14,7 +14,7 @@ from engine.attention.base import AttentionMetadata, KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
-from engine.cpu_kernels.shared_prefix import find_shared_prefixes
+from engine.cpu_kernels.shared_prefix import SharedPrefix, find_shared_prefixes
 from engine.errors import ConfigError
 from engine.sampling.sampling_rows import SamplingRows
 
@@ -172,10 +172,16 @@ class CpuBackend(KernelBackend):
 
     def _split(self, step: CpuMetadata, group: int, block_size: int, *, shares: bool) -> Parts:
         """The step by kind: what sequences share, those with several new tokens, those with one."""
+        prefixes, begins = self._prefixes(step, group, block_size, shares=shares)
+        return self._parts(step, group, prefixes, begins, prefills=step.query_lens > 1)
+
+    def _prefixes(
+        self, step: CpuMetadata, group: int, block_size: int, *, shares: bool
+    ) -> tuple[list[SharedPrefix], NDArray[np.int64]]:
+        """What sequences share, and the first token of each that is not shared."""
         prefilling, lens = self._prefilling, step.query_lens
-        starts = np.cumsum(lens) - lens
         begins = np.zeros(len(lens), np.int64)
-        prefixes = []
+        prefixes: list[SharedPrefix] = []
         if shares:
             prefixes = find_shared_prefixes(
                 step.block_tables,
@@ -187,16 +193,30 @@ class CpuBackend(KernelBackend):
             )
         for prefix in prefixes:
             begins[prefix.seqs] = prefix.num_tokens
-        decodes = np.flatnonzero(lens == 1)
+        return prefixes, begins
+
+    def _parts(
+        self,
+        step: CpuMetadata,
+        group: int,
+        prefixes: list[SharedPrefix],
+        begins: NDArray[np.int64],
+        *,
+        prefills: NDArray[np.bool_],
+    ) -> Parts:
+        """prefills: [seqs], those for the prefill kernel; of the others, those with a token decode."""
+        prefilling, lens = self._prefilling, step.query_lens
+        starts = np.cumsum(lens) - lens
+        decodes = np.flatnonzero((lens == 1) & ~prefills)
         seen = step.context_lens[decodes] - begins[decodes]
         decodes = decodes[np.argsort(-seen, kind="stable")]
-        prefills = np.flatnonzero(lens > 1)
-        of_prefills = (each[prefills] for each in (starts, lens, step.context_lens))
+        chosen = np.flatnonzero(prefills)
+        of_chosen = (each[chosen] for each in (starts, lens, step.context_lens))
         return Parts(
             prefilling.tasks_of_prefixes(prefixes, starts, lens, step.context_lens, group)
             if prefixes
             else None,
-            prefilling.tasks_of_sequences(*of_prefills, prefills, begins[prefills], group),
+            prefilling.tasks_of_sequences(*of_chosen, chosen, begins[chosen], group),
             self._decoding.DecodeRows(
                 torch.from_numpy(starts[decodes]),
                 torch.from_numpy(step.context_lens[decodes]),
@@ -205,3 +225,16 @@ class CpuBackend(KernelBackend):
                 int(seen.max(initial=0)),
             ),
         )
+
+
+class DeterministicCpuBackend(CpuBackend):
+    """Every query by the prefill kernel, whose sums go by a token's place in its sequence alone.
+
+    Tiles of a context begin at the same tokens whatever chunk or prefix a step begins with, and a query is a
+    lane of its own; the decode kernel sums in another order.
+    """
+
+    def _split(self, step: CpuMetadata, group: int, block_size: int, *, shares: bool) -> Parts:
+        """The step by kind: what sequences share, and all else as if it were several new tokens."""
+        prefixes, begins = self._prefixes(step, group, block_size, shares=shares)
+        return self._parts(step, group, prefixes, begins, prefills=step.query_lens > 0)

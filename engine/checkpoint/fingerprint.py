@@ -38,6 +38,9 @@ MORE_TEXT_FILES = ("additional_chat_templates/*.jinja", "*Pooling/config.json")
 WHOLE_BYTES = 1 << 16
 NUM_SAMPLES = 16
 
+#: Ends the `dtype` of a model that is computed so.
+DETERMINISTIC = "deterministic"
+
 #: No checkpoint's header is as large; a file that claims one is none.
 MAX_HEADER_BYTES = 100 << 20
 
@@ -59,12 +62,14 @@ def read_identity(
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
     pooling: str | None = None,
+    *,
+    deterministic: bool = False,
 ) -> ModelIdentity:
     """Return the identity of a folder's model, computed in the dtype of this name.
 
     chat_template, pooling: the name of the one that is used, if it was chosen.  quantization: of weights as
-    they are loaded, by name; what the files hold is part of them. It counts as another dtype, and so does
-    kv_cache_dtype, of which "auto" is the model's.
+    they are loaded, by name; what the files hold is part of them. It counts as another dtype, and so do
+    kv_cache_dtype, of which "auto" is the model's, and `deterministic`, whose sums are others.
     Two models have the same fingerprint when they have the same dtypes, the same configuration, tokenizer and
     chat templates byte by byte, the same choice of one, and the same tensors (name, type, shape and values),
     however those are divided into files. Of each tensor beyond 64 KiB only 16 samples of 4 KiB are read,
@@ -77,6 +82,8 @@ def read_identity(
         dtype = f"{dtype}, {quantization} weights"
     if kv_cache_dtype != "auto":
         dtype = f"{dtype}, {kv_cache_dtype} KV cache"
+    if deterministic:
+        dtype = f"{dtype}, {DETERMINISTIC}"
     digest = blake2b(dtype.encode(), digest_size=16)
     more = sorted(str(path.relative_to(folder)) for each in MORE_TEXT_FILES for path in folder.glob(each))
     for name in (*TEXT_FILES, *more):

@@ -10,6 +10,7 @@ from engine.checkpoint.weights import CheckpointTensor
 from engine.layers.base import WeightedModule, fill
 from engine.layers.packed import linear, pack_weight
 from engine.layers.parallel import TensorParallel
+from engine.layers.row_tiles import TiledProduct
 
 
 class VocabParallelEmbedding(WeightedModule):
@@ -39,11 +40,17 @@ class VocabParallelEmbedding(WeightedModule):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Hidden states to logits. Tied to the embedding by sharing its weight parameter."""
+    """Hidden states to logits. Tied to the embedding by sharing its weight parameter.
+
+    instead: what multiplies in the weight's place in a deterministic engine.
+    """
+
+    instead: TiledProduct | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [samples, hidden] -> logits [samples, vocabulary] on rank 0, a part of them elsewhere."""
-        return self.tp.gather(linear(hidden, self.weight))[:, : self.rows.total]
+        part = linear(hidden, self.weight) if self.instead is None else self.instead(hidden, None)
+        return self.tp.gather(part)[:, : self.rows.total]
 
     def finish_loading(self) -> None:
         """Pack the weight where that pays; a tied embedding keeps its own table."""

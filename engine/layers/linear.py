@@ -11,24 +11,27 @@ from engine.layers.base import WeightedModule, fill
 from engine.layers.int8 import Int8Product, QuantizeRows
 from engine.layers.packed import linear, pack_weight
 from engine.layers.parallel import Share, TensorParallel
+from engine.layers.row_tiles import TiledProduct
 
 
 class ReplicatedLinear(WeightedModule):
     """y = x W^T + b, the whole weight on every rank. weight: [out, in].
 
     may_pack: False keeps the weight as it is, for kernels that read it so.
-    int8: what multiplies in the weight's place, once that is quantized.
+    instead: what multiplies in the weight's place: Int8Product once that is quantized, TiledProduct of either
+    in a deterministic engine.
     """
 
     may_pack = True
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
+        self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype), requires_grad=False)
         self.bias = (
             nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
         )
-        self.int8: Int8Product | None = None
+        self.instead: Int8Product | TiledProduct | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [tokens, in] -> [tokens, out]."""
@@ -36,16 +39,16 @@ class ReplicatedLinear(WeightedModule):
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + b of this rank. x: [tokens, in] -> [tokens, out]."""
-        return linear(x, self.weight, bias) if self.int8 is None else self.int8(x, bias)
+        return linear(x, self.weight, bias) if self.instead is None else self.instead(x, bias)
 
     def quantize(self, quantize_rows: QuantizeRows) -> None:
         """Give the weight up for one in int8; once, when it is loaded and before it is packed."""
-        self.int8 = Int8Product(self.weight, quantize_rows)
+        self.instead = Int8Product(self.weight, quantize_rows)
         del self.weight
 
     def finish_loading(self) -> None:
         """Pack the weight where that pays."""
-        if self.may_pack and self.int8 is None:
+        if self.may_pack and self.instead is None:
             self.weight = pack_weight(self.weight)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from engine.layers.moe import Experts, SparseMLP
 from engine.layers.norm import ParallelRMSNorm, RMSNorm
 from engine.layers.parallel import Share, TensorParallel
 from engine.layers.rotary import RotaryEmbedding, apply_rotary
+from engine.layers.row_tiles import each_row
 from engine.layers.stream import Stream, StreamProducts
 from engine.models.base import CausalModel
 from engine.models.decoder_config import DecoderConfig, LayerConfig
@@ -302,7 +304,10 @@ class DecoderForCausalLM(CausalModel):
     """The decoder with its LM head. Module names are the checkpoint's, save for the packed ones.
 
     packed: last module name in the checkpoint -> (module that holds it here, shard in that module).
+    is_deterministic: no row's bits shall depend on other rows; `make_deterministic` sees to its layers.
     """
+
+    is_deterministic = False
 
     packed: ClassVar[dict[str, tuple[str, str]]] = {
         "q_proj": ("qkv_proj", "q"),
@@ -343,10 +348,14 @@ class DecoderForCausalLM(CausalModel):
         """Multiply by the LM head, split over the ranks by vocabulary."""
         logits: Tensor = self.lm_head(hidden)
         if self.logit_soft_cap is not None:
-            capped = logits.float().div_(self.logit_soft_cap).tanh_().mul_(self.logit_soft_cap)
-            logits = capped.to(logits.dtype)
+            capped = partial(_capped, self.logit_soft_cap)
+            logits = each_row(capped, logits) if self.is_deterministic else capped(logits)
         return logits
 
     def _rotations(self, batch: ForwardBatch) -> list[Rotation]:
         """Each rotation's cosines and sines of the batch's tokens, the same for all layers that have it."""
         return [rotary(batch.positions) for rotary in self.rotaries]
+
+
+def _capped(cap: float, logits: Tensor) -> Tensor:
+    return logits.float().div_(cap).tanh_().mul_(cap).to(logits.dtype)

@@ -21,6 +21,7 @@ from engine.layers.rotary_scaling import Rope
 from engine.models.base import CausalModel
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.decoder_config import DecoderConfig, read_decoder_config
+from engine.models.deterministic import check_deterministic, make_deterministic
 from engine.models.loader import load_weights, own_names
 from engine.models.registry import BODIES, decoder_flags
 from engine.models.served import refuse_known
@@ -122,15 +123,19 @@ def load_model(
     device: torch.device,
     quantization: str | None = None,
     embeds: bool = False,
+    deterministic: bool = False,
 ) -> CausalModel:
     """Build the model, or one rank's share of it, and fill it from the folder.
 
-    model_path, quantization: as EngineConfig has them.  max_positions: tokens that no sequence will exceed.
+    model_path, quantization, deterministic: as EngineConfig has them.
+    max_positions: tokens that no sequence will exceed.
     embeds: it is there for embeddings, and need not have an LM head: where it has none, its logits, which
     nobody asks for, are those of one tied to the embedding.
     Raises UnsupportedModel, MissingWeights, WeightMismatch, DamagedWeights or another ConfigError.
     """
     path = choose_path(config, model_path)
+    if deterministic:
+        check_deterministic(config.architecture, path.decoder, tp)
     if quantization is not None:
         _check_quantization(config.architecture, path, device)
     if path.decoder is None:
@@ -145,12 +150,7 @@ def load_model(
         )
     ties = _ties_head(folder, config, path.decoder, embeds=embeds)
     decoder = replace(path.decoder, tie_word_embeddings=ties).within(max_positions)
-    for rope in decoder.ropes:
-        _warn_of_long_factors(rope, max_positions)
-    rotary_dtype = torch.float32 if decoder.flags.float32_rotation else dtype
-    rotaries = [
-        RotaryEmbedding(rope, max_positions, dtype=rotary_dtype, device=device) for rope in decoder.ropes
-    ]
+    rotaries = _rotaries(decoder, max_positions, dtype, device)
     parts = DecoderParts(decoder, tp, backend, dtype)
     with torch.device("meta"):
         model = DecoderForCausalLM(parts, rotaries)
@@ -162,13 +162,22 @@ def load_model(
         is_text_part=config.is_text_part,
         quantize_rows=None if quantization is None else _quantize_rows(backend),
     )
+    if deterministic:
+        make_deterministic(model, dtype)
     if quantization is not None:
-        quantized = [module for module in model.modules() if isinstance(module, Int8Product)]
-        logger.info(
-            "int8: the weights of %d linear layers by output channel, activations by token; embedding, LM "
-            "head and KV cache stay in %s", len(quantized), str(dtype).removeprefix("torch."),
-        )  # fmt: skip
+        _tell_quantized(model, dtype)
     return model.eval()
+
+
+def _rotaries(
+    decoder: DecoderConfig, max_positions: int, dtype: torch.dtype, device: torch.device
+) -> list[RotaryEmbedding]:
+    """dtype: the model's."""
+    for rope in decoder.ropes:
+        _warn_of_long_factors(rope, max_positions)
+    if decoder.flags.float32_rotation:
+        dtype = torch.float32
+    return [RotaryEmbedding(rope, max_positions, dtype=dtype, device=device) for rope in decoder.ropes]
 
 
 def _ties_head(folder: Path, config: ModelConfig, decoder: DecoderConfig, *, embeds: bool) -> bool:
@@ -176,6 +185,14 @@ def _ties_head(folder: Path, config: ModelConfig, decoder: DecoderConfig, *, emb
     if embeds and not _has_lm_head(folder, config, decoder):
         return True
     return decoder.tie_word_embeddings and not _has_own_head(folder, is_text_part=config.is_text_part)
+
+
+def _tell_quantized(model: CausalModel, dtype: torch.dtype) -> None:
+    quantized = [module for module in model.modules() if isinstance(module, Int8Product)]
+    logger.info(
+        "int8: the weights of %d linear layers by output channel, activations by token; embedding, LM "
+        "head and KV cache stay in %s", len(quantized), str(dtype).removeprefix("torch."),
+    )  # fmt: skip
 
 
 def _check_quantization(name: str, path: ModelPath, device: torch.device) -> None:

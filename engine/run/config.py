@@ -54,6 +54,11 @@ class EngineConfig:
         tensor parallelism the model runs in the caller's thread: no gain.
     seed: starts the generator that draws a seed for each request without one.
     chat_template: the name of one of the model's chat templates; None takes the default one, or the only one.
+    deterministic: a request's completions and log probabilities have the same bits whatever else is computed
+        with it, before it and after it: other requests, their order, chunks, preemption, cached prefixes. A
+        request without a seed draws one from its prompt and `seed`. Slower; on CPUs, for native models with
+        attention_backend="cpu", alone or on two ranks; else NotDeterministic is raised. The bits are those of
+        one kind of processor, one version of torch, one number of threads and one tensor_parallel_size.
     adapt_cpu_threads: on a CPU take fewer of torch's threads while other processes use the processors, as
         engine.run.cpu_threads does. Their number is the process', so this is for one whose torch is the
         engine's alone. Not with tensor parallelism.
@@ -80,6 +85,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     seed: int = 0
     chat_template: str | None = None
+    deterministic: bool = False
     adapt_cpu_threads: bool = False
     pooling: str | None = None
 
@@ -120,6 +126,13 @@ class EngineConfig:
             raise ConfigError(f"seed must be an integer, got {self.seed!r}")
         if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
             raise ConfigError(f"async_scheduling must be true, false or None, got {self.async_scheduling!r}")
+        if not isinstance(self.deterministic, bool):
+            raise ConfigError(f"deterministic must be true or false, got {self.deterministic!r}")
+        if self.deterministic and self.adapt_cpu_threads:
+            raise ConfigError(
+                "adapt_cpu_threads=True changes the number of threads, by which sums may be divided, and "
+                "deterministic=True keeps it; leave one of them out"
+            )
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(
                 f"memory_utilization must be above 0 and at most 1, got {self.memory_utilization!r}"
@@ -139,14 +152,20 @@ def model_identity(config: EngineConfig) -> ModelIdentity:
     What the fingerprint tells apart, and what not, stands at `read_identity`.
     Device, attention backend and tensor parallelism are no part of it: they change the order of sums only.
     The dtype that "auto" stands for on this machine is, and so are quantization, the KV cache's dtype and
-    pooling.
+    pooling, and `deterministic`, so that a run's answers all come from the same mode.
     Raises ModelNotFound, MissingWeights or another ConfigError for a model that no engine could load.
     """
     folder = resolve_model(config.model)
     model = read_model_config(folder)
     dtype = served_dtype(config.dtype, model.dtype, config.device).name
     identity = read_identity(
-        folder, dtype, config.chat_template, config.quantization, config.kv_cache_dtype, config.pooling
+        folder,
+        dtype,
+        config.chat_template,
+        config.quantization,
+        config.kv_cache_dtype,
+        config.pooling,
+        deterministic=config.deterministic,
     )
     pooling = read_pooling(folder, model, config.pooling)
     return replace(identity, embedding_size=model.hidden_size * len(pooling.modes) if pooling else 0)

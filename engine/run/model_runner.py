@@ -60,8 +60,9 @@ class ModelRunner:
             logger.warning("%s", served.reason)
         self.dtype: torch.dtype = getattr(torch, served.name)
         self.backend: KernelBackend = load_backend(
-            config.attention_backend, self.device, self.dtype, config.block_size, config.kv_cache_dtype
-        )
+            config.attention_backend, self.device, self.dtype, config.block_size, config.kv_cache_dtype,
+            deterministic=config.deterministic,
+        )  # fmt: skip
         self._config = config
         self._model_config = model_config
         self._tp = tp
@@ -160,7 +161,7 @@ class ModelRunner:
     def _launch_with_more(self, step: StepBatch, sampling: SamplingBatch) -> DeviceTokens:
         """Start a step that gives more than tokens: log probabilities, pooled hidden states."""
         batch, values = to_device(step, self.backend, self.device, self._sampled, sampling)
-        wanted = StepLogprobs(step, self.model, self._tp, self.device)
+        wanted = StepLogprobs(step, self.model, self._tp, self.device, by_row=self._config.deterministic)
         (pooled_rows,) = upload([step.pooled_rows], self.device)
         rows = [batch.sample_rows, wanted.scored_rows, pooled_rows]
         hidden = self.model.states_of(torch.cat(rows), batch, self.cache)
@@ -181,7 +182,8 @@ class ModelRunner:
         try:
             return self._load_for_backend(folder)
         except AttentionRefused as error:
-            if self._config.attention_backend != "auto" or self.backend.name == "torch":
+            is_bound = self._config.attention_backend != "auto" or self._config.deterministic
+            if is_bound or self.backend.name == "torch":
                 raise
             logger.warning("attention_backend='auto' takes 'torch', which is slower: %s", error)
         self.backend = load_backend("torch", self.device, self.dtype, self._config.block_size)
@@ -199,6 +201,7 @@ class ModelRunner:
             device=self.device,
             quantization=self._config.quantization,
             embeds=bool(self._pooling_modes),
+            deterministic=self._config.deterministic,
         )
 
     @property

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.kernels.upload import upload
 from engine.layers.parallel import TensorParallel
+from engine.layers.row_tiles import each_row
 from engine.models.base import CausalModel
 from engine.sampling.params import MAX_LOGPROBS
 from engine.schedule.logprobs import NOT_WANTED, RowLogprobs
@@ -44,8 +45,12 @@ class DeviceLogprobs:
 
 @dataclass
 class LogprobPieces:
-    """Collects the rows of a step piece by piece."""
+    """Collects the rows of a step piece by piece.
 
+    by_row: what a row says has the same bits in a piece of any size and width.
+    """
+
+    by_row: bool = False
     _logprobs: list[Tensor] = field(default_factory=list)
     _ranks: list[Tensor] = field(default_factory=list)
     _widths: list[NDArray[np.int64]] = field(default_factory=list)
@@ -59,7 +64,7 @@ class LogprobPieces:
         probability is wanted; a negative one stands for any.
         """
         logits = logits.float()
-        total = logits.logsumexp(-1, keepdim=True)
+        total = each_row(log_sum_exp, logits) if self.by_row else log_sum_exp(logits)
         token_ids = token_ids.clamp(min=0).unsqueeze(1)
         own = logits.gather(1, token_ids)
         self._logprobs.append((own - total).squeeze(1))
@@ -68,7 +73,7 @@ class LogprobPieces:
         width = min(width, logits.shape[1])
         self._widths.append(np.full(len(logits), width))
         if width:
-            highest, ids = logits.topk(width, dim=-1)
+            highest, ids = top_of_each(logits, width) if self.by_row else logits.topk(width, dim=-1)
             self._top_ids.append(ids.int().flatten())
             self._top_logprobs.append((highest - total).flatten())
 
@@ -84,6 +89,24 @@ class LogprobPieces:
             torch.cat(self._top_ids or [no_ids]),
             torch.cat(self._top_logprobs or [no_logprobs]),
         )
+
+
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """[rows, vocabulary] -> [rows, 1]."""
+    return logits.logsumexp(-1, keepdim=True)
+
+
+def top_of_each(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The highest logits of each row, float32, and their ids; of equal ones the first, whatever the width.
+
+    Of equal numbers topk takes others when it is asked for more. So it is given integers, of which no two are
+    equal: a float's bits, turned so that they are in the numbers' order, before those of its id.
+    """
+    bits = logits.view(torch.int32)
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
+    keys += torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device)
+    ids = keys.topk(width, dim=-1).indices
+    return logits.gather(1, ids), ids
 
 
 def cut(tops: NDArray[np.int64], vocab_size: int) -> Iterator[tuple[slice, int]]:
@@ -106,8 +129,17 @@ class StepLogprobs:
     scored_rows: [rows] int64, on the device, the rows that score.
     """
 
-    def __init__(self, step: StepBatch, model: CausalModel, tp: TensorParallel, device: torch.device) -> None:
-        self._model, self._tp = model, tp
+    def __init__(
+        self,
+        step: StepBatch,
+        model: CausalModel,
+        tp: TensorParallel,
+        device: torch.device,
+        *,
+        by_row: bool = False,
+    ) -> None:
+        """by_row: as LogprobPieces has it."""
+        self._model, self._tp, self._by_row = model, tp, by_row
         wanted = np.flatnonzero(step.sample_tops != NOT_WANTED)
         self._sample_tops, self._scored_tops = step.sample_tops[wanted], step.scored_tops
         is_new = np.diff(step.scored_rows, prepend=-1) != 0  # several tokens may be scored by one row
@@ -127,7 +159,7 @@ class StepLogprobs:
 
         sampled: [samples] int64, the tokens.  hidden: [rows, hidden_size], of the rows that score.
         """
-        pieces = LogprobPieces()
+        pieces = LogprobPieces(self._by_row)
         if self._tp.rank == 0 and len(self._wanted):
             token_ids = sampled[self._wanted]
             for piece, width in cut(self._sample_tops, self._raw.shape[1]):

@@ -14,8 +14,17 @@ def check_usable(config: EngineConfig, checkpoint_dtype: str) -> None:
     """Raise ConfigError for a device, dtype or attention backend that cannot be used here.
 
     A backend is looked at where it is named and there is one rank: ranks look by themselves, each at its GPU.
+    What is to be deterministic runs on no GPU.
     """
     device = resolve_device(config.device)
     dtype: torch.dtype = getattr(torch, served_dtype(config.dtype, checkpoint_dtype, config.device).name)
-    if config.attention_backend != "auto" and config.tensor_parallel_size == 1:
-        load_backend(config.attention_backend, device, dtype, config.block_size, config.kv_cache_dtype)
+    is_named = config.attention_backend != "auto" and config.tensor_parallel_size == 1
+    if is_named or config.deterministic:
+        load_backend(
+            config.attention_backend,
+            device,
+            dtype,
+            config.block_size,
+            config.kv_cache_dtype,
+            deterministic=config.deterministic,
+        )

@@ -1,0 +1,99 @@
+"""Products whose rows have the same bits whatever rows are multiplied with them, for deterministic engines.
+
+How a BLAS sums depends on how many rows it is given. Here it is given TILES of rows only, the last one filled
+up with zeros, each in memory of its own; and whether a row's bits depend on the tile or on the place in it is
+found out for every kind of product before one is used. Source of the idea: Thinking Machines Lab, "Defeating
+Nondeterminism in LLM Inference", 2025.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import NotDeterministic
+
+TILES = (8, 16, 32, 64, 128, 256)  # rows; of more than 256 a product is no faster
+FILLED = 0.75  # a tile is taken for fewer rows than it has if they are so much of it: one call for two
+ALIGNMENT = 64  # bytes, of memory that torch allocates
+
+Product = Callable[[Tensor, Tensor | None], Tensor]
+
+
+class TiledProduct(nn.Module):
+    """product(x, bias) computed in tiles of rows. tiles: as `find_tiles` finds them for such a product."""
+
+    def __init__(self, product: Product, tiles: Sequence[int]) -> None:
+        super().__init__()
+        self.product, self.tiles = product, tuple(tiles)
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x: [rows, in] -> [rows, out]."""
+        num_rows = len(x)
+        spans = list(cut_rows(num_rows, self.tiles))
+        if not spans:
+            return self.product(x, bias)
+        first = self.product(_tile(x, *spans[0]), bias)
+        if len(spans) == 1:
+            return first[:num_rows]
+        out = first.new_empty(num_rows, first.shape[1])
+        out[: len(first)] = first
+        for start, size in spans[1:]:
+            rows = out[start : start + size]
+            rows.copy_(self.product(_tile(x, start, size), bias)[: len(rows)])
+        return out
+
+
+def cut_rows(num_rows: int, tiles: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Tiles that hold so many rows: where each begins, and its size, one of `tiles`, which ascend."""
+    start = 0
+    while start < num_rows:
+        left = num_rows - start
+        size = next((tile for tile in tiles if FILLED * tile <= left <= tile), None)
+        if size is None:
+            size = max((tile for tile in tiles if tile <= left), default=tiles[0])
+        yield start, size
+        start += size
+
+
+def find_tiles(product: Product, in_features: int, dtype: torch.dtype, bias: Tensor | None) -> list[int]:
+    """Those of TILES in which a row has the same bits, wherever it is in them, by random numbers.
+
+    in_features, dtype: of the rows; bias: of the product. Raises NotDeterministic if in the smallest the
+    place of a row matters.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(TILES[-1], in_features, generator=generator).to(dtype)
+    least = TILES[0]
+    expected = torch.cat([product(_tile(x, start, least), bias) for start in range(0, len(x), least)])
+    for shift in range(1, least):
+        rows = _tile(x[:least].roll(shift, 0), 0, least)
+        if not torch.equal(product(rows, bias).roll(-shift, 0), expected[:least]):
+            raise NotDeterministic(
+                f"this processor's products of {in_features} numbers in {str(dtype).removeprefix('torch.')} "
+                "depend on a row's place; try another dtype"
+            )
+    larger = [tile for tile in TILES[1:] if torch.equal(product(_tile(x, 0, tile), bias), expected[:tile])]
+    return [least, *larger]
+
+
+def each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function of each row of x by itself, in memory of its own: torch's loops end where a tensor does.
+
+    function: [1, n] -> [1, m]. x: [rows, n] -> [rows, m].
+    """
+    if len(x) == 0:
+        return function(x)
+    return torch.cat([function(row.clone()) for row in torch.split(x, 1)])
+
+
+def _tile(x: Tensor, start: int, size: int) -> Tensor:
+    """Rows from `start` on in memory of their own, zeros after the last."""
+    rows = x[start : start + size]
+    if len(rows) == size and rows.is_contiguous() and rows.data_ptr() % ALIGNMENT == 0:
+        return rows
+    tile = x.new_zeros(size, x.shape[1])
+    tile[: len(rows)] = rows
+    return tile

@@ -1,0 +1,72 @@
+"""Making a decoder whose rows have the same bits in a batch of any size, or saying why it cannot be had."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.errors import NotDeterministic
+from engine.layers.embedding import ParallelLMHead
+from engine.layers.int8 import Int8Product
+from engine.layers.linear import ReplicatedLinear
+from engine.layers.packed import linear
+from engine.layers.parallel import TensorParallel
+from engine.layers.row_tiles import Product, TiledProduct, find_tiles
+from engine.models.decoder import DecoderForCausalLM
+from engine.models.decoder_config import DecoderConfig
+
+MOST_RANKS = 2  # a + b is b + a; how more than two numbers are added depends on their place in a message
+
+
+def check_deterministic(name: str, decoder: DecoderConfig | None, tp: TensorParallel) -> None:
+    """Raise NotDeterministic for a model, or a number of ranks, of which it is not known.
+
+    decoder: None for a model that runs through transformers.
+    """
+    problem = None
+    if decoder is None:
+        problem = f"{name} runs through transformers, whose layers are torch's own; use a native model"
+    elif any(layer.experts for layer in decoder.layers):
+        problem = f"{name} is a mixture of experts, and it is built for dense models"
+    elif tp.size > MOST_RANKS:
+        problem = f"tensor_parallel_size={tp.size}, and sums over more than {MOST_RANKS} ranks have no order"
+    elif tp.size > 1 and decoder.flags.qk_norm == "whole":
+        problem = f"{name} normalises over ranks, which is built for tensor_parallel_size=1"
+    if problem is not None:
+        raise NotDeterministic(f"deterministic=True cannot be had: {problem}, or leave it out")
+
+
+@torch.inference_mode()
+def make_deterministic(model: DecoderForCausalLM, dtype: torch.dtype) -> None:
+    """Have the loaded model's products computed in tiles. dtype: the model's. Raises NotDeterministic."""
+    tiles = _KnownTiles(dtype)
+    for module in model.modules():
+        if isinstance(module, ReplicatedLinear) and not isinstance(module.instead, TiledProduct):
+            product = module.instead or partial(_multiply, module.weight)
+            module.instead = tiles.tiled(product, (module.in_features, module.out_features), module.bias)
+        elif isinstance(module, ParallelLMHead):
+            weight = module.weight
+            module.instead = tiles.tiled(partial(_multiply, weight), (weight.shape[1], len(weight)), None)
+    model.is_deterministic = True
+
+
+class _KnownTiles:
+    """Tiles of each kind of product, found out for the first of them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._found: dict[tuple[object, ...], Sequence[int]] = {}
+
+    def tiled(self, product: Product, shape: tuple[int, int], bias: Tensor | None) -> TiledProduct:
+        """The product in tiles. shape: numbers that go in and out."""
+        kind = (shape, isinstance(product, Int8Product), bias is None)
+        if kind not in self._found:
+            self._found[kind] = find_tiles(product, shape[0], self._dtype, bias)
+        return TiledProduct(product, self._found[kind])
+
+
+def _multiply(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    return linear(x, weight, bias)

@@ -1,0 +1,238 @@
+"""deterministic=True: all bits of a completion depend on its request alone; what cannot so is refused."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine import ConfigError, Engine, EngineConfig, NotDeterministic, SamplingParams, model_identity
+from engine.attention import load_backend
+from engine.attention.features import AttentionFeatures
+from engine.attention.kv_cache import LayerKVCache
+from engine.layers.packed import linear, pack_weight
+from engine.layers.parallel import TensorParallel
+from engine.layers.row_tiles import TILES, TiledProduct, cut_rows, each_row, find_tiles
+from engine.models.deterministic import check_deterministic
+from engine.models.load import read_supported
+from engine.run.row_logprobs import top_of_each
+from ops.determinism import Way, differing, make_requests, run_all, run_alone
+from tests.engine.checkpoints import SHAPES, VOCAB_SIZE, pool_bytes
+from tests.engine.families import FAMILIES, make_family
+
+pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
+SHAPE = next(shape for shape in SHAPES if shape.name == "gqa2_bias")
+CPU = torch.device("cpu")
+
+
+def config(folder: Path, **changes: Any) -> EngineConfig:
+    values: dict[str, Any] = {
+        "device": "cpu", "deterministic": True, "max_model_len": 384,
+        "kv_cache_bytes": pool_bytes(SHAPE, 1500),
+    }  # fmt: skip
+    return EngineConfig(str(folder), **{**values, **changes})
+
+
+def refusal(folder: Path, **changes: Any) -> str:
+    with pytest.raises(NotDeterministic) as caught:
+        Engine(config(folder, **changes))
+    return str(caught.value)
+
+
+def others(folder: Path, dtype: str, way: Way, num_requests: int = 24) -> tuple[list[int], int]:
+    """Which requests have other bits than alone, and how many preemptions there were."""
+    settings = config(folder, dtype=dtype)
+    requests = make_requests(num_requests, VOCAB_SIZE, seed=3, max_tokens=12)
+    order = random.Random(4).sample(range(num_requests), num_requests)
+    found, stats = run_all(replace(settings, **way.settings), requests, order, urgent=way.urgent)
+    return differing(run_alone(settings, requests), found), stats.num_preemptions
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_depend_on_the_request_alone(folders: dict[str, Path], dtype: str) -> None:
+    """Alone, and in a shuffled batch with preemption, chunks, cached prefixes and overlap."""
+    small = pool_bytes(SHAPE, 28) // (1 if dtype == "float32" else 2)
+    settings = {"max_num_batched_tokens": 61, "max_num_seqs": 24, "async_scheduling": True}
+    way = Way("", {**settings, "kv_cache_bytes": small}, urgent=True)
+    differ, num_preemptions = others(folders[SHAPE.name], dtype, way)
+    assert differ == []
+    assert num_preemptions > 0
+
+
+def test_windows_and_soft_caps_too(tmp_path: Path) -> None:
+    """Gemma 2: layers with a window, tanh over scores and over logits."""
+    family = next(family for family in FAMILIES if family.model_type == "gemma2")
+    differ, _ = others(
+        make_family(tmp_path, family),
+        "float32",
+        Way("", {"max_num_batched_tokens": 97, "max_num_seqs": 16}),
+        12,
+    )
+    assert differ == []
+
+
+def test_int8_too(folders: dict[str, Path]) -> None:
+    settings = {"max_num_batched_tokens": 97, "max_num_seqs": 16, "quantization": "int8"}
+    folder, requests = folders[SHAPE.name], make_requests(12, VOCAB_SIZE, seed=5, max_tokens=8)
+    alone = run_alone(config(folder, quantization="int8"), requests)
+    found, _ = run_all(config(folder, **settings), requests, range(12)[::-1], urgent=False)
+    assert differing(alone, found) == []
+
+
+def test_a_request_without_a_seed_draws_one_from_its_prompt(folders: dict[str, Path]) -> None:
+    params = SamplingParams(max_tokens=8, temperature=2.0, ignore_eos=True)
+    prompts = [[5, 6, 7], [8, 9], [5, 6, 7]]
+
+    def tokens(order: list[int], **changes: Any) -> dict[int, list[int]]:
+        with Engine(config(folders[SHAPE.name], **changes)) as engine:
+            found = engine.generate([prompts[i] for i in order], params)
+        return {i: completion.token_ids for i, completion in zip(order, found, strict=True)}
+
+    straight = tokens([0, 1, 2])
+    assert straight == tokens([2, 1, 0])
+    assert straight[0] == straight[2] != straight[1]
+    assert straight != tokens([0, 1, 2], seed=1)
+
+
+def test_the_mode_is_part_of_the_models_identity(folders: dict[str, Path]) -> None:
+    """So that a run's parts all come from one mode."""
+    own = config(folders[SHAPE.name], dtype="float32")
+    found = model_identity(own)
+    assert found.dtype == "float32, deterministic"
+    assert found.fingerprint != model_identity(replace(own, deterministic=False)).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"attention_backend": "torch"}, "'torch' on cpu"),
+        ({"dtype": "float16"}, "'torch' on cpu"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype='auto'"),
+        ({"model_path": "transformers"}, "transformers"),
+    ],
+)
+def test_refused_by_name(folder: Path, changes: dict[str, Any], told: str) -> None:
+    assert told in refusal(folder, **changes)
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton", "flash_attn", "torch"])
+def test_gpus_are_refused(backend: str) -> None:
+    with pytest.raises(NotDeterministic, match="on cuda, whose sums depend on what is computed together"):
+        load_backend(backend, torch.device("cuda"), torch.bfloat16, deterministic=True)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_mixtures_of_experts_are_refused(tmp_path: Path, model_type: str) -> None:
+    family = next(family for family in FAMILIES if family.model_type == model_type)
+    assert "mixture of experts" in refusal(make_family(tmp_path, family))
+
+
+def test_more_ranks_than_two_are_refused(folder: Path) -> None:
+    _, path = read_supported(folder, "auto")
+    check_deterministic("it", path.decoder, TensorParallel(0, 2))
+    with pytest.raises(NotDeterministic, match="tensor_parallel_size=3"):
+        check_deterministic("it", path.decoder, TensorParallel(0, 3))
+
+
+def test_bad_values_and_a_changing_number_of_threads_are_refused() -> None:
+    with pytest.raises(ConfigError, match="deterministic must be true or false"):
+        EngineConfig("any", deterministic="yes")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="adapt_cpu_threads"):
+        EngineConfig("any", deterministic=True, adapt_cpu_threads=True)
+
+
+@given(st.integers(0, 3000), st.sets(st.sampled_from(TILES[1:])))
+def test_tiles_hold_all_rows_once(num_rows: int, larger: set[int]) -> None:
+    tiles = (TILES[0], *sorted(larger))
+    spans = list(cut_rows(num_rows, tiles))
+    ends = [start + size for start, size in spans]
+    assert [start for start, _ in spans] == [0, *ends[:-1]][: len(spans)]
+    assert {size for _, size in spans} <= set(tiles)
+    assert (ends[-1] if ends else 0) - num_rows in range(tiles[-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tiled_product_gives_each_row_the_same_bits(dtype: torch.dtype) -> None:
+    """2,048 inputs, of which oneDNN sums a single row in another order."""
+    generator = torch.Generator().manual_seed(1)
+    weight = pack_weight(
+        torch.nn.Parameter(torch.randn(33, 2048, generator=generator).to(dtype), requires_grad=False)
+    )
+    x = torch.randn(300, 2048, generator=generator).to(dtype)
+    bias = torch.randn(33, generator=generator).to(dtype)
+
+    def product(rows: Tensor, bias: Tensor | None) -> Tensor:
+        return linear(rows, weight, bias)
+
+    tiled = TiledProduct(product, find_tiles(product, 2048, dtype, bias))
+    whole = tiled(x, bias)
+    torch.testing.assert_close(whole, product(x, bias))
+    for num_rows in (0, 1, 7, 9, 41, 257):
+        assert torch.equal(tiled(x[3 : 3 + num_rows], bias), whole[3 : 3 + num_rows])
+
+
+def test_tiles_whose_rows_have_other_bits_are_left_out() -> None:
+    def product(x: Tensor, bias: Tensor | None) -> Tensor:
+        return x[:, :5] + (1 if len(x) == 32 else 0)
+
+    assert find_tiles(product, 6, torch.float32, None) == [tile for tile in TILES if tile != 32]
+
+    def by_place(x: Tensor, bias: Tensor | None) -> Tensor:
+        return x[:, :5] + torch.arange(len(x)).unsqueeze(1) // 7
+
+    with pytest.raises(NotDeterministic, match="depend on a row's place"):
+        find_tiles(by_place, 6, torch.float32, None)
+
+
+def test_a_row_by_itself_lies_at_the_start_of_memory() -> None:
+    places: list[int] = []
+
+    def note(row: Tensor) -> Tensor:
+        places.append(row.data_ptr() % 64)
+        return row.sum(-1, keepdim=True)
+
+    x = torch.arange(21.0).view(7, 3)
+    assert torch.equal(each_row(note, x), x.sum(-1, keepdim=True))
+    assert places == [0] * 7
+    assert each_row(note, x[:0]).shape == (0, 1)
+
+
+def test_of_equal_logits_the_first_ids_are_told_whatever_the_width() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, -2.0, 3.0, float("-inf")], [-1.0, -1.0, -3.0, 0.0, -1.0, -1.0]])
+    values, ids = top_of_each(logits, 6)
+    assert ids.tolist() == [[1, 2, 4, 0, 3, 5], [3, 0, 1, 4, 5, 2]]
+    assert torch.equal(values, logits.sort(-1, descending=True).values)
+    for width in (1, 2, 3):
+        assert torch.equal(top_of_each(logits, width)[1], ids[:, :width])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 50])
+def test_attention_to_a_token_has_the_same_bits_in_any_chunk(dtype: torch.dtype, window: int | None) -> None:
+    """One token at a time, in chunks of odd lengths, and all at once."""
+    backend = load_backend("auto", CPU, dtype, deterministic=True)
+    generator = torch.Generator().manual_seed(2)
+    length, block_size = 150, 8
+    query = torch.randn(length, 4, 16, generator=generator).to(dtype)
+    cache = LayerKVCache(
+        *(torch.randn(20, block_size, 2, 16, generator=generator).to(dtype) for _ in range(2))
+    )
+    features = AttentionFeatures(4, 2, 16, scale=0.25, window=window, soft_cap=None, has_sinks=False)
+    table = torch.randperm(20, generator=generator).int().numpy()[None]
+
+    def attend(start: int, end: int) -> Tensor:
+        lens = torch.tensor([[end], [end - start]]).numpy()
+        return backend.forward(query[start:end], cache, backend.build_metadata(table, *lens), features)
+
+    whole = attend(0, length)
+    for edges in (range(length + 1), [0, 1, 63, 65, 66, 129, length]):
+        pieces = [attend(start, end) for start, end in pairwise(edges)]
+        assert torch.equal(torch.cat(pieces), whole)
