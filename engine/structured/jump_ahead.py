@@ -1,4 +1,4 @@
-"""Jump ahead: where a grammar leaves one way, its tokens are appended without a forward pass for each.
+"""Jump ahead: where a grammar leaves one way, tokens are appended without a forward pass for each.
 
 They are those that the masks would leave, one after the other: llguidance masks all but the tokens that its
 tokenizer makes of the text that must come. So a completion has the same tokens as without.
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from engine.sampling.params import SamplingParams
 from engine.structured.matcher import Matcher
+
+#: One alone is left to the mask: what a chunk costs its step is more than it saves.
+MIN_TOKENS = 2
 
 
 class JumpAhead:
@@ -36,5 +39,7 @@ class JumpAhead:
 
     def _find(self) -> list[int]:
         token_ids = self._matcher.forced()
+        if len(token_ids) < MIN_TOKENS:
+            token_ids = []
         self._num_forced = len(token_ids)
         return token_ids
