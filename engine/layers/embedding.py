@@ -45,7 +45,9 @@ class ParallelLMHead(VocabParallelEmbedding):
     instead: what multiplies in the weight's place in a deterministic engine.
     """
 
-    instead: TiledProduct | None = None
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel, *, dtype: torch.dtype) -> None:
+        super().__init__(vocab_size, hidden_size, tp, dtype=dtype)
+        self.instead: TiledProduct | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [samples, hidden] -> logits [samples, vocabulary] on rank 0, a part of them elsewhere."""

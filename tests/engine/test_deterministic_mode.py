@@ -18,6 +18,8 @@ from engine import ConfigError, Engine, EngineConfig, NotDeterministic, Sampling
 from engine.attention import load_backend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
+from engine.layers.embedding import ParallelLMHead
+from engine.layers.linear import ReplicatedLinear
 from engine.layers.packed import linear, pack_weight
 from engine.layers.parallel import TensorParallel
 from engine.layers.row_tiles import TILES, TiledProduct, cut_rows, each_row, find_tiles
@@ -65,6 +67,16 @@ def test_bits_depend_on_the_request_alone(folders: dict[str, Path], dtype: str) 
     differ, num_preemptions = others(folders[SHAPE.name], dtype, way)
     assert differ == []
     assert num_preemptions > 0
+
+
+def test_every_product_of_the_model_is_tiled(folders: dict[str, Path]) -> None:
+    """Which a small model's bits would not tell: oneDNN sums few inputs alike in any batch."""
+    for is_deterministic in (True, False):
+        with Engine(config(folders[SHAPE.name], deterministic=is_deterministic)) as engine:
+            model = engine._open_runner().model  # type: ignore[attr-defined]
+            products = [m for m in model.modules() if isinstance(m, (ReplicatedLinear, ParallelLMHead))]
+            assert len(products) == 4 * SHAPE.num_layers + 1
+            assert {isinstance(product.instead, TiledProduct) for product in products} == {is_deterministic}
 
 
 def test_windows_and_soft_caps_too(tmp_path: Path) -> None:
