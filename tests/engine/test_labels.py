@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from engine import Engine, InvalidPrompt, InvalidSampling, PromptTooLong, ScoringParams
+from engine.schedule.score_tree import shape_of
+from engine.text.continuations import Continuations
 from jobs.context import JobContext
 from jobs.errors import InvalidJob, RequestFailed
 from jobs.prompts.scoring_tasks import RERANK_PROMPT
@@ -126,6 +128,38 @@ def test_a_prompt_and_its_labels_are_computed_once(roomy: Engine, length: int) -
         if len(labels) == 4:
             assert computed == length, "of labels of one token the prompt alone is computed"
     assert computed <= 1.05 * tree
+
+
+def test_a_tree_has_a_branch_for_each_way_through_it() -> None:
+    """A label that begins another has none of its own; all but the first part from an earlier one."""
+    shape = shape_of(tuple((tuple(label), 0) for label in NASTY), ())
+    ways = {tuple(label[:-1]) for label in NASTY}
+    leaves = {way for way in ways if not any(other[: len(way)] == way and other != way for other in ways)}
+    assert sorted(branch.token_ids for branch in shape.branches) == sorted(leaves)
+    for number, branch in enumerate(shape.branches):
+        assert (branch.parent is None) == (number == 0)
+        assert number == 0 or branch.parent < number
+
+
+class FarSighted:
+    """A tokenizer to which a first word matters in the last one."""
+
+    def encode_alone(self, text: str) -> list[int]:
+        return [ord(char) for char in text]
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(char) + 1000 * (char == "b" and "X" in text) for char in text]
+
+
+def test_what_the_last_word_makes_of_labels_is_used_where_it_is_the_same_with_all_of_the_prompt() -> None:
+    tokenizer = FarSighted()
+    continuations = Continuations(tokenizer)  # type: ignore[arg-type]
+    for prompt in ("X a", "Y a", "X Y a"):
+        before, tails = continuations.behind(prompt, tokenizer.encode(prompt), ("b", "cb"))
+        assert [[*before, *tail] for tail, _ in tails] == [
+            tokenizer.encode(prompt + each) for each in ("b", "cb")
+        ]
+        assert all(len(before) + first == len(prompt) for _, first in tails)
 
 
 def test_a_request_of_many_labels_is_aborted_and_its_neighbours_go_on(roomy: Engine) -> None:
@@ -292,7 +326,8 @@ def test_values_that_cannot_be_are_refused(values: dict[str, Any], message: str)
 
 
 def test_readmes_example_runs(roomy: Engine, capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = re.findall(r"```python\n(job = queue.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    examples = re.findall(r"```python\n(job = queue.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (example,) = (each for each in examples if "jobs.classify" in each and "labels=" in each)
 
     class Queue:
         def enqueue(self, name: str, *args: Any, **kwargs: Any) -> Any:
