@@ -184,7 +184,16 @@ def test_an_answer_that_goes_on_too_often_is_left_as_it_is(context: JobContext) 
     assert (found["choices"][0]["text"], found["choices"][0]["finish_reason"]) == ("ab", "length")
 
 
-def test_only_whole_answers_are_checked_and_repairs_go_on_too(checking: JobContext) -> None:
+def test_only_whole_answers_are_checked_and_repairs_go_on_too(
+    checking: JobContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked, reason = list[str](), Checks.reason
+
+    def noted(self: Checks, options: Any, row: Any, text: str) -> str | None:
+        checked.append(text)
+        return reason(self, options, row, text)
+
+    monkeypatch.setattr(Checks, "reason", noted)
     answers = Answers(cut("1"), "12x", cut("4"), "42")
     found = run_task(
         checking,
@@ -201,6 +210,9 @@ def test_only_whole_answers_are_checked_and_repairs_go_on_too(checking: JobConte
     assert answers.asked[3].messages == answers.asked[2].messages
     assert answers.asked[2].messages is not None
     assert answers.asked[2].messages[1]["content"] == "12x"
+    assert checked == ["12x", "42"]
+    assert found["usage"]["completion_tokens"] == 3 + 2
+    assert found["usage"]["prompt_tokens"] == 10 + 11 + 10 + 11
 
 
 def test_what_was_cut_is_checked_where_no_attempt_is_left(checking: JobContext) -> None:
