@@ -45,9 +45,9 @@ def _write_tokenizer(folder: Path, post_processor: TemplateProcessing) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def like_qwen3_embedding(folder: Path) -> Path:
+def like_qwen3_embedding(folder: Path, hidden_size: int = 40) -> Path:
     """The last token's state, which is of an end token that the tokenizer adds; names without "model."."""
-    shape = Shape("embedding", hidden_size=40, num_layers=3, tied=True, max_positions=128, seed=6)
+    shape = Shape("embedding", hidden_size=hidden_size, num_layers=3, tied=True, max_positions=128, seed=6)
     make_checkpoint(folder, shape)
     path = folder / "model.safetensors"
     tensors = {name.removeprefix("model."): each for name, each in load_file(path).items()}
@@ -56,18 +56,20 @@ def like_qwen3_embedding(folder: Path) -> Path:
         folder, TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)])
     )
     last_token = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True, "include_prompt": True}
-    write_modules(folder, last_token, "Normalize", size=40)
+    write_modules(folder, last_token, "Normalize", size=hidden_size)
     prompts = {"prompts": {"query": QUERY, "document": ""}, "default_prompt_name": None}
     (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     return folder
 
 
-def llama_body(folder: Path, mode: str | list[str] = "mean", max_seq_length: int = 32) -> Path:
+def llama_body(
+    folder: Path, mode: str | list[str] = "mean", max_seq_length: int = 32, hidden_size: int = 48
+) -> Path:
     """A LlamaModel without any LM head; texts begin with a token, are cut, and not normalised."""
     torch.manual_seed(7)
     config = LlamaConfig(
-        hidden_size=48,
-        intermediate_size=96,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -87,7 +89,7 @@ def llama_body(folder: Path, mode: str | list[str] = "mean", max_seq_length: int
         single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", 1), ("<|im_end|>", 2)]
     )
     _write_tokenizer(folder, frame)
-    write_modules(folder, {"pooling_mode": mode}, size=48)
+    write_modules(folder, {"pooling_mode": mode}, size=hidden_size)
     (folder / "sentence_bert_config.json").write_text(
         json.dumps({"max_seq_length": max_seq_length, "do_lower_case": False})
     )
