@@ -138,14 +138,16 @@ def test_a_mean_that_is_interrupted_counts_each_token_once(all_modes: Path) -> N
             done = engine.step()
         engine._stepper._start_over()
         engine.add("urgent", [5] * 40, PoolingParams(), lane=0)
-        prompts.append([9, *range(20, 110)])
-        engine.add("4", prompts[4], PoolingParams(), lane=0)
-        while engine._unfinished["4"][0].num_computed_tokens < 60:
-            done += engine.step()
-        engine._stepper._start_over()
         while engine.has_unfinished:
             done += engine.step()
         assert engine.stats().num_preemptions > 0
+        prompts.append([9, *range(20, 110)])
+        engine.add("4", prompts[4], PoolingParams())
+        while engine._unfinished["4"][0].num_computed_tokens < 60:
+            done += engine.step()
+        engine._stepper._start_over()  # with three chunks of it known, or being computed
+        while engine.has_unfinished:
+            done += engine.step()
     for i, prompt in enumerate(prompts):
         expected = torch.cat([truth.pooled(prompt, mode) for mode in MODES]).tolist()
         (completion,) = (each for each in done if each.request_id == str(i))
