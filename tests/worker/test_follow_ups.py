@@ -200,6 +200,39 @@ def test_a_job_fails_alone_whose_answers_cannot_be_looked_at_and_a_lost_one_gets
         served.inspections.end()
 
 
+class Slow(Inspected):
+    """Looks at an answer as soon as the test lets it."""
+
+    def __init__(self, *prompts: str) -> None:
+        super().__init__(*prompts)
+        self.may_look = threading.Semaphore(0)
+
+    def inspect(self, index: int, completions: Sequence[Any]) -> None:
+        assert self.may_look.acquire(timeout=30)
+        super().inspect(index, completions)
+
+
+def test_a_job_whose_answers_take_long_to_look_at_holds_up_no_other_one() -> None:
+    served, slow = Served(), Slow(*(f"{letter}0" for letter in "abcdefgh"))
+    quick = Inspected("x0", "y0")
+    jobs = served.hold(slow), served.hold(quick)
+    try:
+        while adds := served.asked():
+            served.answer(*adds)
+        slow.may_look.release(4)
+        while not jobs[1].is_complete:
+            served.events.get(timeout=30)()
+            served.asked()
+        assert quick.answers == {"x0": "x0!", "y0": "y0!"}
+        jobs[0].withdraw(Exception)
+        slow.may_look.release(2)
+        while served.inspections.num_running:
+            served.events.get(timeout=30)()
+        assert len(slow.seen) <= 6, "what waits of a job that has ended is not looked at"
+    finally:
+        served.inspections.end()
+
+
 class Echo:
     """An engine that answers the last request first."""
 

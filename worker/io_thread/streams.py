@@ -95,7 +95,11 @@ class Streams:
             return
         job.inspected.add(index)
         self._inspections.submit(
-            job.open_task, index, ordered, lambda error: self._inspected(job, index, ordered, error)
+            job.open_task,
+            index,
+            ordered,
+            lambda: index in job.inspected,
+            lambda error: self._inspected(job, index, ordered, error),
         )
 
     def _inspected(
