@@ -29,6 +29,9 @@ RERANK_PROMPT = (
 RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 RERANK_LABELS = ("yes", "no")
 
+#: Of all prompts of a reranking together: query and instruction stand before each document.
+MAX_RERANK_BYTES = 1 << 26
+
 
 def classify_task(
     prompt: object = None,
@@ -112,6 +115,12 @@ def rerank_task(
         if problem := text_problem(text, what):
             raise InvalidJob(problem)
     texts = _documents(documents)
+    before = RERANK_PROMPT.format(instruction=instruction, query=query, document="")
+    if (num_bytes := len(before.encode()) * len(texts)) > MAX_RERANK_BYTES:
+        raise InvalidJob(
+            f"query and instruction stand before each of {len(texts)} documents, {num_bytes} bytes in all, "
+            f"more than the limit of {MAX_RERANK_BYTES}: shorten them, or make several jobs of the documents"
+        )
     if top_n is not None and (type(top_n) is not int or top_n < 1):
         raise InvalidValue("top_n is {}, expected a number of documents", shown(top_n))
     if not isinstance(return_documents, bool):

@@ -374,6 +374,8 @@ CHAT = [{"role": "user", "content": "a"}]
         ("rerank", {"query": "a", "documents": [{"title": "b"}]}, "document 0 is dict"),
         ("rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n is 0"),
         ("rerank", {"query": "a", "documents": ["b"], "return_documents": "no"}, "return_documents is 'no'"),
+        ("rerank", {"query": "a" * 8000, "documents": ["b"] * 10_000}, "before each of 10000 documents"),
+        ("rerank", {"query": "a", "documents": ["b"] * 500, "instruction": "é" * 80_000}, "bytes in all"),
     ],
 )
 def test_a_job_of_what_cannot_be_is_refused_by_name(

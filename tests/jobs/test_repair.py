@@ -278,6 +278,11 @@ def test_a_prompt_that_is_refused_fails_as_ever(checking: JobContext) -> None:
         ({"max_attempts": 2}, "give a check, or continue_on_length"),
         ({"continue_on_length": 1}, "expected true or false"),
         ({"repair_template": "x"}, "there is no check"),
+        ({"check": {"regex": "a"}, "repair_template": "a" * 65_537}, "a text of 1 to 65536 characters"),
+        (
+            {"check": {"regex": "a"}, "repair_template": "{reason}" * 9},
+            "{reason} 9 times, more than the limit",
+        ),
         ({"check": {"regex": "a"}, "n": 2}, "check and n=2"),
         ({"continue_on_length": True, "n": 2}, "continue_on_length and n=2"),
         ({"check": {"regex": "a"}, "prompt": [1, 2]}, "prompt of token ids"),
@@ -303,6 +308,8 @@ def test_a_check_of_a_chat_with_tools_is_refused(checking: JobContext) -> None:
     [
         ({"regex": "("}, "no pattern of Python's re"),
         ({"json": {"type": "objekt"}}, "no JSON schema: $.type"),
+        ({"json": {"$schema": [1]}}, "check cannot be read"),
+        ({"json": '{"not":' * 900 + "{}" + "}" * 900}, "check cannot be read (RecursionError"),
         ({"function": "tests.jobs.checking.nothing"}, "tests.jobs.checking.nothing cannot be imported"),
     ],
 )

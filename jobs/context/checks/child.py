@@ -46,6 +46,8 @@ def _reply(question: dict[str, Any]) -> dict[str, Any]:
         check = _compiled(question["check"])
     except Unusable as error:
         return {"problem": _cut(str(error))}
+    except Exception as error:  # noqa: BLE001  # a schema may be anything, and its library raises what it likes
+        return {"problem": _cut(f"check cannot be read ({type(error).__name__}: {error})")}
     if "text" not in question:
         return {}
     return {"reason": _reason(check, question["row"], question["text"])}

@@ -20,8 +20,12 @@ KINDS = ("function", "json", "regex")
 DEFAULT_MAX_ATTEMPTS = 3
 MOST_ATTEMPTS = 100
 
-#: Of a schema's JSON, a pattern, or the text of a repair.
+#: Of a schema's JSON, or a pattern.
 MAX_CHARS = 1 << 20
+
+#: Of the text of a repair, and how often the reason, which is longer than its name, may stand in it: each
+#: prompt that is tried again holds its own.
+MAX_REPAIR_CHARS, MAX_REASONS = 1 << 16, 8
 
 #: Where the reason stands in the text that follows an answer that failed.
 REASON = "{reason}"
@@ -81,7 +85,7 @@ def repair_options(
         None if check is None else _check(check),
         DEFAULT_MAX_ATTEMPTS if max_attempts is None else _attempts(max_attempts),
         _truth(continue_on_length),
-        None if repair_template is None else _text("repair_template", repair_template),
+        None if repair_template is None else _repair_template(repair_template),
     )
     if max_attempts is not None and not found.is_asked_for:
         raise InvalidJob(
@@ -130,9 +134,19 @@ def _schema(value: Any) -> dict[str, Any]:
     return value
 
 
-def _text(what: str, value: Any) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_CHARS:
-        raise InvalidValue(f"{what} is {{}}, expected a text of 1 to {MAX_CHARS} characters", shown(value))
+def _repair_template(value: Any) -> str:
+    text = _text("repair_template", value, MAX_REPAIR_CHARS)
+    if (number := text.count(REASON)) > MAX_REASONS:
+        raise InvalidJob(
+            f"repair_template has {REASON} {number} times, more than the limit of {MAX_REASONS}: "
+            "once is enough"
+        )
+    return text
+
+
+def _text(what: str, value: Any, max_chars: int = MAX_CHARS) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= max_chars:
+        raise InvalidValue(f"{what} is {{}}, expected a text of 1 to {max_chars} characters", shown(value))
     try:
         value.encode()
     except UnicodeEncodeError:
