@@ -20,6 +20,9 @@ Request = tuple[str, Prompt, RequestParams]
 Asked = tuple[tuple[int, ...], int]  # a context, and the number of a continuation among its own
 NOTHING = LogLikelihood(0.0, 0, is_greedy=True)
 
+#: Of a prompt and what stands behind it, in all sequences of a request together: each holds the prompt's.
+MAX_TREE_TOKENS = 1 << 25
+
 
 def check_request(request_id: object, lane: object, unfinished: Container[str]) -> None:
     """Raise InvalidRequest for what can be no id, or no lane, DuplicateRequest for an unfinished id."""
@@ -72,6 +75,12 @@ def prepare_scores(
     if ends and not end_token_ids:
         raise InvalidPrompt("no token ends this model's texts, so none can be scored behind a continuation")
     shape = shape_of(tails, end_token_ids if ends else ())
+    num_tokens = sum(len(token_ids) + len(branch.token_ids) for branch in shape.branches)
+    if num_tokens > MAX_TREE_TOKENS:
+        raise InvalidPrompt(
+            f"the prompt stands before {len(shape.branches)} continuations that part, {num_tokens} tokens in "
+            f"all, more than the limit of {MAX_TREE_TOKENS}: ask for fewer at a time"
+        )
     return PreparedPrompt(token_ids, keys_of(token_ids), shape, len(token_ids) + tails[0][1])
 
 

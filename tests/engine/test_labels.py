@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from engine import Engine, InvalidPrompt, InvalidSampling, PromptTooLong, ScoringParams
+from engine.run import requests
 from engine.schedule.score_tree import shape_of
 from engine.text.continuations import Continuations
 from jobs.context import JobContext
@@ -293,6 +294,19 @@ def test_what_is_scored_may_fill_the_window(roomy: Engine, truth: Any, score_end
     found = finish(roomy)["a"].loglikelihoods
     assert [each.num_tokens for each in found] == [2 + len(ends), 1 + len(ends)]
     assert found[1].logprob == pytest.approx(likelihood(truth, prompt, [7, *ends]), abs=1e-3)
+
+
+def test_continuations_that_hold_a_long_prompt_too_often_fail_by_name(
+    roomy: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each way through the tree is a sequence with a copy of the prompt."""
+    monkeypatch.setattr(requests, "MAX_TREE_TOKENS", 1000)
+    apart, prompt = [[5 + number, 6, 7] for number in range(10)], [9] * 98
+    found = run(roomy, "jobs.loglikelihood", prompt, apart)
+    assert len(found["choices"]) == 10
+    with pytest.raises(RequestFailed, match="stands before 10 continuations that part, 1010 tokens in all"):
+        run(roomy, "jobs.loglikelihood", [*prompt, 9], apart)
+    assert len(run(roomy, "jobs.loglikelihood", [*prompt, 9], [each[:1] for each in apart])["choices"]) == 10
 
 
 def test_labels_that_are_the_same_tokens_fail_by_name(roomy: Engine) -> None:
