@@ -14,8 +14,9 @@ tokenmill:held:<queue>         hash: `<job>:<execution>` of each job that is cla
                                was known of it at the claim (worker/store/lua/holding.lua)
 tokenmill:claim:<token>        list: job ids that one claim has taken, until the next one or for 10 minutes
 tokenmill:removed:<execution>  string: id of a job that ended and was not to be kept, for 2 minutes
-tokenmill:maintenance          string: the worker that looks for abandoned jobs in this period
-tokenmill:maintenance:stock    string: that one looks for jobs that RQ's own workers left, in this period
+tokenmill:maintenance:<queue>  string: the worker that looks for abandoned jobs of the queue in this period
+tokenmill:maintenance-stock:<queue>  string: that one looks for jobs there that RQ's own workers left, in this
+                               period
 tokenmill:quarantine           stream: what could not be used: the worker that found it, key, entry, reason
 tokenmill:quarantine:<key>     any type: the whole of such a key, for a week
 """

@@ -92,7 +92,7 @@ def _sweeps(redis: Redis) -> Iterator[list[int]]:
     redis.config_set("notify-keyspace-events", "K$")
     taken, over = [0], threading.Event()
     listener: Any = redis.pubsub(ignore_subscribe_messages=True)  # type: ignore[no-untyped-call]
-    listener.subscribe("__keyspace@0__:tokenmill:maintenance")
+    listener.subscribe("__keyspace@0__:tokenmill:maintenance:bulk")
 
     def listen() -> None:
         while not over.is_set():

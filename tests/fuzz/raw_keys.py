@@ -44,8 +44,8 @@ SHARED_KEYS = {
     "rq:scheduler-lock:{queue}": "string",
     "tokenmill:held:{queue}": "hash",
     "tokenmill:worker:{worker}": "string",
-    "tokenmill:maintenance": "string",
-    "tokenmill:maintenance:stock": "string",
+    "tokenmill:maintenance:{queue}": "string",
+    "tokenmill:maintenance-stock:{queue}": "string",
     "tokenmill:quarantine": "stream",
 }
 """Of all jobs, with the type that belongs there."""

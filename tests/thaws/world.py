@@ -180,7 +180,7 @@ class World:
         """The worker that has the job is silent for longer than its lease: another puts the job back."""
         self.let_locks_lapse()
         self.redis.delete(f"rq:execution:{claimed.job_id}:{claimed.execution_id}")
-        self.redis.delete("tokenmill:maintenance")
+        self.redis.delete(f"tokenmill:maintenance:{QUEUE}")
         assert self.other.store.reclaim_abandoned([QUEUE], 10, 5) == []
 
     def snapshot(self) -> RunSnapshot:

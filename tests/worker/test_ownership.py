@@ -174,6 +174,19 @@ def test_a_job_that_is_given_back_after_it_was_enqueued_again_stands_in_the_queu
     assert leftovers(redis, "bulk") == []
 
 
+def test_who_looks_for_abandoned_jobs_of_one_queue_holds_up_no_other_queues(
+    redis: Redis, bulk: Queue, store: JobStore
+) -> None:
+    bulk.enqueue("f", job_id="left")
+    claim(store)
+    redis.delete(*redis.scan_iter("rq:execution:*"))  # the worker died
+    other = JobStore(redis, "other", lease_s=30)
+    assert other.reclaim_abandoned(["elsewhere"], 100.0, 5) == []
+    assert bulk.job_ids == []
+    assert store.reclaim_abandoned(["bulk", "elsewhere"], 100.0, 5) == []
+    assert bulk.job_ids == ["left"]
+
+
 def test_a_second_entry_of_the_same_enqueueing_does_not_interrupt_the_run(
     redis: Redis, bulk: Queue, store: JobStore
 ) -> None:

@@ -156,7 +156,7 @@ def test_the_users_we_document_reach_nothing_else(server: SecureRedis, user: str
         ("EVALSHA", "0" * 40, "0"),
         ("SET", "rq:suspended", "1"),
         ("SET", "rq:scheduler-lock:bulk", "x"),
-        ("SET", "tokenmill:maintenance", "x"),
+        ("SET", "tokenmill:maintenance:bulk", "x"),
         ("RPUSH", "tokenmill:claim:0", "x"),
         ("XRANGE", "tokenmill:quarantine", "-", "+"),
         ("GET", "tokenmill:quarantine:rq:wip:bulk"),

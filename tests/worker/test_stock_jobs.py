@@ -80,7 +80,7 @@ def test_a_job_stuck_in_the_intermediate_queue_fails_or_is_retried(workers: Work
     workers.burst(queues=("bulk",))
     assert [job.get_status() for job in (fails, retries)] == [JobStatus.QUEUED] * 2, "taken before its minute"
     let_time_pass(workers.redis)
-    workers.redis.delete("tokenmill:maintenance:stock")
+    workers.redis.delete("tokenmill:maintenance-stock:bulk")
     workers.burst(queues=("bulk",))
     assert "stuck in the intermediate queue" in str(workers.result(fails).exc_string)
     assert workers.result(retries).return_value == 3

@@ -179,7 +179,7 @@ def test_a_claim_that_is_asked_for_again_finds_its_jobs_also_where_their_record_
         redis.delete("tokenmill:held:bulk")
 
 
-@pytest.mark.parametrize("key", ["tokenmill:maintenance", "rq:scheduler-lock:bulk"])
+@pytest.mark.parametrize("key", ["tokenmill:maintenance:bulk", "rq:scheduler-lock:bulk"])
 @pytest.mark.parametrize("ttl_s", [None, 10**6])
 def test_a_lock_that_does_not_end_is_nobodys(redis: Redis, key: str, ttl_s: int | None) -> None:
     redis.set(key, "somebody", ex=ttl_s)

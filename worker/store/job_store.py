@@ -28,7 +28,7 @@ from worker.store.scripts import Scripts
 FAR_S = 10 * 365 * 86_400
 """Seconds from now to the score of our entries in rq:wip: no stock cleanup reaches them."""
 
-_MAINTENANCE_LOCK = "tokenmill:maintenance"
+_MAINTENANCE_LOCK = "tokenmill:maintenance:{}"
 
 
 class JobStore:
@@ -164,11 +164,17 @@ class JobStore:
     def reclaim_abandoned(
         self, queue_names: Sequence[str], period_s: float, max_deaths: int
     ) -> list[ClaimedJob]:
-        """Queue jobs again whose worker died; at most one worker looks in each period.
+        """Queue jobs again whose worker died; at most one worker looks at a queue in each period.
 
         Returns those that this worker holds now instead, as `release` does.
         """
-        if not self._client.set(_MAINTENANCE_LOCK, self._worker_name, nx=True, px=int(period_s * 1000)):
+        with self._client.pipeline(transaction=False) as pipe:
+            for name in queue_names:  # a lock of each: who takes it serves that queue
+                lock = _MAINTENANCE_LOCK.format(name)
+                pipe.set(lock, self._worker_name, nx=True, px=int(period_s * 1000))
+            is_ours = pipe.execute()
+        queue_names = [name for name, taken in zip(queue_names, is_ours, strict=True) if taken]
+        if not queue_names:
             return []
         with self._client.pipeline(transaction=False) as pipe:
             for name in queue_names:

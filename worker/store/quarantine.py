@@ -28,8 +28,6 @@ _SHARED = (
     ("set", "rq:workers"),
     ("set", "rq:groups"),
     ("set", "rq:rl-keys"),
-    ("lock", "tokenmill:maintenance"),
-    ("lock", "tokenmill:maintenance:stock"),
 )
 _OF_A_WORKER = (("hash", "rq:worker:{}"), ("string", "tokenmill:worker:{}"))
 _OF_A_QUEUE = (
@@ -43,6 +41,8 @@ _OF_A_QUEUE = (
     ("zset", "rq:canceled:{}"),
     ("set", "rq:workers:{}"),
     ("hash", "tokenmill:held:{}"),
+    ("lock", "tokenmill:maintenance:{}"),
+    ("lock", "tokenmill:maintenance-stock:{}"),
     ("lock", "rq:clean_registries:{}"),
     ("lock", "rq:scheduler-lock:{}"),
 )

@@ -16,7 +16,7 @@ from worker.store.claimed_job import ClaimedJob, LeftJob, is_text, names_executi
 from worker.store.job_store import JobStore
 from worker.store.quarantine import NO_EXECUTION, NO_TEXT, Entry
 
-_LOCK = "tokenmill:maintenance:stock"
+_LOCK = "tokenmill:maintenance-stock:{}"
 _MOST = 1000
 """Jobs looked at in each period: the rest has its turn in the next ones."""
 
@@ -40,14 +40,14 @@ class StockJobs:
     def take_over(
         self, queue_names: Sequence[str], period_s: float
     ) -> list[tuple[ClaimedJob, AbandonedJobError]]:
-        """Take over what was left behind; at most one worker looks in each period.
+        """Take over what was left behind; at most one worker looks at a queue in each period.
 
         Returns the jobs, which this worker holds then, and the reason to fail each with.
         """
-        if not self._client.set(_LOCK, 1, nx=True, px=int(period_s * 1000)):
-            return []
         taken = []
         for name in queue_names:
+            if not self._client.set(_LOCK.format(name), 1, nx=True, px=int(period_s * 1000)):
+                continue
             left = self._started(name) + self._intermediate(name)
             queue = Queue(name, connection=self._client, serializer=JSONSerializer)
             if left and queue.acquire_maintenance_lock():
