@@ -17,6 +17,7 @@ from .api import (
     score_parquet,
     score_shard,
     survey_parquet,
+    verify_rows,
 )
 from .errors import JobsError
 
@@ -34,4 +35,5 @@ __all__ = [
     "score_parquet",
     "score_shard",
     "survey_parquet",
+    "verify_rows",
 ]

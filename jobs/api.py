@@ -213,3 +213,13 @@ def score_shard(run: str, plan: str, shard: int) -> dict[str, Any]:
     from .stock_worker import run_task
 
     return run_task("jobs.score_shard", (run, plan, shard), {})  # type: ignore[no-any-return]
+
+
+def verify_rows(run: str, plan: str, sample: int | str = "1%", seed: int = 0) -> dict[str, Any]:
+    """Compute a sample of a finished run's rows again and compare; enqueued by `tokenmill verify`.
+
+    The arguments and errors are those of jobs.parquet.verify_task.verify_task.
+    """
+    from .stock_worker import run_task
+
+    return run_task("jobs.verify_rows", (run, plan, sample, seed), {})  # type: ignore[no-any-return]

@@ -39,7 +39,8 @@ JobsError
     ├── UnknownRun             neither Redis nor a folder has such a run
     ├── RunKeyDamaged          a key of a run in Redis is not what is kept there
     ├── RunResubmitted         a run was submitted again while it was being cancelled
-    ├── TrialFailed            rows of a run could not be tried beforehand
+    ├── TrialFailed            rows of a run could not be tried beforehand, or again
+    ├── CannotVerify           a run's rows cannot be compared with what they are now
     └── RunBusy                another process holds the run's lock for too long, or has taken the job over
 
 Every message says what was found, what was expected and what to do. All values are positional `args`,
@@ -347,8 +348,7 @@ class PlanningUnderWay(RunError):
     """Raised when a run is being planned, but not as it is submitted now: (run, how)."""
 
     message = (
-        "run {0} is being planned already, {1}: wait for that, or `tokenmill cancel {0}`, then "
-        "submit it again"
+        "run {0} is being planned already, {1}: wait for that, or `tokenmill cancel {0}`, then submit again"
     )
 
 
@@ -362,10 +362,7 @@ class RunCancelled(RunError):
 class RunResubmitted(RunError):
     """Raised when a run that is being cancelled or stopped was submitted again meanwhile: (run)."""
 
-    message = (
-        "run {0} was submitted again while it was being cancelled, and goes on: cancel it once more if that "
-        "is meant"
-    )
+    message = "run {0} was submitted again while being cancelled, and goes on: cancel again if that is meant"
 
 
 class UnknownRun(RunError):
@@ -394,6 +391,10 @@ class RunBusy(RunError):
 
 
 class TrialFailed(RunError):
-    """Raised when nobody looks at a run's prompts beforehand, or who does fails: (reason)."""
+    """Raised when nobody looks at a run's prompts beside it, or who does fails: (reason)."""
 
-    message = "{0}"
+
+class CannotVerify(RunError):
+    """Raised when rows of a run cannot be computed again and compared: (run, reason)."""
+
+    message = "run {0} cannot be verified: {1}"

@@ -17,7 +17,7 @@ from ..runs.control import cancel_run, describe_again, submit_run
 from ..runs.follow import End, Followed, follow
 from ..runs.obstacles import listened_queues, obstacles
 from ..runs.output import RunOutput, named_run, output_here
-from ..runs.snapshot import REFUSED, RunSnapshot, failure_text, plan_result, read_snapshot
+from ..runs.snapshot import REFUSED, RunSnapshot, failure_text, plan_result, read_planned
 from ..runs.spec import RunSpec
 from ..stock_worker import check_sampling, model_table
 from .check_options import check_arguments
@@ -27,6 +27,7 @@ from .queue_commands import info, requeue_command
 from .run_options import check_options, input_options, output_options, prompt_options
 from .submit_options import run_arguments
 from .trial_commands import MAX_ROWS_READ, preview, tell_dry_run
+from .verify_command import verify
 
 #: Failed shards shown by name; the rest are counted.
 MAX_SHOWN = 5
@@ -117,7 +118,7 @@ def status(connection: redis.Redis, /, run: str) -> None:
     with errors_told():
         run, output = named_run(connection, run)
         try:
-            snapshot = _look(connection, run)
+            snapshot = read_planned(connection, run)
         except UnknownRun:
             if output is None:
                 raise
@@ -142,11 +143,11 @@ def cancel(connection: redis.Redis, /, run: str) -> None:
     with errors_told():
         run, output = named_run(connection, run)
         try:
-            snapshot = _look(connection, run)
+            snapshot = read_planned(connection, run)
         except UnknownRun:
             if output is None or not describe_again(connection, output):
                 raise
-            snapshot = _look(connection, run)
+            snapshot = read_planned(connection, run)
         cancelled = cancel_run(connection, snapshot.run)
         if snapshot.state == "finished" and not cancelled.removed and not cancelled.stopped:
             click.echo(f"run {snapshot.run} is finished: nothing was left to cancel")
@@ -161,6 +162,7 @@ def models() -> None:
 
 
 main.add_command(preview)
+main.add_command(verify)
 main.add_command(info)
 main.add_command(requeue_command)
 
@@ -185,7 +187,7 @@ def _await_plan(connection: redis.Redis, run: str) -> None:
     """
     until = time.monotonic() + PLAN_WAIT_S
     try:
-        while _is_planned_now(snapshot := _look(connection, run)) and time.monotonic() < until:
+        while _is_planned_now(snapshot := read_planned(connection, run)) and time.monotonic() < until:
             time.sleep(PLAN_POLL_S)
     except KeyboardInterrupt:
         click.echo(_goes_on(run), err=True)
@@ -224,7 +226,7 @@ def _wait(connection: redis.Redis, run: str) -> None:
     display = progress(time.monotonic)
     try:
         followed = follow(
-            lambda: _look(connection, run),
+            lambda: read_planned(connection, run),
             display,
             time.monotonic,
             time.sleep,
@@ -237,16 +239,6 @@ def _wait(connection: redis.Redis, run: str) -> None:
     finally:
         display.close()
     _tell_end(connection, followed)
-
-
-def _look(connection: redis.Redis, run: str) -> RunSnapshot:
-    """Read a run's progress, or that of the run planned for it where the worker's real paths differ."""
-    snapshot = read_snapshot(connection, run)
-    if snapshot.shards is None and snapshot.plan_job is not None and not snapshot.is_planning:
-        planned = plan_result(connection, snapshot.plan_job)
-        if planned is not None and planned.get("run", run) != run:
-            return read_snapshot(connection, planned["run"])
-    return snapshot
 
 
 def _tell_end(connection: redis.Redis, followed: Followed) -> None:

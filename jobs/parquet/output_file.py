@@ -73,7 +73,7 @@ def _write_batch(storage: Storage, plan: Plan, output: str, errors: str) -> bool
 def _part_rows(storage: Storage, plan: Plan) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a run's parts in order. Raises PartDamaged."""
     for shard in range(len(plan.shards)):
-        with _part(storage, plan, shard) as file:
+        with open_part(storage, plan, shard) as file:
             for batch in file.iter_batches(BATCH_ROWS, use_threads=False):
                 storage.check_interrupted()
                 yield batch
@@ -81,14 +81,15 @@ def _part_rows(storage: Storage, plan: Plan) -> Iterator[pa.RecordBatch]:
 
 def _schema(storage: Storage, plan: Plan) -> pa.Schema:
     """Return what all parts have: the first one's, without its statistics, which are of its rows alone."""
-    with _part(storage, plan, 0) as file:
+    with open_part(storage, plan, 0) as file:
         schema = file.schema_arrow
     kept = {key: value for key, value in (schema.metadata or {}).items() if key != METADATA_KEY.encode()}
     return schema.with_metadata(kept or None)
 
 
 @contextmanager
-def _part(storage: Storage, plan: Plan, shard: int) -> Iterator[Any]:
+def open_part(storage: Storage, plan: Plan, shard: int) -> Iterator[Any]:
+    """Open a part as pyarrow's ParquetFile. Raises PartDamaged, also for what the body cannot read."""
     path = plan.part_path(shard)
     try:
         with open_parquet(storage, path) as file:

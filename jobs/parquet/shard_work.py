@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from ..context import JobContext
 from ..context.answer import Answer
+from ..context.answer_memo import AnswerMemo
 from ..context.served_model import ServedModel, model_text
 from ..context.shared_files import ReaderKey, SharedFiles
 from ..errors import PlanDamaged, RunError, RunOfAnotherModel
@@ -75,7 +76,7 @@ class ShardWork(OpenTask):
         self._texts: ShardTexts | None = None
         folder.state.check_not_cancelled()
         if not self._has_part():
-            _check_model(folder.plan, context.model)
+            check_model(folder.plan, context.model)
             context.checks.admit(folder.plan.spec.repairs)
             self._held.check_room()
             self._files.enter(self._planned_file.path)
@@ -233,23 +234,14 @@ class ShardWork(OpenTask):
         first_row = plan.first_row(self._number)
         if plan.input_format == OPENAI_BATCH:
             return self._batch_requests(texts, first_row)
-        sampling, chat = plan.spec.chat
-        return ShardRequests(
+        return shard_requests(
+            self._context,
+            plan,
+            source,
             texts.gathered(),
-            sampling,
-            lambda row: row_seed(plan.seed, first_row + row),
-            source.is_chat,
-            plan.run,
+            lambda row: first_row + row,
             self._memo,
             texts.let_go,
-            plan.spec.n,
-            chat.template,
-            bool(plan.spec.sampling_columns),
-            chat.has_tools,
-            Chain(plan.spec.steps, plan.spec.defaults) if plan.spec.steps else None,
-            ShardLabels.of(plan.spec, source) or ShardEmbeddings.of(plan.spec),
-            plan.spec.repairs,
-            self._context.checks,
         )
 
     def _batch_requests(self, texts: ShardTexts, first_row: int) -> BatchRequests:
@@ -332,7 +324,41 @@ class ShardWork(OpenTask):
         return replace(file, path=self._folder.storage.resolve(file.path))
 
 
-def _check_model(plan: Plan, served: ServedModel) -> None:
+def shard_requests(
+    context: JobContext,
+    plan: Plan,
+    source: PromptSource,
+    rows: Sequence[str | RowProblem],
+    row_number: Callable[[int], int],
+    memo: AnswerMemo,
+    let_go: Callable[[str], None],
+) -> ShardRequests:
+    """Return what a run asks for rendered rows. row_number: of a row among them, its number in the run.
+
+    source: what has rendered them. memo, let_go: as of ShardRequests.
+    """
+    spec = plan.spec
+    sampling, chat = spec.chat
+    return ShardRequests(
+        rows,
+        sampling,
+        lambda row: row_seed(plan.seed, row_number(row)),
+        source.is_chat,
+        plan.run,
+        memo,
+        let_go,
+        spec.n,
+        chat.template,
+        bool(spec.sampling_columns),
+        chat.has_tools,
+        Chain(spec.steps, spec.defaults) if spec.steps else None,
+        ShardLabels.of(spec, source) or ShardEmbeddings.of(spec),
+        spec.repairs,
+        context.checks,
+    )
+
+
+def check_model(plan: Plan, served: ServedModel) -> None:
     """Raise RunOfAnotherModel. A BatchWorker leaves such a shard on its queue; a stock worker takes any."""
     if plan.model.fingerprint != served.fingerprint:
         found = model_text(served.name, served.dtype, served.fingerprint)

@@ -6,32 +6,26 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from hashlib import blake2b
 from typing import Any
 
 from ..context import JobContext
 from ..context.prompt_meter import PromptMeter
-from ..context.shard_bytes import ShardBytes
 from ..errors import InvalidJob
 from ..runs.embedding_options import EMBED
 from ..runs.estimate import Pick, Sized, pick_requests
 from ..runs.formats import OPENAI_BATCH
 from ..runs.plan import Plan
 from ..runs.spec import RunSpec
-from .added_columns import with_added_values
-from .column_choice import ColumnChoice
-from .decoders import Table
 from .find_files import find_files
-from .formats.problems import split_problems
 from .inputs import read_inputs
 from .planner import check_columns, new_plan
-from .prompt_source import PromptSource, render_rows
-from .row_reader import RowReader
+from .prompt_source import PromptSource
+from .rendered import rendered_shards
 from .row_sampling import split
 from .row_values import RowProblem
 from .shard_labels import content_free
-from .shard_texts import ShardTexts
 from .shard_work import row_seed
 from .sources import prompt_source
 from .storage import Storage
@@ -98,7 +92,7 @@ class _Survey:
 
     def take(self, pick: int, first: bool, max_rows: int | None) -> dict[str, Any]:
         every = 1 if max_rows is None else max(1, -(-self._plan.rows // max(1, max_rows)))
-        for start, rows in self._rendered():
+        for start, rows in self._rendered(None):
             looked_at = {
                 start + number: row for number, row in enumerate(rows) if (start + number) % every == 0
             }
@@ -175,7 +169,7 @@ class _Survey:
         wanted = {self._requests[pick.number].row: pick for pick in picks}
         found: dict[int, dict[str, Any]] = {}
         left = MAX_PICKED_CHARS
-        for start, rows in self._rendered(wanted):
+        for start, rows in self._rendered(wanted.keys()):
             for row in wanted.keys() & set(range(start, start + len(rows))):
                 text = rows[row - start]
                 if isinstance(text, str) and (left := left - len(text)) >= 0:
@@ -205,36 +199,8 @@ class _Survey:
         text = content_free(self._source)
         return json.loads(text) if self._source.is_chat else text
 
-    def _rendered(self, only: Any = None) -> Iterator[tuple[int, list[str | RowProblem]]]:
-        """Yield the rows of each shard with the number of its first; `only`: of those that hold such rows."""
-        plan, reader, file = self._plan, None, -1
-        added = {column.name for column in plan.added_columns}
-        choice = ColumnChoice(tuple(name for name in self._source.columns if name not in added))
-        try:
-            for number, shard in enumerate(plan.shards):
-                start = plan.first_row(number)
-                if shard.rows == 0 or not (
-                    only is None or any(start <= row < start + shard.rows for row in only)
-                ):
-                    continue
-                planned = plan.files[shard.file]
-                if reader is None or shard.file != file or not reader.reaches(shard):
-                    if reader is not None:
-                        reader.close()
-                    table = Table.of(plan, planned)
-                    reader = RowReader(self._storage, planned.path, shard, choice, used=choice, table=table)
-                    file = shard.file
-                texts = ShardTexts(
-                    planned.path, self._source.columns, ShardBytes(self._context.shard_bytes.limit)
-                )
-                for batch in reader.read(shard, self._context.check_interrupted):
-                    batch, problems = split_problems(batch)
-                    batch = with_added_values(batch, plan.added_columns, planned.values)
-                    texts.add(render_rows(self._source, batch, problems))
-                yield start, texts.gathered()
-        finally:
-            if reader is not None:
-                reader.close()
+    def _rendered(self, only: Set[int] | None) -> Iterator[tuple[int, list[str | RowProblem]]]:
+        return rendered_shards(self._context, self._storage, self._plan, self._source, only)
 
 
 class _Reasons:

@@ -161,6 +161,16 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     )
 
 
+def read_planned(connection: Redis, run: str) -> RunSnapshot:
+    """Read a run's progress, or that of the run planned for it where the worker's real paths differ."""
+    snapshot = read_snapshot(connection, run)
+    if snapshot.shards is None and snapshot.plan_job is not None and not snapshot.is_planning:
+        planned = plan_result(connection, snapshot.plan_job)
+        if planned is not None and planned.get("run", run) != run:
+            return read_snapshot(connection, planned["run"])
+    return snapshot
+
+
 def _stopped_jobs(connection: Redis, failed: Sequence[str], cancelled: int) -> frozenset[str]:
     """Return those of the jobs that were enqueued before the last cancel."""
     if not cancelled or not failed:

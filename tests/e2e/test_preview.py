@@ -1,4 +1,4 @@
-"""`tokenmill preview` and `submit --dry-run`, with a real worker and the demo model."""
+"""`tokenmill preview`, `submit --dry-run` and `verify`, with a real worker and the demo model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_labels(workers: RealWorkers, source: Path, output: Path) -> None:
         assert f"{probability:.4f} {label}" in shown.stdout
 
 
-def test_preview_shows_prompts_tokens_and_the_answers_that_the_run_gives(
+def test_preview_shows_prompts_tokens_and_the_answers_that_the_run_gives_and_verify_gets_again(
     workers: RealWorkers, tmp_path: Path
 ) -> None:
     source = copy_of_dates(tmp_path, 90)
@@ -63,6 +63,9 @@ def test_preview_shows_prompts_tokens_and_the_answers_that_the_run_gives(
     scored = run(workers, "submit", source, tmp_path / "out", "--wait", *options)
     assert scored.returncode == 0, scored.stderr
     check_labels(workers, source, tmp_path / "labels")
+    verified = run(workers, "verify", tmp_path / "out", "--sample", "10%")
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    assert re.search(r"9 of 90 rows checked\nequal +9\ndifferent +0", verified.stdout)
     rows = pq.read_table(tmp_path / "out").to_pylist()
     for row in rows[:2]:
         assert f"row {row['id']}: {row['prompt_tokens']} tokens" in shown.stdout

@@ -1,0 +1,51 @@
+"""The rows of a planned run as they are asked, shard by shard, for who looks at them beside the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+
+from ..context import JobContext
+from ..context.shard_bytes import ShardBytes
+from ..runs.plan import Plan
+from .added_columns import with_added_values
+from .column_choice import ColumnChoice
+from .decoders import Table
+from .formats.problems import split_problems
+from .prompt_source import PromptSource, render_rows
+from .row_reader import RowReader
+from .row_values import RowProblem
+from .shard_texts import ShardTexts
+from .storage import Storage
+
+
+def rendered_shards(
+    context: JobContext, storage: Storage, plan: Plan, source: PromptSource, only: Set[int] | None = None
+) -> Iterator[tuple[int, list[str | RowProblem]]]:
+    """Yield the rows of each shard with the number of its first.
+
+    only: rows, counted over all files; shards that hold none of them are left out. Raises InputError.
+    """
+    reader, file = None, -1
+    added = {column.name for column in plan.added_columns}
+    choice = ColumnChoice(tuple(name for name in source.columns if name not in added))
+    try:
+        for number, shard in enumerate(plan.shards):
+            start = plan.first_row(number)
+            if shard.rows == 0 or (only is not None and only.isdisjoint(range(start, start + shard.rows))):
+                continue
+            planned = plan.files[shard.file]
+            if reader is None or shard.file != file or not reader.reaches(shard):
+                if reader is not None:
+                    reader.close()
+                table = Table.of(plan, planned)
+                reader = RowReader(storage, planned.path, shard, choice, used=choice, table=table)
+                file = shard.file
+            texts = ShardTexts(planned.path, source.columns, ShardBytes(context.shard_bytes.limit))
+            for batch in reader.read(shard, context.check_interrupted):
+                batch, problems = split_problems(batch)
+                batch = with_added_values(batch, plan.added_columns, planned.values)
+                texts.add(render_rows(source, batch, problems))
+            yield start, texts.gathered()
+    finally:
+        if reader is not None:
+            reader.close()
