@@ -79,7 +79,7 @@ def test_a_llama_worker_runs_both_kinds_of_job(workers: RealWorkers) -> None:
     call = {"messages_column": "messages", "sampling": GREEDY}
     queue.enqueue("jobs.score_parquet", str(source), str(workers.folder / "out"), **call)
     asked = {
-        "max_tokens": 60,
+        "max_tokens": 400,  # blanks are bounded, not few
         "response_format": {"type": "json_schema", "json_schema": {"name": "day", "schema": DAY}},
     }
     call = {"messages_column": "messages", "sampling": asked}

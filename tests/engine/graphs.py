@@ -97,8 +97,8 @@ def simulate_graphs(monkeypatch: pytest.MonkeyPatch) -> SimulatedCapture:
     capture = SimulatedCapture()
     load = engine.run.model_runner.load_backend
 
-    def load_capturable(name: str, device: torch.device, *rest: Any) -> CapturableBackend:
-        backend = load(name, device, *rest)
+    def load_capturable(name: str, device: torch.device, *rest: Any, **options: Any) -> CapturableBackend:
+        backend = load(name, device, *rest, **options)
         return backend if isinstance(backend, CapturableBackend) else ReplayedTorch(device)
 
     monkeypatch.setattr(engine.run.model_runner, "load_backend", load_capturable)

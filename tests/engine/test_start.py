@@ -287,7 +287,7 @@ def test_dtype_auto_is_the_checkpoints_unless_this_cpu_would_convert_it(
         assert built._open_runner().dtype == getattr(torch, served)
         assert built.identity.dtype == served
         assert len(built.generate([[5, 6]], SamplingParams(max_tokens=3))) == 1
-    said_so = [record.getMessage() for record in caplog.records if "dtype=" in record.getMessage()]
+    said_so = [record.getMessage() for record in caplog.records if record.getMessage().startswith("dtype=")]
     assert len(said_so) == (said is not None)
     assert (said or "") in "".join(said_so)
 

@@ -177,12 +177,12 @@ def test_one_wrong_slot_is_caught(few: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_context_one_too_short_is_caught(few: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decodes that do not see their own token."""
-    build = TritonBackend.build_metadata
+    build = TritonBackend.build_and_upload
 
-    def build_short(self: Any, tables: Any, context_lens: Any, query_lens: Any) -> Any:
-        return build(self, tables, context_lens - (query_lens == 1), query_lens)
+    def build_short(self: Any, tables: Any, context_lens: Any, query_lens: Any, *rest: Any) -> Any:
+        return build(self, tables, context_lens - (query_lens == 1), query_lens, *rest)
 
-    monkeypatch.setattr(TritonBackend, "build_metadata", build_short)
+    monkeypatch.setattr(TritonBackend, "build_and_upload", build_short)
     assert differences(few["gqa4_tied"], BY_NAME["gqa4_tied"], {})
 
 
