@@ -132,13 +132,12 @@ class OpenTask(abc.ABC):
         """Whether `inspect` comes before each delivery."""
         return False
 
-    def inspect(self, index: int, completions: Sequence[Completion]) -> None:
+    def inspect(self, index: int, completions: Sequence[Completion]) -> None:  # noqa: B027 - most look not
         """Look at what request `index` got, before `deliver` takes it. Raises JobsError to fail the job.
 
         Called in any thread, for several requests at once, and may take as long as Checks may; what it finds
         is kept for `deliver`, which may never come.
         """
-        raise NotImplementedError
 
     @abc.abstractmethod
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:

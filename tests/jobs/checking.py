@@ -7,6 +7,12 @@ import sys
 import time
 from typing import Any
 
+#: By which they are asked for.
+FUNCTION, RAISES, HANGS, DIES, TELLS, NOTHING = (
+    f"{__name__}.{name}" for name in ("must_be_even", "raises", "hangs", "dies", "tells_row", "nothing")
+)
+LIMIT_S = 0.5  # for one check in tests
+
 
 def must_be_even(row: dict[str, Any], completion: str) -> str | bool | None:
     if completion == "silent":

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import click.testing
@@ -13,7 +14,9 @@ from redis import Redis
 
 from jobs.cli import commands as cli
 from jobs.context import JobContext
+from jobs.context.checks.processes import Checks
 from tests.jobs.answering import MODEL
+from tests.jobs.checking import DIES, FUNCTION, HANGS, LIMIT_S, NOTHING, RAISES, TELLS
 from tests.redis_server import running_redis_server
 
 Invoke = Callable[..., click.testing.Result]
@@ -57,6 +60,19 @@ def make_context(redis: Redis, tmp_path: Path) -> Callable[[], JobContext]:
 @pytest.fixture
 def context(make_context: Callable[[], JobContext]) -> JobContext:
     return make_context()
+
+
+@pytest.fixture(scope="module")
+def checks() -> Iterator[Checks]:
+    """With the functions of checking.py."""
+    found = Checks({FUNCTION, RAISES, HANGS, DIES, TELLS, NOTHING}, LIMIT_S)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def checking(context: JobContext, checks: Checks) -> JobContext:
+    return replace(context, checks=checks)
 
 
 @pytest.fixture
