@@ -12,8 +12,9 @@ from ..errors import InputNotFound, InvalidJob, MixedFormats, NestedFolders
 from ..runs.formats import COMPRESSED, PARQUET, SUFFIXES, is_named, named_format
 from ..runs.partitions import FoundFile, Keys, folder_key, joined_keys
 from ..runs.spec import check_num_files
+from .filesystem import Entry
 from .storage import Storage, glob_chars, reading
-from .walk import Entry, Folder, Walk
+from .walk import Folder, Walk
 
 
 def find_files(
@@ -53,7 +54,7 @@ def find_files(
 
 def _searched_folder(storage: Storage, item: str) -> str:
     """Return the folder that an input is, or that holds it; of a glob the one that it searches."""
-    if _is_glob(item):
+    if _is_glob(storage, item):
         return "/".join(item.split("/")[: _first_glob_segment(item)]) or "/"
     with reading(item):
         return item if storage.is_folder(item) else os.path.dirname(item)
@@ -68,7 +69,7 @@ class _Search:
     wanted: str | None
 
     def expand(self, item: str, keys: Keys) -> Iterable[FoundFile]:
-        if _is_glob(item):
+        if _is_glob(self.walk.storage, item):
             return self._matches(item, keys)
         path = self.walk.storage.resolve(item)
         if self.walk.storage.is_folder(path):
@@ -158,8 +159,8 @@ def _suffixes(wanted: str | None) -> Iterable[str]:
     return [*plain, *COMPRESSED]
 
 
-def _is_glob(item: str) -> bool:
-    return bool(glob_chars(item)) and not os.path.lexists(item)
+def _is_glob(storage: Storage, item: str) -> bool:
+    return bool(glob_chars(item)) and storage.look(item) is None
 
 
 def _first_glob_segment(pattern: str) -> int:

@@ -18,13 +18,14 @@ from ..runs.formats import ARROW, HEADED, LINES, OPENAI_BATCH, PARQUET, one_form
 from ..runs.partitions import AddedColumn, FoundFile, partition_columns
 from ..runs.plan import PlannedFile
 from .added_columns import with_added_fields
+from .filesystem import FileStat
 from .fingerprint import file_fingerprint
 from .footer import MAX_FOOTER_BYTES, check_footer
 from .footer_cost import MAX_FOOTER_ITEMS
 from .formats.arrow_decoder import look_at_arrow
 from .formats.kinds import Kind, arrow_type, merged, text_kind
 from .formats.line_scan import read_header, repeated_rows, scan_lines
-from .storage import FileStat, Storage, reading
+from .storage import Storage, reading
 
 #: Bytes read at once of each column: without a limit pyarrow holds a whole row group's compressed columns.
 READ_BYTES = 1 << 16

@@ -32,6 +32,7 @@ from .batch_requests import BatchRequests
 from .chain import Chain
 from .column_choice import ColumnChoice, kept, used
 from .decoders import Table
+from .filesystem import FileStat
 from .fingerprint import file_fingerprint
 from .formats.problems import split_problems
 from .inputs import unchanged
@@ -46,7 +47,7 @@ from .shard_labels import ShardLabels
 from .shard_requests import ShardRequests
 from .shard_texts import ShardTexts
 from .sources import read_source
-from .storage import FileStat, Storage
+from .storage import Storage
 
 
 class ShardWork(OpenTask):

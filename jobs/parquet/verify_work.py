@@ -20,6 +20,7 @@ from ..runs.plan import PlannedFile
 from ..runs.row_sample import RowSample
 from ..runs.state import RunState
 from ..tasks import Completion, OpenTask, Request
+from .filesystem import FileStat
 from .fingerprint import file_fingerprint
 from .inputs import unchanged
 from .output_file import BATCH_ROWS, open_part
@@ -32,7 +33,7 @@ from .shard_requests import ShardRequests
 from .shard_texts import ShardTexts
 from .shard_work import check_model, shard_requests, trusted_plan
 from .sources import read_source
-from .storage import FileStat, Storage
+from .storage import Storage
 
 #: Of what differs: how much is told, and how much of each value.
 MAX_DIFFERENCES, MAX_VALUE_CHARS = 20, 200

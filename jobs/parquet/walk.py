@@ -11,18 +11,11 @@ from typing import NamedTuple
 
 from ..errors import SearchTooLong
 from ..runs.paths import local_path
+from .filesystem import Entry
 from .storage import Storage, glob_chars
 
 #: Names that one search may meet, in all folders together: some seconds on a local disk.
 MAX_NAMES = 1_000_000
-
-
-class Entry(NamedTuple):
-    """One name in a folder. is_folder: or a link to one."""
-
-    name: str
-    is_folder: bool
-    is_link: bool
 
 
 class Folder(NamedTuple):
@@ -76,7 +69,7 @@ class Walk:
                 self._num_names += 1
                 if self._num_names > MAX_NAMES:
                     raise SearchTooLong(folder, MAX_NAMES)
-                found.append(Entry(each.name, _leads_to_folder(each), each.is_symlink()))
+                found.append(each)
         return sorted(found)
 
     def readable_entries(self, folder: str) -> list[Entry]:
@@ -118,12 +111,8 @@ class Walk:
         if any(segment.is_glob for segment in segments):
             return self.readable_entries(folder.path)
         self.storage.check_interrupted()
-        paths = [os.path.join(folder.path, segment.text) for segment in segments]
-        return [
-            Entry(segment.text, os.path.isdir(path), os.path.islink(path))
-            for segment, path in zip(segments, paths, strict=True)
-            if os.path.lexists(path)
-        ]
+        looks = [self.storage.look(os.path.join(folder.path, segment.text)) for segment in segments]
+        return [found for found in looks if found is not None]
 
 
 class _Segment:
@@ -152,10 +141,3 @@ def _with_skipped(places: set[int], segments: Sequence[_Segment]) -> frozenset[i
                 break
             place += 1
     return frozenset(reached)
-
-
-def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link that leads to itself
-        return False
