@@ -1,13 +1,14 @@
 """Every Redis key of our own. RQ's keys belong to RQ.
 
 tokenmill:worker:<name>        string, JSON: the model that the worker serves, and its statistics
-tokenmill:samples:<name>       list: JSON points of the last hour of such a worker, the latest first
-                               (jobs/watch/samples.py)
 tokenmill:run:<run>            hash: what the CLI shows of a run, and of which submissions the last one is and
                                the last cancelled one (RunState)
 tokenmill:run:<run>:parts      hash: shard number -> JSON statistics of its part; `total` -> number of shards
 tokenmill:run:folder:<hash>    string: the run that was last submitted for an output folder
 tokenmill:run:<run>:lock       string: token of whoever plans or cancels the run
+tokenmill:run:<run>:errors     hash: shard number -> JSON: the commonest reasons why rows of its part have an
+                               error, with a few row numbers of each (runs/reasons.py)
+tokenmill:run:index            sorted set: run -> Unix time in ms of its last submission (run_index)
 
 Those by which workers tell whose a job is, a call that was sent twice, or whose turn it is, belong to
 worker/store/:
@@ -45,6 +46,9 @@ SUBMISSION_FIELD = "tokenmill_submission"
 RUN_TTL_S = 30 * 24 * 3600
 
 
+#: Every run that was submitted within twice that time. Below `tokenmill:run:`, which producers may write.
+RUNS_KEY = "tokenmill:run:index"
+
 #: A worker's statistics are kept so long after it wrote them last.
 WORKER_STATS_TTL_S = 3600
 
@@ -58,10 +62,6 @@ QUARANTINE = "tokenmill:quarantine"
 
 def worker_key(name: str) -> str:
     return f"tokenmill:worker:{name}"
-
-
-def samples_key(name: str) -> str:
-    return f"tokenmill:samples:{name}"
 
 
 def held_key(queue: str) -> str:
@@ -80,6 +80,10 @@ def run_folder_key(folder: str) -> str:
 
 def run_parts_key(run: str) -> str:
     return f"{run_key(run)}:parts"
+
+
+def run_errors_key(run: str) -> str:
+    return f"{run_key(run)}:errors"
 
 
 def run_lock_key(run: str) -> str:

@@ -26,6 +26,7 @@ from ..runs.embedding_options import check_served
 from ..runs.error_limit import DEFAULT_LIMIT, ErrorLimit
 from ..runs.names import PLAN
 from ..runs.plan import PinnedModel, Plan, PlannedFile, cut_shards
+from ..runs.run_index import list_in_index
 from ..runs.shard_jobs import enqueue_shards
 from ..runs.spec import RunSpec, check_queue_name
 from ..runs.state import RunState
@@ -113,6 +114,7 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
     storage.resolve(spec.output)
     state, queue = RunState(context.connection, spec.run, context.lease), submission.queue
     state.open_submission(context.job_id, spec.output, queue, submission.model, submission.limit)
+    list_in_index(context.connection, spec.run)
     found = find_files(storage, spec.input, spec.output, spec.input_format)
     limit = context.shard_bytes.limit
     inputs = read_inputs(

@@ -17,7 +17,9 @@ import os
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import islice
 
+from ..common.keys import run_key
 from ..errors import (
     InputNotFound,
     OutputHoldsForeignFiles,
@@ -40,9 +42,14 @@ from ..runs.names import (
     shard_job_id,
     temporary_name,
 )
+from ..runs.part_reasons import MAX_PARTS, record_reasons
 from ..runs.part_stats import COUNTED, PartStats
 from ..runs.plan import Plan
+from ..runs.reasons import Reasons
+from ..runs.run_index import list_in_index
 from ..runs.state import RunState
+from ..runs.totals import count_anew
+from .failed_rows import part_reasons
 from .output_file import write_output
 from .part import read_part_stats
 from .storage import Storage, reading, writing
@@ -173,6 +180,7 @@ class RunFolder:
 
     def record_part(self, stats: PartStats, queue: str) -> bool:
         """Count a published part and end the run if it was the last; return whether the run has ended."""
+        self._record_reasons(stats)
         count = self.state.record_part(stats)
         if count.total is None:  # Redis lost our keys: in doubt, the parts themselves are counted
             return self.recount(queue)
@@ -180,6 +188,18 @@ class RunFolder:
             return self._finish()
         self._stop_where_too_many_fail(count.total, queue)
         return False
+
+    def _record_reasons(self, stats: PartStats) -> None:
+        reasons = Reasons()
+        if stats.errors:
+            with suppress(
+                RunError
+            ):  # whoever ends the run looks at each part, and says what is wrong with it
+                reasons = part_reasons(self.storage, self.plan, stats.shard)
+        record_reasons(self.state.connection, self.plan.run, stats.shard, reasons)
+
+    def _count_anew(self) -> None:
+        count_anew(self.state.connection, run_key(self.plan.run), self.state.parts().values())
 
     def _stop_where_too_many_fail(self, shards: int, queue: str) -> None:
         verdict = self.state.judge()
@@ -204,7 +224,11 @@ class RunFolder:
         present = self._whole_parts(damaged)
         found = {shard: self.part_stats(shard) for shard in present - recorded.keys()}
         gone = {shard: record for shard, record in recorded.items() if shard not in present}
+        for stats in islice((each for each in found.values() if each.errors), MAX_PARTS):
+            self._record_reasons(stats)
         count = self.state.amend_parts(found, gone, len(self.plan.shards))
+        self._count_anew()
+        list_in_index(self.state.connection, self.plan.run)
         return count.done >= len(self.plan.shards) and self._finish()
 
     def has_success(self) -> bool:
@@ -262,6 +286,7 @@ class RunFolder:
         while self.shards_with_parts() == planned:
             end = self.state.end()
             if (self.has_success() or self._write_end()) and self.state.mark_finished(end):
+                self._count_anew()
                 # Also of whoever thawed after the end, and was killed while it wrote.
                 with suppress(RunError):  # a finished run may be read-only
                     self._remove_leftovers()

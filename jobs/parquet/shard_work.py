@@ -75,7 +75,7 @@ class ShardWork(OpenTask):
         self._memo, self._held = context.answers, context.shard_bytes
         self._check_interrupted, self._check_sampling = context.check_interrupted, context.check_sampling
         self._texts: ShardTexts | None = None
-        folder.state.check_not_cancelled()
+        folder.state.begin(self._started_at)
         if not self._has_part():
             check_model(folder.plan, context.model)
             context.checks.admit(folder.plan.spec.repairs)

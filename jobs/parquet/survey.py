@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from hashlib import blake2b
 from typing import Any
@@ -17,6 +15,7 @@ from ..runs.embedding_options import EMBED
 from ..runs.estimate import Pick, Sized, pick_requests
 from ..runs.formats import OPENAI_BATCH
 from ..runs.plan import Plan
+from ..runs.reasons import Reasons
 from ..runs.spec import RunSpec
 from .find_files import find_files
 from .inputs import read_inputs
@@ -36,8 +35,8 @@ MAX_PICKED_CHARS = 4 << 20
 #: The sampling value that shortens a prompt.
 TRUNCATION = "truncate_prompt_tokens"
 
-#: Kinds of errors that are told, and that are told apart.
-MAX_REASONS, MAX_KINDS = 5, 1000
+#: Kinds of errors that are told.
+MAX_REASONS = 5
 
 
 def survey_parquet(
@@ -86,7 +85,7 @@ class _Survey:
         self._sampling, self._chat = plan.spec.chat
         self._requests: list[_Asked] = []
         self._known: dict[bytes, int] = {}
-        self._reasons = _Reasons()
+        self._reasons = Reasons()
         self._before: Sequence[int] = ()
         self._tokens = self._repeated = self._rows = self._cached = 0
 
@@ -106,7 +105,10 @@ class _Survey:
             "rows": self._plan.rows,
             "rows_read": self._rows,
             "rows_failing": self._reasons.rows,
-            "reasons": self._reasons.told(),
+            "reasons": [
+                {"rows": each.rows, "row": each.examples[0], "reason": each.text}
+                for each in self._reasons.commonest(MAX_REASONS)
+            ],
             "rows_repeated": self._repeated,
             "requests": len(self._requests),
             "prompt_tokens": self._tokens,
@@ -201,34 +203,6 @@ class _Survey:
 
     def _rendered(self, only: Set[int] | None) -> Iterator[tuple[int, list[str | RowProblem]]]:
         return rendered_shards(self._context, self._storage, self._plan, self._source, only)
-
-
-class _Reasons:
-    """Why rows would fail; texts that differ in their numbers alone are one reason."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._examples: dict[str, tuple[str, int]] = {}
-
-    @property
-    def rows(self) -> int:
-        return sum(self._counts.values())
-
-    def add(self, reason: str, rows: Sequence[int]) -> None:
-        kind = re.sub(r"\d+", "0", reason[:200])
-        if kind not in self._counts and len(self._counts) >= MAX_KINDS:
-            kind = "other reasons"
-        self._counts[kind] += len(rows)
-        if kind not in self._examples or rows[0] < self._examples[kind][1]:
-            self._examples[kind] = (reason[:200], rows[0])
-
-    def told(self) -> list[dict[str, Any]]:
-        """Return the commonest ones: how many rows, the first of them, and what is wrong with it."""
-        found = self._counts.most_common(MAX_REASONS)
-        return [
-            {"rows": count, "row": self._examples[kind][1], "reason": self._examples[kind][0]}
-            for kind, count in found
-        ]
 
 
 class _Asked:

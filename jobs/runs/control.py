@@ -21,6 +21,7 @@ from .names import shard_job_id
 from .output import RunOutput
 from .paths import local_path
 from .plan import MAX_SHARDS
+from .run_index import list_in_index
 from .spec import RunSpec, check_queue_name
 from .state import RunState
 
@@ -97,6 +98,7 @@ def submit_run(
 
     with state.lock() as lock:  # all at once: a submission that nobody plans would wait for ever
         state.write(lock, enter, job_key(plan_job), executions_key(plan_job))
+    list_in_index(connection, spec.run)
     return spec.run
 
 

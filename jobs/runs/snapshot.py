@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +129,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     seen = _read_queue(connection, facts["queue"], run, plan_job)
     running = {shard for shard in seen.started if shard not in parts}
     failed = tuple(shard_job_id(run, shard) for shard in sorted(seen.failed - parts.keys() - running))
-    rows_running, tokens_running = _read_progress(connection, run, running)
+    progress = read_progress(connection, [shard_job_id(run, shard) for shard in running])
     shards = stored.count(facts.get("shards"))
     claimed = 0
     if shards and not running and not seen.length:
@@ -149,12 +149,12 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         started=len(running),
         claimed=claimed,
         failed_jobs=failed,
-        rows_done=rows_running + sum(part.rows for part in parts.values()),
+        rows_done=sum(each.rows for each in progress) + sum(part.rows for part in parts.values()),
         errors=sum(part.errors for part in parts.values()),
-        tokens=tokens_running + sum(part.generated_tokens for part in parts.values()),
+        tokens=sum(each.tokens for each in progress) + sum(part.generated_tokens for part in parts.values()),
         workers=seen.workers,
         queue_length=seen.length,
-        awaited_model=_awaited_model(facts, seen),
+        awaited_model=awaited_model(facts, seen.plan_status, seen.models),
         stopped=safe_name(facts["stopped"], MAX_TEXT_CHARS) if "stopped" in facts else None,
         too_many_errors=_too_many_errors(facts, parts.values()),
         stopped_jobs=_stopped_jobs(connection, failed, stored.count(facts.get("cancelled_submission")) or 0),
@@ -190,13 +190,18 @@ def _too_many_errors(facts: dict[str, str], parts: Collection[PartStats]) -> str
     return limit.told(sum(part.rows for part in parts), sum(part.errors for part in parts))
 
 
-def _awaited_model(facts: dict[str, str], seen: _QueueSeen) -> str | None:
-    """Return the model that a run's next step needs and no worker of its queue serves, as it is shown."""
-    if seen.plan_status in WAITING:
+def awaited_model(
+    facts: Mapping[str, str], plan_status: JobStatus | None, models: Collection[str] | None
+) -> str | None:
+    """Return the model that a run's next step needs and no worker of its queue serves, as it is shown.
+
+    models: what those workers serve, as read_workers returns it.
+    """
+    if plan_status in WAITING:
         needed = shown = facts.get("plan_model")
     else:
         needed, shown = facts.get("model"), facts.get("model_text")
-    if needed is None or seen.models is None or needed in seen.models:
+    if needed is None or models is None or needed in models:
         return None
     return shown and safe_name(shown, MAX_TEXT_CHARS)
 
@@ -241,13 +246,13 @@ def _read_queue(connection: Redis, queue: str, run: str, plan_job: str | None) -
         pipe.llen(keys.waiting)
         pipe.llen(keys.popped)
         status, started, failed, workers, waiting, popped = pipe.execute()
-    alive, models = _read_workers(connection, workers)
+    alive, models = read_workers(connection, workers)
     return _QueueSeen(
-        job_status(status), _shards(run, started), _shards(run, failed), alive, models, waiting + popped
+        job_status(status), shards_of(run, started), shards_of(run, failed), alive, models, waiting + popped
     )
 
 
-def _read_workers(connection: Redis, keys: Iterable[bytes]) -> tuple[int, set[str] | None]:
+def read_workers(connection: Redis, keys: Iterable[bytes]) -> tuple[int, set[str] | None]:
     """Return how many of these workers live, and all names of the models that they serve, if all say that."""
     with connection.pipeline() as pipe:
         for key in keys:
@@ -265,19 +270,27 @@ def _read_workers(connection: Redis, keys: Iterable[bytes]) -> tuple[int, set[st
     return len(facts), models
 
 
-def _shards(run: str, entries: Iterable[bytes]) -> set[int]:
+def shards_of(run: str, entries: Iterable[bytes]) -> set[int]:
     """Return this run's shards among a registry's entries, `<job>` or `<job>:<execution>`."""
     shards = (job_shard(run, stored.text(entry).partition(":")[0]) for entry in entries)
     return {shard for shard in shards if shard is not None}
 
 
-def _read_progress(connection: Redis, run: str, shards: Iterable[int]) -> tuple[int, int]:
-    """Return rows done and tokens of running shards, from their jobs' `meta`."""
+@dataclass(frozen=True)
+class Progress:
+    """What the meta of a shard's running job says: rows that are answered, and tokens generated."""
+
+    rows: int
+    tokens: int
+
+
+def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
+    """Return the progress of running shards' jobs; none where a job says none."""
     with connection.pipeline() as pipe:
-        for shard in shards:
-            pipe.hget(job_key(shard_job_id(run, shard)), "meta")
+        for job_id in job_ids:
+            pipe.hget(job_key(job_id), "meta")
         metas = [stored.json_object(meta) for meta in pipe.execute(raise_on_error=False)]
-    rows, tokens = (
-        sum(stored.count(meta.get(name)) or 0 for meta in metas) for name in ("rows_done", "tokens")
-    )
-    return rows, tokens
+    return [
+        Progress(stored.count(meta.get("rows_done")) or 0, stored.count(meta.get("tokens")) or 0)
+        for meta in metas
+    ]

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from redis.exceptions import LockError, LockNotOwnedError, ResponseError
+from redis.exceptions import LockError, LockNotOwnedError
 
 from ..common import stored
 from ..common.keys import RUN_TTL_S, run_folder_key, run_key, run_lock_key, run_parts_key
@@ -27,6 +27,7 @@ from .key_types import check_lock, key_types, wrong_types_told
 from .lock import RunLock, transact
 from .part_stats import PartStats
 from .state_values import End, PartCount, Verdict
+from .totals import JUDGED, OF_SUBMISSION, add_part
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TOTAL = b"total"
-
-#: Rows, and those with an error, of the parts that were recorded since the last submission.
-_JUDGED = ("judged_rows", "judged_errors")
 
 #: A planner or canceller that is silent for this long has lost the lock; it notices before it writes on. So
 #: this is also what one costs that was killed: short, as whoever only was slow takes the lock anew.
@@ -122,7 +120,7 @@ class RunState:
         asked_for = {} if model is None else {"plan_model": model}
         fields: dict[Any, Any] = {**facts, **asked_for, "submission": number}
         pipe.multi()
-        pipe.hdel(self._key, "cancelled", "stopped", "plan_model", *_JUDGED)
+        pipe.hdel(self._key, "cancelled", "stopped", "plan_model", *OF_SUBMISSION)
         pipe.hset(self._key, mapping=fields)
         pipe.expire(self._key, RUN_TTL_S)
         pipe.set(run_folder_key(output), self.run, ex=RUN_TTL_S)
@@ -190,6 +188,15 @@ class RunState:
         if self.is_cancelled():
             raise RunCancelled(self.run)
 
+    def begin(self, moment: float) -> None:
+        """Note when work on the submission began, if nobody has. Raises as check_not_cancelled."""
+        with self._told(), self._redis.pipeline() as pipe:
+            pipe.hexists(self._key, "cancelled")
+            pipe.hsetnx(self._key, "began_at", str(moment))
+            is_cancelled, _ = pipe.execute()
+        if is_cancelled:
+            raise RunCancelled(self.run)
+
     def is_cancelled(self) -> bool:
         with self._told():
             return bool(self._redis.hexists(self._key, "cancelled"))
@@ -197,7 +204,7 @@ class RunState:
     def judge(self) -> Verdict | None:
         """Return why the run is to be stopped, by the parts recorded since it was submitted, or None."""
         with self._told():
-            fields: Any = self._redis.hmget(self._key, *_JUDGED, "max_errors", "submission")
+            fields: Any = self._redis.hmget(self._key, *JUDGED, "max_errors", "submission")
         rows, errors, text, submission = fields
         told = ErrorLimit.parse(stored.text(text) if text else None).told(_number(rows), _number(errors))
         if told is None:
@@ -251,10 +258,11 @@ class RunState:
     # Parts
 
     def record_part(self, stats: PartStats) -> PartCount:
-        """Record a finished shard; where it was not recorded before, count its errors for `judge`.
+        """Record a finished shard; where it was not recorded before, add it to the run's totals.
 
         Nothing is watched: many shards of a run end at once, and would wait for each other. So a worker that
-        is killed in between leaves the errors of a part uncounted.
+        is killed in between leaves a part uncounted, until they are
+        counted anew.
         """
         with self._told(), self._redis.pipeline() as pipe:
             pipe.hset(self._parts_key, str(stats.shard), stats.to_text())
@@ -264,18 +272,9 @@ class RunState:
             pipe.hget(self._parts_key, _TOTAL)
             is_new, *_, length, raw_total = pipe.execute()
             if is_new:
-                self._count_errors(pipe, stats)
+                add_part(pipe, self._key, stats)
         total = stored.count(stored.text(raw_total or b""))
         return PartCount(length if raw_total is None else length - 1, total)
-
-    def _count_errors(self, pipe: Pipeline, stats: PartStats) -> None:
-        counts: dict[Any, Any] = dict(zip(_JUDGED, (stats.rows, stats.errors), strict=True))
-        for name, count in counts.items():
-            pipe.hincrby(self._key, name, count)
-        try:
-            pipe.execute()
-        except ResponseError:  # somebody wrote what is no number: begin anew
-            self._redis.hset(self._key, mapping=counts)
 
     def amend_parts(self, found: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int) -> PartCount:
         """Add parts that a listing found and drop those it did not; the others stay as they are.

@@ -1,0 +1,100 @@
+"""What a run's parts have together, kept beside them in Redis: a list of runs need not read every part.
+
+They are counts beside the record of parts, which is the truth: of a worker that is killed between the two
+writes a part stays uncounted, until planning or the run's end counts anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from redis.exceptions import ResponseError
+
+from ..common import stored
+from .part_stats import COUNTED, PartStats
+
+if TYPE_CHECKING:
+    from redis import Redis
+    from redis.client import Pipeline
+
+#: Fields of a run's hash. Rows, and those with an error, of the parts recorded since the last submission.
+JUDGED = ("judged_rows", "judged_errors")
+
+#: What else is of the last submission: its generated tokens, when work on it began and its last part ended.
+OF_SUBMISSION = (*JUDGED, "judged_tokens", "began_at", "ended_at")
+
+#: Fields of what all parts have.
+TOTALS = tuple(f"total_{name}" for name in COUNTED)
+
+#: All fields that `Totals.read` looks at.
+FIELDS = (*TOTALS, *OF_SUBMISSION)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What parts have together, by the names of PartStats, and what was recorded since the last submission.
+
+    began_at, ended_at: when work on that submission began and its last part ended, in Unix seconds; None for
+    none yet.
+    """
+
+    rows: int
+    errors: int
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    judged_rows: int
+    judged_tokens: int
+    began_at: float | None
+    ended_at: float | None
+
+    @classmethod
+    def read(cls, facts: Mapping[str, str]) -> Totals:
+        """Read them from a run's hash; what is no number there counts as none."""
+        counts = {name: stored.count(facts.get(f"total_{name}")) or 0 for name in COUNTED}
+        return cls(
+            **counts,
+            judged_rows=stored.count(facts.get("judged_rows")) or 0,
+            judged_tokens=stored.count(facts.get("judged_tokens")) or 0,
+            began_at=_moment(facts.get("began_at")),
+            ended_at=_moment(facts.get("ended_at")),
+        )
+
+
+def add_part(pipe: Pipeline, key: str, stats: PartStats) -> None:
+    """Add a part to the totals of the run's hash at `key`."""
+    counts: dict[Any, Any] = {f"total_{name}": getattr(stats, name) for name in COUNTED}
+    since = (stats.rows, stats.errors, stats.generated_tokens)
+    counts.update(zip((*JUDGED, "judged_tokens"), since, strict=True))
+    for name, count in counts.items():
+        pipe.hincrby(key, name, count)
+    pipe.hset(key, "ended_at", str(stats.ended_at))
+    try:
+        pipe.execute()
+    except ResponseError:  # somebody wrote what is no number: begin anew
+        pipe.hset(key, mapping=counts)
+        pipe.execute()
+
+
+def count_anew(connection: Redis, key: str, parts: Iterable[PartStats]) -> None:
+    """Store what all recorded parts have together in the run's hash at `key`.
+
+    A part that is recorded meanwhile may be missed or counted twice, until this is called again.
+    """
+    counts = dict.fromkeys(COUNTED, 0)
+    for part in parts:
+        for name in COUNTED:
+            counts[name] += getattr(part, name)
+    fields: dict[Any, Any] = {f"total_{name}": count for name, count in counts.items()}
+    connection.hset(key, mapping=fields)
+
+
+def _moment(text: str | None) -> float | None:
+    try:
+        found = float(text or "")
+    except ValueError:
+        return None
+    return found if 0 <= found < 1 << 53 else None
