@@ -267,6 +267,7 @@ class Engine:
             num_blocks=scheduler.blocks.num_blocks,
             free_blocks=scheduler.blocks.num_free_blocks,
             cpu_threads=torch.get_num_threads(),
+            generation_tokens=scheduler.generation_tokens,
         )
 
     def chat_token_ids(

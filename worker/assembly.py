@@ -126,7 +126,7 @@ class _Assembly:
         worker, store, runner = self._worker, self._store(), self._runner(orders)
         releaser = Releaser(store, runner, self._limits.max_worker_deaths, worker.log)
         facts = _facts(worker.name, self._served)
-        record = WorkerRecord(self._io_client, worker.name, worker.beat, facts)
+        record = WorkerRecord(self._io_client, worker.name, self._queue_names, worker.beat, facts)
         return IoLoop(
             queue_names=self._queue_names,
             store=store,
@@ -143,7 +143,7 @@ class _Assembly:
                 log=worker.log,
             ),
             releaser=releaser,
-            reporter=Reporter(record, runner, worker.log),
+            reporter=Reporter(record, runner, self._settings.max_num_seqs, worker.log),
             budget=self._budget,
             orders=orders,
             limits=self._limits,

@@ -64,6 +64,7 @@ class Books:
         self.prefill_tokens = 0
         self.cached_tokens = 0
         self.decode_tokens = 0
+        self.generation_tokens = 0
 
     @property
     def num_waiting(self) -> int:
@@ -138,14 +139,18 @@ class Books:
         self.slots.add_known(slots[is_held], token_ids[is_held])
         self.prefill_tokens += batch.num_tokens - batch.num_decode_tokens
         self.decode_tokens += batch.num_decode_tokens - (0 if is_held.all() else batch.num_dropped)
-        finished = []
+        finished, num_dropped = [], 0
         for seq, token_id, is_plain in zip(batch.sampling, token_ids.tolist(), goes_on.tolist(), strict=True):
             if is_plain:
                 seq.token_ids.append(token_id)
             elif seq.num_stale:
                 seq.num_stale -= 1
-            elif seq.status is not SequenceStatus.FINISHED and self._ends_with(seq, token_id):
+                num_dropped += 1
+            elif seq.status is SequenceStatus.FINISHED:
+                num_dropped += 1
+            elif self._ends_with(seq, token_id):
                 finished.append(seq)
+        self.generation_tokens += len(batch.sampling) - num_dropped
         for seq in batch.ending:
             if seq.status is not SequenceStatus.FINISHED:
                 seq.end_scored()

@@ -110,6 +110,7 @@ class EngineStats:
     cached_tokens: taken from the prefix cache instead.
     decode_tokens: computed one at a time for running sequences.
     cpu_threads: torch's, in this process.
+    generation_tokens: sampled, those of unfinished sequences too.
     """
 
     num_steps: int
@@ -123,3 +124,4 @@ class EngineStats:
     num_blocks: int
     free_blocks: int
     cpu_threads: int = 0
+    generation_tokens: int = 0

@@ -1,6 +1,8 @@
 """Every Redis key of our own. RQ's keys belong to RQ.
 
 tokenmill:worker:<name>        string, JSON: the model that the worker serves, and its statistics
+tokenmill:samples:<name>       list: JSON points of the last hour of such a worker, the latest first
+                               (jobs/watch/samples.py)
 tokenmill:run:<run>            hash: what the CLI shows of a run, and of which submissions the last one is and
                                the last cancelled one (RunState)
 tokenmill:run:<run>:parts      hash: shard number -> JSON statistics of its part; `total` -> number of shards
@@ -62,6 +64,10 @@ QUARANTINE = "tokenmill:quarantine"
 
 def worker_key(name: str) -> str:
     return f"tokenmill:worker:{name}"
+
+
+def samples_key(name: str) -> str:
+    return f"tokenmill:samples:{name}"
 
 
 def held_key(queue: str) -> str:

@@ -15,6 +15,7 @@ from rq.job import JobStatus
 from rq.registry import FailedJobRegistry, FinishedJobRegistry
 from rq.serializers import JSONSerializer
 
+from jobs.watch.samples import read_points, read_samples
 from tests.rq_workers import (
     Workers,
     leftovers,
@@ -43,6 +44,12 @@ def test_jobs_of_one_batch_each_get_their_own_answer_and_leave_nothing_behind(wo
     stats = stats_of(workers, "w")
     assert stats["max_running"] >= 32
     assert stats["jobs_finished"] == 200
+    [sample] = read_samples(workers.redis, ["w"])
+    assert (sample.state, sample.queues, sample.held) == ("stopped", ("high", "bulk"), {})
+    assert (sample.model, sample.dtype, sample.max_num_seqs) == ("fake", "auto", 64)
+    first, last = (read_points(workers.redis, ["w"])["w"][place] for place in (0, -1))
+    assert first.depth == {"high": 0, "bulk": 200 - first.jobs_held - first.jobs_finished}
+    assert (last.depth, last.jobs_finished) == ({"high": 0, "bulk": 0}, 200)
 
 
 def test_every_step_of_a_job_has_rqs_status_and_registry(workers: Workers, tmp_path: Path) -> None:

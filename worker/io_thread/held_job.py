@@ -189,6 +189,12 @@ class HeldJob:
         return float("inf") if num_requests is None else num_requests - self.next_index
 
     @property
+    def num_rows_done(self) -> int:
+        """Rows of its file that are answered; 0 of a job without one, or that is closed."""
+        progress = self.open_task.progress() if self.is_file and self.open_task is not None else None
+        return 0 if progress is None else int(progress.get("rows_done", 0))
+
+    @property
     def request_ids(self) -> list[str]:
         """The engine's names of all requests that are on their way."""
         return [self.request_id(index) for index in self.open_requests]

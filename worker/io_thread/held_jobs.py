@@ -9,14 +9,23 @@ from typing import Any
 
 from worker.io_thread.held_job import HeldJob
 from worker.store.claimed_job import ClaimedJob
+from worker.store.outcome import Outcome
 
 
 @dataclass
 class JobCounts:
-    """Jobs this worker has brought to an end."""
+    """Jobs this worker has brought to an end, and the rows of files that those had."""
 
     finished: int = 0
     failed: int = 0
+    rows: int = 0
+
+    def add(self, job: HeldJob, outcome: Outcome) -> None:
+        """Count one that has ended so."""
+        is_finished = outcome.status == "finished"
+        self.finished += is_finished
+        self.failed += not is_finished
+        self.rows += job.num_rows_done if is_finished else 0
 
     @property
     def ended(self) -> int:
@@ -71,6 +80,10 @@ class HeldJobs:
     def unstarted(self) -> list[HeldJob]:
         """Those of which nothing has run yet."""
         return [job for job in self._jobs.values() if not job.has_begun and not job.is_ending]
+
+    def num_rows_done(self) -> int:
+        """Rows of files that the jobs which are held have answered by now."""
+        return sum(job.num_rows_done for job in self._jobs.values())
 
     def changed_progress(self) -> list[tuple[ClaimedJob, dict[str, Any]]]:
         """`job.meta` of the running tasks that have moved since the last call."""

@@ -274,11 +274,9 @@ class JobRunner:
             self._log.warning(
                 "job %s was cancelled or taken over: its end here was dropped", job.claimed.job_id
             )
-        elif outcome is not None and outcome.status != "finished":
-            self.counts.failed += 1
         elif outcome is not None:
-            self.counts.finished += 1
-            self._log.debug("%s: job %s finished", job.claimed.queue_name, job.claimed.job_id)
+            self.counts.add(job, outcome)
+            self._log.debug("%s: job %s %s", job.claimed.queue_name, job.claimed.job_id, outcome.status)
         self._close(job)
 
     def _close(self, job: HeldJob) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from jobs.watch.samples import MAX_HELD_NAMED, POINT_PERIOD_S, Point
 from worker.io_thread.job_runner import JobRunner
 from worker.io_thread.timer import Timer
 from worker.store.worker_record import WorkerRecord
@@ -20,9 +23,18 @@ class Reporter:
     engine_stats: the engine's counters after its last step, for whoever hears of it to set.
     """
 
-    def __init__(self, record: WorkerRecord, runner: JobRunner, log: logging.Logger) -> None:
+    def __init__(
+        self,
+        record: WorkerRecord,
+        runner: JobRunner,
+        max_num_seqs: int,
+        log: logging.Logger,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
         self._record, self._runner, self._log = record, runner, log
+        self._max_num_seqs, self._wall_clock = max_num_seqs, wall_clock
         self._show, self._tell = Timer(RECORD_PERIOD_S), Timer(LOG_PERIOD_S)
+        self._keep = Timer(POINT_PERIOD_S)
         self._shown_busy = False
         self.engine_stats: Mapping[str, int] = {}
 
@@ -39,11 +51,16 @@ class Reporter:
         held = self._runner.held
         state = "busy" if held else ("suspended" if is_suspended else "idle")
         state = state if is_serving else "draining"
-        self._record.show(state, held[0].job_id if held else None, self._counters())
+        point = self._point()
+        self._record.show(state, held[0].job_id if held else None, self._counters(), point)
+        if self._keep.due(moment):
+            self._record.keep(point)
 
     def show_stopped(self) -> None:
         """Leave the final statistics behind."""
-        self._record.show("stopped", None, self._counters())
+        point = self._point()
+        self._record.show("stopped", None, self._counters(), point)
+        self._record.keep(point)
 
     def tell(self, moment: float) -> None:
         """Log the throughput where jobs are held and that is due."""
@@ -60,13 +77,34 @@ class Reporter:
             self._runner.streams.completion_tokens,
         )
 
+    def _point(self) -> Point:
+        stats, counts = self.engine_stats, self._runner.counts
+        num_blocks = stats.get("num_blocks", 0)
+        cached = stats.get("cached_tokens", 0)
+        return Point(
+            at=self._wall_clock(),
+            prompt_tokens=stats.get("prefill_tokens", 0) + cached,
+            cached_tokens=cached,
+            generation_tokens=stats.get("generation_tokens", 0),
+            num_requests_running=stats.get("num_running", 0),
+            num_requests_waiting=stats.get("num_waiting", 0),
+            max_num_seqs=self._max_num_seqs,
+            num_preemptions=stats.get("num_preemptions", 0),
+            kv_cache_usage=1 - stats.get("free_blocks", 0) / num_blocks if num_blocks else 0.0,
+            jobs_held=self._runner.num_held,
+            jobs_finished=counts.finished,
+            jobs_failed=counts.failed,
+            rows=counts.rows + self._runner.jobs.num_rows_done(),
+            depth=self._record.depth(),
+        )
+
     def _counters(self) -> dict[str, Any]:
-        counts = self._runner.counts
+        """What the sample has beside a point."""
+        held = self._runner.held
         return {
             **self.engine_stats,
-            "jobs_held": self._runner.num_held,
-            "jobs_finished": counts.finished,
-            "jobs_failed": counts.failed,
+            "held": Counter(job.queue_name for job in held),
+            "held_jobs": [job.job_id for job in held[:MAX_HELD_NAMED]],
             "completion_tokens": self._runner.streams.completion_tokens,
             "stuck_threads": self._runner.threads.num_stuck,
         }

@@ -29,7 +29,11 @@ _SHARED = (
     ("set", "rq:groups"),
     ("set", "rq:rl-keys"),
 )
-_OF_A_WORKER = (("hash", "rq:worker:{}"), ("string", "tokenmill:worker:{}"))
+_OF_A_WORKER = (
+    ("hash", "rq:worker:{}"),
+    ("string", "tokenmill:worker:{}"),
+    ("list", "tokenmill:samples:{}"),
+)
 _OF_A_QUEUE = (
     ("list", "rq:queue:{}"),
     ("list", "rq:queue:{}:intermediate"),

@@ -1,0 +1,209 @@
+"""What each worker tells of itself: how it stands now, and points of an hour for charts.
+
+A worker writes its `WorkerSample` to `tokenmill:worker:<name>` every two seconds, and a `Point` to the list
+`tokenmill:samples:<name>`, the latest first, every ten. Names follow vLLM's metrics. Anybody may have written
+anything there: a field that cannot be is read as its default.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Self
+
+from ..common.keys import SILENT_S, WORKER_STATS_TTL_S, samples_key, worker_key
+from ..common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
+from ..common.shown import safe_name
+from ..common.stored import count, json_object, text
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+#: Seconds between two points, and how many are kept: an hour's.
+POINT_PERIOD_S, MAX_POINTS = 10.0, 360
+
+#: Of what a worker holds its sample names so many jobs, the oldest.
+MAX_HELD_NAMED = 20
+
+_MAX_POINT_BYTES = 1 << 14
+_MAX_ITEMS = 100
+_MAX_NUMBER = 1e15
+_BATCH = 200
+"""Workers that are read in one round trip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One moment of one worker. Counts are since its start, and begin anew with it.
+
+    at: Unix seconds by the worker's clock. prompt_tokens: of prompts, computed or from the prefix cache;
+    cached_tokens: those from the cache. generation_tokens: sampled. num_requests_running: sequences in the
+    batch, of max_num_seqs at most; num_requests_waiting: those that wait in the engine. kv_cache_usage: share
+    of the KV pool in use, 0 to 1. jobs_held: claimed and not ended. rows: of files, answered, the ones of
+    shards under way too. depth: jobs that wait in each of its queues, the most urgent first.
+    """
+
+    at: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generation_tokens: int = 0
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    max_num_seqs: int = 0
+    num_preemptions: int = 0
+    kv_cache_usage: float = 0.0
+    jobs_held: int = 0
+    jobs_finished: int = 0
+    jobs_failed: int = 0
+    rows: int = 0
+    depth: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def batch_fill(self) -> float:
+        """Share of the places for sequences that are taken, 0 to 1."""
+        return min(1.0, self.num_requests_running / self.max_num_seqs) if self.max_num_seqs else 0.0
+
+    def per_second(self, older: Point, name: str) -> float | None:
+        """How fast the count of this name has grown since an older point; None where that cannot be told.
+
+        So it is where the worker was started anew in between, or its clock set back.
+        """
+        seconds, grown = self.at - older.at, getattr(self, name) - getattr(older, name)
+        return grown / seconds if seconds > 0 and grown >= 0 else None
+
+    def to_object(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_text(self) -> str:
+        return json.dumps(self.to_object(), separators=(",", ":"))
+
+    @classmethod
+    def from_object(cls, found: Mapping[str, Any], **more: Any) -> Self:
+        """Read what `to_text` wrote, in an object that may hold anything. more: fields that are known."""
+        known = {each.name: _read(each.default, found.get(each.name)) for each in fields(cls)}
+        return cls(**{**known, "depth": _counts(found.get("depth")), **more})
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSample(Point):
+    """How a worker stands.
+
+    silent_s: seconds since it wrote this, by Redis' clock. state: "idle", "busy", "suspended", "draining" (it
+    finishes what runs, takes nothing new) or "stopped". queues: the most urgent first. held: jobs that it
+    holds, by queue; held_jobs: ids of the oldest of them, MAX_HELD_NAMED at most. started_at: Unix seconds.
+    """
+
+    name: str = ""
+    silent_s: float = 0.0
+    state: str = ""
+    model: str = ""
+    dtype: str = ""
+    attention_backend: str = ""
+    version: str = ""
+    queues: tuple[str, ...] = ()
+    held: Mapping[str, int] = field(default_factory=dict)
+    held_jobs: tuple[str, ...] = ()
+    started_at: float = 0.0
+    stuck_threads: int = 0
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it has told nothing for so long that it is frozen, cut off or dead."""
+        return self.silent_s > SILENT_S
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it takes nothing new."""
+        return self.state == "draining"
+
+    @classmethod
+    def of_worker(cls, name: str, found: Mapping[str, Any], silent_s: float) -> WorkerSample:
+        """Read what the worker of this name wrote, an object that may hold anything."""
+        return cls.from_object(
+            found,
+            name=name,
+            silent_s=silent_s,
+            at=_read(0.0, found.get("updated_at")),
+            queues=_names(found.get("queues")),
+            held=_counts(found.get("held")),
+            held_jobs=_names(found.get("held_jobs")),
+        )
+
+
+def worker_names(connection: Redis) -> list[str]:
+    """Return the names of all workers that are registered, RQ's own among them, in order.
+
+    One that was killed is among them for some minutes.
+    """
+    found: Any = connection.smembers(WORKERS_KEY)
+    return sorted(text(key).removeprefix(WORKER_PREFIX) for key in found)
+
+
+def read_samples(connection: Redis, names: Sequence[str] | None = None) -> list[WorkerSample]:
+    """Return how workers stand, in the order of their names: those of `names`, or all that are registered.
+
+    Those that have told nothing for an hour, or never, such as RQ's own, are left out. Raises
+    redis.exceptions.RedisError.
+    """
+    found = []
+    for chunk in _chunks(worker_names(connection) if names is None else names):
+        with connection.pipeline(transaction=False) as pipe:
+            for name in chunk:
+                pipe.get(worker_key(name))
+                pipe.pttl(worker_key(name))
+            replies = pipe.execute(raise_on_error=False)
+        for name, raw, left_ms in zip(chunk, replies[::2], replies[1::2], strict=True):
+            told = json_object(raw)
+            if told and isinstance(left_ms, int):
+                silent_s = max(0.0, WORKER_STATS_TTL_S - left_ms / 1000) if left_ms >= 0 else 0.0
+                found.append(WorkerSample.of_worker(name, told, silent_s))
+    return found
+
+
+def read_points(connection: Redis, names: Sequence[str], most: int = MAX_POINTS) -> dict[str, list[Point]]:
+    """Return the last points of workers, `most` each at most, the oldest first.
+
+    Raises redis.exceptions.RedisError.
+    """
+    found: dict[str, list[Point]] = {name: [] for name in names}
+    for chunk in _chunks(names if most > 0 else ()):  # to Redis, "up to the one at -1" is all of them
+        with connection.pipeline(transaction=False) as pipe:
+            for name in chunk:
+                pipe.lrange(samples_key(name), 0, min(most, MAX_POINTS) - 1)
+            replies = pipe.execute(raise_on_error=False)
+        for name, raws in zip(chunk, replies, strict=True):
+            points = _points(raws if isinstance(raws, list) else [])
+            found[name] = sorted(points, key=lambda point: point.at)
+    return found
+
+
+def _chunks(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (names[start : start + _BATCH] for start in range(0, len(names), _BATCH))
+
+
+def _points(raws: Iterable[bytes]) -> list[Point]:
+    told = (json_object(raw) for raw in raws if len(raw) <= _MAX_POINT_BYTES)
+    return [point for each in told if each and (point := Point.from_object(each)).at > 0]
+
+
+def _read(default: Any, value: object) -> Any:
+    """A field's value where it can be one: as its default a count, a number or a text."""
+    if type(default) is int:
+        return count(value) or default
+    if type(default) is float:
+        if isinstance(value, (int, float)) and 0 <= value < _MAX_NUMBER:  # which NaN is not
+            return float(value)
+        return default
+    return safe_name(value) if isinstance(value, str) and isinstance(default, str) else default
+
+
+def _names(value: object) -> tuple[str, ...]:
+    found = value if isinstance(value, list) else []
+    return tuple(safe_name(each) for each in found[:_MAX_ITEMS] if isinstance(each, str))
+
+
+def _counts(value: object) -> dict[str, int]:
+    found = value if isinstance(value, dict) else {}
+    each = ((safe_name(name), count(number)) for name, number in list(found.items())[:_MAX_ITEMS])
+    return {name: number for name, number in each if number is not None}
