@@ -23,8 +23,8 @@ from rq.serializers import DefaultSerializer, JSONSerializer
 from rq_dashboard import web
 from rq_dashboard.cli import make_flask_app
 
-from jobs.cli.queue_commands import REQUEUE_LIMIT
-from jobs.cli.queue_tools import queue_names, requeue, requeue_all
+from jobs.watch.queues import queue_names
+from jobs.watch.requeue import REQUEUE_LIMIT, requeue, requeue_all
 from ops.dashboard_guard import guard
 from ops.dashboard_keys import DamagedJob, count_waiting, show_strange_keys
 

@@ -9,20 +9,10 @@ import redis
 
 from ..common.keys import QUARANTINE
 from ..common.shown import safe_name
+from ..watch.queues import QueueCounts, count_queues, num_set_aside, queue_names
+from ..watch.requeue import REQUEUE_LIMIT, requeue, requeue_all
+from ..watch.workers import WorkerSeen, list_workers
 from .errors_told import errors_told
-from .queue_tools import (
-    QueueCounts,
-    WorkerSeen,
-    count_queues,
-    list_workers,
-    num_set_aside,
-    queue_names,
-    requeue,
-    requeue_all,
-)
-
-#: Failed jobs that `requeue --all` puts back at most, unless told otherwise.
-REQUEUE_LIMIT = 10_000
 
 #: Ids shown of jobs that were not requeued; the rest are counted.
 MAX_SHOWN = 5

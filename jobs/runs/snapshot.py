@@ -208,10 +208,15 @@ def awaited_model(
 
 def failure_text(connection: Redis, job_id: str) -> str:
     """Return the last line of a failed job's error, before the line that classes it, or that it left none."""
-    lines = last_error(connection, job_id).strip().splitlines()
+    return error_line(last_error(connection, job_id)) or "it left no error"
+
+
+def error_line(error: str) -> str:
+    """Return the last line of an error as it may be shown, before the line that classes it; "" for none."""
+    lines = error.strip().splitlines()
     if lines and lines[-1].startswith(FAULT_PREFIX):
         lines.pop()
-    return safe_name(lines[-1], MAX_TEXT_CHARS) if lines else "it left no error"
+    return safe_name(lines[-1], MAX_TEXT_CHARS) if lines else ""
 
 
 def plan_result(connection: Redis, plan_job: str) -> dict[str, Any] | None:

@@ -1,60 +1,27 @@
-"""What `tokenmill info` and `tokenmill requeue` do: they look at RQ's keys and never at what a job holds.
+"""Puts failed jobs back on their queues, without looking at what a job holds.
 
-RQ's own commands of these names read jobs with pickle unless each call says `-S json`, and a pickle that
-somebody wrote runs as whoever reads it. `rq info` also ends, as failed, what it takes for abandoned.
+RQ's own command reads jobs with pickle unless it is called with `-S json`, and a pickle that somebody wrote
+runs as whoever reads it.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from redis.exceptions import ResponseError, WatchError
+from redis.exceptions import WatchError
 
-from ..common.keys import QUARANTINE
-from ..common.rq_jobs import (
-    JOB_PREFIX,
-    QUEUE_PREFIX,
-    QUEUES_KEY,
-    WORKER_PREFIX,
-    WORKERS_KEY,
-    JobStatus,
-    queue_keys,
-    time_text,
-)
+from ..common.rq_jobs import JOB_PREFIX, QUEUES_KEY, JobStatus, queue_keys, time_text
 
 if TYPE_CHECKING:
     from redis import Redis
 
-#: Registries that `info` counts, by the name that it shows.
-REGISTRIES = {
-    "executing": "wip",
-    "scheduled": "scheduled",
-    "deferred": "deferred",
-    "finished": "finished",
-    "failed": "failed",
-}
-
 #: Jobs that are requeued in one transaction.
 CHUNK = 100
 
-
-@dataclass(frozen=True)
-class QueueCounts:
-    """A queue's name and how many jobs are where; None where the key is not what RQ keeps there."""
-
-    name: bytes
-    counts: dict[str, int | None]
-
-
-@dataclass(frozen=True)
-class WorkerSeen:
-    """A worker's name and the fields of its hash, as they are in Redis."""
-
-    name: bytes
-    fields: dict[str, bytes]
+#: Failed jobs that are put back at most where all of a queue are asked for, unless told otherwise.
+REQUEUE_LIMIT = 10_000
 
 
 @dataclass(frozen=True)
@@ -63,52 +30,6 @@ class Requeued:
 
     done: tuple[bytes, ...]
     left: tuple[bytes, ...]
-
-
-def queue_names(connection: Redis) -> list[bytes]:
-    """Return the names of all queues that RQ knows."""
-    prefix = QUEUE_PREFIX.encode()
-    keys: Any = connection.smembers(QUEUES_KEY)
-    return sorted(key.removeprefix(prefix) for key in keys)
-
-
-def count_queues(connection: Redis, names: Sequence[bytes]) -> list[QueueCounts]:
-    """Count the jobs of these queues, in one round trip and without RQ's cleanup. `waiting` comes first."""
-    moment = time.time()
-    with connection.pipeline(transaction=False) as pipe:
-        for name in names:
-            pipe.llen(QUEUE_PREFIX.encode() + name)
-            for shown, key in REGISTRIES.items():
-                # Results that have expired stay in the registry until a worker cleans it.
-                oldest = moment if shown == "finished" else "-inf"
-                pipe.zcount(f"rq:{key}:".encode() + name, oldest, "+inf")
-        replies = iter([None if isinstance(each, Exception) else each for each in pipe.execute(False)])
-    return [QueueCounts(name, {shown: next(replies) for shown in ("waiting", *REGISTRIES)}) for name in names]
-
-
-def num_set_aside(connection: Redis) -> int | None:
-    """Count what workers have set aside in the quarantine; None where this user may not look there."""
-    try:
-        return int(connection.xlen(QUARANTINE))
-    except ResponseError:
-        return None
-
-
-def list_workers(connection: Redis) -> list[WorkerSeen]:
-    """Return the workers that live, by name. What cannot be read is left out."""
-    members: Any = connection.smembers(WORKERS_KEY)
-    keys = sorted(members)
-    wanted = ("state", "queues", "current_job", "successful_job_count", "failed_job_count", "last_heartbeat")
-    with connection.pipeline(transaction=False) as pipe:
-        for key in keys:
-            pipe.hmget(key, wanted)
-        replies = pipe.execute(raise_on_error=False)
-    prefix = WORKER_PREFIX.encode()
-    return [
-        WorkerSeen(key.removeprefix(prefix), {k: v for k, v in zip(wanted, reply, strict=True) if v})
-        for key, reply in zip(keys, replies, strict=True)
-        if not isinstance(reply, Exception) and any(reply)
-    ]
 
 
 def requeue(connection: Redis, queue: str, job_ids: Sequence[bytes]) -> Requeued:

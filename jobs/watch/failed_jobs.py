@@ -1,0 +1,199 @@
+"""Failed jobs with their errors, within bounds: a queue may have many thousands, written by anybody."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from ..common import stored
+from ..common.job_results import error_text
+from ..common.rq_jobs import JOB_PREFIX, queue_keys, results_key
+from ..common.shown import printable, safe_name
+from ..runs.snapshot import error_line
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+#: A job's payload and meta are read up to so many bytes, packed and unpacked.
+MAX_PAYLOAD_BYTES = 1 << 16
+
+#: Of an error, such as a traceback, as much of its end is shown.
+MAX_ERROR_CHARS = 20_000
+
+#: A job's name among messages: the class of an error, at the beginning of its last line.
+_CLASS = re.compile(r"(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w{0,79})(?=:|$)", re.ASCII)
+
+_TIMES = ("created_at", "enqueued_at", "started_at", "ended_at")
+_TEXTS = ("origin", "status", "worker_name", "timeout", "retries_left", "tokenmill_model")
+
+
+@dataclass(frozen=True)
+class FailedJob:
+    """One entry of a queue's failed jobs.
+
+    job_id: as it is listed. function: its name, None where the job is gone, too large or not readable.
+    ended_at: Unix time in seconds. reason: the error's class. error: its last line. Both are "" for none.
+    """
+
+    job_id: bytes
+    queue: bytes
+    function: str | None
+    ended_at: float | None
+    reason: str
+    error: str
+
+
+@dataclass(frozen=True)
+class JobSeen:
+    """One job. texts, times: those fields of its hash that it has, as they may be shown; Unix seconds.
+
+    function: its name, None where that cannot be read. arguments: JSON, None unless asked for and readable.
+    progress: counts that it keeps in its meta, such as rows_done. is_failed: whether it is among the failed
+    ones of its queue, so that it can be put back. error: the whole text, its end where that is long.
+    """
+
+    job_id: str
+    texts: dict[str, str]
+    times: dict[str, float]
+    function: str | None
+    arguments: str | None
+    progress: dict[str, int]
+    is_failed: bool
+    error: str
+
+
+def newest_failed(connection: Redis, queues: Sequence[bytes], most: int) -> list[FailedJob]:
+    """Return the failed jobs of these queues that are kept longest, which are the newest, at most `most`."""
+    with connection.pipeline(transaction=False) as pipe:
+        for queue in queues:
+            pipe.zrevrange(_failed(queue), 0, most - 1, withscores=True)
+        replies = pipe.execute(raise_on_error=False)
+    found = [
+        (score, job_id, queue)
+        for queue, reply in zip(queues, replies, strict=True)
+        if isinstance(reply, list)
+        for job_id, score in reply
+    ]
+    found.sort(key=lambda entry: entry[0], reverse=True)
+    return _read_failed(connection, [(job_id, queue) for _, job_id, queue in found[:most]])
+
+
+def failed_page(connection: Redis, queue: bytes, offset: int, most: int) -> list[FailedJob]:
+    """Return up to `most` failed jobs of one queue, the newest first, without the first `offset`.
+
+    Raises redis.exceptions.ResponseError where the key is of another type.
+    """
+    job_ids: Any = connection.zrevrange(_failed(queue), offset, offset + most - 1)
+    return _read_failed(connection, [(job_id, queue) for job_id in job_ids])
+
+
+def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) -> JobSeen | None:
+    """Return what is known of a job, None for one that Redis does not know."""
+    key = JOB_PREFIX + job_id
+    with connection.pipeline(transaction=False) as pipe:
+        pipe.hmget(key, [*_TEXTS, *_TIMES])
+        pipe.hstrlen(key, "data")
+        pipe.hstrlen(key, "meta")
+        pipe.xrevrange(results_key(job_id), count=1)
+        fields, data_bytes, meta_bytes, results = pipe.execute(raise_on_error=False)
+    if isinstance(fields, Exception) or not any(each is not None for each in fields):
+        return None
+    texts = dict(zip(_TEXTS, fields, strict=False))
+    times = dict(zip(_TIMES, fields[len(_TEXTS) :], strict=True))
+    queue = texts["origin"] or b""
+    with connection.pipeline(transaction=False) as pipe:
+        pipe.hget(key, "data" if _fits(data_bytes) else "")
+        pipe.hget(key, "meta" if _fits(meta_bytes) else "")
+        pipe.zscore(_failed(queue), job_id)
+        data, meta, score = pipe.execute(raise_on_error=False)
+    called = _call(data)
+    return JobSeen(
+        job_id=job_id,
+        texts={name: safe_name(raw) for name, raw in texts.items() if raw},
+        times={name: at for name, raw in times.items() if (at := _unix(raw)) is not None},
+        function=called.function if called else None,
+        arguments=called.arguments if called and with_arguments else None,
+        progress={
+            safe_name(name, 40): number
+            for name, value in list(stored.json_object(meta).items())[:20]
+            if (number := stored.count(value)) is not None
+        },
+        is_failed=isinstance(score, float),
+        error=printable(_error(results)[-MAX_ERROR_CHARS:], kept="\n"),
+    )
+
+
+@dataclass(frozen=True)
+class _Call:
+    function: str
+    arguments: str
+
+
+def _read_failed(connection: Redis, entries: Sequence[tuple[bytes, bytes]]) -> list[FailedJob]:
+    keys = [JOB_PREFIX.encode() + job_id for job_id, _ in entries]
+    with connection.pipeline(transaction=False) as pipe:
+        for key, (job_id, _) in zip(keys, entries, strict=True):
+            pipe.hget(key, "ended_at")
+            pipe.hstrlen(key, "data")
+            pipe.xrevrange(results_key("").encode() + job_id, count=1)
+        told = pipe.execute(raise_on_error=False)
+        for key, data_bytes in zip(keys, told[1::3], strict=True):
+            pipe.hget(key, "data" if _fits(data_bytes) else "")
+        payloads = pipe.execute(raise_on_error=False)
+    found = []
+    for (job_id, queue), ended_at, results, data in zip(
+        entries, told[::3], told[2::3], payloads, strict=True
+    ):
+        called = _call(data)
+        line = error_line(_error(results))
+        found.append(
+            FailedJob(
+                job_id, queue, called.function if called else None, _unix(ended_at), reason_of(line), line
+            )
+        )
+    return found
+
+
+def reason_of(line: str) -> str:
+    """Return the class of an error by its last line, such as `PromptTooLong`; "" where it names none."""
+    found = _CLASS.match(line)
+    return found[1] if found else ""
+
+
+def _error(results: object) -> str:
+    """Return the error in what XREVRANGE gave of a job's results; "" for none."""
+    if not isinstance(results, list) or not results:
+        return ""
+    return error_text(results[0][1])
+
+
+def _failed(queue: bytes) -> bytes:
+    return queue_keys("").failed.encode() + queue
+
+
+def _fits(num_bytes: object) -> bool:
+    return isinstance(num_bytes, int) and num_bytes <= MAX_PAYLOAD_BYTES
+
+
+def _unix(raw: object) -> float | None:
+    try:
+        return datetime.fromisoformat(raw.decode()).timestamp() if isinstance(raw, bytes) else None
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def _call(data: object) -> _Call | None:
+    """Return what a payload of JSON calls; None for any other."""
+    unpacked = stored.unpacked(data, 4 * MAX_PAYLOAD_BYTES) if isinstance(data, bytes) else None
+    try:
+        function, _, args, kwargs = json.loads(unpacked or b"")
+    except (ValueError, TypeError, RecursionError):
+        return None
+    if not isinstance(function, str):
+        return None
+    arguments = json.dumps({"args": args, "kwargs": kwargs}, ensure_ascii=False, indent=2)
+    return _Call(safe_name(function, 120), printable(arguments[:MAX_ERROR_CHARS], kept="\n"))

@@ -1,0 +1,62 @@
+"""How many jobs are where in RQ's queues: their keys are counted, and no job is read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from redis.exceptions import ResponseError
+
+from ..common.keys import QUARANTINE
+from ..common.rq_jobs import QUEUE_PREFIX, QUEUES_KEY
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+#: Registries that are counted, by the name under which they are shown.
+REGISTRIES = {
+    "executing": "wip",
+    "scheduled": "scheduled",
+    "deferred": "deferred",
+    "finished": "finished",
+    "failed": "failed",
+}
+
+
+@dataclass(frozen=True)
+class QueueCounts:
+    """A queue's name and how many jobs are where; None where the key is not what RQ keeps there."""
+
+    name: bytes
+    counts: dict[str, int | None]
+
+
+def queue_names(connection: Redis) -> list[bytes]:
+    """Return the names of all queues that RQ knows."""
+    prefix = QUEUE_PREFIX.encode()
+    keys: Any = connection.smembers(QUEUES_KEY)
+    return sorted(key.removeprefix(prefix) for key in keys)
+
+
+def count_queues(connection: Redis, names: Sequence[bytes]) -> list[QueueCounts]:
+    """Count the jobs of these queues, in one round trip and without RQ's cleanup. `waiting` comes first."""
+    moment = time.time()
+    with connection.pipeline(transaction=False) as pipe:
+        for name in names:
+            pipe.llen(QUEUE_PREFIX.encode() + name)
+            for shown, key in REGISTRIES.items():
+                # Results that have expired stay in the registry until a worker cleans it.
+                oldest = moment if shown == "finished" else "-inf"
+                pipe.zcount(f"rq:{key}:".encode() + name, oldest, "+inf")
+        replies = iter([None if isinstance(each, Exception) else each for each in pipe.execute(False)])
+    return [QueueCounts(name, {shown: next(replies) for shown in ("waiting", *REGISTRIES)}) for name in names]
+
+
+def num_set_aside(connection: Redis) -> int | None:
+    """Count what workers have set aside in the quarantine; None where this user may not look there."""
+    try:
+        return int(connection.xlen(QUARANTINE))
+    except ResponseError:
+        return None

@@ -1,0 +1,142 @@
+"""What is shown of failed jobs: newest first, with the error's class, never what a job holds; in bounds."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from base64 import b64encode
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from redis import Redis
+
+from jobs.watch.failed_jobs import MAX_ERROR_CHARS, failed_page, newest_failed, read_job, reason_of
+from jobs.watch.requeue import requeue
+
+ERROR = 'Traceback (most recent call last):\n  File "x.py"\njobs.errors.PromptTooLong: 9 tokens\n'
+
+
+def fail(redis: Redis, job_id: str, queue: str = "bulk", score: float = 1e12, **fields: Any) -> None:
+    """Write what a worker writes of a failed job. fields: of its hash, instead of a worker's."""
+    payload = zlib.compress(json.dumps(["jobs.complete", None, ["secret words"], {}]).encode())
+    usual = {"data": payload, "origin": queue, "status": "failed", "ended_at": "2026-01-01T00:00:00.000000Z"}
+    redis.hset(f"rq:job:{job_id}", mapping={**usual, **fields})
+    redis.zadd(f"rq:failed:{queue}", {job_id: score})
+
+
+def end(redis: Redis, job_id: str, error: str = ERROR) -> None:
+    packed = b64encode(zlib.compress(error.encode()))
+    redis.xadd(f"rq:results:{job_id}", {"type": 2, "exc_string": packed, "created_at": "0"})
+
+
+def test_failed_jobs_come_newest_first_over_all_queues_and_by_page(redis: Redis) -> None:
+    for i in range(30):
+        fail(redis, f"job-{i}", "bulk" if i % 2 else "prompts", 1e12 + i)
+    newest = newest_failed(redis, [b"bulk", b"prompts", b"no such"], 5)
+    assert [each.job_id for each in newest] == [b"job-%d" % i for i in (29, 28, 27, 26, 25)]
+    assert {each.queue for each in newest} == {b"bulk", b"prompts"}
+    page = failed_page(redis, b"bulk", 10, 25)
+    assert [each.job_id for each in page] == [b"job-%d" % i for i in (9, 7, 5, 3, 1)]
+    assert failed_page(redis, b"bulk", 15, 25) == []
+
+
+def test_a_failed_job_shows_function_time_and_error_without_the_line_for_programs(redis: Redis) -> None:
+    fail(redis, "one")
+    end(redis, "one", f"{ERROR}tokenmill: client")
+    [seen] = failed_page(redis, b"bulk", 0, 5)
+    assert (seen.function, seen.ended_at) == ("jobs.complete", 1767225600.0)
+    assert (seen.reason, seen.error) == ("PromptTooLong", "jobs.errors.PromptTooLong: 9 tokens")
+    assert "secret" not in repr(seen)
+
+
+def test_a_job_in_detail_shows_its_arguments_only_when_asked(redis: Redis) -> None:
+    fail(redis, "one", meta=json.dumps({"rows_done": 7, "tokens": "x", "note": "secret words"}))
+    end(redis, "one")
+    seen = read_job(redis, "one")
+    assert seen is not None
+    assert (seen.arguments, seen.progress, seen.is_failed) == (None, {"rows_done": 7}, True)
+    assert "secret" not in repr(seen)
+    assert seen.error == ERROR
+    asked = read_job(redis, "one", with_arguments=True)
+    assert asked is not None
+    assert "secret words" in (asked.arguments or "")
+    assert read_job(redis, "none") is None
+    requeue(redis, "bulk", [b"one"])
+    again = read_job(redis, "one")
+    assert again is not None
+    assert (again.is_failed, again.texts["status"]) == (False, "queued")
+
+
+@pytest.mark.parametrize("data", [b"\x80\x04junk", b"[]", b"[1,2,3,4]", b"null", b"x" * (1 << 17), b""])
+def test_a_payload_that_is_no_json_call_or_too_large_names_no_function(redis: Redis, data: bytes) -> None:
+    fail(redis, "one", data=data)
+    [seen] = failed_page(redis, b"bulk", 0, 5)
+    assert seen.function is None
+    one = read_job(redis, "one", with_arguments=True)
+    assert one is not None
+    assert (one.function, one.arguments) == (None, None)
+
+
+def test_a_payload_that_unpacks_to_far_more_than_it_is_read_no_further(redis: Redis) -> None:
+    fail(redis, "one", data=zlib.compress(json.dumps(["f", None, ["x" * (1 << 24)], {}]).encode()))
+    assert failed_page(redis, b"bulk", 0, 5)[0].function is None
+
+
+def test_keys_of_other_types_and_jobs_that_are_gone_hide_no_other(redis: Redis) -> None:
+    fail(redis, "good", score=3e12)
+    for place, job_id in enumerate((b"gone", b"\xff", b"<b>\x1b[2J")):
+        redis.zadd("rq:failed:bulk", {job_id: 1e12 - place})
+    redis.set("rq:job:gone", "text")
+    redis.set("rq:results:good", "no stream")
+    redis.set("rq:failed:odd", "text")
+    seen = newest_failed(redis, [b"odd", b"bulk"], 10)
+    assert [each.job_id for each in seen] == [b"good", b"gone", b"\xff", b"<b>\x1b[2J"]
+    assert [each.function for each in seen] == ["jobs.complete", None, None, None]
+    assert read_job(redis, "gone") is None
+
+
+def test_a_long_error_is_cut_at_its_beginning_and_shows_nothing_that_a_page_may_obey(redis: Redis) -> None:
+    fail(redis, "one")
+    end(redis, "one", "\x1b[2J" + "line\n" * 100_000 + "ValueError: the end")
+    seen = read_job(redis, "one")
+    assert seen is not None
+    assert len(seen.error) == MAX_ERROR_CHARS
+    assert seen.error.endswith("line\nValueError: the end")
+    assert "\x1b" not in seen.error
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("jobs.errors.PromptTooLong: 9 tokens", "PromptTooLong"),
+        ("KeyboardInterrupt", "KeyboardInterrupt"),
+        ("it went: wrong", ""),
+        ("", ""),
+        ("E" * 5000, ""),
+    ],
+)
+def test_the_reason_is_the_class_at_the_beginning_of_the_last_line(line: str, reason: str) -> None:
+    assert reason_of(line) == reason
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    fields=st.dictionaries(
+        st.sampled_from(["data", "meta", "origin", "status", "ended_at", "created_at", "worker_name"]),
+        st.binary(max_size=40),
+    ),
+    result=st.dictionaries(
+        st.sampled_from([b"exc_string", b"type", b"x"]), st.binary(max_size=30), min_size=1
+    ),
+)
+def test_whatever_stands_in_a_job_it_is_shown(redis: Redis, fields: Any, result: Any) -> None:
+    redis.flushall()
+    fail(redis, "one", **fields)
+    redis.xadd("rq:results:one", result)
+    [seen] = failed_page(redis, b"bulk", 0, 5)
+    one = read_job(redis, "one", with_arguments=True)
+    assert one is not None
+    for text in (seen.error, seen.reason, *one.texts.values(), one.error):
+        assert text.replace("\n", "").isprintable()
