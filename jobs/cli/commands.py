@@ -28,6 +28,7 @@ from .run_options import check_options, input_options, output_options, prompt_op
 from .submit_options import run_arguments
 from .trial_commands import MAX_ROWS_READ, preview, tell_dry_run
 from .verify_command import verify
+from .watch_commands import json_option, run_json, runs, show_all_runs, watch_option, workers
 
 #: Failed shards shown by name; the rest are counted.
 MAX_SHOWN = 5
@@ -108,14 +109,24 @@ def submit(
 
 
 @main.command()
-@click.argument("run")
+@click.argument("run", required=False)
+@json_option
+@watch_option
 @click.pass_obj
-def status(connection: redis.Redis, /, run: str) -> None:
-    """Print what is known of a run.
+def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bool) -> None:
+    """Print what is known of a run, or of all runs that move and the last that ended.
 
     RUN is its id or its output folder, which is enough where Redis lost it.
     """
     with errors_told():
+        if run is None:
+            show_all_runs(connection, as_json, watch)
+            return
+        if watch:
+            raise click.UsageError("--watch is for all runs: the same submit with --wait follows one")
+        if as_json:
+            click.echo(run_json(connection, run))
+            return
         run, output = named_run(connection, run)
         try:
             snapshot = read_planned(connection, run)
@@ -162,6 +173,8 @@ def models() -> None:
 
 
 main.add_command(preview)
+main.add_command(runs)
+main.add_command(workers)
 main.add_command(verify)
 main.add_command(info)
 main.add_command(requeue_command)

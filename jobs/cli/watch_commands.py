@@ -1,0 +1,181 @@
+"""`tokenmill runs` and `tokenmill workers`, and the table that `tokenmill status` shows of all runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+import redis
+
+from ..common.shown import safe_name
+from ..errors import UnknownRun
+from ..runs.output import named_run
+from ..watch.runs import MAX_RUNS, STATES, RunSummary, list_runs, read_run
+from ..watch.samples import WorkerSample, read_samples
+from .errors_told import errors_told
+from .text_table import ago, left_cut, rate, table
+
+#: Between two looks of --watch.
+WATCH_EVERY_S = 2.0
+
+#: Ended runs that `status` shows beside those that move.
+MAX_ENDED = 10
+
+#: Characters of an output's path in a table.
+MAX_PATH_CHARS = 60
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+watch_option = click.option("--watch", is_flag=True, help="Show it anew every two seconds, until Ctrl-C.")
+
+_RUN_NUMBERS = ("ROWS", "ERRORS", "SHARDS", "ROWS/S", "TOK/S", "SUBMITTED")
+_WORKER_NUMBERS = ("BATCH", "WAITING", "KV", "SEEN")
+
+
+@click.command()
+@click.option(
+    "--state",
+    "states",
+    multiple=True,
+    type=click.Choice(STATES),
+    help="Only runs in this state; more than one may be given.",
+)
+@click.option("--limit", type=click.IntRange(1, 10_000), default=MAX_RUNS, show_default=True)
+@json_option
+@click.pass_obj
+def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_json: bool) -> None:
+    """List the runs that were submitted last.
+
+    Those that Redis knows: a run's keys are kept for 30 days after its last part, its folder for ever.
+    """
+    with errors_told():
+        found = list_runs(connection, limit, states)
+        click.echo(runs_json(found) if as_json else runs_table(found, time.time()))
+
+
+@click.command()
+@json_option
+@watch_option
+@click.pass_obj
+def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
+    """List the workers: model, dtype, version, lanes, what each holds, whether it is draining."""
+
+    def show() -> str:
+        found = read_samples(connection)
+        return json.dumps(list(map(_worker_object, found))) if as_json else workers_table(found)
+
+    with errors_told():
+        show_or_watch(show, watch)
+
+
+def run_json(connection: redis.Redis, name: str) -> str:
+    """Return what is known of a run as JSON; where Redis lost it, what its folder tells.
+
+    Raises UnknownRun or what reading it does.
+    """
+    run, output = named_run(connection, name)
+    try:
+        return json.dumps(read_run(connection, run).to_object())
+    except UnknownRun:
+        if output is None:
+            raise
+    state = ("incomplete" if output.num_gone else "finished") if output.finished else "forgotten"
+    counts = {
+        "rows": output.rows,
+        "errors": output.errors,
+        "shards": output.shards,
+        "shards_done": output.parts,
+    }
+    return json.dumps(
+        {"run": run, "state": state, "output": output.folder, "model": str(output.model), **counts}
+    )
+
+
+def show_all_runs(connection: redis.Redis, as_json: bool, watch: bool) -> None:
+    """Print the runs that move, and the last ones that ended."""
+
+    def show() -> str:
+        found = list_runs(connection)
+        if as_json:
+            return runs_json(found)
+        ended = [each for each in found if not each.is_active][:MAX_ENDED]
+        return runs_table([each for each in found if each.is_active or each in ended], time.time())
+
+    show_or_watch(show, watch)
+
+
+def show_or_watch(show: Callable[[], str], watch: bool, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Print what `show` returns, with `watch` again and again: in its place on a terminal."""
+    click.echo(show())
+    is_terminal = sys.stdout.isatty()
+    try:
+        while watch:
+            sleep(WATCH_EVERY_S)
+            try:
+                text = show()
+            except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
+                text = f"no answer from Redis ({safe_name(str(error))}); still trying"
+            if is_terminal:
+                click.clear()
+            click.echo(text)
+    except KeyboardInterrupt:
+        return
+
+
+def runs_json(found: Sequence[RunSummary]) -> str:
+    """Return runs as a JSON list."""
+    return json.dumps([each.to_object() for each in found])
+
+
+def runs_table(found: Sequence[RunSummary], now: float) -> str:
+    """Return a line for each run. now: Unix seconds."""
+    if not found:
+        return "no run: `tokenmill submit FILE OUT` makes one"
+    heads = ("RUN", "STATE", *_RUN_NUMBERS, "OUTPUT")
+    return table(heads, [_run_row(each, now) for each in found], _RUN_NUMBERS)
+
+
+def _run_row(run: RunSummary, now: float) -> tuple[str, ...]:
+    return (
+        run.run,
+        run.state,
+        "-" if run.rows is None else f"{run.rows_done}/{run.rows}",
+        str(run.errors),
+        "-" if run.shards is None else f"{run.shards_done}/{run.shards}",
+        rate(run.rows_per_s),
+        rate(run.tokens_per_s),
+        ago(None if run.submitted_at is None else now - run.submitted_at),
+        left_cut(run.output, MAX_PATH_CHARS),
+    )
+
+
+def workers_table(found: Sequence[WorkerSample]) -> str:
+    """Return a line for each worker."""
+    if not found:
+        return "no worker: start one with `rq worker --worker-class worker.BatchWorker -S json QUEUE`"
+    heads = ("WORKER", "STATE", "MODEL", "DTYPE", "VERSION", "LANES", "HOLDS", *_WORKER_NUMBERS)
+    return table(heads, list(map(_worker_row, found)), _WORKER_NUMBERS)
+
+
+def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
+    held = ", ".join(f"{queue} {count}" for queue, count in worker.held.items()) or "-"
+    return (
+        worker.name,
+        "silent" if worker.is_silent else worker.state,
+        worker.model,
+        worker.dtype,
+        worker.version,
+        " ".join(worker.queues),
+        held,
+        f"{worker.num_requests_running}/{worker.max_num_seqs}",
+        str(worker.num_requests_waiting),
+        f"{worker.kv_cache_usage:.0%}",
+        ago(worker.silent_s),
+    )
+
+
+def _worker_object(worker: WorkerSample) -> dict[str, Any]:
+    return {**worker.to_object(), "silent": worker.is_silent, "draining": worker.is_draining}
