@@ -61,7 +61,10 @@ def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_jso
 @watch_option
 @click.pass_obj
 def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
-    """List the workers: model, dtype, version, lanes, what each holds, whether it is draining."""
+    """List the workers and what they hold.
+
+    Model, dtype, version and lanes of each; "draining" takes nothing new, "silent" is frozen, cut off or dead.
+    """
 
     def show() -> str:
         found = read_samples(connection)
