@@ -120,7 +120,7 @@ class PromptReader:
             )
         if not token_ids:
             raise InvalidPrompt("the prompt is empty; it needs at least one token")
-        token_ids = self.truncated(token_ids, truncate_prompt_tokens)
+        token_ids = self.truncated(token_ids, truncate_prompt_tokens, room)
         self._check_length("the prompt has", len(token_ids), room)
         self._check_ids(token_ids)
         return token_ids
@@ -146,9 +146,9 @@ class PromptReader:
             if not 0 <= token_id < self._vocab_size:
                 raise InvalidPrompt(f"token id {token_id} is outside the vocabulary of {self._vocab_size}")
 
-    def truncated(self, token_ids: list[int], truncate_prompt_tokens: int | None) -> list[int]:
-        """The last so many of them; all for None, and for -1 as many as leave room for one new token."""
+    def truncated(self, token_ids: list[int], truncate_prompt_tokens: int | None, room: int = 1) -> list[int]:
+        """The last so many of them; all for None, and for -1 as many as leave room, for one new token."""
         if truncate_prompt_tokens is None:
             return token_ids
-        most = self._max_model_len - 1 if truncate_prompt_tokens == -1 else truncate_prompt_tokens
+        most = self._max_model_len - room if truncate_prompt_tokens == -1 else truncate_prompt_tokens
         return token_ids[-most:]

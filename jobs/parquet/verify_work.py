@@ -16,8 +16,10 @@ from ..context.answer_memo import AnswerMemo
 from ..errors import CannotVerify, PartDamaged, ShardTooLarge
 from ..runs.embedding_options import EMBED
 from ..runs.formats import OPENAI_BATCH
+from ..runs.label_options import MAX_PROBABILITIES
 from ..runs.plan import PlannedFile
-from ..runs.row_sample import RowSample
+from ..runs.row_sample import MAX_ROWS, RowSample
+from ..runs.spec import MAX_ROWS_PER_SHARD, RunSpec
 from ..runs.state import RunState
 from ..tasks import Completion, OpenTask, Request
 from .filesystem import FileStat
@@ -63,7 +65,7 @@ class VerifyWork(OpenTask):
         self._check()
         fields = [field for field in answer_fields(plan.spec) if _is_compared(field)]
         self._columns = [field.name for field in fields]
-        rows = sample.rows(run, plan.rows, seed)
+        rows = sample.rows(run, plan.rows, seed, _most_rows(plan.spec))
         self._recorded = self._read_parts(set(rows))
         self._rows = [row for row in rows if self._recorded[row]["error"] is None]
         self._num_failed = len(rows) - len(self._rows)
@@ -228,6 +230,12 @@ def told(recorded: Any, computed: Any) -> tuple[Any, Any]:
         value[start : start + MAX_VALUE_CHARS] if isinstance(value, str) else value for value in (one, other)
     )
     return first, second
+
+
+def _most_rows(spec: RunSpec) -> int:
+    """Return how many rows of a run may be asked at once, whose answers are all held."""
+    held = MAX_PROBABILITIES // len(spec.labels) if spec.labels else MAX_ROWS_PER_SHARD // spec.n
+    return min(MAX_ROWS, held)
 
 
 def _is_compared(field: pa.Field) -> bool:

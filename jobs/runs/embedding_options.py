@@ -12,6 +12,9 @@ from ..prompts.embedding_task import pooling_values
 
 GENERATE, EMBED = TASKS = ("generate", "embed")
 
+#: Of a shard's embeddings together, all held until its part is written: 4 bytes each.
+MAX_NUMBERS = 1 << 26
+
 #: What has nothing to do with embeddings.
 _OTHERS = (
     *("sampling_columns", "prompts", "labels", "calibrate"),
@@ -56,8 +59,8 @@ def check_embeddings(
             raise InvalidJob(f"{name} and task 'embed' do not go together: nothing is generated")
 
 
-def check_served(task: str, dimensions: int | None, model: ServedModel) -> None:
-    """Raise InvalidJob where the served model gives no such embeddings."""
+def check_served(task: str, dimensions: int | None, model: ServedModel, rows_per_shard: int) -> None:
+    """Raise InvalidJob where the served model gives no such embeddings, or a shard would hold too many."""
     if task == EMBED and not model.embedding_size:
         raise InvalidJob(
             f"the worker serves {model.name!r}, which gives no embeddings: it has no modules.json that says "
@@ -66,4 +69,10 @@ def check_served(task: str, dimensions: int | None, model: ServedModel) -> None:
     if dimensions is not None and dimensions > model.embedding_size:
         raise InvalidJob(
             f"dimensions is {dimensions}, and embeddings of {model.name!r} have {model.embedding_size}"
+        )
+    size = dimensions or model.embedding_size
+    if task == EMBED and size * rows_per_shard > MAX_NUMBERS:
+        raise InvalidJob(
+            f"embeddings of {size} numbers make more than {MAX_NUMBERS} of a shard of {rows_per_shard} rows: "
+            f"give at most {MAX_NUMBERS // size} rows_per_shard"
         )

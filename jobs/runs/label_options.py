@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..common.shown import shown
 from ..errors import InvalidJob, InvalidValue
 from ..prompts.chat_options import NAMES as CHAT_NAMES
 from ..prompts.labels import parse_labels
+
+#: Of a shard's rows together, all held until its part is written: 88 bytes each.
+MAX_PROBABILITIES = 4_000_000
 
 #: Sampling values that say how a prompt is read, and nothing of an answer.
 OF_PROMPTS = ("truncate_prompt_tokens", *CHAT_NAMES)
@@ -30,10 +33,17 @@ def calibrate(value: Any, asks_labels: bool) -> bool:
     return True
 
 
-def check_labels(asked: object, sampling: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+def check_labels(
+    asked: Sequence[str] | None, sampling: Mapping[str, Any], options: Mapping[str, Any], rows_per_shard: int
+) -> None:
     """Raise InvalidJob for what a run cannot have that generates nothing. asked: its labels, if any."""
     if asked is None:
         return
+    if len(asked) * rows_per_shard > MAX_PROBABILITIES:
+        raise InvalidJob(
+            f"{len(asked)} labels make more than {MAX_PROBABILITIES} probabilities of a shard of "
+            f"{rows_per_shard} rows: give at most {MAX_PROBABILITIES // len(asked)} rows_per_shard"
+        )
     for name in sampling:
         if name not in OF_PROMPTS:
             raise InvalidValue(

@@ -36,12 +36,12 @@ class RowSample:
                 return cls(None, int(text))
         raise InvalidValue("sample is {}, expected a share as 1%, or a number of rows from 1", shown(value))
 
-    def rows(self, run: str, total: int, seed: int) -> list[int]:
+    def rows(self, run: str, total: int, seed: int, most: int = MAX_ROWS) -> list[int]:
         """Return the numbers of the rows, sorted: the same for the same run and seed.
 
-        total: rows of the run. Raises InvalidValue for more than MAX_ROWS.
+        total: rows of the run. Raises InvalidValue for more than `most`.
         """
         count = min(total, self.count if self.share is None else max(1, ceil(self.share * total)))
-        if count > MAX_ROWS:
-            raise InvalidValue("sample has {} rows, more than the limit of " + str(MAX_ROWS), count)
+        if count > most:
+            raise InvalidValue(f"sample has {{}} rows, more than the limit of {most}: take fewer", count)
         return sorted(Random(f"{run}:{seed}").sample(range(total), count))

@@ -215,7 +215,7 @@ class RunSpec:
 def _check_together(spec: RunSpec, options: Mapping[str, Any]) -> None:
     """Raise InvalidJob for arguments of which each could be, and not all."""
     _ = spec.steps  # raises where they cannot be
-    check_labels(spec.labels, spec.sampling, options)
+    check_labels(spec.labels, spec.sampling, options, spec.rows_per_shard)
     is_chat = spec.messages_column is not None or isinstance(spec.template, list)
     check_embeddings(spec.task, spec.sampling, options, is_chat=is_chat)
     check_run_repairs(

@@ -99,6 +99,18 @@ def test_the_last_tokens_state_shares_prefixes(embedding: Engine, truth: Truth) 
     assert embedding.stats().cached_tokens - before > 100
 
 
+def test_as_many_tokens_as_fit_are_all_that_the_model_takes(embedding: Engine, truth: Truth) -> None:
+    """No new token needs room behind them."""
+    text, token_ids = "The quick brown fox " * 60, list(range(3, 203))
+    params = PoolingParams(truncate_prompt_tokens=-1)
+    of_text, of_ids = embedding.embed([text, token_ids], params)
+    assert (of_text.num_prompt_tokens, of_ids.num_prompt_tokens) == (128, 128)
+    assert of_text.embedding == pytest.approx(of_last_token(truth, text), abs=1e-5)
+    assert of_ids.embedding == pytest.approx(
+        normalized(truth.pooled(token_ids[-128:], "lasttoken")), abs=1e-5
+    )
+
+
 def test_they_run_beside_completions_and_are_preempted(embedding: Engine, truth: Truth) -> None:
     """More urgent ones take their place in the middle of a text; some are withdrawn and computed again."""
     rng = random.Random(1)

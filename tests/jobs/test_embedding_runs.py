@@ -144,6 +144,9 @@ def test_a_run_that_this_model_cannot_do_fails_once_at_planning(
         score_parquet(make_context(), source, out, task="embed")
     with pytest.raises(InvalidJob, match="dimensions is 7, and embeddings of 'm' have 6"):
         score_parquet(context(), source, out, task="embed", dimensions=7)
+    large = replace(context(), model=replace(MODEL, embedding_size=4096))
+    with pytest.raises(InvalidJob, match="give at most 16384 rows_per_shard"):
+        score_parquet(large, source, out, task="embed", rows_per_shard=16385)
     with pytest.raises(InvalidJob, match="for embeddings nothing is"):
         survey_parquet(context(), source, task="embed")
     pq.write_table(pa.table({"prompt": ["a"], "embedding": [1]}), source)

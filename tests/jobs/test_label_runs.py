@@ -215,6 +215,7 @@ def test_runs_of_other_labels_are_other_runs(tmp_path: Path) -> None:
         ({"labels": []}, "labels holds 0"),
         ({"labels": ["a"]}, "labels holds 1"),
         ({"labels": ["a", "a"]}, "are both 'a'"),
+        ({"labels": [*"abcde"], "rows_per_shard": 800_001}, "give at most 800000 rows_per_shard"),
         ({"labels": "a,b"}, "expected a list"),
         ({"labels": ["a", "b"], "sampling": {"max_tokens": 4}}, "nothing is generated"),
         ({"labels": ["a", "b"], "sampling": {"temperature": 0}}, "'temperature'"),

@@ -206,6 +206,15 @@ CALL = {"name": "add", "arguments": '{"a": "</tool_call> {"}'}
         ('<tool_call>{"name": 7, "arguments": {}}</tool_call>', [], None),
         ('<tool_call>{"name": "f", "arguments": {"a": </tool_call>', [], None),
         ("<tool_call>" + "[" * 100_000, [], None),
+        ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', [], None),
+        ('{"name": "f", "parameters": {"a": 1e999}}', [], None),
+        ('{"name": "\\ud800", "parameters": {}}', [], None),
+        (
+            '{"name": "f", "parameters": {"\\ud800": "\\ud83d\\ude00"}}',
+            [("f", '{"\\ud800": "\\ud83d\\ude00"}')],
+            "",
+        ),
+        ('{"name": "f", "parameters": {"a": "\\ud83d\\ude00"}}', [("f", '{"a": "\U0001f600"}')], ""),
         ("[]", [], None),
     ],
 )

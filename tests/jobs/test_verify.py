@@ -211,6 +211,17 @@ def test_a_sample_that_would_not_fit_is_refused(site: Site) -> None:
         site.verify(run, shard_bytes=ShardBytes(1500))
 
 
+def test_a_sample_whose_probabilities_would_not_fit_is_refused(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.parquet.verify_work.MAX_PROBABILITIES", 11)
+    run = site.run(labels=["yes", "no"])
+    work_off(site.make_context().connection, site.make_context, answer=lambda _: refuse("it is broken"))
+    with pytest.raises(InvalidJob, match="6 rows, more than the limit of 5: take fewer"):
+        site.verify(run, 6)
+    assert site.verify(run, 5)["rows_not_compared"] == 5
+
+
 def test_a_run_that_cannot_be_verified_says_why(site: Site) -> None:
     run = site.run()
     with pytest.raises(CannotVerify, match="not finished: submit it again"):
