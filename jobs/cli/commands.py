@@ -116,7 +116,8 @@ def submit(
 def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bool) -> None:
     """Print what is known of a run, or of all.
 
-    Without RUN: those that move, and the last ones that ended. RUN is its id or its output folder, which is enough where Redis lost it.
+    Without RUN those that move, and the last ones that ended. RUN is its id or its output folder, which is
+    enough where Redis lost it.
     """
     with errors_told():
         if run is None:

@@ -63,7 +63,8 @@ def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_jso
 def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
     """List the workers and what they hold.
 
-    Model, dtype, version and lanes of each; "draining" takes nothing new, "silent" is frozen, cut off or dead.
+    Model, dtype, version and lanes of each; "draining" takes nothing new, "silent" is frozen, cut off or
+    dead.
     """
 
     def show() -> str:
