@@ -116,6 +116,8 @@ class _Survey:
             "cached_tokens": self._cached,
             "n": self._plan.spec.n,
             "max_num_seqs": self._meter.max_num_seqs,
+            "block_size": self._meter.block_size,
+            "num_blocks": self._meter.num_blocks,
             "model": self._context.model.name,
             "labels": self._plan.spec.labels,
             "calibrate": self._prior(),

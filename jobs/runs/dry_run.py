@@ -6,11 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .estimate import Pick, Speed, Together, Total, measured_speed, num_steps, total
+from .estimate import Batch, Pick, Row, Together, Total, measured_speed, num_steps, total
 from .trials import Trial, Tried
 
 #: Requests that are tried. One of so many is in a first, smaller group, which tells what a step takes.
 NUM_TRIED, FIRST_OF = 64, 4
+
+#: By which part a time may be off whatever was measured: in a run's steps prompts and rows share the
+#: processor's caches, and its rows' contexts are not those of the tried ones (ops/bench/RESULTS.md).
+MODEL_ERROR = 0.1
+
+#: Before a prompt: behind it no token of the prompt is in the prefix cache.
+OTHER_BEGINNING = "0 "
 
 
 @dataclass(frozen=True)
@@ -47,41 +54,116 @@ def trial_of(picked: Mapping[str, Any], model: str | None, **changed: Any) -> Tr
 def estimate(survey: Mapping[str, Any], answer: Callable[[Sequence[Trial]], list[Tried]]) -> Estimate:
     """Estimate a run. survey: what jobs.survey_parquet found. answer: runs jobs together."""
     picked, scale = survey["picked"], survey["rows"] / max(1, survey["rows_read"])
-    prompts = answer([trial_of(each, None, max_tokens=1, min_tokens=0, n=1) for each in picked])
-    groups = [range(0, len(picked), FIRST_OF), [i for i in range(len(picked)) if i % FIRST_OF]]
-    found: dict[int, Tried] = {}
-    for numbers in groups:
-        answers = answer([trial_of(picked[number], None) for number in numbers])
-        found.update(zip(numbers, answers, strict=True))
+    numbers = [range(0, len(picked), FIRST_OF), [i for i in range(len(picked)) if i % FIRST_OF]]
+    groups = [_answers_of([picked[number] for number in group], survey, answer) for group in numbers]
+    found = {
+        number: each
+        for group, one in zip(numbers, groups, strict=True)
+        for number, each in zip(group, one.tried, strict=True)
+    }
     tried = [found[number] for number in range(len(picked))]
-    usages = [_usage(each) for each in tried]
-    lengths = [completion for _, completion in usages]
+    lengths = [_usage(each)[1] for each in tried]
     picks = [Pick(number, each["weight"]) for number, each in enumerate(picked)]
     generated = total(picks, lengths).times(scale)
     rows = [length * each["rows"] for length, each in zip(lengths, picked, strict=True)]
-    speed = _speed(prompts, [[found[number] for number in numbers] for numbers in groups], survey)
-    computed = (survey["request_tokens"] - survey["cached_tokens"]) * scale
-    n = survey["n"]
-    steps = num_steps(
-        picks,
-        [round(each / n) for each in lengths],
-        round(survey["requests"] * scale) * n,
-        survey["max_num_seqs"],
+    batch = Batch(survey["max_num_seqs"], survey["num_blocks"])
+    own = [group.prompts for group in groups if group.prompts is not None]
+    speed = measured_speed(
+        [each for half in range(2) if (each := _prompts_of(picked[half::2], answer)) is not None] or own,
+        [group.together for group in groups if group.together.rows],
+        batch,
     )
-    seconds = [
-        speed.seconds(computed, tokens, steps * tokens / max(1.0, generated.value))
-        for tokens in (generated.value, generated.low, generated.high)
-    ]
+    computed = (survey["request_tokens"] - survey["cached_tokens"]) * scale
+    num_rows = survey["requests"] * scale * survey["n"]
+    played = [_row(length, each, survey) for length, each in zip(lengths, picked, strict=True)]
+    steps = num_steps(picks, played, round(num_rows), batch)
+    turns = [max(0.0, tokens - num_rows) for tokens in (generated.value, generated.low, generated.high)]
+    seconds = [speed.seconds(computed, each, steps * _ratio(each, turns[0])) for each in turns]
+    error = MODEL_ERROR + speed.error
     known = survey["prompt_tokens"] * scale
     return Estimate(
         Total(known, known, known),
         survey["cached_tokens"] * scale,
         total(picks, rows).times(scale),
         generated,
-        Total(*seconds),
+        Total(seconds[0], seconds[1] / (1 + error), seconds[2] * (1 + error)),
         len(tried),
         sum(each.value is None for each in tried),
     )
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """What a group of picked rows got. prompts: seconds and tokens of their prompts, its first, with which a
+    worker that has just started is slower than it will be."""
+
+    tried: list[Tried]
+    together: Together
+    prompts: tuple[float, float] | None
+
+
+def _answers_of(
+    group: Sequence[Mapping[str, Any]],
+    survey: Mapping[str, Any],
+    answer: Callable[[Sequence[Trial]], list[Tried]],
+) -> _Answers:
+    """Have rows answered three times: their prompts come into the cache, then out of it, then in full.
+
+    How long first tokens take out of the cache is what the last time takes before it decodes.
+    """
+    first = [trial_of(each, None, max_tokens=1, min_tokens=0) for each in group]
+    computed = _prompts(answer(first))
+    cached = [each for each in answer(first) if each.value is not None]
+    tried = answer([trial_of(each, None) for each in group])
+    n = survey["n"]
+    ran = [(one, each) for one, each in zip(group, tried, strict=True) if each.value is not None]
+    began_at = min((each.began_at for _, each in ran), default=0.0)
+    rows = [_row(_usage(each)[1], one, survey) for one, each in ran for _ in range(n)]
+    ends_s = [each.ended_at - began_at for _, each in ran for _ in range(n)]
+    return _Answers(tried, Together(rows, _span(cached), ends_s), computed)
+
+
+def _prompts_of(
+    group: Sequence[Mapping[str, Any]], answer: Callable[[Sequence[Trial]], list[Tried]]
+) -> tuple[float, float] | None:
+    """Return seconds and tokens of prompts like these, none of which is in the cache; None where they are."""
+    found = answer([_elsewhere(trial_of(each, None, max_tokens=1, min_tokens=0, n=1)) for each in group])
+    prompts = _prompts(found)
+    asked = sum(each.value["usage"]["prompt_tokens"] for each in found if each.value is not None)
+    return prompts if prompts is not None and 2 * prompts[1] >= asked else None
+
+
+def _elsewhere(trial: Trial) -> Trial:
+    """Return a job whose prompt is the same but for its beginning."""
+    values = dict(trial.kwargs)
+    if "messages" in values:
+        first, *others = values["messages"]
+        content = first.get("content")
+        values["messages"] = (
+            [{**first, "content": OTHER_BEGINNING + content}, *others]
+            if isinstance(content, str)
+            else values["messages"]
+        )
+    else:
+        values["prompt"] = OTHER_BEGINNING + values["prompt"]
+    return Trial(trial.function, values)
+
+
+def _prompts(tried: Sequence[Tried]) -> tuple[float, float] | None:
+    """Return how long rows took that got one token each, and how many tokens of prompts were computed."""
+    ran = [each for each in tried if each.value is not None]
+    computed = sum(_usage(each)[0] for each in ran)
+    return (_span(ran), float(computed)) if computed else None
+
+
+def _row(tokens: int, picked: Mapping[str, Any], survey: Mapping[str, Any]) -> Row:
+    """Return what one completion of a picked row is in the batch. tokens: of all its completions.
+
+    A sequence takes the blocks of its own tokens, what it shares with others aside, and one to grow into.
+    """
+    length = round(tokens / survey["n"])
+    own = 1 - _ratio(survey["cached_tokens"], survey["request_tokens"])
+    return Row(max(0, length - 1), 2 + int((picked["prompt_tokens"] * own + length) // survey["block_size"]))
 
 
 def _usage(tried: Tried) -> tuple[int, int]:
@@ -91,31 +173,10 @@ def _usage(tried: Tried) -> tuple[int, int]:
     return usage.get("prompt_tokens", 0) - cached, usage.get("completion_tokens", 0)
 
 
-def _speed(prompts: Sequence[Tried], groups: Sequence[Sequence[Tried]], survey: Mapping[str, Any]) -> Speed:
-    """prompts: the rows answered with one token, together, by which alone their prompts take time."""
-    ran = [each for each in prompts if each.value is not None]
-    computed = sum(_usage(each)[0] for each in ran)
-    prompt_token_s = _span(ran) / computed if computed else 0.0
-    together = [
-        _together([each for each in group if each.value is not None], survey["n"]) for group in groups
-    ]
-    together = [group for group in together if group.lengths]
-    if all(len(group.lengths) <= survey["max_num_seqs"] for group in together):
-        return measured_speed(prompt_token_s, together)
-    # They took turns: the batch was as full as the run's.
-    decode_s = sum(max(group.ends_s) - prompt_token_s * group.prompt_tokens for group in together)
-    return Speed(prompt_token_s, 0.0, max(0.0, decode_s) / sum(sum(group.lengths) for group in together))
-
-
-def _together(ran: Sequence[Tried], n: int) -> Together:
-    began_at = min((each.began_at for each in ran), default=0.0)
-    return Together(
-        sum(_usage(each)[0] for each in ran),
-        [each.ended_at - began_at for each in ran for _ in range(n)],
-        [max(1, round(_usage(each)[1] / n)) for each in ran for _ in range(n)],
-    )
-
-
 def _span(tried: Sequence[Tried]) -> float:
     """Return the seconds from the first beginning to the last end."""
     return max(each.ended_at for each in tried) - min(each.began_at for each in tried) if tried else 0.0
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapreplace
+from heapq import heappop, heappush
 from itertools import pairwise
 from math import fsum, sqrt
 
@@ -98,66 +98,120 @@ def total(picks: Sequence[Pick], values: Sequence[float]) -> Total:
 
 
 @dataclass(frozen=True)
+class Row:
+    """One completion in a batch. steps: that decode it, which are one fewer than its tokens, as its prompt
+    gives the first. blocks: of the KV pool, that it comes to hold."""
+
+    steps: int
+    blocks: int = 1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a worker's batch holds at a time. max_num_seqs: rows. num_blocks: of the KV pool."""
+
+    max_num_seqs: int
+    num_blocks: int
+
+    def begins(self, rows: Sequence[Row]) -> list[int]:
+        """Return the step in which each row begins, admitted in this order, each as soon as it fits."""
+        running: list[tuple[int, int]] = []
+        free, step, begins = self.num_blocks, 0, []
+        for row in rows:
+            while running and (len(running) >= self.max_num_seqs or free < row.blocks):
+                step, blocks = heappop(running)
+                free += blocks
+            begins.append(step)
+            free -= row.blocks
+            heappush(running, (step + row.steps, row.blocks))
+        return begins
+
+
+@dataclass(frozen=True)
 class Speed:
-    """What a worker takes, in seconds: for a token of a prompt, a decode step, each row in such a step."""
+    """What a worker takes, in seconds: for a token of a prompt, a decode step, each row in such a step.
+
+    error: by which part of it a sum of these may be off, as far as the measuring tells.
+    """
 
     prompt_token_s: float
     step_s: float
     row_s: float
+    error: float = 0.0
 
-    def seconds(self, prompt_tokens: float, completion_tokens: float, steps: float) -> float:
-        """Return what a run takes. prompt_tokens: not of the cache. steps: in which rows are decoded."""
-        return prompt_tokens * self.prompt_token_s + completion_tokens * self.row_s + steps * self.step_s
+    def seconds(self, prompt_tokens: float, turns: float, steps: float) -> float:
+        """Return what a run takes. prompt_tokens: not of the cache. steps: in which rows are decoded. turns:
+        of rows in these."""
+        return prompt_tokens * self.prompt_token_s + turns * self.row_s + steps * self.step_s
 
 
-def num_steps(picks: Sequence[Pick], lengths: Sequence[int], rows: int, batch: int) -> float:
-    """Return in how many steps so many rows are decoded, `batch` at a time, each place taken as it is free.
+def num_steps(picks: Sequence[Pick], tried: Sequence[Row], rows: int, batch: Batch) -> float:
+    """Return in how many steps so many rows are decoded, each admitted as it fits.
 
-    The rows have the lengths of the picked ones, each as often as it stands for others, in a mixed order. Of
-    more than MAX_PLAYED the rest fill the batch: only the end of a run does not.
+    The rows are as the picked ones, each as often as it stands for others, in a mixed order. Of more than
+    MAX_PLAYED the rest go as those in the middle: at the end of a run the batch is not full.
     """
     weight = fsum(pick.weight for pick in picks)
     if not picks or rows == 0:
         return 0.0
-    count = min(rows, max(MAX_PLAYED, 4 * batch))
-    played, passed, numbered = [], 0.0, iter(zip(picks, lengths, strict=True))
-    length = 0
+    count = min(rows, max(MAX_PLAYED, 4 * batch.max_num_seqs))
+    played, passed, numbered = [], 0.0, iter(zip(picks, tried, strict=True))
+    row = Row(0)
     for number in range(count):
         while passed <= (number + 0.5) * weight / count and (following := next(numbered, None)) is not None:
-            passed, length = passed + following[0].weight, following[1]
-        played.append(length)
+            passed, row = passed + following[0].weight, following[1]
+        played.append(row)
     random.Random(0).shuffle(played)
-    free = [0] * min(batch, count)
-    for each in played:
-        heapreplace(free, free[0] + each)
-    return max(free) + (rows - count) * fsum(played) / count / batch
+    begins = batch.begins(played)
+    whole = max(begin + each.steps for begin, each in zip(begins, played, strict=True))
+    middle = begins[3 * count // 4] - begins[count // 4]
+    return whole + (rows - count) * middle / max(1, 3 * count // 4 - count // 4)
 
 
 @dataclass(frozen=True)
 class Together:
-    """Rows that were answered together. ends_s: seconds after the first began. lengths: tokens of each row.
-    prompt_tokens: that all of them had computed."""
+    """Rows that were answered together. first_s: seconds until all had their first token. ends_s: until each
+    of them ended."""
 
-    prompt_tokens: float
+    rows: Sequence[Row]
+    first_s: float
     ends_s: Sequence[float]
-    lengths: Sequence[int]
 
 
-def measured_speed(prompt_token_s: float, groups: Sequence[Together]) -> Speed:
-    """Return a worker's speed from groups of rows.
+def measured_speed(prompts: Sequence[tuple[float, float]], groups: Sequence[Together], batch: Batch) -> Speed:
+    """Return a worker's speed.
 
-    After as many steps as a row has tokens it ends; all others of its group have had that many turns, or
-    ended. Groups of unlike sizes, and rows of unlike lengths, tell what a step takes from what a row takes.
+    prompts: measurements of what prompts alone take, as seconds and tokens. groups: of rows. A row ends after
+    so many steps, and all others of its group have had their turns in these. Groups of unlike sizes, and rows
+    of unlike lengths, tell what a step takes from what a row takes.
     """
-    each = [
-        (
-            float(length),
-            float(sum(min(length, other) for other in group.lengths)),
-            max(0.0, end_s - prompt_token_s * group.prompt_tokens),
+    prompt_token_s = _ratio(fsum(seconds for seconds, _ in prompts), fsum(tokens for _, tokens in prompts))
+    each = [ended for group in groups for ended in _ended(group, batch)]
+    step_s, row_s = _least_squares(each)
+    seconds = fsum(seconds for *_, seconds in each)
+    misfit = fsum(abs(taken - steps * step_s - turns * row_s) for steps, turns, taken in each)
+    prompts_misfit = fsum(abs(seconds - tokens * prompt_token_s) for seconds, tokens in prompts)
+    prompts_s = fsum(seconds for seconds, _ in prompts)
+    return Speed(
+        prompt_token_s, step_s, row_s, max(_ratio(misfit, seconds), _ratio(prompts_misfit, prompts_s))
+    )
+
+
+def _ended(group: Together, batch: Batch) -> list[tuple[float, float, float]]:
+    """Return for each row in which step it ended, how many turns all rows had had, and after how long."""
+    begins = batch.begins(group.rows)
+    found = []
+    for begin, row, end_s in zip(begins, group.rows, group.ends_s, strict=True):
+        step = begin + row.steps
+        turns = sum(
+            min(other.steps, max(0, step - first)) for first, other in zip(begins, group.rows, strict=True)
         )
-        for group in groups
-        for end_s, length in zip(group.ends_s, group.lengths, strict=True)
-    ]
+        found.append((float(step), float(turns), max(0.0, end_s - group.first_s)))
+    return found
+
+
+def _least_squares(each: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Return what a step and what a row take, neither of them less than nothing."""
     a = fsum(steps * steps for steps, _, _ in each)
     b = fsum(steps * turns for steps, turns, _ in each)
     c = fsum(turns * turns for _, turns, _ in each)
@@ -167,10 +221,12 @@ def measured_speed(prompt_token_s: float, groups: Sequence[Together]) -> Speed:
     if determinant > 1e-9 * a * c:
         step_s, row_s = (p * c - q * b) / determinant, (q * a - p * b) / determinant
         if step_s >= 0 and row_s >= 0:
-            return Speed(prompt_token_s, step_s, row_s)
-    alone_step, alone_row = (p / a if a else 0.0), (q / c if c else 0.0)
+            return step_s, row_s
+    alone_step, alone_row = _ratio(p, a), _ratio(q, c)
     misfit_step = fsum((seconds - alone_step * steps) ** 2 for steps, _, seconds in each)
     misfit_row = fsum((seconds - alone_row * turns) ** 2 for _, turns, seconds in each)
-    if misfit_step < misfit_row:
-        return Speed(prompt_token_s, alone_step, 0.0)
-    return Speed(prompt_token_s, 0.0, alone_row)
+    return (alone_step, 0.0) if misfit_step < misfit_row else (0.0, alone_row)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -20,7 +20,18 @@ from jobs.context import JobContext
 from jobs.context.prompt_meter import PromptMeter
 from jobs.errors import InvalidJob, MissingColumn
 from jobs.runs.dry_run import NUM_TRIED, Estimate, estimate
-from jobs.runs.estimate import Pick, Sized, Speed, Together, measured_speed, num_steps, pick_requests, total
+from jobs.runs.estimate import (
+    Batch,
+    Pick,
+    Row,
+    Sized,
+    Speed,
+    Together,
+    measured_speed,
+    num_steps,
+    pick_requests,
+    total,
+)
 from jobs.runs.trials import Trial, Tried
 from jobs.table import own_function
 from jobs.tasks import Request
@@ -28,6 +39,7 @@ from tests.jobs.answering import FakeCompletion, queued_jobs, run_task, score_pa
 
 MakeContext = Callable[[], JobContext]
 BLOCK = 16
+ROOMY = Batch(256, 10**6)
 
 
 def token_ids(prompt: str | None, messages: Any, options: Any) -> Sequence[int]:
@@ -39,7 +51,7 @@ def token_ids(prompt: str | None, messages: Any, options: Any) -> Sequence[int]:
 
 @pytest.fixture
 def context(make_context: MakeContext) -> MakeContext:
-    meter = PromptMeter(token_ids, 256, BLOCK)
+    meter = PromptMeter(token_ids, 256, BLOCK, 10_000)
     return lambda: replace(make_context(), meter=lambda: meter)
 
 
@@ -209,6 +221,79 @@ def test_a_run_of_no_rows_takes_nothing(context: MakeContext, tmp_path: Path) ->
     )
 
 
+@pytest.mark.parametrize("make", [skewed_prompts, skewed_repeats, skewed_limits])
+@pytest.mark.parametrize("num_blocks", [600, 10_000])
+def test_time_is_estimated_within_15_percent_of_a_simulated_run(
+    context: MakeContext, tmp_path: Path, make: Callable[..., Any], num_blocks: int
+) -> None:
+    columns, arguments = make(random.Random(3))
+    pq.write_table(pa.table(columns), tmp_path / "in.parquet")
+    found = survey(context, tmp_path / "in.parquet", **arguments) | {"num_blocks": num_blocks}
+    worker = SimulatedWorker(num_blocks)
+    told = estimate(found, worker.answer)
+    asked = {}
+    for number, prompt in enumerate(columns["prompt"]):
+        greedy = arguments.get("sampling", {}).get("temperature") == 0
+        limits = {"max_tokens": columns["limit"][number]} if "limit" in columns else {}
+        asked[prompt if greedy else number] = {"prompt": prompt, **arguments.get("sampling", {}), **limits}
+    ran = SimulatedWorker(num_blocks, is_cold=False)
+    ran.answer([Trial("jobs.complete", each) for each in asked.values()])
+    assert abs(told.seconds.value - ran.clock) <= 0.15 * ran.clock
+    assert told.seconds.low <= ran.clock <= told.seconds.high
+
+
+class SimulatedWorker:
+    """Steps a batch by a clock of its own: 1 ms for a token of a prompt, twice that in its first step, 10 ms for
+    a step that decodes and 2 for each row in it. The cache knows whole prompts."""
+
+    def __init__(self, num_blocks: int, is_cold: bool = True) -> None:
+        self.clock, self.seen = 0.0, set[str]()
+        self.num_blocks, self.is_cold = num_blocks, is_cold
+
+    def answer(self, trials: Sequence[Trial]) -> list[Tried]:
+        waiting = [number for number, each in enumerate(trials) for _ in range(each.kwargs.get("n", 1))]
+        running: list[tuple[int, int]] = []  # request, tokens that are left to it
+        begins, ends, usages = {}, {}, {}
+        while waiting or running:
+            began_at, new = self.clock, []
+            free = self.num_blocks - sum(self.blocks(trials[number]) for number, _ in running)
+            while waiting and len(running) + len(new) < 256:
+                need = self.blocks(trials[waiting[0]])
+                if need > free and (running or new):
+                    break
+                free -= need
+                new.append(waiting.pop(0))
+            self.clock += (0.01 + 0.002 * len(running)) * bool(running)
+            for number in new:
+                prompt = str(trials[number].kwargs["prompt"])
+                computed = 1 if prompt in self.seen else len(prompt)
+                self.seen.add(prompt)
+                self.clock += computed * (0.002 if self.is_cold else 0.001)
+                begins.setdefault(number, began_at)
+                usages.setdefault(number, (len(prompt), len(prompt) - computed))
+                running.append((number, self.tokens(trials[number])))
+            self.is_cold = False
+            running = [(number, left - 1) for number, left in running]
+            ends.update((number, self.clock) for number, left in running if left <= 0)
+            running = [(number, left) for number, left in running if left > 0]
+        return [
+            Tried(usage_of(*usages[n], self.tokens(each) * each.kwargs.get("n", 1)), None, begins[n], ends[n])
+            for n, each in enumerate(trials)
+        ]
+
+    def tokens(self, trial: Trial) -> int:
+        values = trial.kwargs
+        return min(values.get("max_tokens", 10**9), 20 + len(values["prompt"]) % 50) or 1
+
+    def blocks(self, trial: Trial) -> int:
+        return 1 + (len(trial.kwargs["prompt"]) + self.tokens(trial)) // BLOCK
+
+
+def usage_of(prompt: int, cached: int, answer: int) -> dict[str, Any]:
+    details = {"cached_tokens": cached}
+    return {"usage": {"prompt_tokens": prompt, "completion_tokens": answer, "prompt_tokens_details": details}}
+
+
 sizes = st.lists(
     st.builds(Sized, st.integers(0, 10_000), st.sampled_from([0, 1, 500]), st.integers(1, 5000)), max_size=300
 )
@@ -234,38 +319,64 @@ def test_a_total_over_equal_chances_is_exact() -> None:
     assert total(picks, [7.0] * 64).high == pytest.approx(7000)
 
 
+PROMPTS = [(1.5, 1500.0), (0.5, 500.0)]
+
+
 @given(
     st.floats(0, 0.1), st.floats(0, 0.01), st.lists(st.integers(1, 300), min_size=2, max_size=64, unique=True)
 )
 def test_speed_is_found_from_when_rows_of_unlike_lengths_end(
-    step_s: float, row_s: float, lengths: list[int]
+    step_s: float, row_s: float, steps: list[int]
 ) -> None:
     true = Speed(0.001, step_s, row_s)
-    found = measured_speed(0.001, [group(true, lengths)])
-    for tokens, batch in ((1000, len(lengths)), (10**6, 4 * len(lengths))):
-        expected = pytest.approx(true.seconds(0, tokens, tokens / batch), rel=0.02, abs=1e-3)
-        assert found.seconds(0, tokens, tokens / batch) == expected
+    found = measured_speed(PROMPTS, [group(true, steps)], ROOMY)
+    for turns, batch in ((1000, len(steps)), (10**6, 4 * len(steps))):
+        expected = pytest.approx(true.seconds(0, turns, turns / batch), rel=0.02, abs=1e-3)
+        assert found.seconds(0, turns, turns / batch) == expected
 
 
-@given(st.floats(0, 0.1), st.floats(0, 0.01), st.integers(1, 300))
+@given(st.floats(0, 0.1), st.floats(0, 0.01), st.integers(1, 300), st.sampled_from([ROOMY, Batch(20, 10**6)]))
 def test_groups_of_unlike_sizes_tell_it_of_rows_of_one_length(
-    step_s: float, row_s: float, length: int
+    step_s: float, row_s: float, steps: int, batch: Batch
 ) -> None:
     true = Speed(0.001, step_s, row_s)
-    found = measured_speed(0.001, [group(true, [length] * 16), group(true, [length] * 48)])
+    found = measured_speed(PROMPTS, [group(true, [steps] * each, batch) for each in (16, 48)], batch)
     assert found.seconds(10, 10**6, 4000) == pytest.approx(true.seconds(10, 10**6, 4000), rel=0.02, abs=1e-3)
+    assert found.error == pytest.approx(0, abs=1e-6)
+
+
+def test_what_was_measured_unevenly_is_told_as_an_error() -> None:
+    true = Speed(0.001, 0.01, 0.001)
+    even = measured_speed(PROMPTS, [group(true, [3, 90])], ROOMY)
+    assert measured_speed([(1.5, 1500.0), (1.0, 500.0)], [group(true, [3, 90])], ROOMY).error > 0.2
+    late = replace(group(true, [3, 90]), ends_s=[0.9, 1.0])
+    assert measured_speed(PROMPTS, [late], ROOMY).error > even.error + 0.1
 
 
 def test_steps_of_a_run_end_with_its_longest_rows() -> None:
-    picks, lengths = [Pick(0, 95.0), Pick(1, 5.0)], [2, 100]
-    assert num_steps(picks, lengths, 100, 100) == 100
-    assert num_steps(picks, lengths, 100, 1) == 95 * 2 + 5 * 100
-    assert 6_900_000 / 64 < num_steps(picks, lengths, 1_000_000, 64) < 6_900_000 / 64 + 200
-    assert (num_steps([], [], 0, 64), num_steps(picks, lengths, 0, 64)) == (0, 0)
+    picks, rows = [Pick(0, 95.0), Pick(1, 5.0)], [Row(2), Row(100)]
+    assert num_steps(picks, rows, 100, Batch(100, 10**6)) == 100
+    assert num_steps(picks, rows, 100, Batch(1, 10**6)) == 95 * 2 + 5 * 100
+    many = num_steps(picks, rows, 1_000_000, Batch(64, 10**6))
+    assert many == pytest.approx(6_900_000 / 64, rel=0.05), "of them a sample is played"
+    assert (num_steps([], [], 0, ROOMY), num_steps(picks, rows, 0, ROOMY)) == (0, 0)
 
 
-def group(speed: Speed, lengths: list[int]) -> Together:
-    turns = [sum(min(length, other) for other in lengths) for length in lengths]
-    pairs = zip(lengths, turns, strict=True)
-    prefill_s = speed.prompt_token_s * 1500
-    return Together(1500, [prefill_s + n * speed.step_s + t * speed.row_s for n, t in pairs], lengths)
+def test_a_small_pool_holds_fewer_rows_at_a_time() -> None:
+    rows = [Row(10, blocks=7)] * 100
+    assert num_steps([Pick(0, 100.0)], rows[:1], 100, Batch(256, 70)) == 100
+    assert num_steps([Pick(0, 100.0)], rows[:1], 100, Batch(256, 6)) == 1000, "one at least"
+    assert Batch(2, 100).begins([Row(3), Row(5), Row(1), Row(4)]) == [0, 0, 3, 4]
+
+
+def group(speed: Speed, steps: list[int], batch: Batch = ROOMY) -> Together:
+    """Rows as a worker of this speed answers them, the first tokens 0.2 seconds after it began."""
+    rows = [Row(each) for each in steps]
+    begins = batch.begins(rows)
+    ends = [begin + row.steps for begin, row in zip(begins, rows, strict=True)]
+    turns = [
+        sum(min(row.steps, max(0, end - begin)) for begin, row in zip(begins, rows, strict=True))
+        for end in ends
+    ]
+    seconds = [0.2 + speed.seconds(0, turn, end) for end, turn in zip(ends, turns, strict=True)]
+    return Together(rows, 0.2, seconds)
