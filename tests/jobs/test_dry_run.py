@@ -243,8 +243,8 @@ def test_time_is_estimated_within_15_percent_of_a_simulated_run(
 
 
 class SimulatedWorker:
-    """Steps a batch by a clock of its own: 1 ms for a token of a prompt, twice that in its first step, 10 ms for
-    a step that decodes and 2 for each row in it. The cache knows whole prompts."""
+    """Steps a batch by a clock of its own: 1 ms for a token of a prompt, 2 in its first step, 10 for a step
+    that decodes and 2 more for each row in it. The cache knows whole prompts."""
 
     def __init__(self, num_blocks: int, is_cold: bool = True) -> None:
         self.clock, self.seen = 0.0, set[str]()
