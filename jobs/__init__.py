@@ -4,8 +4,11 @@ A producer needs only `rq` and these names as strings:
 
     Queue("prompts", connection=redis, serializer="json").enqueue("jobs.complete", "Hello", max_tokens=16)
 
-Importing this package loads no torch, transformers, pyarrow or pydantic.
+Runs are made and awaited by `jobs.submit` and `jobs.run`, which no worker calls (jobs/client.py). Importing
+this package loads no torch, transformers, pyarrow or pydantic.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from .api import (
     chat,
@@ -21,19 +24,34 @@ from .api import (
 )
 from .errors import JobsError
 
+if TYPE_CHECKING:
+    from .client import Run, run, submit
+
 #: Tells this package from another one named `jobs`.
 __tokenmill__ = True
 
 __all__ = [
     "JobsError",
+    "Run",
     "chat",
     "classify",
     "complete",
     "embed",
     "loglikelihood",
     "rerank",
+    "run",
     "score_parquet",
     "score_shard",
+    "submit",
     "survey_parquet",
     "verify_rows",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what makes runs when it is asked for: a check's process, for one, needs no rq."""
+    if name not in ("Run", "run", "submit"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import client
+
+    return getattr(client, name)

@@ -10,16 +10,15 @@ from typing import Any
 import click
 import redis
 
+from ..client import check_here
 from ..common.version import code_version
 from ..errors import ForeignJobsPackage, UnknownRun
-from ..parquet.local_check import check_columns_here
 from ..runs.control import cancel_run, describe_again, submit_run
 from ..runs.follow import End, Followed, follow
 from ..runs.obstacles import listened_queues, obstacles
 from ..runs.output import RunOutput, named_run, output_here
 from ..runs.snapshot import REFUSED, RunSnapshot, failure_text, plan_result, read_planned
-from ..runs.spec import RunSpec
-from ..stock_worker import check_sampling, model_table
+from ..stock_worker import model_table
 from .check_options import check_arguments
 from .errors_told import errors_told
 from .progress import progress
@@ -186,12 +185,6 @@ def check_jobs_package() -> None:
     found = importlib.import_module("jobs")
     if not getattr(found, "__tokenmill__", False):
         raise ForeignJobsPackage(getattr(found, "__file__", None) or "a folder without __init__.py")
-
-
-def check_here(spec: RunSpec) -> None:
-    """Raise what the planning of a run would, as far as engine, pyarrow and the input are on this machine."""
-    spec.check_sampling(check_sampling)
-    check_columns_here(spec)
 
 
 def _await_plan(connection: redis.Redis, run: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
+from ..client import SAMPLING_NAMES
 from .json_option import json_value
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -59,15 +60,6 @@ _OPTIONS = (
     ),
 )
 
-#: The values that they are.
-_NAMES = (
-    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n", "presence_penalty"),
-    *("frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "stop"),
-    *("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"),
-    "truncate_prompt_tokens",
-    "structured_outputs",
-)
-
 
 def sampling_options(command: Command) -> Command:
     """Give a command an option for each common sampling value, and one for any."""
@@ -81,6 +73,6 @@ def sampling_options(command: Command) -> Command:
 
 def sampling_of(options: dict[str, Any]) -> dict[str, Any]:
     """Return the sampling values among a command's options; one of its own goes before `--sampling`'s."""
-    given = {name: options[name] for name in _NAMES if options[name] not in (None, ())}
+    given = {name: options[name] for name in SAMPLING_NAMES if options[name] not in (None, ())}
     lists = {name: list(value) for name, value in given.items() if isinstance(value, tuple)}
     return {**options["sampling"], **given, **lists}

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rq import Queue
+from rq import Queue, get_current_job
 from rq.command import PUBSUB_CHANNEL_TEMPLATE
 from rq.defaults import UNSERIALIZABLE_RETURN_VALUE_PAYLOAD
 from rq.intermediate_queue import IntermediateQueue
@@ -121,6 +121,12 @@ def job_status(raw: object) -> JobStatus | None:
 def time_text() -> str:
     """Return the time as RQ writes it into a job's hash."""
     return utcformat(now())
+
+
+def current_function() -> str | None:
+    """Return the name of the function that RQ runs here as a job; None where it runs none."""
+    job = get_current_job()
+    return None if job is None else job.func_name
 
 
 class JobQueue:

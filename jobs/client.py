@@ -1,0 +1,277 @@
+"""Runs from Python: what the command line does, for programs.
+
+    run = jobs.submit(frame, "scored", template="Is this positive? {text}", max_tokens=4)
+    run.wait()
+    table = run.table()
+
+Nothing here is a job: no worker calls it, whoever enqueues its name.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from redis import Redis
+
+from .common.rq_jobs import current_function
+from .common.shown import shown
+from .errors import InvalidJob, InvalidValue, UnknownRun
+from .parquet.local_check import check_columns_here
+from .runs.control import Cancelled, cancel_run, describe_again, submit_run
+from .runs.follow import End, follow
+from .runs.names import SUCCESS
+from .runs.output import named_run, output_here
+from .runs.paths import local_path
+from .runs.refusals import RunFailed, RunNotHere
+from .runs.snapshot import RunSnapshot, failure_text, read_planned
+from .runs.spec import RunSpec
+from .watch.runs import RunSummary, read_run
+
+if TYPE_CHECKING:
+    from .parquet.read_back import FailedRow, FolderReader
+
+#: Where a table is written that is submitted, behind the output's path.
+INPUT_SUFFIX = ".input"
+
+#: Sampling values that may stand beside the other arguments, as on the command line.
+SAMPLING_NAMES = (
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n", "presence_penalty"),
+    *("frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "stop"),
+    *("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"),
+    *("truncate_prompt_tokens", "structured_outputs"),
+)
+
+#: Those that are numbers with fractions there, so that 0 and 0.0 are one run.
+_FRACTIONS = frozenset(
+    {"temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"}
+)
+
+#: Other options of the command line, by the argument of jobs.score_parquet that each is.
+_OPTIONS = {"messages_template": "template", "column": "sampling_columns", "default": "defaults"}
+_CHECKS = {"check_schema": "json", "check_regex": "regex", "check_function": "function"}
+
+
+def submit(
+    input: Any,
+    output: str | os.PathLike[str],
+    *,
+    queue: str = "bulk",
+    connection: Redis | None = None,
+    input_folder: str | os.PathLike[str] | None = None,
+    **arguments: Any,
+) -> Run:
+    """Submit a run of a file, a folder, a glob, a list of them, or a table, and return it.
+
+    Submitting the same again resumes the run. input: a table may be a pandas or polars DataFrame, or what
+    gives an Arrow stream; it is written as a Parquet file into input_folder, by default `<output>.input`
+    beside the output, which workers read and which stays. connection: by default of RQ_REDIS_URL.
+    arguments: those of jobs.score_parquet, and what the command line has as options: sampling values by
+    their names, messages_template, check_schema, check_regex, check_function, output_format.
+    Raises InvalidJob or InputError before anything is enqueued, as far as that shows here.
+    """
+    if current_function() in ("jobs.submit", "jobs.client.submit"):
+        raise InvalidJob("jobs.submit is no job: enqueue jobs.score_parquet")
+    client = _connection(connection)
+    named = _arguments(arguments)
+    target = os.fspath(output)
+    paths = _paths(input)
+    if paths is None:
+        folder = f"{local_path(target)}{INPUT_SUFFIX}" if input_folder is None else os.fspath(input_folder)
+        paths = [_written(input, local_path(folder))]
+    elif input_folder is not None:
+        raise InvalidJob("input_folder is where a table is written, and the input names files: leave it out")
+    run = submit_run(client, queue, check_run=check_here, input=paths, output=target, **named)
+    return Run(run, client, local_path(target))
+
+
+def run(name: str | os.PathLike[str], *, connection: Redis | None = None) -> Run:
+    """Return the run of this id, or of this output folder. Raises UnknownRun."""
+    client = _connection(connection)
+    found, output = named_run(client, os.fspath(name))
+    if output is not None:
+        return Run(found, client, output.folder)
+    return Run(found, client, read_planned(client, found).output)
+
+
+class Run:
+    """A run that was submitted. id: its id. output: its folder, as whoever submitted it has named it."""
+
+    def __init__(self, id: str, connection: Redis, output: str) -> None:
+        self.id, self.output, self._connection = id, output, connection
+
+    def __repr__(self) -> str:
+        return f"<Run {self.id} in {self.output!r}>"
+
+    def status(self) -> RunSummary:
+        """Return how it stands: `state`, `rows_done` of `rows`, `errors`, `tokens_per_s` and more.
+
+        Raises UnknownRun where Redis has lost it.
+        """
+        return read_run(self._connection, self.id).summary
+
+    def wait(
+        self,
+        timeout: float | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> RunSummary:
+        """Wait until it has finished; return how it stands then.
+
+        timeout: seconds, after which TimeoutError is raised and the run goes on. However long no worker takes
+        it up or Redis is away, it is awaited. Raises RunFailed where it ended otherwise.
+        """
+        until = None if timeout is None else clock() + timeout
+
+        def nap(seconds: float) -> None:
+            left = seconds if until is None else until - clock()
+            if left <= 0:
+                raise TimeoutError(f"run {self.id} has not ended within {timeout} s, and goes on")
+            sleep(min(seconds, left))
+
+        followed = follow(lambda: read_planned(self._connection, self.id), _Quiet(), clock, nap)
+        if followed.end is not End.FINISHED or followed.snapshot.too_many_errors is not None:
+            raise RunFailed(self.id, self._told(followed.snapshot, followed.end))
+        return self.status()
+
+    def table(self) -> Any:
+        """Return its rows as a pyarrow Table, in the input's order.
+
+        Raises RunNotHere where it has not finished, or its folder is not on this machine; ImportError without
+        pyarrow.
+        """
+        reader = self._reader("table")
+        if not os.path.isfile(os.path.join(self.output, SUCCESS)):
+            raise RunNotHere(self.id, self.output, f"there is no {SUCCESS} yet, the mark of its end,")
+        return reader.table()
+
+    def errors(self, limit: int = 1000) -> list[FailedRow]:
+        """Return the first rows that have an error, of the parts that are there.
+
+        Raises RunNotHere where its folder is not on this machine; ImportError without pyarrow.
+        """
+        return self._reader("errors").errors(limit)[1]
+
+    def cancel(self) -> Cancelled:
+        """Take its jobs from the queue and stop those that run; its finished parts stay.
+
+        Raises UnknownRun, RunBusy or RunResubmitted.
+        """
+        try:
+            snapshot = read_planned(self._connection, self.id)
+        except UnknownRun:
+            output = output_here(self.output, self.id)
+            if output is None or not describe_again(self._connection, output):
+                raise
+            snapshot = read_planned(self._connection, self.id)
+        return cancel_run(self._connection, snapshot.run)
+
+    def _reader(self, call: str) -> FolderReader:
+        """Return what reads its folder; its id may be another one where a worker's real paths differ."""
+        reader_of = _reader_class(f"{call}()")
+        if not os.path.isdir(self.output):
+            raise RunNotHere(self.id, self.output, "there is no such folder")
+        return reader_of(os.path.realpath(self.output))
+
+    def _told(self, snapshot: RunSnapshot, end: End) -> str:
+        if end is End.FINISHED:
+            return f"it is finished, but {snapshot.too_many_errors}"
+        if end is End.CANCELLED:
+            return f"it was stopped: {snapshot.stopped}" if snapshot.stopped else "it was cancelled"
+        failed = [*snapshot.failures[:1]]
+        if snapshot.plan_job is not None and snapshot.plan_status == "failed":
+            failed = [snapshot.plan_job]
+        reasons = [f": {failure_text(self._connection, job_id)}" for job_id in failed]
+        return f"{end.value}{''.join(reasons)}"
+
+
+def check_here(spec: RunSpec) -> None:
+    """Raise what the planning of a run would, as far as engine, pyarrow and the input are on this machine."""
+    from .stock_worker import check_sampling  # all of what jobs may be, which few programs need
+
+    spec.check_sampling(check_sampling)
+    check_columns_here(spec)
+
+
+class _Quiet:
+    """A display that shows nothing."""
+
+    def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
+        """Nobody looks."""
+
+    def warn(self, text: str) -> None:
+        """As above."""
+
+
+def _connection(given: Redis | None) -> Redis:
+    if given is not None:
+        return given
+    try:
+        return Redis.from_url(os.environ.get("RQ_REDIS_URL", "redis://localhost:6379"))
+    except ValueError:  # its text may hold the password
+        raise InvalidJob("RQ_REDIS_URL is no Redis URL: expected redis://, rediss:// or unix://") from None
+
+
+def _arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of submit_run. Raises InvalidJob for one that is given by two names."""
+    named = dict(given)
+    values = {name: named.pop(name) for name in SAMPLING_NAMES if name in named}
+    if values:
+        sampling = named.get("sampling") or {}
+        if not isinstance(sampling, dict):
+            raise InvalidValue("sampling is {}, expected a mapping", shown(sampling))
+        given_values = {name: _as_option(name, each) for name, each in values.items() if each is not None}
+        named["sampling"] = {**sampling, **given_values}
+    checks = {kind: named.pop(name) for name, kind in _CHECKS.items() if name in named}
+    if checks:
+        _add(named, "check", {kind: each for kind, each in checks.items() if each is not None} or None)
+    for name, argument in _OPTIONS.items():
+        if name in named:
+            _add(named, argument, named.pop(name))
+    if "output_format" in named:
+        _add(named, "single_file", named.pop("output_format"), instead_of=(True,))
+    return named
+
+
+def _as_option(name: str, value: Any) -> Any:
+    return float(value) if name in _FRACTIONS and type(value) is int else value
+
+
+def _add(named: dict[str, Any], argument: str, value: Any, instead_of: tuple[Any, ...] = ()) -> None:
+    if named.get(argument) is not None and named[argument] not in instead_of:
+        raise InvalidJob(f"{argument} is given twice, by two of its names: give it once")
+    named[argument] = value
+
+
+def _paths(given: Any) -> list[str] | None:
+    """Return the paths that an input is; None for a table."""
+    if isinstance(given, str | os.PathLike):
+        return [os.fspath(given)]
+    if isinstance(given, list | tuple) and all(isinstance(each, str | os.PathLike) for each in given):
+        return [os.fspath(each) for each in given]
+    if isinstance(given, list | tuple | dict) or given is None:
+        raise InvalidValue("input is {}, expected paths, or a table", shown(given))
+    return None
+
+
+def _written(table: Any, folder: str) -> str:
+    try:
+        from .parquet.given_table import write_given_table
+    except ImportError as error:
+        raise _needs_pyarrow("a table as input", error) from error
+    return write_given_table(table, folder)
+
+
+def _reader_class(call: str) -> type[FolderReader]:
+    try:
+        from .parquet.read_back import FolderReader
+    except ImportError as error:
+        raise _needs_pyarrow(call, error) from error
+    return FolderReader
+
+
+def _needs_pyarrow(what: str, error: ImportError) -> ImportError:
+    return ImportError(f"{what} needs pyarrow ({error}): pip install pyarrow")

@@ -1,0 +1,90 @@
+"""A table of Python's (pandas, polars, Arrow) as a file that workers read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from hashlib import blake2b
+from typing import Any
+from uuid import uuid4
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..common.shown import shown
+from ..errors import InvalidJob, InvalidValue
+
+#: Rows of a row group: what a reader of one shard has to pass is bounded by it.
+GROUP_ROWS = 10_000
+
+_VIEWS: dict[Callable[[pa.DataType], bool], pa.DataType] = {
+    pa.types.is_string_view: pa.large_string(),
+    pa.types.is_binary_view: pa.large_binary(),
+}
+
+
+def write_given_table(given: Any, folder: str) -> str:
+    """Write a table into a folder, as a Parquet file whose name is of its contents; return its path.
+
+    So the same table is the same file, and submitting it again resumes its run. given: a pandas or polars
+    DataFrame, a pyarrow Table, RecordBatch or reader, or what else gives an Arrow stream. Raises InvalidJob,
+    or OSError.
+    """
+    table = _arrow_table(given)
+    os.makedirs(folder, exist_ok=True)
+    temporary = os.path.join(folder, f"_tmp.{uuid4().hex}.parquet.tmp")
+    try:
+        try:
+            pq.write_table(table, temporary, row_group_size=GROUP_ROWS)
+        except (pa.ArrowException, TypeError) as error:
+            raise InvalidJob(f"the table cannot be written as Parquet: {str(error)[:200]}") from error
+        path = os.path.join(folder, f"{_digest(temporary)}.parquet")
+        os.replace(temporary, path)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+    return path
+
+
+def _arrow_table(given: Any) -> pa.Table:
+    try:
+        table = _as_table(given)
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise InvalidJob(f"the table has no form in Arrow: {str(error)[:200]}") from error
+    twice = {name for name in table.schema.names if table.schema.names.count(name) > 1}
+    if twice:
+        raise InvalidJob(f"the table has two columns named {shown(min(twice))}: rename one")
+    for place, field in enumerate(table.schema):
+        for is_view, plain in _VIEWS.items():
+            if is_view(field.type):  # which Parquet files of pyarrow's have not
+                table = table.set_column(place, field.with_type(plain), table.column(place).cast(plain))
+    return table
+
+
+def _as_table(given: Any) -> pa.Table:
+    package = type(given).__module__.partition(".")[0]
+    if package == "pandas" and hasattr(given, "columns"):
+        return pa.Table.from_pandas(given)
+    if package == "polars" and hasattr(given, "to_arrow"):
+        given = given.to_arrow()
+    if package == "polars" and hasattr(given, "collect"):
+        raise InvalidJob("a LazyFrame is no table yet: give it as frame.collect(), or its files themselves")
+    if isinstance(given, pa.Table):
+        return given
+    if isinstance(given, pa.RecordBatch):
+        return pa.Table.from_batches([given])
+    if hasattr(given, "__arrow_c_stream__"):
+        return pa.table(given)
+    raise InvalidValue(
+        "input is {}, expected paths, a pandas or polars DataFrame, or an Arrow table",
+        shown(type(given).__name__),
+    )
+
+
+def _digest(path: str) -> str:
+    digest = blake2b(digest_size=8)
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()

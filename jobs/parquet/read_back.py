@@ -1,0 +1,84 @@
+"""What a run's folder holds, for whoever looks at it where it lies: its rows, those that failed, new ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+
+from ..runs.names import PLAN
+from ..runs.plan import Plan
+from ..runs.reasons import Reasons
+from .failed_rows import failed_rows
+from .output_file import BATCH_ROWS, open_part
+from .run_folder import load_plan
+from .storage import Storage
+
+
+@dataclass(frozen=True)
+class FailedRow:
+    """A row with an error. row: counted over the whole input from 0; file_row: within its file."""
+
+    row: int
+    file: str
+    file_row: int
+    reason: str
+
+    def to_object(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class FolderReader:
+    """Reads a run's folder as it is on this machine, whatever path its workers have for it."""
+
+    def __init__(self, folder: str) -> None:
+        """folder: its real path here. Raises PlanDamaged."""
+        self._storage = Storage((folder,))
+        plan = load_plan(self._storage, os.path.join(folder, PLAN))
+        self.run = plan.run
+        self.plan: Plan = replace(plan, spec=replace(plan.spec, output=folder))
+
+    def shards(self) -> list[int]:
+        """Return the shards whose part is there."""
+        return [shard for shard in range(len(self.plan.shards)) if self.has_part(shard)]
+
+    def has_part(self, shard: int) -> bool:
+        return self._storage.stat(self.plan.part_path(shard)) is not None
+
+    def table(self) -> pa.Table:
+        """Return the rows of all parts, in the input's order. Raises PartDamaged."""
+        tables = []
+        for shard in range(len(self.plan.shards)):
+            with open_part(self._storage, self.plan, shard) as file:
+                tables.append(file.read(use_threads=False).replace_schema_metadata())
+        return pa.concat_tables(tables)
+
+    def failed(self, shards: list[int]) -> Iterator[FailedRow]:
+        """Yield the rows of these shards that have an error, in order. Raises PartDamaged."""
+        for shard in shards:
+            planned = self.plan.shards[shard]
+            first = self.plan.first_row(shard) - planned.start
+            for row, reason in failed_rows(self._storage, self.plan, shard):
+                yield FailedRow(row, self.plan.files[planned.file].path, row - first, reason)
+
+    def errors(self, limit: int) -> tuple[Reasons, list[FailedRow]]:
+        """Return why rows failed, all of them counted, and the first of them. Raises PartDamaged."""
+        reasons, found = Reasons(), list[FailedRow]()
+        for row in self.failed(self.shards()):
+            reasons.add(row.reason, [row.row])
+            if len(found) < limit:
+                found.append(row)
+        return reasons, found
+
+    def answers(self, shard: int, columns: list[str]) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a part with their number and these of its columns. Raises PartDamaged."""
+        row = self.plan.first_row(shard)
+        with open_part(self._storage, self.plan, shard) as file:
+            present = [name for name in columns if name in file.schema_arrow.names]
+            for batch in file.iter_batches(BATCH_ROWS, columns=present, use_threads=False):
+                for values in batch.to_pylist():
+                    yield {"row": row, **values}
+                    row += 1

@@ -1,0 +1,17 @@
+"""Errors of whoever asks something of a run that it has not, or not yet."""
+
+from __future__ import annotations
+
+from ..errors import RunError
+
+
+class RunFailed(RunError):
+    """Raised when a run that was awaited did not finish as it should: (run, how it ended)."""
+
+    message = "run {0}: {1}"
+
+
+class RunNotHere(RunError):
+    """Raised when a run's files are asked for and cannot be read here: (run, folder, what is missing)."""
+
+    message = "run {0}: {2} in {1}: name its folder as this machine knows it, once it is there"

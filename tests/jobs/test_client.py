@@ -1,0 +1,209 @@
+"""`jobs.submit` and `jobs.run`: what the command line does, from Python."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+from redis import Redis
+from rq.job import Job
+from rq.serializers import JSONSerializer
+
+import jobs
+from jobs import errors
+from jobs.context import JobContext
+from jobs.runs.refusals import RunFailed, RunNotHere
+from jobs.table import ALLOWED_FUNCTIONS, own_function, task_of
+from tests.jobs.answering import add_worker, queued_jobs, work_off
+from tests.jobs.conftest import Invoke
+
+MakeContext = Callable[[], JobContext]
+ROWS = {"prompt": ["b", "a", None], "id": [1, 2, 3]}
+
+
+def finish(redis: Redis, make_context: MakeContext) -> None:
+    while queued_jobs(redis):
+        work_off(redis, make_context)
+
+
+@pytest.fixture(autouse=True)
+def _server(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RQ_REDIS_URL", redis_url)
+
+
+def test_a_run_is_submitted_awaited_and_read(
+    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path, invoke: Invoke
+) -> None:
+    output = tmp_path / "out"
+    run = jobs.submit(source, output, max_tokens=3, temperature=0, rows_per_shard=2)
+    assert run.status().state == "planning"
+    with pytest.raises(RunNotHere, match="no such folder"):
+        run.table()
+    arguments = ["--max-tokens", 3, "--temperature", 0, "--rows-per-shard", 2]
+    assert invoke("submit", source, output, *arguments).stdout.strip() == run.id  # the same run
+    with pytest.raises(TimeoutError, match="goes on"):
+        run.wait(timeout=0)
+    work_off(redis, make_context)
+    with pytest.raises(RunNotHere, match="_SUCCESS"):
+        run.table()
+    finish(redis, make_context)
+    found = run.wait(timeout=5)
+    assert (found.state, found.rows_done, found.errors) == ("finished", 5, 1)
+    assert run.table()["completion"].to_pylist() == [*"ABCD", None]
+    (row,) = run.errors()
+    assert (row.row, row.file, row.file_row, row.reason) == (4, str(source), 4, "prompt is null")
+    again = jobs.run(output)
+    assert (again.id, again.output, again.table()) == (run.id, str(output), run.table())
+    assert jobs.run(run.id, connection=redis).status().state == "finished"
+    redis.flushall()
+    assert jobs.run(str(output)).errors() == [row]
+    with pytest.raises(errors.UnknownRun):
+        jobs.run(run.id)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pd.DataFrame(ROWS),
+        pl.DataFrame(ROWS),
+        pa.table(ROWS),
+        pa.record_batch(ROWS),
+        pa.RecordBatchReader.from_batches(pa.table(ROWS).schema, pa.table(ROWS).to_batches()),
+        pa.table(ROWS).cast(pa.schema({"prompt": pa.string_view(), "id": pa.int64()})),
+    ],
+    ids=["pandas", "polars", "arrow", "batch", "reader", "views"],
+)
+def test_tables_are_written_beside_the_output_and_scored(
+    given: Any, redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    run = jobs.submit(given, tmp_path / "out")
+    (file,) = (tmp_path / "out.input").iterdir()
+    assert file.suffix == ".parquet"
+    finish(redis, make_context)
+    run.wait(timeout=5)
+    assert run.table().select(["id", "completion"]).to_pylist() == [
+        {"id": 1, "completion": "B"},
+        {"id": 2, "completion": "A"},
+        {"id": 3, "completion": None},
+    ]
+
+
+def test_the_same_table_is_the_same_run_and_another_is_refused(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    frame = pd.DataFrame(ROWS)
+    first = jobs.submit(frame, tmp_path / "out")
+    finish(redis, make_context)
+    assert jobs.submit(frame.copy(), tmp_path / "out").id == first.id
+    finish(redis, make_context)
+    assert first.wait(timeout=5).state == "finished"
+    other = jobs.submit(frame.head(1), tmp_path / "out")
+    (job,) = queued_jobs(redis)
+    with pytest.raises(errors.OutputHoldsAnotherRun):
+        work_off(redis, make_context)
+    assert other.id != first.id
+    assert job.func_name == "jobs.score_parquet"
+    assert jobs.submit(frame, tmp_path / "b", input_folder=tmp_path / "mine").id
+    assert len(list((tmp_path / "mine").iterdir())) == 1
+
+
+def test_what_cannot_be_is_refused_before_anything_is_queued_or_written(
+    redis: Redis, source: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    refused: list[tuple[Any, dict[str, Any], str]] = [
+        (source, {"max_tokens": "64"}, "max_tokens"),
+        (source, {"max_token": 64}, "is no argument"),
+        (source, {"prompt_column": "text"}, "no column 'text'"),
+        (source, {"template": "{a}", "messages_template": []}, "given twice"),
+        (source, {"input_folder": tmp_path}, "leave it out"),
+        (source, {"sampling": 3, "n": 1}, "expected a mapping"),
+        (pl.LazyFrame(ROWS), {}, "collect"),
+        (7, {}, "expected paths, a pandas"),
+        ({"prompt": ["a"]}, {}, "expected paths, or a table"),
+        ([], {}, "empty list"),
+        (pd.DataFrame([[1, 2]], columns=["a", "a"]), {}, "columns named 'a'|Duplicate"),
+        ("s3://bucket/in", {}, "s3"),
+    ]
+    for given, arguments, text in refused:
+        with pytest.raises(errors.JobsError, match=text):
+            jobs.submit(given, output, **arguments)
+    assert queued_jobs(redis) == []
+    assert not list(tmp_path.rglob("_tmp*"))
+
+
+def test_options_have_the_command_lines_names(
+    redis: Redis, source: Path, tmp_path: Path, invoke: Invoke
+) -> None:
+    run = jobs.submit(
+        source,
+        tmp_path / "out",
+        messages_template=[{"role": "user", "content": "{prompt}"}],
+        check_regex="a+",
+        output_format="csv",
+        default={"prompt": "-"},
+        stop=["x"],
+    )
+    options = ["--messages-template", '[{"role": "user", "content": "{prompt}"}]', "--check-regex", "a+"]
+    options += ["--single-file", "--output-format", "csv", "--default", "prompt=-", "--stop", "x"]
+    assert invoke("submit", source, tmp_path / "out", *options).stdout.strip() == run.id
+
+
+def test_a_run_that_ended_otherwise_says_how(
+    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    add_worker(redis, "w")
+    run = jobs.submit(source, tmp_path / "out", rows_per_shard=1)
+    work_off(redis, make_context)
+    assert run.cancel().removed == 5
+    with pytest.raises(RunFailed, match="it was cancelled"):
+        run.wait(timeout=5)
+    jobs.submit(source, tmp_path / "out", rows_per_shard=1, max_errors=0)
+    work_off(redis, make_context)
+    finish(redis, make_context)
+    with pytest.raises(RunFailed, match="1 of 5 rows have an error"):
+        run.wait(timeout=5)
+
+
+def test_what_makes_runs_is_no_job(redis: Redis, monkeypatch: pytest.MonkeyPatch, source: Path) -> None:
+    for name in ("jobs.submit", "jobs.run", "jobs.Run", "jobs.client.submit"):
+        assert name not in ALLOWED_FUNCTIONS
+        assert task_of(name) is None
+        assert own_function(name) is None
+    job = Job.create("jobs.submit", connection=redis, serializer=JSONSerializer)
+    monkeypatch.setattr("jobs.common.rq_jobs.get_current_job", lambda: job)  # as a stock worker would run it
+    with pytest.raises(errors.InvalidJob, match="no job"):
+        jobs.submit(str(source), "out")
+
+
+def test_without_pyarrow_runs_are_submitted_and_what_needs_it_says_so(
+    redis_url: str, redis: Redis, source: Path, tmp_path: Path
+) -> None:
+    code = f"""
+import sys
+sys.modules["pyarrow"] = None
+import jobs
+run = jobs.submit({str(source)!r}, {str(tmp_path / "out")!r})
+assert run.status().state == "planning"
+for call in (run.table, run.errors, lambda: jobs.submit(object(), {str(tmp_path / "o")!r})):
+    try:
+        call()
+    except ImportError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.count("needs pyarrow") == 3, done.stderr
+    assert [job.func_name for job in queued_jobs(redis)] == ["jobs.score_parquet"]
+
+
+def test_names_of_the_package_are_as_they_were() -> None:
+    assert callable(jobs.submit)
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = jobs.nothing
