@@ -23,6 +23,7 @@ from .check_options import check_arguments
 from .errors_told import errors_told
 from .progress import progress
 from .queue_commands import info, requeue_command
+from .rows_commands import errors, tail
 from .run_options import check_options, input_options, output_options, prompt_options
 from .submit_options import run_arguments
 from .trial_commands import MAX_ROWS_READ, preview, tell_dry_run
@@ -175,6 +176,8 @@ def models() -> None:
 main.add_command(preview)
 main.add_command(runs)
 main.add_command(workers)
+main.add_command(errors)
+main.add_command(tail)
 main.add_command(verify)
 main.add_command(info)
 main.add_command(requeue_command)

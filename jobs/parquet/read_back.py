@@ -9,12 +9,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from ..runs.names import PLAN
+from ..runs.names import PLAN, part_shard
 from ..runs.plan import Plan
 from ..runs.reasons import Reasons
 from .failed_rows import failed_rows
 from .output_file import BATCH_ROWS, open_part
+from .part import answer_fields
 from .run_folder import load_plan
+from .sources import read_source
 from .storage import Storage
 
 
@@ -43,10 +45,30 @@ class FolderReader:
 
     def shards(self) -> list[int]:
         """Return the shards whose part is there."""
-        return [shard for shard in range(len(self.plan.shards)) if self.has_part(shard)]
+        try:
+            names = self._storage.names(self.plan.spec.parts_folder)
+        except FileNotFoundError:  # the folder of the parts is made with the first one
+            return []
+        found = {shard for name in names if (shard := part_shard(name)) is not None}
+        return sorted(found & set(range(len(self.plan.shards))))
 
-    def has_part(self, shard: int) -> bool:
-        return self._storage.stat(self.plan.part_path(shard)) is not None
+    def newest_first(self) -> list[int]:
+        """Return those shards, the one whose part was published last first."""
+        stats = {shard: self._storage.stat(self.plan.part_path(shard)) for shard in self.shards()}
+        there = {shard: stat.mtime_ns for shard, stat in stats.items() if stat is not None}
+        return sorted(there, key=lambda shard: (-there[shard], -shard))
+
+    @property
+    def answer_columns(self) -> list[str]:
+        """The output's columns that hold answers, and why there is none; numbers of tokens are not."""
+        prefix = self.plan.spec.output_prefix
+        names = [field.name for field in answer_fields(self.plan.spec)]
+        return [f"{prefix}{name}" for name in names if not name.endswith("_tokens")]
+
+    @property
+    def prompt_columns(self) -> list[str]:
+        """The input's columns that the prompts are made of."""
+        return list(read_source(self.plan.spec).columns)
 
     def table(self) -> pa.Table:
         """Return the rows of all parts, in the input's order. Raises PartDamaged."""

@@ -1,0 +1,210 @@
+"""`tokenmill errors` and `tokenmill tail`: rows of a run, from its folder where that is on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import click
+import redis
+
+from ..common.json_text import to_json
+from ..common.shown import MAX_TEXT_CHARS, safe_name
+from ..errors import UnknownRun
+from ..runs.names import SUCCESS
+from ..runs.output import named_run, output_here
+from ..runs.part_reasons import recorded_reasons
+from ..runs.reasons import Reasons
+from ..runs.refusals import RunNotHere
+from ..runs.snapshot import read_planned
+from .errors_told import errors_told
+from .text_table import table
+from .watch_commands import json_option
+
+if TYPE_CHECKING:
+    from ..parquet.read_back import FailedRow, FolderReader
+
+#: Kinds of errors that are shown.
+MAX_REASONS = 100
+
+#: Between two looks of `tail --follow`.
+FOLLOW_EVERY_S = 1.0
+
+
+@click.command()
+@click.argument("run")
+@click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="Rows that are listed.")
+@json_option
+@click.pass_obj
+def errors(connection: redis.Redis, /, run: str, limit: int, as_json: bool) -> None:
+    """List a run's rows that have an error, by reason.
+
+    RUN is its id or its output folder. Rows are counted from 0, over the whole input and within their file.
+    They are read from the parts where the folder is on this machine; else Redis' reasons are told.
+    """
+    with errors_told():
+        found, folder = _folder_of(connection, run)
+        reader = None if folder is None else _reader(folder)
+        rows: list[FailedRow] = []
+        if reader is None:
+            reasons = recorded_reasons(connection, found)
+        else:
+            reasons, rows = reader.errors(limit)
+        click.echo(_errors_json(found, reasons, rows) if as_json else _errors_text(found, reasons, rows))
+        if reader is None:
+            _tell_not_here(found, folder)
+
+
+@click.command()
+@click.argument("run")
+@click.option(
+    "--lines", "-n", type=click.IntRange(0), default=10, show_default=True, help="Answers at first."
+)
+@click.option(
+    "--follow", "-f", is_flag=True, help="Go on with each part that is published, until the run ends."
+)
+@click.option("--prompts", is_flag=True, help="Show the columns too that the prompts are made of.")
+@json_option
+@click.pass_obj
+def tail(
+    connection: redis.Redis, /, run: str, lines: int, follow: bool, prompts: bool, as_json: bool
+) -> None:
+    """Show the answers of a run that were published last.
+
+    RUN is its id or its output folder, which is to be on this machine. Parts are published whole, so answers
+    come by the shard. With --json each is an object on a line of its own.
+    """
+    with errors_told():
+        found, folder = _folder_of(connection, run)
+        reader = None if folder is None else _reader(folder)
+        if reader is None or folder is None:
+            raise RunNotHere(
+                found, folder or "its output", "there is no such folder, or no pyarrow to read it,"
+            )
+        columns = [*(reader.prompt_columns if prompts else ()), *reader.answer_columns]
+
+        def show(rows: Iterator[dict[str, Any]]) -> None:
+            for row in rows:
+                click.echo(to_json(row) if as_json else _row_text(row, reader.plan.spec.output_prefix))
+
+        shown = set(reader.shards())
+        show(_last(reader, columns, lines))
+        if follow:
+            _follow(connection, reader, folder, shown, lambda shard: show(reader.answers(shard, columns)))
+
+
+def _follow(
+    connection: redis.Redis, reader: FolderReader, folder: str, shown: set[int], show: Callable[[int], None]
+) -> None:
+    """Show each part that comes until the run ends, or somebody presses Ctrl-C."""
+    try:
+        while True:
+            is_over = os.path.isfile(os.path.join(folder, SUCCESS)) or _has_ended(connection, reader.run)
+            for shard in (each for each in reader.shards() if each not in shown):
+                show(shard)
+                shown.add(shard)
+            if is_over:
+                return
+            time.sleep(FOLLOW_EVERY_S)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _has_ended(connection: redis.Redis, run: str) -> bool:
+    """Whether nothing more comes of a run as it was submitted last; of one that Redis does not know, no."""
+    with suppress(UnknownRun, redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
+        return read_planned(connection, run).state in ("finished", "failed", "cancelled", "stopped")
+    return False
+
+
+def _last(reader: FolderReader, columns: list[str], most: int) -> Iterator[dict[str, Any]]:
+    """Yield the last rows of the parts that were published last."""
+    found: list[dict[str, Any]] = []
+    for shard in reader.newest_first():
+        if len(found) >= most:
+            break
+        found = [*deque(reader.answers(shard, columns), maxlen=most - len(found)), *found]
+    yield from found
+
+
+def _folder_of(connection: redis.Redis, name: str) -> tuple[str, str | None]:
+    """Return a run's id, and its folder where that is on this machine. Raises UnknownRun."""
+    run, output = named_run(connection, name)
+    if output is None:
+        snapshot = read_planned(connection, run)
+        run, output = snapshot.run, output_here(snapshot.output, snapshot.run)
+    return run, None if output is None else os.path.realpath(output.folder)
+
+
+def _reader(folder: str) -> FolderReader | None:
+    """Return what reads a run's folder; None where there is no pyarrow."""
+    try:
+        from ..parquet.read_back import FolderReader
+    except ImportError:
+        return None
+    return FolderReader(folder)
+
+
+def _tell_not_here(run: str, folder: str | None) -> None:
+    why = (
+        "its folder is not on this machine"
+        if folder is None
+        else "there is no pyarrow here to read its parts"
+    )
+    click.echo(
+        f"{why}: these are the reasons that Redis keeps, the commonest of each part; "
+        f"`tokenmill status {run}` counts all rows",
+        err=True,
+    )
+
+
+def _errors_json(run: str, reasons: Reasons, rows: list[FailedRow]) -> str:
+    content = {
+        "run": run,
+        "errors": reasons.rows,
+        "reasons": [
+            {"reason": each.text, "rows": each.rows, "examples": each.examples}
+            for each in reasons.commonest(MAX_REASONS)
+        ],
+        "rows": [each.to_object() for each in rows],
+    }
+    return json.dumps(content, ensure_ascii=False)
+
+
+def _errors_text(run: str, reasons: Reasons, rows: list[FailedRow]) -> str:
+    if not reasons.rows:
+        return f"run {run}: no row has an error"
+    found = [
+        (str(each.rows), ", ".join(map(str, each.examples)), safe_name(each.text, MAX_TEXT_CHARS))
+        for each in reasons.commonest(MAX_REASONS)
+    ]
+    lines = [
+        f"run {run}: {reasons.rows} rows with an error",
+        table(("ROWS", "SUCH AS", "REASON"), found, ("ROWS",)),
+    ]
+    if rows:
+        listed = [
+            (str(each.row), safe_name(each.file, MAX_TEXT_CHARS), str(each.file_row), safe_name(each.reason))
+            for each in rows
+        ]
+        heads = ("ROW", "FILE", "ITS ROW", "REASON")
+        lines += ["", table(heads, listed, ("ROW", "ITS ROW"))]
+    return "\n".join(lines)
+
+
+def _row_text(row: dict[str, Any], prefix: str) -> str:
+    number, error = row["row"], row.get(f"{prefix}error")
+    if error is not None:
+        return f"row {number}: error: {safe_name(error, MAX_TEXT_CHARS)}"
+    values = {name: value for name, value in row.items() if name not in ("row", f"{prefix}error")}
+    reason = values.pop(f"{prefix}finish_reason", None)
+    only = [value for value in values.values() if value is not None]
+    text = only[0] if len(only) == 1 and isinstance(only[0], str) else to_json(values)
+    ended = f" [{reason}]" if reason not in (None, "stop") else ""
+    return f"row {number}{ended}: {safe_name(text, MAX_TEXT_CHARS)}"
