@@ -21,6 +21,9 @@ from .response_options import chat_response_options, completion_options
 from .responses import Answers, FailedCompletion, chat_completion, check_answers, text_completion
 from .templated_task import TemplatedTask
 
+#: A job shows its progress once it has run so long, and then not more often: most are over before.
+PROGRESS_AFTER_S, PROGRESS_EVERY_S = 5.0, 2.0
+
 
 class Respond(Protocol):
     """Builds the job's result, see responses.py."""
@@ -73,6 +76,9 @@ class OpenPrompts(OpenTask):
         self._max_bytes, self._num_chars = context.max_result_bytes, 0
         self._sampling, self._respond, self._clock = sampling, respond, clock
         self._repairs, self._checks = repairs, context.checks
+        self._began_at: float | None = None
+        self._shown_at, self._shown = 0.0, dict[str, int]()
+        self._num_tokens = 0
         self._unsent = deque(
             (place, prompt) for place, prompt in enumerate(prompts) if isinstance(prompt, Request)
         )
@@ -82,8 +88,11 @@ class OpenPrompts(OpenTask):
         self._answers: list[Sequence[Completion]] = [
             self._failed(prompt.reason) if isinstance(prompt, Unusable) else () for prompt in prompts
         ]
+        self._num_done = sum(map(bool, self._answers))
 
     def requests(self) -> Iterator[Request]:
+        if self._began_at is None:
+            self._began_at = self._clock()
         while self._following or self._unsent:
             attempts: Attempts | None = None
             if self._following:
@@ -130,6 +139,27 @@ class OpenPrompts(OpenTask):
         if failed is not None and attempts is None:
             samples = self._failed(failed.error)
         self._answers[place] = samples
+        self._num_done += 1
+        self._num_tokens += sum(len(sample.token_ids) for sample in samples)
+
+    def progress(self) -> dict[str, Any] | None:
+        """Return prompts, those that are answered, and tokens of their answers.
+
+        None of a job that is short, or of one prompt, whose answer comes at once.
+        """
+        if self._began_at is None or len(self._answers) < 2:
+            return None
+        now = self._clock()
+        if now - self._began_at < PROGRESS_AFTER_S:
+            return None
+        if not self._shown or now - self._shown_at >= PROGRESS_EVERY_S:
+            self._shown_at = now
+            self._shown = {
+                "prompts": len(self._answers),
+                "prompts_done": self._num_done,
+                "tokens": self._num_tokens,
+            }
+        return self._shown
 
     def _failed(self, reason: str | None) -> Sequence[Completion]:
         """Return what stands for each sample of a prompt that failed: every choice keeps its number."""

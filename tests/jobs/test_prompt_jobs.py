@@ -12,9 +12,9 @@ import pytest
 import jobs
 from jobs import errors
 from jobs.context import JobContext
-from jobs.prompts.arguments import MAX_PROMPT_BYTES, MAX_PROMPTS
+from jobs.prompts.arguments import MAX_PROMPT_BYTES, MAX_PROMPTS, Unusable
 from jobs.prompts.messages import MAX_MESSAGES
-from jobs.prompts.prompt_task import PromptTask
+from jobs.prompts.prompt_task import PROGRESS_AFTER_S, PROGRESS_EVERY_S, PromptTask
 from jobs.prompts.responses import text_completion
 from jobs.stock_worker import check_sampling
 from jobs.table import ALLOWED_FUNCTIONS, own_function, task_of
@@ -301,3 +301,26 @@ heavy = named & sys.modules.keys()
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+def test_a_long_job_of_several_prompts_tells_how_far_it_is_and_not_too_often(context: JobContext) -> None:
+    now = 100.0
+    requests = [Request(text, None, {}) for text in "abcd"]
+    refused = Unusable("a prompt is empty")
+    task = PromptTask([*requests, refused], {}, text_completion, clock=lambda: now).open(context)
+    assert len(list(task.requests())) == 4
+    task.deliver(0, [FakeCompletion(token_ids=[1, 2, 3])])
+    now += PROGRESS_AFTER_S - 0.1
+    assert task.progress() is None
+    now += 0.1
+    shown = task.progress()
+    assert shown == {"prompts": 5, "prompts_done": 2, "tokens": 3}
+    task.deliver(1, [refuse("too long")])
+    now += PROGRESS_EVERY_S - 0.1
+    assert task.progress() is shown
+    now += 0.1
+    assert task.progress() == {"prompts": 5, "prompts_done": 3, "tokens": 3}
+    alone = PromptTask(requests[:1], {}, text_completion, clock=lambda: now).open(context)
+    list(alone.requests())
+    now += 1000
+    assert alone.progress() is None
