@@ -24,7 +24,7 @@ from .runs.control import Cancelled, cancel_run, describe_again, submit_run
 from .runs.follow import End, follow
 from .runs.names import SUCCESS
 from .runs.output import named_run, output_here
-from .runs.paths import local_path
+from .runs.paths import is_stored, run_path
 from .runs.refusals import RunFailed, RunNotHere
 from .runs.snapshot import RunSnapshot, failure_text, read_planned
 from .runs.spec import RunSpec
@@ -79,12 +79,17 @@ def submit(
     target = os.fspath(output)
     paths = _paths(input)
     if paths is None:
-        folder = f"{local_path(target)}{INPUT_SUFFIX}" if input_folder is None else os.fspath(input_folder)
-        paths = [_written(input, local_path(folder))]
+        folder = f"{run_path(target)}{INPUT_SUFFIX}" if input_folder is None else os.fspath(input_folder)
+        if is_stored(run_path(folder)):
+            raise InvalidJob(
+                "a table is written by this program, which has no keys of the object store: name an "
+                "input_folder on a disk that the workers see, or put the table into the store yourself"
+            )
+        paths = [_written(input, run_path(folder))]
     elif input_folder is not None:
         raise InvalidJob("input_folder is where a table is written, and the input names files: leave it out")
     run = submit_run(client, queue, check_run=check_here, input=paths, output=target, **named)
-    return Run(run, client, local_path(target))
+    return Run(run, client, run_path(target))
 
 
 def run(name: str | os.PathLike[str], *, connection: Redis | None = None) -> Run:

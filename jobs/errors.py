@@ -32,6 +32,7 @@ JobsError
     │   ├── DiskFull
     │   ├── PlanDamaged        the plan is missing, unreadable or of another run
     │   └── PartDamaged        a part is not what its shard promised
+    ├── StoreError             of an object store; see jobs.parquet.store_errors
     ├── PathSwapped            a folder or file was swapped for a link, or moved, while a run used it
     ├── RunOfAnotherModel      a run's rows are another model's than the one served here
     ├── PlanningUnderWay       a run is submitted otherwise than it is being planned
@@ -168,9 +169,7 @@ class PathOutsideRoots(InputError):
 class UnsupportedScheme(InputError):
     """Raised when a path names a storage that is not built: (path, scheme)."""
 
-    message = (
-        "{0} names the storage {1!r}, and only local paths and file:// are supported: copy the files first"
-    )
+    message = "{0} names the storage {1!r}: name a local path, or file://, s3://, gs:// or az://"
 
 
 class InputNotFound(InputError):

@@ -56,6 +56,7 @@ class JobEnvironment:
             check_interrupted=check_interrupted,
             max_result_bytes=self.max_result_bytes,
             lease=Lease(executions_key(claimed.job_id), claimed.execution_id),
+            file_timeout_s=self.file_timeout_s,
             meter=self.meter,
             checks=self.checks,
         )

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
 from dotenv import dotenv_values
@@ -18,6 +19,8 @@ from jobs.context.answer_memo import DEFAULT_BYTES
 from jobs.context.checks.processes import DEFAULT_LIMIT_S
 from jobs.context.served_model import ServedModel
 from jobs.context.shard_bytes import DEFAULT_BYTES as SHARD_BYTES
+from jobs.errors import JobsError
+from jobs.runs.paths import is_stored, run_path, split_roots
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.errors import SettingsError
 from worker.store.bounds import DEFAULT_MAX_HELD_BYTES, DEFAULT_MAX_JOB_BYTES
@@ -66,7 +69,8 @@ class WorkerSettings(BaseSettings):
     deterministic: bool = False
 
     data_roots: Annotated[tuple[str, ...], NoDecode] = Field(default_factory=lambda: (os.getcwd(),))
-    """Folders that confine every file a job reads or writes; `TOKENMILL_DATA_ROOTS`, split at ':'."""
+    """Folders and prefixes of object stores (s3://bucket/prefix) that confine every file a job reads or
+    writes; `TOKENMILL_DATA_ROOTS`, split at ':'."""
 
     allowed_functions: Annotated[tuple[str, ...], NoDecode] = ()
     """Exact dotted names beside Tokenmill's own that jobs and callbacks may name; split at ','."""
@@ -134,8 +138,8 @@ class WorkerSettings(BaseSettings):
     @field_validator("data_roots", mode="before")
     @classmethod
     def _split_roots(cls, value: Any) -> Any:
-        parts = value.split(":") if isinstance(value, str) else value
-        return tuple(os.path.realpath(os.path.expanduser(part)) for part in parts if part)
+        parts = split_roots(value) if isinstance(value, str) else value
+        return tuple(_root(part) for part in parts if part)
 
     @field_validator("data_roots")
     @classmethod
@@ -143,7 +147,13 @@ class WorkerSettings(BaseSettings):
         if not value:
             raise ValueError("names no folder: list at least one, or unset it for the working directory")
         for root in value:
-            if not os.path.isdir(root):
+            if is_stored(root):
+                if find_spec("obstore") is None:
+                    raise ValueError(
+                        f"{root!r} is an object store, and obstore is not installed: "
+                        "pip install 'tokenmill[worker,cloud]'"
+                    )
+            elif not os.path.isdir(root):
                 raise ValueError(f"{root!r} is not a folder")
         return value
 
@@ -229,6 +239,16 @@ class WorkerSettings(BaseSettings):
             deterministic=self.deterministic,
             adapt_cpu_threads=self._adapts_threads,
         )
+
+
+def _root(part: str) -> str:
+    path = os.path.expanduser(part)
+    if not is_stored(path.lower()):
+        return os.path.realpath(path)
+    try:
+        return run_path(path)
+    except JobsError as error:
+        raise ValueError(str(error)) from None
 
 
 _NAMES = (name if "_" in name else rf"{name}(?==| must\b)" for name in WorkerSettings.model_fields)

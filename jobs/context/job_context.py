@@ -43,13 +43,15 @@ class JobContext:
 
     connection: owned by the thread that calls.
     queue_name: the queue the job came from.
-    data_roots: absolute real paths; every file that a job reads or writes lies below one of them.
+    data_roots: absolute real paths, and paths in object stores; every file that a job reads or writes lies
+        below one of them.
     model: what this process serves.
     check_sampling: raises InvalidJob for sampling values that no request could use, so that a run of
         a million rows fails once at planning and not in every row, and a job of prompts once.
     files, answers, shard_bytes: shared by the shards that this process runs.
     check_interrupted: raises where the job was stopped or taken over or has passed its timeout; long work
         calls it between its steps, since nothing is raised into it from outside.
+    file_timeout_s: within which a file's store must have answered.
     max_result_bytes: of the job's value; a job that sees it will have a larger one need not go on.
     meter: loads an engine where there is none yet; None where prompts cannot be looked at.
     checks: what answers are checked with.
@@ -69,5 +71,6 @@ class JobContext:
     check_interrupted: Callable[[], None] = never_interrupted
     max_result_bytes: int = MAX_RESULT_BYTES
     lease: Lease | None = None
+    file_timeout_s: float = 300.0
     meter: Callable[[], PromptMeter] | None = None
     checks: Checks = field(default_factory=Checks)

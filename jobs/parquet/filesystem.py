@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class FileStat:
-    """What tells one state of a file from another: size in bytes, modification time in nanoseconds."""
+    """What tells one state of a file from another: size in bytes, modification time in nanoseconds, and what
+    its store calls it."""
 
     size: int
     mtime_ns: int
+    etag: str = ""
 
 
 class Entry(NamedTuple):
@@ -93,7 +95,7 @@ class Filesystem(ABC):
 
     @abstractmethod
     def rename(self, path: str, target: str) -> bool:
-        """As `replace`, for what `make_void` has made."""
+        """As `replace`, for what `make_void` has made: `stat` finds nothing in that place any more."""
 
     @abstractmethod
     def remove(self, path: str) -> bool:

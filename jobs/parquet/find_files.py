@@ -35,10 +35,10 @@ def find_files(
     walk = Walk(storage)
     found: list[FoundFile] = []
     folders = [_searched_folder(storage, item) for item in inputs]
-    common = os.path.commonpath(folders)
+    shared = _num_shared(folders)
     for item, folder in zip(inputs, folders, strict=True):
         storage.check_interrupted()
-        keys = _keys(os.path.relpath(folder, common).split("/"))
+        keys = _keys(folder.split("/")[shared:])
         with reading(item):
             search = _Search(walk, output, input_format)
             files = [f for f in search.expand(item, keys) if not _is_below(output, f.path)]
@@ -58,6 +58,15 @@ def _searched_folder(storage: Storage, item: str) -> str:
         return "/".join(item.split("/")[: _first_glob_segment(item)]) or "/"
     with reading(item):
         return item if storage.is_folder(item) else os.path.dirname(item)
+
+
+def _num_shared(folders: Sequence[str]) -> int:
+    """Return how many segments at their beginning all of the paths have."""
+    paths = [folder.split("/") for folder in folders]
+    for place, segments in enumerate(zip(*paths, strict=False)):
+        if len(set(segments)) > 1:
+            return place
+    return min(map(len, paths))
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def unchanged(storage: Storage, file: PlannedFile, fingerprint: Fingerprint) -> 
     """Raise InputChanged when a file is not the one that was planned, or no longer when the body ends.
 
     fingerprint: gives that of the file in the state that is named; it is asked for only where a file of the
-    planned size has another modification time.
+    planned size has another modification time or ETag.
     """
     _check_unchanged(storage, file, fingerprint)
     try:
@@ -146,7 +146,8 @@ def _check_unchanged(storage: Storage, file: PlannedFile, fingerprint: Fingerpri
         raise InputChanged(file.path, storage.what_is_there(file.path))
     if stat.size != file.size:
         raise InputChanged(file.path, f"planned {file.size} bytes, found {stat.size}")
-    if stat.mtime_ns != file.mtime_ns and fingerprint(stat) != file.fingerprint:
+    is_as_planned = (stat.mtime_ns, stat.etag) == (file.mtime_ns, file.etag)
+    if not is_as_planned and fingerprint(stat) != file.fingerprint:
         raise InputChanged(file.path, f"it has the same {file.size} bytes, but other contents")
 
 
@@ -231,7 +232,8 @@ def _read_footer(
     if twice:
         raise SchemaMismatch(path, f"it has two columns named {twice[0]!r}")
     fingerprint = file_fingerprint(storage, path, file_format)
-    return PlannedFile(path, stat.size, stat.mtime_ns, sum(groups), fingerprint), groups, schema
+    file = PlannedFile(path, stat.size, stat.mtime_ns, sum(groups), fingerprint, etag=stat.etag)
+    return file, groups, schema
 
 
 def _read_lines(
@@ -260,7 +262,13 @@ def _read_lines(
             kinds[name] = merge(kinds.get(name, "null"), kind)
         files.append(
             PlannedFile(
-                each.path, stat.size, stat.mtime_ns, sum(lines.rows), fingerprint, blocks=tuple(lines.blocks)
+                each.path,
+                stat.size,
+                stat.mtime_ns,
+                sum(lines.rows),
+                fingerprint,
+                blocks=tuple(lines.blocks),
+                etag=stat.etag,
             )
         )
         row_groups.append(tuple(lines.rows))

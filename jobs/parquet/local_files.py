@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from ..context import never_interrupted
 from ..errors import InputNotFound, PathOutsideRoots, PathSwapped
-from ..runs.paths import local_path
+from ..runs.paths import run_path
 from .confined import entered, links_refused, root_of
 from .filesystem import Entry, FileStat, Filesystem
 
@@ -34,7 +34,7 @@ class LocalFiles(Filesystem):
 
     def resolve(self, path: str) -> str:
         """Return the absolute path without symlinks and `..`. Raises PathOutsideRoots."""
-        real = os.path.realpath(local_path(path))
+        real = os.path.realpath(run_path(path))
         if root_of(real, self._roots) is None:
             raise PathOutsideRoots(path, ":".join(self._roots))
         return real

@@ -96,7 +96,7 @@ def score_parquet(
     context.checks.prepare(spec.repairs)
     limit = ErrorLimit.parse(max_errors)
     submission = Submission(queue or context.queue_name, parse_model(model), redo_damaged, limit)
-    return plan_run(context, Storage(context.data_roots, context.check_interrupted), spec, submission)
+    return plan_run(context, Storage.of(context), spec, submission)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import asdict
 from itertools import islice
 
 from ..common.keys import run_key
@@ -307,7 +306,9 @@ class RunFolder:
                 outputs, manifest = claims[:-2], claims[-2]
                 if outputs and not write_output(self.storage, self.plan, outputs):
                     return False
-                return self.storage.rewrite(manifest, text.encode()) and all(
+                if not self.storage.rewrite(manifest, text.encode()) or self.storage.stat(claims[-1]) is None:
+                    return False  # a store brings a claim back that it writes anew, but not the mark's
+                return all(
                     self.storage.replace(claim, target) for claim, target in zip(claims, targets, strict=True)
                 )
         finally:
@@ -354,7 +355,7 @@ def manifest_text(plan: Plan, parts: Iterable[PartStats]) -> str:
         "seed": plan.seed,
         "arguments": plan.spec.to_json(),
         **({"output": output_names(plan.spec.single_file)} if plan.spec.single_file else {}),
-        "inputs": [asdict(file) for file in plan.files],
+        "inputs": [file.to_json() for file in plan.files],
     }
     head = json.dumps(content, indent=2).removesuffix("\n}")
     return "\n".join([f'{head},\n  "parts": [', ",\n".join(lines), "  ]\n}\n"])

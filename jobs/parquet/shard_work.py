@@ -94,7 +94,7 @@ class ShardWork(OpenTask):
         cls, context: JobContext, run: str, plan_path: str, shard: int, redo_damaged: bool = False
     ) -> ShardWork:
         """Find the shard in its plan. Raises PlanDamaged when the three do not belong together."""
-        storage = Storage(context.data_roots, context.check_interrupted)
+        storage = Storage.of(context)
         plan = trusted_plan(storage, plan_path, run, context.files)
         if shard >= len(plan.shards):
             raise PlanDamaged(plan_path, f"it has {len(plan.shards)} shards, none numbered {shard}")

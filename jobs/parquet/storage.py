@@ -7,14 +7,28 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import pyarrow as pa
 
-from ..context import never_interrupted
-from ..errors import CorruptParquet, CorruptTable, DiskFull, InputError, InputNotFound, OutputNotWritable
+from ..context import JobContext, never_interrupted
+from ..errors import (
+    CorruptParquet,
+    CorruptTable,
+    DiskFull,
+    InputError,
+    InputNotFound,
+    OutputNotWritable,
+    PathOutsideRoots,
+)
+from ..runs.paths import is_stored, run_path
 from .filesystem import Entry, FileStat, Filesystem
 from .local_files import LocalFiles
+
+try:
+    from .object_files import ObjectFiles
+except ImportError:  # obstore is not installed: the extra `cloud` brings it
+    ObjectFiles = None  # type: ignore[assignment,misc]
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _SIZE_ASKED = re.compile(r"of size (\d+)")  # pyarrow's error has no other place for it
@@ -36,14 +50,33 @@ class Storage:
     """All the places where a run's files may lie. See Filesystem, of which each path has one."""
 
     def __init__(
-        self, roots: Sequence[str], check_interrupted: Callable[[], None] = never_interrupted
+        self,
+        roots: Sequence[str],
+        check_interrupted: Callable[[], None] = never_interrupted,
+        timeout_s: float = 300.0,
     ) -> None:
-        """check_interrupted: called before what may take time, and before any of it is done."""
+        """roots: of local files, and of objects as run_path returns them. check_interrupted: called before
+        what may take time, and before any of it is done. timeout_s: in which a store has to serve."""
         self.check_interrupted = check_interrupted
-        self._local = LocalFiles(roots, check_interrupted)
+        self._roots = tuple(roots)
+        self._local = LocalFiles([root for root in roots if not is_stored(root)], check_interrupted)
+        stored = [root for root in roots if is_stored(root)]
+        self._stored: Filesystem | None = None
+        if stored and ObjectFiles is not None:
+            self._stored = ObjectFiles(stored, check_interrupted, timeout_s)
+
+    @classmethod
+    def of(cls, context: JobContext) -> Self:
+        """Return the storage of a job."""
+        return cls(context.data_roots, context.check_interrupted, context.file_timeout_s)
 
     def _of(self, path: str) -> Filesystem:
-        return self._local
+        """Return what holds a path, resolved or not."""
+        if not is_stored(path.lower()):
+            return self._local
+        if self._stored is None:
+            raise PathOutsideRoots(run_path(path), ":".join(self._roots))
+        return self._stored
 
     def resolve(self, path: str) -> str:
         return self._of(path).resolve(path)

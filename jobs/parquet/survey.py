@@ -65,7 +65,7 @@ def survey_parquet(
             "a preview or dry run looks at one prompt of a row, as later ones are made of answers: name one"
         )
     spec.check_sampling(context.check_sampling)
-    storage = Storage(context.data_roots, context.check_interrupted)
+    storage = Storage.of(context)
     found = find_files(storage, spec.input, spec.output, spec.input_format)
     limit = context.shard_bytes.limit
     inputs = read_inputs(

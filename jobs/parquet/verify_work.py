@@ -56,7 +56,7 @@ class VerifyWork(OpenTask):
 
     def __init__(self, context: JobContext, run: str, plan_path: str, sample: RowSample, seed: int) -> None:
         """Read the rows and what the run has of them. Raises RunError, InvalidValue or NoRoomYet."""
-        storage = Storage(context.data_roots, context.check_interrupted)
+        storage = Storage.of(context)
         plan = trusted_plan(storage, plan_path, run, context.files)
         files = tuple(replace(file, path=storage.resolve(file.path)) for file in plan.files)
         self._plan = plan = replace(plan, files=files)

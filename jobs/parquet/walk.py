@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ..errors import SearchTooLong
-from ..runs.paths import local_path
+from ..runs.paths import run_path
 from .filesystem import Entry
 from .storage import Storage, glob_chars
 
@@ -32,7 +32,7 @@ class Folder(NamedTuple):
         """Return the real path of what is in this folder. Raises PathOutsideRoots, or InvalidValue for a name
         that is not UTF-8."""
         path = os.path.join(self.path, entry.name)
-        return storage.resolve(path) if entry.is_link else local_path(path)
+        return storage.resolve(path) if entry.is_link else run_path(path)
 
     def child(self, entry: Entry, storage: Storage) -> Folder | None:
         """Return a folder in this one; None for a link that leads back. Raises PathOutsideRoots."""

@@ -19,7 +19,7 @@ from .holders import Holder, holders
 from .left_jobs import LeftJob, asked_to_redo, read_left
 from .names import shard_job_id
 from .output import RunOutput
-from .paths import local_path
+from .paths import run_path
 from .plan import MAX_SHARDS
 from .run_index import list_in_index
 from .spec import RunSpec, check_queue_name
@@ -78,7 +78,7 @@ def submit_run(
     state = RunState(connection, spec.run)
     # The output as it was named: which real path it has is for the worker to say.
     own = {
-        "output": local_path(arguments["output"]),
+        "output": run_path(arguments["output"]),
         "queue": queue_name,
         "model": model,
         "redo_damaged": redo_damaged,

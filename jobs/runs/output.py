@@ -12,7 +12,7 @@ from ..common.keys import run_folder_key
 from ..errors import JobsError, PlanDamaged, UnknownRun
 from .key_types import wrong_types_told
 from .names import MANIFEST, PARTS, PLAN, SUCCESS, is_run_id, part_shard
-from .paths import local_path
+from .paths import is_stored, real_path, run_path
 from .plan import PinnedModel, Plan
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
     try:
         output = _read_output(name)
     except UnknownRun:
-        key = run_folder_key(os.path.realpath(local_path(name)))
+        key = run_folder_key(real_path(run_path(name)))
         with wrong_types_told(connection, {key: "string"}):
             found: Any = connection.get(key)
         run = stored.text(found or b"")
@@ -62,7 +62,8 @@ def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
 def output_here(folder: str, run: str) -> RunOutput | None:
     """Return what the folder holds of a run; None where it is not on this machine, or holds another."""
     try:
-        if not os.path.isfile(os.path.join(local_path(folder), PLAN)):  # whoever writes into Redis names it
+        path = run_path(folder)
+        if is_stored(path) or not os.path.isfile(os.path.join(path, PLAN)):  # Redis' writers name it
             return None
         output = _read_output(folder)
     except JobsError:
@@ -71,7 +72,9 @@ def output_here(folder: str, run: str) -> RunOutput | None:
 
 
 def _read_output(name: str) -> RunOutput:
-    folder = local_path(name)
+    folder = run_path(name)
+    if is_stored(folder):  # workers alone have a store's keys
+        raise UnknownRun(name)
     path = os.path.join(folder, PLAN)
     try:
         with open(path, encoding="utf-8") as file:

@@ -60,8 +60,9 @@ class PlannedFile:
     """An input file as it was planned: size in bytes, rows, what its contents are told by, and its values in
     the plan's added columns.
 
-    mtime_ns: its modification time, Unix nanoseconds; a file with another one is looked at more closely, and
-    is the same if all else is. blocks: of a text file, its row groups.
+    mtime_ns, etag: its modification time, Unix nanoseconds, and what its store calls this state of it; a file
+    with another one is looked at more closely, and is the same if all else is. blocks: of a text file, its
+    row groups.
     """
 
     path: str
@@ -71,6 +72,11 @@ class PlannedFile:
     fingerprint: str
     values: tuple[Any, ...] = ()
     blocks: tuple[Block, ...] = ()
+    etag: str = field(default="", compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        content = asdict(self)
+        return content if self.etag else {name: content[name] for name in content if name != "etag"}
 
 
 class Shard(NamedTuple):
@@ -171,7 +177,7 @@ class Plan:
             "input_format": self.input_format,
             "columns": self.columns,
             "repeated": self.repeated,
-            "files": [asdict(file) for file in self.files],
+            "files": [file.to_json() for file in self.files],
             "shard_fields": Shard._fields,
         }
         # One by one: at once, ten thousand shards would leave 10 MiB of small strings in the worker's heap.

@@ -25,7 +25,7 @@ from .formats import OPENAI_BATCH, parse_format, parse_single_file
 from .label_options import check_labels
 from .names import PARTS
 from .option_checks import column_name
-from .paths import local_path
+from .paths import real_path, run_path
 from .prompt_steps import PromptStep, make_steps, parse_prompts
 from .template import Template
 
@@ -123,7 +123,7 @@ class RunSpec:
         is_chat = messages_column is not None or isinstance(template, list)
         spec = cls(
             input=_inputs(input),
-            output=os.path.realpath(local_path(output)),
+            output=real_path(run_path(output)),
             prompt_column=column_name("prompt_column", prompt_column) if from_prompt else None,
             messages_column=None
             if messages_column is None
@@ -306,7 +306,7 @@ def _inputs(value: Any) -> list[str]:
     if not items:
         raise InvalidJob("input is an empty list: name at least one file, folder or glob")
     check_num_files(len(items))
-    return [local_path(item) for item in items]
+    return [run_path(item) for item in items]
 
 
 def check_num_files(found: int) -> None:

@@ -195,7 +195,7 @@ def test_wrong_arguments_of_a_run_are_refused_before_anything_is_read(
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("path", ["s3://bucket/a", "http://host/a", "gs://a", "file://elsewhere/a"])
+@pytest.mark.parametrize("path", ["hdfs://host/a", "http://host/a", "s3a://bucket/a", "file://elsewhere/a"])
 def test_storages_that_are_not_built_are_refused_by_name(path: str) -> None:
     with pytest.raises(UnsupportedScheme, match=path):
         make_spec(input=path)
@@ -203,12 +203,41 @@ def test_storages_that_are_not_built_are_refused_by_name(path: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["s3://id:s3cret@bucket/a?key=s3cret", "file://id:s3cret@elsewhere/a", "file://[s3cret@x/a#s3cret"],
+    ["ftp://id:s3cret@bucket/a?key=s3cret", "file://id:s3cret@elsewhere/a", "file://[s3cret@x/a#s3cret"],
 )
 def test_the_keys_in_a_uri_are_not_repeated(path: str) -> None:
     with pytest.raises(UnsupportedScheme) as caught:
         make_spec(input=path)
     assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "s3://id:s3cret@bucket/a?key=s3cret",
+        "S3://bucket/a?s3cret",
+        "gs://bucket/a#s3cret",
+        "az://id:s/s3cret@a",
+    ],
+)
+def test_a_store_s_keys_belong_into_no_path(path: str) -> None:
+    with pytest.raises(InvalidJob, match="keys for the store belong into") as caught:
+        make_spec(input=path)
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "path", ["s3://bucket/../a", "s3://bucket/a//b", "s3://bucket/./a", "gs://bucket/a/.."]
+)
+def test_an_object_s_path_has_no_empty_segment_and_no_dots(path: str) -> None:
+    with pytest.raises(InvalidJob, match=r"an empty segment, '\.' or '\.\.'"):
+        make_spec(input=path)
+
+
+def test_an_object_s_path_stays_as_it_is_written() -> None:
+    spec = make_spec(input=["S3://Bucket/a b/ä%20/k=v/", "gs://b", "az://c/*.parquet"], output="s3://b/out/")
+    assert spec.input == ["s3://Bucket/a b/ä%20/k=v", "gs://b", "az://c/*.parquet"]
+    assert spec.output == "s3://b/out"
 
 
 LONG = "a secret prompt " * 100

@@ -106,6 +106,20 @@ def test_a_root_that_is_no_folder_is_named(tmp_path: Path, monkeypatch: pytest.M
         load(monkeypatch, tmp_path, TOKENMILL_DATA_ROOTS="/nowhere")
 
 
+def test_object_stores_stand_among_the_folders_of_the_data_roots(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("obstore", reason="the extra `cloud` is not installed")
+    stores = ["s3://bucket/a b", "gs://bucket", "az://container/x"]
+    roots = ":".join([str(tmp_path), "S3://bucket/a b/", *stores[1:], "/"])
+    assert load(monkeypatch, tmp_path, TOKENMILL_DATA_ROOTS=roots).data_roots == (str(tmp_path), *stores, "/")
+    with pytest.raises(SettingsError, match="is no object's path"):
+        load(monkeypatch, tmp_path, TOKENMILL_DATA_ROOTS="s3://bucket/a?key")
+    monkeypatch.setattr("worker.settings.find_spec", lambda name: None)
+    with pytest.raises(SettingsError, match=r"pip install 'tokenmill\[worker,cloud\]'"):
+        load(monkeypatch, tmp_path, TOKENMILL_DATA_ROOTS="s3://bucket/a")
+
+
 @pytest.mark.parametrize("name", ["jobs.mine.f", "worker.tasks.f", "engine.f"])
 def test_a_function_in_a_package_of_our_names_is_refused_with_the_reason(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

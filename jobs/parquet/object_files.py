@@ -1,0 +1,238 @@
+"""Files in object stores: Amazon S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage.
+
+A store has no folders, links or renames. What takes their place: an object is put there whole or not at all;
+`publish` is a copy within the store that fails where its target is; `replace` is a copy that fails where its
+source was removed. Both are one request that the store carries out, or refuses, whenever a worker that was
+frozen sends it. A mark cannot be taken away on a condition: whoever withdraws an end removes the mark while
+its claim is there, and if it was frozen just then, may remove the mark of an end that came in between. It
+finds its claim gone then, looks again, and the run is ended once more by whoever withdrew it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import obstore
+import pyarrow as pa
+
+from ..context import never_interrupted
+from ..errors import InputNotFound, PathOutsideRoots
+from ..runs.names import temporary_name
+from ..runs.paths import run_path
+from .confined import root_of
+from .filesystem import Entry, FileStat, Filesystem
+from .object_requests import Requests, opened_store
+from .object_streams import CHUNK_BYTES, ObjectReader, ObjectSink, ObjectWriter
+from .store_errors import StoreUnfit
+
+#: What a store copies in one request.
+MAX_COPY_BYTES = 5 << 30
+
+#: Chunks of one object that are on their way at a time.
+_CONCURRENCY = 2
+
+#: The buckets that have shown that they keep what is there. Shared by all threads.
+_fit: set[tuple[str, str]] = set()
+
+
+class ObjectFiles(Filesystem):
+    """Objects below the data roots that are prefixes in stores."""
+
+    def __init__(
+        self,
+        roots: Sequence[str],
+        check_interrupted: Callable[[], None] = never_interrupted,
+        timeout_s: float = 300.0,
+    ) -> None:
+        """roots: as run_path returns them. timeout_s: in which a store has to serve."""
+        self._roots, self._timeout_s = tuple(roots), timeout_s
+        self._requests = Requests(check_interrupted, timeout_s)
+
+    def resolve(self, path: str) -> str:
+        path = run_path(path)
+        self._place(path)
+        return path
+
+    def stat(self, path: str) -> FileStat | None:
+        found = self._head(path)
+        return found and FileStat(
+            found["size"], int(found["last_modified"].timestamp() * 1e9), found["e_tag"] or ""
+        )
+
+    def what_is_there(self, path: str) -> str:
+        return "it is gone"
+
+    def is_folder(self, path: str) -> bool:
+        """Whether it is a prefix of objects, and none itself."""
+        found = self.look(path)
+        return found is not None and found.is_folder
+
+    def look(self, path: str) -> Entry | None:
+        store, key = self._place(path)
+        name = os.path.basename(path)
+        if key and self._head(path) is not None:
+            return Entry(name, False, False)
+        first: Any = self._make(path, lambda: _first_below(store, key))
+        return Entry(name, True, False) if first or not key else None
+
+    @contextmanager
+    def scan(self, folder: str) -> Iterator[Iterator[Entry]]:
+        """Lend what a prefix holds; an object that is a prefix of others counts as a folder."""
+        store, key = self._place(folder)
+        found: Any = self._make(folder, lambda: obstore.list_with_delimiter(store, key or None))
+        folders = {os.path.basename(prefix) for prefix in found["common_prefixes"]}
+        files = {os.path.basename(each["path"]) for each in found["objects"] if each["path"] != key}
+        entries = [*(Entry(name, True, False) for name in folders)]
+        entries += (Entry(name, False, False) for name in files - folders)
+        yield iter(entries)
+
+    def make_folder(self, path: str) -> None:
+        """Nothing is to be made. Raises StoreUnfit where two workers could overwrite each other's parts."""
+        store, key = self._place(path)
+        place = path.partition("://")[0], path.split("/")[2]
+        if place in _fit:
+            return
+        name = f"{key}/{temporary_name(secrets.token_hex(8), '_probe')}".lstrip("/")
+        try:
+            self._make(path, lambda: obstore.put(store, name, b"probe"))
+            with suppress(FileExistsError):  # the reply to a first try was lost
+                self._make(path, lambda: obstore.copy(store, name, f"{name}.tmp", overwrite=False))
+            try:
+                self._make(path, lambda: obstore.copy(store, name, f"{name}.tmp", overwrite=False))
+            except FileExistsError:
+                _fit.add(place)
+            else:
+                raise StoreUnfit(path, "overwrites what is there (it heeds no If-None-Match)")
+        finally:
+            for each in (name, f"{name}.tmp"):
+                with suppress(FileNotFoundError):
+                    self._make(path, lambda each=each: obstore.delete(store, each))  # type: ignore[misc]
+
+    def open_input(self, path: str) -> Any:
+        store, key = self._place(path)
+        found = self._head(path)
+        if found is None:
+            raise InputNotFound(path)
+        own = {"if_match": found["e_tag"]} if found["e_tag"] else {}
+
+        def fetch(start: int, end: int) -> bytes:
+            options: Any = {"range": (start, end), **own}
+            found: bytes = self._make(path, lambda: bytes(obstore.get(store, key, options=options).bytes()))
+            return found
+
+        return pa.PythonFile(ObjectReader(fetch, found["size"]), mode="r")
+
+    def open_output(self, path: str) -> Any:
+        store, key = self._place(path)
+        return ObjectSink(
+            ObjectWriter(
+                lambda contents: self._put(path, contents),
+                lambda chunks: self._make_once(path, lambda: _put_chunks(store, key, chunks)),
+                self._requests.check_interrupted,
+            ),
+            "w",
+        )
+
+    def reopen_output(self, path: str) -> Any:
+        return None if self._head(path) is None else self.open_output(path)
+
+    def rewrite(self, path: str, contents: bytes) -> bool:
+        if self._head(path) is None:
+            return False
+        self._put(path, contents)
+        return True
+
+    def make_void(self, path: str, text: str) -> None:
+        self._put(path, text.encode())
+
+    def publish(self, temporary: str, target: str) -> bool:
+        store, key = self._place(target)
+        try:
+            self._make(
+                target, lambda: obstore.copy(store, self._key(temporary, target), key, overwrite=False)
+            )
+        except FileExistsError:  # perhaps by this very copy, if its reply was lost: what counts is there
+            return False
+        except FileNotFoundError:
+            # Whoever finished the run removed leftovers, this file among them.
+            if self._head(target) is None:
+                raise
+            return False
+        return True
+
+    def replace(self, temporary: str, target: str) -> bool:
+        store, key = self._place(target)
+        source, found = self._key(temporary, target), self._head(temporary)
+        if found is None:
+            return False
+        try:
+            if found["size"] <= MAX_COPY_BYTES:
+                self._make(target, lambda: obstore.copy(store, source, key))
+            else:
+                chunks = self._chunks(temporary, found["size"])
+                self._make_once(target, lambda: _put_chunks(store, key, chunks))
+        except FileNotFoundError:
+            return False
+        self.remove(temporary)
+        return True
+
+    def rename(self, path: str, target: str) -> bool:
+        if self._head(path) is None:
+            return False
+        self.remove(target)
+        return self.remove(path)
+
+    def remove(self, path: str) -> bool:
+        store, key = self._place(path)
+        if self._head(path) is None:
+            return False
+        with suppress(FileNotFoundError):
+            self._make(path, lambda: obstore.delete(store, key))
+        return True
+
+    def _chunks(self, path: str, size: int) -> Iterator[bytes]:
+        with self.open_input(path) as source:
+            while source.tell() < size:
+                yield source.read(CHUNK_BYTES)
+
+    def _put(self, path: str, contents: bytes) -> None:
+        store, key = self._place(path)
+        self._make(path, lambda: obstore.put(store, key, contents, use_multipart=False))
+
+    def _head(self, path: str) -> Any:
+        store, key = self._place(path)
+        try:
+            return self._make(path, lambda: obstore.head(store, key))
+        except FileNotFoundError:
+            return None
+
+    def _make(self, path: str, request: Callable[[], Any]) -> Any:
+        return self._requests.make(path, request)
+
+    def _make_once(self, path: str, request: Callable[[], Any]) -> None:
+        """Make a request that cannot be made again: obstore alone tries its parts again."""
+        Requests(never_interrupted, 0.0).make(path, request)
+
+    def _place(self, path: str) -> tuple[Any, str]:
+        """Return the client of a path's bucket, and the path's key. Raises PathOutsideRoots."""
+        if root_of(path, self._roots) is None:
+            raise PathOutsideRoots(path, ":".join(self._roots))
+        scheme, _, rest = path.partition("://")
+        bucket, _, key = rest.partition("/")
+        return opened_store(scheme, bucket, self._timeout_s), key
+
+    def _key(self, path: str, target: str) -> str:
+        """Return the key of what is beside a target."""
+        return self._place(os.path.join(os.path.dirname(target), os.path.basename(path)))[1]
+
+
+def _first_below(store: Any, key: str) -> Any:
+    return next(iter(obstore.list(store, key or None, chunk_size=1)), None)
+
+
+def _put_chunks(store: Any, key: str, chunks: Iterator[bytes]) -> None:
+    obstore.put(store, key, chunks, use_multipart=True, chunk_size=CHUNK_BYTES, max_concurrency=_CONCURRENCY)

@@ -1,0 +1,434 @@
+"""Runs whose files lie in an object store."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from redis import Redis
+
+pytest.importorskip("obstore", reason="the extra `cloud` is not installed")
+pytest.importorskip("moto", reason="moto, a server of the S3 protocol for tests, is not installed")
+
+import obstore
+from obstore.store import MemoryStore
+
+from jobs import errors
+from jobs.context import JobContext
+from jobs.parquet import object_files, object_requests, object_streams, store_errors
+from jobs.parquet.find_files import find_files
+from jobs.parquet.planner import Submission, plan_run
+from jobs.parquet.storage import Storage
+from jobs.runs.spec import RunSpec
+from jobs.runs.state import RunState
+from tests.jobs.killing import Fuse, FusedRedis, FusedStorage, Killed
+from tests.jobs.s3_server import BUCKET, S3, Fault, FaultyProxy, running_s3, use_environment
+from tests.jobs.test_kills import finish, open_work, release_lock
+
+MakeContext = Callable[[], JobContext]
+ROOT = f"s3://{BUCKET}/data"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3]:
+    with running_s3() as s3:
+        yield s3
+
+
+@pytest.fixture
+def s3(server: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
+    use_environment(monkeypatch, server.environment())
+    monkeypatch.setattr(object_requests, "FIRST_WAIT_S", 0.02)
+    object_requests.opened_store.cache_clear()
+    server.empty()
+    return server
+
+
+@pytest.fixture
+def proxy(s3: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    found = FaultyProxy(s3.url)
+    use_environment(monkeypatch, s3.environment(found.url))
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def context(make_context: MakeContext, tmp_path: Path) -> JobContext:
+    return replace(make_context(), data_roots=(str(tmp_path.resolve()), ROOT), file_timeout_s=20.0)
+
+
+def rows(count: int, letter: str = "p") -> pa.Table:
+    return pa.table({"prompt": [f"{letter}{n}" for n in range(count)], "id": list(range(count))})
+
+
+def whole_run(shards: int) -> set[str]:
+    """Return the names of a finished run's files."""
+    return {"_SUCCESS", "_manifest.json", "_plan.json", *(f"part-{n:05d}.parquet" for n in range(shards))}
+
+
+def run_all(context: JobContext, spec: RunSpec, storage: Storage | None = None) -> dict[str, Any]:
+    storage = storage or Storage.of(context)
+    planned = plan_run(context, storage, spec, Submission("bulk"))
+    for shard in range(planned["shards"]):
+        finish(open_work(context, spec, shard, storage))
+    return plan_run(context, storage, spec, Submission("bulk"))
+
+
+def spec_of(source: Any, output: str = f"{ROOT}/out", **options: Any) -> RunSpec:
+    return RunSpec.from_arguments(source, output, rows_per_shard=2, **options)
+
+
+@pytest.mark.parametrize(
+    ("places", "input_format"),
+    [
+        ("store to disk", "parquet"),
+        ("disk to store", "parquet"),
+        *(("store to store", name) for name in ("parquet", "csv", "jsonl", "arrow")),
+    ],
+)
+def test_a_run_goes_from_any_place_to_any_other(
+    s3: S3, context: JobContext, tmp_path: Path, places: str, input_format: str
+) -> None:
+    table, contents = rows(5), io.BytesIO()
+    if input_format == "parquet":
+        pq.write_table(table, contents, row_group_size=2)
+    elif input_format == "arrow":
+        with pa.ipc.new_file(contents, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    elif input_format == "csv":
+        contents.write(b"prompt,id\n" + b"".join(b"p%d,%d\n" % (n, n) for n in range(5)))
+    else:
+        contents.write(b"".join(b'{"prompt": "p%d", "id": %d}\n' % (n, n) for n in range(5)))
+    name = f"in.{input_format}"
+    s3.put(f"data/{name}", contents.getvalue())
+    (tmp_path / name).write_bytes(contents.getvalue())
+    source = str(tmp_path / name) if places.startswith("disk") else f"{ROOT}/{name}"
+    output = str(tmp_path / "out") if places.endswith("disk") else f"{ROOT}/out"
+    done = run_all(context, spec_of(source, output))
+    assert (done["rows"], done["run_finished"], done["output"]) == (5, True, output)
+    if places.endswith("disk"):
+        found = pq.read_table(tmp_path / "out").to_pylist()
+        assert (tmp_path / "out" / "_SUCCESS").exists()
+    else:
+        found = s3.rows("data/out")
+        names = {key.removeprefix("data/out/") for key in s3.names("data/out/")}
+        assert names == whole_run(3)
+        assert json.loads(s3.get("data/out/_manifest.json"))["rows"] == 5
+        assert s3.get("data/out/_SUCCESS") == b""
+    assert [(int(row["id"]), row["completion"]) for row in found] == [(n, f"P{n}") for n in range(5)]
+    assert s3.uploads() == []
+
+
+def test_folders_globs_and_their_keys_are_found_in_a_store(s3: S3, context: JobContext) -> None:
+    s3.put("data/in/", b"")  # what a console makes of a new folder
+    for day in (1, 2):
+        s3.put_rows(f"data/in/day={day}/a.parquet", rows(1, f"d{day}-"))
+        s3.put_rows(f"data/in/day={day}/b.parquet", rows(1, f"e{day}-"))
+    s3.put_rows("data/in/_hidden/c.parquet", rows(1))
+    s3.put("data/in/day=1/notes.txt", b"")
+    days = {
+        f"{ROOT}/in": [("1", "day=1/a"), ("1", "day=1/b"), ("2", "day=2/a"), ("2", "day=2/b")],
+        f"{ROOT}/in/day=*/b.parquet": [("1", "day=1/b"), ("2", "day=2/b")],
+        f"{ROOT}/in/**/[a]*.parquet": [("1", "day=1/a"), ("2", "day=2/a")],
+        f"{ROOT}/in/day=2": [("day=2/a",), ("day=2/b",)],
+    }
+    for source, expected in days.items():
+        found = find_files(Storage.of(context), [source], f"{ROOT}/out")
+        assert [
+            (*(value for _, value in each.keys), each.path[len(ROOT) + 4 : -len(".parquet")])
+            for each in found
+        ] == expected
+    run_all(context, spec_of(f"{ROOT}/in"))
+    assert [row["day"] for row in s3.rows("data/out")] == [1, 1, 2, 2]
+    with pytest.raises(errors.InputNotFound):
+        find_files(Storage.of(context), [f"{ROOT}/nothing/*.parquet"], f"{ROOT}/out")
+
+
+@pytest.mark.parametrize("single_file", [True, "jsonl", "csv", "arrow"])
+def test_the_one_output_file_is_put_into_the_store(s3: S3, context: JobContext, single_file: Any) -> None:
+    s3.put_rows("data/in.parquet", rows(5))
+    run_all(context, spec_of(f"{ROOT}/in.parquet", single_file=single_file))
+    suffix = "parquet" if single_file is True else single_file
+    contents = s3.get(f"data/out/output.{suffix}")
+    if single_file is True:
+        assert pq.read_table(io.BytesIO(contents))["completion"].to_pylist() == [f"P{n}" for n in range(5)]
+    else:
+        assert contents.count(b"P") >= 5
+    assert not [key for key in s3.names() if "_tmp" in key]
+
+
+def test_openai_batch_files_are_read_from_and_written_to_a_store(s3: S3, context: JobContext) -> None:
+    body = {"model": "m", "prompt": "hello", "max_tokens": 3}
+    line = {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": body}
+    s3.put("data/batch.jsonl", json.dumps(line).encode() + b"\n")
+    run_all(
+        context, RunSpec.from_arguments(f"{ROOT}/batch.jsonl", f"{ROOT}/out", input_format="openai-batch")
+    )
+    answer = json.loads(s3.get("data/out/output.jsonl"))
+    assert (answer["custom_id"], answer["response"]["body"]["choices"][0]["text"]) == ("one", "HELLO")
+    assert s3.get("data/out/errors.jsonl") == b""
+
+
+@pytest.mark.parametrize(
+    "path", [f"s3://{BUCKET}/data2/in", f"s3://{BUCKET}", "s3://other/data/in", f"gs://{BUCKET}/data/in"]
+)
+def test_what_lies_outside_the_roots_is_neither_asked_for_nor_written(
+    proxy: FaultyProxy, context: JobContext, path: str
+) -> None:
+    with pytest.raises(errors.PathOutsideRoots, match=ROOT):
+        plan_run(context, Storage.of(context), spec_of(path), Submission("bulk"))
+    with pytest.raises(errors.PathOutsideRoots, match=ROOT):
+        plan_run(context, Storage.of(context), spec_of(f"{path}/*"), Submission("bulk"))
+    with pytest.raises(errors.PathOutsideRoots, match=ROOT):
+        plan_run(context, Storage.of(context), spec_of(f"{ROOT}/in", path), Submission("bulk"))
+    assert proxy.requests == 0
+    with pytest.raises(errors.PathOutsideRoots):  # a worker without any store among its roots
+        Storage((str(Path.cwd()),)).resolve(path)
+
+
+def test_of_two_executions_of_a_shard_one_puts_its_part_in_place(
+    s3: S3, context: JobContext, redis: Redis
+) -> None:
+    s3.put_rows("data/in.parquet", rows(2))
+    spec, storage = spec_of(f"{ROOT}/in.parquet"), Storage.of(context)
+    plan_run(context, storage, spec, Submission("bulk"))
+    slow, fast = (
+        open_work(replace(context, execution_id=each), spec, 0, storage) for each in ("slow", "fast")
+    )
+    finish(fast)
+    before = s3.get("data/out/part-00000.parquet")
+    finish(slow)
+    assert s3.get("data/out/part-00000.parquet") == before
+    assert not [key for key in s3.names() if "_tmp" in key]
+    storage.make_void(f"{ROOT}/out/_tmp.x", "other")
+    assert storage.publish(f"{ROOT}/out/_tmp.x", f"{ROOT}/out/part-00000.parquet") is False
+    assert s3.get("data/out/part-00000.parquet") == before
+
+
+def test_a_missing_and_a_damaged_part_are_computed_again(s3: S3, context: JobContext) -> None:
+    s3.put_rows("data/in.parquet", rows(6))
+    spec = spec_of(f"{ROOT}/in.parquet")
+    run_all(context, spec)
+    s3.delete("data/out/part-00001.parquet")
+    planned = plan_run(context, Storage.of(context), spec, Submission("bulk"))
+    assert (planned["shards_missing"], planned["run_finished"]) == (1, False)
+    assert "data/out/_SUCCESS" not in s3.names()
+    assert run_all(context, spec)["run_finished"]
+    s3.put("data/out/part-00002.parquet", b"nonsense")
+    storage = Storage.of(context)
+    with pytest.raises(errors.PartDamaged):
+        plan_run(context, storage, spec, Submission("bulk"))
+    plan_run(context, storage, spec, Submission("bulk", redo_damaged=True))
+    plan = object_plan(context, spec)
+    finish(plan)
+    assert [row["completion"] for row in s3.rows("data/out")] == [f"P{n}" for n in range(6)]
+    assert "data/out/_SUCCESS" in s3.names()
+
+
+def object_plan(context: JobContext, spec: RunSpec) -> Any:
+    from jobs.parquet.run_folder import RunFolder
+    from jobs.parquet.shard_work import ShardWork, trusted_plan
+
+    storage = Storage.of(context)
+    plan = trusted_plan(storage, f"{spec.output}/_plan.json", spec.run, context.files)
+    folder = RunFolder(storage, plan, RunState(context.connection, spec.run), context.execution_id)
+    return ShardWork(context, folder, 2, redo_damaged=True)
+
+
+def test_an_input_that_was_replaced_is_told_and_one_that_was_put_again_is_not(
+    s3: S3, context: JobContext
+) -> None:
+    s3.put_rows("data/in.parquet", rows(4))
+    spec, storage = spec_of(f"{ROOT}/in.parquet"), Storage.of(context)
+    plan_run(context, storage, spec, Submission("bulk"))
+    same = s3.get("data/in.parquet")
+    s3.put("data/in.parquet", same)
+    finish(open_work(context, spec, 0, storage))
+    other = bytearray(same)
+    place = other.index(b"p3")
+    other[place : place + 2] = b"x3"  # the same size, and within the same second perhaps
+    s3.put("data/in.parquet", bytes(other))
+    with pytest.raises(errors.InputChanged, match="other contents"):
+        open_work(context, spec, 1, storage)
+
+
+def failing(fault: Fault, times: int, method: str = "", path: str = "") -> Callable[[str, str], Fault | None]:
+    left = [times]
+
+    def choose(asked: str, where: str) -> Fault | None:
+        if left[0] and method in asked and path in where:
+            left[0] -= 1
+            return fault
+        return None
+
+    return choose
+
+
+@pytest.mark.parametrize("fault", ["503", "cut", "lost"])
+def test_a_store_that_fails_for_moments_costs_nothing(
+    s3: S3, proxy: FaultyProxy, context: JobContext, fault: Fault
+) -> None:
+    seen: Counter[str] = Counter()
+
+    def choose(method: str, path: str) -> Fault | None:
+        kind = f"{method} {sorted(parse_qs(urlsplit(path).query, keep_blank_values=True))}"
+        seen[kind] += 1
+        return fault if seen[kind] in (1, 3) else None
+
+    s3.put_rows("data/in.parquet", rows(2))
+    proxy.choose = choose
+    done = run_all(context, spec_of(f"{ROOT}/in.parquet"))
+    assert done["run_finished"]
+    assert len(seen) > 6
+    assert [row["completion"] for row in s3.rows("data/out")] == ["P0", "P1"]
+    assert not [name for name in s3.names() if "_tmp" in name]
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "says"),
+    [
+        ("403", store_errors.StoreRefused, "in.parquet refuses it"),
+        ("expired", store_errors.StoreRefused, "ExpiredToken: The provided token has expired"),
+        ("503", store_errors.StoreUnreachable, "SlowDown"),
+        ("cut", store_errors.StoreUnreachable, "TOKENMILL_FILE_TIMEOUT_S"),
+    ],
+)
+def test_a_store_that_goes_on_failing_fails_the_run_by_name(
+    s3: S3, proxy: FaultyProxy, context: JobContext, fault: Fault, error: type[Exception], says: str
+) -> None:
+    s3.put_rows("data/in.parquet", rows(2))
+    spec, brief = spec_of(f"{ROOT}/in.parquet"), replace(context, file_timeout_s=0.5)
+    proxy.choose = failing(fault, 10**6, "GET")
+    with pytest.raises(error, match=says):
+        plan_run(brief, Storage.of(brief), spec, Submission("bulk"))
+
+
+def test_a_bucket_that_is_not_there_is_told(s3: S3, context: JobContext) -> None:
+    elsewhere = replace(context, data_roots=("s3://no-such-bucket", ROOT))
+    s3.put_rows("data/in.parquet", rows(1))
+    storage = Storage.of(elsewhere)
+    with pytest.raises(store_errors.BucketNotFound, match="NoSuchBucket"):
+        plan_run(elsewhere, storage, spec_of("s3://no-such-bucket/in.parquet"), Submission("bulk"))
+    spec = spec_of(f"{ROOT}/in.parquet", "s3://no-such-bucket/out")
+    with pytest.raises(store_errors.BucketNotFound, match="NoSuchBucket"):
+        plan_run(elsewhere, storage, spec, Submission("bulk"))
+
+
+def test_a_store_that_overwrites_what_is_there_is_refused(
+    s3: S3, context: JobContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3.put_rows("data/in.parquet", rows(1))
+    monkeypatch.setattr(object_files, "_fit", set())
+    copy = obstore.copy
+    monkeypatch.setattr(object_files.obstore, "copy", lambda *each, overwrite=True: copy(*each))
+    with pytest.raises(store_errors.StoreUnfit, match="If-None-Match"):
+        plan_run(context, Storage.of(context), spec_of(f"{ROOT}/in.parquet"), Submission("bulk"))
+    assert s3.names("data/out") == []
+
+
+def test_nothing_is_left_of_an_object_whose_writing_fails(
+    s3: S3, context: JobContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_streams, "CHUNK_BYTES", 5 << 20)
+    storage, path = Storage.of(context), f"{ROOT}/large"
+
+    def fail() -> None:
+        with storage.open_output(path) as sink:
+            for _ in range(4):
+                sink.write(b"x" * (4 << 20))
+            assert s3.uploads() == ["data/large"]
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert (s3.names(), s3.uploads()) == ([], [])
+    with storage.open_output(path) as sink:
+        for letter in b"abcd":
+            sink.write(bytes([letter]) * (4 << 20))
+    assert s3.get("data/large") == b"".join(bytes([letter]) * (4 << 20) for letter in b"abcd")
+    assert s3.uploads() == []
+
+
+def test_an_object_is_read_in_few_pieces_and_little_memory(
+    s3: S3, proxy: FaultyProxy, context: JobContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_streams, "BLOCK_BYTES", 1000)
+    contents = bytes(n % 251 for n in range(20_500))
+    s3.put("data/file", contents)
+    with Storage.of(context).open_input(f"{ROOT}/file") as file:
+        assert file.size() == 20_500
+        before = proxy.requests
+        assert b"".join(iter(lambda: file.read(100), b"")) == contents
+        assert proxy.requests - before == 21
+        assert file.read_at(30, 20_490) == contents[20_490:]
+        assert file.read_at(5000, 600) == contents[600:5600]
+        assert proxy.requests - before == 22
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
+    """In the place of a server: obstore's own store, for many runs in little time."""
+    store = MemoryStore()
+    monkeypatch.setattr(object_files, "opened_store", lambda *each: store)
+    return store
+
+
+def test_no_kill_point_strands_a_run_in_a_store(
+    memory: MemoryStore, redis: Redis, context: JobContext, tmp_path: Path
+) -> None:
+    pq.write_table(rows(6), tmp_path / "in.parquet", row_group_size=2)
+    spec, step = spec_of(str(tmp_path / "in.parquet")), 0
+    while was_killed(context, spec, Fuse(step)):
+        release_lock(redis, spec)
+        assert run_all(context, spec)["run_finished"]
+        names = [each["path"] for page in obstore.list(memory) for each in page]
+        assert {name.removeprefix("data/out/") for name in names} == whole_run(3)
+        assert "finished" in RunState(redis, spec.run).facts()
+        redis.flushall()
+        obstore.delete(memory, names)
+        step += 4
+    assert step > 60
+
+
+def was_killed(context: JobContext, spec: RunSpec, fuse: Fuse) -> bool:
+    fused = replace(context, connection=FusedRedis(context.connection, fuse))
+    storage = FusedStorage(context.data_roots, fuse)
+    try:
+        plan_run(fused, storage, spec, Submission("bulk"))
+        for shard in range(3):
+            finish(open_work(fused, spec, shard, storage))
+    except Killed:
+        return True
+    return False
+
+
+def test_whoever_withdraws_an_end_too_late_ends_the_run_again(
+    memory: MemoryStore, context: JobContext, tmp_path: Path
+) -> None:
+    """Its store can take a mark away on no condition: here another execution ends the run just before."""
+    pq.write_table(rows(4), tmp_path / "in.parquet", row_group_size=2)
+    spec = spec_of(str(tmp_path / "in.parquet"))
+    run_all(context, spec)
+    obstore.delete(memory, "data/out/part-00001.parquet")
+
+    class Frozen(Storage):
+        frozen = False
+
+        def rename(self, path: str, target: str) -> bool:
+            if not self.frozen:
+                self.frozen = True
+                run_all(replace(context, execution_id="other"), spec)
+            return super().rename(path, target)
+
+    done = plan_run(context, Frozen(context.data_roots), spec, Submission("bulk"))
+    assert done["run_finished"]
+    assert bytes(obstore.get(memory, "data/out/_SUCCESS").bytes()) == b""
