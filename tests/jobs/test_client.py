@@ -130,7 +130,8 @@ def test_what_cannot_be_is_refused_before_anything_is_queued_or_written(
         ({"prompt": ["a"]}, {}, "expected paths, or a table"),
         ([], {}, "empty list"),
         (pd.DataFrame([[1, 2]], columns=["a", "a"]), {}, "columns named 'a'|Duplicate"),
-        ("s3://bucket/in", {}, "s3"),
+        ("hdfs://host/in", {}, "hdfs"),
+        (pd.DataFrame({"prompt": ["a"]}), {"input_folder": "s3://bucket/in"}, "input_folder on a disk"),
     ]
     for given, arguments, text in refused:
         with pytest.raises(errors.JobsError, match=text):
