@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -14,8 +14,13 @@ import pyarrow as pa
 from ..context import never_interrupted
 from ..errors import InputNotFound, PathOutsideRoots, PathSwapped
 from ..runs.paths import run_path
-from .confined import entered, links_refused, root_of
+from .confined import entered, is_link, links_refused, root_of
+from .exclusive_rename import rename_exclusively
 from .filesystem import Entry, FileStat, Filesystem
+from .store_errors import NotExclusive
+
+#: How filesystems say that they have no links, or no rename that replaces nothing.
+_NOT_BUILT = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
 class LocalFiles(Filesystem):
@@ -126,7 +131,13 @@ class LocalFiles(Filesystem):
     def make_void(self, path: str, text: str) -> None:
         """Make a name that leads to no file, and tells whoever lists the folder why."""
         with self._parent(path) as (folder, name), suppress(FileExistsError):
-            os.symlink(text, name, dir_fd=folder)
+            try:
+                os.symlink(text, name, dir_fd=folder)
+            except OSError as error:
+                if error.errno not in _NOT_BUILT:
+                    raise
+                with self.open_output(path) as sink:
+                    sink.write(text.encode())
 
     def publish(self, temporary: str, target: str) -> bool:
         """Put a written file in its place, in the same folder, without replacing; return False if the place
@@ -137,9 +148,7 @@ class LocalFiles(Filesystem):
         """
         with self._parent(target) as (folder, name):
             try:
-                self._place(
-                    os.path.basename(temporary), name, folder, partial(os.link, follow_symlinks=False)
-                )
+                self._place(os.path.basename(temporary), name, folder, _put_exclusively)
             except FileExistsError:
                 return False
             except FileNotFoundError:
@@ -169,8 +178,12 @@ class LocalFiles(Filesystem):
         return True
 
     def rename(self, path: str, target: str) -> bool:
-        """As `replace`, for what is no file with contents."""
+        """As `replace`, for what is no file with contents. A void that is no link, on a filesystem without
+        them, takes the target away as a store does (jobs.parquet.object_files)."""
         with self._parent(target) as (folder, name):
+            if _exists(os.path.basename(path), folder) and not is_link(os.path.basename(path), folder):
+                self.remove(target)
+                return self.remove(path)
             try:
                 os.replace(os.path.basename(path), name, src_dir_fd=folder, dst_dir_fd=folder)
             except FileNotFoundError:
@@ -215,6 +228,21 @@ def _opened(name: str, flags: int, folder: int) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _put_exclusively(written: str, name: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+    """Give a file a name that nothing has. Raises FileExistsError, or NotExclusive."""
+    try:
+        os.link(written, name, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NOT_BUILT:
+            raise
+        try:
+            rename_exclusively(written, name, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+        except OSError as other:
+            if other.errno not in _NOT_BUILT:
+                raise
+            raise NotExclusive(name, os.strerror(error.errno or 0)) from other
 
 
 def _sync(name: str, folder: int) -> None:

@@ -1,5 +1,6 @@
-"""What a run's files in an object store can fail with.
+"""What a place for a run's files can fail with: object stores, and filesystems without hard links.
 
+NotExclusive               a filesystem cannot put a file in its place without replacing
 StoreError
 ├── StoreRefused           a store does not let a worker do what it asks for
 │   ├── BucketNotFound     there is no such bucket
@@ -7,7 +8,17 @@ StoreError
 └── StoreUnreachable       it gave no answer, or asked to come back later, for too long
 """
 
-from ..errors import RunError
+from ..errors import OutputError, RunError
+
+
+class NotExclusive(OutputError):
+    """Raised when a filesystem cannot put a file in its place without replacing: (name, its reason)."""
+
+    fault = "server"
+    message = (
+        "{0} cannot be put in its place ({1}): its filesystem has neither hard links nor a rename that "
+        "replaces nothing, so that two workers could overwrite each other's parts; choose an output elsewhere"
+    )
 
 
 class StoreError(RunError):
