@@ -74,6 +74,7 @@ def test_every_call_that_changes_a_runs_files_is_one_before_which_somebody_freez
     in_code = {
         f"{path.name} os.{node.func.attr}"
         for path in (Path(jobs.__file__).parent / "parquet").glob("*.py")
+        if path.name != "given_table.py"  # which writes a table for its producer, before there is a run
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
         if isinstance(node.func.value, ast.Name) and node.func.value.id == "os" and node.func.attr in changing
