@@ -208,11 +208,21 @@ def survey_parquet(input: str | list[str], **arguments: Any) -> dict[str, Any]:
     return run_own_function("jobs.survey_parquet", (input,), arguments)  # type: ignore[no-any-return]
 
 
-def score_shard(run: str, plan: str, shard: int) -> dict[str, Any]:
-    """Score one shard of a planned run; enqueued by score_parquet only."""
+def retry_rows(run: str, plan: str) -> dict[str, Any]:
+    """Have the rows of a run that failed asked again; enqueued by `tokenmill errors --retry`.
+
+    The arguments and errors are those of jobs.parquet.retry_planner.retry_rows.
+    """
+    from .stock_worker import run_own_function
+
+    return run_own_function("jobs.retry_rows", (run, plan), {})  # type: ignore[no-any-return]
+
+
+def score_shard(run: str, plan: str, shard: int, **flags: bool) -> dict[str, Any]:
+    """Score one shard of a planned run; enqueued by score_parquet or retry_rows only."""
     from .stock_worker import run_task
 
-    return run_task("jobs.score_shard", (run, plan, shard), {})  # type: ignore[no-any-return]
+    return run_task("jobs.score_shard", (run, plan, shard), flags)  # type: ignore[no-any-return]
 
 
 def verify_rows(run: str, plan: str, sample: int | str = "1%", seed: int = 0) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from .common.rq_jobs import current_function
 from .common.shown import shown
 from .errors import InvalidJob, InvalidValue, UnknownRun
 from .parquet.local_check import check_columns_here
-from .runs.control import Cancelled, cancel_run, describe_again, submit_run
+from .runs.control import Cancelled, cancel_run, describe_again, retry_run, submit_run
 from .runs.follow import End, follow
 from .runs.names import SUCCESS
 from .runs.output import named_run, output_here
@@ -159,6 +159,13 @@ class Run:
         Raises RunNotHere where its folder is not on this machine; ImportError without pyarrow.
         """
         return self._reader("errors").errors(limit)[1]
+
+    def retry(self) -> None:
+        """Have its rows with an error asked again, and no others; their answers take the errors' place.
+
+        Raises UnknownRun, PlanningUnderWay or RunBusy.
+        """
+        retry_run(self._connection, read_planned(self._connection, self.id).run)
 
     def cancel(self) -> Cancelled:
         """Take its jobs from the queue and stop those that run; its finished parts stay.

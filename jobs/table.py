@@ -61,6 +61,13 @@ def _score_parquet(context: JobContext, *args: Any, **kwargs: Any) -> dict[str, 
     return score_parquet(context, *args, **kwargs)
 
 
+def _retry_rows(context: JobContext, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    from .parquet.retry_planner import retry_rows  # pyarrow, as above
+
+    _check_binding("jobs.retry_rows", retry_rows, (context, *args), kwargs)
+    return retry_rows(context, *args, **kwargs)
+
+
 def _survey_parquet(context: JobContext, *args: Any, **kwargs: Any) -> dict[str, Any]:
     from .parquet.survey import survey_parquet  # pyarrow, as above
 
@@ -86,6 +93,7 @@ def _check_binding(
 _OWN_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "jobs.score_parquet": _score_parquet,
     "jobs.survey_parquet": _survey_parquet,
+    "jobs.retry_rows": _retry_rows,
 }
 
 #: Exact dotted names of everything of ours that may be enqueued.

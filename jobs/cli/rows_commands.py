@@ -17,6 +17,7 @@ import redis
 from ..common.json_text import to_json
 from ..common.shown import MAX_TEXT_CHARS, safe_name
 from ..errors import UnknownRun
+from ..runs.control import retry_run
 from ..runs.names import SUCCESS
 from ..runs.output import named_run, output_here
 from ..runs.part_reasons import recorded_reasons
@@ -41,8 +42,9 @@ FOLLOW_EVERY_S = 1.0
 @click.argument("run")
 @click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="Rows that are listed.")
 @json_option
+@click.option("--retry", is_flag=True, help="Ask these rows again, and no others; answers take their place.")
 @click.pass_obj
-def errors(connection: redis.Redis, /, run: str, limit: int, as_json: bool) -> None:
+def errors(connection: redis.Redis, /, run: str, limit: int, as_json: bool, retry: bool) -> None:
     """List a run's rows that have an error, by reason.
 
     RUN is its id or its output folder. Rows are counted from 0, over the whole input and within their file.
@@ -50,6 +52,12 @@ def errors(connection: redis.Redis, /, run: str, limit: int, as_json: bool) -> N
     """
     with errors_told():
         found, folder = _folder_of(connection, run)
+        if retry:
+            retry_run(connection, found)
+            click.echo(
+                f"{found}: its rows with an error are asked again; `tokenmill status {found}` shows it"
+            )
+            return
         reader = None if folder is None else _reader(folder)
         rows: list[FailedRow] = []
         if reader is None:

@@ -130,7 +130,8 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
     missing = folder.withdraw_end(damaged)
     context.check_interrupted()
     finished = folder.recount(queue, damaged)  # before any shard runs: from here on the last one knows it is
-    enqueued = 0 if finished else enqueue_shards(context, queue, plan, state, missing, bool(damaged))
+    how = {"redo_damaged": True} if damaged else {}
+    enqueued = 0 if finished else enqueue_shards(context, queue, plan, state, missing, how)
     return {
         "run": plan.run,
         "output": spec.output,

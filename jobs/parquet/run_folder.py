@@ -197,9 +197,6 @@ class RunFolder:
                 reasons = part_reasons(self.storage, self.plan, stats.shard)
         record_reasons(self.state.connection, self.plan.run, stats.shard, reasons)
 
-    def _count_anew(self) -> None:
-        count_anew(self.state.connection, run_key(self.plan.run), self.state.parts().values())
-
     def _stop_where_too_many_fail(self, shards: int, queue: str) -> None:
         verdict = self.state.judge()
         if verdict is None:
@@ -226,23 +223,24 @@ class RunFolder:
         for stats in islice((each for each in found.values() if each.errors), MAX_PARTS):
             self._record_reasons(stats)
         count = self.state.amend_parts(found, gone, len(self.plan.shards))
-        self._count_anew()
+        count_anew(self.state.connection, run_key(self.plan.run), self.state.parts().values())
         list_in_index(self.state.connection, self.plan.run)
         return count.done >= len(self.plan.shards) and self._finish()
 
     def has_success(self) -> bool:
         return self.storage.stat(self.path(SUCCESS)) is not None
 
-    def withdraw_end(self, suspects: Collection[int] = ()) -> list[int]:
+    def withdraw_end(self, suspects: Collection[int] = (), anyway: bool = False) -> list[int]:
         """Take back the end of a run with a part missing, damaged, or of no shard; return what is missing.
 
-        suspects: as for missing_shards. Raises OutputNotWritable.
+        suspects: as for missing_shards. anyway: also where none is, as a part is another one than
+        it was. Raises OutputNotWritable.
         """
         while True:
             end = self.state.end()
-            if self._is_whole(suspects):
+            if self._is_whole(suspects) and not anyway:
                 return []
-            if self.state.withdraw_finished(end) and self._withdraw_success(suspects):
+            if self.state.withdraw_finished(end) and self._withdraw_success(suspects, anyway):
                 return self.missing_shards(suspects)
 
     def _is_whole(self, suspects: Collection[int]) -> bool:
@@ -256,14 +254,14 @@ class RunFolder:
     def _outputs(self) -> tuple[str, ...]:
         return output_names(self.plan.spec.single_file)
 
-    def _withdraw_success(self, suspects: Collection[int]) -> bool:
+    def _withdraw_success(self, suspects: Collection[int], anyway: bool) -> bool:
         """Take the mark back; return False when an end came in between, or is right after all."""
         claim, mark = self.temporary_path(WITHDRAWAL), self.path(SUCCESS)
         with writing(mark):
             self.storage.make_void(claim, _WITHDRAWN_TEXT)
             for name in (SUCCESS, MANIFEST, *self._outputs):
                 self._delete_temporary(name)
-            if self._is_whole(suspects):
+            if self._is_whole(suspects) and not anyway:
                 self.storage.delete(claim)
                 return False
             if self.has_success():
@@ -285,7 +283,7 @@ class RunFolder:
         while self.shards_with_parts() == planned:
             end = self.state.end()
             if (self.has_success() or self._write_end()) and self.state.mark_finished(end):
-                self._count_anew()
+                count_anew(self.state.connection, run_key(self.plan.run), self.state.parts().values())
                 # Also of whoever thawed after the end, and was killed while it wrote.
                 with suppress(RunError):  # a finished run may be read-only
                     self._remove_leftovers()

@@ -11,6 +11,7 @@ from ..runs.names import is_run_id
 from ..tasks import Task
 
 if TYPE_CHECKING:
+    from .retry_work import RetryWork
     from .shard_work import ShardWork
 
 
@@ -19,17 +20,24 @@ class ShardTask(Task):
 
     blocking = True
 
-    def __init__(self, run: str, plan: str, shard: int, redo_damaged: bool) -> None:
-        self._run, self._plan, self._shard, self._redo = run, plan, shard, redo_damaged
+    def __init__(self, run: str, plan: str, shard: int, redo_damaged: bool, retry_errors: bool) -> None:
+        self._run, self._plan, self._shard = run, plan, shard
+        self._redo, self._retry = redo_damaged, retry_errors
 
-    def open(self, context: JobContext) -> ShardWork:
+    def open(self, context: JobContext) -> ShardWork | RetryWork:
         """Read the shard's rows, or find its part there already. Raises RunError."""
+        if self._retry:
+            from .retry_work import RetryWork
+
+            return RetryWork.open(context, self._run, self._plan, self._shard)
         from .shard_work import ShardWork
 
         return ShardWork.open(context, self._run, self._plan, self._shard, self._redo)
 
 
-def shard_task(run: str, plan: str, shard: int, redo_damaged: bool = False) -> ShardTask:
+def shard_task(
+    run: str, plan: str, shard: int, redo_damaged: bool = False, retry_errors: bool = False
+) -> ShardTask:
     """Return the task of jobs.score_shard. Raises InvalidJob when an argument is wrong."""
     if not is_run_id(run):
         raise InvalidValue(
@@ -39,6 +47,9 @@ def shard_task(run: str, plan: str, shard: int, redo_damaged: bool = False) -> S
         raise InvalidJob(f"plan is {type(plan).__name__}, expected the path of a run's _plan.json")
     if not isinstance(shard, int) or isinstance(shard, bool) or shard < 0:
         raise InvalidValue("shard is {}, expected the number of a shard", shown(shard))
-    if not isinstance(redo_damaged, bool):
-        raise InvalidValue("redo_damaged is {}, expected true or false", shown(redo_damaged))
-    return ShardTask(run, plan, shard, redo_damaged)
+    for name, value in (("redo_damaged", redo_damaged), ("retry_errors", retry_errors)):
+        if not isinstance(value, bool):
+            raise InvalidValue(f"{name} is {{}}, expected true or false", shown(value))
+    if redo_damaged and retry_errors:
+        raise InvalidJob("redo_damaged and retry_errors: a damaged part has no rows to try again")
+    return ShardTask(run, plan, shard, redo_damaged, retry_errors)

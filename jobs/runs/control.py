@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from ..context.served_model import parse_model
 from ..errors import PlanningUnderWay
 from .error_limit import ErrorLimit
 from .holders import Holder, holders
-from .left_jobs import LeftJob, asked_to_redo, read_left
-from .names import shard_job_id
+from .left_jobs import LeftJob, planned_by, read_left
+from .names import PLAN, shard_job_id
 from .output import RunOutput
 from .paths import run_path
 from .plan import MAX_SHARDS
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 #: The function of a planning job.
 PLANNING = "jobs.score_parquet"
+
+#: That of one that has failed rows asked again.
+RETRYING = "jobs.retry_rows"
 
 #: Reading the footers of many thousand files takes minutes; RQ's default is 3 minutes.
 PLAN_TIMEOUT_S = 3600
@@ -102,6 +106,28 @@ def submit_run(
     return spec.run
 
 
+def retry_run(connection: Redis, run: str) -> None:
+    """Enqueue what has a run's rows with an error asked again, and no others.
+
+    Raises UnknownRun where this Redis has lost the run, PlanningUnderWay, or RunBusy.
+    """
+    state, plan_job = RunState(connection, run), f"{run}-plan"
+    facts = state.facts()
+    arguments = {"run": run, "plan": os.path.join(facts["output"], PLAN), "model": facts.get("model")}
+
+    def enter(pipe: Pipeline) -> None:
+        if _planning_under_way(connection, state, plan_job) is not None:
+            raise PlanningUnderWay(run, "and its failed rows are not tried again with that")
+        output, queue = facts["output"], facts["queue"]
+        state.submit(pipe, plan_job, output, queue, facts.get("model"), ErrorLimit(share=1.0))
+        _enqueue_planning(pipe, connection, queue, plan_job, arguments, RETRYING)
+        pipe.execute()
+
+    with state.lock() as lock:
+        state.write(lock, enter, job_key(plan_job), executions_key(plan_job))
+    list_in_index(connection, run)
+
+
 def describe_again(connection: Redis, output: RunOutput) -> bool:
     """Tell Redis of a run whose keys it has lost, but not every job; return False where none is left."""
     with connection.pipeline() as pipe:
@@ -155,15 +181,20 @@ def remove_waiting(state: RunState, submission: int, queue_name: str, job_ids: S
 
 
 def _enqueue_planning(
-    pipe: Pipeline, connection: Redis, queue_name: str, plan_job: str, arguments: dict[str, Any]
+    pipe: Pipeline,
+    connection: Redis,
+    queue_name: str,
+    plan_job: str,
+    arguments: dict[str, Any],
+    function: str = PLANNING,
 ) -> None:
     """Put a planning job into the place of any earlier one."""
     for earlier in read_left(connection, [plan_job]):
         earlier.delete(pipe)
     JobQueue(connection, queue_name).enqueue(
         pipe,
-        PLANNING,
-        kwargs=arguments,
+        function,
+        kwargs=arguments if function == PLANNING else {k: arguments[k] for k in ("run", "plan")},
         timeout=PLAN_TIMEOUT_S,
         result_ttl=PLAN_RESULT_TTL_S,
         failure_ttl=PLAN_RESULT_TTL_S,
@@ -201,7 +232,9 @@ def _renewed(connection: Redis, run: str, plan_job: str, arguments: dict[str, An
     if (asked_for and stored.text(asked_for)) != arguments["model"]:
         name = "whichever plans it" if asked_for is None else repr(stored.text(asked_for))
         raise PlanningUnderWay(run, f"for model {name}")
-    redoes_already = asked_to_redo(connection, plan_job)
+    function, redoes_already = planned_by(connection, plan_job)
+    if function == RETRYING:
+        raise PlanningUnderWay(run, "to try its failed rows again")
     if not connection.exists(executions_key(plan_job)):
         kwargs = {**arguments, "redo_damaged": arguments["redo_damaged"] or redoes_already}
         return json.dumps((PLANNING, None, (), kwargs)).encode()

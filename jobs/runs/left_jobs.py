@@ -64,15 +64,18 @@ def read_left(connection: Redis, job_ids: Sequence[str]) -> list[LeftJob]:
     return [_left(job_id, fields, executions) for job_id, is_there, fields, executions in read if is_there]
 
 
-def asked_to_redo(connection: Redis, plan_job: str) -> bool:
-    """Whether a planning job is to redo damaged parts; a payload that cannot be read asks for nothing."""
+def planned_by(connection: Redis, plan_job: str) -> tuple[str, bool]:
+    """Return a planning job's function, and whether it is to redo damaged parts.
+
+    A payload that cannot be read names nothing and asks for nothing.
+    """
     packed: Any = connection.hget(job_key(plan_job), "data")
     text = stored.unpacked(packed or b"", MAX_PAYLOAD_BYTES)
     try:
-        _, _, _, arguments = json.loads(text or b"")
-        return bool(arguments.get("redo_damaged"))
+        function, _, _, arguments = json.loads(text or b"")
+        return str(function), bool(arguments.get("redo_damaged"))
     except (ValueError, TypeError, AttributeError, RecursionError):
-        return False
+        return "", False
 
 
 def _left(job_id: str, fields: Sequence[bytes | None], executions: Sequence[bytes]) -> LeftJob:

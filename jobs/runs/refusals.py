@@ -11,6 +11,12 @@ class RunFailed(RunError):
     message = "run {0}: {1}"
 
 
+class CannotRetry(RunError):
+    """Raised when the rows of a run that failed cannot be asked again: (run, reason)."""
+
+    message = "the failed rows of run {0} cannot be tried again: {1}"
+
+
 class RunNotHere(RunError):
     """Raised when a run's files are asked for and cannot be read here: (run, folder, what is missing)."""
 

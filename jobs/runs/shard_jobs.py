@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..common import stored
@@ -27,6 +28,8 @@ FAILURE_TTL_S = 7 * 24 * 3600
 #: Jobs enqueued in one transaction, so that other clients of Redis never wait long, and memory stays flat.
 CHUNK = 100
 
+NO_FLAGS: Mapping[str, bool] = MappingProxyType({})
+
 _ALIVE = {JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.DEFERRED, JobStatus.CREATED}
 
 
@@ -36,11 +39,11 @@ def enqueue_shards(
     plan: Plan,
     state: RunState,
     shards: Sequence[int],
-    redo: bool = False,
+    how: Mapping[str, bool] = NO_FLAGS,
 ) -> int:
     """Enqueue those of the shards that no live job is working on; return how many.
 
-    redo: a shard's job replaces a part that is not what this run has written.
+    how: further arguments of jobs.score_shard: redo_damaged, retry_errors.
     Raises RunBusy when another planner holds the run's lock, or has this one's job, RunCancelled when
     `cancel` came in between, and between two chunks what interrupts the job.
     """
@@ -49,13 +52,18 @@ def enqueue_shards(
     with state.lock() as lock:
         for start in range(0, len(shards), CHUNK):
             context.check_interrupted()
-            chunk = partial(_enqueue_chunk, queue, plan, state, shards[start : start + CHUNK], redo)
+            chunk = partial(_enqueue_chunk, queue, plan, state, shards[start : start + CHUNK], how)
             enqueued += state.write(lock, chunk)  # or not at all: two planners never write at once
     return enqueued
 
 
 def _enqueue_chunk(
-    queue: JobQueue, plan: Plan, state: RunState, shards: Sequence[int], redo: bool, pipe: Pipeline
+    queue: JobQueue,
+    plan: Plan,
+    state: RunState,
+    shards: Sequence[int],
+    how: Mapping[str, bool],
+    pipe: Pipeline,
 ) -> int:
     state.check_not_cancelled()
     submission = state.submission()
@@ -69,7 +77,7 @@ def _enqueue_chunk(
         pipe.delete(results_key(job.id))
     if waiting:  # also of one that is stopped while this is prepared
         pipe.zrem(queue.keys.failed, *(ids[shard] for shard in waiting))
-    queue.enqueue_many(pipe, [_job(plan, shard, ids[shard], redo) for shard in waiting])
+    queue.enqueue_many(pipe, [_job(plan, shard, ids[shard], how) for shard in waiting])
     for shard in waiting:
         fields: dict[Any, Any] = {
             SEQUENCES_FIELD: plan.shards[shard].rows * plan.spec.n,
@@ -164,11 +172,11 @@ def _read(queue: JobQueue, job_ids: Iterable[str], with_queue: bool) -> dict[str
     return {job_id: _JobSeen.parse(fields, held, job_id in in_queue) for job_id, fields, held in read}
 
 
-def _job(plan: Plan, shard: int, job_id: str, redo: bool) -> Any:
+def _job(plan: Plan, shard: int, job_id: str, how: Mapping[str, bool]) -> Any:
     return prepared_job(
         "jobs.score_shard",
         args=(plan.run, os.path.join(plan.spec.output, PLAN), shard),
-        kwargs={"redo_damaged": True} if redo else None,
+        kwargs=dict(how) or None,
         timeout=-1,
         result_ttl=RESULT_TTL_S,
         failure_ttl=FAILURE_TTL_S,

@@ -1,0 +1,87 @@
+"""Has the rows of a run that failed asked again: what `jobs.retry_rows` does inside a worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..common.keys import run_key
+from ..common.shown import shown
+from ..context import JobContext
+from ..errors import InvalidValue
+from ..runs.error_limit import ErrorLimit
+from ..runs.formats import OPENAI_BATCH
+from ..runs.names import is_run_id
+from ..runs.refusals import CannotRetry
+from ..runs.shard_jobs import enqueue_shards
+from ..runs.state import RunState
+from ..runs.totals import count_anew
+from .fingerprint import file_fingerprint
+from .inputs import unchanged
+from .run_folder import RunFolder
+from .shard_work import check_model, trusted_plan
+from .storage import Storage
+
+#: None is ever passed: rows that fail again leave the run as it was, and it ends.
+NO_LIMIT = ErrorLimit(share=1.0)
+
+
+def retry_rows(context: JobContext, run: str, plan: str) -> dict[str, Any]:
+    """Enqueue the shards of a run that hold rows with an error; each asks those rows again, and no others.
+
+    plan: the path of the run's _plan.json. What is refused changes nothing. Returns the run's id and counts.
+    Raises RunError or InvalidJob.
+    """
+    if not is_run_id(run) or not isinstance(plan, str):
+        raise InvalidValue("run is {}, expected a planned run's id, and its plan's path", shown(run))
+    storage = Storage(context.data_roots, context.check_interrupted)
+    found = trusted_plan(storage, plan, run, context.files)
+    spec = found.spec
+    if found.input_format == OPENAI_BATCH:
+        raise CannotRetry(run, "its lines are jobs of their own: submit those of errors.jsonl as a file")
+    check_model(found, context.model)
+    spec.check_sampling(context.check_sampling)
+    context.checks.prepare(spec.repairs)
+    state = RunState(context.connection, run, context.lease)
+    folder = RunFolder(storage, found, state, context.execution_id)
+    failed, rows = [], 0
+    for shard in sorted(folder.shards_with_parts()):
+        context.check_interrupted()
+        if errors := folder.part_stats(shard).errors:
+            failed.append(shard)
+            rows += errors
+    _check_inputs(storage, folder, failed)
+    state.open_submission(context.job_id, spec.output, context.queue_name, None, NO_LIMIT)
+    finished = folder.recount(context.queue_name)
+    missing = folder.missing_shards()
+    enqueued = 0
+    if failed:
+        folder.withdraw_end(anyway=True)
+        records = state.records()
+        gone = {shard: records[shard] for shard in failed if shard in records}
+        state.amend_parts({}, gone, len(found.shards))
+        count_anew(context.connection, run_key(run), state.parts().values())
+        enqueued = enqueue_shards(context, context.queue_name, found, state, failed, {"retry_errors": True})
+    if missing:
+        enqueued += enqueue_shards(context, context.queue_name, found, state, missing)
+    return {
+        "run": run,
+        "output": spec.output,
+        "rows": found.rows,
+        "shards": len(found.shards),
+        "rows_to_retry": rows,
+        "shards_enqueued": enqueued,
+        "run_finished": finished and not failed,
+    }
+
+
+def _check_inputs(storage: Storage, folder: RunFolder, shards: list[int]) -> None:
+    """Raise InputChanged before anything is taken back: no shard could read its rows."""
+    plan = folder.plan
+    for number in sorted({plan.shards[shard].file for shard in shards}):
+        file = plan.files[number]
+
+        def fingerprint(_: Any, path: str = file.path) -> str:
+            return file_fingerprint(storage, path, plan.input_format)
+
+        with unchanged(storage, file, fingerprint):
+            pass

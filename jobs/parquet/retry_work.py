@@ -1,0 +1,237 @@
+"""One shard's rows that have an error, asked once more: their answers take the errors' place in its part.
+
+A part that is there is replaced by a rename, so that readers see the one or the other, and each row once. It
+holds all that the one before held; an answer is never given up for an error. Whoever puts a part in place
+takes back the run's end, behind the rename: what an execution that ended the run meanwhile has read of the
+parts is then not published, or is written anew by this one, which counts the part last.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..common.version import code_version
+from ..context import JobContext
+from ..context.answer import Answer
+from ..context.answer_memo import AnswerMemo
+from ..errors import PartDamaged, RunBusy
+from ..runs.part_stats import PartStats
+from ..runs.state import RunState
+from ..tasks import Completion, OpenTask, Request
+from .failed_rows import failed_rows
+from .filesystem import FileStat
+from .fingerprint import file_fingerprint
+from .inputs import unchanged
+from .output_file import BATCH_ROWS, open_part
+from .part import METADATA_KEY, answer_fields, write_part
+from .rendered import rendered_shards
+from .run_folder import RunFolder
+from .shard_texts import ShardTexts
+from .shard_work import check_model, shard_requests, trusted_plan
+from .sources import read_source
+from .storage import Storage
+
+#: Of a part's columns, what its statistics are the sums of.
+_COUNTS = ("prompt_tokens", "completion_tokens", "cached_tokens")
+
+
+class RetryWork(OpenTask):
+    """The failed rows of a shard between open and close."""
+
+    def __init__(
+        self, context: JobContext, folder: RunFolder, shard: int, clock: Callable[[], float] = time.time
+    ) -> None:
+        """Read which rows failed, and what they ask. Raises RunError or NoRoomYet."""
+        self._context, self._folder, self._number, self._clock = context, folder, shard, clock
+        self._storage, plan = folder.storage, folder.plan
+        self._temporary = folder.temporary_part(shard)
+        folder.state.begin(clock())
+        check_model(plan, context.model)
+        context.checks.admit(plan.spec.repairs)
+        context.shard_bytes.check_room()
+        self._old = folder.part_stats(shard)
+        self._rows = [row for row, _ in failed_rows(self._storage, plan, shard)]
+        source = read_source(plan.spec, context.check_sampling)
+        file = replace(self._file, path=self._storage.resolve(self._file.path))
+        self._texts = ShardTexts(file.path, source.columns, context.shard_bytes)
+
+        def fingerprint(state: FileStat) -> str:
+            return file_fingerprint(self._storage, file.path, plan.input_format)
+
+        try:
+            with unchanged(self._storage, file, fingerprint):
+                wanted = set(self._rows)
+                for start, rows in rendered_shards(context, self._storage, plan, source, wanted):
+                    self._texts.add(row for number, row in enumerate(rows, start) if number in wanted)
+            self._requests = shard_requests(
+                context,
+                plan,
+                source,
+                self._texts.gathered(),
+                self._rows.__getitem__,
+                AnswerMemo(0),
+                self._texts.let_go,
+            )
+        except BaseException:
+            self._texts.close()
+            raise
+
+    @classmethod
+    def open(cls, context: JobContext, run: str, plan_path: str, shard: int) -> RetryWork:
+        """Find the shard in its plan. Raises PlanDamaged or PartDamaged."""
+        storage = Storage(context.data_roots, context.check_interrupted)
+        plan = trusted_plan(storage, plan_path, run, context.files)
+        state = RunState(context.connection, run)
+        folder = RunFolder(storage, plan, state, context.execution_id)
+        if shard >= len(plan.shards) or not folder.has_part(shard):
+            raise PartDamaged(plan.part_path(shard), "it is gone")
+        return cls(context, folder, shard)
+
+    def requests(self) -> Iterator[Request]:
+        return self._requests.requests()
+
+    @property
+    def num_requests(self) -> int | None:
+        return self._requests.num_requests
+
+    @property
+    def has_more(self) -> bool:
+        return self._requests.has_more
+
+    @property
+    def inspects(self) -> bool:
+        return self._requests.inspects
+
+    def inspect(self, index: int, completions: Sequence[Completion]) -> None:
+        self._requests.inspect(index, completions)
+
+    def deliver(self, index: int, completions: Sequence[Completion]) -> None:
+        self._requests.deliver(index, completions)
+
+    def progress(self) -> dict[str, Any]:
+        """Return the shard's rows, those that have an answer or are asked no more, and tokens generated."""
+        kept = self._old.rows - len(self._rows)
+        return {
+            "rows": self._old.rows,
+            "rows_done": kept + self._requests.rows_done,
+            "tokens": self._requests.generated_tokens,
+        }
+
+    def result(self) -> dict[str, Any]:
+        """Put the part in place with the new answers, count it, and end the run if it was the last one.
+
+        Raises RunError.
+        """
+        answers = dict(zip(self._rows, self._requests.answers(), strict=True))
+        while answers and not self._publish(answers):
+            self._context.check_interrupted()  # another execution's part is there: what it lacks is put in
+        stats = self._folder.part_stats(self._number)
+        self._folder.withdraw_end(anyway=True)
+        ended = self._folder.record_part(stats, self._context.queue_name)
+        return {
+            "run": stats.run,
+            "shard": stats.shard,
+            "rows": stats.rows,
+            "errors": stats.errors,
+            "rows_retried": len(self._rows),
+            "run_finished": ended,
+        }
+
+    def close(self) -> None:
+        self._requests.close()
+        self._texts.close()
+        self._storage.delete(self._temporary)
+
+    @property
+    def _file(self) -> Any:
+        plan = self._folder.plan
+        return plan.files[plan.shards[self._number].file]
+
+    def _publish(self, answers: dict[int, Answer]) -> bool:
+        """Write the part that is there with answers for its errors, and put it in place.
+
+        Returns False where another was put in place meanwhile. Raises RunBusy where the job is another
+        worker's by now.
+        """
+        path, plan = self._folder.part_path(self._number), self._folder.plan
+        before = self._storage.stat(path)
+        old = self._folder.part_stats(self._number)
+        with open_part(self._storage, plan, self._number) as file:
+            schema = file.schema_arrow
+            kept = {k: v for k, v in (schema.metadata or {}).items() if k != METADATA_KEY.encode()}
+            schema = schema.with_metadata(kept or None)
+            stats = self._stats(file, old, answers)
+            batches = (each.replace_schema_metadata(kept) for each in self._merged(file, answers))
+            write_part(self._storage, self._temporary, schema, batches, stats)
+        self._check_held()
+        if self._storage.stat(path) != before:
+            return False
+        # Whoever ended the run meanwhile has removed the file; what is there is looked at again.
+        return self._storage.replace(self._temporary, path)
+
+    def _check_held(self) -> None:
+        lease = self._context.lease
+        if lease is not None and self._context.connection.zscore(lease.key, lease.member) is None:
+            raise RunBusy(self._folder.plan.run)
+
+    def _stats(self, file: Any, old: PartStats, answers: dict[int, Answer]) -> PartStats:
+        """Return what the part has with the answers put in."""
+        sums, errors, rows = dict.fromkeys(_COUNTS, 0), 0, 0
+        names = {name: self._name(name) for name in ("error", *_COUNTS)}
+        for batch in self._merged(file, answers, list(names.values())):
+            rows += batch.num_rows
+            errors += batch.num_rows - batch.column(names["error"]).null_count
+            for name in _COUNTS:
+                column = batch.column(names[name])
+                values = column.flatten() if pa.types.is_list(column.type) else column
+                sums[name] += pc.sum(values).as_py() or 0
+        model = self._context.model
+        return replace(
+            old,
+            rows=rows,
+            errors=errors,
+            prompt_tokens=sums["prompt_tokens"],
+            completion_tokens=sums["completion_tokens"],
+            cached_tokens=sums["cached_tokens"],
+            generated_tokens=old.generated_tokens + self._requests.generated_tokens,
+            ended_at=self._clock(),
+            attention_backend=model.attention_backend,
+            version=code_version(),
+        )
+
+    def _merged(
+        self, file: Any, answers: dict[int, Answer], columns: list[str] | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield a part's rows, with an answer where there was an error. columns: only these."""
+        plan = self._folder.plan
+        row = plan.first_row(self._number)
+        ours = {self._name(field.name): field.name for field in answer_fields(plan.spec)}
+        for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
+            self._context.check_interrupted()
+            errors = batch.column(self._name("error"))
+            places = [n for n in range(batch.num_rows) if row + n in answers and errors[n].is_valid]
+            arrays = []
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                if name in ours and places:
+                    values = [answers[row + n].column(ours[name]) for n in places]
+                    column = _replaced(column, places, pa.array(values, column.type))
+                arrays.append(column)
+            yield pa.RecordBatch.from_arrays(arrays, schema=batch.schema.remove_metadata())
+            row += batch.num_rows
+
+    def _name(self, column: str) -> str:
+        return f"{self._folder.plan.spec.output_prefix}{column}"
+
+
+def _replaced(column: pa.Array, places: Sequence[int], values: pa.Array) -> pa.Array:
+    """Return a column with values at some places."""
+    order = list(range(len(column)))
+    for number, place in enumerate(places):
+        order[place] = len(column) + number
+    return pa.concat_arrays([column, values]).take(pa.array(order, pa.int64()))
