@@ -1,19 +1,16 @@
 """rq-dashboard 0.9 with what it lacks: it reads JSON only, acts for its own pages only, survives odd jobs.
 
-It listens on 127.0.0.1 only; put an authenticating proxy before it to show it to others, and name its host
-with `--host`. Prompts stay hidden: RQ's job description repeats the whole prompt, so the function's name is
-shown in its place. `--show-prompts` brings them back.
+Prompts stay hidden: RQ's job description repeats the whole prompt, so the function's name is shown in its
+place. `--show-prompts` brings them back.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-import click
-from flask import abort, current_app
+from flask import Flask, abort, current_app
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from rq import Queue, Worker
@@ -25,8 +22,9 @@ from rq_dashboard.cli import make_flask_app
 
 from jobs.watch.queues import queue_names
 from jobs.watch.requeue import REQUEUE_LIMIT, requeue, requeue_all
-from ops.dashboard_guard import guard
-from ops.dashboard_keys import DamagedJob, count_waiting, show_strange_keys
+
+from .guard import guard
+from .strange_keys import DamagedJob, count_waiting, show_strange_keys
 
 #: Characters of a function's name that a page shows: it is whatever a producer wrote.
 MAX_NAME_CHARS = 255
@@ -143,15 +141,8 @@ def never_unpickle() -> None:
     web.config.serializer = JSONSerializer
 
 
-@click.command()
-@click.option("--redis-url", default=lambda: os.environ.get("RQ_REDIS_URL", "redis://127.0.0.1:6379"))
-@click.option("--port", default=9181, help="Port on 127.0.0.1.")
-@click.option(
-    "--host", "hosts", multiple=True, help="A name, or name:port, that a proxy before it answers to."
-)
-@click.option("--show-prompts", is_flag=True, help="Show job descriptions, which hold the prompts.")
-def main(redis_url: str, port: int, hosts: tuple[str, ...], show_prompts: bool) -> None:
-    """Serve the dashboard until stopped."""
+def rq_app(redis_url: str, *, show_prompts: bool) -> Flask:
+    """Return rq-dashboard as a WSGI application. Changes rq-dashboard and RQ for the whole process."""
     # rq-dashboard has no seam for any of these; the names are pinned with its version.
     never_unpickle()
     web.Queue, web.Worker = ShownQueue, ShownWorker
@@ -159,18 +150,13 @@ def main(redis_url: str, port: int, hosts: tuple[str, ...], show_prompts: bool) 
     if not show_prompts:
         web.format_job_description = function_name
         web.serialize_current_job = show_job
-    app = make_flask_app(None, None, None, "")
+    app: Flask = make_flask_app(None, None, None, "")
     app.view_functions["rq_dashboard.requeue_job_view"] = requeue_one
     app.view_functions["rq_dashboard.requeue_all"] = requeue_failed
     app.config["RQ_DASHBOARD_REDIS_URL"] = redis_url
     app.config["RQ_DASHBOARD_DISABLE_DELETE"] = True
     app.config["DEPRECATED_OPTIONS"] = []
     show_strange_keys(app)
-    guard(app, {f"127.0.0.1:{port}", f"localhost:{port}", *hosts})
+    guard(app)
     web.setup_rq_connection(app)
-    click.echo(f"dashboard on http://127.0.0.1:{port}")
-    app.run(host="127.0.0.1", port=port)
-
-
-if __name__ == "__main__":
-    main()
+    return app

@@ -1,0 +1,159 @@
+"""Who gets an answer, and what an answer may do in the browser.
+
+A browser lets any page send requests to 127.0.0.1, and a name that its owner points there (DNS rebinding)
+lets that page read the answers: so only requests to our own names are answered. Where a token is set, a
+browser has to log in with it. Actions need POST from our own pages. What producers write is shown in the
+pages: should a way to smuggle a script in be found, the browser does not run it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from collections.abc import Collection
+from http.cookies import CookieError, SimpleCookie
+from ipaddress import ip_address
+from urllib.parse import quote, urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+SESSION_COOKIE = "tokenmill_session"
+SESSION_S = 7 * 24 * 3600
+
+#: What is served to a browser that has not logged in.
+_OPEN = ("/login", "/static/")
+
+#: Where rq-dashboard is mounted: its pages are made of inline scripts and templates that are compiled.
+RQ_PREFIX = "/rq"
+
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+_RQ_POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+
+
+class Hosts:
+    """The names under which the dashboard may be asked for.
+
+    named: `name` or `name:port` of a proxy before it. is_local: it listens on this machine alone, and is asked
+    for as localhost or a loopback address, under any port (a tunnel has its own). Else also by any address in
+    numbers, which nobody else can point here, and by the names of this machine, in `named`.
+    """
+
+    def __init__(self, named: Collection[str], *, is_local: bool) -> None:
+        self._named, self._is_local = frozenset(each.lower() for each in named), is_local
+
+    def allows(self, host: str) -> bool:
+        """Whether a request's Host header is one of ours."""
+        host = host.lower()
+        if self.is_named(host):
+            return True
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        if name == "localhost":
+            return True
+        try:
+            address = ip_address(name)
+        except ValueError:
+            return False
+        return address.is_loopback or not self._is_local
+
+    def is_named(self, host: str) -> bool:
+        return host in self._named or host.rpartition(":")[0] in self._named
+
+
+class Sessions:
+    """Cookies of browsers that have logged in. They hold over a restart, and end with the token."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+
+    def is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(errors="surrogatepass"), self._token)
+
+    def open(self, now: float) -> str:
+        """Return a new cookie's value."""
+        until = str(int(now) + SESSION_S)
+        return f"{until}.{self._sign(until)}"
+
+    def holds(self, cookie: str, now: float) -> bool:
+        until, _, signature = cookie.partition(".")
+        is_ours = hmac.compare_digest(signature.encode(errors="surrogatepass"), self._sign(until).encode())
+        return is_ours and int(until) > now
+
+    def _sign(self, until: str) -> str:
+        text = b"session " + until.encode(errors="surrogatepass")
+        return hmac.new(self._token, text, hashlib.sha256).hexdigest()
+
+
+class Guard:
+    """Stands before the whole application. sessions: None where everybody on this machine may look."""
+
+    def __init__(self, app: ASGIApp, hosts: Hosts, sessions: Sessions | None) -> None:
+        self._app, self._hosts, self._sessions = app, hosts, sessions
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            refusal = self._refusal(scope, Headers(scope=scope))
+            await (refusal or self._app)(scope, receive, self._marked(scope["path"], send))
+
+    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        host = headers.get("host", "")
+        if not self._hosts.allows(host):
+            text = "this dashboard has another name: open the address that it printed, or add --host\n"
+            return PlainTextResponse(text, 403)
+        is_action = scope["method"] not in ("GET", "HEAD", "OPTIONS")
+        if is_action and not self._is_own(headers.get("origin"), host):
+            return PlainTextResponse("the page that asks for this is of another site\n", 403)
+        if self._sessions is None or scope["path"].startswith(_OPEN):
+            return None
+        if self._sessions.holds(_cookie(headers, SESSION_COOKIE), time.time()):
+            return None
+        if "hx-request" in headers:  # the page is told to go there
+            return Response(headers={"HX-Redirect": "/login"})
+        if is_action or "text/html" not in headers.get("accept", ""):
+            return PlainTextResponse("log in first, at /login\n", 401)
+        return RedirectResponse(f"/login?to={quote(scope['path'], safe='')}", 303)
+
+    def _is_own(self, origin: str | None, host: str) -> bool:
+        """Whether an action's page is of this site. Programs that are no browser send no origin."""
+        if origin is None:
+            return True
+        place = origin.partition("://")[2].lower()
+        return place == host.lower() or self._hosts.is_named(place)
+
+    @staticmethod
+    def _marked(path: str, send: Send) -> Send:
+        async def send_marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                is_rq = path == RQ_PREFIX or path.startswith(f"{RQ_PREFIX}/")
+                headers["Content-Security-Policy"] = _RQ_POLICY if is_rq else _POLICY
+                headers["X-Frame-Options"] = "DENY"
+                headers["X-Content-Type-Options"] = "nosniff"
+                headers["Referrer-Policy"] = "same-origin"
+                headers["Cross-Origin-Opener-Policy"] = "same-origin"
+                # What is loaded is asked for again after an upgrade; what is shown is kept nowhere.
+                headers["Cache-Control"] = "no-cache" if path.startswith("/static/") else "no-store"
+            await send(message)
+
+        return send_marked
+
+
+def _cookie(headers: Headers, name: str) -> str:
+    try:
+        found = SimpleCookie(headers.get("cookie", "")).get(name)
+    except CookieError:
+        return ""
+    return found.value if found else ""
