@@ -42,9 +42,9 @@ _RQ_POLICY = (
 class Hosts:
     """The names under which the dashboard may be asked for.
 
-    named: `name` or `name:port` of a proxy before it. is_local: it listens on this machine alone, and is asked
-    for as localhost or a loopback address, under any port (a tunnel has its own). Else also by any address in
-    numbers, which nobody else can point here, and by the names of this machine, in `named`.
+    named: `name` or `name:port` of a proxy before it. is_local: it listens on this machine alone, and is
+    asked for as localhost or a loopback address, under any port (a tunnel has its own). Else also by any
+    address in numbers, which nobody else can point here, and by this machine's names, in `named`.
     """
 
     def __init__(self, named: Collection[str], *, is_local: bool) -> None:

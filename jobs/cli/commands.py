@@ -20,6 +20,7 @@ from ..runs.output import RunOutput, named_run, output_here
 from ..runs.snapshot import REFUSED, RunSnapshot, failure_text, plan_result, read_planned
 from ..stock_worker import model_table
 from .check_options import check_arguments
+from .dashboard_command import dashboard
 from .errors_told import errors_told
 from .progress import progress
 from .queue_commands import info, requeue_command
@@ -180,6 +181,7 @@ main.add_command(errors)
 main.add_command(tail)
 main.add_command(verify)
 main.add_command(info)
+main.add_command(dashboard)
 main.add_command(requeue_command)
 
 

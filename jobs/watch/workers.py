@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,13 @@ class WorkerSeen:
     fields: dict[str, bytes]
 
 
-def list_workers(connection: Redis) -> list[WorkerSeen]:
-    """Return the workers that live, by name. What cannot be read is left out."""
-    members: Any = connection.smembers(WORKERS_KEY)
-    keys = sorted(members)
+def list_workers(connection: Redis, names: Sequence[str] | None = None) -> list[WorkerSeen]:
+    """Return the workers that live, by name: all, or those of `names`. What cannot be read is left out."""
+    if names is None:
+        members: Any = connection.smembers(WORKERS_KEY)
+        keys = sorted(members)
+    else:
+        keys = [f"{WORKER_PREFIX}{name}".encode(errors="surrogatepass") for name in names]
     with connection.pipeline(transaction=False) as pipe:
         for key in keys:
             pipe.hmget(key, _FIELDS)

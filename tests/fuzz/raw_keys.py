@@ -17,7 +17,7 @@ from redis.exceptions import ResponseError
 from rq.job import Job
 
 from jobs.cli import commands as cli
-from tests.ops.dashboard_process import ask, running_dashboard
+from tests.dashboard.dashboard_process import ask, running_dashboard
 from tests.rq_workers import Workers, text_of, wait_until
 
 LANES = ("high", "bulk")
@@ -71,7 +71,9 @@ OWN_KEYS = {
 }
 """Of one job, run, group or claim."""
 
-PAGES = ("/", "/0/data/queues.json", "/0/data/workers.json", "/0/data/jobs/bulk/failed/8/asc/1.json")
+PAGES = ("/", "/failed?queue=bulk", "/series.json")
+
+RQ_PAGES = tuple(f"/rq/0/data/{page}.json" for page in ("queues", "workers", "jobs/bulk/failed/8/asc/1"))
 
 PLACES = ("rq:queue:{queue}", "rq:scheduled:{queue}")
 """Keys that get no time to live: what an innocent waits in would go with them."""
@@ -146,7 +148,10 @@ class Site:
             self._write(damage, victims[number % len(victims)])
         later = [self._enqueue(queue, f"{queue} {self._rounds}") for queue in LANES]
         later.append(self._enqueue("bulk", f"scheduled {self._rounds}", at=PAST))
-        for path in PAGES:
+        for path in (*PAGES, f"/runs/{RUN}", *(f"/jobs/{victim.id}" for victim in victims)):
+            answer = ask(self._dashboard, path)
+            assert answer.status != 500, answer
+        for path in RQ_PAGES:
             ask(self._dashboard, path)
         told = CliRunner().invoke(cli.main, ["--url", self._workers.url, "info"])
         assert told.exception is None or isinstance(told.exception, SystemExit), told.exception

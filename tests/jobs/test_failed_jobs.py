@@ -24,6 +24,7 @@ def fail(redis: Redis, job_id: str, queue: str = "bulk", score: float = 1e12, **
     usual = {"data": payload, "origin": queue, "status": "failed", "ended_at": "2026-01-01T00:00:00.000000Z"}
     redis.hset(f"rq:job:{job_id}", mapping={**usual, **fields})
     redis.zadd(f"rq:failed:{queue}", {job_id: score})
+    redis.sadd("rq:queues", f"rq:queue:{queue}")
 
 
 def end(redis: Redis, job_id: str, error: str = ERROR) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +19,14 @@ from tests.rq_workers import ROOT, wait_until
 
 
 @contextmanager
-def running_dashboard(url: str, *args: str) -> Iterator[str]:
+def running_dashboard(url: str, *args: str, **env: str) -> Iterator[str]:
     """Start one on the Redis at url; yield its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "ops.dashboard", "--port", str(port), *args]
-    environment = {**os.environ, "RQ_REDIS_URL": url}
+    main = "from jobs.cli import main; main()"
+    command = [sys.executable, "-c", main, "dashboard", "--port", str(port), *args]
+    environment = {**os.environ, "RQ_REDIS_URL": url, **env}
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -40,7 +41,7 @@ def running_dashboard(url: str, *args: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Answer:
-    """A status, the text, and the headers of an answer."""
+    """A status, the text, and the headers of an answer, their names in lower case."""
 
     status: int
     text: str
@@ -53,10 +54,14 @@ def ask(address: str, path: str, method: str = "GET", **headers: str) -> Answer:
     request = urllib.request.Request(address + path, method=method, headers=named)
     try:
         with urllib.request.urlopen(request, timeout=10) as response:
-            return Answer(response.status, response.read().decode(), dict(response.headers))
+            return Answer(response.status, response.read().decode(), _lower(response.headers))
     except urllib.error.HTTPError as error:
         with error:
-            return Answer(error.code, error.read().decode(), dict(error.headers))
+            return Answer(error.code, error.read().decode(), _lower(error.headers))
+
+
+def _lower(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}
 
 
 def get(address: str, path: str) -> str:
@@ -71,8 +76,8 @@ def get_json(address: str, path: str) -> Any:
 
 
 def act(address: str, path: str) -> Answer:
-    """Send an action as the dashboard's own pages do: with the value of its cookie in a header."""
-    cookie = ask(address, "/").headers["Set-Cookie"]
+    """Send an action as rq-dashboard's own pages do: with the value of its cookie in a header."""
+    cookie = ask(address, "/rq/").headers["set-cookie"]
     token = re.match(r"_csrf_token=([^;]+)", cookie)
     assert token is not None, cookie
     return ask(address, path, "POST", X_CSRFToken=token[1])

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from redis import Redis
+from starlette.testclient import TestClient
+
+from tests.redis_server import running_redis_server
+from tokenmill_dashboard.app import Dashboard, Options
+
+Open = Callable[..., TestClient]
+
+TOKEN = "a token of many characters"
+
+
+def no_rq_pages(environ: object, start_response: Callable[..., object]) -> list[bytes]:
+    """Stands for rq-dashboard."""
+    start_response("200 OK", [("Content-Type", "text/html")])
+    return [b"rq-dashboard"]
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    with running_redis_server() as url:
+        yield url
+
+
+@pytest.fixture
+def redis(redis_url: str) -> Iterator[Redis]:
+    with Redis.from_url(redis_url) as client:
+        client.flushall()
+        yield client
+
+
+@pytest.fixture
+def open_page(redis: Redis) -> Iterator[Open]:
+    """A browser's side of a dashboard with these options. Nothing looks at Redis but for its requests."""
+    opened = []
+
+    def open_(connection: Redis | None = None, **options: object) -> TestClient:
+        app = Dashboard(connection or redis, Options(**options)).app(no_rq_pages)  # type: ignore[arg-type]
+        opened.append(TestClient(app, base_url="http://127.0.0.1:9181", follow_redirects=False))
+        return opened[-1]
+
+    yield open_
+    for client in opened:
+        client.close()
+
+
+@pytest.fixture
+def page(open_page: Open) -> TestClient:
+    return open_page()

@@ -1,0 +1,179 @@
+"""Who is answered, what an action needs, and what an answer may do in a browser."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from redis import Redis
+from starlette.testclient import TestClient
+
+from tests.dashboard.conftest import TOKEN, Open
+from tests.jobs.test_failed_jobs import fail
+from tokenmill_dashboard.guard import SESSION_COOKIE, SESSION_S, Hosts, Sessions
+from tokenmill_dashboard.serve import NotServed, check_token
+
+RETRY = {"queue": "bulk", "job_id": "one", "back": "/failed"}
+
+
+def form_token(client: TestClient) -> str:
+    found = re.search(r'name="form_token" value="([^"]+)"', client.get("/failed").text)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize(
+    ("host", "local", "elsewhere"),
+    [
+        ("127.0.0.1:9181", True, True),
+        ("localhost:8080", True, True),
+        ("LOCALHOST", True, True),
+        ("[::1]:9181", True, True),
+        ("10.0.0.7:9181", False, True),
+        ("jobs.example", True, True),
+        ("jobs.example:443", True, True),
+        ("evil.example", False, False),
+        ("127.0.0.1.evil.example", False, False),
+        ("localhost.evil.example:9181", False, False),
+        ("evil@127.0.0.1.example", False, False),
+        ("[", False, False),
+        ("", False, False),
+    ],
+)
+def test_only_our_own_names_and_addresses_in_numbers_are_answered(
+    host: str, local: bool, elsewhere: bool
+) -> None:
+    assert Hosts(["jobs.example"], is_local=True).allows(host) is local
+    assert Hosts(["Jobs.Example"], is_local=False).allows(host) is elsewhere
+
+
+def test_a_request_under_another_name_learns_nothing(redis: Redis, page: TestClient) -> None:
+    fail(redis, "my-job")
+    for path in ("/", "/failed", "/series.json", "/rq/", "/static/page.css"):
+        answer = page.get(path, headers={"Host": "evil.example"})
+        assert (answer.status_code, "my-job" in answer.text) == (403, False)
+
+
+def test_an_action_needs_post_the_pages_token_and_no_other_sites_origin(
+    redis: Redis, page: TestClient
+) -> None:
+    fail(redis, "one")
+    token = form_token(page)
+    assert page.get("/retry").status_code == 404
+    assert page.post("/retry", data=RETRY).status_code == 403
+    assert page.post("/retry", data={**RETRY, "form_token": token + "x"}).status_code == 403
+    assert page.post("/retry", data={**RETRY, "form_token": "\u00e9"}).status_code == 403
+    for origin in ("http://evil.example", "http://127.0.0.1:1", "null"):
+        refused = page.post("/retry", data={**RETRY, "form_token": token}, headers={"Origin": origin})
+        assert refused.status_code == 403
+    assert redis.zcard("rq:failed:bulk") == 1
+    origin = "http://127.0.0.1:9181"
+    done = page.post("/retry", data={**RETRY, "form_token": token}, headers={"Origin": origin})
+    assert (done.status_code, done.headers["location"]) == (303, "/failed?done=retried-1")
+    assert redis.lrange("rq:queue:bulk", 0, -1) == [b"one"]
+
+
+def test_a_proxys_name_is_an_origin_of_ours(redis: Redis, open_page: Open) -> None:
+    fail(redis, "one")
+    page = open_page(hosts=["jobs.example"])
+    sent = {**RETRY, "form_token": form_token(page)}
+    assert page.post("/retry", data=sent, headers={"Origin": "https://jobs.example"}).status_code == 303
+
+
+def test_another_dashboards_page_cannot_act_here(redis: Redis, open_page: Open) -> None:
+    fail(redis, "one")
+    sent = {**RETRY, "form_token": form_token(open_page())}
+    assert open_page().post("/retry", data=sent).status_code == 403
+
+
+@pytest.mark.parametrize("back", ["//evil.example", "https://evil.example", "/\\evil.example", "x", "/a\nb"])
+def test_an_action_leads_back_to_our_own_pages_only(redis: Redis, page: TestClient, back: str) -> None:
+    fail(redis, "one")
+    done = page.post("/retry", data={**RETRY, "form_token": form_token(page), "back": back})
+    assert done.headers["location"] == "/?done=retried-1"
+
+
+def test_a_form_that_is_too_large_or_no_form_is_refused(redis: Redis, page: TestClient) -> None:
+    fail(redis, "one")
+    sent = {**RETRY, "form_token": form_token(page)}
+    assert page.post("/retry", data={**sent, "more": "x" * (1 << 17)}).status_code == 403
+    assert page.post("/retry", content=b"\xff" * 100).status_code == 403
+    assert page.post("/retry", data={**sent, **{str(i): "x" for i in range(50)}}).status_code == 403
+    assert redis.zcard("rq:failed:bulk") == 1
+
+
+def test_with_a_token_nothing_is_shown_or_done_before_a_login(redis: Redis, open_page: Open) -> None:
+    fail(redis, "my-job")
+    page = open_page(token=TOKEN)
+    browser = {"Accept": "text/html"}
+    for path in ("/", "/failed", "/runs/x", "/jobs/my-job", "/rq/", "/rq/0/data/queues.json"):
+        answer = page.get(path, headers=browser)
+        assert (answer.status_code, answer.headers["location"][:10]) == (303, "/login?to=")
+    assert page.get("/series.json").status_code == 401
+    assert page.post("/retry", data=RETRY).status_code == 401
+    assert page.get("/", headers={"HX-Request": "true"}).headers["HX-Redirect"] == "/login"
+    assert "my-job" not in page.get("/login").text
+    assert page.get("/static/page.css").status_code == 200
+
+
+def test_a_login_opens_the_page_and_logging_out_closes_it(redis: Redis, open_page: Open) -> None:
+    page = open_page(token=TOKEN)
+    wrong = page.post("/login", data={"token": TOKEN[:-1], "to": "/failed"})
+    assert (wrong.status_code, SESSION_COOKIE in page.cookies) == (403, False)
+    right = page.post("/login", data={"token": TOKEN, "to": "/failed"})
+    assert (right.status_code, right.headers["location"]) == (303, "/failed")
+    cookie = right.headers["set-cookie"]
+    assert "HttpOnly" in cookie
+    assert "samesite=strict" in cookie.lower()
+    assert TOKEN not in cookie
+    assert page.get("/").status_code == 200
+    found = re.search(r'name="form_token" value="([^"]+)"', page.get("/").text)
+    assert found is not None
+    page.post("/logout", data={"form_token": "x"})
+    assert page.get("/").status_code == 200
+    page.post("/logout", data={"form_token": found[1]})
+    assert page.get("/", headers={"Accept": "text/html"}).status_code == 303
+    elsewhere = page.post("/login", data={"token": TOKEN, "to": "//evil.example"})
+    assert elsewhere.headers["location"] == "/"
+
+
+def test_a_session_outlives_the_server_but_neither_its_time_nor_its_token() -> None:
+    cookie = Sessions(TOKEN).open(1000.0)
+    assert Sessions(TOKEN).holds(cookie, 1000.0 + SESSION_S - 1)
+    assert not Sessions(TOKEN).holds(cookie, 1000.0 + SESSION_S)
+    assert not Sessions("another token of many").holds(cookie, 1000.0)
+    until, _, signature = cookie.partition(".")
+    for forged in (f"{int(until) + 1}.{signature}", until, f"{until}.", "", "x.\udc80", f"abc.{signature}"):
+        assert not Sessions(TOKEN).holds(forged, 1000.0)
+
+
+def test_an_address_that_others_reach_needs_a_token_that_cannot_be_guessed() -> None:
+    for bind in ("127.0.0.1", "localhost", "::1"):
+        assert check_token(None, bind) is None
+        assert check_token(TOKEN, bind) == TOKEN
+    for bind in ("0.0.0.0", "::", "10.0.0.7", "node-7"):
+        with pytest.raises(NotServed, match="TOKENMILL_DASHBOARD_TOKEN"):
+            check_token(None, bind)
+        assert check_token(TOKEN, bind) == TOKEN
+    with pytest.raises(NotServed, match="has 5 characters"):
+        check_token("short", "127.0.0.1")
+
+
+def test_every_answer_says_what_a_browser_may_do_with_it(redis: Redis, page: TestClient) -> None:
+    for path in ("/", "/nope", "/series.json", "/static/page.css", "/login"):
+        headers = page.get(path).headers
+        assert "default-src 'none'; script-src 'self'; style-src 'self'" in headers["Content-Security-Policy"]
+        assert "unsafe" not in headers["Content-Security-Policy"]
+        assert headers["X-Frame-Options"] == "DENY"
+        assert headers["X-Content-Type-Options"] == "nosniff"
+    assert page.get("/").headers["Cache-Control"] == "no-store"
+    assert "'self'" in page.get("/rq/").headers["Content-Security-Policy"]
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_holds_no_script_of_its_own(page: TestClient) -> None:
+    html = page.get("/").text
+    loaded = re.findall(r'(?:src|href)="([^"]+)"', html)
+    assert all(each.startswith(("/", "#", "?")) and not each.startswith("//") for each in loaded)
+    assert re.findall(r"<script(?![^>]* src=)|<style| style=| on[a-z]+=", html) == []
+    for path in (each for each in loaded if each.startswith("/static/")):
+        assert page.get(path).status_code == 200

@@ -1,0 +1,258 @@
+"""The page as an application: what is asked for, and what is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import parse_qs, quote, urlencode
+
+from a2wsgi import WSGIMiddleware
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from jobs.common.shown import safe_name
+
+from . import shown
+from .actions import Refused, retry_all, retry_one
+from .guard import RQ_PREFIX, SESSION_COOKIE, SESSION_S, Guard, Hosts, Sessions
+from .pages import PAGES, Missing, Name, time_left
+from .watcher import IDLE_S, Watcher
+
+#: A form's body; ours are far smaller.
+MAX_FORM_BYTES = 1 << 16
+
+Answer = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the dashboard is shown.
+
+    hosts: further names of it. is_local: it listens on this machine alone. token: what browsers log in with,
+    None where everybody on this machine may look. show_prompts: jobs' arguments are shown.
+    """
+
+    hosts: Collection[str] = ()
+    is_local: bool = True
+    token: str | None = None
+    show_prompts: bool = False
+
+
+class Dashboard:
+    """What the answers share. Redis is read in threads, a page at a time."""
+
+    def __init__(self, connection: Redis, options: Options) -> None:
+        self.watcher, self._options = Watcher(connection), options
+        self._sessions = Sessions(options.token) if options.token else None
+        # Of this process: a page of an earlier one gets the new one with its next update.
+        self._form_token = secrets.token_urlsafe(32)
+        self._templates = Environment(
+            loader=PackageLoader("tokenmill_dashboard"),
+            autoescape=select_autoescape(default=True, default_for_string=True),
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        for name in ("number", "rate", "percent", "duration", "moment", "iso"):
+            self._templates.filters[name] = getattr(shown, name)
+        self._templates.globals.update(
+            share=shown.share, form_token=self._form_token, name_of=Name.of, time_left=time_left
+        )
+
+    def app(self, rq_pages: Any) -> ASGIApp:
+        """Return the application. rq_pages: rq-dashboard's, for WSGI."""
+        pages = [Route(path, self._page(name)) for path, name in _PATHS.items()]
+        app = Starlette(
+            routes=[
+                *pages,
+                Route("/series.json", self._series),
+                Route("/retry", self._action(retry_one), methods=["POST"]),
+                Route("/retry-all", self._action(retry_all), methods=["POST"]),
+                Route("/login", self._show_login, methods=["GET"]),
+                Route("/login", self._log_in, methods=["POST"]),
+                Route("/logout", self._log_out, methods=["POST"]),
+                Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
+                Mount(RQ_PREFIX, cast("ASGIApp", WSGIMiddleware(rq_pages))),
+                Route("/{path:path}", self._page("missing")),
+            ],
+            lifespan=self._looking,
+        )
+        return Guard(app, Hosts(self._options.hosts, is_local=self._options.is_local), self._sessions)
+
+    @asynccontextmanager
+    async def _looking(self, app: Starlette) -> AsyncIterator[None]:
+        """Look now and then, also while nobody else does."""
+
+        async def look_on() -> None:
+            while True:
+                with suppress(RedisError):
+                    await run_in_threadpool(self.watcher.look)
+                await asyncio.sleep(IDLE_S)
+
+        task = asyncio.create_task(look_on())
+        yield
+        task.cancel()
+
+    def _page(self, name: str) -> Answer:
+        async def answer(request: Request) -> Response:
+            try:
+                facts = await run_in_threadpool(
+                    PAGES[name], self.watcher, request, show_prompts=self._options.show_prompts
+                )
+            except Missing as missing:
+                return self._render(request, "missing.html", 404, text=str(missing))
+            except RedisError as error:
+                return self._away(request, error)
+            return self._render(request, f"{name}.html", 200, **facts)
+
+        return answer
+
+    def _away(self, request: Request, error: RedisError) -> Response:
+        """Say that Redis does not answer. A page that is open stays as it is, and goes on asking."""
+        problem = "Redis does not answer." if _is_lost(error) else "Redis refused what the page asked for."
+        detail = f"{type(error).__name__}: {safe_name(str(error), 300)}"
+        response = self._render(request, "away.html", 503, problem=problem, detail=detail)
+        if _is_update(request):
+            response.headers["HX-Reswap"] = "none"
+        return response
+
+    def _render(self, request: Request, template: str, status: int, **facts: Any) -> HTMLResponse:
+        """Answer with a page, or with its inner part where a page that is open updates itself.
+
+        Then always with 200: what it says is in the page, and browsers take note of others as errors.
+        """
+        update = _is_update(request)
+        html = self._templates.get_template(template).render(
+            layout="update.html" if update else "base.html",
+            now=time.time(),
+            path=request.url.path,
+            here=_here(request),
+            has_login=self._sessions is not None,
+            notice=_notice(request),
+            **{"problem": None, "detail": None, **facts},
+        )
+        return HTMLResponse(html, 200 if update else status)
+
+    async def _series(self, request: Request) -> Response:
+        return JSONResponse(await run_in_threadpool(self.watcher.series))
+
+    def _action(self, act: Callable[[Redis, dict[str, str]], str]) -> Answer:
+        """An action of a form that one of our pages of this process has sent, and back to that page."""
+
+        async def answer(request: Request) -> Response:
+            form = await _form(request)
+            if not _same(form.get("form_token", ""), self._form_token):
+                text = "This page is of an earlier dashboard: load it again, then try once more."
+                return self._render(request, "missing.html", 403, text=text)
+            try:
+                done = await run_in_threadpool(act, self.watcher.connection, form)
+            except Refused as refused:
+                done = refused.code
+            except RedisError as error:
+                return self._away(request, error)
+            back = form.get("back", "/")
+            mark = "&" if "?" in back else "?"
+            return RedirectResponse(f"{back if _is_ours(back) else '/'}{mark}done={done}", 303)
+
+        return answer
+
+    async def _show_login(self, request: Request) -> Response:
+        return self._login_page(request, "")
+
+    def _login_page(self, request: Request, wrong: str) -> Response:
+        to = request.query_params.get("to", "/")
+        html = self._templates.get_template("login.html").render(wrong=wrong, to=to if _is_ours(to) else "/")
+        return HTMLResponse(html, 403 if wrong else 200)
+
+    async def _log_in(self, request: Request) -> Response:
+        form = await _form(request)
+        if self._sessions is None:
+            return RedirectResponse("/", 303)
+        if not self._sessions.is_token(form.get("token", "")):
+            return self._login_page(request, "That is not the token that the dashboard was started with.")
+        to = form.get("to", "/")
+        response = RedirectResponse(to if _is_ours(to) else "/", 303)
+        response.set_cookie(
+            SESSION_COOKIE,
+            self._sessions.open(time.time()),
+            max_age=SESSION_S,
+            httponly=True,
+            samesite="strict",
+            secure=request.url.scheme == "https",
+        )
+        return response
+
+    async def _log_out(self, request: Request) -> Response:
+        form = await _form(request)
+        response = RedirectResponse("/login" if self._sessions else "/", 303)
+        if _same(form.get("form_token", ""), self._form_token):
+            response.delete_cookie(SESSION_COOKIE)
+        return response
+
+
+#: The paths of the pages, and each page's name in PAGES, which is that of its template.
+_PATHS = {"/": "overview", "/failed": "failed", "/runs/{run}": "run", "/jobs/{job_id:path}": "job"}
+
+
+def _here(request: Request) -> str:
+    """The page's address, without the word of an action that led to it."""
+    query = urlencode([each for each in request.query_params.multi_items() if each[0] != "done"])
+    return quote(request.url.path) + (f"?{query}" if query else "")
+
+
+def _is_lost(error: RedisError) -> bool:
+    return isinstance(error, (RedisConnectionError, RedisTimeoutError))
+
+
+def _is_update(request: Request) -> bool:
+    return "hx-request" in request.headers
+
+
+def _is_ours(path: str) -> bool:
+    """Whether a path to go back to is one of this site: browsers take // and /\\ for other hosts."""
+    return path.startswith("/") and not path.startswith(("//", "/\\")) and path.isprintable()
+
+
+def _same(given: str, expected: str) -> bool:
+    return secrets.compare_digest(given.encode(errors="surrogatepass"), expected.encode())
+
+
+def _notice(request: Request) -> str:
+    """What an action came to, in words of our own: anybody can write a link."""
+    code, _, count = request.query_params.get("done", "").partition("-")
+    num = int(count) if count.isascii() and count.isdigit() and len(count) < 8 else 0
+    told = {
+        "retried": f"{num:,} job{'' if num == 1 else 's'} put back on the queue.",
+        "gone": "Nothing was put back: the job is not among the failed ones of its queue any more.",
+    }
+    return told.get(code, "")
+
+
+async def _form(request: Request) -> dict[str, str]:
+    """Return the fields of a form; none of one that is larger than ours."""
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_FORM_BYTES:
+            return {}
+    try:
+        fields = parse_qs(body.decode("ascii"), keep_blank_values=True, max_num_fields=20)
+    except ValueError:
+        return {}
+    return {name: values[0] for name, values in fields.items()}

@@ -1,0 +1,150 @@
+"""What each page shows, read from Redis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from redis.exceptions import ResponseError
+from starlette.requests import Request
+
+from jobs.common import stored
+from jobs.common.shown import safe_name
+from jobs.errors import RunKeyDamaged, UnknownRun
+from jobs.runs.names import is_run_id
+from jobs.runs.obstacles import obstacles
+from jobs.watch.failed_jobs import failed_page, read_job
+from jobs.watch.queues import count_queues, queue_names
+from jobs.watch.runs import RunSummary, list_shards, read_run
+
+from . import shown
+from .watcher import Watcher
+
+#: Rows of a table on one page.
+PAGE_ROWS = 50
+
+#: Shards of a run on one page.
+PAGE_SHARDS = 100
+
+#: Characters of a name.
+MAX_SHOWN_CHARS = 120
+
+
+class Missing(Exception):
+    """There is no such thing to be shown; its text says what."""
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name as Redis has it. text: by which it can be asked for, if is_exact. shown: as a page shows it."""
+
+    text: str
+    shown: str
+    is_exact: bool
+
+    @classmethod
+    def of(cls, raw: bytes) -> Name:
+        text = stored.text(raw)
+        return cls(text, safe_name(raw, MAX_SHOWN_CHARS), text.isprintable() and text.encode() == raw)
+
+
+def time_left(run: RunSummary) -> str:
+    """How long a run still takes at the pace so far."""
+    if not run.is_active or not run.rows or not run.rows_per_s or not run.rows_done:
+        return shown.NOTHING
+    return f"about {shown.duration((run.rows - run.rows_done) / run.rows_per_s)}"
+
+
+def overview(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
+    """Everything at a glance. Parameters: workers (page of the workers' table)."""
+    look = watcher.look()
+    first, page = _page(request, "workers", len(look.workers), PAGE_ROWS)
+    return {
+        "look": look,
+        "workers": look.workers[first : first + PAGE_ROWS],
+        "workers_page": page,
+        "workers_pages": _pages(len(look.workers), PAGE_ROWS),
+    }
+
+
+def failed(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
+    """The failed jobs of a queue. Parameters: queue (the one with most, where not given), page."""
+    connection = watcher.connection
+    counted = count_queues(connection, queue_names(connection)[:200])
+    counts = {safe_name(each.name): each.counts["failed"] or 0 for each in counted}
+    names = {safe_name(each.name): each.name for each in counted}
+    most = max(counts, key=lambda name: counts[name], default="")
+    queue = request.query_params.get("queue", most)
+    if queue not in names and queue:
+        raise Missing("There is no queue of this name.")
+    first, page = _page(request, "page", counts.get(queue, 0), PAGE_ROWS)
+    try:
+        jobs = failed_page(connection, names[queue], first, PAGE_ROWS) if queue else []
+    except ResponseError:
+        raise Missing("The list of this queue's failed jobs is not what RQ keeps there.") from None
+    return {
+        "queues": {name: count for name, count in counts.items() if count or name == queue},
+        "queue": queue,
+        "total": counts.get(queue, 0),
+        "jobs": jobs,
+        "page": page,
+        "pages": _pages(counts.get(queue, 0), PAGE_ROWS),
+    }
+
+
+def run(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
+    """One run. Parameters: shards (page of the shards' table)."""
+    name = request.path_params["run"]
+    if not is_run_id(name):
+        raise Missing("A run's id has another form.")
+    try:
+        detail = read_run(watcher.connection, name)
+        total = detail.summary.shards or 0
+        first, page = _page(request, "shards", total, PAGE_SHARDS)
+        shards = list_shards(watcher.connection, detail.summary.run, first, PAGE_SHARDS) if total else []
+        waits = obstacles(watcher.connection, detail.snapshot)
+    except UnknownRun:
+        raise Missing("Redis does not know this run, or no longer.") from None
+    except RunKeyDamaged as error:
+        raise Missing(safe_name(str(error), 500)) from None
+    return {
+        "run": detail.summary,
+        "reasons": detail.reasons,
+        "snapshot": detail.snapshot,
+        "waits": [safe_name(each, 500) for each in waits],
+        "shards": shards,
+        "shards_page": page,
+        "shards_pages": _pages(total, PAGE_SHARDS),
+    }
+
+
+def job(watcher: Watcher, request: Request, *, show_prompts: bool) -> dict[str, Any]:
+    """One job."""
+    job_id = request.path_params["job_id"]
+    found = read_job(watcher.connection, job_id, with_arguments=show_prompts)
+    if found is None:
+        raise Missing("Redis does not know this job: it has expired, or was deleted.")
+    return {"job": found, "shown_id": safe_name(job_id), "show_prompts": show_prompts}
+
+
+def missing(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
+    """No page of ours."""
+    raise Missing("There is no such page.")
+
+
+PAGES: dict[str, Callable[..., dict[str, Any]]] = {
+    each.__name__: each for each in (overview, failed, run, job, missing)
+}
+
+
+def _page(request: Request, name: str, num_rows: int, rows: int) -> tuple[int, int]:
+    """Return the first row of the page that is asked for, and its number from 1 on, within what there is."""
+    asked = request.query_params.get(name, "1")
+    number = int(asked) if asked.isascii() and asked.isdigit() and len(asked) < 9 else 1
+    number = max(1, min(number, _pages(num_rows, rows)))
+    return (number - 1) * rows, number
+
+
+def _pages(num_rows: int, rows: int) -> int:
+    return max(1, -(-num_rows // rows))

@@ -1,0 +1,85 @@
+"""Starts the dashboard, and refuses to show it to others without a token."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection
+from ipaddress import ip_address
+
+import uvicorn
+from redis import Redis
+from starlette.types import ASGIApp
+
+from .app import Dashboard, Options
+from .rq_pages import rq_app
+
+#: With which a browser logs in. Asked for wherever it is set.
+TOKEN_VARIABLE = "TOKENMILL_DASHBOARD_TOKEN"
+MIN_TOKEN_CHARS = 16
+
+#: Redis is taken for away after so long: the page says so, and goes on asking.
+REDIS_TIMEOUT_S = 5.0
+
+
+class NotServed(Exception):
+    """Why the dashboard does not start, and what to do."""
+
+
+def check_token(token: str | None, bind: str) -> str | None:
+    """Return the token that browsers log in with, None for none.
+
+    Raises NotServed where others can reach the address and there is none, or one that can be guessed.
+    """
+    if token is not None and len(token) < MIN_TOKEN_CHARS:
+        raise NotServed(
+            f"{TOKEN_VARIABLE} has {len(token)} characters, expected {MIN_TOKEN_CHARS} or more: take the "
+            'output of `python -c "import secrets; print(secrets.token_urlsafe())"`'
+        )
+    if token is None and not is_loopback(bind):
+        raise NotServed(
+            f"{bind} can be reached from other machines: set {TOKEN_VARIABLE}, which browsers log in with, "
+            "or leave --bind at 127.0.0.1 and use a tunnel, such as ssh -L 9181:127.0.0.1:9181"
+        )
+    return token
+
+
+def is_loopback(bind: str) -> bool:
+    """Whether only this machine reaches what listens there."""
+    try:
+        return ip_address(bind).is_loopback
+    except ValueError:
+        return bind == "localhost"
+
+
+def make_app(redis_url: str, bind: str, hosts: Collection[str], *, show_prompts: bool) -> ASGIApp:
+    """Return the application. Raises NotServed as check_token does."""
+    token = check_token(os.environ.get(TOKEN_VARIABLE) or None, bind)
+    is_local = is_loopback(bind)
+    named = {*hosts} if is_local else {*hosts, socket.gethostname(), socket.getfqdn()}
+    connection = Redis.from_url(
+        redis_url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
+    )
+    dashboard = Dashboard(connection, Options(named, is_local, token, show_prompts))
+    return dashboard.app(rq_app(redis_url, show_prompts=show_prompts))
+
+
+def serve(redis_url: str, bind: str, port: int, hosts: Collection[str], *, show_prompts: bool) -> None:
+    """Serve until stopped. Raises NotServed where it may not be shown there, or the address cannot be had."""
+    app = make_app(redis_url, bind, hosts, show_prompts=show_prompts)
+    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+    try:
+        listener = socket.create_server((bind, port), family=family, backlog=128)
+    except OSError as error:
+        raise NotServed(f"{bind} port {port} cannot be listened on ({error.strerror}): use --port") from error
+    shown = f"[{bind}]" if ":" in bind else bind
+    print(f"dashboard on http://{shown}:{listener.getsockname()[1]}", flush=True)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        ws="none",
+        server_header=False,
+        timeout_graceful_shutdown=3,
+    )
+    uvicorn.Server(config).run(sockets=[listener])

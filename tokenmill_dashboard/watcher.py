@@ -1,0 +1,183 @@
+"""Looks at Redis for everybody who looks at the page, as seldom as that allows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from jobs.common.shown import safe_name
+from jobs.errors import RunKeyDamaged
+from jobs.watch.failed_jobs import FailedJob, newest_failed
+from jobs.watch.queues import QueueCounts, count_queues, num_set_aside, queue_names
+from jobs.watch.runs import RunSummary, list_runs
+from jobs.watch.samples import WorkerSample, read_points, read_samples, worker_names
+from jobs.watch.workers import WorkerSeen, list_workers
+
+from .history import History
+
+#: A look serves everybody for so long; one that took longer than a fifth of that, for five times as long.
+LOOK_S = 1.0
+LOOK_SHARE = 0.2
+
+#: Between two looks while nobody looks at the page, so that its charts have no gaps.
+IDLE_S = 10.0
+
+#: What is looked at, at most. Of more, the page says that there are more.
+MAX_WORKERS, MAX_QUEUES, MAX_RUNS, MAX_FAILED = 1000, 200, 50, 10
+
+
+@dataclass(frozen=True)
+class WorkerRow:
+    """One worker. sample: None of one that tells nothing of itself, such as RQ's own; seen is its record.
+
+    Rates are per second, None where they cannot be told yet.
+    """
+
+    name: str
+    sample: WorkerSample | None
+    seen: WorkerSeen | None
+    generated_per_s: float | None = None
+    prompt_per_s: float | None = None
+
+    @property
+    def is_silent(self) -> bool:
+        return self.sample is not None and self.sample.is_silent
+
+    @property
+    def queues(self) -> str:
+        """On which it listens, as they may be shown."""
+        if self.sample is not None:
+            return ", ".join(self.sample.queues)
+        return safe_name(self.seen.fields.get("queues", b"")) if self.seen else ""
+
+    @property
+    def state(self) -> str:
+        if self.sample is not None:
+            return "silent" if self.sample.is_silent else (self.sample.state or "unknown")
+        return safe_name(self.seen.fields.get("state", b"unknown"), 40) if self.seen else "unknown"
+
+
+@dataclass(frozen=True)
+class Look:
+    """What Redis said at one moment. runs_problem: why runs could not be listed, "" where they could."""
+
+    at: float
+    queues: tuple[QueueCounts, ...] = ()
+    num_queues: int = 0
+    workers: tuple[WorkerRow, ...] = ()
+    num_workers: int = 0
+    runs: tuple[RunSummary, ...] = ()
+    runs_problem: str = ""
+    failed: tuple[FailedJob, ...] = ()
+    set_aside: int | None = None
+
+    def total(self, where: str) -> int:
+        """How many jobs of all queues are there: "waiting", "executing", "failed", ..."""
+        return sum(queue.counts[where] or 0 for queue in self.queues)
+
+    def rate(self, name: str) -> float:
+        """A rate of all workers together, by its name in WorkerRow."""
+        return sum(getattr(worker, name) or 0.0 for worker in self.workers)
+
+
+@dataclass
+class _Turn:
+    look: Look | None = None
+    taken_at: float = float("-inf")
+    serves_s: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Watcher:
+    """Reads Redis in the calling thread; safe to call from many. clock: Unix seconds."""
+
+    def __init__(self, connection: Redis, clock: Callable[[], float] = time.time) -> None:
+        self.connection, self.clock = connection, clock
+        self._history, self._turn = History(), _Turn()
+
+    def look(self) -> Look:
+        """Return how everything stands, as it was LOOK_S ago at most. Raises redis.exceptions.RedisError."""
+        turn = self._turn
+        with turn.lock:
+            began = time.monotonic()
+            if turn.look is None or not 0 <= began - turn.taken_at < turn.serves_s:
+                turn.look = self._look()
+                turn.taken_at = time.monotonic()
+                turn.serves_s = max(LOOK_S, (turn.taken_at - began) / LOOK_SHARE)
+            return turn.look
+
+    def series(self) -> dict[str, Any]:
+        """Return the charts' lines, as they are known from the last look."""
+        with self._turn.lock:
+            return self._history.series(self.clock())
+
+    def _look(self) -> Look:
+        now = self.clock()
+        all_queues, all_workers = queue_names(self.connection), worker_names(self.connection)
+        queues = count_queues(self.connection, all_queues[:MAX_QUEUES])
+        names = all_workers[:MAX_WORKERS]
+        samples = read_samples(self.connection, names)
+        self._remember(now, samples, queues)
+        runs, problem = self._runs()
+        # Only where there are any: most of the time there is nothing to read.
+        with_failed = [queue.name for queue in queues if queue.counts["failed"]]
+        return Look(
+            at=now,
+            queues=tuple(queues),
+            num_queues=len(all_queues),
+            workers=self._rows(names, samples),
+            num_workers=len(all_workers),
+            runs=runs,
+            runs_problem=problem,
+            failed=tuple(newest_failed(self.connection, with_failed, MAX_FAILED)) if with_failed else (),
+            set_aside=num_set_aside(self.connection),
+        )
+
+    def _runs(self) -> tuple[tuple[RunSummary, ...], str]:
+        try:
+            return tuple(list_runs(self.connection, MAX_RUNS)), ""
+        except RunKeyDamaged as error:
+            return (), safe_name(str(error), 500)
+
+    def _remember(self, now: float, samples: Sequence[WorkerSample], queues: Sequence[QueueCounts]) -> None:
+        history = self._history
+        new = [sample for sample in samples if not history.knows(sample.name)]
+        earlier = read_points(self.connection, [sample.name for sample in new]) if new else {}
+        for sample in samples:
+            ahead_s = sample.at - (now - sample.silent_s)  # its clock's, of ours
+            for point in (*earlier.get(sample.name, ()), sample):
+                history.add_point(sample.name, point, point.at - ahead_s)
+        history.forget([sample.name for sample in samples])
+        depth = {
+            safe_name(queue.name): queue.counts["waiting"]
+            for queue in queues
+            if queue.counts["waiting"] is not None
+        }
+        history.add_depth({name: length for name, length in depth.items() if length is not None}, now)
+
+    def _rows(self, names: Sequence[str], samples: Sequence[WorkerSample]) -> tuple[WorkerRow, ...]:
+        """Return a row for each worker, those first that somebody should look at."""
+        told = {sample.name: sample for sample in samples}
+        silent_of_us = [name for name in names if name not in told]
+        seen = {worker.name.decode(errors="backslashreplace"): worker for worker in self._seen(silent_of_us)}
+        rate = self._history.rate
+        rows = [
+            WorkerRow(
+                safe_name(name), sample, None, rate(name, "generation_tokens"), rate(name, "prompt_tokens")
+            )
+            for name, sample in told.items()
+        ]
+        rows += [WorkerRow(safe_name(name), None, worker) for name, worker in seen.items()]
+        return tuple(sorted(rows, key=lambda row: (not row.is_silent, row.state != "draining", row.name)))
+
+    def _seen(self, names: Sequence[str]) -> list[WorkerSeen]:
+        return list_workers(self.connection, names) if names else []
+
+
+__all__ = ["Look", "RedisError", "Watcher", "WorkerRow"]
