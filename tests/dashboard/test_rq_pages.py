@@ -1,4 +1,4 @@
-"""rq-dashboard beside our page: running and failed jobs, no prompts, and none that a deleted job takes away."""
+"""rq-dashboard beside our page: running and failed jobs, no prompts; a deleted job hides no other."""
 
 from __future__ import annotations
 
