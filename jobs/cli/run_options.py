@@ -124,7 +124,13 @@ _OUTPUT = (
         type=click.Choice(OUTPUTS),
         help="Format of that file, whose name then ends so; Parquet by default.",
     ),
-    click.option("--rows-per-shard", type=int, default=1000, show_default=True),
+    click.option(
+        "--rows-per-shard",
+        type=int,
+        default=1000,
+        show_default=True,
+        help="Rows of a part, which one worker computes and writes.",
+    ),
 )
 
 

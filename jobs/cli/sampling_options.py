@@ -13,12 +13,16 @@ from .json_option import json_value
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _OPTIONS = (
-    click.option("--max-tokens", type=int),
-    click.option("--temperature", type=float),
-    click.option("--top-p", type=float),
-    click.option("--top-k", type=int),
-    click.option("--min-p", type=float),
-    click.option("--seed", type=int),
+    click.option("--max-tokens", type=int, help="Tokens of a completion at most; 256 by default."),
+    click.option("--temperature", type=float, help="1 by default; 0 takes the likeliest token."),
+    click.option(
+        "--top-p", type=float, help="Only the likeliest tokens that together have this probability."
+    ),
+    click.option("--top-k", type=int, help="Only so many of the likeliest tokens."),
+    click.option(
+        "--min-p", type=float, help="Only tokens with this share of the likeliest one's probability."
+    ),
+    click.option("--seed", type=int, help="The run's; each row's own follows from it and the row's number."),
     click.option("--n", type=int, help="Completions of each row; from 2 on the output has lists of them."),
     click.option("--presence-penalty", type=float, help="Off the logit of each token there is, -2 to 2."),
     click.option("--frequency-penalty", type=float, help="The same, as often as the token is there."),
@@ -66,7 +70,10 @@ def sampling_options(command: Command) -> Command:
     for option in reversed(_OPTIONS):
         command = option(command)
     any_values = click.option(
-        "--sampling", callback=json_value(dict), default="{}", help="Any sampling values, as a JSON object."
+        "--sampling",
+        callback=json_value(dict),
+        default="{}",
+        help='Any sampling values, as JSON: {"min_tokens": 2}. An option of its own wins.',
     )
     return any_values(command)
 

@@ -47,7 +47,7 @@ _DEFAULTS = {
 @click.command()
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
 @click.option("--rows", type=click.IntRange(1, 1000), default=3, show_default=True, help="How many.")
-@click.option("--queue", default="bulk", show_default=True)
+@click.option("--queue", default="bulk", show_default=True, help="Whose workers do it.")
 @click.option("--no-answers", is_flag=True, help="Prompts and their tokens alone.")
 @input_options
 @prompt_options
@@ -163,9 +163,12 @@ def _text(value: Any) -> str:
 
 def _reasons(survey: dict[str, Any]) -> list[str]:
     return [
-        f"{each['rows']:,} rows read would fail, row {each['row']} the first: {safe_name(each['reason'])}"
-        for each in survey["reasons"]
+        f"{_would_fail(each['rows'], each['row'])}: {safe_name(each['reason'])}" for each in survey["reasons"]
     ]
+
+
+def _would_fail(rows: int, first: int) -> str:
+    return f"row {first} would fail" if rows == 1 else f"{rows:,} rows read would fail, row {first} the first"
 
 
 def _interval(total: Total) -> str:

@@ -29,6 +29,15 @@ NOT_TEXT = frozenset(
     }
 )
 
+#: Such a value where it is no number, as it stands behind `:=`.
+EXAMPLES = {
+    "allowed_token_ids": "[17, 18]",
+    "bad_words": '["maybe"]',
+    "logit_bias": '{"17": 2.5}',
+    "stop_token_ids": "[17, 18]",
+    "structured_outputs": '{"choice": ["yes", "no"]}',
+}
+
 Prompt = str | list[int]
 
 
@@ -86,12 +95,7 @@ def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name, value in sampling.items():
         if name in NOT_TEXT and isinstance(value, str):
-            raise InvalidValue(
-                f"{name} arrived as the text {{}}, expected JSON: "
-                f"write {name}:={{}} on the command line, or pass a number in Python",
-                shown(value),
-                value[:MAX_SHOWN_CHARS],
-            )
+            raise _arrived_as_text(name, value)
     known = NOT_TEXT | {"stop"}
     return without_neutral(
         {name: value for name, value in sampling.items() if value is not None or name not in known}
@@ -117,6 +121,22 @@ def _prompt(item: object, what: str) -> Prompt | Unusable:
     except InvalidJob as error:
         return Unusable(str(error))
     return Unusable(f"{what} is {type(item).__name__}, expected a string or a non-empty list of token ids")
+
+
+def _arrived_as_text(name: str, value: str) -> InvalidValue:
+    if name in EXAMPLES:
+        example = EXAMPLES[name].replace("{", "{{").replace("}", "}}")
+        return InvalidValue(
+            f"{name} arrived as the text {{}}, expected JSON such as {example}: "
+            f"with rq enqueue write {name}:='{example}', in Python pass no text",
+            shown(value),
+        )
+    return InvalidValue(
+        f"{name} arrived as the text {{}}, expected JSON: "
+        f"with rq enqueue write {name}:={{}}, in Python and JSON pass it without quotes",
+        shown(value),
+        value[:MAX_SHOWN_CHARS],
+    )
 
 
 def _text(text: str, what: str) -> str:

@@ -222,7 +222,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def _written(self, value: Any) -> str:
         """Return what stands in the text for a value. Raises TemplateProblem for null."""
         if value is None:
-            raise TemplateProblem("a value that the template writes is null: give a default")
+            raise TemplateProblem(
+                "a value that the template writes is null: give it a default, such as {{ name or 'none' }}"
+            )
         if isinstance(value, list | dict | tuple):
             return self._tojson(value)
         if not isinstance(value, _WRITTEN):

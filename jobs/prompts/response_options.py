@@ -9,6 +9,9 @@ from typing import Any
 from ..common.shown import shown
 from ..errors import InvalidJob, InvalidValue
 
+#: Of each token of a chat, as OpenAI's API has it.
+MAX_TOP_LOGPROBS = 20
+
 NAMES = ("echo", "logprobs", "prompt_logprobs", "top_logprobs")
 
 
@@ -60,8 +63,10 @@ def chat_response_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Re
     if not wanted:
         return sampling, ResponseOptions()
     num_top = 0 if num_top is None else num_top
-    if type(num_top) is not int or num_top < 0:
-        raise InvalidValue("top_logprobs is {}, expected a number of tokens", shown(num_top))
+    if type(num_top) is not int or not 0 <= num_top <= MAX_TOP_LOGPROBS:
+        raise InvalidValue(
+            f"top_logprobs is {{}}, expected an integer from 0 to {MAX_TOP_LOGPROBS}", shown(num_top)
+        )
     return {**sampling, "logprobs": num_top}, ResponseOptions(num_top=num_top)
 
 

@@ -27,7 +27,7 @@ from .names import PARTS
 from .option_checks import column_name
 from .paths import real_path, run_path
 from .prompt_steps import PromptStep, make_steps, parse_prompts
-from .template import Template
+from .template import Template, jinja_hint
 
 #: A shard's prompts and answers are held in memory until its part is written.
 MAX_ROWS_PER_SHARD = 1_000_000
@@ -296,7 +296,7 @@ def _check_template(template: Any, form: str, rows_per_shard: int) -> None:
     if not parsed.columns:
         raise InvalidJob(
             "the template names no column, so that every row would ask the same: "
-            "write {column} where a row's value goes"
+            f"write {{column}} where a row's value goes{jinja_hint(template_texts(template)[0])}"
         )
     parsed.check_cost(rows_per_shard)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from string import Formatter
@@ -82,6 +82,13 @@ class Template:
         return [{"role": role, "content": text} for role, text in zip(self.roles, filled, strict=True)]
 
 
+def jinja_hint(texts: Iterable[str]) -> str:
+    """What to add to an error where texts look as if they were Jinja's; else nothing."""
+    if not any(mark in text for text in texts for mark in ("{{", "{%")):
+        return ""
+    return "; for Jinja's {{ column }} say so: template_format 'jinja' (--template-format jinja)"
+
+
 def _parse_text(text: str, what: str) -> Pieces:
     """Cut a text at its braces. what: its name in errors, which say where to look and repeat none of it."""
     pieces: list[tuple[str, str | None]] = []
@@ -91,10 +98,13 @@ def _parse_text(text: str, what: str) -> Pieces:
                 field = 1 + sum(column is not None for _, column in pieces)
                 raise InvalidJob(
                     f"{what}: field {field} is no plain column name; write {{{{ and }}}} for braces of text"
+                    f"{jinja_hint([text])}"
                 )
             pieces.append((literal, column))
     except ValueError as error:
-        raise InvalidJob(f"{what}: {error}; write {{{{ and }}}} for braces of text") from None
+        raise InvalidJob(
+            f"{what}: {error}; write {{{{ and }}}} for braces of text{jinja_hint([text])}"
+        ) from None
     return tuple(pieces)
 
 

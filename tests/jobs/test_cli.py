@@ -95,6 +95,8 @@ def test_submitting_twice_plans_once_and_again_after_the_end(
         (["--template", "a", "--messages-column", "b"], "give one"),
         (["--template", "{a}", "--prompt-column", "prompt"], "--prompt-column and --template each say"),
         (["--template", "Is it good?"], "names no column"),
+        (["--template", "{{ text }}"], "for Jinja's {{ column }} say so"),
+        (["--template", "{% if a.b %}{{ a.b }}{% endif %}"], "--template-format jinja"),
         (["--messages-template", '[{"role": "user", "content": "hi"}]'], "names no column"),
         (["--template-file", "/no/such/file"], "--template-file /no/such/file cannot be read: No such file"),
         (["--temperature", "-1"], "temperature must be between 0 and 1000000, got -1"),

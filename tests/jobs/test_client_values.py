@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -62,8 +63,11 @@ def test_lists_and_mappings_reach_the_engine_as_json_has_them(context: JobContex
     assert params.logit_bias == {7: -100.0, 50: 2.0}
     assert params.allowed_token_ids == (7, 50)
     for name in values:
-        with pytest.raises(errors.InvalidJob, match=f"{name} arrived as the text"):
+        with pytest.raises(errors.InvalidJob, match=f"{name} arrived as the text") as refused:
             request_of(context, "jobs.complete", "a", **{name: "1"})
+        advice = re.search(rf"write {name}:='?(.*?)'?, in Python", str(refused.value))
+        assert advice is not None
+        check_sampling({name: json.loads(advice[1])})  # what it says to write is taken
         with pytest.raises(errors.InvalidJob, match=name):
             check_sampling({name: [{"secret": 1}]})
     specs = [
@@ -318,3 +322,11 @@ def test_a_response_format_is_what_the_text_must_be(
 def test_one_that_says_something_else_is_refused_by_name(values: dict[str, Any]) -> None:
     with pytest.raises(errors.InvalidJob, match="response_format"):
         without_neutral(values)
+
+
+def test_older_names_of_structured_outputs_say_what_they_are_called_now(context: JobContext) -> None:
+    for member, value in (("json", {"type": "integer"}), ("regex", "a"), ("choice", ["a"]), ("grammar", "x")):
+        with pytest.raises(errors.InvalidJob) as refused:
+            request_of(context, "jobs.complete", "hi", **{f"guided_{member}": value})
+        assert f'structured_outputs={{"{member}": ...}}' in str(refused.value)
+        assert without_neutral({f"guided_{member}": None}) == {}

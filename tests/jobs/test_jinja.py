@@ -60,7 +60,8 @@ def test_a_template_over_columns_nulls_and_lists(prompts: Prompts, tmp_path: Pat
     assert prompts(template, defaults={"f": "-"}) == [
         '{x}: 1a2b {"k": 1}\n',
         "y -\n",
-        "the template: a value that the template writes is null: give a default",
+        "the template: a value that the template writes is null: "
+        "give it a default, such as {{ name or 'none' }}",
     ]
 
 

@@ -150,7 +150,7 @@ def test_prompt_log_probabilities_by_vllms_name(context: JobContext, engine: Eng
         ("jobs.chat", {"logprobs": 5}, "logprobs is 5, expected true or false"),
         ("jobs.chat", {"top_logprobs": 2}, "needs logprobs=true"),
         ("jobs.chat", {"logprobs": True, "top_logprobs": -1}, "top_logprobs is -1"),
-        ("jobs.chat", {"logprobs": True, "top_logprobs": 99}, "logprobs must be between"),
+        ("jobs.chat", {"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21, expected an integer"),
         ("jobs.chat", {"echo": True}, "echo belongs to jobs.complete"),
     ],
 )

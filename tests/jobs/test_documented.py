@@ -1,0 +1,74 @@
+"""What can be asked for stands in README, options of the command line with a help text too."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+
+import jobs
+from engine import SamplingParams
+from engine.sampling.params import NOT_BUILT
+from jobs.cli import main
+from jobs.prompts.client_values import NEUTRAL, OLDER_NAMES
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+#: Workers enqueue these among themselves.
+INTERNAL = {"score_shard", "survey_parquet", "verify_rows"}
+
+
+@pytest.mark.parametrize("name", ["submit", "preview", "verify"])
+def test_each_option_has_a_help_text_and_stands_in_readme(name: str) -> None:
+    options = [each for each in main.commands[name].params if isinstance(each, click.Option)]
+    assert options
+    assert [each.opts[0] for each in options if not each.help] == []
+    readme = README.replace("--[no-]", "--")
+    assert [each.opts[0] for each in options if not re.search(rf"{each.opts[0]}\b", readme)] == []
+
+
+def test_each_sampling_value_stands_in_readme() -> None:
+    names = [each.name for each in dataclasses.fields(SamplingParams)]
+    assert [name for name in names if not re.search(rf"`{name}\b", README)] == []
+
+
+def test_each_argument_of_a_job_function_stands_in_readme() -> None:
+    """Those of a run as options of the command line."""
+    words = set(re.findall(r"[a-z_]+", README.replace("--", "").replace("-", "_")))
+    functions = {name: getattr(jobs, name) for name in jobs.__all__ if name not in INTERNAL}
+    assert "complete" in functions
+    for name, function in functions.items():
+        if inspect.isfunction(function):
+            arguments = inspect.signature(function).parameters.values()
+            named = {each.name for each in arguments if each.kind is not each.VAR_KEYWORD}
+            assert named - words == set(), name
+
+
+def test_readme_lists_the_names_that_are_refused_and_no_other() -> None:
+    paragraph = README.partition("**Refused by name**")[2].partition("\n\n")[0]
+    listed = set(re.findall(r"`([a-z_]+)`", paragraph))
+    elsewhere = {"response_format", "top_logprobs"}  # of a job: there they are values like others
+    refused = {*NEUTRAL, *(NOT_BUILT - elsewhere), "tool_choice", "parallel_tool_calls"}
+    assert refused - listed == set()
+    assert listed - refused - {*OLDER_NAMES, "structured_outputs", "n"} == set()
+
+
+def test_the_commands_of_readme_have_options_that_exist() -> None:
+    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL)).replace("\\\n", " ")
+    lines = [line for line in blocks.splitlines() if re.match(r"tokenmill (submit|preview|verify) ", line)]
+    assert len(lines) >= 3
+    for line in lines:
+        _, name, *arguments = shlex.split(line, comments=True)
+        main.commands[name].make_context(name, arguments)
+
+
+def test_the_examples_of_readme_in_python_are_python() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) >= 5
+    for block in blocks:
+        compile(block, "README.md", "exec")
