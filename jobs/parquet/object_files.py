@@ -27,7 +27,7 @@ from .confined import root_of
 from .filesystem import Entry, FileStat, Filesystem
 from .object_requests import Requests, opened_store
 from .object_streams import CHUNK_BYTES, ObjectReader, ObjectSink, ObjectWriter
-from .store_errors import StoreUnfit
+from .store_errors import StoreRefused, StoreUnfit
 
 #: What a store copies in one request.
 MAX_COPY_BYTES = 5 << 30
@@ -209,6 +209,9 @@ class ObjectFiles(Filesystem):
             return self._make(path, lambda: obstore.head(store, key))
         except FileNotFoundError:
             return None
+        except StoreRefused:  # the reply to a HEAD has no text; another one says why
+            self._make(path, lambda: obstore.get_range(store, key, start=0, length=1))
+            raise
 
     def _make(self, path: str, request: Callable[[], Any]) -> Any:
         return self._requests.make(path, request)

@@ -58,6 +58,6 @@ class StoreUnreachable(StoreError):
     """Raised when an object store gave no answer for too long: (path, seconds, the last reason)."""
 
     message = (
-        "the store of {0} has not served it for {1:.0f} s ({2}): look at the store and the network, or raise "
+        "the store of {0} has not served it for {1:.1f} s ({2}): look at the store and the network, or raise "
         "TOKENMILL_FILE_TIMEOUT_S, then submit again; finished parts stay"
     )

@@ -21,6 +21,8 @@ from ops.load.report import Report
 from ops.load.rows import SIZES, rows
 from ops.load.sharing import workers
 from ops.load.soak import soak
+from ops.load.stored_rows import SIZES as STORED_SIZES
+from ops.load.stored_rows import stored_rows
 from ops.load.urgent import urgent
 
 
@@ -37,6 +39,11 @@ def main() -> int:
     command.add_argument("--shards", type=int, default=240)
     command = commands.add_parser("rows", help="Parquet runs of growing size")
     command.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    command.add_argument("--row-group-rows", type=int, default=10_000)
+    command.add_argument("--rows-per-shard", type=int, default=1000)
+    command.add_argument("--workers", type=int, default=1)
+    command = commands.add_parser("stored-rows", help="the same from and to an object store")
+    command.add_argument("--sizes", type=int, nargs="+", default=STORED_SIZES)
     command.add_argument("--row-group-rows", type=int, default=10_000)
     command.add_argument("--rows-per-shard", type=int, default=1000)
     command.add_argument("--workers", type=int, default=1)
@@ -87,6 +94,8 @@ def _run(options: argparse.Namespace) -> Report:
         return hostile(attacks, options.seconds, options.rounds, seed=options.seed)
     if options.scenario == "soak":
         return soak(options.minutes, options.seed)
+    if options.scenario == "stored-rows":
+        return stored_rows(options.sizes, options.row_group_rows, options.rows_per_shard, options.workers)
     return rows(options.sizes, options.row_group_rows, options.rows_per_shard, options.workers)
 
 

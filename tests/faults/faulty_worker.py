@@ -9,8 +9,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,6 +113,10 @@ class WorkerPlan:
     """Its tensor-parallel ranks."""
     served: str = "fake"
     """What the fake engine's model is called; another name also answers with it, in the place of `echo`."""
+    store: str = ""
+    """An object store's prefix, which is a data root too."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Further variables, such as where the store is."""
     fresh: bool = False
     """Under RQ's own command in a new interpreter, into which nothing was imported beforehand."""
 
@@ -149,6 +153,9 @@ def serve(plan: WorkerPlan) -> None:
         TOKENMILL_FUNCTION_GRACE_S="0.5",
         FAKE_STEP_S="0.02",
     )
+    if plan.store:
+        os.environ["TOKENMILL_DATA_ROOTS"] += f":{plan.store}"
+    os.environ.update(plan.environment)
     if plan.model is not None:
         os.environ.update(
             TOKENMILL_KV_CACHE_BYTES=str(plan.kv_cache_bytes),
