@@ -8,8 +8,6 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-
 from engine.checkpoint.fingerprint import ModelIdentity
 from engine.checkpoint.folder import resolve_model
 from engine.checkpoint.pooling import read_pooling
@@ -30,6 +28,7 @@ from engine.run.progress import Progress
 from engine.run.requests import Request, Scores, check_request, numbered, prepare_scores
 from engine.run.runner import Runner
 from engine.run.seeds import Seeds
+from engine.run.step_stats import engine_stats
 from engine.run.stepper import Stepper
 from engine.run.usable import check_usable
 from engine.sampling.params import SamplingParams, check_params
@@ -254,21 +253,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters since start and the state of now."""
-        scheduler = self._scheduler
-        return EngineStats(
-            num_steps=self._stepper.num_steps,
-            num_running=len(scheduler.running),
-            max_running=scheduler.max_running,
-            num_waiting=scheduler.num_waiting,
-            num_preemptions=scheduler.num_preemptions,
-            prefill_tokens=scheduler.prefill_tokens,
-            cached_tokens=scheduler.cached_tokens,
-            decode_tokens=scheduler.decode_tokens,
-            num_blocks=scheduler.blocks.num_blocks,
-            free_blocks=scheduler.blocks.num_free_blocks,
-            cpu_threads=torch.get_num_threads(),
-            generation_tokens=scheduler.generation_tokens,
-        )
+        return engine_stats(self._scheduler, self._stepper.stats)
 
     def chat_token_ids(
         self, messages: list[dict[str, Any]], *, truncate_prompt_tokens: int | None = None, **options: Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from redis import Redis
 
@@ -32,6 +32,8 @@ from worker.io_thread.reporter import Reporter
 from worker.io_thread.task_files import MAX_OPENING
 from worker.io_thread.upkeep import Upkeep
 from worker.job_environment import JobEnvironment, prompt_meter
+from worker.metrics.shown import WatchedWorker
+from worker.metrics.tally import Counts, Tally
 from worker.settings import WorkerSettings
 from worker.store.client import own_client
 from worker.store.job_store import JobStore
@@ -41,6 +43,9 @@ from worker.store.user_code import Callbacks
 from worker.store.worker_record import WorkerRecord
 from worker.threads.functions import FunctionPool
 from worker.threads.interrupts import shield_imports
+
+if TYPE_CHECKING:
+    from worker.metrics.server import MetricsServer
 
 REDIS_TIMEOUT_S = 10.0
 LEASE_MARGIN_S = 45
@@ -73,8 +78,12 @@ def assemble(
     burst: bool,
     max_jobs: int | None,
     max_idle_s: float | None,
+    metrics: MetricsServer | None = None,
 ) -> tuple[EngineLoop, IoLoop]:
-    """Build the engine's loop, for the calling thread, and the I/O thread, not yet started."""
+    """Build the engine's loop, for the calling thread, and the I/O thread, not yet started.
+
+    metrics: where the worker is told of, if anywhere.
+    """
     shield_imports()
     limits = Limits(
         burst,
@@ -88,8 +97,13 @@ def assemble(
     served = settings.served_model(engine.identity, engine.attention_backend)
     orders: SimpleQueue[Order] = SimpleQueue()
     meter = prompt_meter(engine, settings.max_num_seqs, settings.block_size)
-    io = _Assembly(worker, settings, served, limits, meter).io_loop(orders)
-    return EngineLoop(engine, orders, io.post), io
+    counts = None if metrics is None else Counts()
+    assembly = _Assembly(worker, settings, served, limits, meter, counts or Tally())
+    io = assembly.io_loop(orders)
+    loop = EngineLoop(engine, orders, io.post)
+    if metrics is not None and counts is not None:
+        metrics.serve(assembly.watched(counts), loop, io)
+    return loop, io
 
 
 class _Assembly:
@@ -103,13 +117,15 @@ class _Assembly:
         served: ServedModel,
         limits: Limits,
         meter: PromptMeter,
+        tally: Tally,
     ) -> None:
-        self._meter = meter
+        self._meter, self._tally = meter, tally
         self._worker, self._settings, self._served, self._limits = worker, settings, served, limits
         self._queue_names = worker.queue_names()
-        self._io_client = own_client(worker.connection, REDIS_TIMEOUT_S)
-        self._pool_client = own_client(worker.connection, REDIS_TIMEOUT_S)
+        self._io_client = own_client(worker.connection, REDIS_TIMEOUT_S, sent=tally.sent)
+        self._pool_client = own_client(worker.connection, REDIS_TIMEOUT_S, sent=tally.sent)
         self._user_client = own_client(worker.connection, REDIS_TIMEOUT_S, resend=True)
+        self._facts = _facts(worker.name, served)
         self._events: SimpleQueue[Any] = SimpleQueue()
         self._enders = FunctionPool(settings.function_threads, "tokenmill-ends")
         self._budget = PayloadBudget(len(self._queue_names), settings.max_held_bytes)
@@ -125,8 +141,8 @@ class _Assembly:
         """The I/O thread, not yet started."""
         worker, store, runner = self._worker, self._store(), self._runner(orders)
         releaser = Releaser(store, runner, self._limits.max_worker_deaths, worker.log)
-        facts = _facts(worker.name, self._served)
-        record = WorkerRecord(self._io_client, worker.name, self._queue_names, worker.beat, facts)
+        record = WorkerRecord(self._io_client, worker.name, self._queue_names, worker.beat, self._facts)
+        self._reporter = Reporter(record, runner, self._settings.max_num_seqs, worker.log)
         return IoLoop(
             queue_names=self._queue_names,
             store=store,
@@ -143,7 +159,7 @@ class _Assembly:
                 log=worker.log,
             ),
             releaser=releaser,
-            reporter=Reporter(record, runner, self._settings.max_num_seqs, worker.log),
+            reporter=self._reporter,
             budget=self._budget,
             orders=orders,
             limits=self._limits,
@@ -151,6 +167,17 @@ class _Assembly:
             stock=StockJobs(self._io_client, store),
             log=worker.log,
             events=self._events,
+        )
+
+    def watched(self, counts: Counts) -> WatchedWorker:
+        """What metrics tell of it; `io_loop` was called before."""
+        reporter = self._reporter
+        return WatchedWorker(
+            facts=self._facts,
+            queue_names=tuple(self._queue_names),
+            counts=counts,
+            shown=lambda: reporter.shown,
+            engine_stats=lambda: reporter.engine_stats,
         )
 
     def _store(self) -> JobStore:
@@ -182,6 +209,7 @@ class _Assembly:
                 self._pool_client, worker.name, self._limits.lease_s, max_job_bytes=settings.max_job_bytes
             ),
             post=self._events.put,
+            tally=self._tally,
             log=worker.log,
         )
 

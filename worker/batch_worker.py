@@ -42,6 +42,7 @@ from worker.store.scheduler import Scheduler
 if TYPE_CHECKING:
     from worker.engine_thread.engine_like import EngineLike
     from worker.io_thread.io_loop import IoLoop
+    from worker.metrics.server import MetricsServer
     from worker.settings import WorkerSettings
 
 
@@ -60,6 +61,7 @@ class BatchWorker(BaseWorker):
     """
 
     _io: IoLoop | None = None
+    _metrics: MetricsServer | None = None
     _cold = _told_early = False
 
     def load_engine(self, settings: WorkerSettings) -> EngineLike:
@@ -100,6 +102,7 @@ class BatchWorker(BaseWorker):
         setup_loghandlers(level, date_format, log_format, name="engine")  # how the model is computed
         try:
             settings = self._check_start(dequeue_strategy)
+            self._metrics = self._listen(settings)
         except StartupError as error:
             self._tell_no_start(error)
             raise
@@ -126,6 +129,20 @@ class BatchWorker(BaseWorker):
         finally:
             if self.scheduler:
                 self.stop_scheduler()
+            if self._metrics is not None:
+                self._metrics.close()
+
+    def _listen(self, settings: WorkerSettings) -> MetricsServer | None:
+        """Serve metrics where that is wished for. Raises MetricsNotServed."""
+        if not settings.metrics_port:
+            return None
+        from worker.metrics.server import MetricsServer
+
+        server = MetricsServer(settings.metrics_host, settings.metrics_port)
+        self.log.info(
+            "Worker %s: metrics at http://%s:%d/metrics", self.name, settings.metrics_host, server.port
+        )
+        return server
 
     def _check_keys(self) -> None:
         """Set aside what is of no use among the keys in which the worker registers."""
@@ -231,7 +248,7 @@ class BatchWorker(BaseWorker):
     ) -> bool:
         from worker.assembly import assemble
 
-        loop, io = assemble(self, engine, settings, burst, max_jobs, max_idle_s)
+        loop, io = assemble(self, engine, settings, burst, max_jobs, max_idle_s, self._metrics)
         self._io = io
         self._heed_early_stop()
         io.start()

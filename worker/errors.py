@@ -3,6 +3,7 @@
 WorkerError
 ├── StartupError           the worker cannot start: a setting, the serializer, Redis or the model
 │   ├── SettingsError      a TOKENMILL_ variable holds a bad value
+│   ├── MetricsNotServed   no port to serve metrics on
 │   ├── FunctionNotFound   a function on the allow list cannot be imported
 │   └── ForeignJobsPackage the importable `jobs` is not Tokenmill's
 ├── EngineFailed           the engine raised in the middle of a step; its jobs were given back
@@ -37,6 +38,22 @@ class StartupError(WorkerError):
 
 class SettingsError(StartupError):
     """A setting has a value that cannot be used; the message names its variable."""
+
+
+class MetricsNotServed(StartupError):
+    """The address for metrics cannot be listened on: (host, first and last port, what the last one said)."""
+
+    def __init__(self, host: str, first: int, last: int, reason: str) -> None:
+        super().__init__(host, first, last, reason)
+        self.host, self.first, self.last, self.reason = host, first, last, reason
+
+    def __str__(self) -> str:
+        ports = str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
+        return (
+            f"metrics cannot be served on {self.host}, port {ports} ({self.reason}): set "
+            "TOKENMILL_METRICS_PORT to a free one, or to as many as there are workers here, such as "
+            "9464-9471, and TOKENMILL_METRICS_HOST to an address of this machine"
+        )
 
 
 class FunctionNotFound(StartupError):

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _PREFIX = "TOKENMILL_"
 _ENV_FILE = ".env"
 _LISTS = frozenset({"data_roots", "allowed_functions", "allowed_webhook_hosts"})
+_PORTS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 _OUR_PACKAGES = frozenset({"engine", "jobs", "worker"})
 
 
@@ -125,6 +126,13 @@ class WorkerSettings(BaseSettings):
     max_stuck_threads: int = Field(default=16, ge=0)
     """With more threads given up that have not ended, the worker gives back what it holds and exits."""
 
+    metrics_port: Annotated[range, NoDecode] = range(0)
+    """Where /metrics, /livez and /readyz are served; 0 for nowhere. Of ports such as 9464-9471 the first free
+    one is taken, so that several workers of one machine can have the same settings."""
+
+    metrics_host: str = "127.0.0.1"
+    """The address that they are served on."""
+
     torch_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the engine; by default what torch finds, and fewer while others use the processors."""
 
@@ -156,6 +164,21 @@ class WorkerSettings(BaseSettings):
             elif not os.path.isdir(root):
                 raise ValueError(f"{root!r} is not a folder")
         return value
+
+    @field_validator("metrics_port", mode="before")
+    @classmethod
+    def _ports(cls, value: Any) -> Any:
+        found = _PORTS.fullmatch(value.strip()) if isinstance(value, str) else None
+        if found is None:
+            return value
+        first, last = int(found[1]), int(found[2] or found[1])
+        if first == last == 0:
+            return range(0)
+        if not 0 < first <= last < 1 << 16:
+            raise ValueError(
+                "expected a port from 1 to 65535, or ports from one to a higher one, or 0 for none"
+            )
+        return range(first, last + 1)
 
     @field_validator("allowed_functions", "allowed_webhook_hosts", mode="before")
     @classmethod

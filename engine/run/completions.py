@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from typing import Protocol
 
 from engine.errors import SequenceFailed
 from engine.schedule.logprobs import NOT_WANTED, as_dicts, num_top
-from engine.schedule.outputs import Completion, Logprob
+from engine.schedule.outputs import Completion, Logprob, RequestMetrics
 from engine.schedule.score_tree import ScoreTree
 from engine.schedule.sequence import Sequence
 from engine.text.tokenizer import Tokenizer
@@ -56,6 +57,7 @@ def completion_of(seq: Sequence, tokenizer: Tokenizer, split: Split) -> Completi
         prompt_text=tokenizer.decode(prompt) if seq.params.echo else None,
         prompt_tokens=list(map(tokenizer.token_text, prompt)) if seq.params.echo else None,
         num_continued=seq.num_continued,
+        metrics=RequestMetrics(seq.arrived_at, seq.first_token_at, time.monotonic()),
         embedding=None if seq.pooled is None or seq.error is not None else seq.pooled.embedding(),
     )
 

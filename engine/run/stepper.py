@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from engine.errors import BlockAccountingError, OutOfBlocks, RankFailed, StepFailed
 from engine.run.pending_tokens import PendingTokens
 from engine.run.runner import Runner
+from engine.run.step_stats import StepStats
 from engine.sampling.params import SamplingParams
 from engine.sampling.request_edits import RequestEdits, SequenceEdits
 from engine.schedule.logprobs import RowLogprobs
@@ -52,11 +53,6 @@ CONTROL_TOKENS = 3  # that it may speak of
 Arrived = tuple[NDArray[np.int64], RowLogprobs | None, NDArray[np.float32] | None]
 
 
-def wait_for(pending: PendingTokens) -> Arrived:
-    """Wait for all that a step gives."""
-    return pending.wait(), pending.logprobs, pending.pooled
-
-
 class Decode(Protocol):
     """Token ids to text, as `Tokenizer.decode` does it."""
 
@@ -78,7 +74,7 @@ class Stepper:
 
     def __init__(self, scheduler: Scheduler, runner: Runner, decode: Decode, *, overlaps: bool) -> None:
         self.overlaps = overlaps
-        self.num_steps = 0
+        self.stats = StepStats()
         self._scheduler, self._runner, self._decode = scheduler, runner, decode
         self._pending: deque[PendingTokens] = deque()  # of launched steps, the oldest first
         self._finished: list[Sequence] = []
@@ -103,8 +99,9 @@ class Stepper:
         """
         try:
             self._take()
-            for seq in self._finished:
-                self._write_text(seq)
+            with self.stats.detokenize:
+                for seq in self._finished:
+                    self._write_text(seq)
         except BaseException as error:
             self._pending.clear()
             self._scheduler.withdraw()
@@ -117,7 +114,8 @@ class Stepper:
     def _take(self) -> None:
         if self._pending and self._scheduler.slots.num_constrained and not self._receive_all():
             return
-        batch = self._scheduler.schedule()
+        with self.stats.schedule:
+            batch = self._scheduler.schedule()
         if self._suspects and self._has_suspects():
             self._run_by_halves()
         else:
@@ -133,7 +131,7 @@ class Stepper:
         arrived: list[Arrived] = []
         try:
             while self._pending:
-                arrived.append(wait_for(self._pending.popleft()))
+                arrived.append(self._wait(self._pending.popleft()))
         except Exception as error:  # noqa: BLE001 - whatever one sequence makes a step raise
             self._count_unexplained(error)
             self._start_over()
@@ -151,7 +149,7 @@ class Stepper:
                 self._pending.append(self._launch(batch))
                 self._scheduler.advance(batch)
             while len(self._pending) > (1 if overlaps else 0):
-                arrived.append(wait_for(self._pending.popleft()))
+                arrived.append(self._wait(self._pending.popleft()))
         except Exception as error:  # noqa: BLE001 - whatever one sequence makes a step raise
             self._count_unexplained(error)
             if any(step.launched for step in self._scheduler.in_flight):
@@ -168,7 +166,7 @@ class Stepper:
         while self._scheduler.in_flight:
             batch = self._scheduler.in_flight[0]
             try:
-                arrived = wait_for(self._launch(batch))
+                arrived = self._wait(self._launch(batch))
             except Exception as error:  # noqa: BLE001 - whatever one sequence makes a step raise
                 if len(batch.seqs) > 1:
                     self._raise_engines_fault(error)
@@ -181,11 +179,20 @@ class Stepper:
 
     def _launch(self, batch: ScheduledBatch) -> PendingTokens:
         slots = self._scheduler.slots
-        return self._runner.launch(build_step_batch(batch, slots), build_sampling_batch(batch, slots))
+        with self.stats.prepare:
+            step, sampling = build_step_batch(batch, slots), build_sampling_batch(batch, slots)
+        with self.stats.launch:
+            return self._runner.launch(step, sampling)
+
+    def _wait(self, pending: PendingTokens) -> Arrived:
+        """Wait for all that a step gives."""
+        with self.stats.wait:
+            return pending.wait(), pending.logprobs, pending.pooled
 
     def _receive(self, arrived: Arrived) -> None:
-        self.num_steps += 1
-        self._finished += self._scheduler.receive(*arrived)
+        self.stats.count(len(self._scheduler.in_flight[0].seqs))
+        with self.stats.update:
+            self._finished += self._scheduler.receive(*arrived)
 
     def _write_text(self, seq: Sequence) -> None:
         """Write the text of a sequence that has finished. Raises StepFailed if none can be written."""

@@ -12,6 +12,7 @@ launch, and the device runs launches in order.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 import numpy as np
@@ -75,7 +76,7 @@ class Books:
         """Queue a new sequence in its lane: shorter than max_model_len, or as long if it generates none."""
         assert seq.num_tokens + seq.generates <= self.max_model_len, "a new token needs room"
         self.blocks.extend_keys(seq)
-        seq.arrival = self._num_arrivals
+        seq.arrival, seq.arrived_at = self._num_arrivals, time.monotonic()
         self._num_arrivals += 1
         seq.max_len = min(seq.max_len, self.max_model_len)
         self.waiting.append(seq)
@@ -151,6 +152,7 @@ class Books:
             elif self._ends_with(seq, token_id):
                 finished.append(seq)
         self.generation_tokens += len(batch.sampling) - num_dropped
+        self._note_first_tokens(batch)
         for seq in batch.ending:
             if seq.status is not SequenceStatus.FINISHED:
                 seq.end_scored()
@@ -161,6 +163,12 @@ class Books:
             if seq.error is None:
                 self._queue_followers(seq)
         return finished
+
+    def _note_first_tokens(self, batch: ScheduledBatch) -> None:
+        moment = time.monotonic()
+        for seq, _, samples in batch.each_prefill():
+            if samples and seq.first_token_at is None:
+                seq.first_token_at = moment
 
     def withdraw(self) -> None:
         """A step has failed: nothing in flight counts, and every sequence that ran waits to compute again.

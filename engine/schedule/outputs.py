@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import fsum
 from typing import Literal
 
@@ -46,6 +47,15 @@ class LogLikelihood:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """When a sequence got how far, in monotonic seconds. first_token_time: None where it generated none."""
+
+    arrival_time: float
+    first_token_time: float | None
+    finished_time: float
+
+
 @dataclass(frozen=True)
 class Completion:
     """One finished sample of one request.
@@ -67,6 +77,7 @@ class Completion:
         count in num_cached_tokens too.
     loglikelihoods: of each continuation that ScoringParams asked for; such a completion has no token, and
         ends with "stop".
+    metrics: of a generated one; two that differ in nothing else are equal.
     """
 
     request_id: str
@@ -85,6 +96,7 @@ class Completion:
     prompt_text: str | None = None
     prompt_tokens: list[str] | None = None
     num_continued: int = 0
+    metrics: RequestMetrics | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def refused(cls, request_id: str, error: Exception) -> Completion:
@@ -111,6 +123,11 @@ class EngineStats:
     decode_tokens: computed one at a time for running sequences.
     cpu_threads: torch's, in this process.
     generation_tokens: sampled, those of unfinished sequences too.
+    step_seconds: by part of a step: schedule, prepare, launch (on a CPU all computing), wait (for the
+        device), update, detokenize.
+    num_scheduled: the sequences of each step, added up.
+    batch_sizes: steps by their number of sequences: how many had 1, 2, up to 4, up to 8 and so on, the last
+        ones all that are larger.
     """
 
     num_steps: int
@@ -125,3 +142,6 @@ class EngineStats:
     free_blocks: int
     cpu_threads: int = 0
     generation_tokens: int = 0
+    step_seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
+    num_scheduled: int = 0
+    batch_sizes: tuple[int, ...] = ()

@@ -60,16 +60,18 @@ class Sequence:
     the most likely tokens go with each, or NOT_WANTED. A sequence that does not generate is there to score
     `targets`, whose log probabilities then are its `prompt_logprobs`: those of a branch of `tree`, its number
     `index`. `followers` are held until it is finished. The first `num_continued` tokens behind a prompt came
-    with the request. Or its hidden states are `pooled`.
+    with the request. Or its hidden states are `pooled`. `arrived_at`, `first_token_at`: monotonic seconds.
     """
 
     __slots__ = (
         "arrival",
+        "arrived_at",
         "block_keys",
         "block_table",
         "edits",
         "error",
         "finish_reason",
+        "first_token_at",
         "followers",
         "follows_text",
         "forced",
@@ -149,18 +151,17 @@ class Sequence:
         self.max_len = self.num_prompt_tokens + (params.max_tokens if targets is None else 0)
         self.num_computed_tokens = self.num_stale = self.num_continued = 0
         self.num_cached_tokens: int | None = None
+        self.first_token_at: float | None = None
         self.num_published_blocks = self.num_waits = 0
         self.block_table: list[int] = []
         self.block_keys = list(block_keys)
-        self.slot = -1
-        self.status = SequenceStatus.WAITING
+        self.slot, self.arrived_at, self.status = -1, 0.0, SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
-        self.text = ""
         self.sample_top = num_top(params.logprobs)
         # one sample speaks for all
         self.score_top = num_top(params.prompt_logprobs if index == 0 else None) if targets is None else 0
-        self.next_scored = 1
+        self.text, self.next_scored = "", 1
         self.score_end = self.num_prompt_tokens if self.score_top != NOT_WANTED and targets is None else 0
         self.logprobs: list[RowLogprobs] = []
         self.prompt_logprobs: list[RowLogprobs] = []

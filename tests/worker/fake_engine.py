@@ -42,6 +42,7 @@ class FakeEngine:
     running: list[_Sequence] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
     num_steps: int = 0
+    generation_tokens: int = 0
     max_running: int = 0
     identity: ModelIdentity = field(default_factory=lambda: ModelIdentity("fake", "float32"))
     attention_backend: str = "none"
@@ -78,6 +79,7 @@ class FakeEngine:
             if sequence.prompt == "die":
                 os.kill(os.getpid(), 9)
             sequence.steps += 1
+            self.generation_tokens += sequence.prompt != "hang"
             if self._is_held(sequence):
                 continue
             if sequence.steps >= min(sequence.params.max_tokens, MAX_MODEL_LEN):
@@ -112,6 +114,7 @@ class FakeEngine:
             decode_tokens=0,
             num_blocks=0,
             free_blocks=0,
+            generation_tokens=self.generation_tokens,
         )
 
     def chat_token_ids(self, messages: list[dict[str, str]], **options: Any) -> list[int]:

@@ -26,6 +26,7 @@ from worker.io_thread.job_runner import JobRunner
 from worker.io_thread.packing import Packer
 from worker.io_thread.payload_budget import PayloadBudget
 from worker.job_environment import JobEnvironment
+from worker.metrics.tally import Tally
 from worker.store.claimed_job import Wanted
 from worker.store.job_store import JobStore
 from worker.store.user_code import Callbacks
@@ -60,6 +61,7 @@ class ByHand:
             callbacks=Callbacks([], redis, redis),
             ends_store=self.store,
             post=self.events.put,
+            tally=Tally(),
             log=logging.getLogger("by hand"),
             clock=lambda: self.moment,
         )

@@ -23,6 +23,7 @@ from worker.io_thread.held_jobs import HeldJobs
 from worker.io_thread.inspections import Inspections
 from worker.io_thread.packing import Packer
 from worker.io_thread.streams import Streams
+from worker.metrics.tally import Tally
 
 SLOTS, PREFETCH = 4, 1
 
@@ -66,7 +67,7 @@ class Served:
         self.events = SimpleQueue[Any]()
         self.checks = Checks()
         self.inspections = Inspections(self.events.put, self.checks)
-        self.streams = Streams(self.jobs, self.packer, Beginnings(), self.orders, self.inspections)
+        self.streams = Streams(self.jobs, self.packer, Beginnings(), self.orders, self.inspections, Tally())
 
     def hold(self, task: OpenTask) -> HeldJob:
         record = SimpleNamespace(limit_s=0)

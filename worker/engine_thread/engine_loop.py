@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from queue import Empty, SimpleQueue
 
 from engine import Completion
@@ -35,7 +34,7 @@ class EngineLoop:
         self._engine, self._orders, self._report, self._clock = engine, orders, report, clock
         self._intake = Intake(engine, lambda: orders.put(Look()))
         self._refused: list[Completion] = []
-        self._reported_at = clock()
+        self._reported_at = self.turned_at = clock()
 
     def run(self) -> None:
         """Work until a Halt order. An engine that raises is reported once; then only Halt is awaited."""
@@ -54,7 +53,7 @@ class EngineLoop:
         """Take the orders that wait, step once, report what finished. False where a Halt was among them."""
         if not self._take_orders():
             return False
-        began_at = self._clock()
+        began_at = self.turned_at = self._clock()
         if self._engine.has_unfinished:
             finished = self._engine.step()
             self._hand_out(finished, self._engine.started, began_at)
@@ -92,6 +91,6 @@ class EngineLoop:
         if finished or started or self._refused or began_at - self._reported_at >= STATS_PERIOD_S:
             completions, self._refused = self._refused + finished, []
             self._reported_at = began_at
-            stats = asdict(self._engine.stats())
+            stats = dict(vars(self._engine.stats()))
             stats["num_waiting"] += len(self._intake)
             self._report(Stepped(completions, stats, started, began_at))

@@ -56,7 +56,7 @@ class Stepped:
     """
 
     completions: Sequence[Completion]
-    stats: Mapping[str, int]
+    stats: Mapping[str, Any]
     started: Sequence[str]
     at: float
 

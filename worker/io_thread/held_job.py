@@ -56,6 +56,7 @@ class HeldJob:
     payload_bytes: of its payload, once that was unpacked.
     function_name: what it calls, once that was read.
     user_job: the copy that the user's code got, or gets, and may leave anything in.
+    reason: name of what it failed with, "" where it did not.
     is_overdue: whether its function was interrupted because of a limit of time.
     inspected: requests whose answers the task looks at in a thread, before it gets them.
     unscheduled: requests that were sent and of which no step has scheduled a sequence.
@@ -78,6 +79,7 @@ class HeldJob:
     payload_bytes: int = 0
     function_name: str | None = None
     user_job: StoredJob | None = None
+    reason: str = ""
     is_overdue: bool = False
     next_index: int = 0
     in_engine: int = 0

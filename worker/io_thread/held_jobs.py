@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import count
 from typing import Any
 
 from worker.io_thread.held_job import HeldJob
+from worker.metrics.tally import EndedJob, Tally
 from worker.store.claimed_job import ClaimedJob
 from worker.store.outcome import Outcome
 
@@ -16,12 +18,14 @@ from worker.store.outcome import Outcome
 class JobCounts:
     """Jobs this worker has brought to an end, and the rows of files that those had."""
 
+    tally: Tally = field(default_factory=Tally)
     finished: int = 0
     failed: int = 0
     rows: int = 0
 
     def add(self, job: HeldJob, outcome: Outcome) -> None:
         """Count one that has ended so."""
+        self.tally.job_ended(lambda: _ended(job, outcome))
         is_finished = outcome.status == "finished"
         self.finished += is_finished
         self.failed += not is_finished
@@ -95,3 +99,27 @@ class HeldJobs:
                 meta = job.claimed.record.meta
                 changed.append((job.claimed, {**meta, **progress} if isinstance(meta, dict) else progress))
         return changed
+
+
+def _ended(job: HeldJob, outcome: Outcome) -> EndedJob:
+    shard = outcome.value if job.is_file and isinstance(outcome.value, dict) else {}
+    rows, errors = shard.get("rows"), shard.get("errors")
+    return EndedJob(
+        queue=job.claimed.queue_name,
+        outcome=outcome.status,
+        reason=job.reason if outcome.status == "failed" else "",
+        enqueued_at=_moment(job.claimed.record.fields.get(b"enqueued_at", b"")),
+        began_at=None if job.began_at is None else job.began_at.timestamp(),
+        ended_at=outcome.ended_at.timestamp(),
+        rows=rows if isinstance(rows, int) else 0,
+        row_errors=errors if isinstance(errors, int) else 0,
+    )
+
+
+def _moment(stored: bytes) -> float | None:
+    """Unix seconds of a date as RQ writes it; None for anything else."""
+    try:
+        moment = datetime.fromisoformat(stored.decode())
+    except ValueError:
+        return None
+    return None if moment.tzinfo is None else moment.timestamp()

@@ -97,6 +97,8 @@ class IoLoop:
             self._take_up_abandoned,
             upkeep.do_what_is_due,
         )
+        self.turned_at = clock()
+        self.redis_at: float | None = None
         self.error: BaseException | None = None
         self.engine_error: BaseException | None = None
         self.failure: WorkerError | None = None
@@ -119,6 +121,13 @@ class IoLoop:
         """Jobs this worker brought to an end."""
         return self._runner.counts.ended
 
+    @property
+    def why_not_claiming(self) -> str | None:
+        """What a person, or the worker's end, keeps it from; None where it claims. For any thread."""
+        if self._phase is not Phase.SERVING:
+            return f"it takes no more jobs: {self._phase.value}"
+        return "suspended: `rq resume` lets it claim" if self._claimer.is_suspended else None
+
     # The loop
 
     def _guarded_run(self) -> None:
@@ -136,7 +145,7 @@ class IoLoop:
             if self._can_open:
                 self._runner.open_claimed()
             self._runner.feed()
-            moment = self._clock()
+            moment = self.turned_at = self._clock()
             if self._deadlines.due(moment):
                 self._check_deadlines()
             if self._phase is Phase.DRAINING and moment >= self._drain_by:
@@ -227,7 +236,7 @@ class IoLoop:
             for failure in filter(None, failures):
                 if not is_wrong_type(failure) or not self._check_keys():
                     raise failure
-            self._backoff_s = FIRST_BACKOFF_S
+            self._backoff_s, self.redis_at = FIRST_BACKOFF_S, moment
         except RedisError as error:
             self._ride_out(moment, error)
 
@@ -288,6 +297,7 @@ class IoLoop:
             error,
             self._backoff_s,
         )
+        self._runner.counts.tally.redis_failed(error)
         self._retry_at = moment + self._backoff_s
         self._backoff_s = min(self._backoff_s * 2, LAST_BACKOFF_S)
         # Leases ran out meanwhile also of workers that live: they get the time to renew them.

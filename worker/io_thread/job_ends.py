@@ -93,7 +93,7 @@ class JobEnds:
 
         text: the error's traceback, where user code has raised it.
         """
-        fault = fault_of(job, error)
+        fault, job.reason = fault_of(job, error), type(error).__name__
         self._log.warning(
             "%s: job %s failed: %s", job.claimed.queue_name, job.claimed.job_id, log_text(job, error)
         )

@@ -32,6 +32,7 @@ from worker.io_thread.pool_threads import PoolThreads
 from worker.io_thread.streams import Streams
 from worker.io_thread.task_files import TaskFiles
 from worker.job_environment import JobEnvironment
+from worker.metrics.tally import Tally
 from worker.store.claimed_job import ClaimedJob
 from worker.store.function_call import FunctionCall
 from worker.store.job_store import JobStore
@@ -46,8 +47,7 @@ class JobRunner:
     """Owns every job that this worker holds. All methods belong to the I/O thread.
 
     functions: pool for user code and planning. enders: pool for callbacks and dependents, which must not wait
-    for user code. All report back through `post`, which queues a call for the I/O thread. pool_client: what
-    our own code uses in their threads. user_client: what user code gets.
+    for it. All report back by `post`, a call for the I/O thread. Clients: our own code's there, and users'.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class JobRunner:
         callbacks: Callbacks,
         ends_store: JobStore,
         post: Callable[[Callable[[], None]], None],
+        tally: Tally,
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -74,13 +75,13 @@ class JobRunner:
         self._log, self._clock = log, clock
         self.jobs = HeldJobs()
         self._surplus: list[ClaimedJob] = []
-        self.faults, self.counts = WorkerFaults(), JobCounts()
+        self.faults, self.counts = WorkerFaults(), JobCounts(tally)
         self._calls = PoolCalls(post, self._close, log, clock)
         self._files = TaskFiles(packer, self._calls, environment.file_timeout_s, log, clock)
         inspections, grace_s = Inspections(post, environment.checks), environment.function_grace_s
         self.threads = PoolThreads(self._files, functions, enders, inspections, grace_s, log)
         self._beginnings = Beginnings(clock)
-        self.streams = Streams(self.jobs, packer, self._beginnings, orders, inspections)
+        self.streams = Streams(self.jobs, packer, self._beginnings, orders, inspections, tally)
         self._function_runner = FunctionRunner(
             packer=packer,
             calls=self._calls,
@@ -271,6 +272,7 @@ class JobRunner:
         self._let_go(job)
         self._beginnings.forget(job)
         if not written:
+            self.counts.tally.lost()
             self._log.warning(
                 "job %s was cancelled or taken over: its end here was dropped", job.claimed.job_id
             )
@@ -334,11 +336,11 @@ class JobRunner:
 
     def drop(self, lost: Sequence[ClaimedJob]) -> None:
         """Forget jobs that Redis no longer gives to this worker, unless their end is being written."""
-        gone = {claimed.execution_id for claimed in lost}
-        for job in self.jobs.of_executions(gone):
+        for job in self.jobs.of_executions({claimed.execution_id for claimed in lost}):
             if job.is_ending:
                 continue  # finish.lua or RQ's path finds out for itself
             self._log.warning("job %s was cancelled, deleted or taken over: stopped here", job.claimed.job_id)
+            self.counts.tally.lost()
             self._withdraw(job, JobStopped)
             self._let_go(job)
             if job.call is None:

@@ -11,6 +11,7 @@ from typing import Any
 from jobs.watch.samples import MAX_HELD_NAMED, POINT_PERIOD_S, Point
 from worker.io_thread.job_runner import JobRunner
 from worker.io_thread.timer import Timer
+from worker.metrics.shown import Shown
 from worker.store.worker_record import WorkerRecord
 
 RECORD_PERIOD_S = 2.0
@@ -36,7 +37,9 @@ class Reporter:
         self._show, self._tell = Timer(RECORD_PERIOD_S), Timer(LOG_PERIOD_S)
         self._keep = Timer(POINT_PERIOD_S)
         self._shown_busy = False
-        self.engine_stats: Mapping[str, int] = {}
+        self.shown = Shown("starting")
+        """The latest, for other threads too."""
+        self.engine_stats: Mapping[str, Any] = {}
 
     def show_soon(self) -> None:
         """Show the state with the next `show`, whenever the last was."""
@@ -51,16 +54,14 @@ class Reporter:
         held = self._runner.held
         state = "busy" if held else ("suspended" if is_suspended else "idle")
         state = state if is_serving else "draining"
-        point = self._point()
-        self._record.show(state, held[0].job_id if held else None, self._counters(), point)
+        self._write(state, held[0].job_id if held else None)
         if self._keep.due(moment):
-            self._record.keep(point)
+            self._record.keep(self.shown.point)
 
     def show_stopped(self) -> None:
         """Leave the final statistics behind."""
-        point = self._point()
-        self._record.show("stopped", None, self._counters(), point)
-        self._record.keep(point)
+        self._write("stopped", None)
+        self._record.keep(self.shown.point)
 
     def tell(self, moment: float) -> None:
         """Log the throughput where jobs are held and that is due."""
@@ -77,7 +78,16 @@ class Reporter:
             self._runner.streams.completion_tokens,
         )
 
-    def _point(self) -> Point:
+    def _write(self, state: str, job_id: str | None) -> None:
+        queued = self._record.count_jobs()
+        point = self._point({name: by_status["queued"] for name, by_status in queued.items()})
+        kinds = Counter(
+            (job.claimed.queue_name, "function" if job.is_function else "engine") for job in self._runner.jobs
+        )
+        self.shown = Shown(state, point, queued, kinds)
+        self._record.show(state, job_id, self._counters(), point)
+
+    def _point(self, depth: Mapping[str, int]) -> Point:
         stats, counts = self.engine_stats, self._runner.counts
         num_blocks = stats.get("num_blocks", 0)
         cached = stats.get("cached_tokens", 0)
@@ -95,7 +105,7 @@ class Reporter:
             jobs_finished=counts.finished,
             jobs_failed=counts.failed,
             rows=counts.rows + self._runner.jobs.num_rows_done(),
-            depth=self._record.depth(),
+            depth=depth,
         )
 
     def _counters(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from worker.io_thread.held_job import HeldJob, JobState
 from worker.io_thread.held_jobs import HeldJobs
 from worker.io_thread.inspections import Inspections
 from worker.io_thread.packing import Packer
+from worker.metrics.tally import Tally
 
 
 class Streams:
@@ -24,8 +25,9 @@ class Streams:
         beginnings: Beginnings,
         orders: SimpleQueue[Order],
         inspections: Inspections,
+        tally: Tally,
     ) -> None:
-        self._inspections = inspections
+        self._inspections, self._tally = inspections, tally
         self._jobs, self._packer, self._beginnings, self._orders = jobs, packer, beginnings, orders
         self._changed: dict[int, HeldJob] = {}
         self.completion_tokens = 0
@@ -77,6 +79,7 @@ class Streams:
             if job is None or index not in job.open_requests:
                 continue  # stopped or lost while the engine was at it
             self._beginnings.began(job, moment)  # one that was refused was never scheduled
+            self._tally.completed(completion)
             self.completion_tokens += len(completion.token_ids) - completion.num_continued
             job.unscheduled.discard(index)
             samples = job.open_requests[index]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from redis import ConnectionPool, Redis
 from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -16,15 +19,33 @@ OUTAGES = (RedisConnectionError, RedisTimeoutError, OutOfMemoryError, ReadOnlyEr
 """Errors that say something of the server and nothing of the command: it may be tried again later."""
 
 
-def own_client(connection: Redis, socket_timeout_s: float, resend: bool = False) -> Redis:
+def own_client(
+    connection: Redis,
+    socket_timeout_s: float,
+    resend: bool = False,
+    sent: Callable[[], None] | None = None,
+) -> Redis:
     """A client with a pool of its own to the same server.
 
     resend: send a command again whose reply was lost, as redis-py does for user code with a stock worker.
     Our own callers do that themselves, because only they know which commands bear it.
+    sent: called for each command, or pipeline of them, that is sent.
     """
     pool = connection.connection_pool
     kwargs = get_connection_kwargs(connection)
     kwargs.pop("retry", None)
     retry = Retry(ExponentialBackoff(cap=2.0, base=0.1), 10) if resend else Retry(NoBackoff(), 0)
     kwargs.update(socket_timeout=socket_timeout_s, retry=retry, retry_on_error=[])
-    return Redis(connection_pool=ConnectionPool(connection_class=pool.connection_class, **kwargs))
+    kind = pool.connection_class if sent is None else _telling(pool.connection_class, sent)
+    return Redis(connection_pool=ConnectionPool(connection_class=kind, **kwargs))
+
+
+def _telling(kind: type[Any], sent: Callable[[], None]) -> type[Any]:
+    """A class of connections like this one that calls `sent`."""
+
+    class Telling(kind):  # type: ignore[misc]  # one of redis-py's
+        def send_packed_command(self, *args: Any, **options: Any) -> Any:
+            sent()
+            return super().send_packed_command(*args, **options)
+
+    return Telling

@@ -12,6 +12,15 @@ from redis import Redis
 from jobs.common.keys import WORKER_STATS_TTL_S, samples_key, worker_key
 from jobs.watch.samples import MAX_POINTS, Point
 
+_REGISTRIES = {
+    "started": "wip",
+    "finished": "finished",
+    "failed": "failed",
+    "deferred": "deferred",
+    "scheduled": "scheduled",
+}
+"""Status -> how RQ's keys call its registry."""
+
 
 class WorkerRecord:
     """How the worker shows itself in Redis: RQ's worker hash, our statistics, and their points of an hour."""
@@ -29,15 +38,17 @@ class WorkerRecord:
         self._queue_names = queue_names
         self._facts = {**facts, "queues": list(queue_names), "started_at": time.time()}
 
-    def depth(self) -> dict[str, int]:
-        """Jobs that wait in each of the worker's queues; of a key that is no list, 0."""
+    def count_jobs(self) -> dict[str, dict[str, int]]:
+        """Jobs of each of the worker's queues by status; 0 of a key that is of another type."""
         with self._client.pipeline(transaction=False) as pipe:
             for name in self._queue_names:
                 pipe.llen(f"rq:queue:{name}")
-            replies = pipe.execute(raise_on_error=False)
+                for registry in _REGISTRIES.values():
+                    pipe.zcard(f"rq:{registry}:{name}")
+            replies = iter(pipe.execute(raise_on_error=False))
         return {
-            name: reply if isinstance(reply, int) else 0
-            for name, reply in zip(self._queue_names, replies, strict=True)
+            name: {status: _number(next(replies)) for status in ("queued", *_REGISTRIES)}
+            for name in self._queue_names
         }
 
     def show(self, state: str, job_id: str | None, counters: Mapping[str, Any], point: Point) -> None:
@@ -53,3 +64,7 @@ class WorkerRecord:
             pipe.ltrim(self._points_key, 0, MAX_POINTS - 1)
             pipe.expire(self._points_key, WORKER_STATS_TTL_S)
             pipe.execute()
+
+
+def _number(reply: Any) -> int:
+    return reply if isinstance(reply, int) else 0

@@ -1,0 +1,46 @@
+"""What the engine counts of its steps and of each request's time."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from engine import Engine, SamplingParams
+from tests.engine.test_logprobs import NAME, config
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_generated_tokens_steps_and_times_are_those_of_the_completions(
+    folders: dict[str, Path], overlap: bool
+) -> None:
+    """Also where the pool is too small, and sequences are preempted and end in the middle of a step."""
+    began = time.monotonic()
+    values = {"kv_cache_bytes": 48 << 10, "max_num_seqs": 4, "max_model_len": 48, "async_scheduling": overlap}
+    with Engine(config(folders[NAME], attention_backend="torch", **values)) as engine:
+        prompts = [[11 + i, 12, 13] for i in range(6)]
+        params = [SamplingParams(max_tokens=18 + 4 * i, temperature=0, ignore_eos=i > 2) for i in range(6)]
+        completions = engine.generate(prompts, params)
+        stats = engine.stats()
+    assert stats.generation_tokens == sum(len(each.token_ids) for each in completions)
+    assert stats.num_preemptions > 0
+    assert sum(stats.batch_sizes) == stats.num_steps
+    assert sum(stats.batch_sizes[3:]) == 0, "no step had more than four sequences"
+    assert stats.num_steps <= stats.num_scheduled <= 4 * stats.num_steps
+    assert set(stats.step_seconds) == {"schedule", "prepare", "launch", "wait", "update", "detokenize"}
+    assert all(seconds > 0 for seconds in stats.step_seconds.values())
+    assert sum(stats.step_seconds.values()) < time.monotonic() - began
+    for each in completions:
+        assert each.metrics is not None
+        assert each.metrics.first_token_time is not None
+        assert began < each.metrics.arrival_time < each.metrics.first_token_time <= each.metrics.finished_time
+
+
+def test_a_completion_is_equal_to_another_that_took_longer(folders: dict[str, Path]) -> None:
+    params = SamplingParams(max_tokens=2, temperature=0)
+    values = {"attention_backend": "torch", "enable_prefix_caching": False}
+    with Engine(config(folders[NAME], **values)) as engine:
+        first, second = engine.generate([[11, 12]], params), engine.generate([[11, 12]], params)
+    assert first == second
+    assert first[0].metrics != second[0].metrics

@@ -1,0 +1,61 @@
+"""Whether a worker lives, and whether it is ready for jobs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+LIVE_S = 180.0
+"""A thread that has not turned for so long hangs: the longest steps, of a large model on a CPU, take less."""
+REACHED_S = 15.0
+"""Redis counts as reachable for so long after the I/O thread's last turn without an error of it."""
+
+
+class EngineTurns(Protocol):
+    """The main thread's loop. turned_at: monotonic seconds."""
+
+    turned_at: float
+
+
+class IoTurns(EngineTurns, Protocol):
+    """The I/O thread's. redis_at: when all its duties came through last; None before the first time."""
+
+    redis_at: float | None
+
+    @property
+    def why_not_claiming(self) -> str | None: ...
+
+
+class Health:
+    """Says what is amiss; an empty text where nothing is. For any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._loops: tuple[EngineTurns, IoTurns] | None = None
+
+    def serve(self, engine: EngineTurns, io: IoTurns) -> None:
+        """The model is loaded, and these two loops begin to turn."""
+        self._loops = engine, io
+
+    def why_dead(self) -> str:
+        """What says that only a new start helps; a worker that still loads its model lives."""
+        if self._loops is None:
+            return ""
+        for name, loop in zip(("engine", "I/O"), self._loops, strict=True):
+            silent_s = self._clock() - loop.turned_at
+            if silent_s > LIVE_S:
+                return f"the {name} thread has not turned for {silent_s:.0f} s"
+        return ""
+
+    def why_not_ready(self) -> str:
+        """What keeps it from taking jobs now."""
+        if self._loops is None:
+            return "the model is not loaded yet"
+        _, io = self._loops
+        if io.redis_at is None:
+            return "Redis has not answered yet"
+        silent_s = self._clock() - io.redis_at
+        if silent_s > REACHED_S:
+            return f"Redis has not answered for {silent_s:.0f} s"
+        return self.why_dead() or io.why_not_claiming or ""

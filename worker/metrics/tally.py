@@ -1,0 +1,137 @@
+"""What a worker's threads count for its metrics; where none are served, nothing."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine import Completion
+from jobs.common.shown import safe_name
+
+#: Seconds: as vLLM's, and longer ones for batches.
+_SHORT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
+_LONG_S = (0.05, 0.25, 1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600)
+
+_MAX_REASONS = 40
+"""Names of errors that are told apart: a user's function may raise any."""
+_MAX_REASON_CHARS = 60
+OTHER = "other"
+
+
+class Histogram:
+    """Counts of values up to each of `bounds`, in order, and above. Written by one thread."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """Each bound, as Prometheus writes it, and how many were no larger."""
+        counts, found, below = list(self.counts), [], 0
+        for bound, number in zip((*(f"{float(each)}" for each in self.bounds), "+Inf"), counts, strict=True):
+            below += number
+            found.append((bound, float(below)))
+        return found
+
+
+@dataclass(frozen=True)
+class EndedJob:
+    """A job that has ended here. outcome: "finished", "failed" or "stopped"; reason: the error's name, or "".
+
+    enqueued_at, began_at, ended_at: Unix seconds, the first as producers wrote it; None where not known.
+    rows, row_errors: of a shard that is finished.
+    """
+
+    queue: str
+    outcome: str
+    reason: str
+    enqueued_at: float | None
+    began_at: float | None
+    ended_at: float
+    rows: int = 0
+    row_errors: int = 0
+
+
+class Tally:
+    """Told of what happens; counts nothing. For a worker that serves no metrics."""
+
+    sent: Callable[[], None] | None = None
+    """To be called for each command, or pipeline of them, that is sent to Redis; in any thread."""
+
+    def job_ended(self, tell: Callable[[], EndedJob]) -> None:
+        """A job has ended; `tell` says how."""
+
+    def completed(self, completion: Completion) -> None:
+        """The engine has finished a sample of a request."""
+
+    def lost(self, num_jobs: int = 1) -> None:
+        """Jobs that this worker held were cancelled, or are others' by now."""
+
+    def redis_failed(self, error: BaseException) -> None:
+        """Redis has refused a duty of the I/O thread, or not answered."""
+
+
+class Counts(Tally):
+    """Counts all of it. The I/O thread's, but for `sent`; other threads may read."""
+
+    def __init__(self) -> None:
+        self.jobs: Counter[tuple[str, str, str]] = Counter()
+        self.rows: Counter[tuple[str, str]] = Counter()
+        self.requests: Counter[str] = Counter()
+        self.redis_errors: Counter[str] = Counter()
+        self.claims_lost = self.round_trips = 0
+        self.queue_times: dict[str, Histogram] = {}
+        self.latencies: dict[str, Histogram] = {}
+        self.first_token, self.e2e = Histogram(_SHORT_S), Histogram(_SHORT_S)
+        self._reasons: set[str] = set()
+        self._lock = threading.Lock()
+        self.sent = self._count_sent
+
+    def job_ended(self, tell: Callable[[], EndedJob]) -> None:
+        job = tell()
+        self.jobs[job.queue, job.outcome, self._reason(job.reason)] += 1
+        if job.rows:
+            self.rows[job.queue, "answered"] += job.rows - job.row_errors
+            self.rows[job.queue, "error"] += job.row_errors
+        if job.enqueued_at is not None:
+            self._observe(self.latencies, job.queue, job.ended_at - job.enqueued_at)
+            if job.began_at is not None:
+                self._observe(self.queue_times, job.queue, job.began_at - job.enqueued_at)
+
+    def completed(self, completion: Completion) -> None:
+        self.requests[completion.finish_reason] += 1
+        if (told := completion.metrics) is not None:
+            self.e2e.observe(told.finished_time - told.arrival_time)
+            if told.first_token_time is not None:
+                self.first_token.observe(told.first_token_time - told.arrival_time)
+
+    def lost(self, num_jobs: int = 1) -> None:
+        self.claims_lost += num_jobs
+
+    def redis_failed(self, error: BaseException) -> None:
+        self.redis_errors[type(error).__name__] += 1
+
+    def _count_sent(self) -> None:
+        with self._lock:
+            self.round_trips += 1
+
+    def _observe(self, histograms: dict[str, Histogram], queue: str, seconds: float) -> None:
+        """Another machine's clock may be ahead: what comes out negative is none."""
+        if queue not in histograms:
+            histograms[queue] = Histogram(_LONG_S)
+        histograms[queue].observe(max(0.0, seconds))
+
+    def _reason(self, reason: str) -> str:
+        reason = safe_name(reason, _MAX_REASON_CHARS)
+        if reason and reason not in self._reasons:
+            if len(self._reasons) >= _MAX_REASONS:
+                return OTHER
+            self._reasons.add(reason)
+        return reason
