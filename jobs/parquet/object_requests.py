@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
@@ -112,9 +113,9 @@ class Requests:
         if code in _NO_BUCKET:
             raise BucketNotFound(path, reason) from None
         if isinstance(error, FileNotFoundError):
-            raise FileNotFoundError(path) from None
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
         if isinstance(error, AlreadyExistsError):
-            raise FileExistsError(path) from None
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
         if isinstance(error, PreconditionError):
             raise PathSwapped(path, "another object came in its place") from None
         if isinstance(error, PermissionDeniedError | UnauthenticatedError | ValueError):

@@ -39,7 +39,8 @@ class StubSequence:
 
 @dataclass
 class StubStats:
-    """answered: sequences answered since the start. peak_rss_bytes: most memory the process ever held."""
+    """answered: sequences answered since the start. peak_rss_bytes: most memory the process ever held.
+    num_blocks: it has no KV pool."""
 
     num_steps: int
     num_running: int
@@ -47,6 +48,7 @@ class StubStats:
     num_waiting: int
     answered: int
     peak_rss_bytes: int
+    num_blocks: int = 0
 
 
 class StubEngine:
