@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+import torch
+
 from engine import ConfigError, EngineConfig, InvalidSampling, SamplingParams
 
 #: Names of the `hf` class that change nothing at these values; no others are taken.
@@ -24,6 +26,9 @@ NEUTRAL_GENERATION: dict[str, tuple[object, ...]] = {
     "typical_p": (1.0,),
     "use_cache": (True,),
 }
+#: The device of a harness that was started without `--device`.
+HARNESS_DEVICE = "cuda:0"
+
 _FIELDS = frozenset(each.name for each in fields(EngineConfig))
 
 
@@ -33,6 +38,7 @@ def engine_config(
     """The engine that `--model_args` ask for. Raises ConfigError for a name or value that is not one of it.
 
     pretrained, model: two names of the same. max_length: the `hf` class' name of max_model_len.
+    device: HARNESS_DEVICE, which the harness gives unasked, is "auto" where there is no GPU, as with `hf`.
     """
     if (pretrained is None) == (model is None):
         raise ConfigError("give the model's folder or hub id once: pretrained=..., or model=...")
@@ -54,6 +60,8 @@ def engine_config(
             )
         else:
             values[name] = value
+    if values.get("device") == HARNESS_DEVICE and not torch.cuda.is_available():
+        values["device"] = "auto"
     return EngineConfig(**values)
 
 

@@ -227,6 +227,7 @@ class WorkerSettings(BaseSettings):
             attention_backend=attention_backend,
             aliases=(self.model, os.path.realpath(self.model)) if is_folder else (self.model,),
             embedding_size=identity.embedding_size,
+            embedding_prompts=identity.embedding_prompts,
         )
 
     @property

@@ -48,11 +48,13 @@ MAX_HEADER_BYTES = 100 << 20
 @dataclass(frozen=True)
 class ModelIdentity:
     """fingerprint: 32 hexadecimal digits. dtype: what the model computes in, "float32" or "float32, int8
-    weights" for example. embedding_size: numbers of an embedding, 0 of a model that gives none."""
+    weights" for example. embedding_size: numbers of an embedding, 0 of a model that gives none.
+    embedding_prompts: names of the prompts that may stand before a text to embed."""
 
     fingerprint: str
     dtype: str
     embedding_size: int = 0
+    embedding_prompts: tuple[str, ...] = ()
 
 
 def read_identity(

@@ -168,7 +168,10 @@ def model_identity(config: EngineConfig) -> ModelIdentity:
         deterministic=config.deterministic,
     )
     pooling = read_pooling(folder, model, config.pooling)
-    return replace(identity, embedding_size=model.hidden_size * len(pooling.modes) if pooling else 0)
+    if pooling is None:
+        return identity
+    size = model.hidden_size * len(pooling.modes)
+    return replace(identity, embedding_size=size, embedding_prompts=tuple(sorted(pooling.prompts)))
 
 
 def _check_positive(name: str, value: object) -> None:

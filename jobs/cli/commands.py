@@ -298,6 +298,7 @@ def _status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
             f"run {snapshot.run}: {'incomplete' if num_gone else snapshot.state}",
             f"output   {snapshot.output}",
             f"rows     {snapshot.rows_done} of {snapshot.rows}, {snapshot.errors} with an error",
+            *_why(snapshot),
             f"shards   {snapshot.done} of {snapshot.shards} done, {snapshot.started} started, "
             f"{_rest(snapshot)}",
             f"tokens   {snapshot.tokens} generated",
@@ -305,6 +306,11 @@ def _status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
             *_gone(num_gone),
         ]
     )
+
+
+def _why(snapshot: RunSnapshot) -> list[str]:
+    """Say where the reasons of rows with an error stand, once there are some."""
+    return [f"why      `tokenmill errors {snapshot.run}` lists them by reason"] if snapshot.errors else []
 
 
 def _gone(num_gone: int) -> list[str]:

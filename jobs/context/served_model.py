@@ -18,7 +18,8 @@ class ServedModel:
     name: as answers and manifests give it. fingerprint: a text that differs when the weights, the tokenizer,
     the chat template or the dtype do. dtype: what it computes in, "bfloat16" for example.
     attention_backend: "" where none was loaded. aliases: what it may be called by besides.
-    embedding_size: numbers of an embedding, 0 of a model that gives none.
+    embedding_size: numbers of an embedding, 0 of a model that gives none. embedding_prompts: names of the
+    prompts that may stand before a text.
     """
 
     name: str
@@ -27,6 +28,7 @@ class ServedModel:
     attention_backend: str = ""
     aliases: tuple[str, ...] = ()
     embedding_size: int = 0
+    embedding_prompts: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:

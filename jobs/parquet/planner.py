@@ -92,7 +92,7 @@ def score_parquet(
     if queue is not None:
         check_queue_name(queue)
     spec.check_sampling(context.check_sampling)
-    check_served(spec.task, spec.dimensions, context.model, spec.rows_per_shard)
+    check_served(spec.task, spec.dimensions, spec.prompt_name, context.model, spec.rows_per_shard)
     context.checks.prepare(spec.repairs)
     limit = ErrorLimit.parse(max_errors)
     submission = Submission(queue or context.queue_name, parse_model(model), redo_damaged, limit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..common.shown import shown
+from ..common.shown import MAX_SHOWN_CHARS, shown
 from ..context.served_model import ServedModel
 from ..errors import InvalidJob, InvalidValue
 from ..prompts.embedding_task import pooling_values
@@ -59,7 +59,9 @@ def check_embeddings(
             raise InvalidJob(f"{name} and task 'embed' do not go together: nothing is generated")
 
 
-def check_served(task: str, dimensions: int | None, model: ServedModel, rows_per_shard: int) -> None:
+def check_served(
+    task: str, dimensions: int | None, prompt_name: str | None, model: ServedModel, rows_per_shard: int
+) -> None:
     """Raise InvalidJob where the served model gives no such embeddings, or a shard would hold too many."""
     if task == EMBED and not model.embedding_size:
         raise InvalidJob(
@@ -69,6 +71,13 @@ def check_served(task: str, dimensions: int | None, model: ServedModel, rows_per
     if dimensions is not None and dimensions > model.embedding_size:
         raise InvalidJob(
             f"dimensions is {dimensions}, and embeddings of {model.name!r} have {model.embedding_size}"
+        )
+    if prompt_name is not None and prompt_name not in model.embedding_prompts:
+        raise InvalidValue(
+            "prompt_name is {}, and {} has {}",
+            shown(prompt_name),
+            shown(model.name),
+            ", ".join(model.embedding_prompts)[:MAX_SHOWN_CHARS] or "none",
         )
     size = dimensions or model.embedding_size
     if task == EMBED and size * rows_per_shard > MAX_NUMBERS:

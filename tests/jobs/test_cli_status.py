@@ -50,6 +50,7 @@ def test_status_before_planning_and_after_the_end(
     text = invoke("status", run).stdout
     assert "finished" in text
     assert "rows     5 of 5, 1 with an error" in text
+    assert f"`tokenmill errors {run}`" in text
 
 
 def test_status_survives_redis_losing_the_runs_keys(

@@ -39,7 +39,8 @@ def numbers(text: str, size: int) -> list[float]:
 
 @pytest.fixture
 def context(make_context: MakeContext) -> MakeContext:
-    return lambda: replace(make_context(), model=replace(MODEL, embedding_size=SIZE))
+    model = replace(MODEL, embedding_size=SIZE, embedding_prompts=("document", "query"))
+    return lambda: replace(make_context(), model=model)
 
 
 @pytest.fixture
@@ -144,6 +145,8 @@ def test_a_run_that_this_model_cannot_do_fails_once_at_planning(
         score_parquet(make_context(), source, out, task="embed")
     with pytest.raises(InvalidJob, match="dimensions is 7, and embeddings of 'm' have 6"):
         score_parquet(context(), source, out, task="embed", dimensions=7)
+    with pytest.raises(InvalidJob, match="prompt_name is 'qeury', and 'm' has document, query"):
+        score_parquet(context(), source, out, task="embed", prompt_name="qeury")
     large = replace(context(), model=replace(MODEL, embedding_size=4096))
     with pytest.raises(InvalidJob, match="give at most 16384 rows_per_shard"):
         score_parquet(large, source, out, task="embed", rows_per_shard=16385)
