@@ -208,6 +208,16 @@ def survey_parquet(input: str | list[str], **arguments: Any) -> dict[str, Any]:
     return run_own_function("jobs.survey_parquet", (input,), arguments)  # type: ignore[no-any-return]
 
 
+def post_run_end(webhook: str, content: dict[str, Any]) -> dict[str, Any]:
+    """Tell a host of a run's end; enqueued where a run was submitted with a webhook.
+
+    The errors are those of jobs.runs.post_end.post_run_end.
+    """
+    from .stock_worker import run_own_function
+
+    return run_own_function("jobs.post_run_end", (webhook, content), {})  # type: ignore[no-any-return]
+
+
 def retry_rows(run: str, plan: str) -> dict[str, Any]:
     """Have the rows of a run that failed asked again; enqueued by `tokenmill errors --retry`.
 

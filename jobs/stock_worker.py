@@ -191,6 +191,8 @@ def _context(job: Job, attention_backend: str = "") -> JobContext:
         shard_bytes=ShardBytes(settings.max_shard_bytes),
         meter=_meter,
         checks=_checks(),
+        webhook_hosts=frozenset(settings.allowed_webhook_hosts),
+        allowed_functions=frozenset(settings.allowed_functions),
     )
 
 

@@ -17,6 +17,7 @@ from .parquet.verify_task import verify_task
 from .prompts.embedding_task import embed_task
 from .prompts.prompt_task import chat_task, complete_task
 from .prompts.scoring_tasks import classify_task, loglikelihood_task, rerank_task
+from .runs.post_end import post_run_end
 from .tasks import Task
 
 _ENGINE_JOBS: Mapping[str, Callable[..., Task]] = {
@@ -68,6 +69,13 @@ def _retry_rows(context: JobContext, *args: Any, **kwargs: Any) -> dict[str, Any
     return retry_rows(context, *args, **kwargs)
 
 
+def _post_run_end(context: JobContext, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    _check_binding("jobs.post_run_end", post_run_end, (context, *args), kwargs)
+    if len(args) > 2 or kwargs.keys() - {"webhook", "content"}:
+        raise InvalidJob("jobs.post_run_end takes a webhook and its content")
+    return post_run_end(context, *args, **kwargs)
+
+
 def _survey_parquet(context: JobContext, *args: Any, **kwargs: Any) -> dict[str, Any]:
     from .parquet.survey import survey_parquet  # pyarrow, as above
 
@@ -94,6 +102,7 @@ _OWN_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "jobs.score_parquet": _score_parquet,
     "jobs.survey_parquet": _survey_parquet,
     "jobs.retry_rows": _retry_rows,
+    "jobs.post_run_end": _post_run_end,
 }
 
 #: Exact dotted names of everything of ours that may be enqueued.

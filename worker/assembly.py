@@ -226,6 +226,8 @@ class _Assembly:
             shard_bytes=ShardBytes(settings.max_shard_bytes),
             meter=lambda: self._meter,
             checks=Checks(settings.allowed_functions, settings.check_timeout_s),
+            webhook_hosts=frozenset(settings.allowed_webhook_hosts),
+            allowed_functions=frozenset(settings.allowed_functions),
         )
 
     def _upkeep(self) -> Upkeep:

@@ -39,6 +39,8 @@ class JobEnvironment:
     shard_bytes: ShardBytes = field(default_factory=ShardBytes)
     meter: Callable[[], PromptMeter] | None = None
     checks: Checks = field(default_factory=Checks)
+    webhook_hosts: frozenset[str] = frozenset()
+    allowed_functions: frozenset[str] = frozenset()
 
     def context(self, claimed: ClaimedJob, connection: Redis) -> JobContext:
         """What one of our own jobs is lent. connection: for the threads in which it works."""
@@ -59,6 +61,8 @@ class JobEnvironment:
             file_timeout_s=self.file_timeout_s,
             meter=self.meter,
             checks=self.checks,
+            webhook_hosts=self.webhook_hosts,
+            allowed_functions=self.allowed_functions,
         )
 
 

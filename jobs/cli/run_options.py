@@ -117,6 +117,10 @@ _OUTPUT = (
         help="Stop when more rows than this have an error: a number, or a share like 5%; by default 90%.",
     ),
     click.option(
+        "--webhook", metavar="URL", help="Gets a POST once the run ends; workers must allow its host."
+    ),
+    click.option("--on-end", metavar="MODULE.NAME", help="A function that runs then; workers must allow it."),
+    click.option(
         "--single-file", is_flag=True, help="In the end, write all rows into one file, OUT/output.parquet."
     ),
     click.option(

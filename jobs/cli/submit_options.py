@@ -93,6 +93,8 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
         "filename_column": options["filename_column"],
         "redo_damaged": options["redo_damaged"],
         "max_errors": options["max_errors"],
+        "webhook": options["webhook"],
+        "on_end": options["on_end"],
         **{name: options[name] for name in OUTPUT_OPTIONS},
         "sampling_columns": options["column"],
         "defaults": options["default"],

@@ -15,7 +15,7 @@ from rq import Queue, get_current_job
 from rq.command import PUBSUB_CHANNEL_TEMPLATE
 from rq.defaults import UNSERIALIZABLE_RETURN_VALUE_PAYLOAD
 from rq.intermediate_queue import IntermediateQueue
-from rq.job import Job
+from rq.job import Job, Retry
 from rq.job import JobStatus as JobStatus
 from rq.queue import EnqueueData
 from rq.registry import FailedJobRegistry, StartedJobRegistry
@@ -143,6 +143,11 @@ class JobQueue:
     def enqueue_many(self, pipe: Pipeline, jobs: Sequence[EnqueueData]) -> None:
         """Have `pipe` put jobs on the queue, in this order. jobs: as prepared_job returns them."""
         self._queue.enqueue_many(jobs, pipeline=pipe)
+
+
+def retries(most: int) -> Retry:
+    """Return the `retry` of a job that may fail so often and is enqueued again."""
+    return Retry(max=most)
 
 
 def prepared_job(function: str, **options: Any) -> EnqueueData:

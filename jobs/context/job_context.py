@@ -55,6 +55,7 @@ class JobContext:
     max_result_bytes: of the job's value; a job that sees it will have a larger one need not go on.
     meter: loads an engine where there is none yet; None where prompts cannot be looked at.
     checks: what answers are checked with.
+    webhook_hosts, allowed_functions: what an operator lets jobs call.
     lease: by which a write is refused that comes after the job was taken over; None where nobody takes it.
     """
 
@@ -74,3 +75,5 @@ class JobContext:
     file_timeout_s: float = 300.0
     meter: Callable[[], PromptMeter] | None = None
     checks: Checks = field(default_factory=Checks)
+    webhook_hosts: frozenset[str] = frozenset()
+    allowed_functions: frozenset[str] = frozenset()

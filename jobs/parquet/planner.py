@@ -23,6 +23,7 @@ from ..errors import (
     RunOfAnotherModel,
 )
 from ..runs.embedding_options import check_served
+from ..runs.end_calls import NO_CALLS, EndCalls
 from ..runs.error_limit import DEFAULT_LIMIT, ErrorLimit
 from ..runs.names import PLAN
 from ..runs.plan import PinnedModel, Plan, PlannedFile, cut_shards
@@ -53,6 +54,8 @@ def score_parquet(
     filename_column: str | None = None,
     redo_damaged: bool = False,
     max_errors: int | str | None = None,
+    webhook: str | None = None,
+    on_end: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Plan a run and enqueue its shards; called again with the same arguments, resume it.
@@ -70,6 +73,8 @@ def score_parquet(
     redo_damaged: removes parts that are not what this run has written, and computes their rows again.
     max_errors: the run is stopped, as if it was cancelled, when more finished rows have an error: a number of
     rows, or a share like "5%", from the hundredth row on; by default "90%".
+    webhook, on_end: a URL that gets a POST, and a function that is enqueued, once the run has finished or was
+    stopped: with its id, state, output, rows, shards and errors. The worker must allow host and function.
     options: see RunSpec.from_arguments.
     Returns the run's id and counts. Raises RunError or InvalidJob, before any shard is enqueued unless it is
     RunBusy: another process took the run over.
@@ -94,8 +99,9 @@ def score_parquet(
     spec.check_sampling(context.check_sampling)
     check_served(spec.task, spec.dimensions, spec.prompt_name, context.model, spec.rows_per_shard)
     context.checks.prepare(spec.repairs)
-    limit = ErrorLimit.parse(max_errors)
-    submission = Submission(queue or context.queue_name, parse_model(model), redo_damaged, limit)
+    limit, calls = ErrorLimit.parse(max_errors), EndCalls.parse(webhook, on_end)
+    calls.check_allowed(context.webhook_hosts, context.allowed_functions)
+    submission = Submission(queue or context.queue_name, parse_model(model), redo_damaged, limit, calls)
     return plan_run(context, Storage.of(context), spec, submission)
 
 
@@ -107,13 +113,16 @@ class Submission:
     model: str | None = None
     redo_damaged: bool = False
     limit: ErrorLimit = DEFAULT_LIMIT
+    calls: EndCalls = NO_CALLS
 
 
 def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: Submission) -> dict[str, Any]:
     """Plan or resume the run of a checked spec. Raises RunError, or ModelNotServed for a new run."""
     storage.resolve(spec.output)
     state, queue = RunState(context.connection, spec.run, context.lease), submission.queue
-    state.open_submission(context.job_id, spec.output, queue, submission.model, submission.limit)
+    state.open_submission(
+        context.job_id, spec.output, queue, submission.model, submission.limit, submission.calls
+    )
     list_in_index(context.connection, spec.run)
     found = find_files(storage, spec.input, spec.output, spec.input_format)
     limit = context.shard_bytes.limit

@@ -47,6 +47,7 @@ from ..runs.plan import Plan
 from ..runs.reasons import Reasons
 from ..runs.run_index import list_in_index
 from ..runs.state import RunState
+from ..runs.told_end import tell_end
 from ..runs.totals import count_anew
 from .failed_rows import part_reasons
 from .output_file import write_output
@@ -162,11 +163,10 @@ class RunFolder:
 
     def has_whole_part(self, shard: int) -> bool:
         """Whether the part is there and is what this run has written."""
-        try:
+        with suppress(PartDamaged):
             self.part_stats(shard)
-        except PartDamaged:
-            return False
-        return True
+            return True
+        return False
 
     def _whole_parts(self, suspects: Collection[int]) -> set[int]:
         """Return the shards whose part is there; only suspects are looked into."""
@@ -202,6 +202,7 @@ class RunFolder:
         if verdict is None:
             return
         with suppress(RunResubmitted):  # perhaps with another limit, which judges the next parts
+            tell_end(self.state, self.plan, verdict)  # first: a run that is stopped tells nothing
             self.state.stop(verdict)
             waiting = sorted(set(range(shards)) - self.state.parts().keys())
             ids = [shard_job_id(self.plan.run, shard) for shard in waiting]
@@ -284,6 +285,7 @@ class RunFolder:
             end = self.state.end()
             if (self.has_success() or self._write_end()) and self.state.mark_finished(end):
                 count_anew(self.state.connection, run_key(self.plan.run), self.state.parts().values())
+                tell_end(self.state, self.plan)
                 # Also of whoever thawed after the end, and was killed while it wrote.
                 with suppress(RunError):  # a finished run may be read-only
                     self._remove_leftovers()

@@ -15,6 +15,7 @@ from ..common.keys import MODEL_FIELD
 from ..common.rq_jobs import JobQueue, JobStatus, command_channel, executions_key, job_key, queue_keys
 from ..context.served_model import parse_model
 from ..errors import PlanningUnderWay
+from .end_calls import ON_END, WEBHOOK, EndCalls
 from .error_limit import ErrorLimit
 from .holders import Holder, holders
 from .left_jobs import LeftJob, planned_by, read_left
@@ -63,6 +64,8 @@ def submit_run(
     model: str | None = None,
     redo_damaged: bool = False,
     max_errors: int | str | None = None,
+    webhook: str | None = None,
+    on_end: str | None = None,
     check_run: Callable[[RunSpec], None] = accept_any_run,
     **arguments: Any,
 ) -> str:
@@ -70,12 +73,13 @@ def submit_run(
 
     model: only a worker that serves it by this name plans the run, or resumes it. redo_damaged: parts that
     are not what the run has written are removed and computed again. max_errors: see jobs.score_parquet.
+    webhook, on_end: a URL and a function that are told of the end of this submission, see jobs.score_parquet.
     check_run: raises what the planning would, as far as that can be known on this machine.
     arguments: those of jobs.score_parquet; relative paths start at the working directory.
     Raises InvalidJob or UnsupportedScheme before anything is enqueued.
     """
     spec, model = RunSpec.from_arguments(**arguments), parse_model(model)
-    limit = ErrorLimit.parse(max_errors)
+    limit, calls = ErrorLimit.parse(max_errors), EndCalls.parse(webhook, on_end)
     check_queue_name(queue_name)
     check_run(spec)
     plan_job = f"{spec.run}-plan"
@@ -87,13 +91,14 @@ def submit_run(
         "model": model,
         "redo_damaged": redo_damaged,
         "max_errors": max_errors,
+        **calls.to_fields(),
     }
     planning = {**_planning_arguments(spec), **own}
 
     def enter(pipe: Pipeline) -> None:
         under_way = _planning_under_way(connection, state, plan_job)
         renewed = None if under_way is None else _renewed(connection, spec.run, under_way, planning)
-        state.submit(pipe, plan_job, spec.output, queue_name, model, limit, anew=under_way is None)
+        state.submit(pipe, plan_job, spec.output, queue_name, model, limit, calls, anew=under_way is None)
         if under_way is None:
             _enqueue_planning(pipe, connection, queue_name, plan_job, planning)
         elif renewed is not None:
@@ -119,7 +124,8 @@ def retry_run(connection: Redis, run: str) -> None:
         if _planning_under_way(connection, state, plan_job) is not None:
             raise PlanningUnderWay(run, "and its failed rows are not tried again with that")
         output, queue = facts["output"], facts["queue"]
-        state.submit(pipe, plan_job, output, queue, facts.get("model"), ErrorLimit(share=1.0))
+        calls = EndCalls(facts.get(WEBHOOK), facts.get(ON_END))
+        state.submit(pipe, plan_job, output, queue, facts.get("model"), ErrorLimit(share=1.0), calls)
         _enqueue_planning(pipe, connection, queue, plan_job, arguments, RETRYING)
         pipe.execute()
 

@@ -17,6 +17,19 @@ class CannotRetry(RunError):
     message = "the failed rows of run {0} cannot be tried again: {1}"
 
 
+class WebhookFailed(RunError):
+    """Raised when whoever is told of a run's end did not take it, and may do so later: (what came)."""
+
+    fault = "server"
+    message = "the webhook of a run's end failed: {0}"
+
+
+class WebhookRefused(RunError):
+    """Raised when whoever is told of a run's end wants none of it: (what came)."""
+
+    message = "the webhook of a run's end was refused: {0}"
+
+
 class RunNotHere(RunError):
     """Raised when a run's files are asked for and cannot be read here: (run, folder, what is missing)."""
 

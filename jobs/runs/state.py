@@ -22,6 +22,7 @@ from ..common import stored
 from ..common.keys import RUN_TTL_S, run_folder_key, run_key, run_lock_key, run_parts_key
 from ..context import Lease
 from ..errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
+from .end_calls import ASKED_FOR, NO_CALLS, EndCalls
 from .error_limit import DEFAULT_LIMIT, ErrorLimit
 from .key_types import check_lock, key_types, wrong_types_told
 from .lock import RunLock, transact
@@ -103,6 +104,7 @@ class RunState:
         queue: str,
         model: str | None = None,
         limit: ErrorLimit = DEFAULT_LIMIT,
+        calls: EndCalls = NO_CALLS,
         *,
         anew: bool = True,
     ) -> None:
@@ -112,32 +114,30 @@ class RunState:
 
         An end stays until the planning finds that it is none: what is refused there changes no finished run.
         model: the name of the only model that may plan it, if one was asked for. limit: counts what finishes
-        from now on. anew: False where the planning that is under way serves.
+        from now on. calls: what is told of its end. anew: False where the planning under way serves.
         """
         found: Any = pipe.hmget(self._key, "submission", "cancelled_submission")
         number = max(*map(_number, found), _now_ms()) + 1 if anew else _number(found[0])
         facts = {"output": output, "queue": queue, "plan_job": plan_job, "max_errors": str(limit)}
         asked_for = {} if model is None else {"plan_model": model}
-        fields: dict[Any, Any] = {**facts, **asked_for, "submission": number}
+        fields: dict[Any, Any] = {**facts, **asked_for, **calls.to_fields(), "submission": number}
         pipe.multi()
-        pipe.hdel(self._key, "cancelled", "stopped", "plan_model", *OF_SUBMISSION)
+        pipe.hdel(self._key, "cancelled", "stopped", "plan_model", *OF_SUBMISSION, *ASKED_FOR)
         pipe.hset(self._key, mapping=fields)
         pipe.expire(self._key, RUN_TTL_S)
         pipe.set(run_folder_key(output), self.run, ex=RUN_TTL_S)
 
-    def open_submission(
-        self, plan_job: str, output: str, queue: str, model: str | None, limit: ErrorLimit
-    ) -> None:
+    def open_submission(self, plan_job: str, output: str, queue: str, *wishes: Any) -> None:
         """Submit the run with the job that plans it, unless that is what submitted it.
 
-        Raises RunCancelled when the run was cancelled since: the job runs again because its worker died, and
-        that is no new submission. RunBusy when it is not this execution's job any more.
+        wishes: as of `submit`. Raises RunCancelled when the run was cancelled since: the job runs again
+        because its worker died, and that is no new submission; RunBusy when it is another execution's job.
         """
 
         def enter(pipe: Pipeline) -> None:
             found: Any = pipe.hmget(self._key, "plan_job", "cancelled")
             if found[0] != plan_job.encode():
-                self.submit(pipe, plan_job, output, queue, model, limit)
+                self.submit(pipe, plan_job, output, queue, *wishes)
                 pipe.execute()
             elif found[1] is not None:
                 pipe.multi()

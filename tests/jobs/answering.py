@@ -111,8 +111,8 @@ def work_off(
     results = []
     for job in queued_jobs(redis, queue):
         context = replace(make_context(), job_id=job.id)
-        if own_function(job.func_name) is not None:
-            results.append(score_parquet(context, *job.args, **job.kwargs))
+        if (function := own_function(job.func_name)) is not None:
+            results.append(function(context, *job.args, **job.kwargs))
         else:
             results.append(run_task(context, job.func_name, *job.args, answer=answer, **job.kwargs))
         job.delete()

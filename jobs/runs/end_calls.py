@@ -1,0 +1,82 @@
+"""Whom a submission wants told of its run's end: a host by HTTP, a function of the user's, or both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlparse
+
+from ..common.shown import shown
+from ..errors import InvalidJob, InvalidValue
+
+#: Fields of a run's hash: what the last submission asks for, and the last one that was told of.
+WEBHOOK, ON_END, TOLD = "webhook", "on_end", "told_submission"
+ASKED_FOR = (WEBHOOK, ON_END)
+
+MAX_URL_CHARS = 2000
+
+_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+
+
+@dataclass(frozen=True)
+class EndCalls:
+    """What a submission asks for. webhook: a URL. on_end: the dotted name of a function."""
+
+    webhook: str | None = None
+    on_end: str | None = None
+
+    @classmethod
+    def parse(cls, webhook: Any, on_end: Any) -> EndCalls:
+        """Raise InvalidJob for what is no URL, or no name of a function."""
+        if webhook is not None:
+            host_of(webhook)
+        if on_end is not None and not (
+            isinstance(on_end, str) and len(on_end) <= MAX_URL_CHARS and _FUNCTION.fullmatch(on_end)
+        ):
+            raise InvalidValue(
+                "on_end is {}, expected a function as module.name, which workers must allow "
+                "(TOKENMILL_ALLOWED_FUNCTIONS)",
+                shown(on_end),
+            )
+        return cls(webhook, on_end)
+
+    def check_allowed(self, hosts: Collection[str], functions: Collection[str]) -> None:
+        """Raise InvalidJob for what this worker may not call. hosts, functions: those that it may."""
+        if self.webhook is not None:
+            check_host(self.webhook, hosts)
+        if self.on_end is not None and self.on_end not in functions:
+            raise InvalidValue(
+                "on_end is {}, which this worker does not allow: add it to TOKENMILL_ALLOWED_FUNCTIONS",
+                shown(self.on_end),
+            )
+
+    def to_fields(self) -> dict[str, str]:
+        """Return them as fields of a run's hash."""
+        given = {WEBHOOK: self.webhook, ON_END: self.on_end}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+NO_CALLS = EndCalls()
+
+
+def host_of(url: Any) -> str:
+    """Return a URL's host. Raises InvalidValue for what is no URL of http or https."""
+    if isinstance(url, str) and url.isascii() and url.isprintable() and len(url) <= MAX_URL_CHARS:
+        try:
+            parsed = urlparse(url)
+            if parsed.scheme in ("http", "https") and parsed.hostname and parsed.port != 0:
+                return parsed.hostname
+        except ValueError:
+            pass
+    raise InvalidValue("webhook is {}, expected a URL such as https://host/path", shown(url))
+
+
+def check_host(url: str, hosts: Collection[str]) -> None:
+    """Raise InvalidJob for a host that this worker may not call."""
+    if (host := host_of(url)) not in hosts:
+        raise InvalidJob(
+            f"webhook: this worker may not call the host {shown(host)}: add it to "
+            "TOKENMILL_ALLOWED_WEBHOOK_HOSTS"
+        )

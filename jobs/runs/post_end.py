@@ -1,0 +1,78 @@
+"""Posts a run's end: what `jobs.post_run_end` does inside a worker."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+from ..common.shown import shown
+from ..context import JobContext
+from ..errors import InvalidValue
+from .end_calls import check_host
+from .refusals import WebhookFailed, WebhookRefused
+
+#: Seconds for one call, and before each further one.
+TIMEOUT_S = 10.0
+PAUSES_S = (1.0, 2.0, 4.0, 8.0)
+
+#: A run's end in JSON is far smaller.
+MAX_BODY_BYTES = 64 << 10
+
+#: Answers after which another call may go better.
+_PASSING = frozenset({408, 425, 429})
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    """Another address may be a host that is not allowed."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def post_run_end(
+    context: JobContext,
+    webhook: str,
+    content: dict[str, Any],
+    sleep: Callable[[float], None] = time.sleep,
+) -> dict[str, Any]:
+    """POST what is told of a run's end to a URL whose host this worker may call; return the answer's status.
+
+    Tried again where nobody answers, or with 408, 425, 429 or 5xx. Raises WebhookFailed in the end, after
+    which the job has further tries; InvalidJob or WebhookRefused at once.
+    """
+    check_host(webhook, context.webhook_hosts)
+    body = json.dumps(content).encode() if isinstance(content, dict) else b""
+    if not 0 < len(body) <= MAX_BODY_BYTES:
+        raise InvalidValue("content is {}, expected a small mapping", shown(content))
+    for pause_s in (*PAUSES_S, None):
+        context.check_interrupted()
+        status, problem = _post(webhook, body)
+        if status is not None and 200 <= status < 300:
+            return {"status": status}
+        if status is not None and status < 500 and status not in _PASSING:
+            raise WebhookRefused(f"it answered {status}")
+        if pause_s is None:
+            break
+        sleep(pause_s)
+    raise WebhookFailed(problem)
+
+
+def _post(url: str, body: bytes) -> tuple[int | None, str]:
+    """Return the answer's status, or None and why there is none."""
+    headers = {"Content-Type": "application/json", "User-Agent": "tokenmill"}
+    request = Request(url, data=body, headers=headers, method="POST")
+    try:
+        with build_opener(_NoRedirect).open(request, timeout=TIMEOUT_S) as reply:
+            return int(reply.status), f"it answered {reply.status}"
+    except HTTPError as error:
+        error.close()
+        return error.code, f"it answered {error.code}"
+    except URLError as error:
+        return None, f"no answer ({type(error.reason).__name__})"
+    except (OSError, http.client.HTTPException) as error:
+        return None, f"no answer ({type(error).__name__})"
