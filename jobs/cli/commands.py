@@ -91,10 +91,10 @@ def submit(
     price_per_hour: float | None,
     **options: Any,
 ) -> None:
-    """Score the rows of Parquet, CSV, JSONL or Arrow files into a folder.
+    """Score the rows of files into a folder.
 
-    Every row of the FILEs (files, folders or globs) gets one in the folder OUT. Prints the run's id.
-    Submitting the same again resumes the run.
+    Every row of the FILEs (Parquet, CSV, JSONL or Arrow; files, folders or globs) gets one in the folder OUT.
+    Prints the run's id. Submitting the same again resumes the run.
     """
     with errors_told():
         arguments = {**run_arguments(options), **check_arguments(options)}

@@ -73,22 +73,14 @@ def score_parquet(
     redo_damaged: removes parts that are not what this run has written, and computes their rows again.
     max_errors: the run is stopped, as if it was cancelled, when more finished rows have an error: a number of
     rows, or a share like "5%", from the hundredth row on; by default "90%".
-    webhook, on_end: a URL that gets a POST, and a function that is enqueued, once the run has finished or was
-    stopped: with its id, state, output, rows, shards and errors. The worker must allow host and function.
+    webhook, on_end: a URL that is called, and a function, at the run's end, see jobs.runs.told_end.
     options: see RunSpec.from_arguments.
     Returns the run's id and counts. Raises RunError or InvalidJob, before any shard is enqueued unless it is
     RunBusy: another process took the run over.
     """
+    prompt = (prompt_column, messages_column, template)
     spec = RunSpec.from_arguments(
-        input,
-        output,
-        prompt_column,
-        messages_column,
-        template,
-        sampling,
-        rows_per_shard,
-        filename_column,
-        **options,
+        input, output, *prompt, sampling, rows_per_shard, filename_column, **options
     )
     if not isinstance(redo_damaged, bool):
         raise InvalidValue(
