@@ -44,6 +44,8 @@ SHARED_KEYS = {
     "rq:scheduler-lock:{queue}": "string",
     "tokenmill:held:{queue}": "hash",
     "tokenmill:worker:{worker}": "string",
+    "tokenmill:samples:{worker}": "list",
+    "tokenmill:run:index": "zset",
     "tokenmill:maintenance:{queue}": "string",
     "tokenmill:maintenance-stock:{queue}": "string",
     "tokenmill:quarantine": "stream",
@@ -66,6 +68,7 @@ OWN_KEYS = {
     "tokenmill:removed:{execution}": "string",
     "tokenmill:run:{run}": "hash",
     "tokenmill:run:{run}:parts": "hash",
+    "tokenmill:run:{run}:errors": "hash",
     "tokenmill:run:{run}:lock": "string",
     "tokenmill:run:folder:{folder}": "string",
 }
