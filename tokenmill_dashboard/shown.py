@@ -14,9 +14,11 @@ def number(value: float | None) -> str:
 
 
 def rate(value: float | None) -> str:
-    """Three digits and more: 0.42, 8.1, 1,234."""
+    """Two digits and more: 0.42, 8.1, 1,234, 1.2 M."""
     if value is None:
         return NOTHING
+    if value >= 1e6:
+        return f"{value / 1e6:,.1f} M"
     if 0 < value < 10:
         return f"{value:.2f}" if value < 1 else f"{value:.1f}"
     return f"{value:,.0f}"

@@ -31,6 +31,9 @@ IDLE_S = 10.0
 #: What is looked at, at most. Of more, the page says that there are more.
 MAX_WORKERS, MAX_QUEUES, MAX_RUNS, MAX_FAILED = 1000, 200, 50, 10
 
+#: Workers whose last hour is read in one look: of many, the charts fill within some looks after a start.
+MAX_NEW = 20
+
 
 @dataclass(frozen=True)
 class WorkerRow:
@@ -82,8 +85,8 @@ class Look:
         return sum(queue.counts[where] or 0 for queue in self.queues)
 
     def rate(self, name: str) -> float:
-        """A rate of all workers together, by its name in WorkerRow."""
-        return sum(getattr(worker, name) or 0.0 for worker in self.workers)
+        """A rate of all workers together that tell of themselves now, by its name in WorkerRow."""
+        return sum(getattr(worker, name) or 0.0 for worker in self.workers if not worker.is_silent)
 
 
 @dataclass
@@ -129,7 +132,7 @@ class Watcher:
         with_failed = [queue.name for queue in queues if queue.counts["failed"]]
         return Look(
             at=now,
-            queues=tuple(queues),
+            queues=tuple(sorted(queues, key=_busiest)),
             num_queues=len(all_queues),
             workers=self._rows(names, samples),
             num_workers=len(all_workers),
@@ -147,9 +150,11 @@ class Watcher:
 
     def _remember(self, now: float, samples: Sequence[WorkerSample], queues: Sequence[QueueCounts]) -> None:
         history = self._history
-        new = [sample for sample in samples if not history.knows(sample.name)]
-        earlier = read_points(self.connection, [sample.name for sample in new]) if new else {}
+        new = [sample.name for sample in samples if not history.knows(sample.name)][:MAX_NEW]
+        earlier = read_points(self.connection, new) if new else {}
         for sample in samples:
+            if not history.knows(sample.name) and sample.name not in earlier:
+                continue  # its turn comes with a later look
             ahead_s = sample.at - (now - sample.silent_s)  # its clock's, of ours
             for point in (*earlier.get(sample.name, ()), sample):
                 history.add_point(sample.name, point, point.at - ahead_s)
@@ -178,6 +183,10 @@ class Watcher:
 
     def _seen(self, names: Sequence[str]) -> list[WorkerSeen]:
         return list_workers(self.connection, names) if names else []
+
+
+def _busiest(queue: QueueCounts) -> tuple[int, bytes]:
+    return -sum(queue.counts[where] or 0 for where in ("waiting", "executing", "failed")), queue.name
 
 
 __all__ = ["Look", "RedisError", "Watcher", "WorkerRow"]

@@ -90,7 +90,9 @@ def restart_dashboard(page: Page, site: Site, notes: Notes) -> None:
     page.wait_for_timeout(1000)
     # A browser notes each request that finds nobody, and htmx too: these, and no others.
     told = [
-        each for each in notes.console[noted:] if not re.search(r"ERR_|htmx:sendError|htmx:timeout", each)
+        each
+        for each in notes.console[noted:]
+        if not re.search(r"ERR_|htmx:(sendError|timeout|afterRequest)", each)
     ]
     notes.console[noted:] = told
 

@@ -53,7 +53,7 @@ def ask(address: str, path: str, method: str = "GET", **headers: str) -> Answer:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     request = urllib.request.Request(address + path, method=method, headers=named)
     try:
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=30) as response:
             return Answer(response.status, response.read().decode(), _lower(response.headers))
     except urllib.error.HTTPError as error:
         with error:

@@ -222,3 +222,14 @@ def test_a_jobs_arguments_are_shown_only_where_that_was_asked_for(
 def test_what_is_set_aside_is_told(redis: Redis, page: TestClient) -> None:
     redis.xadd("tokenmill:quarantine", {"key": "x"})
     assert "set aside 1 entries or keys" in text_of(page.get("/").text)
+
+
+def test_of_many_queues_the_busiest_come_first(redis: Redis, page: TestClient) -> None:
+    for i in range(60):
+        redis.sadd("rq:queues", f"rq:queue:q{i:02}")
+    redis.rpush("rq:queue:q59", 1, 2)
+    redis.zadd("rq:failed:q58", {"a": 1})
+    html = page.get("/").text
+    names = re.findall(r'id="queue-\d+">\s*<th scope="row"><span class="cut" title="(\w+)"', html)
+    assert (names[:3], len(names)) == (["q59", "q58", "q00"], 50)
+    assert "50 of 60 queues." in html
