@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-import torch
-
 from engine import ConfigError, EngineConfig, InvalidSampling, SamplingParams
+from engine.run.device import resolve_device
 
 #: Names of the `hf` class that change nothing at these values; no others are taken.
 NEUTRAL_ARGUMENTS: dict[str, tuple[object, ...]] = {
@@ -60,7 +59,7 @@ def engine_config(
             )
         else:
             values[name] = value
-    if values.get("device") == HARNESS_DEVICE and not torch.cuda.is_available():
+    if values.get("device") == HARNESS_DEVICE and resolve_device("auto").type == "cpu":
         values["device"] = "auto"
     return EngineConfig(**values)
 
