@@ -117,8 +117,8 @@ class Engine:
     def close(self) -> None:
         """Free the model and the KV pool, end the ranks, forget all requests. A second call does nothing."""
         if self._live_runner is not None:
-            for part in (self._live_runner, self._stepper, self._sequences.grammars):
-                part.close()
+            self._live_runner.close()
+            self._stepper.close()
         self._live_runner = None
         self._unfinished.clear()
 

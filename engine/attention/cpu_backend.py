@@ -16,6 +16,7 @@ from engine.attention.kv_cache import LayerKVCache
 from engine.attention.layer_kernels import LayerKernels
 from engine.cpu_kernels.shared_prefix import SharedPrefix, find_shared_prefixes
 from engine.errors import ConfigError
+from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_rows import SamplingRows
 
 if TYPE_CHECKING:
@@ -78,11 +79,11 @@ class CpuBackend(KernelBackend):
 
     def __init__(self, device: torch.device) -> None:
         # numba is optional and takes a moment to import, and whether this backend serves is asked without it
-        from engine.cpu_kernels import decode_attention, elementwise, prefill_attention, sampler
+        from engine.cpu_kernels import decode_attention, elementwise, logit_masks, prefill_attention, sampler
 
         self._device = device
         self._decoding, self._prefilling = decode_attention, prefill_attention
-        self._elementwise, self._sampler = elementwise, sampler
+        self._elementwise, self._logit_masks, self._sampler = elementwise, logit_masks, sampler
         self.layer_kernels = LayerKernels(
             elementwise.add_rms_norm,
             self.norm_rotate_and_store,
@@ -113,6 +114,16 @@ class CpuBackend(KernelBackend):
         return self._elementwise.norm_rotate_and_store(
             query, key, value, rotation, norms, eps, cache.keys, cache.values, slot_mapping
         )
+
+    def edit(self, logits: Tensor, edits: LogitEdits, sampled: Tensor | None) -> Tensor:
+        """The same to the bit, with masks, which come first, by a compiled kernel."""
+        if not len(edits.masked):
+            return super().edit(logits, edits, sampled)
+        self._logit_masks.mask_rows(
+            logits, *map(torch.from_numpy, (edits.rows, edits.masked, edits.token_masks))
+        )
+        others = edits.without_masks()
+        return logits if others is None else super().edit(logits, others, sampled)
 
     def sample(self, logits: Tensor, rows: SamplingRows, chosen: Tensor | None = None) -> Tensor:
         """The same tokens by a compiled kernel, which sorts nothing."""

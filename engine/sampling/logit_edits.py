@@ -51,6 +51,11 @@ class LogitEdits:
         """
         return replace(self, rows=rows, pending=np.stack((self.pending[:, 0], tokens), axis=1))
 
+    def without_masks(self) -> LogitEdits | None:
+        """What is left when those are made; None if nothing is."""
+        others = (self.banned, self.banned_behind, self.biased, self.penalized)
+        return replace(self, masked=self.masked[:0]) if any(map(len, others)) else None
+
 
 def token_mask(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
     """[ceil(vocab_size / 32)] int32: the mask that allows these tokens alone."""
@@ -91,12 +96,14 @@ class EditParts:
     def joined(self, rows: NDArray[np.int64], num_words: int = 0) -> LogitEdits:
         """All of them. rows: of each place. num_words: of the masks that come later, which are zeros now."""
         masks = [mask for _, mask in self.masks.values()]
-        masked = self.masked + [(place, len(masks) + i) for i, place in enumerate(self.later)]
+        now = np.array(self.masked, np.int64).reshape(-1, 2)
+        later = np.arange(len(masks), len(masks) + len(self.later))
+        later = np.stack((np.array(self.later, np.int64), later), axis=1)
         return LogitEdits(
             rows=rows,
             pending=np.array(self.pending, np.int64).reshape(-1, 2),
             token_masks=_stacked(masks, len(self.later), num_words),
-            masked=np.array(masked, np.int64).reshape(-1, 2),
+            masked=np.concatenate((now, later)),
             banned=_joined(self.banned, 1, np.int64),
             banned_behind=_joined(self.banned_behind, 2, np.int64),
             biased=_joined(self.biased, 1, np.int64),

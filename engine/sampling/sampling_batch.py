@@ -36,11 +36,11 @@ def neutral_rows(num_rows: int) -> Values:
     return rows
 
 
-class Filling(Protocol):
-    """What is being written in other threads."""
+class Masks(Protocol):
+    """Masks that are still to be computed."""
 
-    def wait(self) -> None:
-        """Until it is there."""
+    def fill(self) -> None:
+        """Write them where they belong."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,17 @@ class SamplingBatch:
     values: [samples] of dtype ROW. temperature 0 is greedy; top_k of 0 or less is off.
     position: [samples] uint64, with seed and sample_index the counter of the row's uniform; it counts all
     tokens before.
-    edits: of the logits before, None if no row has any.  filling: masks among them, while they are computed
-    beside the step; None if all are there.
+    edits: of the logits before, None if no row has any.  masks: those among them that are computed while the
+    step runs on its device; None if all are there.
     """
 
     values: Values
     position: NDArray[np.uint64]
     edits: LogitEdits | None = None
-    filling: Filling | None = None
+    masks: Masks | None = None
 
     def ready_edits(self) -> LogitEdits | None:
         """The edits, with all masks: as late as can be."""
-        if self.filling is not None:
-            self.filling.wait()
+        if self.masks is not None:
+            self.masks.fill()
         return self.edits

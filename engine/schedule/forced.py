@@ -20,14 +20,16 @@ def learn(seq: Sequence, token_id: int, slots: SlotTable) -> bool:
     All that is forced then is appended. If it goes on with others than launched steps have sampled, what they
     computed behind the last right one does not count, and its slot is as given anew.
     """
-    num_known, num_masked = len(seq.token_ids), max(len(seq.forced) - 1, 0)
-    is_other = bool(seq.forced) and seq.forced[0] != token_id
+    num_known, num_forced = len(seq.token_ids), len(seq.forced)
+    is_other = num_forced > 0 and seq.forced[0] != token_id
     ends = seq.ends_with(token_id)
+    if not num_forced and not seq.forced:
+        return ends  # most tokens
     while seq.forced and not ends and not _is_sampled(seq):
         ends = seq.ends_with(seq.forced[0])
     if ends:
         return True
-    num_ahead = seq.num_tokens - num_known - 1
+    num_ahead, num_masked = seq.num_tokens - num_known - 1, max(num_forced - 1, 0)
     if is_other or len(seq.token_ids) > num_known + 1 or len(seq.forced) > num_masked < num_ahead:
         seq.num_stale += num_ahead
         seq.num_tokens = len(seq.token_ids)

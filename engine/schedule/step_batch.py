@@ -123,10 +123,10 @@ def build_sampling_batch(batch: ScheduledBatch, slots: SlotTable) -> SamplingBat
     """Cut the sampling values of the sequences that sample in this step out of the slot table."""
     rows = batch.sampling_slots
     position = slots.num_tokens[rows]
-    edits, filling = build_logit_edits(batch, slots)
+    edits, masks = build_logit_edits(batch, slots)
     return SamplingBatch(
         values=slots.sampling.take(rows),  # of a structured array a tenth of indexing's time
         position=position.astype(np.uint64),
         edits=edits,
-        filling=filling,
+        masks=masks,
     )

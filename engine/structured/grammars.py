@@ -8,12 +8,10 @@ its schema forbids. Source: https://github.com/guidance-ai/llguidance.
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -21,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.errors import InvalidSampling
-from engine.sampling.logit_edits import WORD, token_mask
 from engine.sampling.params import SamplingParams
 from engine.sampling.request_edits import allowed_mask
 from engine.sampling.structured_outputs import NAME, StructuredOutputsParams
-from engine.structured.matcher import MAX_MASK_S, Matcher, Vocabulary
+from engine.structured.masks import MAX_MASK_S, fill_masks
+from engine.structured.matcher import SMALL_VOCABULARY, Matcher, Vocabulary
 from engine.structured.regex_dialect import portable
 
 if TYPE_CHECKING:
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
 
 MAX_GRAMMARS = 64  # that are kept
 MAX_REASON_CHARS = 300
-MAX_THREADS = 4  # which compute masks
 
 #: One blank, or a line break and what it is indented by: no more between two parts of a JSON text.
 JSON_OPTIONS = {"whitespace_pattern": r" |\n {0,32}"}
@@ -66,12 +63,6 @@ class Grammars:
         self._vocabulary: Vocabulary | None = None
         self._tokenizer: Any = None
         self._compiled: OrderedDict[StructuredOutputsParams, LLMatcher | InvalidSampling] = OrderedDict()
-        self._pool: ThreadPoolExecutor | None = None
-
-    def close(self) -> None:
-        """End the threads. No call may follow."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
 
     def prepare(self, params: SamplingParams) -> None:
         """Compile the grammar, if there is one, so that `matchers` will find it. Raises InvalidSampling."""
@@ -89,8 +80,7 @@ class Grammars:
             return [None] * params.n
         compiled, allowed = self._find(spec), allowed_mask(params, self._vocab_size)
         assert self._vocabulary is not None
-        assert self._pool is not None
-        shared = (compiled, self._vocabulary, self._pool, end_token_ids, allowed)
+        shared = (compiled, self._vocabulary, end_token_ids, allowed)
         return [Matcher(compiled.deep_copy(), *shared) for _ in range(params.n)]
 
     def _find(self, spec: StructuredOutputsParams) -> LLMatcher:
@@ -128,30 +118,23 @@ class Grammars:
         known = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         ends = self._eos_token_ids or None
         try:
+            num_tokens = max(known, self._vocab_size)
             tokenizer = LLTokenizer(
-                self._backend.to_str(), n_vocab=max(known, self._vocab_size), eos_token=ends
+                self._backend.to_str(),
+                n_vocab=num_tokens,
+                eos_token=ends,
+                # sets of tokens that are allowed as one: to try them costs more than a small vocabulary does
+                slices=[] if num_tokens < SMALL_VOCABULARY else None,
             )
         except Exception as error:  # whatever it makes of a vocabulary
             raise InvalidSampling(
                 f"{NAME} cannot be served with this model's tokenizer", _short(error)
             ) from error
-        self._pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "token-masks")
-        num_words = -(-tokenizer.vocab_size // WORD)
-        special = (i for i in range(tokenizer.vocab_size) if tokenizer.is_special_token(i))
-        self._tokenizer = tokenizer
-        self._vocabulary = Vocabulary(
-            num_words=num_words,
-            eos_mask=token_mask(list(tokenizer.eos_tokens), num_words * WORD),
-            without_text=frozenset((*special, *tokenizer.eos_tokens)),
-            encode=tokenizer.tokenize_str,
-            is_canonical=bool(tokenizer.is_canonical),
-        )
+        self._tokenizer, self._vocabulary = tokenizer, Vocabulary.of(tokenizer)
 
     def _compile(self, spec: StructuredOutputsParams) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        assert self._vocabulary is not None
-        assert self._pool is not None
         try:
             grammar = _grammar_of(spec)
         except InvalidSampling:
@@ -168,11 +151,10 @@ class Grammars:
     def _try_out(self, spec: StructuredOutputsParams, compiled: LLMatcher) -> None:
         """Raise InvalidSampling if there is no first token, or it takes too long to find."""
         assert self._vocabulary is not None
-        assert self._pool is not None
-        first = Matcher(compiled.deep_copy(), compiled, self._vocabulary, self._pool, frozenset(), None)
-        mask = np.zeros(self._vocabulary.num_words, np.int32)
+        first = Matcher(compiled.deep_copy(), compiled, self._vocabulary, frozenset(), None)
+        mask = np.zeros((1, self._vocabulary.num_words), np.int32)
         start = time.monotonic()
-        first.fill(mask)
+        fill_masks([first], mask)
         if first.error is not None:
             raise _refused(spec, first.error)
         if not mask.any() and not first.may_end:

@@ -22,10 +22,13 @@ class JumpAhead:
 
     @classmethod
     def of(cls, matcher: Matcher | None, params: SamplingParams) -> JumpAhead | None:
-        """None where there is no grammar, where a forced token may be banned, which its row has to hear of,
-        and where log probabilities are wanted, which are known of what is computed alone."""
+        """None where there is no grammar, or none that can say; where a forced token may be banned, which its
+        row has to hear of; and where log probabilities are wanted, which are known of what is computed alone.
+        """
+        if matcher is None or not matcher.may_force:
+            return None
         may_ban = params.bad_words or params.allowed_token_ids is not None or params.min_tokens
-        if matcher is None or may_ban or params.logprobs is not None:
+        if may_ban or params.logprobs is not None:
             return None
         return cls(matcher)
 
@@ -35,11 +38,13 @@ class JumpAhead:
     def after(self, token_id: int) -> list[int]:
         if self._num_forced:
             self._num_forced -= 1
-        return [] if self._num_forced else self._find()
+            if self._num_forced:
+                return []
+        return self._find()
 
     def _find(self) -> list[int]:
         token_ids = self._matcher.forced()
         if len(token_ids) < MIN_TOKENS:
-            token_ids = []
+            return []
         self._num_forced = len(token_ids)
         return token_ids
