@@ -193,6 +193,7 @@ def _context(job: Job, attention_backend: str = "") -> JobContext:
         checks=_checks(),
         webhook_hosts=frozenset(settings.allowed_webhook_hosts),
         allowed_functions=frozenset(settings.allowed_functions),
+        worker_name=job.worker_name or "",
     )
 
 

@@ -63,6 +63,7 @@ class JobEnvironment:
             checks=self.checks,
             webhook_hosts=self.webhook_hosts,
             allowed_functions=self.allowed_functions,
+            worker_name=claimed.worker_name,
         )
 
 

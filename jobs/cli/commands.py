@@ -22,7 +22,7 @@ from ..stock_worker import model_table
 from .check_options import check_arguments
 from .dashboard_command import dashboard
 from .errors_told import errors_told
-from .progress import progress
+from .progress import progress, time_left_text
 from .queue_commands import info, requeue_command
 from .rows_commands import errors, tail
 from .run_options import check_options, input_options, output_options, prompt_options
@@ -302,6 +302,7 @@ def _status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
             f"shards   {snapshot.done} of {snapshot.shards} done, {snapshot.started} started, "
             f"{_rest(snapshot)}",
             f"tokens   {snapshot.tokens} generated",
+            *([] if (left := time_left_text(snapshot)) is None else [f"left     {left}"]),
             *_awaits(snapshot),
             *_gone(num_gone),
         ]

@@ -22,12 +22,18 @@ class Progress(Display, Protocol):
     def close(self) -> None: ...
 
 
+#: tqdm's own guess counts rows, and rows that are still to come may be longer.
+BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+
+
 class Bar:
     """A progress bar of rows, with tokens per second and the time left."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._bar = tqdm(unit="row", total=0, dynamic_ncols=True, desc="planning", file=file)
+        self._bar = tqdm(
+            unit="row", total=0, dynamic_ncols=True, desc="planning", file=file, bar_format=BAR_FORMAT
+        )
 
     def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
         # What an earlier submit finished, or planning finds done, is not this one's speed.
@@ -53,7 +59,6 @@ class Lines:
     def __init__(self, file: TextIO, clock: Callable[[], float]) -> None:
         self._file, self._clock = file, clock
         self._state, self._shown_at = "", 0.0
-        self._began: tuple[float, int] | None = None  # seconds and rows done when this submit's work began
 
     def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
         now = self._clock()
@@ -63,17 +68,8 @@ class Lines:
         if snapshot.rows is None:
             self.warn(snapshot.state)
         else:
-            self.warn(", ".join([*self._rows(snapshot, snapshot.rows, now), _speed(snapshot, tokens_per_s)]))
-
-    def _rows(self, snapshot: RunSnapshot, rows: int, now: float) -> list[str]:
-        if self._began is None or snapshot.awaits_plan or snapshot.rows_done < self._began[1]:
-            self._began = (now, snapshot.rows_done)
-        began_at, first = self._began
-        text = f"{snapshot.state}: {snapshot.rows_done} of {rows} rows"
-        if not first < snapshot.rows_done < rows:
-            return [text]
-        left_s = (rows - snapshot.rows_done) * (now - began_at) / (snapshot.rows_done - first)
-        return [text, f"{left_s:.0f} s left"]
+            rows = f"{snapshot.state}: {snapshot.rows_done} of {snapshot.rows} rows"
+            self.warn(f"{rows}, {_speed(snapshot, tokens_per_s)}")
 
     def warn(self, text: str) -> None:
         print(text, file=self._file, flush=True)
@@ -98,4 +94,24 @@ def _has_columns(file: TextIO) -> bool:
 def _speed(snapshot: RunSnapshot, tokens_per_s: float) -> str:
     speed = f"{tokens_per_s:.0f} tok/s"
     failed = len(snapshot.failures)
-    return f"{speed}, {failed} shards failed" if failed else speed
+    left = time_left_text(snapshot)
+    told = [speed, *([] if left is None else [f"{left} left"])]
+    return ", ".join([*told, *([f"{failed} shards failed"] if failed else [])])
+
+
+def time_left_text(snapshot: RunSnapshot) -> str | None:
+    """Return how long a run that is under way goes on, as people say it; None where nothing tells."""
+    if snapshot.left_s is None or snapshot.state != "running":
+        return None
+    return duration_text(snapshot.left_s)
+
+
+def duration_text(seconds: float) -> str:
+    """Return a time in its two largest units."""
+    whole = round(seconds)
+    days, hours, minutes = whole // 86400, whole // 3600, whole // 60
+    if days:
+        return f"{days} d {hours % 24} h"
+    if hours:
+        return f"{hours} h {minutes % 60} min"
+    return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"

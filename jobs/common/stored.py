@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from datetime import datetime
 from typing import Any
 
 #: Ours are far smaller; a larger one is not read.
@@ -44,3 +45,12 @@ def count(value: object) -> int | None:
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 19:
         return int(value)
     return value if type(value) is int and 0 <= value < 1 << 63 else None
+
+
+def moment(raw: object) -> float | None:
+    """Return a time as RQ writes it in Unix seconds; None for what is none."""
+    try:
+        found = datetime.fromisoformat(text(raw) if isinstance(raw, bytes) else "").timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
+    return found if found >= 0 else None

@@ -56,6 +56,7 @@ class JobContext:
     meter: loads an engine where there is none yet; None where prompts cannot be looked at.
     checks: what answers are checked with.
     webhook_hosts, allowed_functions: what an operator lets jobs call.
+    worker_name: of this process.
     lease: by which a write is refused that comes after the job was taken over; None where nobody takes it.
     """
 
@@ -77,3 +78,4 @@ class JobContext:
     checks: Checks = field(default_factory=Checks)
     webhook_hosts: frozenset[str] = frozenset()
     allowed_functions: frozenset[str] = frozenset()
+    worker_name: str = ""

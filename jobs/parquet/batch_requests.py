@@ -71,7 +71,13 @@ class BatchRequests:
         self._following: deque[tuple[_Line, Request]] = deque()
         self.inspects = False
         self.rows_done = len(rows) - len(self._unsent)
+        self._num_rows = len(rows)
         self.generated_tokens = 0
+
+    @property
+    def rows_open(self) -> int:
+        """Rows that are being answered."""
+        return self._num_rows - len(self._unsent) - self.rows_done
 
     @property
     def num_requests(self) -> int | None:

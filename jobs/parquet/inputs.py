@@ -40,7 +40,8 @@ class Inputs:
 
     row_groups: for each file the rows of each of its row groups, record batches or blocks of lines.
     file_schema: of every one of the files. added_columns: what comes behind its columns, of the names of
-    folders and files. input_format, columns, repeated: as in the plan.
+    folders and files. input_format, columns, repeated: as in the plan. group_bytes: of files of row groups
+    or record batches those of each, unpacked.
     """
 
     files: tuple[PlannedFile, ...]
@@ -50,6 +51,7 @@ class Inputs:
     input_format: str = PARQUET
     columns: tuple[tuple[str, Kind], ...] = ()
     repeated: tuple[int, ...] = ()
+    group_bytes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def schema(self) -> pa.Schema:
@@ -74,6 +76,7 @@ def read_inputs(
     when the files differ, or ColumnConflict for the filename column.
     """
     file_format = one_format((file.named or file.path for file in found), input_format)
+    group_bytes: list[tuple[int, ...]] = []
     if file_format in LINES:
         files, row_groups, kinds, repeated = _read_lines(
             storage, found, file_format, check_interrupted, max_rows
@@ -81,13 +84,13 @@ def read_inputs(
         schema = pa.schema([(name, arrow_type(kind)) for name, kind in kinds.items()])
     else:
         kinds, repeated = {}, ()
-        files, row_groups, schema = _read_footers(
+        files, row_groups, group_bytes, schema = _read_footers(
             storage, found, file_format, check_interrupted, limit, max_rows
         )
     columns, rows = _added_columns(found, schema.names, filename_column)
     files = [replace(file, values=tuple(values)) for file, values in zip(files, rows, strict=False)]
-    kept = tuple(kinds.items())
-    return Inputs(tuple(files), tuple(row_groups), schema, tuple(columns), file_format, kept, repeated)
+    kept, sizes = tuple(kinds.items()), tuple(group_bytes)
+    return Inputs(tuple(files), tuple(row_groups), schema, tuple(columns), file_format, kept, repeated, sizes)
 
 
 def read_columns(
@@ -197,9 +200,10 @@ def _read_footers(
     check_interrupted: Callable[[], None],
     limit: int,
     max_rows: int | None,
-) -> tuple[list[PlannedFile], list[tuple[int, ...]], pa.Schema]:
+) -> tuple[list[PlannedFile], list[tuple[int, ...]], list[tuple[int, ...]], pa.Schema]:
     files: list[PlannedFile] = []
     row_groups: list[tuple[int, ...]] = []
+    group_bytes: list[tuple[int, ...]] = []
     schema: pa.Schema | None = None
     for each in found:
         check_interrupted()
@@ -208,31 +212,37 @@ def _read_footers(
         if not own.equals(schema):
             raise SchemaMismatch(each.path, f"its columns are {_columns(own, schema)}")
         files.append(file)
-        row_groups.append(groups)
+        row_groups.append(tuple(rows for rows, _ in groups))
+        group_bytes.append(tuple(size for _, size in groups))
         if max_rows is not None and (max_rows := max_rows - file.rows) <= 0:
             break
-    return files, row_groups, schema
+    return files, row_groups, group_bytes, schema
 
 
 def _read_footer(
     storage: Storage, path: str, file_format: str, limit: int
-) -> tuple[PlannedFile, tuple[int, ...], pa.Schema]:
+) -> tuple[PlannedFile, list[tuple[int, int]], pa.Schema]:
+    """Return a file, rows and bytes of each of its groups, and its schema."""
     stat = storage.stat(path)
     if stat is None:
         raise InputNotFound(path)
     if file_format == ARROW:
         with reading(path, file_format), storage.open_input(path) as source:
             messages, schema = look_at_arrow(path, source)
-        groups = tuple(each.rows or 0 for each in messages.batches)
+        counts = [each.rows or 0 for each in messages.batches]
+        groups = [(rows, stat.size * rows // max(1, sum(counts))) for rows in counts]
     else:
         with open_parquet(storage, path, limit) as file:
             schema, metadata = file.schema_arrow, file.metadata
-            groups = tuple(metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))
+            found = map(metadata.row_group, range(metadata.num_row_groups))
+            groups = [(group.num_rows, group.total_byte_size) for group in found]
     twice = [name for name, count in Counter(schema.names).items() if count > 1]
     if twice:
         raise SchemaMismatch(path, f"it has two columns named {twice[0]!r}")
     fingerprint = file_fingerprint(storage, path, file_format)
-    file = PlannedFile(path, stat.size, stat.mtime_ns, sum(groups), fingerprint, etag=stat.etag)
+    file = PlannedFile(
+        path, stat.size, stat.mtime_ns, sum(rows for rows, _ in groups), fingerprint, etag=stat.etag
+    )
     return file, groups, schema
 
 

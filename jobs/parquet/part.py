@@ -159,6 +159,7 @@ def part_stats(
     started_at: float,
     ended_at: float,
     model: ServedModel,
+    worker: str = "",
 ) -> PartStats:
     """Sum up the answers of a shard's rows. See PartStats for the rest."""
     return PartStats(
@@ -177,6 +178,7 @@ def part_stats(
         dtype=model.dtype,
         attention_backend=model.attention_backend,
         version=code_version(),
+        worker=worker,
     )
 
 

@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -36,6 +36,7 @@ from .inputs import Inputs, read_inputs
 from .part import embedding_size, output_schema, part_stats, write_part
 from .run_folder import RunFolder, create_plan, load_plan
 from .shard_labels import content_free
+from .shard_lengths import shard_lengths
 from .sources import read_source
 from .storage import Storage, writing
 
@@ -191,7 +192,7 @@ def _agreed_plan(
         is_new = storage.stat(path) is None
     if is_new:
         context.model.check_asked_for(model)
-        plan = new_plan(context, spec, inputs)
+        plan = _with_sizes(context, storage, new_plan(context, spec, inputs), inputs)
         if create_plan(storage, plan, context.execution_id):
             return plan
     plan = load_plan(storage, path)
@@ -200,6 +201,10 @@ def _agreed_plan(
     _check_same_model(plan, context.model, model)
     _check_same_files(storage, plan, inputs)
     return plan
+
+
+def _with_sizes(context: JobContext, storage: Storage, plan: Plan, inputs: Inputs) -> Plan:
+    return replace(plan, sizes=shard_lengths(context, storage, plan, inputs, read_source(plan.spec)))
 
 
 def new_plan(context: JobContext, spec: RunSpec, inputs: Inputs) -> Plan:

@@ -214,6 +214,7 @@ class RunFolder:
         queue: where the run's shards are enqueued. damaged: parts that count as missing while they are.
         """
         size: dict[str, str | int] = {"rows": self.plan.rows, "shards": len(self.plan.shards)}
+        size["sizes"] = self.plan.sizes.to_text()
         model = {"model": self.plan.model.fingerprint, "model_text": str(self.plan.model)}
         self.state.describe({"output": self._path, "queue": queue, **size, **model})
         recorded = self.state.records()  # before the listing: what is in both is certain

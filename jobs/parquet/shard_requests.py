@@ -94,6 +94,7 @@ class ShardRequests:
         self._following: deque[tuple[_Group, Request]] = deque()
         self._begun: set[bytes] = set()
         self.rows_done = sum(answer is not None for answer in self._answers)
+        self.rows_open = 0
         self.generated_tokens = 0
         groups = _groups(rows, run.encode(), self._is_greedy)
         self._unsent = [group for group in groups if not self._take_known(group)]
@@ -164,6 +165,7 @@ class ShardRequests:
         whole = answer if self._chain is None else self._go_on(group, answer, self._chain)
         if whole is None:
             return
+        self.rows_open -= len(group.rows)
         self._answer(group, whole)
         if group.key is not None:
             if whole.error is None:
@@ -183,6 +185,7 @@ class ShardRequests:
 
     def _send(self, group: _Group) -> Request:
         self._sent.append(group)
+        self.rows_open += len(group.rows)
         prompt, own = self._split(group.text)
         if self._measure is not None:
             self._drop_text(group)

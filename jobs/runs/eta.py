@@ -30,7 +30,7 @@ class Extent:
     """What is known of a shard before it is computed. size: bytes of what its rows ask, or whatever is
     proportional to it; its rows where nothing is known."""
 
-    rows: int
+    rows: float
     size: float
 
 
@@ -57,7 +57,7 @@ class Running:
     @property
     def share(self) -> float:
         """Of its work that is done. A row that is being answered is half done, on average."""
-        return min(1.0, (self.rows_done + self.rows_open / 2) / max(1, self.extent.rows))
+        return min(1.0, (self.rows_done + self.rows_open / 2) / max(1.0, self.extent.rows))
 
 
 def seconds_left(
@@ -71,7 +71,9 @@ def seconds_left(
     if not waiting and not running:
         return 0.0
     everything = [each.extent for each in done] + [each.extent for each in running] + waiting
-    scale = _Scale(sum(each.rows for each in everything) or 1, fsum(each.size for each in everything) or 1.0)
+    scale = _Scale(
+        fsum(each.rows for each in everything) or 1.0, fsum(each.size for each in everything) or 1.0
+    )
     observed = _observed(done, running, now, scale)
     fit = _fit(observed)
     if fit is None:
@@ -82,7 +84,7 @@ def seconds_left(
     for each in running:
         pace, seconds = paces.get(each.worker, 1.0), fit.seconds(*scale.of(each.extent))
         own[each.worker] = own.get(each.worker, 0.0) + (1 - each.share) * seconds * pace
-        latest = max(latest, each.started_at - now + seconds * pace * stretch)
+        latest = max(latest, min(0.0, each.started_at - now) + seconds * pace * stretch)
     for ended in done:
         if now - ended.ended_at < LATELY_S:
             own.setdefault(ended.worker, 0.0)
@@ -125,7 +127,7 @@ def _stretch(observed: Sequence[_Observed], fit: _Fit) -> float:
 class _Scale:
     """A run's rows and size, of which each shard is a share."""
 
-    rows: int
+    rows: float
     size: float
 
     def of(self, extent: Extent, share: float = 1.0) -> tuple[float, float]:

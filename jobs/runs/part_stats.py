@@ -21,6 +21,7 @@ class PartStats:
     generated_tokens: completion tokens that were computed, equal prompts counted once.
     started_at, ended_at: Unix time in seconds.
     model, fingerprint, dtype, attention_backend, version: of the model that answered, and of this code.
+    worker: the name of the one that answered; "" for parts that were written before it was told.
     """
 
     run: str
@@ -38,6 +39,7 @@ class PartStats:
     dtype: str
     attention_backend: str
     version: str
+    worker: str = ""
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))
@@ -49,6 +51,8 @@ class PartStats:
             found = cls(**json.loads(text))
         except (TypeError, RecursionError) as error:
             raise ValueError(str(error)) from None
+        if not isinstance(found.worker, str):
+            raise ValueError("its worker is no name")
         if any(count(getattr(found, name)) is None for name in ("shard", *COUNTED)):
             raise ValueError("a count is no integer from 0 on")
         return found

@@ -18,6 +18,7 @@ from ..errors import InvalidJob
 from .formats import PARQUET, SUFFIXES
 from .names import part_name
 from .partitions import AddedColumn
+from .shard_sizes import ShardSizes
 from .spec import RunSpec
 
 #: Each shard is a job in Redis, a file in the output and a line in the plan.
@@ -130,6 +131,7 @@ class Plan:
     seed: the source of every row's seed. model: the planning worker's. added_columns: come behind the files'.
     input_format: of all files. columns: of text files, which do not say it: names, and what they hold
     (jobs.parquet.formats.kinds). repeated: rows of batch files whose custom_id an earlier one has.
+    sizes: what shards ask, for telling when the run will end.
     """
 
     spec: RunSpec
@@ -142,6 +144,7 @@ class Plan:
     input_format: str = PARQUET
     columns: tuple[tuple[str, Any], ...] = ()
     repeated: tuple[int, ...] = ()
+    sizes: ShardSizes = field(default_factory=ShardSizes)
 
     @property
     def run(self) -> str:
@@ -177,6 +180,7 @@ class Plan:
             "input_format": self.input_format,
             "columns": self.columns,
             "repeated": self.repeated,
+            "sizes": self.sizes.to_value(),
             "files": [file.to_json() for file in self.files],
             "shard_fields": Shard._fields,
         }
@@ -224,6 +228,7 @@ class Plan:
             input_format=_format(content.get("input_format", PARQUET)),
             columns=tuple((str(name), kind) for name, kind in content.get("columns", ())),
             repeated=tuple(_counts(content.get("repeated", ()))),
+            sizes=ShardSizes.from_value(content.get("sizes")),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from .names import job_shard, shard_job_id
 from .part_stats import PartStats
 from .plan import MAX_SHARDS
 from .state import RunState
+from .time_left import Progress, time_left
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -42,6 +44,7 @@ class RunSnapshot:
     serves it; None where one does, or may. stopped: why the run was cancelled without anyone's word.
     stopped_jobs: those of the failed ones that a cancel before the last submission stopped.
     too_many_errors: how its finished rows pass the limit of the last submission; None where they do not.
+    left_s: seconds until it ends, as its shards tell (eta.py); None where nothing does.
     """
 
     run: str
@@ -66,6 +69,7 @@ class RunSnapshot:
     stopped: str | None
     too_many_errors: str | None
     stopped_jobs: frozenset[str] = frozenset()
+    left_s: float | None = None
 
     @property
     def failed(self) -> int:
@@ -130,7 +134,8 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     running = {shard for shard in seen.started if shard not in parts}
     failed = tuple(shard_job_id(run, shard) for shard in sorted(seen.failed - parts.keys() - running))
     progress = read_progress(connection, [shard_job_id(run, shard) for shard in running])
-    shards = stored.count(facts.get("shards"))
+    shards, rows = stored.count(facts.get("shards")), stored.count(facts.get("rows"))
+    under_way = dict(zip(running, progress, strict=True))
     claimed = 0
     if shards and not running and not seen.length:
         rest = (shard for shard in range(min(shards, MAX_SHARDS)) if shard not in parts)
@@ -143,7 +148,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         finished="finished" in facts,
         plan_job=plan_job,
         plan_status=seen.plan_status,
-        rows=stored.count(facts.get("rows")),
+        rows=rows,
         shards=shards,
         done=len(parts),
         started=len(running),
@@ -158,6 +163,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         stopped=safe_name(facts["stopped"], MAX_TEXT_CHARS) if "stopped" in facts else None,
         too_many_errors=_too_many_errors(facts, parts.values()),
         stopped_jobs=_stopped_jobs(connection, failed, stored.count(facts.get("cancelled_submission")) or 0),
+        left_s=time_left(facts.get("sizes"), shards, rows, parts, under_way, time.time()),
     )
 
 
@@ -281,21 +287,18 @@ def shards_of(run: str, entries: Iterable[bytes]) -> set[int]:
     return {shard for shard in shards if shard is not None}
 
 
-@dataclass(frozen=True)
-class Progress:
-    """What the meta of a shard's running job says: rows that are answered, and tokens generated."""
-
-    rows: int
-    tokens: int
-
-
 def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
     """Return the progress of running shards' jobs; none where a job says none."""
     with connection.pipeline() as pipe:
         for job_id in job_ids:
-            pipe.hget(job_key(job_id), "meta")
-        metas = [stored.json_object(meta) for meta in pipe.execute(raise_on_error=False)]
-    return [
-        Progress(stored.count(meta.get("rows_done")) or 0, stored.count(meta.get("tokens")) or 0)
-        for meta in metas
-    ]
+            pipe.hmget(job_key(job_id), "meta", "started_at", "worker_name")
+        replies = pipe.execute(raise_on_error=False)
+    return [_progress(*reply) if isinstance(reply, list) else Progress(0, 0) for reply in replies]
+
+
+def _progress(meta: Any, started_at: bytes | None, worker: bytes | None) -> Progress:
+    told = stored.json_object(meta)
+    rows, tokens, rows_open, shard_rows = (
+        stored.count(told.get(name)) or 0 for name in ("rows_done", "tokens", "rows_open", "rows")
+    )
+    return Progress(rows, tokens, rows_open, shard_rows, stored.moment(started_at), safe_name(worker or b""))

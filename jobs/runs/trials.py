@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -128,7 +127,7 @@ def _await(
 
 def _tried(connection: Redis, job_id: str) -> Tried:
     fields: Any = connection.hmget(job_key(job_id), "status", "started_at", "ended_at")
-    began_at, ended_at = map(_seconds, fields[1:])
+    began_at, ended_at = (stored.moment(field) or 0.0 for field in fields[1:])
     if job_status(fields[0]) is not JobStatus.FINISHED:
         lines = [line for line in last_error(connection, job_id).splitlines() if line.strip()]
         told = [line for line in lines if not line.startswith("tokenmill: ")]
@@ -140,14 +139,6 @@ def _tried(connection: Redis, job_id: str) -> Tried:
     if not isinstance(value, dict):
         return Tried(None, "its result cannot be read", began_at, ended_at)
     return Tried(value, None, began_at, ended_at)
-
-
-def _seconds(raw: bytes | None) -> float:
-    """Return a time as RQ writes it in Unix seconds; 0 for none."""
-    try:
-        return datetime.fromisoformat(stored.text(raw or b"")).timestamp()
-    except ValueError:
-        return 0.0
 
 
 def _remove(connection: Redis, ids: Sequence[str]) -> None:

@@ -63,6 +63,7 @@ class RunSummary:
     the other counts of tokens the output's columns in finished shards. errors: rows with one in those.
     rows_per_s, tokens_per_s: since began_at; None where nothing can be told. stopped: why it was.
     workers: how many listen on its queue. awaited_model: its model, where none of them serves it.
+    left_s: seconds until it ends; of a run that is read by itself, and None where nothing tells.
     """
 
     run: str
@@ -89,6 +90,7 @@ class RunSummary:
     stopped: str | None = None
     workers: int = 0
     awaited_model: str | None = None
+    left_s: float | None = None
 
     @property
     def is_active(self) -> bool:
@@ -187,6 +189,7 @@ def read_run(connection: Redis, run: str) -> RunDetail:
         prompt_tokens=sum(part.prompt_tokens for part in parts),
         completion_tokens=sum(part.completion_tokens for part in parts),
         cached_tokens=sum(part.cached_tokens for part in parts),
+        left_s=snapshot.left_s if snapshot.state == "running" else None,
         rows_per_s=rates[0],
         tokens_per_s=rates[1],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -180,12 +181,9 @@ def test_without_sizes_rows_are_counted() -> None:
     assert worse > 3 * better, "sizes are what tells that the longest rows are still to come"
 
 
-@pytest.mark.parametrize("make", [alike, sorted_by_length])
-def test_it_follows_workers_that_join_and_are_killed(
-    make: Callable[[random.Random], list[tuple[int, int]]],
-) -> None:
+def test_it_follows_workers_that_join_and_are_killed() -> None:
     found = []
-    for seed in range(3):
+    for make, seed in itertools.product(KINDS, range(2)):
         rows = shards(make(random.Random(seed)) * 2)
         alone = Run(rows).go([Worker("a")])
         joins, dies = 0.2 * alone, 0.35 * alone
