@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from math import fsum
+from statistics import median
 
 #: A worker that has ended a shard so many seconds ago is about to begin another.
 LATELY_S = 2.0
@@ -54,10 +55,14 @@ class Running:
     rows_done: int
     rows_open: int = 0
 
-    @property
-    def share(self) -> float:
-        """Of its work that is done. A row that is being answered is half done, on average."""
-        return min(1.0, (self.rows_done + self.rows_open / 2) / max(1.0, self.extent.rows))
+    def share(self, now: float, held_s: float) -> float:
+        """Return how much of its work is done. held_s: for which shards are held.
+
+        A row that is being answered is half done, on average; but in the beginning none is.
+        """
+        age = max(0.0, now - self.started_at)
+        half = min(1.0, 4 * age / held_s) / 2 if held_s > 0 else 0.5
+        return min(1.0, (self.rows_done + half * self.rows_open) / max(1.0, self.extent.rows))
 
 
 def seconds_left(
@@ -74,16 +79,18 @@ def seconds_left(
     scale = _Scale(
         fsum(each.rows for each in everything) or 1.0, fsum(each.size for each in everything) or 1.0
     )
-    observed = _observed(done, running, now, scale)
+    held_s = _held_s(done)
+    shares = [each.share(now, held_s) for each in running]
+    observed = _observed(done, running, shares, now, scale)
     fit = _fit(observed)
     if fit is None:
         return None
     paces, stretch = _paces(observed, fit), _stretch(observed, fit)
     own: dict[str, float] = {}
     latest = 0.0
-    for each in running:
+    for each, share in zip(running, shares, strict=True):
         pace, seconds = paces.get(each.worker, 1.0), fit.seconds(*scale.of(each.extent))
-        own[each.worker] = own.get(each.worker, 0.0) + (1 - each.share) * seconds * pace
+        own[each.worker] = own.get(each.worker, 0.0) + (1 - share) * seconds * pace
         latest = max(latest, min(0.0, each.started_at - now) + seconds * pace * stretch)
     for ended in done:
         if now - ended.ended_at < LATELY_S:
@@ -92,6 +99,12 @@ def seconds_left(
         return None
     costs = [fit.seconds(*scale.of(each)) for each in waiting]
     return max(latest, _last_end(own, paces, costs, stretch))
+
+
+def _held_s(done: Sequence[Done]) -> float:
+    """Return for how long the last shards were held; 0 where none is known."""
+    lately = sorted(done, key=lambda each: each.ended_at)[-10:]
+    return median([max(0.0, each.ended_at - each.started_at) for each in lately]) if lately else 0.0
 
 
 def _last_end(
@@ -160,7 +173,9 @@ class _Fit:
         return rows * self.rows_s + size * self.size_s
 
 
-def _observed(done: Sequence[Done], running: Sequence[Running], now: float, scale: _Scale) -> list[_Observed]:
+def _observed(
+    done: Sequence[Done], running: Sequence[Running], shares: Sequence[float], now: float, scale: _Scale
+) -> list[_Observed]:
     """Return what workers took for shards.
 
     Those that one holds at a time share its time, by how much was done of each and in how long.
@@ -174,9 +189,9 @@ def _observed(done: Sequence[Done], running: Sequence[Running], now: float, scal
         held.setdefault(each.worker, []).append(
             _Held(each.started_at, max(each.started_at, each.ended_at), *scale.of(each.extent))
         )
-    for one in running:
-        if one.share > 0:
-            extent = scale.of(one.extent, one.share)
+    for one, share in zip(running, shares, strict=True):
+        if share > 0:
+            extent = scale.of(one.extent, share)
             held.setdefault(one.worker, []).append(_Held(one.started_at, max(one.started_at, now), *extent))
     return [
         _Observed(
