@@ -11,8 +11,6 @@ remove it could hit the one that comes after it.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
@@ -42,7 +40,7 @@ from ..runs.names import (
     temporary_name,
 )
 from ..runs.part_reasons import MAX_PARTS, record_reasons
-from ..runs.part_stats import COUNTED, PartStats
+from ..runs.part_stats import PartStats
 from ..runs.plan import Plan
 from ..runs.reasons import Reasons
 from ..runs.run_index import list_in_index
@@ -50,6 +48,7 @@ from ..runs.state import RunState
 from ..runs.told_end import tell_end
 from ..runs.totals import count_anew
 from .failed_rows import part_reasons
+from .manifest import manifest_text
 from .output_file import write_output
 from .part import read_part_stats
 from .storage import Storage, reading, writing
@@ -60,9 +59,6 @@ MAX_PLAN_BYTES = 256 << 20
 
 #: What a listing shows of a mark that was withdrawn.
 _WITHDRAWN_TEXT = "withdrawn: a part is missing"
-
-#: What a manifest says of the workers that answered; where they differed, all of it.
-_SERVED = ("model", "fingerprint", "dtype", "attention_backend", "version")
 
 
 class RunFolder:
@@ -325,41 +321,6 @@ class RunFolder:
             if os.path.basename(path).startswith(TEMPORARY_PREFIX):
                 with writing(path):
                     self.storage.delete(path)
-
-
-def manifest_text(plan: Plan, parts: Iterable[PartStats]) -> str:
-    """Sum up a finished run as JSON. Times are Unix seconds; `seconds` runs from the first shard's start to
-    the last's end, a pause between them included.
-
-    parts: taken one by one, so that a run of ten thousand parts needs no more memory than their names.
-    """
-    counts = dict.fromkeys(COUNTED, 0)
-    started_at, ended_at = math.inf, -math.inf
-    served: dict[str, set[str]] = {name: set() for name in _SERVED}
-    lines = []
-    for each in parts:
-        for name in COUNTED:
-            counts[name] += getattr(each, name)
-        started_at, ended_at = min(started_at, each.started_at), max(ended_at, each.ended_at)
-        for name in _SERVED:
-            served[name].add(getattr(each, name))
-        part = {"name": part_name(each.shard), "rows": each.rows, "errors": each.errors}
-        lines.append(f"    {json.dumps(part)}")
-    content = {
-        "run": plan.run,
-        **counts,
-        "started_at": started_at,
-        "ended_at": ended_at,
-        "seconds": ended_at - started_at,
-        **{name: ", ".join(sorted(values)) for name, values in served.items()},
-        "sampling": plan.spec.sampling,
-        "seed": plan.seed,
-        "arguments": plan.spec.to_json(),
-        **({"output": output_names(plan.spec.single_file)} if plan.spec.single_file else {}),
-        "inputs": [file.to_json() for file in plan.files],
-    }
-    head = json.dumps(content, indent=2).removesuffix("\n}")
-    return "\n".join([f'{head},\n  "parts": [', ",\n".join(lines), "  ]\n}\n"])
 
 
 def load_plan(storage: Storage, path: str) -> Plan:
