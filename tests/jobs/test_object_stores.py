@@ -374,6 +374,18 @@ def test_an_object_is_read_in_few_pieces_and_little_memory(
         assert proxy.requests - before == 22
 
 
+def test_an_object_that_is_replaced_while_it_is_read_is_told(s3: S3, context: JobContext) -> None:
+    s3.put("data/file", b"a" * (3 << 20))
+    with Storage.of(context).open_input(f"{ROOT}/file") as file:
+        assert file.read(10) == b"a" * 10
+        s3.put("data/file", b"b" * (3 << 20))
+        with pytest.raises(errors.PathSwapped, match="another object came in its place"):
+            file.read_at(10, 2 << 20)
+        s3.delete("data/file")
+        with pytest.raises(FileNotFoundError):
+            file.read_at(10, 2 << 20)
+
+
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
     """In the place of a server: obstore's own store, for many runs in little time."""
@@ -397,6 +409,35 @@ def test_no_kill_point_strands_a_run_in_a_store(
         obstore.delete(memory, names)
         step += 7
     assert step > 60
+
+
+def test_an_end_that_was_withdrawn_while_its_files_are_written_puts_none_in_place(
+    memory: MemoryStore, context: JobContext, tmp_path: Path
+) -> None:
+    pq.write_table(rows(4), tmp_path / "in.parquet", row_group_size=2)
+    spec = spec_of(str(tmp_path / "in.parquet"), single_file=True)
+
+    class Withdrawn(Storage):
+        left = 1
+
+        def rewrite(self, path: str, contents: bytes) -> bool:
+            written = super().rewrite(path, contents)
+            if self.left:
+                self.left -= 1
+                names = [name for name in self.names(f"{ROOT}/out") if name.startswith("_tmp.")]
+                for name in names:
+                    self.remove(f"{ROOT}/out/{name}")
+                super().open_output(path).close()  # a write that was on its way brings the claim back
+                super().open_output(path.replace("_manifest.json", "output.parquet")).close()
+            return written
+
+        def replace(self, temporary: str, target: str) -> bool:
+            if not target.endswith("_SUCCESS"):
+                assert self.stat(mark) is not None, "put in place without the claim for the mark"
+            return super().replace(temporary, target)
+
+    mark = f"{ROOT}/out/_tmp.{context.execution_id}._SUCCESS.tmp"
+    assert run_all(context, spec, Withdrawn(context.data_roots))["run_finished"]
 
 
 def was_killed(context: JobContext, spec: RunSpec, fuse: Fuse) -> bool:

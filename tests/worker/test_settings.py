@@ -113,6 +113,12 @@ def test_object_stores_stand_among_the_folders_of_the_data_roots(
     stores = ["s3://bucket/a b", "gs://bucket", "az://container/x"]
     roots = ":".join([str(tmp_path), "S3://bucket/a b/", *stores[1:], "/"])
     assert load(monkeypatch, tmp_path, TOKENMILL_DATA_ROOTS=roots).data_roots == (str(tmp_path), *stores, "/")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s3x").mkdir()
+    assert load(monkeypatch, tmp_path, TOKENMILL_DATA_ROOTS="s3x://").data_roots == (
+        str(tmp_path / "s3x"),
+        "/",
+    )
     with pytest.raises(SettingsError, match="is no object's path"):
         load(monkeypatch, tmp_path, TOKENMILL_DATA_ROOTS="s3://bucket/a?key")
     monkeypatch.setattr("worker.settings.find_spec", lambda name: None)
