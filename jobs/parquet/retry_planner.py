@@ -33,7 +33,7 @@ def retry_rows(context: JobContext, run: str, plan: str) -> dict[str, Any]:
     """
     if not is_run_id(run) or not isinstance(plan, str):
         raise InvalidValue("run is {}, expected a planned run's id, and its plan's path", shown(run))
-    storage = Storage(context.data_roots, context.check_interrupted)
+    storage = Storage.of(context)
     found = trusted_plan(storage, plan, run, context.files)
     spec = found.spec
     if found.input_format == OPENAI_BATCH:

@@ -85,7 +85,7 @@ class RetryWork(OpenTask):
     @classmethod
     def open(cls, context: JobContext, run: str, plan_path: str, shard: int) -> RetryWork:
         """Find the shard in its plan. Raises PlanDamaged or PartDamaged."""
-        storage = Storage(context.data_roots, context.check_interrupted)
+        storage = Storage.of(context)
         plan = trusted_plan(storage, plan_path, run, context.files)
         state = RunState(context.connection, run)
         folder = RunFolder(storage, plan, state, context.execution_id)

@@ -148,7 +148,11 @@ def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] 
     """
     listed = newest_runs(connection, limit)
     read = _read_facts(connection, listed)
-    queues = _read_queues(connection, {facts["queue"] for facts, _ in read.values() if _is_open(facts)})
+    queues = _read_queues(
+        connection,
+        {facts["queue"] for facts, _ in read.values() if facts},
+        {facts["queue"] for facts, _ in read.values() if _is_open(facts)},
+    )
     statuses = _plan_statuses(connection, {run: facts for run, (facts, _) in read.items()})
     running = {
         run: shards_of(run, queues[facts["queue"]].started) if _is_open(facts) else set()
@@ -203,7 +207,7 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
     state = RunState(connection, run)
     facts, parts = state.facts(), state.parts()
     numbers = range(first, min(first + count, stored.count(facts.get("shards")) or 0))
-    queue = _read_queues(connection, {facts["queue"]})[facts["queue"]]
+    queue = _read_queues(connection, {facts["queue"]}, {facts["queue"]})[facts["queue"]]
     started, failed = shards_of(run, queue.started), shards_of(run, queue.failed)
     ids = [shard_job_id(run, shard) for shard in numbers]
     with connection.pipeline(transaction=False) as pipe:
@@ -271,13 +275,14 @@ def _is_open(facts: Mapping[str, str]) -> bool:
     return bool(facts) and "finished" not in facts
 
 
-def _read_queues(connection: Redis, names: Iterable[str]) -> dict[str, _Queue]:
+def _read_queues(connection: Redis, names: Iterable[str], used: Collection[str]) -> dict[str, _Queue]:
+    """used: those on which jobs of a run may be; of the others only the workers matter."""
     found = {}
     for name in names:
-        keys = queue_keys(name)
+        keys, most = queue_keys(name), MAX_ENTRIES if name in used else 1
         with connection.pipeline(transaction=False) as pipe:
-            pipe.zrange(keys.started, 0, MAX_ENTRIES - 1)
-            pipe.zrevrange(keys.failed, 0, MAX_ENTRIES - 1)
+            pipe.zrange(keys.started, 0, most - 1)
+            pipe.zrevrange(keys.failed, 0, most - 1)
             pipe.llen(keys.waiting)
             pipe.llen(keys.popped)
             pipe.smembers(keys.workers)

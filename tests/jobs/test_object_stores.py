@@ -28,8 +28,10 @@ from jobs.parquet import object_files, object_requests, object_streams, store_er
 from jobs.parquet.find_files import find_files
 from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.storage import Storage
+from jobs.runs.control import retry_run
 from jobs.runs.spec import RunSpec
 from jobs.runs.state import RunState
+from tests.jobs.answering import queued_jobs, refuse, score_parquet, shout, work_off
 from tests.jobs.killing import Fuse, FusedRedis, FusedStorage, Killed
 from tests.jobs.s3_server import BUCKET, S3, Fault, FaultyProxy, running_s3, use_environment
 from tests.jobs.test_kills import finish, open_work, release_lock
@@ -473,3 +475,25 @@ def test_whoever_withdraws_an_end_too_late_ends_the_run_again(
     done = plan_run(context, Frozen(context.data_roots), spec, Submission("bulk"))
     assert done["run_finished"]
     assert bytes(obstore.get(memory, "data/out/_SUCCESS").bytes()) == b""
+
+
+def test_failed_rows_of_a_run_in_a_store_are_tried_again(
+    s3: S3, redis: Redis, context: JobContext, make_context: MakeContext
+) -> None:
+    def make() -> JobContext:
+        return replace(make_context(), data_roots=context.data_roots, file_timeout_s=20.0)
+
+    s3.put_rows("data/in.parquet", rows(5))
+    run = score_parquet(make(), f"{ROOT}/in.parquet", f"{ROOT}/out", rows_per_shard=2)["run"]
+    work_off(redis, make, answer=lambda request: refuse("no") if request.prompt == "p3" else shout(request))
+    before = s3.rows("data/out/part-")
+    retry_run(redis, run)
+    while queued_jobs(redis):
+        work_off(redis, make)
+    after = s3.rows("data/out/part-")
+    assert [(row["id"], row["completion"], row["error"]) for row in after] == [
+        (n, f"P{n}", None) for n in range(5)
+    ]
+    assert [row for row in after if row["id"] != 3] == [row for row in before if row["id"] != 3]
+    assert json.loads(s3.get("data/out/_manifest.json"))["errors"] == 0
+    assert {name.rpartition("/")[2] for name in s3.names("data/out/")} == whole_run(3)
