@@ -66,7 +66,15 @@ def label_list(context: click.Context, parameter: click.Parameter, text: str | N
         found = json_value(list)(context, parameter, text)
         assert isinstance(found, list)
         return found
-    return [label.strip() for label in text.split(",")]
+    labels = [label.strip() for label in text.split(",")]
+    if quoted := next((label for label in labels if label.startswith('"')), None):
+        raise click.BadParameter(
+            f"{shown(quoted)} begins with a quotation mark, which would be part of the label: write labels "
+            'with commas or quotation marks as JSON, such as ["yes, please", "no"]',
+            context,
+            parameter,
+        )
+    return labels
 
 
 def run_arguments(options: dict[str, Any]) -> dict[str, Any]:

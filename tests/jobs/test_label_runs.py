@@ -252,6 +252,9 @@ def test_submit_takes_labels(invoke: Invoke, tmp_path: Path) -> None:
     refused = invoke("submit", *files, "--template", "{text}", "--labels", "yes")
     assert refused.exit_code != 0
     assert "labels holds 1, expected 2 to 1000" in refused.output
+    quoted = invoke("submit", *files, "--template", "{text}", "--labels", 'no, "yes, please"')
+    assert quoted.exit_code != 0
+    assert "begins with a quotation mark" in quoted.output
     dry = invoke("submit", *files, "--template", "{text}", "--labels", "yes,no", "--dry-run")
     assert "see `tokenmill preview`" in dry.output
     options = ["--template", "{text}", "--labels", "yes, no", "--calibrate"]
