@@ -68,6 +68,7 @@ def engine() -> EchoEngine:
 def queue(redis: Redis, tmp_path: Path, engine: EchoEngine, monkeypatch: pytest.MonkeyPatch) -> Queue:
     roots = (str(tmp_path.resolve()),)
     settings = SimpleNamespace(
+        allowed_webhook_hosts=(),
         served_model=lambda *_: MODEL,
         data_roots=roots,
         max_result_bytes=1 << 20,

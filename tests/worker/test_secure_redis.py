@@ -101,6 +101,10 @@ def test_a_worker_and_a_producer_do_their_work_over_tls_with_the_users_we_docume
     wait_until(lambda: failed.get_status() == JobStatus.FAILED and (tmp_path / "out" / "_SUCCESS").exists())
     assert "finished" in tokenmill(workers, url, "status", "out")
     assert "nothing was left to cancel" in tokenmill(workers, url, "cancel", "out")
+    assert " finished " in tokenmill(workers, url, "status")
+    assert " finished " in tokenmill(workers, url, "runs", "--state", "finished")
+    assert "\nw " in tokenmill(workers, url, "workers")
+    assert "no row has an error" in tokenmill(workers, url, "errors", "out")
     printed += command(workers, workers.url, *RQ, "info", "--raw", "--worker-class", "worker.BatchWorker")
     assert "worker w" in printed
     assert "worker w: " in tokenmill(workers, url, "info")
