@@ -43,6 +43,7 @@ def test_depth_that_was_counted_replaces_what_workers_told() -> None:
     history = History()
     history.add_point("a", Point(at=1000.0, depth={"bulk": 5, "prompts": 1}), 1000.0)
     history.add_depth({"bulk": 7, "late": 3}, 1001.0)
+    history.add_point("c", Point(at=1005.0, depth={"bulk": 9}), 1005.0)
     history.add_point("b", Point(at=1011.0, depth={"bulk": 4}), 1011.0)
     lines = {line["name"]: line["values"][-2:] for line in history.series(1015.0)["depth"]}
     assert lines == {"bulk": [7, 4], "late": [3, None]}
