@@ -24,6 +24,7 @@ from .dashboard_command import dashboard
 from .errors_told import errors_told
 from .progress import progress, time_left_text
 from .queue_commands import info, requeue_command
+from .report_command import report
 from .rows_commands import errors, tail
 from .run_options import check_options, input_options, output_options, prompt_options
 from .submit_options import run_arguments
@@ -180,6 +181,7 @@ main.add_command(workers)
 main.add_command(errors)
 main.add_command(tail)
 main.add_command(verify)
+main.add_command(report)
 main.add_command(info)
 main.add_command(dashboard)
 main.add_command(requeue_command)

@@ -9,22 +9,26 @@ from collections.abc import Iterable
 from ..runs.names import output_names, part_name
 from ..runs.part_stats import COUNTED, PartStats
 from ..runs.plan import Plan
+from ..runs.reasons import Reasons
+from ..runs.run_statistics import RunStatistics
 
 #: What a manifest says of the workers that answered; where they differed, all of it.
 _SERVED = ("model", "fingerprint", "dtype", "attention_backend", "version")
 
 
-def manifest_text(plan: Plan, parts: Iterable[PartStats]) -> str:
+def manifest_text(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> str:
     """Sum up a finished run as JSON. Times are Unix seconds; `seconds` runs from the first shard's start to
     the last's end, a pause between them included.
 
     parts: taken one by one, so that a run of ten thousand parts needs no more memory than their names.
+    reasons: why rows have an error, as far as that is kept.
     """
     counts = dict.fromkeys(COUNTED, 0)
     started_at, ended_at = math.inf, -math.inf
     served: dict[str, set[str]] = {name: set() for name in _SERVED}
-    lines = []
+    lines, statistics = [], RunStatistics()
     for each in parts:
+        statistics.add(each)
         for name in COUNTED:
             counts[name] += getattr(each, name)
         started_at, ended_at = min(started_at, each.started_at), max(ended_at, each.ended_at)
@@ -39,6 +43,7 @@ def manifest_text(plan: Plan, parts: Iterable[PartStats]) -> str:
         "ended_at": ended_at,
         "seconds": ended_at - started_at,
         **{name: ", ".join(sorted(values)) for name, values in served.items()},
+        "statistics": statistics.to_object(reasons),
         "sampling": plan.spec.sampling,
         "seed": plan.seed,
         "arguments": plan.spec.to_json(),

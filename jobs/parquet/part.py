@@ -21,6 +21,7 @@ from ..errors import (
     PathSwapped,
 )
 from ..runs.embedding_options import EMBED
+from ..runs.lengths import count_lengths
 from ..runs.part_stats import PartStats
 from ..runs.prompt_steps import ROW_COLUMNS
 from ..runs.spec import RunSpec
@@ -179,7 +180,15 @@ def part_stats(
         attention_backend=model.attention_backend,
         version=code_version(),
         worker=worker,
+        prompt_lengths=count_lengths(each.prompt_tokens for each in answers if each.error is None),
+        completion_lengths=count_lengths(
+            tokens for each in answers if each.error is None for tokens in _lengths(each.completion_tokens)
+        ),
     )
+
+
+def _lengths(tokens: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (tokens,) if isinstance(tokens, int) else tokens
 
 
 def read_part_stats(storage: Storage, path: str, run: str, shard: int, rows: int | None = None) -> PartStats:

@@ -11,6 +11,7 @@ remove it could hit the one that comes after it.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
@@ -29,6 +30,7 @@ from ..runs.control import remove_waiting
 from ..runs.names import (
     MANIFEST,
     PLAN,
+    REPORT,
     SUCCESS,
     TEMPORARY_PREFIX,
     WITHDRAWAL,
@@ -39,10 +41,11 @@ from ..runs.names import (
     shard_job_id,
     temporary_name,
 )
-from ..runs.part_reasons import MAX_PARTS, record_reasons
+from ..runs.part_reasons import MAX_PARTS, record_reasons, recorded_reasons
 from ..runs.part_stats import PartStats
 from ..runs.plan import Plan
 from ..runs.reasons import Reasons
+from ..runs.report import report_html
 from ..runs.run_index import list_in_index
 from ..runs.state import RunState
 from ..runs.told_end import tell_end
@@ -257,7 +260,7 @@ class RunFolder:
         claim, mark = self.temporary_path(WITHDRAWAL), self.path(SUCCESS)
         with writing(mark):
             self.storage.make_void(claim, _WITHDRAWN_TEXT)
-            for name in (SUCCESS, MANIFEST, *self._outputs):
+            for name in (SUCCESS, MANIFEST, REPORT, *self._outputs):
                 self._delete_temporary(name)
             if self._is_whole(suspects) and not anyway:
                 self.storage.delete(claim)
@@ -292,16 +295,20 @@ class RunFolder:
     def _write_end(self) -> bool:
         """Write the one output file, if it is to be, the manifest, then the mark; return False when a claim
         was removed: a part may be missing."""
-        names = (*self._outputs, MANIFEST, SUCCESS)
+        names = (*self._outputs, REPORT, MANIFEST, SUCCESS)
         targets, claims = list(map(self.path, names)), list(map(self.temporary_path, names))
         try:
             with writing(self._path):
                 for claim in claims:
                     write_text(self.storage, claim, "")
                 self._delete_temporary(WITHDRAWAL)
-                text = manifest_text(self.plan, map(self.part_stats, range(len(self.plan.shards))))
-                outputs, manifest = claims[:-2], claims[-2]
+                reasons = recorded_reasons(self.state.connection, self.plan.run)
+                parts = map(self.part_stats, range(len(self.plan.shards)))
+                text = manifest_text(self.plan, parts, reasons)
+                *outputs, report, manifest, _ = claims
                 if outputs and not write_output(self.storage, self.plan, outputs):
+                    return False
+                if not self.storage.rewrite(report, report_html(json.loads(text)).encode()):
                     return False
                 if not self.storage.rewrite(manifest, text.encode()) or self.storage.stat(claims[-1]) is None:
                     return False  # a store brings a claim back that it writes anew, but not the mark's

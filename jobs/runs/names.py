@@ -6,6 +6,10 @@ from .formats import OPENAI_BATCH
 
 PLAN = "_plan.json"
 MANIFEST = "_manifest.json"
+
+#: As the manifest, by a name that readers of a folder of Parquet pass by.
+REPORT = "_report.html"
+
 SUCCESS = "_SUCCESS"
 TEMPORARY_PREFIX = "_tmp."
 

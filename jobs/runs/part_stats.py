@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 
 from ..common.stored import count
 
@@ -22,6 +22,7 @@ class PartStats:
     started_at, ended_at: Unix time in seconds.
     model, fingerprint, dtype, attention_backend, version: of the model that answered, and of this code.
     worker: the name of the one that answered; "" for parts that were written before it was told.
+    prompt_lengths, completion_lengths: in tokens, of rows without an error, as count_lengths returns them.
     """
 
     run: str
@@ -40,9 +41,15 @@ class PartStats:
     attention_backend: str
     version: str
     worker: str = ""
+    prompt_lengths: dict[str, int] = field(default_factory=dict)
+    completion_lengths: dict[str, int] = field(default_factory=dict)
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))
+
+    def to_record(self) -> str:
+        """Return what Redis keeps of it: whoever looks at a run reads this of each of its parts."""
+        return replace(self, prompt_lengths={}, completion_lengths={}).to_text()
 
     @classmethod
     def from_text(cls, text: str | bytes) -> PartStats:

@@ -265,7 +265,7 @@ class RunState:
         counted anew.
         """
         with self._told(), self._redis.pipeline() as pipe:
-            pipe.hset(self._parts_key, str(stats.shard), stats.to_text())
+            pipe.hset(self._parts_key, str(stats.shard), stats.to_record())
             pipe.expire(self._parts_key, RUN_TTL_S)
             pipe.expire(self._key, RUN_TTL_S)
             pipe.hlen(self._parts_key)
@@ -282,7 +282,7 @@ class RunState:
         Never replaces the whole record: a shard may finish between the listing and this call. For the same
         reason `gone` has the records as they were before the listing: another is of a part that came since.
         """
-        fields: dict[Any, Any] = {str(shard): stats.to_text() for shard, stats in found.items()}
+        fields: dict[Any, Any] = {str(shard): stats.to_record() for shard, stats in found.items()}
         dropped = {str(shard): record for shard, record in gone.items()}
 
         def amend(pipe: Pipeline) -> PartCount:

@@ -170,5 +170,5 @@ def audit(s3: S3, output: str, rows: int, found: StoreFindings) -> None:
     others = {name for name in names if part_shard(name) is None}
     left = {name for name in others if name.startswith("_tmp.")}
     found.left_objects += len(left)
-    if others - left != {"_SUCCESS", "_manifest.json", "_plan.json"}:
+    if others - left != {"_SUCCESS", "_manifest.json", "_plan.json", "_report.html"}:
         found.wrong.append(f"{output} holds {sorted(others)}")

@@ -30,6 +30,7 @@ from jobs.runs.state import RunState
 from tests.jobs.answering import queued_jobs, run_task, score_parquet, shout, work_off
 from tests.jobs.killing import Fuse, FusedRedis, FusedStorage, Killed
 
+ENDED = {"_plan.json", "_manifest.json", "_report.html", "_SUCCESS"}
 MakeContext = Callable[[], JobContext]
 ROWS = 5
 
@@ -81,7 +82,7 @@ def release_lock(redis: Redis, spec: RunSpec) -> None:
 def assert_finished(spec: RunSpec) -> None:
     output = Path(spec.output)
     names = {path.name for path in output.iterdir()}
-    assert names == {part_name(n) for n in range(3)} | {"_plan.json", "_manifest.json", "_SUCCESS"}
+    assert names == {part_name(n) for n in range(3)} | ENDED
     rows = pq.read_table(output).to_pylist()
     assert [(row["id"], row["completion"]) for row in rows] == [(n, f"P{n}") for n in range(ROWS)]
     manifest = json.loads((output / "_manifest.json").read_text())
@@ -341,7 +342,7 @@ def test_contents_reach_the_disk_before_their_name_and_the_name_before_the_count
     monkeypatch.setattr(os, "replace", note("name", put))
     plan_run(make_context(), Storage(make_context().data_roots), spec, Submission("bulk"))
     work_off(redis, make_context)
-    names = [PLAN, *map(part_name, range(3)), "_manifest.json", "_SUCCESS"]
+    names = [PLAN, *map(part_name, range(3)), "_report.html", "_manifest.json", "_SUCCESS"]
     assert calls == [step for name in names for step in (("sync", name), ("name", name), ("sync", "out"))]
 
 

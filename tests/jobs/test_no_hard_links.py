@@ -53,7 +53,13 @@ def test_a_run_needs_no_links(
     assert run(make_context(), spec)
     output = Path(spec.output)
     whole = sorted(path.name for path in output.iterdir())
-    assert whole == ["_SUCCESS", "_manifest.json", "_plan.json", *(f"part-0000{n}.parquet" for n in range(3))]
+    assert whole == [
+        "_SUCCESS",
+        "_manifest.json",
+        "_plan.json",
+        "_report.html",
+        *(f"part-0000{n}.parquet" for n in range(3)),
+    ]
     (output / "part-00001.parquet").unlink()
     planned = plan_run(make_context(), Storage((str(output.parent),)), spec, Submission("bulk"))
     assert planned["shards_missing"] == 1

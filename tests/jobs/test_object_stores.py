@@ -74,7 +74,13 @@ def rows(count: int, letter: str = "p") -> pa.Table:
 
 def whole_run(shards: int) -> set[str]:
     """Return the names of a finished run's files."""
-    return {"_SUCCESS", "_manifest.json", "_plan.json", *(f"part-{n:05d}.parquet" for n in range(shards))}
+    return {
+        "_SUCCESS",
+        "_manifest.json",
+        "_plan.json",
+        "_report.html",
+        *(f"part-{n:05d}.parquet" for n in range(shards)),
+    }
 
 
 def run_all(context: JobContext, spec: RunSpec, storage: Storage | None = None) -> dict[str, Any]:

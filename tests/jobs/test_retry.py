@@ -130,7 +130,7 @@ def test_only_rows_that_failed_are_asked_and_all_others_stay_as_they_are(site: S
         ("prompt is null", [7])
     ]
     names = {path.name for path in site.output.iterdir() if not path.name.startswith("part-")}
-    assert names == {"_plan.json", "_manifest.json", "_SUCCESS"}
+    assert names == {"_plan.json", "_manifest.json", "_report.html", "_SUCCESS"}
 
 
 def test_seeds_are_those_that_the_rows_had(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:

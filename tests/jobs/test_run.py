@@ -35,6 +35,7 @@ from tests.jobs.answering import (
 )
 from tests.jobs.input_files import read_rows, write_prompts
 
+ENDED = {"_plan.json", "_manifest.json", "_report.html", "_SUCCESS"}
 MakeContext = Callable[[], JobContext]
 GREEDY = {"temperature": 0}
 
@@ -59,7 +60,7 @@ def test_every_row_comes_back_once_in_order(redis: Redis, make_context: MakeCont
     assert manifest["generated_tokens"] < manifest["completion_tokens"]
     assert [part["rows"] for part in manifest["parts"]] == [7] * 7 + [1]
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {part_name(n) for n in range(8)} | {"_plan.json", "_manifest.json", "_SUCCESS"}
+    assert names == {part_name(n) for n in range(8)} | ENDED
 
 
 def test_a_planning_that_is_interrupted_ends_between_two_files_or_two_chunks(

@@ -49,7 +49,7 @@ def make_spec(source: str, tmp_path: Path, **options: Any) -> RunSpec:
 
 
 def assert_finished(output: Path) -> None:
-    files = {"_plan.json", "_manifest.json", "_SUCCESS", "output.parquet", PARTS}
+    files = {"_plan.json", "_manifest.json", "_report.html", "_SUCCESS", "output.parquet", PARTS}
     assert {path.name for path in output.iterdir()} == files
     assert {path.name for path in (output / PARTS).iterdir()} == {part_name(n) for n in range(3)}
     rows = pq.read_table(output / "output.parquet").to_pylist()

@@ -195,6 +195,7 @@ class World:
         expected = {part_name(shard) for shard in range(SHARDS)} | {
             "_plan.json",
             "_manifest.json",
+            "_report.html",
             "_SUCCESS",
         }
         assert names == expected, names ^ expected
