@@ -98,7 +98,7 @@ def _throughput(timeline: Mapping[str, Any]) -> str:
     if width <= 0 or not any(tokens):
         return ""
     rates = [count / width for count in tokens]
-    marks = [(share * len(rates), _duration(share * width * len(rates))) for share in (0, 0.25, 0.5, 0.75, 1)]
+    marks = [(share * len(rates), _duration(share * width * len(rates))) for share in (0, 1 / 3, 2 / 3, 1)]
     chart = _chart(rates, marks, "Tokens a second over the time of the run", _WIDE)
     return (
         "<h2>Tokens generated a second</h2>"
