@@ -189,7 +189,7 @@ def test_a_preview_asks_for_the_same_labels(make_context: MakeContext, tmp_path:
     write(tmp_path, ["a", "b"])
 
     class Meter:
-        max_num_seqs, block_size = 4, 16
+        max_num_seqs, block_size, num_blocks = 4, 16, 64
 
         def token_ids(self, prompt: Any, messages: Any, options: Any) -> list[int]:
             return [1] * 5
