@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 #: Read at once, and how many such pieces an open object keeps: readers of columns go through several places.
-BLOCK_BYTES, MAX_BLOCKS = 1 << 20, 8
+BLOCK_BYTES, MAX_BLOCKS = 1 << 18, 16
 
 #: Uploaded at once; a smaller object goes in one request. A store takes at most 10,000 such parts of one.
 CHUNK_BYTES = 8 << 20

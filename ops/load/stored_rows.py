@@ -53,7 +53,7 @@ def _score(
         place.start(f"w{number}", settings=settings)
     place.wait_until_ready()
     started = time.monotonic()
-    place.wait(lambda: "out/_SUCCESS" in s3.names("out/_S"), timeout_s=7200)
+    place.wait(lambda: s3.has("out/_SUCCESS"), timeout_s=7200)
     seconds = time.monotonic() - started
     place.wait(lambda: unended(place, "bulk") == 0)
     last = place.stop()

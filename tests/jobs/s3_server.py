@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from botocore.config import Config
+from botocore.exceptions import ClientError
 from moto.server import ThreadedMotoServer
 
 BUCKET = "bucket"
@@ -58,6 +59,14 @@ class S3:
     def get(self, key: str) -> bytes:
         contents: bytes = self.client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
         return contents
+
+    def has(self, key: str) -> bool:
+        """Whether there is such an object, without a look at all others."""
+        try:
+            self.client.head_object(Bucket=BUCKET, Key=key)
+        except ClientError:
+            return False
+        return True
 
     def delete(self, key: str) -> None:
         self.client.delete_object(Bucket=BUCKET, Key=key)
