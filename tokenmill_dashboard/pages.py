@@ -50,7 +50,9 @@ class Name:
 
 
 def time_left(run: RunSummary) -> str:
-    """How long a run still takes at the pace so far."""
+    """How long a run still takes: as its shards tell, else at the pace so far."""
+    if run.is_active and run.left_s is not None:
+        return f"about {shown.duration(run.left_s)}"
     if not run.is_active or not run.rows or not run.rows_per_s or not run.rows_done:
         return shown.NOTHING
     return f"about {shown.duration((run.rows - run.rows_done) / run.rows_per_s)}"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from redis import Redis
 from redis.exceptions import RedisError
 
 from jobs.common.shown import safe_name
-from jobs.errors import RunKeyDamaged
+from jobs.errors import RunKeyDamaged, UnknownRun
+from jobs.runs.snapshot import read_snapshot
 from jobs.watch.failed_jobs import FailedJob, newest_failed
 from jobs.watch.queues import QueueCounts, count_queues, num_set_aside, queue_names
 from jobs.watch.runs import RunSummary, list_runs
@@ -30,6 +31,9 @@ IDLE_S = 10.0
 
 #: What is looked at, at most. Of more, the page says that there are more.
 MAX_WORKERS, MAX_QUEUES, MAX_RUNS, MAX_FAILED = 1000, 200, 50, 10
+
+#: Running runs of the overview whose end is told by their shards, and of how many: each is read whole.
+MAX_TIMED, MAX_TIMED_SHARDS = 4, 2000
 
 #: Workers whose last hour is read in one look: of many, the charts fill within some looks after a start.
 MAX_NEW = 20
@@ -144,9 +148,18 @@ class Watcher:
 
     def _runs(self) -> tuple[tuple[RunSummary, ...], str]:
         try:
-            return tuple(list_runs(self.connection, MAX_RUNS)), ""
+            runs = list_runs(self.connection, MAX_RUNS)
+            timed = [run for run in runs if run.state == "running" and (run.shards or 0) <= MAX_TIMED_SHARDS]
+            left = {run.run: self._left_s(run.run) for run in timed[:MAX_TIMED]}
+            return tuple(replace(run, left_s=left.get(run.run)) for run in runs), ""
         except RunKeyDamaged as error:
             return (), safe_name(str(error), 500)
+
+    def _left_s(self, run: str) -> float | None:
+        try:
+            return read_snapshot(self.connection, run).left_s
+        except (RunKeyDamaged, UnknownRun):  # since it was listed
+            return None
 
     def _remember(self, now: float, samples: Sequence[WorkerSample], queues: Sequence[QueueCounts]) -> None:
         history = self._history

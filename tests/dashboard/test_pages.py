@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import replace
 from html import unescape
 from typing import Any
 
@@ -14,8 +15,10 @@ from starlette.testclient import TestClient
 
 from jobs.common.keys import RUN_TTL_S, WORKER_STATS_TTL_S
 from jobs.runs.run_index import list_in_index
+from jobs.watch.runs import RunSummary
 from tests.dashboard.conftest import Open
 from tests.jobs.test_failed_jobs import end, fail
+from tokenmill_dashboard.pages import time_left
 
 HOSTILE = "<img src=x onerror=alert(1)>'\"&\x1b[2J\u202e"
 RUN = "0123456789abcdef"
@@ -233,3 +236,15 @@ def test_of_many_queues_the_busiest_come_first(redis: Redis, page: TestClient) -
     names = re.findall(r'id="queue-\d+">\s*<th scope="row"><span class="cut" title="(\w+)"', html)
     assert (names[:3], len(names)) == (["q59", "q58", "q00"], 50)
     assert "50 of 60 queues." in html
+
+
+def test_the_time_left_is_what_its_shards_tell_or_else_its_pace() -> None:
+    run = RunSummary(RUN, "running", "/out", "bulk", rows=1000, rows_done=100, rows_per_s=10.0)
+    assert time_left(run) == "about 1 min 30 s"
+    assert time_left(replace(run, left_s=5.0)) == "about 5 s"
+    for ended in (
+        replace(run, state="finished", left_s=5.0),
+        replace(run, rows_done=0),
+        replace(run, rows=None),
+    ):
+        assert time_left(ended) == "–"
