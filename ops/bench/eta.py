@@ -2,8 +2,8 @@
 
     python -m ops.bench.eta --rows 3000
 
-Rows sorted by length, few long answers, equal rows at temperature 0, a worker that joins and one that is
-killed, a run that is cancelled and resumed. What is told from a quarter of each run on, until a twentieth of
+Rows sorted by length, few long answers, equal rows at temperature 0, a worker that joins and one that
+leaves, a run that is cancelled and resumed. What is told from a quarter of each run on, until a twentieth of
 it is left, is compared with the time that then was left.
 """
 
@@ -43,7 +43,7 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict)
     workers: int = 1
     joins_at: float | None = None
-    killed_at: float | None = None
+    leaves_at: float | None = None
     cancelled_at: float | None = None
 
 
@@ -66,7 +66,7 @@ CASES: Sequence[Case] = (
     Case("sorted by length", by_length),
     Case("few long answers", few_long),
     Case("equal greedy rows", repeated, {"sampling": {"temperature": 0}}),
-    Case("one joins, one is killed", by_length, {}, 2, 0.15, 0.4),
+    Case("one joins, one leaves", by_length, {}, 2, 0.15, 0.4),
     Case("cancelled and resumed", few_long, {}, 1, None, None, 0.3),
 )
 
@@ -125,8 +125,8 @@ def _run(
                 _, what = events.pop(0)
                 if what == "joins":
                     workers.append(start())
-                elif what == "killed":
-                    workers[0].kill()
+                elif what == "leaves":
+                    workers[0].terminate()
                 else:
                     cancel_run(redis, run)
                     time.sleep(3)
@@ -140,7 +140,7 @@ def _run(
 
 
 def _events(case: Case) -> dict[str, float | None]:
-    return {"joins": case.joins_at, "killed": case.killed_at, "cancelled": case.cancelled_at}
+    return {"joins": case.joins_at, "leaves": case.leaves_at, "cancelled": case.cancelled_at}
 
 
 def _text(rng: random.Random, words: int) -> str:
