@@ -22,7 +22,7 @@ class PooledRows:
     @property
     def counts(self) -> NDArray[np.int64]:
         """[seqs] int64, how many rows of each."""
-        return np.array([count for _, count in self.of], np.int64)
+        return np.array([count for _, count in self.of], np.int64) if self.of else self.rows
 
 
 NONE_POOLED = PooledRows([], np.zeros(0, np.int64))

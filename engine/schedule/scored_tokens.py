@@ -89,8 +89,10 @@ def _of_targets(batch: ScheduledBatch) -> Iterator[ScoredTokens]:
 
 def sample_tops(batch: ScheduledBatch, slots: SlotTable) -> NDArray[np.int64]:
     """[samples] int64, as StepBatch has it."""
-    tops = slots.sample_top[batch.sampling_slots] if slots.num_wanting else np.zeros(0, np.int64)
-    return tops if (tops != NOT_WANTED).any() else np.zeros(0, np.int64)
+    if not slots.num_wanting:
+        return NONE_SCORED.tops
+    tops = slots.sample_top[batch.sampling_slots]
+    return tops if (tops != NOT_WANTED).any() else NONE_SCORED.tops
 
 
 def count_scored(batch: ScheduledBatch, slots: SlotTable) -> None:
