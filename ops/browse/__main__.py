@@ -102,7 +102,7 @@ def look(browser: Browser, site: Site, notes: Notes, axe: str, paths: dict[str, 
     wrong = []
     for screen, (width, height) in SCREENS.items():
         for scheme in SCHEMES:
-            context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
+            context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
             page = context.new_page()
             notes.listen(page)
             for name, path in paths.items():
