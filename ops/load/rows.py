@@ -69,7 +69,8 @@ def _score(
     report.equal(f"{who}rows missing or doubled", int((seen != 1).sum()), 0)
     report.equal(f"{who}rows computed", sum(each["answered"] for each in last.values()), size)
     report.equal(f"{who}parts", len(list(output.glob("part-*"))), shards)
-    report.equal(f"{who}files beside them", len(list(output.iterdir())) - shards, 3)
+    beside = len(list(output.iterdir())) - shards
+    report.equal(f"{who}files beside them", beside, 4)  # plan, manifest, report, _SUCCESS
     report.equal(f"{who}Redis keys that never expire", len(place.eternal_keys()), 0)
     report.tell(f"{who}Redis bytes per shard", (place.redis.info("memory")["used_memory"] - before) / shards)
     report.tell(f"{who}seconds", seconds)
