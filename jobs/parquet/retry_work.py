@@ -23,7 +23,6 @@ from ..context.answer_memo import AnswerMemo
 from ..errors import PartDamaged, RunBusy
 from ..runs.part_stats import PartStats
 from ..runs.state import RunState
-from ..tasks import Completion, OpenTask, Request
 from .failed_rows import failed_rows
 from .filesystem import FileStat
 from .fingerprint import file_fingerprint
@@ -31,6 +30,7 @@ from .inputs import unchanged
 from .output_file import BATCH_ROWS, open_part
 from .part import METADATA_KEY, answer_fields, write_part
 from .rendered import rendered_shards
+from .rows_task import RowsTask
 from .run_folder import RunFolder
 from .shard_texts import ShardTexts
 from .shard_work import check_model, shard_requests, trusted_plan
@@ -41,7 +41,7 @@ from .storage import Storage
 _COUNTS = ("prompt_tokens", "completion_tokens", "cached_tokens")
 
 
-class RetryWork(OpenTask):
+class RetryWork(RowsTask):
     """The failed rows of a shard between open and close."""
 
     def __init__(
@@ -93,27 +93,6 @@ class RetryWork(OpenTask):
             raise PartDamaged(plan.part_path(shard), "it is gone")
         return cls(context, folder, shard)
 
-    def requests(self) -> Iterator[Request]:
-        return self._requests.requests()
-
-    @property
-    def num_requests(self) -> int | None:
-        return self._requests.num_requests
-
-    @property
-    def has_more(self) -> bool:
-        return self._requests.has_more
-
-    @property
-    def inspects(self) -> bool:
-        return self._requests.inspects
-
-    def inspect(self, index: int, completions: Sequence[Completion]) -> None:
-        self._requests.inspect(index, completions)
-
-    def deliver(self, index: int, completions: Sequence[Completion]) -> None:
-        self._requests.deliver(index, completions)
-
     def progress(self) -> dict[str, Any]:
         """Return the shard's rows, those that have an answer or are asked no more, and tokens generated."""
         kept = self._old.rows - len(self._rows)
@@ -144,8 +123,7 @@ class RetryWork(OpenTask):
         }
 
     def close(self) -> None:
-        self._requests.close()
-        self._texts.close()
+        super().close()
         self._storage.delete(self._temporary)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Set
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,6 @@ from ..runs.plan import PlannedFile
 from ..runs.row_sample import MAX_ROWS, RowSample
 from ..runs.spec import MAX_ROWS_PER_SHARD, RunSpec
 from ..runs.state import RunState
-from ..tasks import Completion, OpenTask, Request
 from .filesystem import FileStat
 from .fingerprint import file_fingerprint
 from .inputs import unchanged
@@ -30,6 +29,7 @@ from .part import answer_fields
 from .prompt_source import PromptSource
 from .rendered import rendered_shards
 from .row_values import RowProblem
+from .rows_task import RowsTask
 from .run_folder import RunFolder
 from .shard_requests import ShardRequests
 from .shard_texts import ShardTexts
@@ -47,7 +47,7 @@ CHARS_BEFORE = 40
 _NOT_COMPARED = "cached_tokens"
 
 
-class VerifyWork(OpenTask):
+class VerifyWork(RowsTask):
     """A sample of a run between open and close.
 
     Compared are texts, reasons and counts of tokens; numbers with fractions (probabilities) are not: their
@@ -77,27 +77,6 @@ class VerifyWork(OpenTask):
             self._texts.close()
             raise
 
-    def requests(self) -> Iterator[Request]:
-        return self._requests.requests()
-
-    @property
-    def num_requests(self) -> int | None:
-        return self._requests.num_requests
-
-    @property
-    def has_more(self) -> bool:
-        return self._requests.has_more
-
-    @property
-    def inspects(self) -> bool:
-        return self._requests.inspects
-
-    def inspect(self, index: int, completions: Sequence[Completion]) -> None:
-        self._requests.inspect(index, completions)
-
-    def deliver(self, index: int, completions: Sequence[Completion]) -> None:
-        self._requests.deliver(index, completions)
-
     def progress(self) -> dict[str, Any]:
         """Return rows of the sample, rows done, and tokens generated."""
         done, tokens = self._requests.rows_done, self._requests.generated_tokens
@@ -121,10 +100,6 @@ class VerifyWork(OpenTask):
             "columns": self._columns,
             "differences": differences,
         }
-
-    def close(self) -> None:
-        self._requests.close()
-        self._texts.close()
 
     def _check(self) -> None:
         """Raise CannotVerify, RunOfAnotherModel or what a check that is not allowed here does."""
