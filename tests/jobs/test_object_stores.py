@@ -20,7 +20,6 @@ pytest.importorskip("obstore", reason="the extra `cloud` is not installed")
 pytest.importorskip("moto", reason="moto, a server of the S3 protocol for tests, is not installed")
 
 import obstore
-from obstore.store import MemoryStore
 
 from jobs import errors
 from jobs.context import JobContext
@@ -32,12 +31,9 @@ from jobs.runs.control import retry_run
 from jobs.runs.spec import RunSpec
 from jobs.runs.state import RunState
 from tests.jobs.answering import queued_jobs, refuse, score_parquet, shout, work_off
-from tests.jobs.killing import Fuse, FusedRedis, FusedStorage, Killed
 from tests.jobs.s3_server import BUCKET, S3, Fault, FaultyProxy, running_s3, use_environment
-from tests.jobs.test_kills import finish, open_work, release_lock
-
-MakeContext = Callable[[], JobContext]
-ROOT = f"s3://{BUCKET}/data"
+from tests.jobs.stored_runs import ROOT, MakeContext, in_store, rows, run_all, spec_of, whole_run
+from tests.jobs.test_kills import finish, open_work
 
 
 @pytest.fixture(scope="module")
@@ -65,34 +61,7 @@ def proxy(s3: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
 
 @pytest.fixture
 def context(make_context: MakeContext, tmp_path: Path) -> JobContext:
-    return replace(make_context(), data_roots=(str(tmp_path.resolve()), ROOT), file_timeout_s=20.0)
-
-
-def rows(count: int, letter: str = "p") -> pa.Table:
-    return pa.table({"prompt": [f"{letter}{n}" for n in range(count)], "id": list(range(count))})
-
-
-def whole_run(shards: int) -> set[str]:
-    """Return the names of a finished run's files."""
-    return {
-        "_SUCCESS",
-        "_manifest.json",
-        "_plan.json",
-        "_report.html",
-        *(f"part-{n:05d}.parquet" for n in range(shards)),
-    }
-
-
-def run_all(context: JobContext, spec: RunSpec, storage: Storage | None = None) -> dict[str, Any]:
-    storage = storage or Storage.of(context)
-    planned = plan_run(context, storage, spec, Submission("bulk"))
-    for shard in range(planned["shards"]):
-        finish(open_work(context, spec, shard, storage))
-    return plan_run(context, storage, spec, Submission("bulk"))
-
-
-def spec_of(source: Any, output: str = f"{ROOT}/out", **options: Any) -> RunSpec:
-    return RunSpec.from_arguments(source, output, rows_per_shard=2, **options)
+    return in_store(make_context(), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -392,95 +361,6 @@ def test_an_object_that_is_replaced_while_it_is_read_is_told(s3: S3, context: Jo
         s3.delete("data/file")
         with pytest.raises(FileNotFoundError):
             file.read_at(10, 2 << 20)
-
-
-@pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
-    """In the place of a server: obstore's own store, for many runs in little time."""
-    store = MemoryStore()
-    monkeypatch.setattr(object_files, "opened_store", lambda *each: store)
-    return store
-
-
-def test_no_kill_point_strands_a_run_in_a_store(
-    memory: MemoryStore, redis: Redis, context: JobContext, tmp_path: Path
-) -> None:
-    pq.write_table(rows(6), tmp_path / "in.parquet", row_group_size=2)
-    spec, step = spec_of(str(tmp_path / "in.parquet")), 0
-    while was_killed(context, spec, Fuse(step)):
-        release_lock(redis, spec)
-        assert run_all(context, spec)["run_finished"]
-        names = [each["path"] for page in obstore.list(memory) for each in page]
-        assert {name.removeprefix("data/out/") for name in names} == whole_run(3)
-        assert "finished" in RunState(redis, spec.run).facts()
-        redis.flushall()
-        obstore.delete(memory, names)
-        step += 7
-    assert step > 60
-
-
-def test_an_end_that_was_withdrawn_while_its_files_are_written_puts_none_in_place(
-    memory: MemoryStore, context: JobContext, tmp_path: Path
-) -> None:
-    pq.write_table(rows(4), tmp_path / "in.parquet", row_group_size=2)
-    spec = spec_of(str(tmp_path / "in.parquet"), single_file=True)
-
-    class Withdrawn(Storage):
-        left = 1
-
-        def rewrite(self, path: str, contents: bytes) -> bool:
-            written = super().rewrite(path, contents)
-            if self.left:
-                self.left -= 1
-                names = [name for name in self.names(f"{ROOT}/out") if name.startswith("_tmp.")]
-                for name in names:
-                    self.remove(f"{ROOT}/out/{name}")
-                super().open_output(path).close()  # a write that was on its way brings the claim back
-                super().open_output(path.replace("_manifest.json", "output.parquet")).close()
-            return written
-
-        def replace(self, temporary: str, target: str) -> bool:
-            if not target.endswith("_SUCCESS"):
-                assert self.stat(mark) is not None, "put in place without the claim for the mark"
-            return super().replace(temporary, target)
-
-    mark = f"{ROOT}/out/_tmp.{context.execution_id}._SUCCESS.tmp"
-    assert run_all(context, spec, Withdrawn(context.data_roots))["run_finished"]
-
-
-def was_killed(context: JobContext, spec: RunSpec, fuse: Fuse) -> bool:
-    fused = replace(context, connection=FusedRedis(context.connection, fuse))
-    storage = FusedStorage(context.data_roots, fuse)
-    try:
-        plan_run(fused, storage, spec, Submission("bulk"))
-        for shard in range(3):
-            finish(open_work(fused, spec, shard, storage))
-    except Killed:
-        return True
-    return False
-
-
-def test_whoever_withdraws_an_end_too_late_ends_the_run_again(
-    memory: MemoryStore, context: JobContext, tmp_path: Path
-) -> None:
-    """Its store can take a mark away on no condition: here another execution ends the run just before."""
-    pq.write_table(rows(4), tmp_path / "in.parquet", row_group_size=2)
-    spec = spec_of(str(tmp_path / "in.parquet"))
-    run_all(context, spec)
-    obstore.delete(memory, "data/out/part-00001.parquet")
-
-    class Frozen(Storage):
-        frozen = False
-
-        def rename(self, path: str, target: str) -> bool:
-            if not self.frozen:
-                self.frozen = True
-                run_all(replace(context, execution_id="other"), spec)
-            return super().rename(path, target)
-
-    done = plan_run(context, Frozen(context.data_roots), spec, Submission("bulk"))
-    assert done["run_finished"]
-    assert bytes(obstore.get(memory, "data/out/_SUCCESS").bytes()) == b""
 
 
 def test_failed_rows_of_a_run_in_a_store_are_tried_again(
