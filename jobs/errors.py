@@ -269,8 +269,8 @@ class InputChanged(InputError):
     """Raised when an input file is not the one that was planned: (path, what changed)."""
 
     message = (
-        "{0} changed since this run was planned ({1}): restore the file, or submit it with another output; "
-        "finished parts stay"
+        "{0} changed since this run was planned ({1}): restore the file, submit with --extend where the "
+        "input has only gained files or rows, or submit it with another output; finished parts stay"
     )
 
 
@@ -282,7 +282,8 @@ class OutputHoldsAnotherRun(OutputError):
     """Raised when a folder holds a run with other arguments: (output, what differs)."""
 
     message = (
-        "{0} holds another run ({1}): submit with the same arguments to resume it, or choose another output"
+        "{0} holds another run ({1}): submit with the same arguments to resume it, or with --extend where "
+        "the input alone differs as it has gained files, or choose another output"
     )
 
 

@@ -70,9 +70,9 @@ class BatchRequests:
         self._sent: list[tuple[_Line, int, int]] = []
         self._following: deque[tuple[_Line, Request]] = deque()
         self.inspects = False
-        self.rows_done = len(rows) - len(self._unsent)
+        self.rows_done = self.rows_unasked = len(rows) - len(self._unsent)
         self._num_rows = len(rows)
-        self.generated_tokens = 0
+        self.generated_tokens = self.prompt_tokens = 0
 
     @property
     def rows_open(self) -> int:
@@ -125,6 +125,7 @@ class BatchRequests:
         """Take all samples of a request."""
         line, place, num_continued = self._sent[index]
         line.left -= 1
+        self.prompt_tokens += completions[0].num_prompt_tokens
         self.generated_tokens += sum(len(each.token_ids) - num_continued for each in completions)
         if self._answers[line.row] is not None:  # it has failed by another of its prompts
             return

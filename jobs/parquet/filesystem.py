@@ -60,6 +60,10 @@ class Filesystem(ABC):
         """Lend what a folder holds, in any order, read from it little by little."""
 
     @abstractmethod
+    def written_at(self, folder: str) -> dict[str, int]:
+        """Return when each file in a folder was written, in Unix nanoseconds."""
+
+    @abstractmethod
     def make_folder(self, path: str) -> None:
         """Make a folder, and what is missing above it."""
 

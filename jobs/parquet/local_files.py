@@ -79,6 +79,13 @@ class LocalFiles(Filesystem):
         ):
             yield (Entry(each.name, _leads_to_folder(each), each.is_symlink()) for each in entries)
 
+    def written_at(self, folder: str) -> dict[str, int]:
+        """Return when each regular file in a folder was written."""
+        with self.scan(folder) as entries:
+            names = [entry.name for entry in entries]
+        stats = {name: self.stat(os.path.join(folder, name)) for name in names}
+        return {name: found.mtime_ns for name, found in stats.items() if found is not None}
+
     def make_folder(self, path: str) -> None:
         """Make a folder, and what is missing above it."""
         with entered(path, self._roots, create=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import asdict
 
 from ..runs.names import output_names, part_name
 from ..runs.part_stats import COUNTED, PartStats
@@ -18,7 +19,7 @@ _SERVED = ("model", "fingerprint", "dtype", "attention_backend", "version")
 
 def manifest_text(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> str:
     """Sum up a finished run as JSON. Times are Unix seconds; `seconds` runs from the first shard's start to
-    the last's end, a pause between them included.
+    the last's end, a pause between them included, which `statistics.working_seconds` has not.
 
     parts: taken one by one, so that a run of ten thousand parts needs no more memory than their names.
     reasons: why rows have an error, as far as that is kept.
@@ -49,6 +50,7 @@ def manifest_text(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> s
         "arguments": plan.spec.to_json(),
         **({"output": output_names(plan.spec.single_file)} if plan.spec.single_file else {}),
         "inputs": [file.to_json() for file in plan.files],
+        **({"extensions": [asdict(each) for each in plan.extensions]} if plan.extensions else {}),
     }
     head = json.dumps(content, indent=2).removesuffix("\n}")
     return "\n".join([f'{head},\n  "parts": [', ",\n".join(lines), "  ]\n}\n"])

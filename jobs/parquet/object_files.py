@@ -59,9 +59,7 @@ class ObjectFiles(Filesystem):
 
     def stat(self, path: str) -> FileStat | None:
         found = self._head(path)
-        return found and FileStat(
-            found["size"], int(found["last_modified"].timestamp() * 1e9), found["e_tag"] or ""
-        )
+        return found and FileStat(found["size"], _nanoseconds(found), found["e_tag"] or "")
 
     def what_is_there(self, path: str) -> str:
         return "it is gone"
@@ -89,6 +87,12 @@ class ObjectFiles(Filesystem):
         entries = [*(Entry(name, True, False) for name in folders)]
         entries += (Entry(name, False, False) for name in files - folders)
         yield iter(entries)
+
+    def written_at(self, folder: str) -> dict[str, int]:
+        """Return when each object of a prefix was written, by one listing."""
+        store, key = self._place(folder)
+        found: Any = self._make(folder, lambda: obstore.list_with_delimiter(store, key or None))
+        return {os.path.basename(each["path"]): _nanoseconds(each) for each in found["objects"]}
 
     def make_folder(self, path: str) -> None:
         """Nothing is to be made. Raises StoreUnfit where two workers could overwrite each other's parts."""
@@ -231,6 +235,10 @@ class ObjectFiles(Filesystem):
     def _key(self, path: str, target: str) -> str:
         """Return the key of what is beside a target."""
         return self._place(os.path.join(os.path.dirname(target), os.path.basename(path)))[1]
+
+
+def _nanoseconds(found: Any) -> int:
+    return int(found["last_modified"].timestamp() * 1e9)
 
 
 def _first_below(store: Any, key: str) -> Any:

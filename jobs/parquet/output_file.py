@@ -19,7 +19,7 @@ from ..prompts.batch_lines import output_line
 from ..runs.formats import ARROW, CSV, JSONL, OPENAI_BATCH, PARQUET
 from ..runs.plan import Plan
 from .inputs import open_parquet
-from .part import METADATA_KEY
+from .part import OWN_KEYS
 from .row_values import RowProblem, row_values
 from .storage import Storage
 
@@ -83,7 +83,7 @@ def _schema(storage: Storage, plan: Plan) -> pa.Schema:
     """Return what all parts have: the first one's, without its statistics, which are of its rows alone."""
     with open_part(storage, plan, 0) as file:
         schema = file.schema_arrow
-    kept = {key: value for key, value in (schema.metadata or {}).items() if key != METADATA_KEY.encode()}
+    kept = {key: value for key, value in (schema.metadata or {}).items() if key not in OWN_KEYS}
     return schema.with_metadata(kept or None)
 
 

@@ -65,6 +65,11 @@ FRAME_BYTES = 12
 #: The key of our JSON in a part's key-value metadata.
 METADATA_KEY = "tokenmill"
 
+#: That of the statistics that came later. Apart, as versions before them refuse the others beside them.
+LATER_KEY = "tokenmill_more"
+
+OWN_KEYS = {METADATA_KEY.encode(), LATER_KEY.encode()}
+
 
 def kept_columns(spec: RunSpec, names: Sequence[str], path: str) -> list[str]:
     """Return which of a run's input columns its output has, in their order.
@@ -148,7 +153,7 @@ def write_part(
     with writing(path), storage.open_output(path) as sink, pq.ParquetWriter(sink, schema) as writer:
         for batch in batches:
             writer.write_batch(batch)
-        writer.add_key_value_metadata({METADATA_KEY: stats.to_text()})
+        writer.add_key_value_metadata({METADATA_KEY: stats.to_text(), LATER_KEY: stats.later_text()})
 
 
 def part_stats(
@@ -207,7 +212,7 @@ def read_part_stats(storage: Storage, path: str, run: str, shard: int, rows: int
         raise PartDamaged(path, f"not readable as Parquet: {error.args[1]}") from error
     except (InputNotFound, PathSwapped):  # its name is there
         raise PartDamaged(path, "it is a link, or no regular file") from None
-    stats = _parse(path, metadata.get(METADATA_KEY.encode()))
+    stats = _parse(path, metadata.get(METADATA_KEY.encode()), metadata.get(LATER_KEY.encode(), b"{}"))
     if (stats.run, stats.shard) != (run, shard):
         raise PartDamaged(path, f"it belongs to shard {stats.shard} of run {stats.run}")
     expected = stats.rows if rows is None else rows
@@ -227,10 +232,10 @@ def _check_holds_its_data(file: pq.ParquetFile, path: str, size: int) -> None:
         raise PartDamaged(path, f"it has {size} bytes, and its footer tells of {needed}")
 
 
-def _parse(path: str, text: Any) -> PartStats:
+def _parse(path: str, text: Any, later: bytes) -> PartStats:
     if text is None:
         raise PartDamaged(path, "Tokenmill did not write it")
     try:
-        return PartStats.from_text(text)
+        return PartStats.from_text(text, later)
     except ValueError as error:
         raise PartDamaged(path, f"its statistics are unreadable: {error}") from None

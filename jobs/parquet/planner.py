@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -16,29 +17,33 @@ from ..common.version import code_version
 from ..context import JobContext
 from ..context.served_model import ServedModel, parse_model
 from ..errors import (
-    InputChanged,
     InvalidValue,
     MissingColumn,
     OutputHoldsAnotherRun,
+    RunBusy,
     RunOfAnotherModel,
 )
 from ..runs.embedding_options import check_served
 from ..runs.end_calls import NO_CALLS, EndCalls
 from ..runs.error_limit import DEFAULT_LIMIT, ErrorLimit
 from ..runs.names import PLAN
-from ..runs.plan import PinnedModel, Plan, PlannedFile, cut_shards
+from ..runs.option_checks import check_extend
+from ..runs.plan import PinnedModel, Plan, cut_shards
+from ..runs.refusals import CannotExtend
 from ..runs.run_index import list_in_index
 from ..runs.shard_jobs import enqueue_shards
 from ..runs.spec import RunSpec, check_queue_name
 from ..runs.state import RunState
 from .find_files import find_files
+from .growth import begins_as_planned, by_planned_file, check_as_planned, extended, in_planned_order
 from .inputs import Inputs, read_inputs
 from .part import embedding_size, output_schema, part_stats, write_part
-from .run_folder import RunFolder, create_plan, load_plan
+from .plan_file import create_plan, find_plan, load_plan, replace_plan
+from .run_folder import RunFolder
 from .shard_labels import content_free
 from .shard_lengths import shard_lengths
 from .sources import read_source
-from .storage import Storage, writing
+from .storage import Storage
 
 
 def score_parquet(
@@ -57,6 +62,7 @@ def score_parquet(
     max_errors: int | str | None = None,
     webhook: str | None = None,
     on_end: str | None = None,
+    extend: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Plan a run and enqueue its shards; called again with the same arguments, resume it.
@@ -74,6 +80,8 @@ def score_parquet(
     redo_damaged: removes parts that are not what this run has written, and computes their rows again.
     max_errors: the run is stopped, as if it was cancelled, when more finished rows have an error: a number of
     rows, or a share like "5%", from the hundredth row on; by default "90%".
+    extend: files that the input has gained since the run was planned, and rows behind the end of a file of
+    lines, are added to the run, whose other arguments are as they were; without it they are refused.
     webhook, on_end: a URL that is called, and a function, at the run's end, see jobs.runs.told_end.
     options: see RunSpec.from_arguments.
     Returns the run's id and counts. Raises RunError or InvalidJob, before any shard is enqueued unless it is
@@ -83,10 +91,10 @@ def score_parquet(
     spec = RunSpec.from_arguments(
         input, output, *prompt, sampling, rows_per_shard, filename_column, **options
     )
-    if not isinstance(redo_damaged, bool):
-        raise InvalidValue(
-            "redo_damaged is {}, expected true or false: write redo_damaged:=true", shown(redo_damaged)
-        )
+    for name, value in (("redo_damaged", redo_damaged), ("extend", extend)):
+        if not isinstance(value, bool):
+            raise InvalidValue(f"{name} is {{}}, expected true or false: write {name}:=true", shown(value))
+    check_extend(spec, extend)
     if queue is not None:
         check_queue_name(queue)
     spec.check_sampling(context.check_sampling)
@@ -94,7 +102,9 @@ def score_parquet(
     context.checks.prepare(spec.repairs)
     limit, calls = ErrorLimit.parse(max_errors), EndCalls.parse(webhook, on_end)
     calls.check_allowed(context.webhook_hosts, context.allowed_functions)
-    submission = Submission(queue or context.queue_name, parse_model(model), redo_damaged, limit, calls)
+    submission = Submission(
+        queue or context.queue_name, parse_model(model), redo_damaged, limit, calls, extend
+    )
     return plan_run(context, Storage.of(context), spec, submission)
 
 
@@ -107,29 +117,42 @@ class Submission:
     redo_damaged: bool = False
     limit: ErrorLimit = DEFAULT_LIMIT
     calls: EndCalls = NO_CALLS
+    extend: bool = False
 
 
 def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: Submission) -> dict[str, Any]:
     """Plan or resume the run of a checked spec. Raises RunError, or ModelNotServed for a new run."""
     storage.resolve(spec.output)
+    asked = spec.input
+    if submission.extend:
+        spec = _spec_to_extend(context, storage, spec)
     state, queue = RunState(context.connection, spec.run, context.lease), submission.queue
     state.open_submission(
         context.job_id, spec.output, queue, submission.model, submission.limit, submission.calls
     )
     list_in_index(context.connection, spec.run)
-    found = find_files(storage, spec.input, spec.output, spec.input_format)
+    found = find_files(storage, asked, spec.output, spec.input_format)
+    before = _planned_before(storage, spec)
+    if before is not None and not submission.extend and before.input != asked:
+        found = find_files(storage, before.input, spec.output, spec.input_format)
+    if before is not None and (submission.extend or before.extensions):
+        found = in_planned_order(found, before)
     limit = context.shard_bytes.limit
     inputs = read_inputs(
         storage, found, spec.filename_column, context.check_interrupted, limit, spec.limit, spec.input_format
     )
     check_columns(spec, inputs.schema, found[0].path)
-    plan = _agreed_plan(context, storage, spec, inputs, submission.model)
+    known = plan = _agreed_plan(context, storage, spec, inputs, submission.model, before)
+    if submission.extend:
+        plan = _extended(context, storage, known, inputs, asked, state)
+    else:
+        check_as_planned(storage, plan, inputs)
     folder = RunFolder(storage, plan, state, context.execution_id)
     if plan.rows == 0:
         _publish_empty_part(folder, inputs, context.model)
     had_ended = folder.has_success() or state.end().finished
     damaged = _check_parts(folder, submission.redo_damaged, context.check_interrupted)
-    missing = folder.withdraw_end(damaged)
+    missing = folder.withdraw_end(damaged, anyway=plan is not known)
     context.check_interrupted()
     finished = folder.recount(queue, damaged)  # before any shard runs: from here on the last one knows it is
     how = {"redo_damaged": True} if damaged else {}
@@ -143,6 +166,7 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
         "shards_enqueued": enqueued,
         "run_finished": finished,
         "already_finished": finished and had_ended,
+        **({"rows_added": plan.rows - known.rows} if submission.extend else {}),
     }
 
 
@@ -180,27 +204,73 @@ def _check_parts(folder: RunFolder, redo: bool, check_interrupted: Callable[[], 
     return set()
 
 
+def _spec_to_extend(context: JobContext, storage: Storage, spec: RunSpec) -> RunSpec:
+    """Return the arguments of the run that is in the folder, whatever input they name; those given where none
+    is. Raises PlanDamaged, OutputHoldsAnotherRun or CannotExtend."""
+    plan = find_plan(storage, spec.output)
+    if plan is None or plan.run == spec.run:
+        return spec
+    if differences := [name for name in plan.spec.differences(spec) if name != "input"]:
+        raise OutputHoldsAnotherRun(spec.output, f"different {', '.join(differences)}")
+    if context.job_id == f"{spec.run}-plan":  # whoever submitted it waits for a run of another id
+        raise CannotExtend(
+            spec.output,
+            f"it holds run {plan.run}, of which this Redis knows nothing",
+            f"submit it first as it was before (input {shown(plan.input)}), which resumes it",
+        )
+    return plan.spec
+
+
+def _planned_before(storage: Storage, spec: RunSpec) -> Plan | None:
+    """Return the run's plan where there is one. Raises PlanDamaged or OutputHoldsAnotherRun."""
+    plan = find_plan(storage, spec.output)
+    if plan is not None:
+        _check_is_of(plan, spec)
+    return plan
+
+
+def _check_is_of(plan: Plan, spec: RunSpec) -> None:
+    if plan.run != spec.run:
+        raise OutputHoldsAnotherRun(spec.output, f"different {', '.join(plan.spec.differences(spec))}")
+
+
 def _agreed_plan(
-    context: JobContext, storage: Storage, spec: RunSpec, inputs: Inputs, model: str | None
+    context: JobContext,
+    storage: Storage,
+    spec: RunSpec,
+    inputs: Inputs,
+    model: str | None,
+    before: Plan | None,
 ) -> Plan:
     """Return the plan on disk, or write a new one; of two planners at once both return the first one's.
 
     model: the one that is asked for, if any; a plan on disk is resumed whichever model is served here.
+    before: the plan that was there.
     """
-    path = os.path.join(spec.output, PLAN)
-    with writing(path):
-        is_new = storage.stat(path) is None
-    if is_new:
+    plan = before
+    if plan is None:
         context.model.check_asked_for(model)
         plan = _with_sizes(context, storage, new_plan(context, spec, inputs), inputs)
         if create_plan(storage, plan, context.execution_id):
             return plan
-    plan = load_plan(storage, path)
-    if plan.run != spec.run:
-        raise OutputHoldsAnotherRun(spec.output, f"different {', '.join(plan.spec.differences(spec))}")
+        plan = load_plan(storage, os.path.join(spec.output, PLAN))
+        _check_is_of(plan, spec)
     _check_same_model(plan, context.model, model)
-    _check_same_files(storage, plan, inputs)
     return plan
+
+
+def _extended(
+    context: JobContext, storage: Storage, plan: Plan, inputs: Inputs, asked: list[str], state: RunState
+) -> Plan:
+    """Return the plan with what the input has gained, written over the one on disk; as it is where that is
+    nothing. asked: how the input is named. Raises what `extended` does, or RunBusy."""
+    longer = extended(plan, inputs, asked, partial(begins_as_planned, storage), time.time())
+    if longer is None:
+        return plan
+    longer = _with_sizes(context, storage, longer, by_planned_file(longer, inputs))
+    if not replace_plan(storage, longer, plan, context.execution_id, state.check_held):
+        raise RunBusy(plan.run)  # who extends it now
+    return longer
 
 
 def _with_sizes(context: JobContext, storage: Storage, plan: Plan, inputs: Inputs) -> Plan:
@@ -231,28 +301,6 @@ def _check_same_model(plan: Plan, served: ServedModel, asked_for: str | None) ->
         names.update(served.names)
     if asked_for is not None and asked_for not in names:
         raise RunOfAnotherModel(plan.run, str(plan.model), repr(asked_for))
-
-
-def _check_same_files(storage: Storage, plan: Plan, inputs: Inputs) -> None:
-    """Raise InputChanged for the first file that is not as planned."""
-    planned = {file.path: file for file in plan.files}
-    found = {file.path: file for file in inputs.files}
-    for path in [*found, *planned]:
-        if path not in planned:
-            raise InputChanged(path, "it is new")
-        if path not in found:
-            raise InputChanged(path, storage.what_is_there(path))
-        if planned[path] != found[path]:
-            raise InputChanged(path, _difference(planned[path], found[path]))
-    if list(planned) != list(found):
-        raise InputChanged(plan.spec.input[0], "its files come in another order")
-
-
-def _difference(planned: PlannedFile, found: PlannedFile) -> str:
-    for name in ("size", "rows", "values"):
-        if getattr(planned, name) != getattr(found, name):
-            return f"{name}: planned {getattr(planned, name)}, found {getattr(found, name)}"
-    return f"it has the same {found.size} bytes, but other contents"
 
 
 def _publish_empty_part(folder: RunFolder, inputs: Inputs, model: ServedModel) -> None:

@@ -1,4 +1,4 @@
-"""What a run's folder holds, for whoever looks at it where it lies: its rows, those that failed, new ones."""
+"""What a run's folder, on a disk or in a store, holds for whoever looks at it: rows, failed and new ones."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 
 import pyarrow as pa
 
-from ..runs.names import PLAN, part_shard
+from ..runs.names import PLAN, SUCCESS, part_shard
+from ..runs.paths import is_stored
 from ..runs.plan import Plan
 from ..runs.reasons import Reasons
 from .failed_rows import failed_rows
 from .output_file import BATCH_ROWS, open_part
 from .part import answer_fields
-from .run_folder import load_plan
+from .plan_file import load_plan, write_text
 from .sources import read_source
-from .storage import Storage
+from .storage import Storage, reading, writing
 
 
 @dataclass(frozen=True)
@@ -33,30 +34,65 @@ class FailedRow:
         return asdict(self)
 
 
+#: In which a store has to answer somebody who looks.
+STORE_TIMEOUT_S = 30.0
+
+
 class FolderReader:
-    """Reads a run's folder as it is on this machine, whatever path its workers have for it."""
+    """Reads a run's folder as it is on this machine, whatever path its workers have for it; one in a store
+    with the keys in this program's environment."""
 
     def __init__(self, folder: str) -> None:
-        """folder: its real path here. Raises PlanDamaged."""
-        self._storage = Storage((folder,))
-        plan = load_plan(self._storage, os.path.join(folder, PLAN))
-        self.run = plan.run
-        self.plan: Plan = replace(plan, spec=replace(plan.spec, output=folder))
+        """folder: its real path here, or in a store. Raises PlanDamaged, StoreError, or ImportError without
+        obstore for one in a store."""
+        if is_stored(folder):
+            from . import object_files  # noqa: F401  # raises what the storage lets pass
+        self._folder = folder
+        self._storage = Storage((folder,), timeout_s=STORE_TIMEOUT_S)
+        self._read_plan()
+        self.run = self.plan.run
+
+    def _read_plan(self) -> None:
+        plan = load_plan(self._storage, os.path.join(self._folder, PLAN))
+        self.plan: Plan = replace(plan, spec=replace(plan.spec, output=self._folder))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the mark of the run's end is there."""
+        return self._storage.stat(os.path.join(self._folder, SUCCESS)) is not None
+
+    def text(self, name: str) -> str:
+        """Return what a file beside the plan holds. Raises InputNotFound."""
+        path = os.path.join(self._folder, name)
+        with reading(path, "text"), self._storage.open_input(path) as source:
+            return str(source.read().decode())
+
+    def write(self, name: str, text: str) -> str:
+        """Write a file beside the plan; return its path. Raises OutputNotWritable."""
+        path = os.path.join(self._folder, name)
+        with writing(path):
+            write_text(self._storage, path, text)
+        return path
 
     def shards(self) -> list[int]:
         """Return the shards whose part is there."""
-        try:
-            names = self._storage.names(self.plan.spec.parts_folder)
-        except FileNotFoundError:  # the folder of the parts is made with the first one
-            return []
-        found = {shard for name in names if (shard := part_shard(name)) is not None}
-        return sorted(found & set(range(len(self.plan.shards))))
+        return sorted(self._parts())
 
     def newest_first(self) -> list[int]:
         """Return those shards, the one whose part was published last first."""
-        stats = {shard: self._storage.stat(self.plan.part_path(shard)) for shard in self.shards()}
-        there = {shard: stat.mtime_ns for shard, stat in stats.items() if stat is not None}
-        return sorted(there, key=lambda shard: (-there[shard], -shard))
+        written = self._parts()
+        return sorted(written, key=lambda shard: (-written[shard], -shard))
+
+    def _parts(self) -> dict[int, int]:
+        """Return when each part that is there was written."""
+        try:
+            written = self._storage.written_at(self.plan.spec.parts_folder)
+        except FileNotFoundError:  # the folder of the parts is made with the first one
+            return {}
+        found = {shard: at for name, at in written.items() if (shard := part_shard(name)) is not None}
+        if found and max(found) >= len(self.plan.shards):
+            self._read_plan()  # the run was extended
+        return {shard: at for shard, at in found.items() if shard < len(self.plan.shards)}
 
     @property
     def answer_columns(self) -> list[str]:

@@ -17,6 +17,7 @@ from ..runs.state import RunState
 from ..runs.totals import count_anew
 from .fingerprint import file_fingerprint
 from .inputs import unchanged
+from .plan_file import remove_extensions
 from .run_folder import RunFolder
 from .shard_work import check_model, trusted_plan
 from .storage import Storage
@@ -34,6 +35,7 @@ def retry_rows(context: JobContext, run: str, plan: str) -> dict[str, Any]:
     if not is_run_id(run) or not isinstance(plan, str):
         raise InvalidValue("run is {}, expected a planned run's id, and its plan's path", shown(run))
     storage = Storage.of(context)
+    remove_extensions(storage, trusted_plan(storage, plan, run, context.files).spec.output)
     found = trusted_plan(storage, plan, run, context.files)
     spec = found.spec
     if found.input_format == OPENAI_BATCH:

@@ -1,9 +1,10 @@
 """One shard's rows that have an error, asked once more: their answers take the errors' place in its part.
 
 A part that is there is replaced by a rename, so that readers see the one or the other, and each row once. It
-holds all that the one before held; an answer is never given up for an error. Whoever puts a part in place
-takes back the run's end, behind the rename: what an execution that ended the run meanwhile has read of the
-parts is then not published, or is written anew by this one, which counts the part last.
+holds all that the one before held, however long whoever replaces it was frozen (jobs.parquet.run_folder); an
+answer is never given up for an error. Whoever puts a part in place takes back the run's end, behind the
+rename: what an execution that ended the run meanwhile has read of the parts is then not published, or is
+written anew by this one, which counts the part last.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .filesystem import FileStat
 from .fingerprint import file_fingerprint
 from .inputs import unchanged
 from .output_file import BATCH_ROWS, open_part
-from .part import METADATA_KEY, answer_fields, write_part
+from .part import OWN_KEYS, answer_fields, write_part
 from .rendered import rendered_shards
 from .rows_task import RowsTask
 from .run_folder import RunFolder
@@ -50,7 +51,7 @@ class RetryWork(RowsTask):
         """Read which rows failed, and what they ask. Raises RunError or NoRoomYet."""
         self._context, self._folder, self._number, self._clock = context, folder, shard, clock
         self._storage, plan = folder.storage, folder.plan
-        self._temporary = folder.temporary_part(shard)
+        self._temporary = folder.temporary_replacement(shard)
         folder.state.begin(clock())
         check_model(plan, context.model)
         context.checks.admit(plan.spec.repairs)
@@ -110,14 +111,15 @@ class RetryWork(RowsTask):
         answers = dict(zip(self._rows, self._requests.answers(), strict=True))
         while answers and not self._publish(answers):
             self._context.check_interrupted()  # another execution's part is there: what it lacks is put in
-        stats = self._folder.part_stats(self._number)
         self._folder.withdraw_end(anyway=True)
-        ended = self._folder.record_part(stats, self._context.queue_name)
+        ended = self._folder.record_replaced_part(self._number, self._context.queue_name)
+        stats = self._folder.part_stats(self._number)
         return {
             "run": stats.run,
             "shard": stats.shard,
             "rows": stats.rows,
             "errors": stats.errors,
+            "rows_unasked": self._requests.rows_unasked,
             "rows_retried": len(self._rows),
             "run_finished": ended,
         }
@@ -142,16 +144,15 @@ class RetryWork(RowsTask):
         old = self._folder.part_stats(self._number)
         with open_part(self._storage, plan, self._number) as file:
             schema = file.schema_arrow
-            kept = {k: v for k, v in (schema.metadata or {}).items() if k != METADATA_KEY.encode()}
+            kept = {k: v for k, v in (schema.metadata or {}).items() if k not in OWN_KEYS}
             schema = schema.with_metadata(kept or None)
             stats = self._stats(file, old, answers)
             batches = (each.replace_schema_metadata(kept) for each in self._merged(file, answers))
             write_part(self._storage, self._temporary, schema, batches, stats)
         self._check_held()
-        if self._storage.stat(path) != before:
-            return False
-        # Whoever ended the run meanwhile has removed the file; what is there is looked at again.
-        return self._storage.replace(self._temporary, path)
+        return self._folder.replace_part(
+            self._temporary, self._number, lambda: self._storage.stat(path) == before
+        )
 
     def _check_held(self) -> None:
         lease = self._context.lease

@@ -5,7 +5,9 @@ looked. So nothing here takes a whole part away, and the mark of the end changes
 each execution names for itself, its claims: who ends the run makes one, removes all claims to withdraw its
 end, looks at every part, and renames its claim to `_SUCCESS`; who finds a part missing makes one, removes all
 claims to end, looks, and renames its own. Of two that meet, the later look is the newer, and has removed the
-claim of the other, whose rename fails, and who looks again. A mark that is withdrawn is a link to nowhere: to
+claim of the other, whose rename fails, and who looks again. So does who replaces a part: it writes one of a
+name of its own, removes those of all others, looks whether the part is the one that it has read, and renames
+its own over it. A mark that is withdrawn is a link to nowhere: to
 remove it could hit the one that comes after it.
 """
 
@@ -19,10 +21,7 @@ from itertools import islice
 
 from ..common.keys import run_key
 from ..errors import (
-    InputNotFound,
-    OutputHoldsForeignFiles,
     PartDamaged,
-    PlanDamaged,
     RunError,
     RunResubmitted,
 )
@@ -38,6 +37,7 @@ from ..runs.names import (
     output_names,
     part_name,
     part_shard,
+    replacement_name,
     shard_job_id,
     temporary_name,
 )
@@ -48,17 +48,16 @@ from ..runs.reasons import Reasons
 from ..runs.report import report_html
 from ..runs.run_index import list_in_index
 from ..runs.state import RunState
+from ..runs.state_values import PartCount
 from ..runs.told_end import tell_end
 from ..runs.totals import count_anew
 from .failed_rows import part_reasons
 from .manifest import manifest_text
 from .output_file import write_output
 from .part import read_part_stats
-from .storage import Storage, reading, writing
-
-#: A plan of ten million rows in shards of one thousand has about 0.3 MB.
-MAX_PLAN_BYTES = 256 << 20
-
+from .plan_file import load_plan, write_text
+from .replacing import replace_file
+from .storage import Storage, writing
 
 #: What a listing shows of a mark that was withdrawn.
 _WITHDRAWN_TEXT = "withdrawn: a part is missing"
@@ -68,11 +67,24 @@ class RunFolder:
     """The output folder of one run, as one execution sees it."""
 
     def __init__(self, storage: Storage, plan: Plan, state: RunState, execution_id: str) -> None:
-        self.plan = plan
+        self.plan = plan  # the newest one that this execution has read, see `refresh`
         self.state = state
         self.storage = storage
         self._path, self._parts_path = plan.spec.output, plan.spec.parts_folder
         self._execution_id = execution_id
+
+    def refresh(self) -> bool:
+        """Read the plan again where it was extended since; return whether it was.
+
+        Its shards are as they were, and others come behind them: who computes one may go on with the former
+        plan, but who ends the run may not. Raises PlanDamaged.
+        """
+        path = self.path(PLAN)
+        state = self.storage.stat(path)
+        if state is None or state == self.plan.file_state:  # without the file, as it was read
+            return False
+        before, self.plan = self.plan, load_plan(self.storage, path)
+        return self.plan != before
 
     def path(self, name: str) -> str:
         return os.path.join(self._path, name)
@@ -88,6 +100,11 @@ class RunFolder:
         """Return where this execution writes a part: in the folder in which it is published."""
         return os.path.join(self._parts_path, temporary_name(self._execution_id, part_name(shard)))
 
+    def temporary_replacement(self, shard: int) -> str:
+        """Return where this execution writes what takes the place of a part."""
+        name = temporary_name(self._execution_id, replacement_name(part_name(shard)))
+        return os.path.join(self._parts_path, name)
+
     def make_parts_folder(self) -> None:
         """Make the folder of the parts, if they have one of their own. Raises OutputNotWritable."""
         if self._parts_path != self._path:
@@ -99,10 +116,12 @@ class RunFolder:
 
     def shards_with_parts(self) -> set[int]:
         """Return the shards whose part is there. Raises PartDamaged for a part that no shard has."""
-        found = self._numbers_of_parts()
-        if found and max(found) >= len(self.plan.shards):
-            raise self._part_of_no_shard(max(found))
-        return found
+        while True:
+            found = self._numbers_of_parts()
+            if not found or max(found) < len(self.plan.shards):
+                return found
+            if not self.refresh():
+                raise self._part_of_no_shard(max(found))
 
     def _numbers_of_parts(self) -> set[int]:
         numbers = map(part_shard, self._names_of_parts())
@@ -152,13 +171,19 @@ class RunFolder:
             return self.storage.publish(temporary, self.part_path(shard))
 
     def publish_over_damaged(self, temporary: str, shard: int) -> bool:
-        """Put a part in place, also of one that is damaged; return False when a whole one was there."""
+        """Put a part in place, also of one that is damaged; return False as `replace_part` does.
+
+        temporary: this execution's temporary_replacement.
+        """
         if self.publish(temporary, shard):
             return True
-        if self.has_whole_part(shard):
-            return False
-        with writing(self.part_path(shard)):
-            return self.storage.replace(temporary, self.part_path(shard))
+        return self.replace_part(temporary, shard, lambda: not self.has_whole_part(shard))
+
+    def replace_part(self, temporary: str, shard: int, may: Callable[[], bool]) -> bool:
+        """Put a written part over the one that is there; see jobs.parquet.replacing. temporary: this
+        execution's temporary_replacement."""
+        path, of = self.part_path(shard), replacement_name(part_name(shard))
+        return replace_file(self.storage, temporary, path, of, may)
 
     def has_whole_part(self, shard: int) -> bool:
         """Whether the part is there and is what this run has written."""
@@ -179,7 +204,19 @@ class RunFolder:
     def record_part(self, stats: PartStats, queue: str) -> bool:
         """Count a published part and end the run if it was the last; return whether the run has ended."""
         self._record_reasons(stats)
-        count = self.state.record_part(stats)
+        return self._ended(self.state.record_part(stats), queue)
+
+    def record_replaced_part(self, shard: int, queue: str) -> bool:
+        """As `record_part`, for a part that others may replace meanwhile: the newest one is recorded."""
+
+        def read() -> PartStats:
+            stats = self.part_stats(shard)
+            self._record_reasons(stats)
+            return stats
+
+        return self._ended(self.state.record_newest_part(read), queue)
+
+    def _ended(self, count: PartCount, queue: str) -> bool:
         if count.total is None:  # Redis lost our keys: in doubt, the parts themselves are counted
             return self.recount(queue)
         if count.done >= count.total:
@@ -212,6 +249,7 @@ class RunFolder:
 
         queue: where the run's shards are enqueued. damaged: parts that count as missing while they are.
         """
+        self.refresh()
         size: dict[str, str | int] = {"rows": self.plan.rows, "shards": len(self.plan.shards)}
         size["sizes"] = self.plan.sizes.to_text()
         model = {"model": self.plan.model.fingerprint, "model_text": str(self.plan.model)}
@@ -280,8 +318,7 @@ class RunFolder:
 
         Doing it twice, or at two places at once, writes the same files.
         """
-        planned = set(range(len(self.plan.shards)))
-        while self.shards_with_parts() == planned:
+        while self._has_all_parts():
             end = self.state.end()
             if (self.has_success() or self._write_end()) and self.state.mark_finished(end):
                 count_anew(self.state.connection, run_key(self.plan.run), self.state.parts().values())
@@ -292,9 +329,15 @@ class RunFolder:
                 return True
         return False
 
+    def _has_all_parts(self) -> bool:
+        """Whether each shard has a part, also of a plan that was extended since this execution read it."""
+        self.refresh()
+        found = self.shards_with_parts()
+        return found == set(range(len(self.plan.shards)))
+
     def _write_end(self) -> bool:
         """Write the one output file, if it is to be, the manifest, then the mark; return False when a claim
-        was removed: a part may be missing."""
+        was removed, as a part may be missing, or the plan was extended."""
         names = (*self._outputs, REPORT, MANIFEST, SUCCESS)
         targets, claims = list(map(self.path, names)), list(map(self.temporary_path, names))
         try:
@@ -302,6 +345,8 @@ class RunFolder:
                 for claim in claims:
                     write_text(self.storage, claim, "")
                 self._delete_temporary(WITHDRAWAL)
+                if self.refresh():  # whoever extended it removes the claims that were made before
+                    return False
                 reasons = recorded_reasons(self.state.connection, self.plan.run)
                 parts = map(self.part_stats, range(len(self.plan.shards)))
                 text = manifest_text(self.plan, parts, reasons)
@@ -328,42 +373,3 @@ class RunFolder:
             if os.path.basename(path).startswith(TEMPORARY_PREFIX):
                 with writing(path):
                     self.storage.delete(path)
-
-
-def load_plan(storage: Storage, path: str) -> Plan:
-    """Read a plan. Raises PlanDamaged when there is none, or it is not one of ours."""
-    try:
-        with reading(path), storage.open_input(path) as source:
-            text = source.read(MAX_PLAN_BYTES)
-        return Plan.from_text(text)
-    except InputNotFound:
-        raise PlanDamaged(path, "there is no such file") from None
-    except ValueError as error:
-        raise PlanDamaged(path, str(error)) from error
-
-
-def create_plan(storage: Storage, plan: Plan, execution_id: str) -> bool:
-    """Write a plan into a new or empty folder; return False when another planner was first.
-
-    Raises OutputHoldsForeignFiles, DiskFull or OutputNotWritable.
-    """
-    folder = plan.spec.output
-    temporary = os.path.join(folder, temporary_name(execution_id, PLAN))
-    with writing(folder):
-        storage.make_folder(folder)
-        names = storage.names(folder)
-        if PLAN in names:  # and perhaps parts already, of shards that the other planner enqueued
-            return False
-        for name in names:
-            if not name.startswith(TEMPORARY_PREFIX):
-                raise OutputHoldsForeignFiles(folder, name)
-        try:
-            write_text(storage, temporary, plan.to_text())
-            return storage.publish(temporary, os.path.join(folder, PLAN))
-        finally:
-            storage.delete(temporary)
-
-
-def write_text(storage: Storage, path: str, text: str) -> None:
-    with storage.open_output(path) as sink:
-        sink.write(text.encode())

@@ -57,6 +57,8 @@ class ShardRequests:
     has the answer. A prompt that another shard is at comes last, when its answer may be there; if it is not,
     it is computed here too, so that no shard waits for another. A row's next prompt comes before other rows.
 
+    rows_unasked: how many have no text.
+
     Made in any thread; then all methods belong to one, but `close`, which comes last.
     """
 
@@ -93,9 +95,9 @@ class ShardRequests:
         self._sent: list[_Group] = []
         self._following: deque[tuple[_Group, Request]] = deque()
         self._begun: set[bytes] = set()
-        self.rows_done = sum(answer is not None for answer in self._answers)
+        self.rows_done = self.rows_unasked = sum(answer is not None for answer in self._answers)
         self.rows_open = 0
-        self.generated_tokens = 0
+        self.generated_tokens = self.prompt_tokens = 0
         groups = _groups(rows, run.encode(), self._is_greedy)
         self._unsent = [group for group in groups if not self._take_known(group)]
         self._before_prior: list[tuple[int, Sequence[Completion]]] = []
@@ -162,6 +164,7 @@ class ShardRequests:
             else self._measure.answer(completions)
         )
         self.generated_tokens += answer.all_completion_tokens
+        self.prompt_tokens += completions[0].num_prompt_tokens
         whole = answer if self._chain is None else self._go_on(group, answer, self._chain)
         if whole is None:
             return

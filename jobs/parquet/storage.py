@@ -101,6 +101,9 @@ class Storage:
     def scan(self, folder: str) -> AbstractContextManager[Iterator[Entry]]:
         return self._of(folder).scan(folder)
 
+    def written_at(self, folder: str) -> dict[str, int]:
+        return self._of(folder).written_at(folder)
+
     def make_folder(self, path: str) -> None:
         self._of(path).make_folder(path)
 

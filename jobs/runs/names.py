@@ -58,9 +58,23 @@ def is_temporary(name: str, of: str) -> bool:
     return name.startswith(TEMPORARY_PREFIX) and name.endswith(f".{of}.tmp")
 
 
+def replacement_name(part: str) -> str:
+    """Return what a file is called that is to take the place of a part, beside the files of those who publish
+    one: who replaces a part removes the replacements of all others."""
+    return f"again-{part}"
+
+
 def shard_job_id(run: str, shard: int) -> str:
     """Return the id of a shard's job, in the letters that RQ allows."""
     return f"{run}-{shard:05d}"
+
+
+def run_and_shard(job_id: str) -> tuple[str, int] | None:
+    """Return the run and the shard that a job's id tells; None for one that is no shard's."""
+    run, _, number = job_id.rpartition("-")
+    if not is_run_id(run) or not (number.isascii() and number.isdigit()):
+        return None
+    return run, int(number)
 
 
 def job_shard(run: str, job_id: str) -> int | None:

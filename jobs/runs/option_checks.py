@@ -57,6 +57,14 @@ def output_prefix(value: Any) -> str:
     return value
 
 
+def check_extend(spec: Any, extend: bool) -> None:
+    """Raise InvalidJob where a run cannot be extended. spec: the run's RunSpec."""
+    if extend and spec.limit is not None:
+        raise InvalidJob(
+            f"limit is {spec.limit}, and a run of an input's first rows gains none: leave extend or limit out"
+        )
+
+
 def limit(value: Any) -> int | None:
     """Return how many rows a run has at most; None for all. Raises InvalidValue."""
     if value is None:

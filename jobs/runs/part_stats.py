@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 
 from ..common.stored import count
 
@@ -45,17 +45,26 @@ class PartStats:
     completion_lengths: dict[str, int] = field(default_factory=dict)
 
     def to_text(self) -> str:
-        return json.dumps(asdict(self))
+        """Return the fields that all versions know: some refuse a text with others."""
+        return json.dumps({name: value for name, value in asdict(self).items() if name not in _LATER})
+
+    def later_text(self) -> str:
+        """Return the fields that came later, for a place of their own."""
+        return json.dumps({name: getattr(self, name) for name in _LATER})
 
     def to_record(self) -> str:
         """Return what Redis keeps of it: whoever looks at a run reads this of each of its parts."""
-        return replace(self, prompt_lengths={}, completion_lengths={}).to_text()
+        return json.dumps(asdict(replace(self, prompt_lengths={}, completion_lengths={})))
 
     @classmethod
-    def from_text(cls, text: str | bytes) -> PartStats:
-        """Read what `to_text` wrote. Raises ValueError for anything else."""
+    def from_text(cls, text: str | bytes, later: str | bytes = b"{}") -> PartStats:
+        """Read what `to_text` or `to_record`, and `later_text`, wrote. Raises ValueError for anything else.
+
+        Fields of a newer version are passed over: both may work on a run while workers are replaced.
+        """
         try:
-            found = cls(**json.loads(text))
+            told = {**json.loads(text), **json.loads(later)}
+            found = cls(**{name: value for name, value in told.items() if name in _NAMES})
         except (TypeError, RecursionError) as error:
             raise ValueError(str(error)) from None
         if not isinstance(found.worker, str):
@@ -63,3 +72,9 @@ class PartStats:
         if any(count(getattr(found, name)) is None for name in ("shard", *COUNTED)):
             raise ValueError("a count is no integer from 0 on")
         return found
+
+
+_NAMES = {each.name for each in fields(PartStats)}
+
+#: Fields that versions before them refuse in a part's statistics.
+_LATER = ("worker", "prompt_lengths", "completion_lengths")

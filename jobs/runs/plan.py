@@ -61,6 +61,8 @@ class PlannedFile:
     """An input file as it was planned: size in bytes, rows, what its contents are told by, and its values in
     the plan's added columns.
 
+    begin, end: which of its rows the run has here, None for all: those that a file has gained since come as
+    another one of the same path, behind the files that were there (jobs.parquet.extend).
     mtime_ns, etag: its modification time, Unix nanoseconds, and what its store calls this state of it; a file
     with another one is looked at more closely, and is the same if all else is. blocks: of a text file, its
     row groups.
@@ -74,10 +76,39 @@ class PlannedFile:
     values: tuple[Any, ...] = ()
     blocks: tuple[Block, ...] = ()
     etag: str = field(default="", compare=False)
+    begin: int = 0
+    end: int | None = None
+
+    @property
+    def own_rows(self) -> int:
+        """How many of its rows the run has here."""
+        return (self.rows if self.end is None else self.end) - self.begin
 
     def to_json(self) -> dict[str, Any]:
         content = asdict(self)
-        return content if self.etag else {name: content[name] for name in content if name != "etag"}
+        for name, value in (("etag", ""), ("begin", 0), ("end", None)):
+            if content[name] == value:
+                del content[name]
+        return content
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What a run has gained: when, in Unix seconds, of which input, as it was named then, and what.
+
+    files: so many of the plan's files are of it, and rows. The first files and rows are those of the run as
+    it was planned, and the extensions' follow in turn.
+    """
+
+    at: float
+    input: list[str]
+    files: int
+    rows: int
+
+    def __post_init__(self) -> None:
+        counts = [type(value) is int and 0 <= value < MAX_COUNT for value in (self.files, self.rows)]
+        if not all(counts) or not all(isinstance(each, str) for each in self.input):
+            raise ValueError("an extension has a field that is none")
 
 
 class Shard(NamedTuple):
@@ -131,7 +162,8 @@ class Plan:
     seed: the source of every row's seed. model: the planning worker's. added_columns: come behind the files'.
     input_format: of all files. columns: of text files, which do not say it: names, and what they hold
     (jobs.parquet.formats.kinds). repeated: rows of batch files whose custom_id an earlier one has.
-    sizes: what shards ask, for telling when the run will end.
+    sizes: what shards ask, for telling when the run will end. extensions: what came since it was planned.
+    file_state: of the file that it was read from, None for one that was not.
     """
 
     spec: RunSpec
@@ -145,6 +177,13 @@ class Plan:
     columns: tuple[tuple[str, Any], ...] = ()
     repeated: tuple[int, ...] = ()
     sizes: ShardSizes = field(default_factory=ShardSizes)
+    extensions: tuple[Extension, ...] = ()
+    file_state: Any = field(default=None, compare=False)
+
+    @property
+    def input(self) -> list[str]:
+        """The input as it was named last."""
+        return self.extensions[-1].input if self.extensions else self.spec.input
 
     @property
     def run(self) -> str:
@@ -152,7 +191,7 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        found = sum(file.rows for file in self.files)
+        found = sum(file.own_rows for file in self.files)
         return found if self.spec.limit is None else min(found, self.spec.limit)
 
     def part_path(self, shard: int) -> str:
@@ -161,12 +200,13 @@ class Plan:
 
     def first_row(self, shard: int) -> int:
         """Return the row number of a shard's first row, counted over all files."""
-        return self._first_rows[self.shards[shard].file] + self.shards[shard].start
+        planned = self.shards[shard]
+        return self._first_rows[planned.file] + planned.start - self.files[planned.file].begin
 
     @cached_property
     def _first_rows(self) -> list[int]:
         """The row number of each file's first row; each of ten thousand shards asks for one."""
-        return [0, *accumulate(file.rows for file in self.files)]
+        return [0, *accumulate(file.own_rows for file in self.files)]
 
     def to_text(self) -> str:
         content = {
@@ -181,6 +221,7 @@ class Plan:
             "columns": self.columns,
             "repeated": self.repeated,
             "sizes": self.sizes.to_value(),
+            **({"extensions": [asdict(each) for each in self.extensions]} if self.extensions else {}),
             "files": [file.to_json() for file in self.files],
             "shard_fields": Shard._fields,
         }
@@ -229,6 +270,7 @@ class Plan:
             columns=tuple((str(name), kind) for name, kind in content.get("columns", ())),
             repeated=tuple(_counts(content.get("repeated", ()))),
             sizes=ShardSizes.from_value(content.get("sizes")),
+            extensions=tuple(Extension(**each) for each in content.get("extensions", ())),
         )
 
 
@@ -243,6 +285,9 @@ def _planned_file(content: Mapping[str, Any], columns: Sequence[AddedColumn]) ->
     file = PlannedFile(**{**content, "values": tuple(content["values"]), "blocks": blocks})
     for column, value in zip(columns, file.values, strict=True):
         column.check(value)
+    end = file.rows if file.end is None else file.end
+    if (file.begin or file.end is not None) and not 0 <= file.begin <= end <= file.rows:
+        raise ValueError("a file's rows are not within it")
     return file
 
 
@@ -276,11 +321,37 @@ def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int, limit: 
             f"{rows_per_shard} rows, more than the limit of {MAX_SHARDS}: give a larger rows_per_shard, or "
             "make several runs of it"
         )
-    smallest = max(rows_per_shard // TAIL_SHARE, min(rows_per_shard, MIN_TAIL_ROWS))
-    if left <= TAIL_SHARE * rows_per_shard:
-        smallest = rows_per_shard
-    shards = Shards(_cut(row_groups, rows_per_shard, smallest))
+    shards = Shards(_cut(row_groups, rows_per_shard, _smallest(left, rows_per_shard)))
     return shards or Shards([Shard(file=0, start=0, rows=0, first_group=0, num_groups=0, skip=0)])
+
+
+def cut_further(
+    shards: Shards,
+    first_file: int,
+    row_groups: Sequence[Sequence[int]],
+    begins: Sequence[int],
+    rows_per_shard: int,
+) -> Shards:
+    """Return shards, as they are, and behind them those of further files, cut as cut_shards does.
+
+    first_file: the number of the first of these. row_groups: theirs alone. begins: of each the first row that
+    is in no earlier shard. Raises InvalidJob beyond MAX_SHARDS.
+    """
+    left = sum(map(sum, row_groups)) - sum(begins)
+    further = list(_cut(row_groups, rows_per_shard, _smallest(left, rows_per_shard), begins, first_file))
+    if len(shards) + len(further) > MAX_SHARDS:
+        raise InvalidJob(
+            f"{left} new rows make {len(further)} shards beside the {len(shards)} that there are, more than "
+            f"the limit of {MAX_SHARDS}: submit the new files with another output"
+        )
+    return Shards([*shards, *further])
+
+
+def _smallest(left: int, rows_per_shard: int) -> int:
+    """Return how small the shards towards the end of so many rows may be."""
+    if left <= TAIL_SHARE * rows_per_shard:
+        return rows_per_shard
+    return max(rows_per_shard // TAIL_SHARE, min(rows_per_shard, MIN_TAIL_ROWS))
 
 
 def _first_rows(row_groups: Sequence[Sequence[int]], limit: int) -> list[list[int]]:
@@ -295,11 +366,20 @@ def _first_rows(row_groups: Sequence[Sequence[int]], limit: int) -> list[list[in
     return cut
 
 
-def _cut(row_groups: Sequence[Sequence[int]], most: int, least: int) -> Iterator[Shard]:
-    """Yield shards of at most and, where a file does not end, at least so many rows."""
-    left = sum(map(sum, row_groups))
-    for number, groups in enumerate(row_groups):
-        ends, start = list(accumulate(groups)), 0
+def _cut(
+    row_groups: Sequence[Sequence[int]],
+    most: int,
+    least: int,
+    begins: Sequence[int] = (),
+    first_file: int = 0,
+) -> Iterator[Shard]:
+    """Yield shards of at most and, where a file does not end, at least so many rows.
+
+    begins: of each file the row to begin at; by default the first. first_file: how they are counted.
+    """
+    left = sum(map(sum, row_groups)) - sum(begins)
+    for number, groups in enumerate(row_groups, first_file):
+        ends, start = list(accumulate(groups)), begins[number - first_file] if begins else 0
         while ends and start < ends[-1]:
             wanted = min(most, max(least, left // TAIL_SHARE))
             rows = min(wanted, ends[-1] - start)

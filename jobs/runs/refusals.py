@@ -17,6 +17,12 @@ class CannotRetry(RunError):
     message = "the failed rows of run {0} cannot be tried again: {1}"
 
 
+class CannotExtend(RunError):
+    """Raised when what an input has gained cannot be added to its run: (path, reason, what to do)."""
+
+    message = "{0} cannot be added to the run: {1}; {2}"
+
+
 class WebhookFailed(RunError):
     """Raised when whoever is told of a run's end did not take it, and may do so later: (what came)."""
 

@@ -13,7 +13,8 @@ import psutil
 from rq import Queue
 from rq.serializers import JSONSerializer
 
-from tests.faults.harness import Harness, _fork
+from tests.faults.harness import Harness
+from tests.forking import FORK
 from tests.rq_workers import ROOT
 
 MODEL = ROOT / "ops" / "demo" / "model"
@@ -83,7 +84,7 @@ def _ask(faults: Harness) -> None:
 def _answers(faults: Harness) -> dict[str, str]:
     path = faults.folder / "answers.json"
     if not path.exists():
-        process = _fork.Process(target=_generate, args=(path,), daemon=True)
+        process = FORK.Process(target=_generate, args=(path,), daemon=True)
         process.start()
         process.join()
     return dict(json.loads(path.read_text()))

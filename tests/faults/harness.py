@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -22,15 +21,11 @@ from tests.faults.faulty_worker import STEPS, Action, Strike, WorkerPlan, serve
 from tests.faults.ledger import Findings, Ledger, Run
 from tests.faults.mounts import Mounts
 from tests.faults.servers import DurableRedis
+from tests.forking import FORK
 
 LEASE_S = 2
 BACKLOG = 50
 STUCK_S = 45.0
-
-_fork = multiprocessing.get_context("forkserver")
-_fork.set_forkserver_preload(
-    ["tests.faults.harness", "worker.assembly", "worker.settings", "jobs.parquet.planner"]
-)
 
 
 class Harness:
@@ -84,7 +79,7 @@ class Harness:
         self._numbers += 1
         name = f"w{self._numbers}"
         made = WorkerPlan(name, url or self.server.url, self.folder, strike, LEASE_S, **plan)
-        process = _fork.Process(target=serve, args=(made,), daemon=True)
+        process = FORK.Process(target=serve, args=(made,), daemon=True)
         process.start()
         self._live[name] = made, process
         self.note(f"{name} starts with {strike} {plan}")

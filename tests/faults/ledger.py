@@ -237,6 +237,11 @@ class Ledger:
             self.submit(run)
         return run
 
+    def follow(self, run: Run) -> Run:
+        """Audit a run again that was audited already."""
+        self._runs.append(run)
+        return run
+
     def submit(self, run: Run) -> Job:
         """Enqueue the planning of a run, or submit it again: that forgets how its jobs have failed."""
         self._unnamed += [f"{run.output.name}: {text}" for text in self._without_name(run)]

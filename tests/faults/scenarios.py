@@ -10,6 +10,7 @@ from tests.faults import (
     file_faults,
     fleet_faults,
     format_faults,
+    growth_faults,
     server_faults,
     worker_faults,
 )
@@ -35,6 +36,7 @@ SCENARIOS: dict[str, Callable[[Harness, int], None]] = {
     "read_only_disks": file_faults.read_only_disks,
     "changed_inputs": file_faults.changed_inputs,
     "other_formats": format_faults.other_formats,
+    "growing_inputs": growth_faults.growing_inputs,
     "kv_exhaustion": engine_faults.kv_exhaustion,
     "rank_kills": engine_faults.rank_kills,
 }

@@ -8,8 +8,9 @@ from contextlib import suppress
 
 from redis.exceptions import RedisError
 
-from tests.faults.harness import LEASE_S, Harness, _fork
+from tests.faults.harness import LEASE_S, Harness
 from tests.faults.proxy import lose_replies
+from tests.forking import FORK
 
 
 def cut_connections(faults: Harness, count: int) -> None:
@@ -40,7 +41,7 @@ def lost_replies(faults: Harness, count: int) -> None:
     """A line that drops replies: the command was carried out, the worker does not know."""
     socket = faults.folder / "redis" / "p"
     server = faults.folder / "redis" / "s"
-    proxy = _fork.Process(target=lose_replies, args=(socket, server, 0.03, faults.rng.randrange(2**32)))
+    proxy = FORK.Process(target=lose_replies, args=(socket, server, 0.03, faults.rng.randrange(2**32)))
     proxy.start()
     while not socket.exists():
         time.sleep(0.01)

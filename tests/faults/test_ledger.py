@@ -15,8 +15,8 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from tests.faults.faulty_worker import WorkerPlan, serve
-from tests.faults.harness import _fork
 from tests.faults.ledger import Ledger
+from tests.forking import FORK
 from tests.redis_server import running_redis_server
 from tests.rq_workers import wait_until
 
@@ -31,7 +31,7 @@ def worked_off(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Redis
         ledger = Ledger(redis, folder / "data", random.Random(0))
         ledger.ask_jobs(11)
         run = ledger.ask_run()
-        process = _fork.Process(target=serve, args=(WorkerPlan("w", url, folder),), daemon=True)
+        process = FORK.Process(target=serve, args=(WorkerPlan("w", url, folder),), daemon=True)
         process.start()
         wait_until(ledger.all_ended)
         process.kill()

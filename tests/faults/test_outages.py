@@ -14,6 +14,7 @@ from rq.command import send_stop_job_command
 from rq.serializers import JSONSerializer
 
 from tests.faults.servers import DurableRedis
+from tests.forking import ForkedWorkers
 from tests.rq_workers import Workers, leftovers, text_of, wait_until, wait_until_started
 
 
@@ -27,7 +28,7 @@ def server() -> Iterator[DurableRedis]:
 
 @pytest.fixture
 def workers(server: DurableRedis, tmp_path: Path) -> Iterator[Workers]:
-    running = Workers(server.url, tmp_path)
+    running = ForkedWorkers(server.url, tmp_path)
     yield running
     running.close()
     running.redis.close()

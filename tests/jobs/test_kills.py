@@ -289,7 +289,7 @@ def test_a_part_that_is_there_is_not_computed_again(
     finish(open_work(make_context(), spec, 1, storage))
     again = open_work(make_context(), spec, 1, storage)
     assert list(again.requests()) == []
-    assert again.progress() == {"rows": 2, "rows_done": 2, "rows_open": 0, "tokens": 0}
+    assert again.progress() == {"rows": 2, "rows_done": 2, "rows_open": 0, "prompt_tokens": 0, "tokens": 0}
     finish(again)
 
 

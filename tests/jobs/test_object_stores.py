@@ -21,6 +21,7 @@ pytest.importorskip("moto", reason="moto, a server of the S3 protocol for tests,
 
 import obstore
 
+import jobs as tokenmill
 from jobs import errors
 from jobs.context import JobContext
 from jobs.parquet import object_files, object_requests, object_streams, store_errors
@@ -28,9 +29,11 @@ from jobs.parquet.find_files import find_files
 from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.storage import Storage
 from jobs.runs.control import retry_run
+from jobs.runs.refusals import RunNotHere
 from jobs.runs.spec import RunSpec
 from jobs.runs.state import RunState
 from tests.jobs.answering import queued_jobs, refuse, score_parquet, shout, work_off
+from tests.jobs.conftest import Invoke
 from tests.jobs.s3_server import BUCKET, S3, Fault, FaultyProxy, running_s3, use_environment
 from tests.jobs.stored_runs import ROOT, MakeContext, in_store, rows, run_all, spec_of, whole_run
 from tests.jobs.test_kills import finish, open_work
@@ -49,6 +52,49 @@ def s3(server: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
     object_requests.opened_store.cache_clear()
     server.empty()
     return server
+
+
+def put_rows(s3: S3, key: str, table: pa.Table) -> None:
+    contents = io.BytesIO()
+    pq.write_table(table, contents)
+    s3.put(key, contents.getvalue())
+
+
+def test_commands_read_a_run_in_a_store_and_it_may_be_extended(
+    s3: S3,
+    redis: Redis,
+    make_context: MakeContext,
+    invoke: Invoke,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    context, output = in_store(make_context(), tmp_path), f"{ROOT}/out"
+    put_rows(s3, "data/in/b.parquet", rows(5))
+    run = score_parquet(context, f"{ROOT}/in", output, rows_per_shard=2)["run"]
+    work_off(redis, lambda: context, answer=lambda each: refuse("no") if each.prompt == "p3" else shout(each))
+    told = json.loads(invoke("errors", run, "--json").stdout)
+    assert [(each["row"], each["file_row"], each["reason"]) for each in told["rows"]] == [(3, 3, "no")]
+    assert invoke("tail", output, "--lines", 1, "--follow").stdout == "row 4: P4\n"
+    assert invoke("report", run, "--price-per-hour", 3).stdout == f"{output}/_report.html\n"
+    assert b"3 an hour" in s3.get("data/out/_report.html")
+    found = tokenmill.run(output, connection=redis)
+    assert found.table()["completion"].to_pylist() == ["P0", "P1", "P2", None, "P4"]
+    put_rows(s3, "data/in/a.parquet", rows(2, "q"))
+    assert score_parquet(context, f"{ROOT}/in", output, rows_per_shard=2, extend=True)["rows_added"] == 2
+    with pytest.raises(RunNotHere, match="no _SUCCESS"):
+        found.table()
+    work_off(redis, lambda: context)
+    assert found.table()["completion"].to_pylist() == ["P0", "P1", "P2", None, "P4", "Q0", "Q1"]
+    assert [row.row for row in found.errors()] == [3]
+
+    def refused(folder: str) -> Any:
+        raise store_errors.StoreRefused(folder, "no keys")
+
+    monkeypatch.setattr("jobs.parquet.read_back.FolderReader", refused)
+    result = invoke("errors", run)
+    assert "no" in result.stdout
+    assert "no keys" in result.stderr
+    assert "no keys" in invoke("tail", run).stderr
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
+from jobs.cli import waiting
 from jobs.context import JobContext, Lease
 from jobs.errors import (
     InputChanged,
@@ -131,6 +132,14 @@ def test_only_rows_that_failed_are_asked_and_all_others_stay_as_they_are(site: S
     ]
     names = {path.name for path in site.output.iterdir() if not path.name.startswith("part-")}
     assert names == {"_plan.json", "_manifest.json", "_report.html", "_SUCCESS"}
+
+
+def test_a_retry_may_be_awaited(site: Site, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting.time, "sleep", lambda seconds: site.work())
+    told = invoke("errors", site.run, "--retry", "--wait")
+    assert told.exit_code == 0, told.output
+    assert f"rows     {ROWS} of {ROWS}, 1 with an error" in told.output
+    assert "--wait is for --retry" in invoke("errors", site.run, "--wait").output
 
 
 def test_seeds_are_those_that_the_rows_had(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:

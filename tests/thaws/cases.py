@@ -11,9 +11,9 @@ from typing import Any
 
 from redis import Redis
 
-from jobs.errors import JobsError
+from jobs.errors import JobsError, PlanningUnderWay
 from tests.thaws.freezing import Freezer, Killed, traced_files
-from tests.thaws.world import Worker, World
+from tests.thaws.world import ROWS, Worker, World
 from worker.store.claimed_job import ClaimedJob
 
 # What the one that freezes is at: each leaves a job at the head of the queue, or a person's wish.
@@ -64,6 +64,27 @@ def _failing_shard(world: World) -> None:
     _run_next(world)
 
 
+def _retried_run(world: World) -> None:
+    world.finish_with_errors()
+    world.retry()
+
+
+def _retried_shard(world: World) -> None:
+    _retried_run(world)
+    _run_next(world)
+
+
+def _last_retried_shard(world: World) -> None:
+    _retried_shard(world)
+    _run_next(world)
+
+
+def _grown_run(world: World) -> None:
+    world.finish()
+    world.grow()
+    world.submit()
+
+
 def _run_next(world: World) -> None:
     claimed = world.other.claim()
     assert claimed is not None
@@ -83,11 +104,13 @@ def _finished_without_part(world: World) -> None:
 
 @dataclass(frozen=True)
 class Actor:
-    """Who freezes. prepare: what comes before. work: what a person does; None for a worker's next job."""
+    """Who freezes. prepare: what comes before. work: what a person does; None for a worker's next job.
+    refused: prompts that get no answer from the one that freezes."""
 
     name: str
     prepare: Callable[[World], None]
     work: Callable[[World, Redis], Any] | None = None
+    refused: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -110,6 +133,10 @@ ACTORS = [
     Actor("last shard", _last_shard),
     Actor("shard that replaces a damaged part", _redone_shard),
     Actor("shard whose errors stop the run", _failing_shard),
+    Actor("planner of a retry", _retried_run),
+    Actor("planner that extends a run", _grown_run),
+    Actor("retried shard", _retried_shard, refused=("p0",)),
+    Actor("last retried shard", _last_retried_shard, refused=("p3",)),
     Actor("submitter of a new run", lambda world: None, _submits),
     Actor("submitter of a cancelled run", _submitted_before, _submits),
     Actor("submitter of a run whose part was deleted", _finished_without_part, _submits),
@@ -131,6 +158,15 @@ def _finished(world: World, held: ClaimedJob | None) -> None:
     else:
         world.take_over(held)
     world.other.drain()
+
+
+def _its_job_done(world: World, held: ClaimedJob | None) -> None:
+    world.let_locks_lapse()
+    if held is None:
+        world.submit()
+    else:
+        world.take_over(held)
+    _run_next(world)
 
 
 def _cancelled(world: World, held: ClaimedJob | None) -> None:
@@ -158,9 +194,23 @@ def _finished_and_resumed(world: World, held: ClaimedJob | None) -> None:
     _run_next(world)
 
 
+def _extended(world: World, held: ClaimedJob | None) -> None:
+    world.let_locks_lapse()
+    if world.num_rows > ROWS:
+        return
+    world.grow()
+    try:
+        world.submit()
+    except PlanningUnderWay:  # by the one that is frozen
+        world.shrink()
+    world.other.drain()
+
+
 EVENTS: dict[str, Callable[[World, ClaimedJob | None], None]] = {
     "nothing": _nothing,
     "taken over and finished": _finished,
+    "taken over and its job done": _its_job_done,
+    "extended": _extended,
     "cancelled": _cancelled,
     "cancelled and submitted again": _submitted_again,
     "cancelled, submitted again and finished": _cancelled_and_finished,
@@ -210,6 +260,7 @@ def play(case: Case, redis: Redis, folder: Path) -> None:
         worker, held = _act(case.actor, world, freezer)
         try:
             EVENTS[case.event](world, held)
+            world.note_answers()
             if worker is not None and held is not None:
                 worker.heed(held)
         finally:
@@ -226,6 +277,7 @@ def _act(actor: Actor, world: World, freezer: Freezer) -> tuple[Worker | None, C
         freezer.start(lambda: work(world, client))
         return None, None
     worker = Worker(world, "frozen", client)
+    worker.refused = set(actor.refused)
     held = worker.claim()
     assert held is not None
     freezer.start(lambda: worker.run(held))
@@ -260,6 +312,11 @@ def _check(case: Case, world: World, freezer: Freezer) -> None:
     world.submit(max_errors="100%")  # whatever came of it: this finishes it
     world.other.drain()
     world.check_finished()
+    if world.unanswered:
+        world.retry()
+        world.other.drain()
+        world.unanswered.clear()
+        world.check_finished()
 
 
 def sample(cases: Sequence[Case], count: int, seed: int) -> list[Case]:

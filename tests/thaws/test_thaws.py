@@ -37,6 +37,13 @@ def calls(redis: Redis, tmp_path_factory: pytest.TempPathFactory) -> dict[Actor,
     return {actor: calls_of(actor, redis, folder / str(number)) for number, actor in enumerate(ACTORS)}
 
 
+def places_of(calls: list[str], function: str, kind: str) -> list[int]:
+    """Return where among an actor's calls those of a kind are that it makes in a function."""
+    places = [at for at, call in enumerate(calls) if function in call.split() and call.endswith(kind)]
+    assert places, f"nothing is called in {function}: {calls}"
+    return places
+
+
 @pytest.mark.parametrize("actor", ACTORS, ids=str)
 def test_a_run_ends_wherever_one_freezes_and_whatever_others_do_meanwhile(
     redis: Redis, new_folder: Callable[[], Path], calls: dict[Actor, list[str]], actor: Actor
@@ -61,10 +68,43 @@ def test_a_planner_that_thaws_before_it_takes_an_end_back_leaves_the_one_that_ca
 ) -> None:
     name = "submitter" if function == "submit" else "planner"
     actor = next(each for each in ACTORS if each.name == f"{name} of a run whose part was deleted")
-    places = [at for at, call in enumerate(calls[actor]) if function in call.split() and call.endswith(kind)]
-    assert places, f"nothing is called in {function}: {calls[actor]}"
-    for at in places:
+    for at in places_of(calls[actor], function, kind):
         play(Case(actor, "taken over and finished", at, dies), redis, new_folder())
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["goes on", "is killed a call later"])
+@pytest.mark.parametrize(("function", "kind"), [("replace_part", "os.replace"), ("_record", "redis")])
+def test_a_retry_that_thaws_when_its_shard_was_taken_over_and_done_gives_no_answer_up_for_an_error(
+    redis: Redis,
+    new_folder: Callable[[], Path],
+    calls: dict[Actor, list[str]],
+    function: str,
+    kind: str,
+    dies: bool,
+) -> None:
+    actor = next(each for each in ACTORS if each.name == "retried shard")
+    for at in places_of(calls[actor], function, kind):
+        play(Case(actor, "taken over and its job done", at, dies), redis, new_folder())
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "event"),
+    [
+        ("planner that extends a run", "replace_plan", "taken over and finished"),
+        ("last shard", "_write_end", "extended"),
+    ],
+)
+def test_who_thaws_into_a_run_that_was_extended_ends_it_with_all_rows(
+    redis: Redis,
+    new_folder: Callable[[], Path],
+    calls: dict[Actor, list[str]],
+    name: str,
+    function: str,
+    event: str,
+) -> None:
+    actor = next(each for each in ACTORS if each.name == name)
+    for at in places_of(calls[actor], function, "os.replace"):
+        play(Case(actor, event, at, False), redis, new_folder())
 
 
 def test_every_call_that_changes_a_runs_files_is_one_before_which_somebody_freezes(

@@ -21,7 +21,8 @@ from jobs.runs.names import part_name
 from jobs.runs.snapshot import RunSnapshot, failure_text, read_snapshot
 from jobs.runs.spec import RunSpec
 from jobs.table import own_function
-from tests.jobs.answering import MODEL, feed, opened_task, refuse, shout
+from jobs.tasks import Request
+from tests.jobs.answering import MODEL, FakeCompletion, feed, opened_task, refuse, shout
 from tests.thaws.freezing import Killed
 from worker.store.claimed_job import ClaimedJob, Wanted
 from worker.store.function_call import parse_call
@@ -47,6 +48,7 @@ class Worker:
         self.commands.subscribe(f"rq:pubsub:{name}")
         self.commands.get_message(timeout=5)
         self.stopped: set[str] = set()
+        self.refused: set[str] = set()
         world.redis.set(worker_key(name), "{}")
         world.workers.append(self)
 
@@ -64,13 +66,17 @@ class Worker:
             return own(context, *call.args, **call.kwargs)
         opened = opened_task(context, call.name, call.args, call.kwargs)
         try:
-            feed(opened, (lambda _: refuse("too long")) if self.world.all_fail else shout)
+            feed(opened, self._answer)
             return opened.result()
         except Killed:
             opened.close = lambda: None  # type: ignore[method-assign]
             raise
         finally:
             opened.close()
+
+    def _answer(self, request: Request) -> FakeCompletion:
+        fails = self.world.all_fail or request.prompt in self.refused
+        return refuse("too long") if fails else shout(request)
 
     def context(self, claimed: ClaimedJob) -> JobContext:
         def check() -> None:
@@ -124,11 +130,15 @@ class World:
         folder.mkdir(parents=True)
         self.output, self.all_fail, self.is_damaged = folder / "out", False, False
         self.workers: list[Worker] = []
+        self.unanswered: set[int] = set()
+        self.num_rows, self.num_shards = ROWS, SHARDS
         table = pa.table({"prompt": [f"p{row}" for row in range(ROWS)], "id": range(ROWS)})
-        pq.write_table(table, folder / "in.parquet", row_group_size=2)
+        self.input = folder / "in"
+        self.input.mkdir()
+        pq.write_table(table, self.input / "a.parquet", row_group_size=2)
         self.other = Worker(self, "other", redis)
         self.arguments: dict[str, Any] = {
-            "input": str(folder / "in.parquet"),
+            "input": str(self.input),
             "output": str(self.output),
             "rows_per_shard": ROWS_PER_SHARD,
             "sampling": {"temperature": 0},
@@ -136,7 +146,7 @@ class World:
         self.run = RunSpec.from_arguments(**self.arguments).run
 
     def submit(self, redis: Redis | None = None, **options: Any) -> None:
-        options = {"redo_damaged": self.is_damaged, **options}
+        options = {"redo_damaged": self.is_damaged, "extend": self.num_rows > ROWS, **options}
         assert run_control.submit_run(redis or self.redis, QUEUE, **self.arguments, **options) == self.run
 
     def close(self) -> None:
@@ -161,6 +171,38 @@ class World:
         self.submit()
         self.other.drain()
         self.check_finished()
+
+    def finish_with_errors(self) -> None:
+        """From nothing to a finished run of which these rows have errors."""
+        self.unanswered = {0, 2, 3}
+        self.other.refused = {f"p{row}" for row in self.unanswered}
+        self.finish()
+        self.other.refused = set()
+
+    def retry(self) -> None:
+        run_control.retry_run(self.redis, self.run)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of all parts that are there, in order."""
+        parts = sorted(self.output.glob("part-*.parquet"))
+        return [row for part in parts for row in pq.read_table(part).to_pylist()]
+
+    def note_answers(self) -> None:
+        """Rows that have an answer by now have it for ever."""
+        if self.unanswered:
+            self.unanswered -= {row["id"] for row in self.rows() if row["completion"] is not None}
+
+    def grow(self) -> None:
+        """The input gains two rows, which a shard has; it is submitted so from now on."""
+        self.num_rows, self.num_shards = ROWS + 2, SHARDS + 1
+        rows = range(ROWS, self.num_rows)
+        table = pa.table({"prompt": [f"p{row}" for row in rows], "id": rows})
+        pq.write_table(table, self.input / "b.parquet")
+
+    def shrink(self) -> None:
+        """As if it had not grown."""
+        self.num_rows, self.num_shards = ROWS, SHARDS
+        (self.input / "b.parquet").unlink()
 
     def delete_part(self, shard: int = 1) -> None:
         (self.output / part_name(shard)).unlink()
@@ -190,9 +232,9 @@ class World:
         """Every row once and right, the marks of the end in files and in Redis, and nothing left to run."""
         snapshot = self.snapshot()
         assert snapshot.state == "finished", self.why()
-        assert snapshot.done == SHARDS, f"{snapshot.done} of {SHARDS} parts are recorded"
+        assert snapshot.done == self.num_shards, f"{snapshot.done} of {self.num_shards} parts are recorded"
         names = {path.name for path in self.output.iterdir() if not path.name.startswith("_tmp.")}
-        expected = {part_name(shard) for shard in range(SHARDS)} | {
+        expected = {part_name(shard) for shard in range(self.num_shards)} | {
             "_plan.json",
             "_manifest.json",
             "_report.html",
@@ -200,11 +242,16 @@ class World:
         }
         assert names == expected, names ^ expected
         assert (self.output / "_SUCCESS").read_bytes() == b""
-        rows = pq.read_table(self.output).to_pylist()
-        answers = [None if self.all_fail else f"P{row}" for row in range(ROWS)]
-        assert [(row["id"], row["completion"]) for row in rows] == list(enumerate(answers))
+        rows = self.rows()
+        assert [row["id"] for row in rows] == list(range(self.num_rows))
+        for number, row in enumerate(rows):
+            may_fail = self.all_fail or number in self.unanswered
+            assert row["completion"] == f"P{number}" or (may_fail and row["error"]), row
+        errors = sum(row["error"] is not None for row in rows)
+        assert snapshot.errors == errors, f"{snapshot.errors} errors are recorded, the parts have {errors}"
         manifest = json.loads((self.output / "_manifest.json").read_text())
-        assert (manifest["rows"], len(manifest["parts"])) == (ROWS, SHARDS)
+        found = (manifest["rows"], manifest["errors"], len(manifest["parts"]))
+        assert found == (self.num_rows, errors, self.num_shards), found
         assert self.redis.llen(f"rq:queue:{QUEUE}") == 0
         assert not self.holds_jobs()
 

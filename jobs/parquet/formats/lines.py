@@ -41,14 +41,19 @@ def text_stream(source: Any) -> Iterator[Any]:
 
     source: a pyarrow file at its beginning.
     """
-    head = source.read_at(4, 0)
-    codec = next((name for mark, name in _CODECS.items() if head.startswith(mark)), None)
+    codec = codec_of(source)
     source.seek(0)
     if codec is None:
         yield source
         return
     with pa.CompressedInputStream(source, codec) as stream:
         yield stream
+
+
+def codec_of(source: Any) -> str | None:
+    """Return how an open file is compressed, None where it is not. source: as of text_stream."""
+    head = source.read_at(4, 0)
+    return next((name for mark, name in _CODECS.items() if head.startswith(mark)), None)
 
 
 def lines_from(path: str, stream: Any, block: Block) -> Iterator[Line]:

@@ -1,0 +1,114 @@
+"""The record of a run's parts in Redis: which are there, and how many that makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from ..common import stored
+from ..common.keys import RUN_TTL_S, run_key, run_parts_key
+from .key_types import key_types, wrong_types_told
+from .lock import transact
+from .part_stats import PartStats
+from .state_values import PartCount
+from .totals import add_part
+
+if TYPE_CHECKING:
+    from redis import Redis
+    from redis.client import Pipeline
+
+T = TypeVar("T")
+
+_TOTAL = b"total"
+
+
+class RecordedParts:
+    """The keys that count a run's parts; see jobs.runs.state.RunState."""
+
+    def __init__(self, connection: Redis, run: str) -> None:
+        self.connection = self._redis = connection
+        self.run = run
+        self._key, self._parts_key = run_key(run), run_parts_key(run)
+
+    def record_part(self, stats: PartStats) -> PartCount:
+        """Record a finished shard; where it was not recorded before, add it to the run's totals.
+
+        Nothing is watched: many shards of a run end at once, and would wait for each other. So a worker that
+        is killed in between leaves a part uncounted, until they are
+        counted anew.
+        """
+        with self._told(), self._redis.pipeline() as pipe:
+            return self._record(pipe, stats)
+
+    def record_newest_part(self, read: Callable[[], PartStats]) -> PartCount:
+        """As `record_part`, of a part that may be replaced by another: whoever does records it then, and who
+        was frozen between reading and recording reads again."""
+
+        def record(pipe: Pipeline) -> PartCount:
+            stats = read()
+            pipe.multi()
+            return self._record(pipe, stats)
+
+        return self._transact(record, self._parts_key)
+
+    def _record(self, pipe: Pipeline, stats: PartStats) -> PartCount:
+        pipe.hset(self._parts_key, str(stats.shard), stats.to_record())
+        pipe.expire(self._parts_key, RUN_TTL_S)
+        pipe.expire(self._key, RUN_TTL_S)
+        pipe.hlen(self._parts_key)
+        pipe.hget(self._parts_key, _TOTAL)
+        is_new, *_, length, raw_total = pipe.execute()
+        if is_new:
+            add_part(pipe, self._key, stats)
+        total = stored.count(stored.text(raw_total or b""))
+        return PartCount(length if raw_total is None else length - 1, total)
+
+    def amend_parts(self, found: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int) -> PartCount:
+        """Add parts that a listing found and drop those it did not; the others stay as they are.
+
+        Never replaces the whole record: a shard may finish between the listing and this call. For the same
+        reason `gone` has the records as they were before the listing: another is of a part that came since.
+        """
+        fields: dict[Any, Any] = {str(shard): stats.to_record() for shard, stats in found.items()}
+        dropped = {str(shard): record for shard, record in gone.items()}
+
+        def amend(pipe: Pipeline) -> PartCount:
+            now: Any = pipe.hmget(self._parts_key, list(dropped)) if dropped else []
+            names = [name for name, record in zip(dropped, now, strict=True) if record == dropped[name]]
+            pipe.multi()
+            if names:
+                pipe.hdel(self._parts_key, *names)
+            pipe.hset(self._parts_key, mapping={**fields, _TOTAL: total})
+            pipe.expire(self._parts_key, RUN_TTL_S)
+            pipe.hlen(self._parts_key)
+            *_, length = pipe.execute()
+            return PartCount(length - 1, total)
+
+        return self._transact(amend, *([self._parts_key] if dropped else []))
+
+    def records(self) -> dict[int, bytes]:
+        """Return the recorded parts by shard, as they are stored."""
+        with self._told():
+            found = cast("dict[bytes, bytes]", self._redis.hgetall(self._parts_key))
+        records = {}
+        for field, record in found.items():
+            with suppress(ValueError):  # `total` is none
+                records[int(field)] = record
+        return records
+
+    def parts(self) -> dict[int, PartStats]:
+        """Return the recorded parts by shard; what is no record of ours counts as none."""
+        parts = {}
+        for shard, record in self.records().items():
+            with suppress(ValueError):
+                parts[shard] = PartStats.from_text(record)
+        return parts
+
+    def _transact(self, change: Callable[[Pipeline], T], *watched: str) -> T:
+        with self._told():
+            return transact(self._redis, change, *watched)
+
+    def _told(self) -> AbstractContextManager[None]:
+        """In this context a key of the run that is of another type is a RunKeyDamaged, which names it."""
+        return wrong_types_told(self._redis, key_types(self.run))
