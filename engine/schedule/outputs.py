@@ -56,6 +56,19 @@ class RequestMetrics:
     finished_time: float
 
 
+@dataclass(frozen=True, slots=True)
+class RequestProgress:
+    """How far a request is of which a sequence runs, in tokens.
+
+    prompt_tokens: computed, or from the cache. prompt_tokens_left: not yet. generation_tokens: of all samples
+    that run, so far.
+    """
+
+    prompt_tokens: int = 0
+    prompt_tokens_left: int = 0
+    generation_tokens: int = 0
+
+
 @dataclass(frozen=True)
 class Completion:
     """One finished sample of one request.

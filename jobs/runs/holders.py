@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from ..common.keys import worker_key
+from ..common.keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
 from ..common.rq_jobs import executions_key
 from ..common.stored import text
 
@@ -49,6 +49,18 @@ def holders(connection: Redis, job_ids: Sequence[str]) -> list[Holder]:
         for (job_id, execution), name, is_ours in zip(held, names, tell, strict=True)
         if name
     ]
+
+
+def silent_workers(connection: Redis, names: Iterable[str]) -> set[str]:
+    """Return those of our workers that have told nothing of themselves lately: killed ones, most likely."""
+    asked = sorted(set(names))
+    with connection.pipeline() as pipe:
+        for name in asked:
+            pipe.ttl(worker_key(name))
+        left = pipe.execute()
+    return {
+        name for name, left_s in zip(asked, left, strict=True) if 0 <= left_s < WORKER_STATS_TTL_S - SILENT_S
+    }
 
 
 def num_held(connection: Redis, job_ids: Iterable[str]) -> int:

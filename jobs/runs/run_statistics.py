@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
+from math import fsum
 from typing import Any
 
 from .lengths import read_lengths
@@ -13,6 +17,22 @@ from .reasons import Reasons
 
 #: Points of the time line, workers and reasons that are told.
 MAX_BINS, MAX_WORKERS, MAX_REASONS = 120, 200, 20
+
+
+def working_s(spans: Iterable[tuple[float, float]]) -> float:
+    """Return for how many seconds any of the spans, of a start and an end each, lasted."""
+    return fsum(end - start for start, end in _merged(spans))
+
+
+def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the times that the spans cover, in order, none of which touches another."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if not found or start > found[-1][1]:
+            found.append((start, max(start, end)))
+        else:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+    return found
 
 
 @dataclass
@@ -25,11 +45,7 @@ class _Worker:
     @property
     def seconds(self) -> float:
         """Return for how long it had any shard of the run."""
-        total, until = 0.0, float("-inf")
-        for start, end in sorted(zip(self.spans[::2], self.spans[1::2], strict=True)):
-            total += max(0.0, end - max(start, until))
-            until = max(until, end)
-        return total
+        return working_s(zip(self.spans[::2], self.spans[1::2], strict=True))
 
 
 class RunStatistics:
@@ -52,10 +68,15 @@ class RunStatistics:
         self._completions.update(read_lengths(part.completion_lengths))
 
     def to_object(self, reasons: Reasons) -> dict[str, Any]:
-        """Return it as the manifest has it. Tokens of a part count evenly from its start to its end."""
+        """Return it as the manifest has it. Tokens of a part count evenly from its start to its end.
+
+        working_seconds: while any worker had a shard. The time line is of those alone.
+        """
+        busy = _merged(zip(self._spans[::3], self._spans[1::3], strict=True))
         workers = sorted(self._workers.items(), key=lambda each: -each[1].rows)
         return {
-            "timeline": self._timeline(),
+            "working_seconds": fsum(end - start for start, end in busy),
+            "timeline": self._timeline(busy),
             "prompt_lengths": {str(bound): self._prompts[bound] for bound in sorted(self._prompts)},
             "completion_lengths": {
                 str(bound): self._completions[bound] for bound in sorted(self._completions)
@@ -78,21 +99,25 @@ class RunStatistics:
             ],
         }
 
-    def _timeline(self) -> dict[str, Any]:
+    def _timeline(self, busy: list[tuple[float, float]]) -> dict[str, Any]:
         if not self._spans:
             return {"bin_s": 0.0, "tokens": []}
-        start, end = min(self._spans[::3]), max(self._spans[1::3])
+        worked = [0.0, *accumulate(end - start for start, end in busy)]  # before each of the busy times
+        starts = [start for start, _ in busy]
         bins = min(MAX_BINS, max(1, len(self._spans)))
-        width = (end - start) / bins
+        width = worked[-1] / bins
         tokens = [0.0] * bins
         if width <= 0:
             return {"bin_s": 0.0, "tokens": [sum(self._spans[2::3])]}
         parts = zip(self._spans[::3], self._spans[1::3], self._spans[2::3], strict=True)
-        for began, ended, count in parts:
-            first = min(bins - 1, int((began - start) / width))
-            last = min(bins - 1, int((ended - start) / width))
+        for start, end, count in parts:
+            place = bisect_right(starts, start) - 1
+            began = worked[place] + start - starts[place]
+            ended = began + max(0.0, end - start)
+            first = min(bins - 1, int(began / width))
+            last = min(bins - 1, int(ended / width))
             for place in range(first, last + 1):
-                left, right = start + place * width, start + (place + 1) * width
+                left, right = place * width, (place + 1) * width
                 share = (min(ended, right) - max(began, left)) / (ended - began) if ended > began else 1.0
                 tokens[place] += count * (share if last > first else 1.0)
         return {"bin_s": width, "tokens": [round(each, 1) for each in tokens]}

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.engine.graphs import simulate_graphs
+from tests.engine.interpreter import patch_language_once_a_launch
 
 
 @contextmanager
@@ -18,4 +19,5 @@ def graphs_on_cpu(*, wanted: bool) -> Iterator[None]:
         return
     with pytest.MonkeyPatch.context() as patch:
         simulate_graphs(patch)
+        patch_language_once_a_launch(patch)
         yield

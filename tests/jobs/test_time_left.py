@@ -23,6 +23,7 @@ from rq.utils import utcformat
 
 import jobs.parquet.shard_lengths
 from jobs.cli.commands import main
+from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
 from jobs.context import JobContext
 from jobs.runs.plan import Plan
 from jobs.runs.shard_sizes import MAX_SIZES, ShardSizes
@@ -96,7 +97,7 @@ def test_a_run_under_way_tells_what_is_left(redis: Redis, make_context: MakeCont
     now = time.time()
     share = sizes(plan)[0] / sum(sizes(plan)) + 0.25
     record = replace(part, started_at=now - 100 * share / 2, ended_at=now)
-    redis.hset(f"tokenmill:run:{plan.run}:parts", "0", record.to_text())
+    redis.hset(f"tokenmill:run:{plan.run}:parts", "0", record.to_record())
     meta = {"rows": 25, "rows_done": 0, "rows_open": 0, "tokens": 0}
     fields = {"status": "started", "meta": json.dumps(meta), "worker_name": "w-1"}
     redis.hset(second.key, mapping={**fields, "started_at": utcformat(datetime.now(UTC))})
@@ -105,6 +106,11 @@ def test_a_run_under_way_tells_what_is_left(redis: Redis, make_context: MakeCont
     left = read_snapshot(redis, plan.run).left_s
     assert left == pytest.approx(100 - 100 * share / 2, rel=0.05)
     assert read_run(redis, plan.run).summary.left_s == pytest.approx(left, abs=2)
+    redis.hset(second.key, "meta", json.dumps({**meta, "rows_done": 25}))
+    assert (read_snapshot(redis, plan.run).left_s or 0) < 0.9 * (left or 0)
+    redis.set(worker_key("w-1"), "{}", ex=WORKER_STATS_TTL_S - 2 * SILENT_S)
+    silent = read_snapshot(redis, plan.run).left_s
+    assert silent == pytest.approx(left, rel=0.05), "it was killed: its shard is to be done again"
     assert "left     " in CliRunner().invoke(main, ["--url", url_of(redis), "status", plan.run]).output
 
 
