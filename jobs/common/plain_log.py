@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+from functools import lru_cache
 from typing import Any
 
-from jobs.common.shown import printable
+from .shown import printable
 
 MAX_ARGUMENT_CHARS = 1000
 """Of each value in a message. A job's id is logged before anybody has looked at its length."""
@@ -14,15 +15,23 @@ MAX_ARGUMENT_CHARS = 1000
 _COLOUR = re.compile(r"(\x1b\[(?:0[1-6]|3\d(?:;01)?|39;49;00)m)")
 """What RQ puts around names on a terminal."""
 
+#: Where a record says of which job it is, if of one.
+JOB_ID = "job_id"
+
+_JOB, _VALUE = re.compile(r"\b[Jj]ob %s"), re.compile(r"%[a-z.0-9]")
+
 
 class PlainLine(logging.Filter):
     """Cuts the values of a record's message and escapes what is not printable: ends of lines, commands to a
-    terminal, marks that turn the direction of a text."""
+    terminal, marks that turn the direction of a text. Notes of which job a record is."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Change the record; never drop it."""
         if isinstance(record.args, tuple):
             record.args = tuple(map(_cut, record.args))
+            place = _place_of_job(record.msg)
+            if place is not None and place < len(record.args):
+                setattr(record, JOB_ID, printable(str(record.args[place])))
         text = record.getMessage()
         if not text.isprintable():
             pieces = _COLOUR.split(text)
@@ -30,6 +39,19 @@ class PlainLine(logging.Filter):
             text = "".join(pieces)
         record.msg, record.args = text, None
         return True
+
+
+def without_colour(text: str) -> str:
+    """Return a message without what RQ puts around names on a terminal."""
+    return _COLOUR.sub("", text) if "\x1b" in text else text
+
+
+@lru_cache(maxsize=256)
+def _place_of_job(message: object) -> int | None:
+    """Which of a message's values is a job's id: the first behind "job", as in all of ours and of RQ's."""
+    if not isinstance(message, str) or (found := _JOB.search(message)) is None:
+        return None
+    return len(_VALUE.findall(message, 0, found.start()))
 
 
 def _cut(value: Any) -> Any:
