@@ -1,0 +1,211 @@
+"""Spans of jobs for OpenTelemetry, sent by OTLP over HTTP; the variables of OpenTelemetry's SDK say where to.
+
+Attributes follow its semantic conventions for generative AI and for messaging. None holds a prompt, an answer
+or an error's text.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from typing import Any
+
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.sampling import Decision
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, TraceFlags, TraceState
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.trace.status import Status, StatusCode
+
+from worker.traces.job_trace import NO_CARRIER, JobTrace, TracedEnd, TraceIds, Traces
+
+FLUSH_S = 3.0
+"""How long the worker's exit waits for a collector that does not answer; what is not sent by then is lost."""
+
+_OPERATIONS = {"jobs.chat": "chat", "jobs.complete": "text_completion", "jobs.embed": "embeddings"}
+_FIELDS = ("traceparent", "tracestate")
+_MAX_FIELD_CHARS = 512
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+
+Attributes = Mapping[str, str | int | tuple[str, ...]]
+
+
+class OtelTraces(Traces):
+    """Traces the jobs whose meta has a producer's trace context, or all. `close` ends its thread.
+
+    begins: whether a job without one begins a trace; OTEL_TRACES_SAMPLER says which of them do. Of others the
+    producer's word counts. exporter: sends spans, in a thread of its own; what it is too slow for is dropped.
+    """
+
+    def __init__(
+        self,
+        worker_name: str,
+        model: str,
+        version: str,
+        *,
+        begins: bool,
+        exporter: SpanExporter | None = None,
+    ) -> None:
+        self._model, self._begins = model, begins
+        named = {"service.name": "tokenmill", "service.instance.id": worker_name, "service.version": version}
+        self._resource = Resource(named).merge(OTELResourceDetector().detect())
+        self._scope = InstrumentationScope("tokenmill", version)
+        self._sampler = TracerProvider(shutdown_on_exit=False).sampler
+        self._contexts = TraceContextTextMapPropagator()
+        self._processor = BatchSpanProcessor(exporter or OTLPSpanExporter())
+
+    def begin(self, execution_id: str, meta: Any) -> JobTrace | None:
+        ids = self._ids(execution_id, meta)
+        return None if ids is None else JobTrace(ids, time.time())
+
+    def carrier(self, execution_id: str, meta: Any) -> Mapping[str, str]:
+        ids = self._ids(execution_id, meta)
+        return NO_CARRIER if ids is None else ids.carrier
+
+    def ended(self, tell: Callable[[], TracedEnd]) -> None:
+        for span in self._spans(tell()):
+            self._processor.on_end(span)
+
+    def close(self) -> None:
+        """Send what is left, for FLUSH_S at most."""
+        sending = threading.Thread(target=self._processor.shutdown, name="tokenmill-traces", daemon=True)
+        sending.start()
+        sending.join(FLUSH_S)
+
+    def _ids(self, execution_id: str, meta: Any) -> TraceIds | None:
+        """None for a job that is not traced. Always the same of an execution: they follow from its id."""
+        given = meta if isinstance(meta, dict) else {}
+        carrier = {
+            name: value
+            for name in _FIELDS
+            if isinstance(value := given.get(name), str) and len(value) <= _MAX_FIELD_CHARS
+        }
+        parent_context = self._contexts.extract(carrier)
+        parent = trace.get_current_span(parent_context).get_span_context()
+        if not parent.is_valid and not self._begins:
+            return None
+        trace_id = parent.trace_id if parent.is_valid else _number(execution_id, 16)
+        if self._sampler.should_sample(parent_context, trace_id, "job").decision is Decision.DROP:
+            return None
+        span_id, state = _number(execution_id, 8), parent.trace_state.to_header()
+        own = {"traceparent": f"00-{trace_id:032x}-{span_id:016x}-01"}
+        return TraceIds(
+            trace_id,
+            span_id,
+            parent.span_id if parent.is_valid else None,
+            state,
+            {**own, "tracestate": state} if state else own,
+        )
+
+    def _spans(self, end: TracedEnd) -> list[ReadableSpan]:
+        """A job's span, and below it what it went through."""
+        ids, told = end.trace.ids, end.trace
+        root = self._context(ids, ids.span)
+        parent = None if ids.parent is None else self._context(ids, ids.parent, is_remote=True)
+        # The producer's clock may be ahead of this one: nothing begins after what comes behind it.
+        moments = [end.enqueued_at, told.claimed_at, end.began_at, told.first_token_at, told.finished_at]
+        times = _ascending([*moments, end.ended_at, end.written_at])
+        enqueued, claimed, began, first, finished, ended, written = times
+        failed = end.outcome != "finished"
+        status = Status(StatusCode.ERROR, end.reason or end.outcome) if failed else Status(StatusCode.UNSET)
+        spans = [
+            self._span(end.function, root, parent, enqueued, written, _of_job(end), SpanKind.CONSUMER, status)
+        ]
+
+        def child(name: str, of: SpanContext, start: float, stop: float, more: Attributes) -> SpanContext:
+            context = self._context(ids, _number(f"{ids.span:016x}{name}", 8))
+            spans.append(self._span(name, context, of, start, stop, more))
+            return context
+
+        if end.enqueued_at is not None:
+            child("queued", root, enqueued, claimed, {})
+        child("held", root, claimed, began if end.began_at is not None else ended, {})
+        if end.began_at is not None and end.is_function:
+            child("run", root, began, ended, {})
+        elif end.began_at is not None and told.finished_at is not None:
+            operation = _OPERATIONS.get(end.function, end.function.rpartition(".")[2])
+            attributes = _of_model(end, operation, self._model)
+            generating = child(f"{operation} {self._model}", root, began, finished, attributes)
+            if told.first_token_at is not None:
+                child("prefill", generating, began, first, {})
+                child("generation", generating, first, finished, {})
+        child("end", root, ended, written, {})
+        return spans
+
+    def _context(self, ids: TraceIds, span_id: int, is_remote: bool = False) -> SpanContext:
+        state = TraceState.from_header([ids.state]) if ids.state else None
+        return SpanContext(ids.trace, span_id, is_remote, _SAMPLED, state)
+
+    def _span(
+        self,
+        name: str,
+        context: SpanContext,
+        parent: SpanContext | None,
+        start: float,
+        stop: float,
+        attributes: Attributes,
+        kind: SpanKind = SpanKind.INTERNAL,
+        status: Status | None = None,
+    ) -> ReadableSpan:
+        return ReadableSpan(
+            name,
+            context,
+            parent,
+            self._resource,
+            attributes,
+            kind=kind,
+            status=status or Status(StatusCode.UNSET),
+            start_time=int(start * 1e9),
+            end_time=int(stop * 1e9),
+            instrumentation_scope=self._scope,
+        )
+
+
+def _of_job(end: TracedEnd) -> Attributes:
+    found: dict[str, str | int] = {
+        "messaging.system": "rq",
+        "messaging.operation.type": "process",
+        "messaging.destination.name": end.queue,
+        "messaging.message.id": end.job_id,
+        "tokenmill.outcome": end.outcome,
+    }
+    if end.reason:
+        found["error.type"] = end.reason
+    if end.rows:
+        found |= {"tokenmill.rows": end.rows, "tokenmill.row_errors": end.row_errors}
+    return found
+
+
+def _of_model(end: TracedEnd, operation: str, model: str) -> Attributes:
+    told = end.trace
+    return {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "tokenmill",
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.response.finish_reasons": tuple(sorted(told.finish_reasons)),
+        "gen_ai.usage.input_tokens": told.prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": told.cached_tokens,
+        "gen_ai.usage.output_tokens": told.completion_tokens,
+    }
+
+
+def _ascending(moments: list[float | None]) -> list[float]:
+    """Each no later than the next one that is known; the last is. One that is not known is the next one."""
+    found: list[float] = []
+    limit = float("inf")
+    for moment in reversed(moments):
+        limit = limit if moment is None else min(limit, moment)
+        found.append(limit)
+    return found[::-1]
+
+
+def _number(text: str, num_bytes: int) -> int:
+    """A number that follows from a text, other than 0, which stands for none."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=num_bytes).digest()) or 1
