@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -17,13 +16,6 @@ from worker.store.claimed_job import Claim, Wanted
 from worker.store.job_store import JobStore
 
 PROMPT = "jobs.complete"
-
-
-@pytest.fixture
-def redis(redis_url: str) -> Iterator[Redis]:
-    with Redis.from_url(redis_url) as client:
-        client.flushall()
-        yield client
 
 
 @pytest.fixture

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from engine import Completion, ModelIdentity, PoolingParams, RequestParams, SamplingParams, ScoringParams
+from engine import (
+    Completion,
+    ModelIdentity,
+    PoolingParams,
+    RequestParams,
+    RequestProgress,
+    SamplingParams,
+    ScoringParams,
+)
 
 
 class EngineLike(Protocol):
@@ -69,6 +77,10 @@ class EngineLike(Protocol):
 
     def stats(self) -> Any:
         """A dataclass of counters."""
+        ...
+
+    def progress(self) -> Mapping[str, RequestProgress]:
+        """How far requests in the batch are, by id; those that are not told have not begun."""
         ...
 
     def chat_token_ids(

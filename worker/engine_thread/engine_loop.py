@@ -34,7 +34,7 @@ class EngineLoop:
         self._engine, self._orders, self._report, self._clock = engine, orders, report, clock
         self._intake = Intake(engine, lambda: orders.put(Look()))
         self._refused: list[Completion] = []
-        self._reported_at = self.turned_at = clock()
+        self._reported_at = self._progress_at = self.turned_at = clock()
 
     def run(self) -> None:
         """Work until a Halt order. An engine that raises is reported once; then only Halt is awaited."""
@@ -93,4 +93,7 @@ class EngineLoop:
             self._reported_at = began_at
             stats = dict(vars(self._engine.stats()))
             stats["num_waiting"] += len(self._intake)
-            self._report(Stepped(completions, stats, started, began_at))
+            progress = None
+            if began_at - self._progress_at >= STATS_PERIOD_S:
+                self._progress_at, progress = began_at, self._engine.progress()
+            self._report(Stepped(completions, stats, started, began_at, progress))

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine import Completion
+from engine import Completion, RequestProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,14 @@ class Stepped:
     """Report: completions of one or more steps, and the engine's counters after them.
 
     started: ids of the requests of which a step has scheduled the first sequence. at: monotonic seconds when
-    the last step began.
+    the last step began. progress: how far the requests in the batch are, None where that is not told anew.
     """
 
     completions: Sequence[Completion]
     stats: Mapping[str, Any]
     started: Sequence[str]
     at: float
+    progress: Mapping[str, RequestProgress] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from uuid import uuid4
 
+from worker.io_thread.fair_share import FairShare
+from worker.io_thread.fleet import POLL_S, Fleet
 from worker.io_thread.job_runner import JobRunner
 from worker.io_thread.limits import Limits
 from worker.io_thread.packing import Packer
@@ -17,7 +19,6 @@ from worker.store.claimed_job import Wanted
 from worker.store.job_store import JobStore
 from worker.store.registries import Registries
 
-POLL_S = 0.05
 ISOLATION_S = 10.0
 """How long a suspect runs by itself: what it does kills soon, and others wait for it."""
 LOOK_S = 0.2
@@ -36,6 +37,7 @@ class Claimer:
         queue_names: Sequence[str],
         store: JobStore,
         registries: Registries,
+        fleet: Fleet,
         runner: JobRunner,
         packer: Packer,
         budget: PayloadBudget,
@@ -45,9 +47,12 @@ class Claimer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._queue_names, self._store, self._registries = queue_names, store, registries
+        self._fleet, self._shares = fleet, [FairShare() for _ in queue_names]
         self._runner, self._packer, self._budget, self._releaser = runner, packer, budget, releaser
         self._limits, self._log, self._clock = limits, log, clock
         self._tokens: dict[int, str] = {}
+        # By lane, the jobs held when a claim left some to others: with half as many, it looks again.
+        self._had = [0] * len(queue_names)
         self._foreign = [0] * len(queue_names)
         self._num_kept = self._turn = 0
         self._suspect_execution, self._isolated_until = "", float("-inf")
@@ -100,6 +105,9 @@ class Claimer:
     def _is_due(self, lane: int, moment: float) -> bool:
         """Whether it is time to claim; where no file may come, to look for prompts between them."""
         timer = self._polls[lane] if self._packer.claimable_files(lane) else self._looks[lane]
+        if 2 * self._runner.jobs.num_of(lane) < self._had[lane]:
+            self._had[lane] = 0
+            timer.postpone(float("-inf"))
         return timer.due(moment)
 
     def _claim_for(self, lanes: Sequence[int]) -> int:
@@ -125,24 +133,40 @@ class Claimer:
     def _take_up(self, lanes: Sequence[int], rooms: Sequence[int]) -> int:
         """Claim for lanes, at most `rooms` each; return how many jobs were kept."""
         wanted = []
-        is_idle = self._runner.num_held == 0
+        is_idle, moment = self._runner.num_held == 0, self._clock()
         self._turn += 1
         for place, (lane, room) in enumerate(zip(lanes, rooms, strict=True)):
             # Kept until the call has come through: sent again, it claims nothing twice.
             token = self._tokens.setdefault(lane, uuid4().hex[:24])
             takes_suspects = is_idle and place == self._turn % len(lanes)
-            places = self._packer.free_functions, self._packer.claimable_files(lane)
-            wanted.append(Wanted(self._queue_names[lane], room, token, takes_suspects, *places))
+            takers, rounds_up = self._shares[lane].among(self._fleet.num_workers(lane), moment)
+            wanted.append(
+                Wanted(
+                    self._queue_names[lane],
+                    room,
+                    token,
+                    takes_suspects,
+                    max_functions=self._packer.free_functions,
+                    max_files=self._packer.claimable_files(lane),
+                    num_takers=takers,
+                    num_held=self._runner.jobs.num_of(lane),
+                    rounds_up=rounds_up,
+                )
+            )
         claims = self._store.claim(wanted, self._limits.suspect_deaths)
         for lane, claim in zip(lanes, claims, strict=True):
             del self._tokens[lane]
             self._foreign[lane] = claim.num_foreign
             self._num_kept += len(claim.jobs)
-            if claim.jobs:
+            poll_s = self._polls[lane].period_s = self._fleet.poll_s(lane)
+            taken = [job.job_id for job in claim.jobs]
+            self._shares[lane].left(claim.first_left, moment, poll_s, taken)
+            if claim.jobs and not claim.first_left:
                 self._polls[lane].postpone(float("-inf"))
                 self._looks[lane].postpone(self._clock() + POLL_S)
             for job in claim.jobs:
                 self._runner.begin(job, lane)
+            self._had[lane] = self._runner.jobs.num_of(lane) if claim.first_left else 0
         self._runner.open_claimed()
         surplus = self._runner.take_surplus()
         if self._runner.num_held > 1:  # a job of another lane came with one that should run by itself

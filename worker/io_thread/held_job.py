@@ -10,12 +10,13 @@ from typing import Any
 
 from redis import Redis
 
-from engine import Completion
+from engine import Completion, RequestProgress
 from jobs.tasks import OpenTask, Request
 from worker.store.claimed_job import ClaimedJob
 from worker.store.job_record import JobRecord
 from worker.store.stored_job import StoredJob, job_of
 from worker.threads.functions import Call
+from worker.traces.job_trace import JobTrace
 
 
 class JobState(enum.Enum):
@@ -60,6 +61,9 @@ class HeldJob:
     is_overdue: whether its function was interrupted because of a limit of time.
     inspected: requests whose answers the task looks at in a thread, before it gets them.
     unscheduled: requests that were sent and of which no step has scheduled a sequence.
+    trace: what is noted for its trace; None where it is not traced.
+    begun: how far its requests are that the engine is at, as it last told.
+    told_progress: what its task said last of its progress; shown_progress: what job.meta shows of it.
     """
 
     number: int
@@ -87,7 +91,10 @@ class HeldJob:
     open_requests: dict[int, list[Completion]] = field(default_factory=dict)
     inspected: set[int] = field(default_factory=set)
     samples: dict[int, int] = field(default_factory=dict)
+    begun: dict[int, RequestProgress] = field(default_factory=dict)
+    told_progress: dict[str, Any] | None = None
     shown_progress: dict[str, Any] | None = None
+    trace: JobTrace | None = None
     _awaited: object = None
 
     # Transitions
@@ -195,6 +202,15 @@ class HeldJob:
         """Rows of its file that are answered; 0 of a job without one, or that is closed."""
         progress = self.open_task.progress() if self.is_file and self.open_task is not None else None
         return 0 if progress is None else int(progress.get("rows_done", 0))
+
+    def tokens_open(self) -> dict[str, int]:
+        """Tokens of its requests that are on their way: of prompts, computed and not yet, and of answers."""
+        on_their_way = [each for index, each in self.begun.items() if index in self.open_requests]
+        return {
+            "prompt_tokens_open": sum(each.prompt_tokens for each in on_their_way),
+            "prompt_tokens_ahead": sum(each.prompt_tokens_left for each in on_their_way),
+            "tokens_open": sum(each.generation_tokens for each in on_their_way),
+        }
 
     @property
     def request_ids(self) -> list[str]:

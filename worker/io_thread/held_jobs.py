@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import count
 from typing import Any
 
+from engine import RequestProgress
 from worker.io_thread.held_job import HeldJob
 from worker.metrics.tally import EndedJob, Tally
 from worker.store.claimed_job import ClaimedJob
 from worker.store.outcome import Outcome
+from worker.traces.job_trace import JobTrace, TracedEnd, Traces
 
 
 @dataclass
@@ -19,6 +23,7 @@ class JobCounts:
     """Jobs this worker has brought to an end, and the rows of files that those had."""
 
     tally: Tally = field(default_factory=Tally)
+    traces: Traces = field(default_factory=Traces)
     finished: int = 0
     failed: int = 0
     rows: int = 0
@@ -26,6 +31,8 @@ class JobCounts:
     def add(self, job: HeldJob, outcome: Outcome) -> None:
         """Count one that has ended so."""
         self.tally.job_ended(lambda: _ended(job, outcome))
+        if (trace := job.trace) is not None:
+            self.traces.ended(lambda: _traced_end(job, trace, _ended(job, outcome)))
         is_finished = outcome.status == "finished"
         self.finished += is_finished
         self.failed += not is_finished
@@ -40,19 +47,28 @@ class JobCounts:
 class HeldJobs:
     """Those that were claimed and have not ended, oldest first. The I/O thread's."""
 
-    def __init__(self) -> None:
+    def __init__(self, traces: Traces) -> None:
+        self._traces = traces
         self._numbers = count()
         self._jobs: dict[int, HeldJob] = {}
+        self._by_lane: Counter[int] = Counter()
 
     def add(self, claimed: ClaimedJob, lane: int = 0) -> HeldJob:
         """Hold one more."""
-        job = HeldJob(next(self._numbers), claimed, lane)
+        trace = self._traces.begin(claimed.execution_id, claimed.record.meta)
+        job = HeldJob(next(self._numbers), claimed, lane, trace=trace)
         self._jobs[job.number] = job
+        self._by_lane[lane] += 1
         return job
 
     def remove(self, job: HeldJob) -> None:
         """Hold it no longer."""
         del self._jobs[job.number]
+        self._by_lane[job.lane] -= 1
+
+    def num_of(self, lane: int) -> int:
+        """How many of them are of this lane."""
+        return self._by_lane[lane]
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -89,12 +105,24 @@ class HeldJobs:
         """Rows of files that the jobs which are held have answered by now."""
         return sum(job.num_rows_done for job in self._jobs.values())
 
+    def progressed(self, requests: Mapping[str, RequestProgress]) -> None:
+        """Note how far these requests are, by their ids; all others in the engine have not begun."""
+        for job in self._jobs.values():
+            job.begun = {}
+        for request_id, progress in requests.items():
+            whose, index = self.of_request(request_id)
+            if whose is not None:
+                whose.begun[index] = progress
+
     def changed_progress(self) -> list[tuple[ClaimedJob, dict[str, Any]]]:
         """`job.meta` of the running tasks that have moved since the last call."""
         changed = []
         for job in self._jobs.values():
-            progress = job.open_task.progress() if job.open_task is not None else None
-            if progress is not None and progress != job.shown_progress:
+            told = job.open_task.progress() if job.open_task is not None else None
+            if told is None or told is job.told_progress:
+                continue
+            job.told_progress, progress = told, {**told, **job.tokens_open()}
+            if progress != job.shown_progress:
                 job.shown_progress = progress
                 meta = job.claimed.record.meta
                 changed.append((job.claimed, {**meta, **progress} if isinstance(meta, dict) else progress))
@@ -103,7 +131,7 @@ class HeldJobs:
 
 def _ended(job: HeldJob, outcome: Outcome) -> EndedJob:
     shard = outcome.value if job.is_file and isinstance(outcome.value, dict) else {}
-    rows, errors = shard.get("rows"), shard.get("errors")
+    rows, errors, unasked = (shard.get(name) for name in ("rows", "errors", "rows_unasked"))
     return EndedJob(
         queue=job.claimed.queue_name,
         outcome=outcome.status,
@@ -113,13 +141,25 @@ def _ended(job: HeldJob, outcome: Outcome) -> EndedJob:
         ended_at=outcome.ended_at.timestamp(),
         rows=rows if isinstance(rows, int) else 0,
         row_errors=errors if isinstance(errors, int) else 0,
+        rows_unasked=unasked if isinstance(unasked, int) else None,
+    )
+
+
+def _traced_end(job: HeldJob, trace: JobTrace, ended: EndedJob) -> TracedEnd:
+    return TracedEnd(
+        trace,
+        job_id=job.claimed.job_id,
+        function=job.function_name or "refused",
+        is_function=job.is_function,
+        written_at=time.time(),
+        **{name: value for name, value in vars(ended).items() if name != "rows_unasked"},
     )
 
 
 def _moment(stored: bytes) -> float | None:
-    """Unix seconds of a date as RQ writes it; None for anything else."""
+    """Unix seconds of a date as RQ writes it; None for anything else, and for what is before 1970."""
     try:
         moment = datetime.fromisoformat(stored.decode())
     except ValueError:
         return None
-    return None if moment.tzinfo is None else moment.timestamp()
+    return None if moment.tzinfo is None or moment.timestamp() < 0 else moment.timestamp()

@@ -14,8 +14,9 @@ from redis.exceptions import RedisError, ResponseError
 
 from worker.engine_thread.orders import EngineDied, Halt, Order, Stepped
 from worker.errors import FaultySurroundings, TooManyStuckThreads, WorkerError
-from worker.io_thread.claimer import POLL_S, Claimer
+from worker.io_thread.claimer import Claimer
 from worker.io_thread.faults import MAX_IN_A_ROW, PAUSE_S, WorkerFault
+from worker.io_thread.fleet import KEYS_PERIOD_S, POLL_S, Fleet
 from worker.io_thread.io_events import Shutdown, StopJob
 from worker.io_thread.job_runner import JobRunner
 from worker.io_thread.limits import Limits
@@ -32,7 +33,6 @@ from worker.store.stock_jobs import StockJobs
 
 PROGRESS_PERIOD_S = 0.5
 DEADLINE_PERIOD_S = 0.25
-KEYS_PERIOD_S = 2.0
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 5.0
 LEAVING_S = 5.0
 """How long a cold shutdown waits for ends that are being written, and any for files that are being closed."""
@@ -60,6 +60,7 @@ class IoLoop:
         store: JobStore,
         runner: JobRunner,
         claimer: Claimer,
+        fleet: Fleet,
         releaser: Releaser,
         reporter: Reporter,
         budget: PayloadBudget,
@@ -72,7 +73,7 @@ class IoLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._queue_names, self._store, self._runner = queue_names, store, runner
-        self._claimer, self._releaser, self._reporter = claimer, releaser, reporter
+        self._claimer, self._fleet, self._releaser, self._reporter = claimer, fleet, releaser, reporter
         self._budget, self._orders, self._limits, self._log = budget, orders, limits, log
         self._events, self._clock, self._stock = events, clock, stock
         self._phase = Phase.SERVING
@@ -90,10 +91,10 @@ class IoLoop:
         self._duties = (
             self._look_at_keys,
             self._settle,
+            self._show_record,  # before a first claim: it hears of the other workers there
             self._take_or_give,
             self._keep_leases,
             self._show_progress,
-            self._show_record,
             self._take_up_abandoned,
             upkeep.do_what_is_due,
         )
@@ -185,6 +186,8 @@ class IoLoop:
             self._reporter.engine_stats = event.stats
             self._runner.streams.started(event.started, event.at)
             self._runner.streams.deliver(event.completions, event.at)
+            if event.progress is not None:
+                self._runner.jobs.progressed(event.progress)
         elif isinstance(event, StopJob):
             if not self._runner.stop(event.job_id, event.execution_id):
                 self._log.info("not working on job %s, stop command ignored", event.job_id)
@@ -252,6 +255,7 @@ class IoLoop:
 
     def _look_at_keys(self, moment: float) -> None:
         """Set aside what is of no use in the keys that all jobs share, and say so."""
+        self._keys.period_s = self._fleet.keys_s
         if self._keys.due(moment):
             self._check_keys()
             self._store.quarantine.tell(self._log)
@@ -308,6 +312,7 @@ class IoLoop:
     # Duties
 
     def _keep_leases(self, moment: float) -> None:
+        self._renew.period_s = self._fleet.renew_s
         if self._renew.due(moment):
             self._runner.drop(self._store.renew(self._runner.held))
 

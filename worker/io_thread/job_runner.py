@@ -73,9 +73,9 @@ class JobRunner:
         self._admission, self._environment, self._callbacks = admission, environment, callbacks
         self._pool_client = pool_client
         self._log, self._clock = log, clock
-        self.jobs = HeldJobs()
+        self.jobs = HeldJobs(environment.traces)
         self._surplus: list[ClaimedJob] = []
-        self.faults, self.counts = WorkerFaults(), JobCounts(tally)
+        self.faults, self.counts = WorkerFaults(), JobCounts(tally, environment.traces)
         self._calls = PoolCalls(post, self._close, log, clock)
         self._files = TaskFiles(packer, self._calls, environment.file_timeout_s, log, clock)
         inspections, grace_s = Inspections(post, environment.checks), environment.function_grace_s

@@ -28,6 +28,11 @@ class Limits:
         return min(self.lease_s / 4, 2.0)
 
     @property
+    def longest_renew_s(self) -> float:
+        """Where so many leases are renewed that a cancelled job has to be noticed later."""
+        return self.lease_s / 4
+
+    @property
     def sweep_period_s(self) -> float:
         """How often abandoned jobs are looked for: adds to the lease in the time to recovery."""
         return min(self.lease_s / 4, 10.0)

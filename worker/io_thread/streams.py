@@ -80,6 +80,8 @@ class Streams:
                 continue  # stopped or lost while the engine was at it
             self._beginnings.began(job, moment)  # one that was refused was never scheduled
             self._tally.completed(completion)
+            if job.trace is not None:
+                job.trace.completed(completion)
             self.completion_tokens += len(completion.token_ids) - completion.num_continued
             job.unscheduled.discard(index)
             samples = job.open_requests[index]

@@ -7,7 +7,7 @@ class Timer:
     """Says when a period has passed; the first time at once."""
 
     def __init__(self, period_s: float) -> None:
-        self._period_s, self._next = period_s, float("-inf")
+        self.period_s, self._next = period_s, float("-inf")
 
     def postpone(self, moment: float) -> None:
         """Be due at `moment`, not before."""
@@ -17,5 +17,5 @@ class Timer:
         """Whether the period is over at `moment` (monotonic seconds); starts the next one."""
         if moment < self._next:
             return False
-        self._next = moment + self._period_s
+        self._next = moment + self.period_s
         return True

@@ -71,7 +71,8 @@ class LeftJob:
 class Wanted:
     """A claim on one queue: at most how many sequences' worth of jobs, a token of 24 hex digits, whether
     it may take a suspect, since the worker has nothing else, and at most how many jobs known to be functions,
-    and to be files."""
+    and to be files. num_takers: workers among whom the queue's jobs are divided; num_held: those of the queue
+    that this worker has by now; rounds_up: whether its share of jobs with several sequences is rounded up."""
 
     queue: str
     most: int
@@ -79,6 +80,9 @@ class Wanted:
     takes_suspects: bool
     max_functions: int = CLAIM_BATCH
     max_files: int = CLAIM_BATCH
+    num_takers: int = 1
+    num_held: int = 0
+    rounds_up: bool = True
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,8 @@ class Claim:
     jobs: list[ClaimedJob]
     num_foreign: int
     """Jobs that were seen and left in the queue, because they may run on another model only."""
+    first_left: str = ""
+    """Id of the first job that was left to other workers, because it is their share; "" for none."""
 
 
 def is_text(raw: bytes) -> bool:

@@ -89,6 +89,7 @@ class JobStore:
                 [
                     *(each.queue, min(each.most, CLAIM_BATCH), each.token, *tail),
                     *(int(each.takes_suspects), self._models, each.max_functions, each.max_files),
+                    *(each.num_takers, each.num_held, int(each.rounds_up)),
                 ],
             )
             for each in wanted
@@ -102,8 +103,12 @@ class JobStore:
         # Of a claim that was sent twice the first sending may still be on its way: its record expires.
         self._answered = first_sent
         return [
-            Claim([self._restore(each.queue, entry) for entry in entries], num_foreign)
-            for each, (entries, num_foreign) in zip(wanted, replies, strict=True)
+            Claim(
+                [self._restore(each.queue, entry) for entry in entries],
+                num_foreign,
+                first_left.decode(errors="replace"),
+            )
+            for each, (entries, num_foreign, first_left) in zip(wanted, replies, strict=True)
         ]
 
     def renew(self, held: Sequence[ClaimedJob]) -> list[ClaimedJob]:

@@ -97,7 +97,7 @@ class Quarantine:
         self._begin_to_look()
         found = self._news()
         for entry in found[:MOST_LINES]:
-            log.warning("set aside in Redis (see README, %s): %s", QUARANTINE, entry)
+            log.warning("set aside in Redis (see docs/recovery.md, %s): %s", QUARANTINE, entry)
         if len(found) > MOST_LINES:
             log.warning("set aside in Redis: %d more", len(found) - MOST_LINES)
 

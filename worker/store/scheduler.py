@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import pickle
 import signal
@@ -17,10 +18,10 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 from rq import Queue
-from rq.logutils import setup_loghandlers
 from rq.scheduler import RQScheduler, run
 from rq.utils import current_timestamp, now, utcformat
 
+from worker.logs import LogStyle
 from worker.store.client import own_client
 from worker.store.quarantine import Quarantine
 from worker.store.scripts import Scripts
@@ -82,24 +83,19 @@ class Scheduler(RQScheduler):
         queues: Sequence[Queue],
         connection: Redis,
         serializer: Any,
-        *,
-        logging_level: str | int,
-        date_format: str,
-        log_format: str,
+        style: LogStyle,
+        worker: str,
     ) -> None:
+        """style: of the worker's log, which the scheduler's process writes too. worker: its name."""
         self._quarantine: Quarantine | None = None
         self._scripts: Scripts | None = None
-        self._logging: dict[str, Any] = {
-            "level": logging_level,
-            "date_format": date_format,
-            "log_format": log_format,
-        }
+        self._style, self._worker = style, worker
         super().__init__(
             queues,
             connection,
-            logging_level=logging_level,
-            date_format=date_format,
-            log_format=log_format,
+            logging_level=style.level or logging.INFO,
+            date_format=style.date_format,
+            log_format=style.log_format,
             serializer=serializer,
         )
 
@@ -152,7 +148,7 @@ class Scheduler(RQScheduler):
 
     def work(self) -> None:
         """Run until stopped, or until the worker is gone; RQ's own ends with the first error of Redis."""
-        setup_loghandlers(name=self.log.name, **self._logging)
+        self._style.start(self._worker, self.log.name)
         self._install_signal_handlers()
         client: Any = own_client(self.connection, _REDIS_TIMEOUT_S)
         self._connection = client

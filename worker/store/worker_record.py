@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from redis import Redis
+from rq.worker_registration import WORKERS_BY_QUEUE_KEY
 
 from jobs.common.keys import WORKER_STATS_TTL_S, samples_key, worker_key
 from jobs.watch.samples import MAX_POINTS, Point
@@ -20,6 +22,19 @@ _REGISTRIES = {
     "scheduled": "scheduled",
 }
 """Status -> how RQ's keys call its registry."""
+
+
+@dataclass(frozen=True)
+class QueueCounts:
+    """Of each queue: its jobs by status, and the workers that are registered for it."""
+
+    jobs: Mapping[str, Mapping[str, int]]
+    workers: Mapping[str, int]
+
+    @property
+    def num_started(self) -> int:
+        """Jobs of all these queues that have begun, whichever worker has them."""
+        return sum(by_status["started"] for by_status in self.jobs.values())
 
 
 class WorkerRecord:
@@ -38,18 +53,21 @@ class WorkerRecord:
         self._queue_names = queue_names
         self._facts = {**facts, "queues": list(queue_names), "started_at": time.time()}
 
-    def count_jobs(self) -> dict[str, dict[str, int]]:
-        """Jobs of each of the worker's queues by status; 0 of a key that is of another type."""
+    def count(self) -> QueueCounts:
+        """Count jobs and workers of each of the worker's queues; 0 of a key that is of another type."""
         with self._client.pipeline(transaction=False) as pipe:
             for name in self._queue_names:
                 pipe.llen(f"rq:queue:{name}")
                 for registry in _REGISTRIES.values():
                     pipe.zcard(f"rq:{registry}:{name}")
+                pipe.scard(WORKERS_BY_QUEUE_KEY % name)
             replies = iter(pipe.execute(raise_on_error=False))
-        return {
-            name: {status: _number(next(replies)) for status in ("queued", *_REGISTRIES)}
+        counted = {
+            name: {each: _number(next(replies)) for each in ("queued", *_REGISTRIES, "workers")}
             for name in self._queue_names
         }
+        workers = {name: by_status.pop("workers") for name, by_status in counted.items()}
+        return QueueCounts(counted, workers)
 
     def show(self, state: str, job_id: str | None, counters: Mapping[str, Any], point: Point) -> None:
         """Write heartbeat, state, one running job and the statistics (kept for an hour)."""

@@ -11,14 +11,18 @@
 -- A job that has taken `suspect_deaths` workers with it is claimed by itself, where `takes_suspects` is 1, so that jobs
 -- that were merely near another one when it killed its worker are told from that one; elsewhere such jobs
 -- go to the end of the queue.
--- It ends, too, once the hashes of what it has taken have `max_hash_bytes`.
+-- It ends, too, once the hashes of what it has taken have `max_hash_bytes`, and where this worker, which holds
+-- `num_held` jobs of the queue, has its share: what waits and what is held, divided among `num_takers` workers. So the
+-- last jobs of a queue are spread, and a queue of more jobs than all have places for knows no such bound. A share is
+-- rounded up; of jobs with several sequences only where `rounds_up` is 1, for one shard more may be an hour's work.
 -- Returns {{{job id, execution id, job_hash, id of the last such job left before it}, ...}, jobs left for
--- other models}. Sent again with the same token it returns the same jobs, less those that were taken from
--- this worker since, and claims no others. With a limit of 0 it asks what an earlier call has claimed, and
--- makes sure that one still on its way claims nothing.
+-- other models, id of the first job left for others' shares or ''}. Sent again with the same token it returns
+-- the same jobs, less those that were taken from this worker since, and claims no others. With a limit of 0 it
+-- asks what an earlier call has claimed, and makes sure that one still on its way claims nothing.
 local queue, limit, token, worker, now_ts, lease_s, far_score = unpack(ARGV, 1, 7)
 local suspect_deaths, takes_suspects, models, max_functions, max_files = unpack(ARGV, 8, 12)
-local done_tokens = {unpack(ARGV, 13)}
+local num_takers, num_held, rounds_up = tonumber(ARGV[13]), tonumber(ARGV[14]), ARGV[15] == '1'
+local done_tokens = {unpack(ARGV, 16)}
 limit, suspect_deaths, takes_suspects = tonumber(limit), tonumber(suspect_deaths), takes_suspects == '1'
 local record = 'tokenmill:claim:' .. token
 local claimed = {}
@@ -32,12 +36,12 @@ if #earlier > 0 then
       claimed[#claimed + 1] = {id, eid, job_hash(id), earlier[i + 1]}
     end
   end
-  return {claimed, 0}
+  return {claimed, 0, ''}
 end
 if limit == 0 then
   call('RPUSH', record, '')
   call('EXPIRE', record, 600)
-  return {claimed, 0}
+  return {claimed, 0, ''}
 end
 
 local places = {['function'] = tonumber(max_functions), file = tonumber(max_files)}
@@ -46,6 +50,16 @@ for name in string.gmatch(models, '[^\n]+') do is_served[name] = true end
 local waiting = 'rq:queue:' .. queue
 local sequences, left, postponed, num_foreign, is_full = 0, {}, {}, 0, false
 local last_left, files_left = '', 0
+local page = call('LRANGE', waiting, 0, 99)
+
+-- How many jobs this worker may take beside those that it holds, and how many while they have several sequences.
+-- Asked for only where some wait.
+local share, large_share, first_left = 1000000, 1000000, ''
+if num_takers > 1 and page[1] then
+  local all = call('LLEN', waiting) + call('HLEN', 'tokenmill:held:' .. queue)
+  share = math.ceil(all / num_takers) - num_held
+  large_share = rounds_up and share or math.max(math.floor(all / num_takers), 1) - num_held
+end
 
 -- Whether an execution has taken the job at its latest enqueueing, and is not over.
 local function is_taken(id, enqueued_at)
@@ -70,6 +84,7 @@ local function consider(id)
   local is_foreign = fields[5] and not is_served[fields[5]]
   local free = places[fields[6] or '']
   local is_suspect = (tonumber(fields[3]) or 0) >= suspect_deaths
+  local num_sequences = math.max(1, tonumber(fields[4]) or 1)
   if is_foreign or (free and free <= 0) then
     left[#left + 1] = id
     num_foreign = num_foreign + (is_foreign and 1 or 0)
@@ -77,23 +92,26 @@ local function consider(id)
     files_left = files_left + (fields[6] == 'file' and 1 or 0)
   elseif is_suspect and (not takes_suspects or #claimed > 0) then
     postponed[#postponed + 1] = id
+  elseif num_sequences > 1 and #claimed >= large_share then
+    left[#left + 1] = id
+    is_full, first_left = true, id
   else
     local eid = token .. string.format('%08x', #claimed + 1)
     claimed[#claimed + 1] = open_execution(queue, id, eid, worker, now_ts, lease_s, far_score)
     claimed[#claimed][4] = last_left
     call('RPUSH', record, id, last_left)
     if free then places[fields[6]] = free - 1 end
-    sequences = sequences + math.max(1, tonumber(fields[4]) or 1)
-    is_full = is_suspect or sequences >= limit or bytes_read >= max_hash_bytes
+    sequences = sequences + num_sequences
+    is_full = is_suspect or sequences >= limit or #claimed >= share or bytes_read >= max_hash_bytes
   end
 end
 
 -- Bounded, so that a queue of a million deleted jobs, or of another model's, does not stop the server for
 -- the others: jobs behind more than 1,000 of these wait until they are gone, and behind 200 files.
-local looked_at, bound, page = 0, limit + 1000, {}
-while looked_at < bound and files_left < 200 and not is_full do
+local looked_at, bound = 0, limit + 1000
+while looked_at < bound and files_left < 200 and not is_full and share > 0 do
   local place = looked_at % 100
-  if place == 0 then page = call('LRANGE', waiting, looked_at, looked_at + 99) end
+  if place == 0 and looked_at > 0 then page = call('LRANGE', waiting, looked_at, looked_at + 99) end
   if not page[place + 1] then break end
   looked_at = looked_at + 1
   consider(page[place + 1])
@@ -107,4 +125,5 @@ if looked_at > #left then
 end
 if #claimed > 0 then call('EXPIRE', record, 600) end
 if looked_at == bound and #claimed == 0 then num_foreign = call('LLEN', waiting) end
-return {claimed, num_foreign}
+if #claimed >= share then first_left = call('LINDEX', waiting, #left) or '' end -- behind `left`, which is back
+return {claimed, num_foreign, first_left}

@@ -29,8 +29,12 @@ end
 
 -- False, or the `enqueued_at` that the execution answers ('' for none).
 local function holds(queue, id, eid)
-  if not is_open(queue, id, eid) or not call('ZSCORE', 'rq:executions:' .. id, eid) then return false end
+  if not call('ZSCORE', 'rq:executions:' .. id, eid) then return false end
   local cancelled_before, taken_at = at_claim(queue, id, eid)
+  if not cancelled_before then -- the fact was lost with a key that was damaged
+    write_claim(queue, id, eid)
+    cancelled_before, taken_at = at_claim(queue, id, eid)
+  end
   local cancelled = call('ZSCORE', 'rq:canceled:' .. queue, id)
   if cancelled and cancelled ~= cancelled_before then return false end
   return call('HLEN', 'rq:job:' .. id) > 0 and taken_at

@@ -18,8 +18,8 @@ end
 local function renew(queue, id, eid, started_iso)
   local execution = 'rq:execution:' .. id .. ':' .. eid
   if not holds(queue, id, eid) then return false end
-  call('HSET', execution, 'id', eid, 'last_heartbeat', now_ts, 'worker_name', worker)
-  call('HSETNX', execution, 'created_at', now_ts)
+  local num_new = call('HSET', execution, 'id', eid, 'last_heartbeat', now_ts, 'worker_name', worker)
+  if num_new > 0 then call('HSETNX', execution, 'created_at', now_ts) end
   call('EXPIRE', execution, lease_s)
   if started_iso ~= '' then
     show_begun(queue, id, eid, started_iso)

@@ -1,0 +1,156 @@
+"""Jobs that are fewer than the places of all workers are spread over them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from uuid import uuid4
+
+import pytest
+from redis import Redis
+from rq import Queue
+from rq.serializers import JSONSerializer
+
+from jobs.common.keys import SEQUENCES_FIELD
+from tests.worker.test_beginnings import ByHand
+from worker.io_thread.claimer import Claimer
+from worker.io_thread.fair_share import FORGET_S, FairShare
+from worker.io_thread.fleet import LONGEST_POLL_S, POLL_S, Fleet
+from worker.io_thread.limits import Limits
+from worker.io_thread.payload_budget import PayloadBudget
+from worker.io_thread.releaser import Releaser
+from worker.store.claimed_job import Claim, Wanted
+from worker.store.job_store import JobStore
+from worker.store.registries import Registries
+
+LIMITS = Limits(
+    burst=False,
+    max_jobs=None,
+    max_idle_s=None,
+    lease_s=60,
+    max_worker_deaths=5,
+    max_stuck_threads=16,
+    drain_s=None,
+)
+
+
+@pytest.fixture
+def bulk(redis_url: str) -> Iterator[Queue]:
+    with Redis.from_url(redis_url) as client:
+        client.flushall()
+        yield Queue("bulk", connection=client, serializer=JSONSerializer)
+
+
+def enqueue(bulk: Queue, number: int, sequences: int = 1) -> list[str]:
+    ids = [bulk.enqueue("jobs.complete", "x", max_tokens=1).id for _ in range(number)]
+    for job_id in ids:
+        bulk.connection.hset(f"rq:job:{job_id}", SEQUENCES_FIELD, sequences)
+    return ids
+
+
+def claim(bulk: Queue, *, takers: int, held: int = 0, rounds_up: bool = False, most: int = 200) -> Claim:
+    wanted = Wanted("bulk", most, uuid4().hex[:24], False, 200, 200, takers, held, rounds_up)
+    return JobStore(bulk.connection, "w", lease_s=30).claim([wanted], float("inf"))[0]
+
+
+def test_idle_workers_share_the_last_jobs_evenly(bulk: Queue) -> None:
+    ids = enqueue(bulk, 8)
+    first, second, third = (claim(bulk, takers=3) for _ in range(3))
+    assert [len(each.jobs) for each in (first, second, third)] == [3, 3, 2]
+    assert [each.first_left for each in (first, second, third)] == [ids[3], ids[6], ""]
+
+
+def test_a_worker_with_its_share_leaves_jobs_to_others(bulk: Queue) -> None:
+    enqueue(bulk, 4)
+    assert len(claim(bulk, takers=1).jobs) == 4, "alone it takes all"
+    [job_id] = enqueue(bulk, 1)
+    later = claim(bulk, takers=2, held=4)
+    assert (later.jobs, later.first_left) == ([], job_id)
+    assert len(claim(bulk, takers=2).jobs) == 1, "who has none takes it"
+
+
+def test_a_long_queue_knows_no_shares(bulk: Queue) -> None:
+    enqueue(bulk, 40)
+    taken = claim(bulk, takers=3, most=5)
+    assert (len(taken.jobs), taken.first_left) == (5, "")
+
+
+def test_no_worker_has_a_shard_more_while_another_has_one_less(bulk: Queue) -> None:
+    ids = enqueue(bulk, 4, sequences=50)
+    first = claim(bulk, takers=3)
+    assert ([each.job_id for each in first.jobs], first.first_left) == (ids[:1], ids[1])
+    assert claim(bulk, takers=3, held=1).jobs == []
+    assert bulk.job_ids == ids[1:]
+    assert len(claim(bulk, takers=3, held=1, rounds_up=True).jobs) == 1, "once nobody else took it"
+    assert len(claim(bulk, takers=3).jobs) == 1, "who has none takes one at once"
+
+
+def test_jobs_that_others_leave_are_taken_by_and_by() -> None:
+    share = FairShare()
+    share.left("a", 0.0, 1.0)
+    share.left("a", 0.5, 1.0)
+    assert share.among(8, 0.0) == (8, False), "the others had no time to look"
+    found = []
+    for look in range(1, 6):
+        share.left("a", look, 1.0)
+        found.append(share.among(8, look))
+    assert found == [(8, True), (4, True), (2, True), (1, True), (1, True)]
+    share.left("", 6, 1.0)
+    assert share.among(8, 6) == (1, True)
+    assert share.among(8, 6 + FORGET_S) == (8, False)
+
+
+def test_jobs_that_others_take_are_left_to_them() -> None:
+    share = FairShare()
+    for look in range(10):
+        share.left(f"job {look}", look, 1.0)
+    assert share.among(8, 10) == (8, False)
+
+
+def test_jobs_that_only_this_worker_takes_are_left_to_others_in_vain() -> None:
+    share, moment = FairShare(), 0.0
+    for job in range(40):  # one at a time, each over before the others look again
+        share.left(f"job {job + 1}", moment, 1.0, [f"job {job}"])
+        moment += 0.25
+    assert share.among(300, moment) == (1, True)
+
+
+def test_a_worker_claims_its_share_and_what_nobody_else_takes(bulk: Queue) -> None:
+    hand = ByHand(bulk.connection, slots=64)
+    fleet = Fleet(["bulk"], LIMITS, jitter=lambda: 1.0)
+    claimer = Claimer(
+        queue_names=["bulk"],
+        store=hand.store,
+        registries=Registries(bulk.connection, "w"),
+        fleet=fleet,
+        runner=hand.runner,
+        packer=hand.packer,
+        budget=PayloadBudget(1, 1 << 26),
+        releaser=Releaser(hand.store, hand.runner, 5, logging.getLogger("by hand")),
+        limits=LIMITS,
+        log=logging.getLogger("by hand"),
+        clock=lambda: hand.moment,
+    )
+    enqueue(bulk, 6)
+    fleet.hear({"bulk": 3}, num_started=0)
+    held = []
+    for _ in range(4):
+        claimer.claim(hand.moment)
+        held.append(hand.runner.num_held)
+        hand.moment += 1.1 * POLL_S
+    hand.close()
+    assert held == [2, 2, 2, 6]
+
+
+def test_many_workers_together_ask_no_more_often_than_a_few() -> None:
+    fleet = Fleet(["bulk", "other"], LIMITS, jitter=lambda: 1.0)
+    assert (fleet.poll_s(0), fleet.renew_s, fleet.keys_s) == (POLL_S, 2.0, 2.0)
+    fleet.hear({"bulk": 300, "other": 3}, num_started=6000)
+    assert (fleet.poll_s(0), fleet.poll_s(1)) == (1.5, POLL_S)
+    assert (fleet.renew_s, fleet.keys_s) == (6.0, 60.0)
+    fleet.hear({"bulk": 5000}, num_started=10**6)
+    assert (fleet.poll_s(0), fleet.renew_s) == (LONGEST_POLL_S, LIMITS.lease_s / 4)
+    short = Fleet(["bulk"], replace(LIMITS, lease_s=2))
+    short.hear({"bulk": 300}, num_started=10**6)
+    assert short.renew_s == 0.5, "a lease outlives two renewals that failed"
