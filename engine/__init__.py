@@ -42,13 +42,15 @@ from engine.errors import (
     WeightMismatch,
 )
 from engine.models.served import model_table
+from engine.run.check_up import check_up
 from engine.run.config import EngineConfig, model_identity
+from engine.run.observation import Observation
 from engine.sampling.params import SamplingParams
 from engine.sampling.pooling import PoolingParams
 from engine.sampling.request_kinds import RequestParams, request_params
 from engine.sampling.scoring import ScoringParams
 from engine.sampling.structured_outputs import StructuredOutputsParams
-from engine.schedule.outputs import Completion, EngineStats, LogLikelihood, Logprob
+from engine.schedule.outputs import Completion, EngineStats, LogLikelihood, Logprob, RequestProgress
 from engine.schedule.prepared_prompt import PreparedPrompt
 
 if TYPE_CHECKING:
@@ -78,12 +80,14 @@ __all__ = [
     "ModelNotFound",
     "NoToken",
     "NotDeterministic",
+    "Observation",
     "OutOfBlocks",
     "PoolingParams",
     "PreparedPrompt",
     "PromptTooLong",
     "RankFailed",
     "RequestParams",
+    "RequestProgress",
     "SamplingParams",
     "ScoringFailed",
     "ScoringParams",
@@ -93,6 +97,7 @@ __all__ = [
     "UnsupportedModel",
     "UnsupportedTask",
     "WeightMismatch",
+    "check_up",
     "model_identity",
     "model_table",
     "request_params",

@@ -36,8 +36,9 @@ from engine.sampling.pooling import PoolingParams
 from engine.sampling.request_kinds import RequestParams
 from engine.sampling.scoring import ScoringParams
 from engine.schedule.block_manager import BlockManager
-from engine.schedule.outputs import Completion, EngineStats, LogLikelihood
+from engine.schedule.outputs import Completion, EngineStats, LogLikelihood, RequestProgress
 from engine.schedule.prepared_prompt import PreparedPrompt
+from engine.schedule.request_progress import request_progress
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import Sequence
 from engine.tensor_parallel.start_runner import StartRunner, start_own_runner
@@ -254,6 +255,10 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters since start and the state of now."""
         return engine_stats(self._scheduler, self._stepper.stats)
+
+    def progress(self) -> dict[str, RequestProgress]:
+        """How far each request is of which a sequence runs; it takes a microsecond or so for each."""
+        return request_progress(self._scheduler.running)
 
     def chat_token_ids(
         self, messages: list[dict[str, Any]], *, truncate_prompt_tokens: int | None = None, **options: Any

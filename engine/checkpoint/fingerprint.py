@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from engine.checkpoint.folder import list_weight_files
+from engine.checkpoint.safetensors_header import read_header
 from engine.errors import MissingWeights
 
 #: Read whole: all that decides which tokens a text becomes, how they are computed, and where they end.
@@ -40,9 +41,6 @@ NUM_SAMPLES = 16
 
 #: Ends the `dtype` of a model that is computed so.
 DETERMINISTIC = "deterministic"
-
-#: No checkpoint's header is as large; a file that claims one is none.
-MAX_HEADER_BYTES = 100 << 20
 
 
 @dataclass(frozen=True)
@@ -111,15 +109,9 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, bytes]]:
     """Yield what each tensor of a safetensors file is (name, type, shape), and a digest of its samples."""
     try:
         with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if size > MAX_HEADER_BYTES:
-                raise ValueError(f"its header has {size} bytes")
-            header = json.loads(file.read(size))
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    start, end = entry["data_offsets"]
-                    description = json.dumps([name, entry["dtype"], entry["shape"]])
-                    yield description, _digest_samples(file, 8 + size + start, end - start)
+            for entry in read_header(file):
+                description = json.dumps([entry.name, entry.dtype, entry.shape])
+                yield description, _digest_samples(file, entry.start, entry.end - entry.start)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise MissingWeights(f"{path} is no complete safetensors file ({error}); fetch it again") from error
 

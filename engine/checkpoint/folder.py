@@ -25,11 +25,33 @@ def resolve_model(model: str) -> Path:
         if not (path / "config.json").is_file():
             raise ModelNotFound(f"{path} holds no config.json; give a folder in Hugging Face layout")
         return path
-    if model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model:
-        raise ModelNotFound(
-            f"there is no folder {model!r}; give an existing one or a hub id like 'Qwen/Qwen3-0.6B'"
-        )
+    if _is_path(model):
+        raise _no_folder(model)
     return _fetch(model)
+
+
+def _is_path(model: str) -> bool:
+    return model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model
+
+
+def _no_folder(model: str) -> ModelNotFound:
+    return ModelNotFound(
+        f"there is no folder {model!r}; give an existing one or a hub id like 'Qwen/Qwen3-0.6B'"
+    )
+
+
+def find_here(model: str) -> Path | None:
+    """As resolve_model, but nothing is fetched: None for a hub's model that is not on this machine."""
+    if Path(model).expanduser().is_dir():
+        return resolve_model(model)
+    if _is_path(model):
+        raise _no_folder(model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=FETCHED, local_files_only=True))
+    except (OSError, ValueError):
+        return None
 
 
 def list_weight_files(folder: Path) -> list[Path]:
@@ -50,6 +72,15 @@ def list_weight_files(folder: Path) -> list[Path]:
     if not files:
         raise MissingWeights(f"{folder} holds no .safetensors file; other weight formats are not read")
     return files
+
+
+def named_places(folder: Path) -> dict[str, str]:
+    """The file of each tensor as the index names it; {} where none is used. Raises ConfigError."""
+    if (folder / WHOLE).is_file() or not (folder / INDEX).is_file():
+        return {}
+    _shard_names(folder / INDEX)
+    places: dict[str, str] = read_json(folder / INDEX)["weight_map"]
+    return places
 
 
 def _shard_names(index: Path) -> list[str]:

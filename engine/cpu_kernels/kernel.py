@@ -86,8 +86,7 @@ def _compile(function: Callable[[Any], None]) -> Any:
     what has been written: a loss of power, or a full disk, leaves files that unpickle and then crash.
     """
     users = numba.config.CACHE_DIR
-    root = Path(users or Path(AppDirs("tokenmill", appauthor=False).user_cache_dir) / "kernels")
-    folder = root / _digest(function)
+    folder = cache_root() / _digest(function)
     numba.config.CACHE_DIR = str(folder)
     try:
         make_private(folder)
@@ -111,6 +110,13 @@ def _compile(function: Callable[[Any], None]) -> Any:
         return numba.cfunc(SIGNATURE, **OPTIONS)(function)
     finally:
         numba.config.CACHE_DIR = users
+
+
+def cache_root() -> Path:
+    """The folder that machine code is kept in: Numba's own setting, or one of the user's cache folder."""
+    return Path(
+        numba.config.CACHE_DIR or Path(AppDirs("tokenmill", appauthor=False).user_cache_dir) / "kernels"
+    )
 
 
 def _digest(function: Callable[[Any], None]) -> str:

@@ -1,4 +1,4 @@
-"""Which architectures are served, and how: what `tokenmill models` prints and README repeats.
+"""Which architectures are served, and how: what `tokenmill models` prints and docs/models.md repeats.
 
 Imports neither torch nor transformers.
 """

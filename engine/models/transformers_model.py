@@ -114,6 +114,16 @@ def load_transformers_model(
         ) from error
 
 
+def check_known(architecture: str) -> None:
+    """Raise UnsupportedModel for a name that transformers has no model of."""
+    import transformers
+
+    if not hasattr(transformers, architecture):
+        raise UnsupportedModel(
+            f"{architecture} is no model of transformers {transformers.__version__}; {nearest(architecture)}"
+        )
+
+
 def _read(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Any:
     """transformers' model with all weights of the folder, on the CPU. Raises the ConfigError that fits."""
     import transformers

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from redis import Redis
+
+from jobs.doctor import redis_server
+from tests.redis_server import running_redis_server
+
+#: How a server is set up where nothing is wrong; and what of it tests change besides.
+WELL = {"appendonly": "yes", "appendfsync": "always", "stream-node-max-bytes": "512"}
+OTHERS = {
+    "save": "",
+    "maxmemory": "0",
+    "maxmemory-policy": "noeviction",
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patient() -> Iterator[None]:
+    """A machine that is busy is slow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(redis_server, "TIMEOUT_S", 60.0)
+        yield
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    with running_redis_server() as url, Redis.from_url(url) as client:
+        set_up(client, WELL)
+        yield url
+
+
+@pytest.fixture
+def redis(redis_url: str) -> Iterator[Redis]:
+    """Empty, set up well, and again so afterwards."""
+    with Redis.from_url(redis_url) as client:
+        client.flushall()
+        yield client
+        set_up(client, {**OTHERS, **WELL})
+        client.execute_command("ACL", "DELUSER", "worker", "producer")
+
+
+def set_up(client: Redis, settings: dict[str, str]) -> None:
+    for name, value in settings.items():
+        client.config_set(name, value)

@@ -1,0 +1,191 @@
+"""`tokenmill doctor` finds what is wrong with a Redis, by real settings and users, and writes nothing."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import pytest
+from redis import Redis
+from rq import Queue
+from rq.serializers import JSONSerializer
+
+from jobs.doctor import redis_server
+from jobs.doctor.findings import Finding, Level
+from jobs.doctor.permissions import KEYS, Role, check_permissions, commands_of
+from jobs.doctor.queued_jobs import check_queued_jobs
+from jobs.doctor.redis_server import NotReached, Server, reach
+from jobs.doctor.server_settings import check_server
+from tests.doctor.conftest import set_up
+from tests.rq_workers import ROOT
+
+PASSWORD = "s3cr:et"
+
+
+def bad(findings: Iterable[Finding], level: Level = Level.FAULT) -> list[Finding]:
+    found = list(findings)
+    assert found
+    return [each for each in found if each.level is level]
+
+
+def rules_of(role: str) -> list[str]:
+    """The rules that we document, without the password and what begins them."""
+    lines = (ROOT / "ops" / "redis-users.acl").read_text().splitlines()
+    (line,) = [each for each in lines if each.startswith(f"user {role} ")]
+    return [each for each in line.split()[2:] if not each.startswith(">")]
+
+
+def as_user(redis: Redis, url: str, role: str, rules: Sequence[str], given: str = PASSWORD) -> str:
+    """Make a user of these rules; return the URL under which it is known."""
+    redis.execute_command("ACL", "SETUSER", role, "reset", f">{PASSWORD}", *rules)
+    return url.replace("unix://", f"unix://{role}:{given.replace(':', '%3A')}@")
+
+
+def quick(url: str, clock: Callable[[], float] = time.time) -> Server:
+    """The server, as if it had answered at once: a machine that is busy is slow."""
+    return replace(reach(url, clock), latency_s=0.001)
+
+
+def test_a_server_that_is_set_up_well_has_neither_fault_nor_warning(redis: Redis, redis_url: str) -> None:
+    Queue("bulk", connection=redis, serializer=JSONSerializer).enqueue("jobs.complete", "a")
+    server = quick(redis_url)
+    found = [*check_server(server), *check_permissions(server, "worker"), *check_queued_jobs(server)]
+    assert {each.level for each in found} == {Level.OK}
+    assert {"redis", "durability", "redis memory", "clock", "permissions", "queues"} == {
+        each.subject for each in found
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "level", "found", "mend"),
+    [
+        ({"maxmemory-policy": "allkeys-lru"}, Level.FAULT, "throws away jobs", "maxmemory-policy noeviction"),
+        ({"appendonly": "no"}, Level.FAULT, "neither append-only file nor snapshots", "appendonly yes"),
+        ({"appendonly": "no", "save": "3600 1"}, Level.WARNING, "only snapshots (save 3600 1)", "appendonly"),
+        ({"appendfsync": "no"}, Level.WARNING, "appendfsync is no", "CONFIG SET appendfsync everysec"),
+        ({"stream-node-max-bytes": "4096"}, Level.WARNING, "6.2 KB in place of 2.8", "max-bytes 512"),
+        ({"maxmemory": "800kb"}, Level.FAULT, "soon no job can be enqueued", "CONFIG SET maxmemory"),
+    ],
+    ids=lambda value: next(iter(value.values())) if isinstance(value, dict) else "",
+)
+def test_settings_by_which_jobs_are_lost_are_found(
+    redis: Redis, redis_url: str, settings: dict[str, str], level: Level, found: str, mend: str
+) -> None:
+    set_up(redis, settings)
+    (finding,) = bad(check_server(quick(redis_url)), level)
+    assert found in finding.found
+    assert mend in finding.mend
+
+
+@pytest.mark.parametrize(
+    ("info", "found"),
+    [
+        ({"redis_version": "6.0.16"}, "version 6.0.16"),
+        ({"role": "slave"}, "replica"),
+        ({"cluster_enabled": 1}, "cluster"),
+        ({"aof_last_write_status": "err"}, "could not write the append-only file"),
+    ],
+    ids=str,
+)
+def test_a_server_that_cannot_serve_is_found(
+    redis: Redis, redis_url: str, info: dict[str, object], found: str
+) -> None:
+    server = quick(redis_url)
+    (finding,) = bad(check_server(replace(server, info={**server.info, **info})))
+    assert found in finding.found
+    assert finding.mend
+
+
+@pytest.mark.parametrize(("skew_s", "way"), [(-5.4, " s ahead of"), (90.0, " s behind")])
+def test_a_clock_that_is_wrong_is_found(redis: Redis, redis_url: str, skew_s: float, way: str) -> None:
+    server = quick(redis_url, clock=lambda: time.time() + skew_s)
+    (finding,) = bad(check_server(server), Level.WARNING)
+    assert finding.subject == "clock"
+    assert way in finding.found
+
+
+def test_a_server_that_is_not_there_or_never_answers_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_server, "TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(NotReached) as refused:
+            reach(f"redis://u:{PASSWORD}@127.0.0.1:{port}/3")
+    assert f"redis://127.0.0.1:{port}/3 does not answer" in refused.value.finding.found
+    with pytest.raises(NotReached) as gone:
+        reach(f"redis://127.0.0.1:{port}")
+    assert "refused" in gone.value.finding.found
+    assert "RQ_REDIS_URL" in gone.value.finding.mend
+
+
+def test_a_wrong_password_is_told_and_not_shown(redis: Redis, redis_url: str) -> None:
+    with pytest.raises(NotReached) as refused:
+        reach(as_user(redis, redis_url, "worker", rules_of("worker"), given="Wr0ng"))
+    finding = refused.value.finding
+    assert "invalid username-password pair" in finding.found
+    assert "user and password in RQ_REDIS_URL" in finding.mend
+    assert "Wr0ng" not in str(finding)
+
+
+@pytest.mark.parametrize("role", ["worker", "producer"])
+def test_the_rules_that_we_document_are_enough(redis: Redis, redis_url: str, role: Role) -> None:
+    url = as_user(redis, redis_url, role, rules_of(role))
+    server = quick(url)
+    found = [*check_server(server), *check_permissions(server, role), *check_queued_jobs(server)]
+    assert {each.level for each in found} == {Level.OK}
+    assert redis.dbsize() == 0, "it has written"
+
+
+def test_each_rule_of_a_producer_is_asked_for() -> None:
+    rules = set(rules_of("producer"))
+    commands = {rule[1:] for rule in rules if rule.startswith("+") and not rule.startswith("+@")}
+    assert commands - {"info"} == {words[0] for words in commands_of("producer")} - {"info", "ping"}
+    assert {rule[1:] for rule in rules if rule.startswith("~")} == set(KEYS["producer"])
+
+
+@pytest.mark.parametrize(
+    ("role", "without", "missing"),
+    [
+        ("worker", "+evalsha", "+evalsha"),
+        ("worker", "~tokenmill:*", "~tokenmill:*"),
+        ("worker", "&rq:pubsub:*", "&rq:pubsub:*"),
+        ("worker", "+script|load", "+script|load"),
+        ("worker", "+@transaction", "+@transaction"),
+        ("producer", "+rpush", "+rpush"),
+        ("producer", "~rq:job:*", "~rq:job:*"),
+        ("producer", "~tokenmill:run:*", "~tokenmill:run:*"),
+    ],
+)
+def test_a_missing_rule_is_named_with_the_command_that_adds_it(
+    redis: Redis, redis_url: str, role: Role, without: str, missing: str
+) -> None:
+    rules = [each for each in rules_of(role) if each != without]
+    (finding,) = bad(check_permissions(reach(as_user(redis, redis_url, role, rules)), role))
+    assert f"ACL SETUSER {role}" in finding.mend
+    assert missing in finding.mend
+    redis.execute_command("ACL", "SETUSER", role, *finding.mend.partition(", ")[0].split()[3:])
+    url = redis_url.replace("unix://", f"unix://{role}:{PASSWORD.replace(':', '%3A')}@")
+    assert bad(check_permissions(reach(url), role)) == [], "what it says to do does not do"
+    assert redis.dbsize() == 0
+
+
+def test_without_a_transaction_nothing_is_asked_as_it_would_be_carried_out(
+    redis: Redis, redis_url: str
+) -> None:
+    url = as_user(redis, redis_url, "worker", [*rules_of("worker"), "-multi"])
+    (finding,) = bad(check_permissions(reach(url), "worker"))
+    assert "may not use MULTI" in finding.found
+    assert redis.dbsize() == 0
+
+
+def test_jobs_that_were_pickled_are_found(redis: Redis, redis_url: str) -> None:
+    Queue("bulk", connection=redis).enqueue("jobs.complete", "a")
+    (finding,) = bad(check_queued_jobs(reach(redis_url)))
+    assert "queue bulk: 1 of the 1 oldest jobs are no JSON" in finding.found
+    assert "serializer='json'" in finding.mend
+
+
+def test_a_slow_answer_is_told(redis: Redis, redis_url: str) -> None:
+    (finding,) = bad(check_server(replace(reach(redis_url), latency_s=0.02)), Level.WARNING)
+    assert "answers in 20.00 ms" in finding.found

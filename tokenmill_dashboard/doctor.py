@@ -1,0 +1,37 @@
+"""What `tokenmill doctor --role dashboard` looks at beside Redis. Imported by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from jobs.doctor.findings import Examination, Finding, fault, ok
+from jobs.doctor.installation import missing
+
+from .serve import TOKEN_VARIABLE, NotServed, check_token
+
+LIMIT_S = 30.0
+
+NEEDED = {
+    "starlette": "on which the pages rest",
+    "uvicorn": "which serves them",
+    "rq-dashboard": "whose pages are mounted beside them",
+    "a2wsgi": "which carries rq-dashboard",
+}
+
+
+def checks() -> list[Examination]:
+    """Return what is looked at where a dashboard runs."""
+    return [Examination("dashboard", _check, LIMIT_S)]
+
+
+def _check() -> Iterator[Finding]:
+    yield from missing(NEEDED, "dashboard")
+    token = os.environ.get(TOKEN_VARIABLE) or None
+    try:
+        check_token(token, "127.0.0.1")
+    except NotServed as error:
+        yield fault("dashboard", str(error).partition(":")[0], str(error).partition(": ")[2])
+        return
+    who = "browsers log in with a token" if token else "no token is set: it serves 127.0.0.1 only"
+    yield ok("dashboard", who)
