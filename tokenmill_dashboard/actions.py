@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from redis import Redis
 
+from jobs.errors import RunBusy, RunKeyDamaged, RunResubmitted, UnknownRun
+from jobs.runs.control import cancel_run as cancel
+from jobs.runs.names import is_run_id
+from jobs.watch.cancel_job import JobCancel
+from jobs.watch.cancel_job import cancel_job as cancel_one
 from jobs.watch.requeue import REQUEUE_LIMIT, requeue, requeue_all
+
+#: Seconds that a page waits for whoever plans or cancels a run at the same moment.
+RUN_WAIT_S = 5.0
 
 
 class Refused(Exception):
@@ -29,3 +37,27 @@ def retry_all(connection: Redis, form: dict[str, str]) -> str:
     if not done:
         raise Refused("gone")
     return f"retried-{done}"
+
+
+def cancel_run(connection: Redis, form: dict[str, str]) -> str:
+    """Cancel a run, as `tokenmill cancel` does. form: run."""
+    run = form.get("run", "")
+    if not is_run_id(run):
+        raise Refused("norun")
+    try:
+        cancelled = cancel(connection, run, RUN_WAIT_S)
+    except (UnknownRun, RunKeyDamaged):
+        raise Refused("norun") from None
+    except RunBusy:
+        raise Refused("busy") from None
+    except RunResubmitted:
+        raise Refused("resubmitted") from None
+    return f"run-{cancelled.removed}-{cancelled.stopped}"
+
+
+def cancel_job(connection: Redis, form: dict[str, str]) -> str:
+    """Cancel a job that waits, or have one that runs stopped. form: job_id."""
+    done = cancel_one(connection, form.get("job_id", ""))
+    if done is JobCancel.GONE:
+        raise Refused("ended")
+    return str(done.value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
@@ -29,9 +29,11 @@ from starlette.types import ASGIApp
 from jobs.common.shown import safe_name
 
 from . import shown
-from .actions import Refused, retry_all, retry_one
-from .guard import RQ_PREFIX, SESSION_COOKIE, SESSION_S, Guard, Hosts, Sessions
+from .actions import Refused, cancel_job, cancel_run, retry_all, retry_one
+from .guard import METRICS_PATH, RQ_PREFIX, SESSION_COOKIE, SESSION_S, Guard, Hosts, Sessions
+from .notices import notice
 from .pages import PAGES, Missing, Name, time_left
+from .queue_metrics import QueueMetrics
 from .watcher import IDLE_S, Watcher
 
 #: A form's body; ours are far smaller.
@@ -45,13 +47,15 @@ class Options:
     """How the dashboard is shown.
 
     hosts: further names of it. is_local: it listens on this machine alone. token: what browsers log in with,
-    None where everybody on this machine may look. show_prompts: jobs' arguments are shown.
+    None where everybody on this machine may look. show_prompts: jobs' arguments are shown. queues: those that
+    /metrics counts; without one there is no /metrics.
     """
 
     hosts: Collection[str] = ()
     is_local: bool = True
     token: str | None = None
     show_prompts: bool = False
+    queues: Sequence[str] = ()
 
 
 class Dashboard:
@@ -60,6 +64,7 @@ class Dashboard:
     def __init__(self, connection: Redis, options: Options) -> None:
         self.watcher, self._options = Watcher(connection), options
         self._sessions = Sessions(options.token) if options.token else None
+        self._metrics = QueueMetrics(connection, options.queues)
         # Of this process: a page of an earlier one gets the new one with its next update.
         self._form_token = secrets.token_urlsafe(32)
         self._templates = Environment(
@@ -82,8 +87,12 @@ class Dashboard:
             routes=[
                 *pages,
                 Route("/series.json", self._series),
+                Route("/livez", self._livez),
+                *([Route(METRICS_PATH, self._tell)] if self._options.queues else []),
                 Route("/retry", self._action(retry_one), methods=["POST"]),
                 Route("/retry-all", self._action(retry_all), methods=["POST"]),
+                Route("/cancel-run", self._action(cancel_run), methods=["POST"]),
+                Route("/cancel-job", self._action(cancel_job), methods=["POST"]),
                 Route("/login", self._show_login, methods=["GET"]),
                 Route("/login", self._log_in, methods=["POST"]),
                 Route("/logout", self._log_out, methods=["POST"]),
@@ -144,13 +153,25 @@ class Dashboard:
             path=request.url.path,
             here=_here(request),
             has_login=self._sessions is not None,
-            notice=_notice(request),
+            notice=notice(request.query_params.get("done", "")),
             **{"problem": None, "detail": None, **facts},
         )
         return HTMLResponse(html, 200 if update else status)
 
     async def _series(self, request: Request) -> Response:
         return JSONResponse(await run_in_threadpool(self.watcher.series))
+
+    async def _livez(self, request: Request) -> Response:
+        """Whether it answers is all: while Redis is away the page says so, and a new start helps nobody."""
+        return PlainTextResponse("ok\n")
+
+    async def _tell(self, request: Request) -> Response:
+        try:
+            accept = request.headers.get("accept", "")
+            body, kind = await run_in_threadpool(self._metrics.exposition, accept)
+        except RedisError as error:
+            return PlainTextResponse(f"Redis does not answer: {safe_name(str(error), 300)}\n", 503)
+        return Response(body, media_type=kind)
 
     def _action(self, act: Callable[[Redis, dict[str, str]], str]) -> Answer:
         """An action of a form that one of our pages of this process has sent, and back to that page."""
@@ -231,17 +252,6 @@ def _is_ours(path: str) -> bool:
 
 def _same(given: str, expected: str) -> bool:
     return secrets.compare_digest(given.encode(errors="surrogatepass"), expected.encode())
-
-
-def _notice(request: Request) -> str:
-    """What an action came to, in words of our own: anybody can write a link."""
-    code, _, count = request.query_params.get("done", "").partition("-")
-    num = int(count) if count.isascii() and count.isdigit() and len(count) < 8 else 0
-    told = {
-        "retried": f"{num:,} job{'' if num == 1 else 's'} put back on the queue.",
-        "gone": "Nothing was put back: the job is not among the failed ones of its queue any more.",
-    }
-    return told.get(code, "")
 
 
 async def _form(request: Request) -> dict[str, str]:

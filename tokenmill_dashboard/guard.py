@@ -24,7 +24,10 @@ SESSION_COOKIE = "tokenmill_session"
 SESSION_S = 7 * 24 * 3600
 
 #: What is served to a browser that has not logged in.
-_OPEN = ("/login", "/static/")
+_OPEN = ("/login", "/static/", "/livez")
+
+#: What is served to a program that sends the token with its request, as Prometheus does.
+METRICS_PATH = "/metrics"
 
 #: Where rq-dashboard is mounted: its pages are made of inline scripts and templates that are compiled.
 RQ_PREFIX = "/rq"
@@ -120,6 +123,8 @@ class Guard:
             return None
         if self._sessions.holds(_cookie(headers, SESSION_COOKIE), time.time()):
             return None
+        if scope["path"] == METRICS_PATH and self._sessions.is_token(_bearer(headers)):
+            return None
         if "hx-request" in headers:  # the page is told to go there
             return Response(headers={"HX-Redirect": "/login"})
         if is_action or "text/html" not in headers.get("accept", ""):
@@ -149,6 +154,11 @@ class Guard:
             await send(message)
 
         return send_marked
+
+
+def _bearer(headers: Headers) -> str:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def _cookie(headers: Headers, name: str) -> str:

@@ -127,7 +127,13 @@ def job(watcher: Watcher, request: Request, *, show_prompts: bool) -> dict[str, 
     found = read_job(watcher.connection, job_id, with_arguments=show_prompts)
     if found is None:
         raise Missing("Redis does not know this job: it has expired, or was deleted.")
-    return {"job": found, "shown_id": safe_name(job_id), "show_prompts": show_prompts}
+    run, _, rest = job_id.partition("-")
+    return {
+        "job": found,
+        "shown_id": safe_name(job_id),
+        "show_prompts": show_prompts,
+        "run": run if is_run_id(run) and (rest == "plan" or rest.isdigit()) else None,
+    }
 
 
 def missing(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
-from collections.abc import Collection
+import sys
+from collections.abc import Collection, Sequence
 from ipaddress import ip_address
 
 import uvicorn
 from redis import Redis
 from starlette.types import ASGIApp
+
+from jobs.common.log_format import AUTO, VARIABLE, checked_format, handle_all, is_json
 
 from .app import Dashboard, Options
 from .rq_pages import rq_app
@@ -20,6 +24,8 @@ MIN_TOKEN_CHARS = 16
 
 #: Redis is taken for away after so long: the page says so, and goes on asking.
 REDIS_TIMEOUT_S = 5.0
+
+logger = logging.getLogger(__name__)
 
 
 class NotServed(Exception):
@@ -44,6 +50,24 @@ def check_token(token: str | None, bind: str) -> str | None:
     return token
 
 
+def start_log() -> bool:
+    """Let all that is logged be JSON where it shall be; return whether it is. Raises NotServed."""
+    wanted = os.environ.get(VARIABLE) or AUTO
+    try:
+        if not is_json(checked_format(wanted), sys.stdout):
+            return False
+        from jobs.common.json_log import JsonLine
+    except ValueError as error:
+        raise NotServed(f"{VARIABLE}={wanted!r}: {error}") from None
+    except ImportError as error:
+        raise NotServed(
+            f"{error.name} is not installed: pip install 'tokenmill[dashboard]', or set {VARIABLE}=text"
+        ) from None
+    handle_all(JsonLine({}), ("uvicorn", "uvicorn.error"))
+    logger.setLevel(logging.INFO)
+    return True
+
+
 def is_loopback(bind: str) -> bool:
     """Whether only this machine reaches what listens there."""
     try:
@@ -52,30 +76,51 @@ def is_loopback(bind: str) -> bool:
         return bind == "localhost"
 
 
-def make_app(redis_url: str, bind: str, hosts: Collection[str], *, show_prompts: bool) -> ASGIApp:
-    """Return the application. Raises NotServed as check_token does."""
+def make_app(
+    redis_url: str,
+    bind: str,
+    hosts: Collection[str],
+    *,
+    show_prompts: bool,
+    queues: Sequence[str] = (),
+) -> ASGIApp:
+    """Return the application. queues: those that /metrics counts. Raises NotServed as check_token does."""
     token = check_token(os.environ.get(TOKEN_VARIABLE) or None, bind)
     is_local = is_loopback(bind)
     named = {*hosts} if is_local else {*hosts, socket.gethostname(), socket.getfqdn()}
     connection = Redis.from_url(
         redis_url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
     )
-    dashboard = Dashboard(connection, Options(named, is_local, token, show_prompts))
+    dashboard = Dashboard(connection, Options(named, is_local, token, show_prompts, queues))
     return dashboard.app(rq_app(redis_url, show_prompts=show_prompts))
 
 
-def serve(redis_url: str, bind: str, port: int, hosts: Collection[str], *, show_prompts: bool) -> None:
+def serve(
+    redis_url: str,
+    bind: str,
+    port: int,
+    hosts: Collection[str],
+    *,
+    show_prompts: bool,
+    queues: Sequence[str] = (),
+) -> None:
     """Serve until stopped. Raises NotServed where it may not be shown there, or the address cannot be had."""
-    app = make_app(redis_url, bind, hosts, show_prompts=show_prompts)
+    writes_json = start_log()
+    app = make_app(redis_url, bind, hosts, show_prompts=show_prompts, queues=queues)
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
     try:
         listener = socket.create_server((bind, port), family=family, backlog=128)
     except OSError as error:
         raise NotServed(f"{bind} port {port} cannot be listened on ({error.strerror}): use --port") from error
     shown = f"[{bind}]" if ":" in bind else bind
-    print(f"dashboard on http://{shown}:{listener.getsockname()[1]}", flush=True)
+    address = f"dashboard on http://{shown}:{listener.getsockname()[1]}"
+    if writes_json:
+        logger.info(address)
+    else:
+        print(address, flush=True)
     config = uvicorn.Config(
         app,
+        log_config=None if writes_json else uvicorn.config.LOGGING_CONFIG,
         log_level="warning",
         access_log=False,
         ws="none",

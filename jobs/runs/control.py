@@ -14,18 +14,20 @@ from ..common import stored
 from ..common.keys import MODEL_FIELD
 from ..common.rq_jobs import JobQueue, JobStatus, command_channel, executions_key, job_key, queue_keys
 from ..context.served_model import parse_model
-from ..errors import PlanningUnderWay
+from ..errors import PlanningUnderWay, UnknownRun
 from .end_calls import ON_END, WEBHOOK, EndCalls
 from .error_limit import ErrorLimit
 from .holders import Holder, holders
 from .left_jobs import LeftJob, planned_by, read_left
 from .names import PLAN, shard_job_id
-from .output import RunOutput
+from .option_checks import check_extend
+from .output import RunOutput, named_run
 from .paths import run_path
 from .plan import MAX_SHARDS
 from .run_index import list_in_index
 from .spec import RunSpec, check_queue_name
-from .state import RunState
+from .state import LOCK_WAIT_S, RunState
+from .told_end import tell_cancelled
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -63,6 +65,7 @@ def submit_run(
     *,
     model: str | None = None,
     redo_damaged: bool = False,
+    extend: bool = False,
     max_errors: int | str | None = None,
     webhook: str | None = None,
     on_end: str | None = None,
@@ -72,7 +75,8 @@ def submit_run(
     """Enqueue the planning of a run unless it is already under way; return the run's id.
 
     model: only a worker that serves it by this name plans the run, or resumes it. redo_damaged: parts that
-    are not what the run has written are removed and computed again. max_errors: see jobs.score_parquet.
+    are not what the run has written are removed and computed again. extend: what the input has gained is
+    added to the run in the output's folder. max_errors: see jobs.score_parquet.
     webhook, on_end: a URL and a function that are told of the end of this submission, see jobs.score_parquet.
     check_run: raises what the planning would, as far as that can be known on this machine.
     arguments: those of jobs.score_parquet; relative paths start at the working directory.
@@ -81,15 +85,18 @@ def submit_run(
     spec, model = RunSpec.from_arguments(**arguments), parse_model(model)
     limit, calls = ErrorLimit.parse(max_errors), EndCalls.parse(webhook, on_end)
     check_queue_name(queue_name)
+    check_extend(spec, extend)
     check_run(spec)
-    plan_job = f"{spec.run}-plan"
-    state = RunState(connection, spec.run)
+    run = _run_to_extend(connection, spec) if extend else spec.run
+    plan_job = f"{run}-plan"
+    state = RunState(connection, run)
     # The output as it was named: which real path it has is for the worker to say.
     own = {
         "output": run_path(arguments["output"]),
         "queue": queue_name,
         "model": model,
         "redo_damaged": redo_damaged,
+        **({"extend": True} if extend else {}),
         "max_errors": max_errors,
         **calls.to_fields(),
     }
@@ -97,7 +104,7 @@ def submit_run(
 
     def enter(pipe: Pipeline) -> None:
         under_way = _planning_under_way(connection, state, plan_job)
-        renewed = None if under_way is None else _renewed(connection, spec.run, under_way, planning)
+        renewed = None if under_way is None else _renewed(connection, run, under_way, planning)
         state.submit(pipe, plan_job, spec.output, queue_name, model, limit, calls, anew=under_way is None)
         if under_way is None:
             _enqueue_planning(pipe, connection, queue_name, plan_job, planning)
@@ -107,8 +114,17 @@ def submit_run(
 
     with state.lock() as lock:  # all at once: a submission that nobody plans would wait for ever
         state.write(lock, enter, job_key(plan_job), executions_key(plan_job))
-    list_in_index(connection, spec.run)
-    return spec.run
+    list_in_index(connection, run)
+    return run
+
+
+def _run_to_extend(connection: Redis, spec: RunSpec) -> str:
+    """Return the id of the run in the output's folder, whose input may have been named otherwise; that of the
+    arguments where neither the folder nor Redis tells of one."""
+    try:
+        return named_run(connection, spec.output)[0]
+    except UnknownRun:
+        return spec.run
 
 
 def retry_run(connection: Redis, run: str) -> None:
@@ -149,38 +165,58 @@ def describe_again(connection: Redis, output: RunOutput) -> bool:
     return True
 
 
-def cancel_run(connection: Redis, run: str) -> Cancelled:
-    """Mark a run cancelled, take its jobs from the queue and stop those that run.
+def cancel_run(connection: Redis, run: str, wait_s: float = LOCK_WAIT_S) -> Cancelled:
+    """Mark a run cancelled, take its jobs from the queue, stop those that run, and tell whom its submission
+    wants told.
 
-    Finished parts stay; submitting the run again resumes it. Raises UnknownRun, RunBusy, or RunResubmitted
-    where that has happened before all its jobs were told.
+    Finished parts stay; submitting the run again resumes it. wait_s: for whoever plans or cancels it now.
+    Raises UnknownRun, RunBusy, or RunResubmitted where that has happened before all its jobs were told.
     """
     state = RunState(connection, run)
     facts, submission = state.facts(), state.submission()
-    with state.lock() as lock:  # a planner is either done enqueueing, or will see the mark
+    with state.lock(wait_s) as lock:  # a planner is either done enqueueing, or will see the mark
         state.cancel(lock, submission)
     done = state.parts()
     num_shards = min(stored.count(facts.get("shards")) or 0, MAX_SHARDS)
     ids = [shard_job_id(run, shard) for shard in range(num_shards) if shard not in done]
     if "plan_job" in facts:
         ids.append(facts["plan_job"])
+    from_end = _is_nearer_to_end(connection, queue_keys(facts["queue"]).waiting, ids)
+    if from_end:
+        ids.reverse()
     removed = stopped = 0
     for start in range(0, len(ids), CHUNK):
         chunk = ids[start : start + CHUNK]
-        removed += remove_waiting(state, submission, facts["queue"], chunk)
-        stopped += state.as_of(submission, partial(_stop_held, connection, chunk))
+        removed += remove_waiting(state, submission, facts["queue"], chunk, from_end)
+        stopped += state.as_of(submission, partial(stop_held, connection, chunk))
+    if removed or stopped or "finished" not in facts:
+        tell_cancelled(state, submission)
     return Cancelled(removed, stopped)
 
 
-def remove_waiting(state: RunState, submission: int, queue_name: str, job_ids: Sequence[str]) -> int:
-    """Take those of the jobs from their queue that wait on it; return how many.
+def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str]) -> bool:
+    """Whether fewer jobs stand behind these than before them: Redis finds each by going through those.
+
+    Judged by one in the middle, or the last one where that waits no longer.
+    """
+    for job_id in (job_ids[len(job_ids) // 2], job_ids[-1]) if job_ids else ():
+        place: Any = connection.lpos(queue_key, job_id)
+        if place is not None:
+            return 2 * int(place) > connection.llen(queue_key)
+    return False
+
+
+def remove_waiting(
+    state: RunState, submission: int, queue_name: str, job_ids: Sequence[str], from_end: bool = False
+) -> int:
+    """Take those of the jobs from their queue that wait on it; return how many. from_end: seek them there.
 
     Raises RunResubmitted when the run was submitted again since `submission`.
     """
     queue_key, removed = queue_keys(queue_name).waiting, 0
     for start in range(0, len(job_ids), CHUNK):
         chunk = job_ids[start : start + CHUNK]
-        taken = state.as_of(submission, partial(_take, queue_key, chunk))
+        taken = state.as_of(submission, partial(_take, queue_key, chunk, from_end))
         state.as_of(submission, partial(_delete, taken))
         removed += len(taken)
     return removed
@@ -228,24 +264,28 @@ def _planning_under_way(connection: Redis, state: RunState, plan_job: str) -> st
 
 
 def _renewed(connection: Redis, run: str, plan_job: str, arguments: dict[str, Any]) -> bytes | None:
-    """Return a payload with the newest arguments for a planning that waits, and with a wish to redo damaged
-    parts kept.
+    """Return a payload with the newest arguments for a planning that waits, and with wishes to redo damaged
+    parts or to extend the run kept.
 
     None for one that was claimed already. Raises PlanningUnderWay when that asks for another model, or would
-    not redo damaged parts as is asked now.
+    not redo damaged parts, or extend the run, as is asked now.
     """
     asked_for: Any = connection.hget(job_key(plan_job), MODEL_FIELD)
     if (asked_for and stored.text(asked_for)) != arguments["model"]:
         name = "whichever plans it" if asked_for is None else repr(stored.text(asked_for))
         raise PlanningUnderWay(run, f"for model {name}")
-    function, redoes_already = planned_by(connection, plan_job)
+    function, waiting = planned_by(connection, plan_job)
     if function == RETRYING:
         raise PlanningUnderWay(run, "to try its failed rows again")
     if not connection.exists(executions_key(plan_job)):
-        kwargs = {**arguments, "redo_damaged": arguments["redo_damaged"] or redoes_already}
+        kwargs = {**arguments, "redo_damaged": arguments["redo_damaged"] or bool(waiting.get("redo_damaged"))}
+        if waiting.get("extend") and "extend" not in arguments:
+            kwargs |= {"extend": True, "input": waiting["input"]}
         return json.dumps((PLANNING, None, (), kwargs)).encode()
-    if arguments["redo_damaged"] and not redoes_already:
+    if arguments["redo_damaged"] and not waiting.get("redo_damaged"):
         raise PlanningUnderWay(run, "without redoing damaged parts")
+    if "extend" in arguments and not waiting.get("extend"):
+        raise PlanningUnderWay(run, "without a look for new rows")
     return None
 
 
@@ -255,11 +295,11 @@ def _is_on_its_queue(connection: Redis, job: LeftJob) -> bool:
     return any(connection.lpos(key, job.id) is not None for key in (keys.waiting, keys.popped))
 
 
-def _take(queue_key: str, job_ids: Sequence[str], pipe: Pipeline) -> list[str]:
+def _take(queue_key: str, job_ids: Sequence[str], from_end: bool, pipe: Pipeline) -> list[str]:
     """Take those of the jobs from the queue that are still on it: what LREM took, no worker can claim."""
     pipe.multi()
     for job_id in job_ids:
-        pipe.lrem(queue_key, 1, job_id)
+        pipe.lrem(queue_key, -1 if from_end else 1, job_id)
     return [job_id for job_id, count in zip(job_ids, pipe.execute(), strict=True) if count]
 
 
@@ -270,7 +310,7 @@ def _delete(job_ids: Sequence[str], pipe: Pipeline) -> None:
     pipe.execute()
 
 
-def _stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
+def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
     """Tell the workers that hold some of the jobs to stop them; return how many those are."""
     held = holders(connection, job_ids)
     pipe.multi()

@@ -64,8 +64,8 @@ def read_left(connection: Redis, job_ids: Sequence[str]) -> list[LeftJob]:
     return [_left(job_id, fields, executions) for job_id, is_there, fields, executions in read if is_there]
 
 
-def planned_by(connection: Redis, plan_job: str) -> tuple[str, bool]:
-    """Return a planning job's function, and whether it is to redo damaged parts.
+def planned_by(connection: Redis, plan_job: str) -> tuple[str, dict[str, Any]]:
+    """Return a planning job's function, and its keyword arguments.
 
     A payload that cannot be read names nothing and asks for nothing.
     """
@@ -73,9 +73,9 @@ def planned_by(connection: Redis, plan_job: str) -> tuple[str, bool]:
     text = stored.unpacked(packed or b"", MAX_PAYLOAD_BYTES)
     try:
         function, _, _, arguments = json.loads(text or b"")
-        return str(function), bool(arguments.get("redo_damaged"))
+        return str(function), dict(arguments)
     except (ValueError, TypeError, AttributeError, RecursionError):
-        return "", False
+        return "", {}
 
 
 def _left(job_id: str, fields: Sequence[bytes | None], executions: Sequence[bytes]) -> LeftJob:

@@ -9,6 +9,7 @@ from math import isfinite
 from typing import Any
 
 from ..common.shown import MAX_TEXT_CHARS, safe_name
+from .lengths import BOUNDS
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1b1f24; --soft: #57606a; --line: #d0d7de; --page: #fff;
@@ -75,7 +76,8 @@ def report_html(manifest: Mapping[str, Any], price_per_hour: float | None = None
 
 
 def _figures(manifest: Mapping[str, Any], statistics: Mapping[str, Any], price: float | None) -> str:
-    seconds = manifest["seconds"] if isfinite(manifest["seconds"]) else 0.0
+    whole = manifest["seconds"] if isfinite(manifest["seconds"]) else 0.0
+    seconds = statistics.get("working_seconds", whole)  # manifests of older versions have none
     prompts, cached = manifest["prompt_tokens"], manifest["cached_tokens"]
     figures = [
         ("Time", _duration(seconds)),
@@ -90,7 +92,13 @@ def _figures(manifest: Mapping[str, Any], statistics: Mapping[str, Any], price: 
     if price is not None:
         figures.append((f"Cost at {price:g} an hour", f"{spent / 3600 * price:,.2f}"))
     cells = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in figures)
-    return f"<dl>{cells}</dl>"
+    notes = [
+        "Answer tokens are those of the output's rows. Tokens a second, and those of workers, were generated:"
+        " equal prompts are answered once, and an answer that was asked for again counts each time."
+    ]
+    if (idle := whole - seconds) >= 1:
+        notes.insert(0, f"Time and chart leave out {_duration(idle)} during which no worker had a shard.")
+    return f"<dl>{cells}</dl><p class=soft>{_text(' '.join(notes))}</p>"
 
 
 def _throughput(timeline: Mapping[str, Any]) -> str:
@@ -109,8 +117,10 @@ def _throughput(timeline: Mapping[str, Any]) -> str:
 def _lengths(title: str, lengths: Mapping[str, int]) -> str:
     if not lengths:
         return ""
-    bounds = [int(bound) for bound in lengths]
-    counts = list(lengths.values())
+    known = {int(bound): count for bound, count in lengths.items()}
+    # Ranges without rows are drawn too: few long answers stand apart from the others.
+    bounds = [bound for bound in BOUNDS if min(known) <= bound <= max(known)]
+    counts = [known.get(bound, 0) for bound in bounds]
     every = max(1, -(-len(bounds) // 7))
     marks = [(place + 0.5, f"{bounds[place]:,}") for place in range(0, len(bounds), every)]
     chart = _chart([float(count) for count in counts], marks, title, _NARROW)
@@ -142,7 +152,7 @@ def _chart(values: Sequence[float], marks: Sequence[tuple[float, str]], label: s
         )
     for at, text in marks:
         x = _LEFT + at * step
-        anchor = "end" if x > width - 40 else "middle"
+        anchor = "end" if x + 5 * len(text) > width else "middle"
         shapes.append(f'<text x="{x:.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{_text(text)}</text>')
     return (
         f'<svg class="{kind}" viewBox="0 0 {width} {_HEIGHT}" role="img" aria-label="{_text(label)}">'

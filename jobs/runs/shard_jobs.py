@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from .left_jobs import read_left
 from .names import PLAN, shard_job_id
 from .plan import Plan
 from .state import RunState
+from .waiting_jobs import WaitingJobs
 
 if TYPE_CHECKING:
     from redis.client import Pipeline
@@ -47,28 +48,32 @@ def enqueue_shards(
     Raises RunBusy when another planner holds the run's lock, or has this one's job, RunCancelled when
     `cancel` came in between, and between two chunks what interrupts the job.
     """
-    queue = JobQueue(context.connection, queue_name)
     enqueued = 0
     with state.lock() as lock:
+        waiting = WaitingJobs(JobQueue(context.connection, queue_name), plan.run)
         for start in range(0, len(shards), CHUNK):
             context.check_interrupted()
-            chunk = partial(_enqueue_chunk, queue, plan, state, shards[start : start + CHUNK], how)
+            meta = dict(context.trace)
+            part = shards[start : start + CHUNK]
+            chunk = partial(_enqueue_chunk, waiting, plan, state, part, how, meta)
             enqueued += state.write(lock, chunk)  # or not at all: two planners never write at once
     return enqueued
 
 
 def _enqueue_chunk(
-    queue: JobQueue,
+    on_queue: WaitingJobs,
     plan: Plan,
     state: RunState,
     shards: Sequence[int],
     how: Mapping[str, bool],
+    meta: Mapping[str, str],
     pipe: Pipeline,
 ) -> int:
     state.check_not_cancelled()
     submission = state.submission()
     ids = {shard: shard_job_id(plan.run, shard) for shard in shards}
-    look = _look(queue, ids.values(), state.cancelled_submission())
+    queue = on_queue.queue
+    look = _look(on_queue, list(ids.values()), state.cancelled_submission())
     waiting = [shard for shard, job_id in ids.items() if not look.is_alive(job_id)]
     old_jobs = read_left(queue.connection, [ids[shard] for shard in waiting])
     pipe.multi()
@@ -77,7 +82,7 @@ def _enqueue_chunk(
         pipe.delete(results_key(job.id))
     if waiting:  # also of one that is stopped while this is prepared
         pipe.zrem(queue.keys.failed, *(ids[shard] for shard in waiting))
-    queue.enqueue_many(pipe, [_job(plan, shard, ids[shard], how) for shard in waiting])
+    queue.enqueue_many(pipe, [_job(plan, shard, ids[shard], how, meta) for shard in waiting])
     for shard in waiting:
         fields: dict[Any, Any] = {
             SEQUENCES_FIELD: plan.shards[shard].rows * plan.spec.n,
@@ -149,15 +154,25 @@ class _Look:
         return job.status == JobStatus.QUEUED and job.in_queue and not job.is_held
 
 
-def _look(queue: JobQueue, job_ids: Iterable[str], cancelled: int) -> _Look:
-    """Look at jobs, and where it matters at which of them are on the queue: it may hold a million others."""
+def _look(on_queue: WaitingJobs, job_ids: Collection[str], cancelled: int) -> _Look:
+    """Look at jobs, and where it matters at which of them are on the queue: it may hold a million others.
+
+    A job that was on it when it was read through, and is queued now, is on it still: who takes it holds it.
+    One that was not may have come back since, so all of it is read in the same moment as the jobs.
+    """
+    queue = on_queue.queue
     jobs = _read(queue, job_ids, with_queue=False)
-    if any(job.status == JobStatus.QUEUED for job in jobs.values()):
-        jobs = _read(queue, job_ids, with_queue=True)
-    return _Look(queue.name, cancelled, jobs)
+    queued = [job_id for job_id, job in jobs.items() if job.status == JobStatus.QUEUED]
+    if not queued:
+        return _Look(queue.name, cancelled, jobs)
+    known = on_queue.among(queued)
+    if all(job_id in known or jobs[job_id].is_held for job_id in queued):
+        found = {job_id: replace(job, in_queue=job_id in known) for job_id, job in jobs.items()}
+        return _Look(queue.name, cancelled, found)
+    return _Look(queue.name, cancelled, _read(queue, job_ids, with_queue=True))
 
 
-def _read(queue: JobQueue, job_ids: Iterable[str], with_queue: bool) -> dict[str, _JobSeen]:
+def _read(queue: JobQueue, job_ids: Collection[str], with_queue: bool) -> dict[str, _JobSeen]:
     """Read the jobs, and whether they are on the queue, all of one moment."""
     keys = (queue.keys.waiting, queue.keys.popped) if with_queue else ()
     with queue.connection.pipeline() as pipe:
@@ -172,7 +187,7 @@ def _read(queue: JobQueue, job_ids: Iterable[str], with_queue: bool) -> dict[str
     return {job_id: _JobSeen.parse(fields, held, job_id in in_queue) for job_id, fields, held in read}
 
 
-def _job(plan: Plan, shard: int, job_id: str, how: Mapping[str, bool]) -> Any:
+def _job(plan: Plan, shard: int, job_id: str, how: Mapping[str, bool], meta: Mapping[str, str]) -> Any:
     return prepared_job(
         "jobs.score_shard",
         args=(plan.run, os.path.join(plan.spec.output, PLAN), shard),
@@ -182,4 +197,5 @@ def _job(plan: Plan, shard: int, job_id: str, how: Mapping[str, bool]) -> Any:
         failure_ttl=FAILURE_TTL_S,
         description=f"shard {shard} of run {plan.run}",
         job_id=job_id,
+        meta=dict(meta) or None,
     )

@@ -14,12 +14,13 @@ from ..common.rq_jobs import WORKER_PREFIX, JobStatus, job_key, job_status, queu
 from ..common.shown import MAX_TEXT_CHARS, safe_name
 from ..errors import FAULT_PREFIX, InvalidValue
 from .error_limit import ErrorLimit
-from .holders import num_held
+from .holders import num_held, silent_workers
 from .names import job_shard, shard_job_id
 from .part_stats import PartStats
 from .plan import MAX_SHARDS
 from .state import RunState
-from .time_left import Progress, time_left
+from .time_left import Progress, is_moment, time_left
+from .under_way import Begun
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -136,6 +137,8 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     progress = read_progress(connection, [shard_job_id(run, shard) for shard in running])
     shards, rows = stored.count(facts.get("shards")), stored.count(facts.get("rows"))
     under_way = dict(zip(running, progress, strict=True))
+    silent = silent_workers(connection, (each.worker for each in progress))
+    alive = {shard: each for shard, each in under_way.items() if each.worker not in silent}
     claimed = 0
     if shards and not running and not seen.length:
         rest = (shard for shard in range(min(shards, MAX_SHARDS)) if shard not in parts)
@@ -163,7 +166,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         stopped=safe_name(facts["stopped"], MAX_TEXT_CHARS) if "stopped" in facts else None,
         too_many_errors=_too_many_errors(facts, parts.values()),
         stopped_jobs=_stopped_jobs(connection, failed, stored.count(facts.get("cancelled_submission")) or 0),
-        left_s=time_left(facts.get("sizes"), shards, rows, parts, under_way, time.time()),
+        left_s=time_left(facts.get("sizes"), shards, rows, parts, alive, time.time()),
     )
 
 
@@ -296,9 +299,24 @@ def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
     return [_progress(*reply) if isinstance(reply, list) else Progress(0, 0) for reply in replies]
 
 
+#: Of a shard's tokens in its job's meta, in Begun's order.
+_BEGUN = ("prompt_tokens", "prompt_tokens_open", "prompt_tokens_ahead", "tokens", "tokens_open")
+
+
 def _progress(meta: Any, started_at: bytes | None, worker: bytes | None) -> Progress:
     told = stored.json_object(meta)
     rows, tokens, rows_open, shard_rows = (
         stored.count(told.get(name)) or 0 for name in ("rows_done", "tokens", "rows_open", "rows")
     )
-    return Progress(rows, tokens, rows_open, shard_rows, stored.moment(started_at), safe_name(worker or b""))
+    tokens += stored.count(told.get("tokens_open")) or 0
+    begun = [stored.count(told.get(name)) for name in _BEGUN]
+    return Progress(
+        rows,
+        tokens,
+        rows_open,
+        shard_rows,
+        stored.moment(started_at),
+        safe_name(worker or b""),
+        None if None in begun else Begun(*(each or 0 for each in begun)),
+        opened if is_moment(opened := told.get("opened_at")) else None,
+    )

@@ -12,23 +12,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from redis.exceptions import LockError, LockNotOwnedError
 
 from ..common import stored
-from ..common.keys import RUN_TTL_S, run_folder_key, run_key, run_lock_key, run_parts_key
+from ..common.keys import RUN_TTL_S, run_folder_key, run_lock_key
 from ..context import Lease
 from ..errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
 from .end_calls import ASKED_FOR, NO_CALLS, EndCalls
 from .error_limit import DEFAULT_LIMIT, ErrorLimit
-from .key_types import check_lock, key_types, wrong_types_told
-from .lock import RunLock, transact
-from .part_stats import PartStats
-from .state_values import End, PartCount, Verdict
-from .totals import JUDGED, OF_SUBMISSION, add_part
+from .key_types import check_lock
+from .lock import RunLock
+from .recorded_parts import RecordedParts
+from .state_values import End, Verdict
+from .totals import JUDGED, OF_SUBMISSION
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -36,24 +36,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_TOTAL = b"total"
-
 #: A planner or canceller that is silent for this long has lost the lock; it notices before it writes on. So
 #: this is also what one costs that was killed: short, as whoever only was slow takes the lock anew.
 LOCK_TTL_S = 10
 LOCK_WAIT_S = 120
 
 
-class RunState:
+class RunState(RecordedParts):
     """The keys of one run. lease: of the job that writes what a planner writes, where it may lose it.
 
     Every method raises RunKeyDamaged where somebody else has put another type into the place of a key.
     """
 
     def __init__(self, connection: Redis, run: str, lease: Lease | None = None) -> None:
-        self.connection = self._redis = connection
-        self.run, self._lease = run, lease
-        self._key, self._parts_key = run_key(run), run_parts_key(run)
+        super().__init__(connection, run)
+        self._lease = lease
 
     def describe(self, facts: Mapping[str, str | int]) -> None:
         """Store facts for the CLI: output, queue, plan_job, plan_model, rows, shards, model, model_text."""
@@ -255,75 +252,13 @@ class RunState:
 
         return self._change(withdraw, self._key)
 
-    # Parts
-
-    def record_part(self, stats: PartStats) -> PartCount:
-        """Record a finished shard; where it was not recorded before, add it to the run's totals.
-
-        Nothing is watched: many shards of a run end at once, and would wait for each other. So a worker that
-        is killed in between leaves a part uncounted, until they are
-        counted anew.
-        """
-        with self._told(), self._redis.pipeline() as pipe:
-            pipe.hset(self._parts_key, str(stats.shard), stats.to_record())
-            pipe.expire(self._parts_key, RUN_TTL_S)
-            pipe.expire(self._key, RUN_TTL_S)
-            pipe.hlen(self._parts_key)
-            pipe.hget(self._parts_key, _TOTAL)
-            is_new, *_, length, raw_total = pipe.execute()
-            if is_new:
-                add_part(pipe, self._key, stats)
-        total = stored.count(stored.text(raw_total or b""))
-        return PartCount(length if raw_total is None else length - 1, total)
-
-    def amend_parts(self, found: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int) -> PartCount:
-        """Add parts that a listing found and drop those it did not; the others stay as they are.
-
-        Never replaces the whole record: a shard may finish between the listing and this call. For the same
-        reason `gone` has the records as they were before the listing: another is of a part that came since.
-        """
-        fields: dict[Any, Any] = {str(shard): stats.to_record() for shard, stats in found.items()}
-        dropped = {str(shard): record for shard, record in gone.items()}
-
-        def amend(pipe: Pipeline) -> PartCount:
-            now: Any = pipe.hmget(self._parts_key, list(dropped)) if dropped else []
-            names = [name for name, record in zip(dropped, now, strict=True) if record == dropped[name]]
-            pipe.multi()
-            if names:
-                pipe.hdel(self._parts_key, *names)
-            pipe.hset(self._parts_key, mapping={**fields, _TOTAL: total})
-            pipe.expire(self._parts_key, RUN_TTL_S)
-            pipe.hlen(self._parts_key)
-            *_, length = pipe.execute()
-            return PartCount(length - 1, total)
-
-        return self._transact(amend, *([self._parts_key] if dropped else []))
-
-    def records(self) -> dict[int, bytes]:
-        """Return the recorded parts by shard, as they are stored."""
-        with self._told():
-            found = cast("dict[bytes, bytes]", self._redis.hgetall(self._parts_key))
-        records = {}
-        for field, record in found.items():
-            with suppress(ValueError):  # `total` is none
-                records[int(field)] = record
-        return records
-
-    def parts(self) -> dict[int, PartStats]:
-        """Return the recorded parts by shard; what is no record of ours counts as none."""
-        parts = {}
-        for shard, record in self.records().items():
-            with suppress(ValueError):
-                parts[shard] = PartStats.from_text(record)
-        return parts
-
     # Who may write
 
     @contextmanager
-    def lock(self) -> Iterator[RunLock]:
+    def lock(self, wait_s: float = LOCK_WAIT_S) -> Iterator[RunLock]:
         """Hold the run for planning or cancelling; call `keep` on it between long steps.
 
-        Raises RunBusy when it cannot be had within LOCK_WAIT_S, or was lost to another before the body ended,
+        Raises RunBusy when it cannot be had within wait_s, or was lost to another before the body ended,
         and RunKeyDamaged at once where nobody ever could have it.
         """
         check_lock(self._redis, self.run)
@@ -331,7 +266,7 @@ class RunState:
             self._redis,
             run_lock_key(self.run),
             timeout=LOCK_TTL_S,
-            blocking_timeout=LOCK_WAIT_S,
+            blocking_timeout=wait_s,
             raise_on_release_error=False,  # `keep` has told while it mattered
         )
         try:
@@ -350,6 +285,11 @@ class RunState:
         except LockNotOwnedError:
             if not lock.acquire(blocking=False):
                 raise
+
+    def check_held(self) -> None:
+        """Raise RunBusy where the job that the lease is of is another execution's."""
+        if self._lease is not None and self._redis.zscore(self._lease.key, self._lease.member) is None:
+            raise RunBusy(self.run)
 
     def write(self, lock: RunLock, change: Callable[[Pipeline], T], *watched: str) -> T:
         """Make a change while the lock is held, and return what `change` returns.
@@ -375,14 +315,6 @@ class RunState:
             return change(pipe)
 
         return self._transact(checked, lease.key, *watched)
-
-    def _transact(self, change: Callable[[Pipeline], T], *watched: str) -> T:
-        with self._told():
-            return transact(self._redis, change, *watched)
-
-    def _told(self) -> AbstractContextManager[None]:
-        """In this context a key of the run that is of another type is a RunKeyDamaged, which names it."""
-        return wrong_types_told(self._redis, key_types(self.run))
 
 
 def _number(raw: Any) -> int:

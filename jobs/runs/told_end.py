@@ -1,8 +1,9 @@
 """Tells of a run's end: an HTTP call, or a function of the user's, as jobs on the run's queue.
 
-Each submission that asks for it is told of once its run has finished or was stopped. The jobs are enqueued
-before the shard's job ends that ended the run, in one transaction with a mark: after a worker that was killed
-in between the shard runs again, which enqueues them. A job may run twice, as any may whose worker dies.
+Each submission that asks for it is told of once its run has finished, was stopped or was cancelled. The jobs
+are enqueued before the shard's job ends that ended the run, in one transaction with a mark: after a worker
+that was killed in between the shard runs again, which enqueues them. A cancel enqueues them last; one that
+did not come through does when it is repeated. A job may run twice, as any may whose worker dies.
 """
 
 from __future__ import annotations
@@ -37,22 +38,43 @@ def tell_end(state: RunState, plan: Plan, verdict: Verdict | None = None) -> Non
 
     verdict: why the run is stopped, and which submission that is of; None where the run has finished.
     """
-    asked_for: Any = state.connection.hmget(run_key(plan.run), *ASKED_FOR)
+    submission = state.submission() if verdict is None else verdict.submission
+    word, reason = ("finished", None) if verdict is None else ("stopped", verdict.reason)
+    size = {"output": plan.spec.output, "rows": plan.rows, "shards": len(plan.shards)}
+    _tell_of(state, submission, word, reason, size)
+
+
+def tell_cancelled(state: RunState, submission: int) -> None:
+    """Enqueue what a submission asks for that was cancelled by a person, unless it was told of.
+
+    Raises UnknownRun.
+    """
+    facts = state.facts()
+    rows, shards = (stored.count(facts.get(name)) for name in ("rows", "shards"))
+    size = {"output": facts["output"], "rows": rows, "shards": shards}
+    _tell_of(state, submission, "cancelled", None, size)
+
+
+def _tell_of(
+    state: RunState, submission: int, word: str, reason: str | None, size: Mapping[str, Any]
+) -> None:
+    """size: output, rows and shards; None where the run was not planned."""
+    key = run_key(state.run)
+    asked_for: Any = state.connection.hmget(key, *ASKED_FOR)
     if not any(asked_for):
         return
-    submission = state.submission() if verdict is None else verdict.submission
     parts = state.parts().values()
     content = {
-        "run": plan.run,
-        "state": "finished" if verdict is None else "stopped",
-        "output": plan.spec.output,
-        "rows": plan.rows,
+        "run": state.run,
+        "state": word,
+        "output": size["output"],
+        "rows": size["rows"],
         "rows_done": sum(part.rows for part in parts),
         "errors": sum(part.errors for part in parts),
-        "shards": len(plan.shards),
-        "reason": None if verdict is None else verdict.reason,
+        "shards": size["shards"],
+        "reason": reason,
     }
-    transact(state.connection, lambda pipe: _tell(pipe, state, submission, content), run_key(plan.run))
+    transact(state.connection, lambda pipe: _tell(pipe, state, submission, content), key)
 
 
 def _tell(pipe: Pipeline, state: RunState, submission: int, content: Mapping[str, Any]) -> None:

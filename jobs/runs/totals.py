@@ -14,6 +14,7 @@ from redis.exceptions import ResponseError
 
 from ..common import stored
 from .part_stats import COUNTED, PartStats
+from .run_statistics import working_s
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -28,8 +29,11 @@ OF_SUBMISSION = (*JUDGED, "judged_tokens", "began_at", "ended_at")
 #: Fields of what all parts have.
 TOTALS = tuple(f"total_{name}" for name in COUNTED)
 
+#: For how long workers had shards of the run, whatever the submission, at the last count of all parts.
+WORKED = "worked_s"
+
 #: All fields that `Totals.read` looks at.
-FIELDS = (*TOTALS, *OF_SUBMISSION)
+FIELDS = (*TOTALS, *OF_SUBMISSION, WORKED)
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,8 @@ class Totals:
     """What parts have together, by the names of PartStats, and what was recorded since the last submission.
 
     began_at, ended_at: when work on that submission began and its last part ended, in Unix seconds; None for
-    none yet.
+    none yet. worked_s: seconds while any worker had a shard, as of the last time that parts were counted
+    anew, such as at the run's end; None before.
     """
 
     rows: int
@@ -50,6 +55,7 @@ class Totals:
     judged_tokens: int
     began_at: float | None
     ended_at: float | None
+    worked_s: float | None
 
     @classmethod
     def read(cls, facts: Mapping[str, str]) -> Totals:
@@ -61,6 +67,7 @@ class Totals:
             judged_tokens=stored.count(facts.get("judged_tokens")) or 0,
             began_at=_moment(facts.get("began_at")),
             ended_at=_moment(facts.get("ended_at")),
+            worked_s=_moment(facts.get(WORKED)),
         )
 
 
@@ -84,11 +91,13 @@ def count_anew(connection: Redis, key: str, parts: Iterable[PartStats]) -> None:
 
     A part that is recorded meanwhile may be missed or counted twice, until this is called again.
     """
-    counts = dict.fromkeys(COUNTED, 0)
+    counts, spans = dict.fromkeys(COUNTED, 0), []
     for part in parts:
+        spans.append((part.started_at, part.ended_at))
         for name in COUNTED:
             counts[name] += getattr(part, name)
     fields: dict[Any, Any] = {f"total_{name}": count for name, count in counts.items()}
+    fields[WORKED] = str(working_s(spans))
     connection.hset(key, mapping=fields)
 
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..common import stored
 from ..common.job_results import error_text
-from ..common.rq_jobs import JOB_PREFIX, queue_keys, results_key
+from ..common.rq_jobs import JOB_PREFIX, job_status, queue_keys, results_key
 from ..common.shown import printable, safe_name
 from ..runs.snapshot import error_line
+from .cancel_job import CANCELLABLE
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -53,7 +54,8 @@ class JobSeen:
 
     function: its name, None where that cannot be read. arguments: JSON, None unless asked for and readable.
     progress: counts that it keeps in its meta, such as rows_done. is_failed: whether it is among the failed
-    ones of its queue, so that it can be put back. error: the whole text, its end where that is long.
+    ones of its queue, so that it can be put back. is_under_way: whether it says that it waits or runs.
+    error: the whole text, its end where that is long.
     """
 
     job_id: str
@@ -63,6 +65,7 @@ class JobSeen:
     arguments: str | None
     progress: dict[str, int]
     is_failed: bool
+    is_under_way: bool
     error: str
 
 
@@ -123,6 +126,7 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
             if (number := stored.count(value)) is not None
         },
         is_failed=isinstance(score, float),
+        is_under_way=job_status(texts["status"]) in CANCELLABLE,
         error=printable(_error(results)[-MAX_ERROR_CHARS:], kept="\n"),
     )
 

@@ -54,6 +54,18 @@ def count_queues(connection: Redis, names: Sequence[bytes]) -> list[QueueCounts]
     return [QueueCounts(name, {shown: next(replies) for shown in ("waiting", *REGISTRIES)}) for name in names]
 
 
+def count_due(connection: Redis, names: Sequence[bytes]) -> list[int | None]:
+    """Count scheduled jobs of these queues whose time has come: no worker's scheduler has queued them yet.
+
+    None where the key is not what RQ keeps there.
+    """
+    moment = time.time()
+    with connection.pipeline(transaction=False) as pipe:
+        for name in names:
+            pipe.zcount(b"rq:scheduled:" + name, "-inf", moment)
+        return [None if isinstance(each, Exception) else each for each in pipe.execute(False)]
+
+
 def num_set_aside(connection: Redis) -> int | None:
     """Count what workers have set aside in the quarantine; None where this user may not look there."""
     try:

@@ -7,13 +7,13 @@ it is read as what anybody may have written, and bounded.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..common import stored
 from ..common.keys import run_key, run_parts_key
-from ..common.rq_jobs import JobStatus, job_key, job_status, queue_keys
+from ..common.rq_jobs import JobStatus, job_key, job_status
 from ..common.shown import MAX_TEXT_CHARS, safe_name
 from ..runs.names import shard_job_id
 from ..runs.part_reasons import recorded_reasons
@@ -24,11 +24,11 @@ from ..runs.snapshot import (
     awaited_model,
     read_planned,
     read_progress,
-    read_workers,
     shards_of,
 )
 from ..runs.state import RunState
 from ..runs.totals import FIELDS, Totals
+from .run_queues import NO_QUEUE, RunQueue, read_queues
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -41,9 +41,6 @@ MAX_RUNS = 200
 
 #: Kinds of errors that are told of a run.
 MAX_REASONS = 20
-
-#: Entries that are read of a queue's registry of running or failed jobs.
-MAX_ENTRIES = 20_000
 
 _FACTS = (
     *("output", "queue", "plan_job", "plan_model", "rows", "shards", "model", "model_text", "max_errors"),
@@ -61,7 +58,9 @@ class RunSummary:
     Unix seconds; of the last submission, of the beginning of work on it, and of its last part. rows, shards:
     None before the run is planned. rows_done, tokens: running shards included; tokens are those generated,
     the other counts of tokens the output's columns in finished shards. errors: rows with one in those.
-    rows_per_s, tokens_per_s: since began_at; None where nothing can be told. stopped: why it was.
+    shards_failed: none of a run that is cancelled or stopped, whose rest is left for another submission.
+    rows_per_s, tokens_per_s: since began_at, of a finished run over worked_s; None where nothing can be told.
+    worked_s: for how long workers had shards of a finished run, of all submissions. stopped: why it was.
     workers: how many listen on its queue. awaited_model: its model, where none of them serves it.
     left_s: seconds until it ends; of a run that is read by itself, and None where nothing tells.
     """
@@ -87,6 +86,7 @@ class RunSummary:
     tokens: int = 0
     rows_per_s: float | None = None
     tokens_per_s: float | None = None
+    worked_s: float | None = None
     stopped: str | None = None
     workers: int = 0
     awaited_model: str | None = None
@@ -99,7 +99,15 @@ class RunSummary:
 
     @property
     def shards_queued(self) -> int:
-        return max(0, (self.shards or 0) - self.shards_done - self.shards_started - self.shards_failed)
+        rest = (self.shards or 0) - self.shards_done - self.shards_started - self.shards_failed
+        return max(0, rest - self.shards_left)
+
+    @property
+    def shards_left(self) -> int:
+        """Those that nobody computes until the run is submitted again."""
+        if self.state not in ("cancelled", "stopped"):
+            return 0
+        return max(0, (self.shards or 0) - self.shards_done - self.shards_started)
 
     def to_object(self) -> dict[str, Any]:
         """Return it as JSON has it."""
@@ -126,8 +134,9 @@ class RunDetail:
 
 @dataclass(frozen=True)
 class ShardSeen:
-    """A shard of a run. state: "done", "running", "failed" or "queued". worker: which answers it now, or did.
+    """A shard of a run. worker: which answers it now, or did.
 
+    state: "done", "running", "failed" or "queued"; "left" of a cancelled or stopped run.
     Of a running one rows_done and tokens are those so far; rows are None where its part is not there yet.
     """
 
@@ -148,7 +157,7 @@ def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] 
     """
     listed = newest_runs(connection, limit)
     read = _read_facts(connection, listed)
-    queues = _read_queues(
+    queues = read_queues(
         connection,
         {facts["queue"] for facts, _ in read.values() if facts},
         {facts["queue"] for facts, _ in read.values() if _is_open(facts)},
@@ -167,9 +176,9 @@ def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] 
         if not facts:
             found.append(RunSummary(run, "damaged", "", "", submitted_at=submitted_at))
             continue
-        queue = queues.get(facts["queue"], _NO_QUEUE)
+        queue = queues.get(facts["queue"], NO_QUEUE)
         snapshot = _snapshot(run, facts, done, queue, running[run], statuses.get(run))
-        found.append(_summary(snapshot, facts, progress[run], submitted_at))
+        found.append(_summary(snapshot, facts, progress[run], _submitted_at(facts) or submitted_at))
     return [each for each in found if not states or each.state in states]
 
 
@@ -181,7 +190,7 @@ def read_run(connection: Redis, run: str) -> RunDetail:
     snapshot = read_planned(connection, run)
     facts = RunState(connection, snapshot.run).facts()
     parts = RunState(connection, snapshot.run).parts().values()
-    summary = _summary(snapshot, facts, (0, 0), (stored.count(facts.get("submission")) or 0) / 1000 or None)
+    summary = _summary(snapshot, facts, (0, 0), _submitted_at(facts))
     running = max(0, snapshot.rows_done - sum(part.rows for part in parts))
     tokens = max(0, snapshot.tokens - sum(part.generated_tokens for part in parts))
     rates = _rates(facts, running, tokens)
@@ -206,8 +215,9 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
     """Return shards of a planned run by number. Raises UnknownRun, RunKeyDamaged, or RedisError."""
     state = RunState(connection, run)
     facts, parts = state.facts(), state.parts()
+    is_cancelled = _is_open(facts) and "cancelled" in facts
     numbers = range(first, min(first + count, stored.count(facts.get("shards")) or 0))
-    queue = _read_queues(connection, {facts["queue"]}, {facts["queue"]})[facts["queue"]]
+    queue = read_queues(connection, {facts["queue"]}, {facts["queue"]})[facts["queue"]]
     started, failed = shards_of(run, queue.started), shards_of(run, queue.failed)
     ids = [shard_job_id(run, shard) for shard in numbers]
     with connection.pipeline(transaction=False) as pipe:
@@ -224,23 +234,11 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
             found.append(ShardSeen(shard, "done", *counts, worker))
         elif shard in started:
             found.append(ShardSeen(shard, "running", None, each.rows, 0, each.tokens, None, worker))
+        elif is_cancelled:
+            found.append(ShardSeen(shard, "left", worker=worker))
         else:
             found.append(ShardSeen(shard, "failed" if shard in failed else "queued", worker=worker))
     return found
-
-
-@dataclass(frozen=True)
-class _Queue:
-    """What runs of one queue share."""
-
-    started: Sequence[bytes] = ()
-    failed: Sequence[bytes] = ()
-    length: int = 0
-    workers: int = 0
-    models: Collection[str] | None = None
-
-
-_NO_QUEUE = _Queue()
 
 
 def _read_facts(connection: Redis, runs: Iterable[str]) -> dict[str, tuple[dict[str, str], int]]:
@@ -275,25 +273,6 @@ def _is_open(facts: Mapping[str, str]) -> bool:
     return bool(facts) and "finished" not in facts
 
 
-def _read_queues(connection: Redis, names: Iterable[str], used: Collection[str]) -> dict[str, _Queue]:
-    """used: those on which jobs of a run may be; of the others only the workers matter."""
-    found = {}
-    for name in names:
-        keys, most = queue_keys(name), MAX_ENTRIES if name in used else 1
-        with connection.pipeline(transaction=False) as pipe:
-            pipe.zrange(keys.started, 0, most - 1)
-            pipe.zrevrange(keys.failed, 0, most - 1)
-            pipe.llen(keys.waiting)
-            pipe.llen(keys.popped)
-            pipe.smembers(keys.workers)
-            started, failed, waiting, popped, workers = [
-                () if isinstance(each, Exception) else each for each in pipe.execute(raise_on_error=False)
-            ]
-        num_workers, models = read_workers(connection, workers)
-        found[name] = _Queue(started, failed, (waiting or 0) + (popped or 0), num_workers, models)
-    return found
-
-
 def _plan_statuses(connection: Redis, runs: Mapping[str, Mapping[str, str]]) -> dict[str, JobStatus | None]:
     jobs = {run: facts["plan_job"] for run, facts in runs.items() if "plan_job" in facts}
     with connection.pipeline(transaction=False) as pipe:
@@ -317,7 +296,7 @@ def _snapshot(
     run: str,
     facts: Mapping[str, str],
     done: int,
-    queue: _Queue,
+    queue: RunQueue,
     running: Collection[int],
     status: JobStatus | None,
 ) -> RunSnapshot:
@@ -372,25 +351,34 @@ def _summary(
         shards=snapshot.shards,
         shards_done=snapshot.done,
         shards_started=snapshot.started,
-        shards_failed=snapshot.failed,
+        shards_failed=0 if snapshot.cancelled else len(snapshot.failures),
         prompt_tokens=totals.prompt_tokens,
         completion_tokens=totals.completion_tokens,
         cached_tokens=totals.cached_tokens,
         tokens=totals.generated_tokens + running[1],
         rows_per_s=rows_per_s,
         tokens_per_s=tokens_per_s,
+        worked_s=totals.worked_s if snapshot.state == "finished" else None,
         stopped=snapshot.stopped,
         workers=snapshot.workers,
         awaited_model=snapshot.awaited_model,
     )
 
 
+def _submitted_at(facts: Mapping[str, str]) -> float | None:
+    """Return when the last submission came, by its number; the index has when it was planned, once it is."""
+    return (stored.count(facts.get("submission")) or 0) / 1000 or None
+
+
 def _rates(facts: Mapping[str, str], rows: int, tokens: int) -> tuple[float | None, float | None]:
-    """Return rows and tokens a second since the first shard of the last submission began.
+    """Return rows and tokens a second: since the first shard of the last submission began, of a finished run
+    while workers had shards, of all submissions.
 
     rows, tokens: of running shards. The times are workers', so that clocks that differ tell nothing exact.
     """
     totals = Totals.read(facts)
+    if "finished" in facts and totals.worked_s:
+        return totals.rows / totals.worked_s, totals.generated_tokens / totals.worked_s
     end = totals.ended_at if "finished" in facts else time.time()
     if totals.began_at is None or end is None or end <= totals.began_at:
         return None, None

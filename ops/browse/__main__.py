@@ -1,7 +1,7 @@
 """The dashboard in a real browser, over real workers: what it must show, and screenshots to look at.
 
 `python -m ops.browse` needs Debian's chromium (apt-get install chromium), npm, and
-`pip install -c ops/constraints.txt playwright`. It takes about three minutes, prints what it saw, and ends
+`pip install -c ops/constraints.txt playwright`. It takes some minutes, prints what it saw, and ends
 with 1 where something is missing. Screenshots are in ops/out/browse.
 """
 
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from playwright.sync_api import Browser, Page
@@ -30,7 +31,7 @@ def number(page: Page, selector: str) -> int:
     return int(re.sub(r"\D", "", page.inner_text(selector)) or 0)
 
 
-def seen(page: Page, condition: Callable[[], bool], told: str, timeout_s: float = 90.0) -> None:
+def seen(page: Page, condition: Callable[[], bool], told: str, timeout_s: float = 180.0) -> None:
     """Wait until the page shows something, without loading it again."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -39,8 +40,15 @@ def seen(page: Page, condition: Callable[[], bool], told: str, timeout_s: float 
     print(f"seen      {told}", flush=True)
 
 
-def watch_run(page: Page, site: Site, rows: int) -> None:
-    """A run that works while a worker is added and one is killed: depth falls, its bar moves, it ends."""
+def is_there(page: Page, worker: str) -> bool:
+    return bool(page.locator("#workers tbody tr", has_text=worker).count() == 1)
+
+
+def watch_run(page: Page, site: Site, rows: int) -> str:
+    """A run of three workers, one of which is killed midway, and a fourth is added; return its id."""
+    silent = page.locator("#workers tr.silent")
+    for name in ("node-a", "node-b", "node-c"):
+        seen(page, partial(is_there, page, name), f"worker {name}")
     run = site.submit(rows_per_shard=100, max_tokens=48, copies=rows // 2000)
     bar = f"#run-{run} progress"
     seen(page, lambda: page.locator(bar).count() == 1, f"run {run}")
@@ -48,12 +56,51 @@ def watch_run(page: Page, site: Site, rows: int) -> None:
     first, depth = page.get_attribute(bar, "value"), number(page, "#total-waiting")
     seen(page, lambda: page.get_attribute(bar, "value") != first, "the bar moves")
     seen(page, lambda: number(page, "#total-waiting") < depth, "depth falls")
-    site.start_worker("node-c")
-    row = page.locator("#workers tbody tr", has_text="node-c")
-    seen(page, lambda: row.count() == 1, "a worker that was added")
+    site.start_worker("node-d")
+    seen(page, lambda: is_there(page, "node-d"), "a worker that was added midway")
+    killed = page.locator("#workers tbody tr", has_text="node-a").locator(".state", has_text="busy")
+    seen(page, lambda: killed.count() == 1, "the worker that is about to be killed, at work")
     site.end("node-a", kill=True)
-    silent = page.locator("#workers tr.silent", has_text="node-a")
-    seen(page, lambda: silent.count() == 1, "a worker that was killed, as silent")
+    seen(page, lambda: silent.filter(has_text="node-a").count() == 1, "a worker that was killed, as silent")
+    assert int(page.get_attribute(bar, "value") or 0) < rows, "the run had ended before a worker was killed"
+    return run
+
+
+def press(page: Page, name: str) -> None:
+    """Go to a control by its name with the Tab key alone, and press Enter."""
+    named = "[...document.activeElement.childNodes].map((each) => each.textContent).join('').trim()"
+    for _ in range(200):
+        page.keyboard.press("Tab")
+        if page.evaluate(f"document.activeElement.getAttribute('aria-label') || {named}") == name:
+            page.keyboard.press("Enter")
+            return
+    raise AssertionError(f"the Tab key does not reach {name!r}")
+
+
+def cancel_by_keyboard(browser: Browser, page: Page, site: Site) -> None:
+    """A job is cancelled from its page, and a run from a browser without scripts."""
+    site.enqueue("waits-for-nobody", queue="nobody-listens-here")
+    page.goto(f"{site.address}/jobs/waits-for-nobody")
+    page.wait_for_timeout(2500)
+    press(page, "Cancel this job")
+    page.wait_for_timeout(5000)
+    assert page.get_by_role("button", name="Cancel job waits-for-nobody").is_visible(), (
+        "an update of the page closes what was opened"
+    )
+    press(page, "Cancel job waits-for-nobody")
+    seen(page, lambda: "will not run" in page.inner_text("#notice"), "the notice that a job was cancelled")
+    run = site.submit(rows_per_shard=100, max_tokens=48, copies=1, output="cancelled")
+    context = browser.new_context(java_script_enabled=False)
+    plain = context.new_page()
+    plain.goto(f"{site.address}/runs/{run}")
+    plain.locator("summary", has_text="Cancel this run").press("Enter")
+    plain.screenshot(path=OUT / "cancel-run-no-scripts.png")
+    plain.get_by_role("button", name=f"Cancel run {run}").press("Enter")
+    plain.wait_for_url("**?done=run-*")
+    assert "The run was cancelled:" in plain.inner_text("#notice")
+    assert plain.locator(".state", has_text="cancelled").count() == 1
+    context.close()
+    print("seen      a run that was cancelled by keyboard in a browser without scripts", flush=True)
 
 
 def retry_by_keyboard(page: Page, site: Site) -> None:
@@ -62,11 +109,7 @@ def retry_by_keyboard(page: Page, site: Site) -> None:
     button = page.get_by_role("button", name="Retry job waits-for-a-file")
     seen(page, lambda: button.count() == 1, "a failed job, with a button to retry it")
     missing.write_text("here")
-    for _ in range(200):
-        page.keyboard.press("Tab")
-        if page.evaluate("document.activeElement.getAttribute('aria-label')") == "Retry job waits-for-a-file":
-            break
-    page.keyboard.press("Enter")
+    press(page, "Retry job waits-for-a-file")
     seen(page, lambda: "1 job put back" in page.inner_text("#notice"), "the notice that it was put back")
     wait_until(lambda: site.redis.zscore("rq:finished:prompts", "waits-for-a-file"), "the retried job ends")
     seen(page, lambda: button.count() == 0, "no failed job any more")
@@ -147,14 +190,16 @@ def browse(browser: Browser, site: Site, axe: str, rows: int) -> list[str]:
     site.start_redis()
     site.start_dashboard()
     wrong = look(browser, site, notes, axe, {"empty": "/"})
-    for name in ("node-a", "node-b"):
+    names = ("node-a", "node-b", "node-c")
+    for name in names:
         site.start_worker(name)
+    for name in names:
         site.wait_for_worker(name)
     page = browser.new_page(viewport={"width": 1360, "height": 900})
     notes.listen(page)
     page.goto(site.address)
     page.evaluate("window.opened = true")
-    watch_run(page, site, rows)
+    run = watch_run(page, site, rows)
     retry_by_keyboard(page, site)
     restart_redis(page, site)
     restart_dashboard(page, site, notes)
@@ -162,13 +207,15 @@ def browse(browser: Browser, site: Site, axe: str, rows: int) -> list[str]:
     site.redis.sadd("rq:queues", "rq:queue:lonely")
     (site.data / "missing").unlink()
     site.enqueue_failing("one-that-failed")
-    run = page.locator(".runs .id").first.inner_text()
     paths = {"overview": "/", "failed": "/failed", "run": f"/runs/{run}", "job": "/jobs/one-that-failed"}
     wrong += look(browser, site, notes, axe, paths)
     done = page.locator(f"#run-{run}", has_text="finished")
-    seen(page, lambda: done.count() == 1, "the run is finished", timeout_s=300)
+    seen(page, lambda: done.count() == 1, "the run is finished", timeout_s=1800)
     seen(page, lambda: f"{rows:,} of {rows:,}" in page.inner_text(f"#run-{run}"), "all of its rows")
+    site.check_output(rows)
+    print("seen      each row of the output once and in order", flush=True)
     assert page.evaluate("window.opened"), "the page was loaded again"
+    cancel_by_keyboard(browser, page, site)
     notes.look_at_sockets()
     wrong += [f"console: {each}" for each in notes.console]
     wrong += [f"a request to {each}" for each in notes.requests]

@@ -10,15 +10,17 @@ import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
+import pyarrow.parquet as pq
 from redis import Redis
 from rq import Queue
 
 from ops.redis_server import server_command, socket_in, socket_url, wait_until_ready
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 120.0
+WAIT_S = 400.0
 
 #: A function of jobs that fail until somebody has mended what they miss.
 FUNCTION = "os.path.getsize"
@@ -49,14 +51,14 @@ class Site:
         self._start("dashboard", command, **self._dashboard_env)
         wait_until(self._answers, "the dashboard answers")
 
-    def start_worker(self, name: str) -> None:
+    def start_worker(self, name: str, worker_class: str = "worker.BatchWorker", **env: str) -> None:
         command = [
             sys.executable,
             "-m",
             "rq.cli",
             "worker",
             "--worker-class",
-            "worker.BatchWorker",
+            worker_class,
             "-S",
             "json",
         ]
@@ -71,20 +73,21 @@ class Site:
             TOKENMILL_KV_CACHE_BYTES=str(64 << 20),
             TOKENMILL_LEASE_S="5",
             OMP_NUM_THREADS="1",
+            **env,
         )
 
     def wait_for_worker(self, name: str) -> None:
         wait_until(lambda: self.redis.exists(f"tokenmill:worker:{name}"), f"worker {name} serves")
 
-    def submit(self, rows_per_shard: int, max_tokens: int, copies: int) -> str:
+    def submit(self, rows_per_shard: int, max_tokens: int, copies: int, output: str = "out") -> str:
         """Submit a run over so many copies of the demo's rows; return its id."""
         source = (ROOT / "ops" / "demo" / "dates.parquet").read_bytes()
-        folder = self.data / "in"
+        folder = self.data / f"in-{output}"
         folder.mkdir(exist_ok=True)
         for i in range(copies):
             (folder / f"{i}.parquet").write_bytes(source)
         command = [sys.executable, "-c", "from jobs.cli import main; main()", "submit", str(folder)]
-        command += [str(self.data / "out"), "--messages-column", "messages", "--temperature", "1.2"]
+        command += [str(self.data / output), "--messages-column", "messages", "--temperature", "1.2"]
         command += ["--rows-per-shard", str(rows_per_shard), "--max-tokens", str(max_tokens)]
         done = subprocess.run(command, env=self._environment(), cwd=ROOT, check=True, capture_output=True)
         return done.stdout.decode().split()[0]
@@ -96,6 +99,21 @@ class Site:
         queue.enqueue(FUNCTION, str(missing), job_id=job_id)
         wait_until(lambda: self.redis.zscore("rq:failed:prompts", job_id), f"job {job_id} fails")
         return missing
+
+    def check_output(self, rows: int, output: str = "out") -> None:
+        """Raise AssertionError unless the run has ended with each row once, in the input's order."""
+        folder = self.data / output
+        assert (folder / "_SUCCESS").exists()
+        inputs = sorted((self.data / f"in-{output}").iterdir())
+        asked = list(chain.from_iterable(pq.read_table(path)["messages"].to_pylist() for path in inputs))
+        table = pq.read_table(folder)
+        assert table.num_rows == rows == len(asked), f"{table.num_rows} rows"
+        assert table["messages"].to_pylist() == asked, "the rows are not those of the input"
+        assert table["completion"].null_count == 0
+
+    def enqueue(self, job_id: str, queue: str) -> None:
+        """Enqueue a prompt."""
+        Queue(queue, connection=self.redis, serializer="json").enqueue("jobs.complete", "x", job_id=job_id)
 
     def end(self, name: str, *, kill: bool = False) -> None:
         process = self._processes.pop(name)
@@ -114,7 +132,7 @@ class Site:
 
     def _environment(self, **more: str) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("TOKENMILL_", "RQ_"))}
-        return {**kept, "RQ_REDIS_URL": self.url, **more}
+        return {**kept, "RQ_REDIS_URL": self.url, "TOKENMILL_LOG_FORMAT": "text", **more}
 
     def _start(self, name: str, command: list[str], **env: str) -> None:
         with (self.folder / f"{name}.log").open("ab") as log:

@@ -6,7 +6,6 @@ import pytest
 from redis import Redis
 from starlette.testclient import TestClient
 
-from tests.redis_server import running_redis_server
 from tokenmill_dashboard.app import Dashboard, Options
 
 Open = Callable[..., TestClient]
@@ -18,19 +17,6 @@ def no_rq_pages(environ: object, start_response: Callable[..., object]) -> list[
     """Stands for rq-dashboard."""
     start_response("200 OK", [("Content-Type", "text/html")])
     return [b"rq-dashboard"]
-
-
-@pytest.fixture(scope="session")
-def redis_url() -> Iterator[str]:
-    with running_redis_server() as url:
-        yield url
-
-
-@pytest.fixture
-def redis(redis_url: str) -> Iterator[Redis]:
-    with Redis.from_url(redis_url) as client:
-        client.flushall()
-        yield client
 
 
 @pytest.fixture

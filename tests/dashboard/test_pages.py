@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from redis import Redis
+from rq import Queue
 from starlette.testclient import TestClient
 
 from jobs.common.keys import RUN_TTL_S, WORKER_STATS_TTL_S
@@ -173,13 +174,14 @@ def test_many_workers_and_failed_jobs_come_in_pages_and_those_in_trouble_first(
 ) -> None:
     with redis.pipeline() as pipe:
         for i in range(300):
-            put_worker(pipe, f"node-{i:03}", silent_s=60 if i == 299 else 0)
+            put_worker(pipe, f"node-{i:03}", silent_s=60 if i == 299 else 0, jobs_held=3)
         pipe.zadd("rq:failed:bulk", {f"job-{i}": i for i in range(100_000)})
         pipe.sadd("rq:queues", "rq:queue:bulk")
         pipe.execute()
     html = page.get("/").text
     text = text_of(html)
     assert "Workers 300 1 silent" in text
+    assert re.search(r"node-299 silent (– ){6}1 min", text), "nobody knows what it still holds"
     assert "Failed 100,000" in text
     assert "Page 1 of 6" in text
     assert re.findall(r'id="worker-\d+"[^>]*>\s*<th scope="row" title="([^"]+)"', html)[:2] == [
@@ -220,6 +222,51 @@ def test_a_jobs_arguments_are_shown_only_where_that_was_asked_for(
     assert ("secret words" in html) is show_prompts
     assert "PromptTooLong" in html
     assert "rows_done 3" in text_of(html)
+
+
+def act(page: TestClient, path: str, action: str) -> tuple[str, str]:
+    """Send the form of a page; return the path it leads to and the page's words there."""
+    form = page.get(path).text.partition(f'action="{action}"')[2].partition("</form>")[0]
+    fields = dict(re.findall(r'name="(\w+)" value="([^"]*)"', form))
+    to = page.post(action, data={key: unescape(value) for key, value in fields.items()}).headers["location"]
+    return to, text_of(page.get(to).text)
+
+
+def test_a_run_is_cancelled_from_its_page(redis: Redis, page: TestClient) -> None:
+    put_run(redis, shards=3)
+    redis.rpush("rq:queue:bulk", *(f"{RUN}-0000{i}" for i in range(2)), "another")
+    assert "Finished parts stay." in text_of(page.get(f"/runs/{RUN}").text)
+    to, text = act(page, f"/runs/{RUN}", "/cancel-run")
+    assert to == f"/runs/{RUN}?done=run-2-0"
+    assert "The run was cancelled: 2 jobs taken from the queue, 0 told to stop." in text
+    assert f"Run {RUN} cancelled" in text
+    assert redis.lrange("rq:queue:bulk", 0, -1) == [b"another"]
+    assert "/cancel-run" not in page.get(f"/runs/{RUN}").text
+
+
+@pytest.mark.parametrize("run", ["", "x", "ffffffffffffffff", RUN])
+def test_a_run_that_cannot_be_cancelled_says_why(redis: Redis, page: TestClient, run: str) -> None:
+    redis.set(f"tokenmill:run:{RUN}", "no hash")
+    fail(redis, "one")
+    found = re.search(r'name="form_token" value="([^"]+)"', page.get("/failed").text)
+    assert found is not None
+    to = page.post("/cancel-run", data={"form_token": found[1], "run": run}).headers["location"]
+    assert to == "/?done=norun"
+    assert page.post("/cancel-run", data={"run": RUN}).status_code == 403
+
+
+def test_a_job_is_cancelled_from_its_page_and_a_runs_job_with_its_run(redis: Redis, page: TestClient) -> None:
+    queue = Queue("prompts", connection=redis, serializer="json")
+    queue.enqueue("jobs.complete", "secret words", job_id="one")
+    to, text = act(page, "/jobs/one", "/cancel-job")
+    assert to == "/jobs/one?done=removed"
+    assert "will not run" in text
+    assert "Job one canceled" in text
+    assert queue.job_ids == []
+    queue.enqueue("jobs.complete", "secret words", job_id=f"{RUN}-00000")
+    html = page.get(f"/jobs/{RUN}-00000").text
+    assert "/cancel-job" not in html
+    assert f'href="/runs/{RUN}"' in html
 
 
 def test_what_is_set_aside_is_told(redis: Redis, page: TestClient) -> None:

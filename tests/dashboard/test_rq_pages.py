@@ -11,6 +11,7 @@ import pytest
 from rq.job import Job, JobStatus
 
 from tests.dashboard.dashboard_process import act, ask, get, get_json, running_dashboard
+from tests.forking import ForkedWorkers
 from tests.redis_server import running_redis_server
 from tests.rq_workers import Workers, wait_until, wait_until_started
 from tests.worker.test_hostile_jobs import Bomb
@@ -19,7 +20,7 @@ from tests.worker.test_hostile_jobs import Bomb
 @pytest.fixture
 def workers(tmp_path: Path) -> Iterator[Workers]:
     with running_redis_server() as url:
-        running = Workers(url, tmp_path)
+        running = ForkedWorkers(url, tmp_path)
         yield running
         running.close()
         running.redis.close()

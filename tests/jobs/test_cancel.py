@@ -18,6 +18,7 @@ from rq.job import JobStatus
 from jobs.cli import commands as cli
 from jobs.common.keys import held_key, worker_key
 from jobs.runs.names import part_name, shard_job_id
+from tests.forking import ForkedWorkers
 from tests.rq_workers import Workers, leftovers, wait_until
 
 ROWS_PER_SHARD = 3
@@ -26,7 +27,7 @@ NUM_SHARDS = 32
 
 @pytest.fixture
 def workers(redis: Redis, redis_url: str, tmp_path: Path) -> Iterator[Workers]:
-    started = Workers(redis_url, tmp_path)
+    started = ForkedWorkers(redis_url, tmp_path)
     yield started
     started.close()
 

@@ -106,6 +106,9 @@ def test_it_is_written_again_with_a_price(redis: Redis, make_context: MakeContex
     )
     assert again.exit_code == 0, again.output
     assert (tmp_path / "r").read_text() == report_html(manifest)
+    lengths = {"prompt_lengths": {}, "completion_lengths": {"8": 30, "64": 1}}
+    skewed = report_html({**manifest, "statistics": {**manifest["statistics"], **lengths, "timeline": {}}})
+    assert skewed.count('class="bar"') == 7, "8, 12, 16, 24, 32, 48 and 64: the gap is seen"
     (out / "_manifest.json").write_text("[]")
     refused = CliRunner().invoke(main, ["--url", url, "report", manifest["run"]])
     assert refused.exit_code == 1
@@ -113,12 +116,25 @@ def test_it_is_written_again_with_a_price(redis: Redis, make_context: MakeContex
 
 
 def test_an_older_part_counts_all_the_same() -> None:
-    old = json.loads(PART.to_text())
-    for name in ("worker", "prompt_lengths", "completion_lengths"):
-        del old[name]
     statistics = RunStatistics()
-    statistics.add(PartStats.from_text(json.dumps(old)))
+    statistics.add(PartStats.from_text(PART.to_text()))
     assert statistics.to_object(Reasons())["workers"][0]["name"] == ""
+
+
+def test_a_parts_statistics_are_read_by_older_and_newer_versions_while_workers_are_replaced() -> None:
+    """An older one takes these names and no other; a newer one may have written others."""
+    first = {
+        *("run", "shard", "rows", "errors", "prompt_tokens", "completion_tokens", "cached_tokens"),
+        *("generated_tokens", "started_at", "ended_at", "model", "fingerprint", "dtype", "attention_backend"),
+        "version",
+    }
+    assert set(json.loads(PART.to_text())) == first
+    assert PartStats.from_text(PART.to_text(), PART.later_text()) == PART
+    newer = json.dumps({**json.loads(PART.to_record()), "of_a_later_version": [1]})
+    assert PartStats.from_text(newer) == PartStats.from_text(PART.to_record())
+    for bad, why in (("[]", "not a mapping"), ('{"worker": 1}', "no name"), ("nonsense", "Expecting value")):
+        with pytest.raises(ValueError, match=why):
+            PartStats.from_text(PART.to_text(), bad)
 
 
 def test_redis_keeps_no_lengths() -> None:
@@ -154,6 +170,24 @@ def test_tokens_over_time_add_up_and_workers_are_not_counted_twice(
     counts = {"rows": 1, "errors": 0, "prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0}
     served = {"run": "r", "model": "m", "dtype": "d", "version": "v", "generated_tokens": 0}
     Page(report_html({**counts, **served, "started_at": 0.0, "seconds": whole, "statistics": told}, 2.0))
+
+
+def test_time_in_which_no_worker_had_a_shard_is_left_out_and_told() -> None:
+    statistics = RunStatistics()
+    for start in (1e9, 1e9 + 5, 1e9 + 3 * 86400):
+        statistics.add(replace(PART, started_at=start, ended_at=start + 10))
+    told = statistics.to_object(Reasons())
+    assert (told["working_seconds"], told["timeline"]["bin_s"]) == (25.0, pytest.approx(25 / 9))
+    assert told["timeline"]["tokens"][-1] == pytest.approx(40 / 10 * 25 / 9, abs=0.1)
+    assert all(told["timeline"]["tokens"])
+    counts = {"rows": 50, "errors": 0, "prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 120}
+    served = {"run": "r", "model": "m", "dtype": "d", "version": "v", "generated_tokens": 120}
+    whole = {"started_at": 1e9, "seconds": 3 * 86400 + 10.0}
+    text = Page(report_html({**counts, **served, **whole, "statistics": told})).text
+    assert "Time25 sRows a second2" in text
+    assert "leave out 71 h 59 min during which no worker had a shard" in text
+    older = {name: value for name, value in told.items() if name != "working_seconds"}
+    assert "Time72 h 0 min" in Page(report_html({**counts, **served, **whole, "statistics": older})).text
 
 
 @given(st.lists(st.integers(0, 10**9)))

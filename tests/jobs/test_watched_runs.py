@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,9 +17,11 @@ from jobs.context import JobContext
 from jobs.errors import RunKeyDamaged, UnknownRun
 from jobs.runs.reasons import MAX_EXAMPLES, Reasons
 from jobs.runs.run_index import list_in_index
+from jobs.runs.totals import count_anew
 from jobs.watch.runs import list_runs, list_shards, read_run
 from tests.jobs.answering import fail, queued_jobs, run_task, score_parquet, shout, work_off
 from tests.jobs.conftest import Invoke
+from tests.jobs.test_report import PART
 from tests.jobs.test_verify import drawn
 
 MakeContext = Callable[[], JobContext]
@@ -51,7 +54,9 @@ def test_each_run_has_a_line_with_its_state_counts_and_rates(
     assert (one.tokens, one.prompt_tokens, one.model) == (4, 4, "m (float32, fingerpr)")
     assert one.began_at is not None
     assert one.ended_at is not None
-    assert one.rows_per_s == pytest.approx(5 / (one.ended_at - one.began_at))
+    assert one.worked_s is not None
+    assert 0 < one.worked_s <= one.ended_at - one.began_at
+    assert one.rows_per_s == pytest.approx(5 / one.worked_s)
     two = found[moving]
     assert (two.rows_done, two.tokens, two.shards_done, two.shards_started) == (2, 10, 1, 1)
     assert (two.shards_failed, two.shards_queued, two.is_active) == (1, 2, True)
@@ -63,6 +68,9 @@ def test_each_run_has_a_line_with_its_state_counts_and_rates(
         detail = read_run(redis, each.run).summary
         assert json.loads(json.dumps(detail.to_object())).keys() == each.to_object().keys()
         assert (detail.state, detail.rows_done, detail.tokens) == (each.state, each.rows_done, each.tokens)
+    list_in_index(redis, done)  # as planning does when it ends
+    again = list_runs(redis)[0]
+    assert (again.run, again.submitted_at) == (done, one.submitted_at), "planning is no submission"
 
 
 def test_a_list_reads_no_part_and_takes_few_commands(
@@ -122,6 +130,34 @@ def test_shards_are_told_one_by_one(
     shards = list_shards(redis, run, 2)
     assert [(each.shard, each.state) for each in shards] == [(2, "queued"), (3, "failed"), (4, "done")]
     assert (shards[-1].rows, shards[-1].errors, shards[1].worker) == (1, 1, r"w\x1b[2J")
+
+
+def test_the_rates_of_a_finished_run_are_those_of_all_its_submissions_without_the_time_between(
+    redis: Redis,
+) -> None:
+    run, first = "3" * 16, PART
+    later = replace(first, shard=1, generated_tokens=0, started_at=1000.0, ended_at=1010.0)
+    facts = {"output": "/out", "queue": "bulk", "rows": 20, "shards": 2, "finished": 1}
+    extension = {"judged_rows": 10, "judged_tokens": 0, "began_at": 1000, "ended_at": 1010}
+    redis.hset(run_key(run), mapping={**facts, **extension})
+    count_anew(redis, run_key(run), [later, first])
+    list_in_index(redis, run)
+    for found in (list_runs(redis)[0], read_run(redis, run).summary):
+        assert (found.worked_s, found.rows_per_s, found.tokens_per_s) == (20.0, 1.0, 2.0)
+
+
+def test_of_a_cancelled_run_no_shard_has_failed_and_the_rest_is_left(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    run = score_parquet(make_context(), str(source), str(tmp_path / "out"), rows_per_shard=1)["run"]
+    first, stopped, *_ = queued_jobs(redis)
+    run_task(make_context(), first.func_name, *first.args)
+    fail(redis, stopped, "jobs.errors.RunCancelled")  # as RQ keeps what is stopped
+    assert invoke("cancel", run).exit_code == 0
+    for found in (list_runs(redis)[0], read_run(redis, run).summary):
+        assert (found.state, found.shards_done, found.shards_failed) == ("cancelled", 1, 0)
+        assert (found.shards_queued, found.shards_left) == (0, 4)
+    assert [each.state for each in list_shards(redis, run)] == ["done", *["left"] * 4]
 
 
 def test_what_others_write_into_the_keys_harms_no_list(

@@ -1,0 +1,59 @@
+"""One job is cancelled: where it waits, or by the worker that has it; what it holds is not read."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from redis import Redis
+from rq import Queue
+
+from jobs.watch import cancel_job as module
+from jobs.watch.cancel_job import JobCancel, cancel_job
+
+
+def held(redis: Redis, job_id: str, worker: str = "node-1") -> None:
+    """Write what a claim writes of an execution."""
+    redis.zadd(f"rq:executions:{job_id}", {"e1": 1})
+    redis.hset(f"rq:execution:{job_id}:e1", "worker_name", worker)
+
+
+def test_a_job_that_waits_is_taken_from_there_as_rq_does(redis: Redis) -> None:
+    queue = Queue("bulk", connection=redis, serializer="json")
+    first = queue.enqueue("jobs.complete", "x", job_id="first")
+    after = queue.enqueue("jobs.complete", "x", job_id="after", depends_on=first)
+    later = queue.enqueue_in(timedelta(hours=1), "jobs.complete", "x", job_id="later")
+    redis.hset("rq:job:first", "data", b"no payload that anybody could read")
+    for job in (after, later, first):
+        assert cancel_job(redis, job.id) is JobCancel.REMOVED
+        assert redis.hget(f"rq:job:{job.id}", "status") == b"canceled"
+        assert cancel_job(redis, job.id) is JobCancel.GONE
+    assert queue.job_ids == []
+    for registry in (queue.deferred_job_registry, queue.scheduled_job_registry):
+        assert registry.get_job_ids(cleanup=False) == []
+    assert sorted(queue.canceled_job_registry.get_job_ids(cleanup=False)) == ["after", "first", "later"]
+    assert cancel_job(redis, "none") is JobCancel.GONE
+
+
+def test_a_job_that_is_claimed_in_between_is_told_to_stop(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = Queue("bulk", connection=redis, serializer="json")
+    queue.enqueue("jobs.complete", "x", job_id="one")
+    take = module._take
+
+    def claimed_first(job_id: str, pipe: object) -> bool | None:
+        if not redis.exists("rq:executions:one"):
+            redis.lrem("rq:queue:bulk", 1, "one")
+            held(redis, "one")
+        return take(job_id, pipe)
+
+    monkeypatch.setattr(module, "_take", claimed_first)
+    assert cancel_job(redis, "one") is JobCancel.STOPPING
+    assert redis.zscore("rq:canceled:bulk", "one") is None
+
+
+def test_a_job_whose_worker_died_is_left_to_be_queued_again(redis: Redis) -> None:
+    redis.hset("rq:job:one", "origin", "bulk")
+    redis.zadd("rq:executions:one", {"e1": 1})  # its lease has run out
+    assert cancel_job(redis, "one") is JobCancel.GONE

@@ -1,0 +1,64 @@
+"""What the dashboard tells Prometheus: how many jobs of some queues are where, also while no worker runs.
+
+A worker tells the same of its queues under the same name and labels (worker/metrics/exporter.py), so that
+`max by (queue, status) (rq_jobs)` is right whoever is there. Queues are those that the operator has named:
+the list that RQ keeps is whatever producers have written there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from redis import Redis
+
+from jobs.watch.queues import REGISTRIES, count_due, count_queues
+
+#: RQ's statuses by the name under which `count_queues` has them.
+_STATUSES = {"waiting": "queued", "executing": "started"}
+
+
+class QueueMetrics:
+    """Asks Redis with each exposition, two round trips. For any thread."""
+
+    def __init__(self, connection: Redis, queues: Sequence[str]) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_QueueCollector(connection, queues))
+
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """Return all numbers and their content type. accept: the header of the request. Raises RedisError."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+
+class _QueueCollector(Collector):
+    def __init__(self, connection: Redis, queues: Sequence[str]) -> None:
+        self._connection, self._queues = connection, tuple(dict.fromkeys(queues))
+
+    def describe(self) -> list[Metric]:
+        """Nothing is asked of Redis to register this."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        names = [name.encode() for name in self._queues]
+        counted, due = count_queues(self._connection, names), count_due(self._connection, names)
+        jobs = GaugeMetricFamily(
+            "rq_jobs",
+            "Jobs of a queue by status. Every worker of a queue tells the same: take the maximum.",
+            labels=["queue", "status"],
+        )
+        late = GaugeMetricFamily(
+            "tokenmill_jobs_due",
+            "Scheduled jobs whose time has come and that no worker's scheduler has queued yet.",
+            labels=["queue"],
+        )
+        for name, counts, num_due in zip(self._queues, counted, due, strict=True):
+            for where in ("waiting", *REGISTRIES):
+                jobs.add_metric([name, _STATUSES.get(where, where)], counts.counts[where] or 0)
+            late.add_metric([name], num_due or 0)
+        yield jobs
+        yield late
