@@ -174,6 +174,7 @@ def score_parquet(
     filename_column: str | None = None,
     redo_damaged: bool = False,
     max_errors: int | str | None = None,
+    extend: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Plan a Parquet run and enqueue its shards, or resume it; return the run's id and counts.
@@ -194,6 +195,7 @@ def score_parquet(
         "filename_column": filename_column,
         "redo_damaged": redo_damaged,
         "max_errors": max_errors,
+        "extend": extend,
     }
     return run_own_function("jobs.score_parquet", (input, output), {**named, **options})  # type: ignore[no-any-return]
 

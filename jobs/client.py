@@ -78,6 +78,11 @@ def submit(
     named = _arguments(arguments)
     target = os.fspath(output)
     paths = _paths(input)
+    if paths is None and named.get("extend"):
+        raise InvalidJob(
+            "extend is of an input of files: write each table into a folder as a file of its own, and submit "
+            "the folder"
+        )
     if paths is None:
         folder = f"{run_path(target)}{INPUT_SUFFIX}" if input_folder is None else os.fspath(input_folder)
         if is_stored(run_path(folder)):
@@ -145,18 +150,19 @@ class Run:
     def table(self) -> Any:
         """Return its rows as a pyarrow Table, in the input's order.
 
-        Raises RunNotHere where it has not finished, or its folder is not on this machine; ImportError without
-        pyarrow.
+        A folder in a store is read with the keys in this program's environment. Raises RunNotHere where it
+        has not finished, or its folder is not on this machine; StoreError; ImportError without pyarrow, or
+        without obstore for a store.
         """
         reader = self._reader("table")
-        if not os.path.isfile(os.path.join(self.output, SUCCESS)):
+        if not reader.has_ended:
             raise RunNotHere(self.id, self.output, f"there is no {SUCCESS} yet, the mark of its end,")
         return reader.table()
 
     def errors(self, limit: int = 1000) -> list[FailedRow]:
         """Return the first rows that have an error, of the parts that are there.
 
-        Raises RunNotHere where its folder is not on this machine; ImportError without pyarrow.
+        Raises as `table` does, but not where it has not finished.
         """
         return self._reader("errors").errors(limit)[1]
 
@@ -184,6 +190,8 @@ class Run:
     def _reader(self, call: str) -> FolderReader:
         """Return what reads its folder; its id may be another one where a worker's real paths differ."""
         reader_of = _reader_class(f"{call}()")
+        if is_stored(self.output):
+            return reader_of(self.output)
         if not os.path.isdir(self.output):
             raise RunNotHere(self.id, self.output, "there is no such folder")
         return reader_of(os.path.realpath(self.output))

@@ -22,9 +22,22 @@ SERVE = "tokenmill_dashboard.serve"
     help="A name, or name:port, that a proxy before it answers to.",
 )
 @click.option("--show-prompts", is_flag=True, help="Show jobs' arguments, which hold prompts.")
+@click.option(
+    "--queue",
+    "queues",
+    multiple=True,
+    metavar="NAME",
+    help="A queue whose jobs /metrics counts for Prometheus; without one there is no /metrics.",
+)
 @click.pass_context
 def dashboard(
-    context: click.Context, /, bind: str, port: int, hosts: tuple[str, ...], show_prompts: bool
+    context: click.Context,
+    /,
+    bind: str,
+    port: int,
+    hosts: tuple[str, ...],
+    show_prompts: bool,
+    queues: tuple[str, ...],
 ) -> None:
     """Show what waits, runs and fails in a browser.
 
@@ -38,6 +51,6 @@ def dashboard(
         ) from None
     url = context.find_root().params["url"]
     try:
-        found.serve(url, bind, port, hosts, show_prompts=show_prompts)
+        found.serve(url, bind, port, hosts, show_prompts=show_prompts, queues=queues)
     except found.NotServed as refused:
         raise click.ClickException(str(refused)) from None

@@ -1,4 +1,4 @@
-"""`tokenmill errors` and `tokenmill tail`: rows of a run, from its folder where that is on this machine."""
+"""`tokenmill errors` and `tokenmill tail`: rows of a run, from its folder where that can be read here."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ import redis
 
 from ..common.json_text import to_json
 from ..common.shown import MAX_TEXT_CHARS, safe_name
-from ..errors import UnknownRun
+from ..errors import RunError, UnknownRun
 from ..runs.control import retry_run
-from ..runs.names import SUCCESS
 from ..runs.output import named_run, output_here
 from ..runs.part_reasons import recorded_reasons
+from ..runs.paths import is_stored
 from ..runs.reasons import Reasons
 from ..runs.refusals import RunNotHere
 from ..runs.snapshot import read_planned
 from .errors_told import errors_told
 from .text_table import table
+from .waiting import wait_for_end
 from .watch_commands import json_option
 
 if TYPE_CHECKING:
@@ -43,22 +44,29 @@ FOLLOW_EVERY_S = 1.0
 @click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="Rows that are listed.")
 @json_option
 @click.option("--retry", is_flag=True, help="Ask these rows again, and no others; answers take their place.")
+@click.option("--wait", is_flag=True, help="With --retry: show progress until the run has ended again.")
 @click.pass_obj
-def errors(connection: redis.Redis, /, run: str, limit: int, as_json: bool, retry: bool) -> None:
+def errors(connection: redis.Redis, /, run: str, limit: int, as_json: bool, retry: bool, wait: bool) -> None:
     """List a run's rows that have an error, by reason.
 
     RUN is its id or its output folder. Rows are counted from 0, over the whole input and within their file.
-    They are read from the parts where the folder is on this machine; else Redis' reasons are told.
+    They are read from the parts where the folder is on this machine, or in a store whose keys are in the
+    environment; else Redis' reasons are told.
     """
+    if wait and not retry:
+        raise click.UsageError("--wait is for --retry: without it nothing is awaited")
     with errors_told():
         found, folder = _folder_of(connection, run)
         if retry:
             retry_run(connection, found)
+            if wait:
+                wait_for_end(connection, found)
+                return
             click.echo(
                 f"{found}: its rows with an error are asked again; `tokenmill status {found}` shows it"
             )
             return
-        reader = None if folder is None else _reader(folder)
+        reader, why = _reader(folder)
         rows: list[FailedRow] = []
         if reader is None:
             reasons = recorded_reasons(connection, found)
@@ -66,7 +74,7 @@ def errors(connection: redis.Redis, /, run: str, limit: int, as_json: bool, retr
             reasons, rows = reader.errors(limit)
         click.echo(_errors_json(found, reasons, rows) if as_json else _errors_text(found, reasons, rows))
         if reader is None:
-            _tell_not_here(found, folder)
+            _tell_not_here(found, why)
 
 
 @click.command()
@@ -85,16 +93,16 @@ def tail(
 ) -> None:
     """Show the answers of a run that were published last.
 
-    RUN is its id or its output folder, which is to be on this machine. Parts are published whole, so answers
-    come by the shard. With --json each is an object on a line of its own.
+    RUN is its id or its output folder, which is to be on this machine, or in a store whose keys are in the
+    environment. Parts are published whole, so answers come by the shard. With --json each is an object on a
+    line of its own.
     """
     with errors_told():
         found, folder = _folder_of(connection, run)
-        reader = None if folder is None else _reader(folder)
-        if reader is None or folder is None:
-            raise RunNotHere(
-                found, folder or "its output", "there is no such folder, or no pyarrow to read it,"
-            )
+        reader, why = _reader(folder)
+        if reader is None:
+            missing = "there is no such folder" if folder is None else f"nothing can be read ({why})"
+            raise RunNotHere(found, folder or "its output", missing)
         columns = [*(reader.prompt_columns if prompts else ()), *reader.answer_columns]
 
         def show(rows: Iterator[dict[str, Any]]) -> None:
@@ -104,16 +112,16 @@ def tail(
         shown = set(reader.shards())
         show(_last(reader, columns, lines))
         if follow:
-            _follow(connection, reader, folder, shown, lambda shard: show(reader.answers(shard, columns)))
+            _follow(connection, reader, shown, lambda shard: show(reader.answers(shard, columns)))
 
 
 def _follow(
-    connection: redis.Redis, reader: FolderReader, folder: str, shown: set[int], show: Callable[[int], None]
+    connection: redis.Redis, reader: FolderReader, shown: set[int], show: Callable[[int], None]
 ) -> None:
     """Show each part that comes until the run ends, or somebody presses Ctrl-C."""
     try:
         while True:
-            is_over = os.path.isfile(os.path.join(folder, SUCCESS)) or _has_ended(connection, reader.run)
+            is_over = reader.has_ended or _has_ended(connection, reader.run)
             for shard in (each for each in reader.shards() if each not in shown):
                 show(shard)
                 shown.add(shard)
@@ -142,29 +150,34 @@ def _last(reader: FolderReader, columns: list[str], most: int) -> Iterator[dict[
 
 
 def _folder_of(connection: redis.Redis, name: str) -> tuple[str, str | None]:
-    """Return a run's id, and its folder where that is on this machine. Raises UnknownRun."""
+    """Return a run's id, and its folder where that is on this machine or in a store. Raises UnknownRun."""
     run, output = named_run(connection, name)
     if output is None:
         snapshot = read_planned(connection, run)
-        run, output = snapshot.run, output_here(snapshot.output, snapshot.run)
+        run, folder = snapshot.run, snapshot.output
+        if is_stored(folder):
+            return run, folder
+        output = output_here(folder, run)
     return run, None if output is None else os.path.realpath(output.folder)
 
 
-def _reader(folder: str) -> FolderReader | None:
-    """Return what reads a run's folder; None where there is no pyarrow."""
+def _reader(folder: str | None) -> tuple[FolderReader | None, str]:
+    """Return what reads a run's folder; None and the reason where it cannot be read from here."""
+    if folder is None:
+        return None, "its folder is not on this machine"
     try:
         from ..parquet.read_back import FolderReader
-    except ImportError:
-        return None
-    return FolderReader(folder)
+
+        return FolderReader(folder), ""
+    except ImportError as error:
+        return None, f"there is no {error.name} here to read its parts"
+    except RunError as error:
+        if not is_stored(folder):
+            raise
+        return None, str(error)
 
 
-def _tell_not_here(run: str, folder: str | None) -> None:
-    why = (
-        "its folder is not on this machine"
-        if folder is None
-        else "there is no pyarrow here to read its parts"
-    )
+def _tell_not_here(run: str, why: str) -> None:
     click.echo(
         f"{why}: these are the reasons that Redis keeps, the commonest of each part; "
         f"`tokenmill status {run}` counts all rows",

@@ -113,6 +113,9 @@ _OUTPUT = (
         "--redo-damaged", is_flag=True, help="Remove parts that the run has not written so; redo them."
     ),
     click.option(
+        "--extend", is_flag=True, help="Add what the input has gained to the run in OUT; compute only that."
+    ),
+    click.option(
         "--max-errors",
         help="Stop when more rows than this have an error: a number, or a share like 5%; by default 90%.",
     ),

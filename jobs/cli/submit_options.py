@@ -100,6 +100,7 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
         "model": options["model"],
         "filename_column": options["filename_column"],
         "redo_damaged": options["redo_damaged"],
+        "extend": options["extend"],
         "max_errors": options["max_errors"],
         "webhook": options["webhook"],
         "on_end": options["on_end"],

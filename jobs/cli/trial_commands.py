@@ -35,6 +35,7 @@ _DEFAULTS = {
     "output": os.devnull,
     "rows_per_shard": 1000,
     "redo_damaged": False,
+    "extend": False,
     "max_errors": None,
     "webhook": None,
     "on_end": None,
@@ -127,7 +128,7 @@ def _survey(connection: redis.Redis, queue: str, options: dict[str, Any], **how:
     """Have a worker look at a run's prompts. Raises what its planning would."""
     arguments = run_arguments({**_DEFAULTS, **options})
     model = parse_model(arguments.pop("model"))
-    for name in ("redo_damaged", "max_errors", "webhook", "on_end"):
+    for name in ("redo_damaged", "extend", "max_errors", "webhook", "on_end"):
         arguments.pop(name)
     check_queue_name(queue)
     spec = RunSpec.from_arguments(**arguments)

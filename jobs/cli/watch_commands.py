@@ -49,6 +49,8 @@ _WORKER_NUMBERS = ("BATCH", "WAITING", "KV", "SEEN")
 def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_json: bool) -> None:
     """List the runs that were submitted last.
 
+    SUBMITTED: since the last submission, with which it may have been resumed or extended.
+
     Those that Redis knows: a run's keys are kept for 30 days after its last part, its folder for ever.
     """
     with errors_told():
@@ -64,7 +66,7 @@ def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
     """List the workers and what they hold.
 
     Model, dtype, version and lanes of each; "draining" takes nothing new, "silent" is frozen, cut off or
-    dead.
+    dead. What a silent one holds is not known; --json has what it told last.
     """
 
     def show() -> str:
@@ -166,6 +168,14 @@ def workers_table(found: Sequence[WorkerSample]) -> str:
 
 def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
     held = ", ".join(f"{queue} {count}" for queue, count in worker.held.items()) or "-"
+    now: tuple[str, ...] = (
+        held,
+        f"{worker.num_requests_running}/{worker.max_num_seqs}",
+        str(worker.num_requests_waiting),
+        f"{worker.kv_cache_usage:.0%}",
+    )
+    if worker.is_silent:  # what it told last is long past: others have its jobs, or will
+        now = ("-",) * len(now)
     return (
         worker.name,
         "silent" if worker.is_silent else worker.state,
@@ -173,10 +183,7 @@ def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
         worker.dtype,
         worker.version,
         " ".join(worker.queues),
-        held,
-        f"{worker.num_requests_running}/{worker.max_num_seqs}",
-        str(worker.num_requests_waiting),
-        f"{worker.kv_cache_usage:.0%}",
+        *now,
         ago(worker.silent_s),
     )
 

@@ -18,7 +18,13 @@ from rq.intermediate_queue import IntermediateQueue
 from rq.job import Job, Retry
 from rq.job import JobStatus as JobStatus
 from rq.queue import EnqueueData
-from rq.registry import FailedJobRegistry, StartedJobRegistry
+from rq.registry import (
+    CanceledJobRegistry,
+    DeferredJobRegistry,
+    FailedJobRegistry,
+    ScheduledJobRegistry,
+    StartedJobRegistry,
+)
 from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
@@ -51,13 +57,17 @@ class QueueKeys:
     """The keys of one queue.
 
     waiting: list of job ids. popped: list of those that a worker of RQ's is taking. started: sorted set of
-    `<job>:<execution>`. failed: sorted set of job ids. workers: set of the keys of those that listen.
+    `<job>:<execution>`. failed, deferred, scheduled, cancelled: sorted sets of job ids. workers: set of the
+    keys of those that listen.
     """
 
     waiting: str
     popped: str
     started: str
     failed: str
+    deferred: str
+    scheduled: str
+    cancelled: str
     workers: str
 
 
@@ -69,6 +79,9 @@ def queue_keys(name: str) -> QueueKeys:
         popped=IntermediateQueue.get_intermediate_queue_key(waiting),
         started=StartedJobRegistry.key_template.format(name),
         failed=FailedJobRegistry.key_template.format(name),
+        deferred=DeferredJobRegistry.key_template.format(name),
+        scheduled=ScheduledJobRegistry.key_template.format(name),
+        cancelled=CanceledJobRegistry.key_template.format(name),
         workers=WORKERS_BY_QUEUE_KEY % name,
     )
 

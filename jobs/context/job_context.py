@@ -57,6 +57,7 @@ class JobContext:
     checks: what answers are checked with.
     webhook_hosts, allowed_functions: what an operator lets jobs call.
     worker_name: of this process.
+    trace: what the meta of jobs gets that this one enqueues, where it is traced: W3C's trace context.
     lease: by which a write is refused that comes after the job was taken over; None where nobody takes it.
     """
 
@@ -79,3 +80,4 @@ class JobContext:
     webhook_hosts: frozenset[str] = frozenset()
     allowed_functions: frozenset[str] = frozenset()
     worker_name: str = ""
+    trace: Mapping[str, str] = field(default_factory=dict)

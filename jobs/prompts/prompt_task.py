@@ -145,9 +145,9 @@ class OpenPrompts(OpenTask):
     def progress(self) -> dict[str, Any] | None:
         """Return prompts, those that are answered, and tokens of their answers.
 
-        None of a job that is short, or of one prompt, whose answer comes at once.
+        None of a job that is short.
         """
-        if self._began_at is None or len(self._answers) < 2:
+        if self._began_at is None:
             return None
         now = self._clock()
         if now - self._began_at < PROGRESS_AFTER_S:

@@ -17,7 +17,6 @@ from jobs.context import JobContext
 from jobs.context.checks.processes import Checks
 from tests.jobs.answering import MODEL
 from tests.jobs.checking import DIES, FUNCTION, HANGS, LIMIT_S, NOTHING, RAISES, TELLS
-from tests.redis_server import running_redis_server
 
 Invoke = Callable[..., click.testing.Result]
 
@@ -28,19 +27,6 @@ def _no_wait_for_the_disk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
-
-
-@pytest.fixture(scope="session")
-def redis_url() -> Iterator[str]:
-    with running_redis_server() as url:
-        yield url
-
-
-@pytest.fixture
-def redis(redis_url: str) -> Iterator[Redis]:
-    with Redis.from_url(redis_url) as client:
-        client.flushall()
-        yield client
 
 
 @pytest.fixture

@@ -12,37 +12,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from redis import Redis
 
 from jobs.context import JobContext
-from jobs.context.answer_memo import ENTRY_BYTES, AnswerMemo
-from jobs.errors import ColumnConflict, InvalidJob, MissingColumn
-from jobs.parquet.chain import Chain, ChainSource
-from jobs.parquet.row_values import RowProblem
-from jobs.parquet.shard_requests import ShardRequests
-from jobs.parquet.survey import survey_parquet
-from jobs.runs.spec import MAX_ROWS_PER_SHARD, RunSpec
-from jobs.stock_worker import check_sampling
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, opened_task, queued_jobs, refuse, score_parquet, work_off
-from tests.jobs.conftest import Invoke
+from tests.jobs.chains import GREEDY, TWO, brackets, write
 
 MakeContext = Callable[[], JobContext]
 Score = Callable[..., pa.Table]
-GREEDY = {"temperature": 0}
-TWO = [
-    {"name": "short", "template": "{text} In short:"},
-    {"name": "title", "template": "{text} In short: {short} A title of {id}:"},
-]
-
-
-def brackets(request: Request) -> FakeCompletion:
-    """Answer with what was asked in brackets, which of sampled answers the seed stands in."""
-    asked = request.prompt if request.messages is None else request.messages[-1]["content"]
-    seed = request.sampling.get("seed", "")
-    return FakeCompletion(f"<{asked}{seed}>", 0, [1, 2], "stop", len(str(asked)), 3)
 
 
 @pytest.fixture
@@ -57,10 +35,6 @@ def score(redis: Redis, make_context: MakeContext, tmp_path: Path) -> Score:
         return pq.read_table(tmp_path / out)
 
     return run
-
-
-def write(folder: Path, texts: list[str | None], **columns: Any) -> None:
-    pq.write_table(pa.table({"id": range(len(texts)), "text": texts, **columns}), folder / "in.parquet")
 
 
 def test_each_prompt_is_over_columns_and_the_answers_before_it(score: Score, tmp_path: Path) -> None:
@@ -202,181 +176,6 @@ def test_other_options_of_a_run_go_with_it(
     assert lines[2]["short"] == "<c In short:>"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"prompts": []}, "prompts is \\[\\], expected a list"),
-        ({"prompts": "short"}, "expected a list"),
-        ({"prompts": [{"name": "a"}]}, r"prompts\[0\] is"),
-        ({"prompts": [{"name": "a b", "template": "{text}"}]}, "expected a word"),
-        ({"prompts": [{"name": "a", "template": "{text}"}] * 2}, "there already"),
-        ({"prompts": [{"name": "error", "template": "{text}"}]}, "column 'error', which is there already"),
-        ({"prompts": [TWO[0], {"name": "short_finish_reason", "template": "{text}"}]}, "there already"),
-        ({"prompts": TWO[::-1]}, "names 'short', which has no answer yet"),
-        ({"prompts": [{"name": "a", "template": "{a}"}]}, "names 'a', which has no answer yet"),
-        ({"prompts": [{"name": "a", "template": "text"}]}, "names no column"),
-        ({"prompts": [{"name": "a", "template": "{text.x}"}]}, "no plain column name"),
-        ({"prompts": [{"name": "a", "template": ""}]}, "names no column"),
-        ({"prompts": [{**TWO[0], "sampling": {"seed": 3}}]}, "has seed of its own"),
-        ({"prompts": [{**TWO[0], "sampling": {"n": 2}}]}, "has n of its own"),
-        ({"prompts": [{**TWO[0], "sampling": 3}]}, "expected a mapping"),
-        ({"prompts": [{**TWO[0], "sampling": {"tools": [{}]}}]}, "tools belongs to a chat"),
-        ({"prompts": [{**TWO[0], "sampling": {"logprobs": 3}}]}, "logprobs is not built for a run"),
-        ({"prompts": [{**TWO[0], "sampling": {"max_tokens": "3"}}]}, "max_tokens:=3"),
-        ({"sampling": {"n": 2}}, "n is one"),
-        ({"template": "{text}"}, "template and prompts each say"),
-        ({"messages_column": "text"}, "messages_column and prompts each say"),
-        ({"template_format": "jinja"}, "prompts have {column} templates alone"),
-        ({"defaults": {"nothing": "x"}}, "no column that the template names"),
-        ({"input_format": "openai-batch"}, "prompts and a batch file"),
-        (
-            {
-                "prompts": [{**TWO[0], "sampling": {"max_tokens": 3}}],
-                "sampling_columns": {"max_tokens": "id"},
-            },
-            "comes from a column",
-        ),
-        (
-            {"prompts": [{"name": "a", "template": "{text}" * 30}], "rows_per_shard": MAX_ROWS_PER_SHARD},
-            "pieces",
-        ),
-        (
-            {"prompts": [{"name": f"p{n}", "template": "{text}"} for n in range(21)]},
-            "more than the limit of 20",
-        ),
-        ({"prompts": [{**TWO[0], "sampling": {"max_tokns": 3}}]}, "max_tokns"),
-    ],
-)
-def test_what_cannot_be_is_refused_by_name_before_anything_is_enqueued(
-    make_context: MakeContext, redis: Redis, tmp_path: Path, arguments: dict[str, Any], says: str
-) -> None:
-    write(tmp_path, ["a"])
-    context = replace(make_context(), check_sampling=check_sampling)
-    with pytest.raises(InvalidJob, match=says):
-        score_parquet(
-            context, str(tmp_path / "in.parquet"), str(tmp_path / "out"), **{"prompts": TWO, **arguments}
-        )
-    assert queued_jobs(redis) == []
-
-
-def test_columns_are_checked_for_all_prompts(make_context: MakeContext, tmp_path: Path) -> None:
-    write(tmp_path, ["a"], short=["b"])
-    source, out = str(tmp_path / "in.parquet"), str(tmp_path / "out")
-    with pytest.raises(ColumnConflict, match=r"'short'.*give the prompt of this name another one"):
-        score_parquet(make_context(), source, out, prompts=TWO, drop=["short"])
-    missing = [{"name": "a", "template": "{text}"}, {"name": "b", "template": "{a} {nowhere}"}]
-    with pytest.raises(MissingColumn, match="nowhere"):
-        score_parquet(make_context(), source, out, prompts=missing)
-    with pytest.raises(InvalidJob, match="later ones are made of answers"):
-        survey_parquet(make_context(), source, prompts=TWO)
-
-
-def test_the_same_prompts_are_the_same_run_and_other_ones_another(tmp_path: Path) -> None:
-    def spec(*prompts: Any, **options: Any) -> RunSpec:
-        return RunSpec.from_arguments(str(tmp_path), str(tmp_path / "out"), prompts=list(prompts), **options)
-
-    biased = {**TWO[0], "sampling": {"logit_bias": {5: 1}}}
-    assert RunSpec.from_json(spec(biased, TWO[1]).to_json()) == spec(biased, TWO[1])
-    assert spec(*TWO).run == spec({**TWO[0], "sampling": {}}, TWO[1], prompt_column="prompt").run
-    assert spec(*TWO).run != spec(TWO[0]).run
-    assert spec(*TWO).run != spec(*TWO, sampling=GREEDY).run
-    for damaged in (5, [], [{"name": "a"}], [[]], {"name": "a"}):
-        with pytest.raises(InvalidJob):
-            _ = RunSpec.from_json({**spec(*TWO).to_json(), "prompts": damaged}).steps
-
-
-@settings(max_examples=25)
-@given(
-    rows=st.lists(st.one_of(st.text("ab", max_size=3), st.none()), max_size=20),
-    temperature=st.sampled_from([0, 0.7]),
-    draw=st.randoms(use_true_random=False),
-)
-def test_answers_are_those_of_their_rows_whatever_order_they_arrive_in(
-    rows: list[str | None], temperature: float, draw: Any
-) -> None:
-    prompts = [{"name": "x", "template": "{text}1"}, {"name": "y", "template": "{x}{text}2"}]
-    prompts.append({"name": "z", "template": "{y}{x}"})
-    spec = RunSpec.from_arguments("in", "out", prompts=prompts, sampling={"temperature": temperature})
-    source = ChainSource(spec.steps, {})
-
-    def text(row: str | None) -> str | RowProblem:
-        try:
-            return source.render({"text": row})
-        except RowProblem as problem:
-            return problem
-
-    gone: list[str] = []
-    shard = ShardRequests(
-        [text(row) for row in rows],
-        {},
-        lambda row: row,
-        False,
-        let_go=gone.append,
-        chain=Chain(spec.steps, {}),
-    )
-    pending, stream, num_asked = [], shard.requests(), 0
-    while True:
-        for _ in range(draw.randint(0, 3)):
-            request = next(stream, None)
-            if request is None and shard.has_more:
-                stream = shard.requests()
-                request = next(stream)
-            if request is not None:
-                pending.append((num_asked, request))
-                num_asked += 1
-        if pending:
-            index, request = pending.pop(draw.randrange(len(pending)))
-            shard.deliver(index, [FakeCompletion(f"<{request.prompt}>", token_ids=[1])])
-        elif shard.rows_done == len(rows):
-            break
-    valid = [row for row in rows if row is not None]
-    assert num_asked == 3 * len(set(valid) if temperature == 0 else valid) == shard.generated_tokens
-    assert len(gone) == num_asked // 3
-    for row, answer in zip(rows, shard.answers(), strict=True):
-        x = f"<{row or ''}1>"
-        y = f"<{x}{row or ''}2>"
-        found = [answer.column(name) for name in "xyz"]
-        assert found == ([x, y, f"<{y}{x}>"] if row is not None else [None] * 3), answer
-        assert (answer.error is None) == (row is not None)
-
-
-def test_a_rows_next_prompt_comes_before_other_rows() -> None:
-    spec = RunSpec.from_arguments("in", "out", prompts=TWO, sampling=GREEDY)
-    source = ChainSource(spec.steps, {})
-    texts = [source.render({"text": text, "id": 0}) for text in "cab"]
-    shard = ShardRequests(texts, {}, int, False, chain=Chain(spec.steps, {}))
-    stream = shard.requests()
-    first, second = next(stream), next(stream)
-    assert shard.num_requests == 3
-    shard.deliver(1, [brackets(second)])
-    shard.deliver(0, [brackets(first)])
-    assert shard.num_requests == 5
-    assert [str(request.prompt)[:11] for request in stream] == ["b In short:", "a In short:", "c In short:"]
-    assert not shard.has_more
-
-
-def test_a_shard_takes_whole_rows_of_another_one_of_its_run() -> None:
-    spec = RunSpec.from_arguments("in", "out", prompts=TWO, sampling=GREEDY)
-    source, memo = ChainSource(spec.steps, {}), AnswerMemo()
-    text = source.render({"text": "a", "id": 1})
-    chain = Chain(spec.steps, {})
-    first, second = (ShardRequests([text], {}, int, False, "run", memo, chain=chain) for _ in "ab")
-    (one,) = first.requests()
-    waiting = second.requests()
-    first.deliver(0, [brackets(one)])
-    (two,) = first.requests()
-    first.deliver(1, [brackets(two)])
-    assert next(waiting, None) is None
-    assert second.answers() == first.answers()
-    assert memo.num_bytes > ENTRY_BYTES + sum(len(brackets(each).text) for each in (one, two))
-    third = ShardRequests([source.render({"text": "b", "id": 1})], {}, int, False, "run", memo, chain=chain)
-    assert len(list(third.requests())) == 1
-    before = memo.num_bytes
-    third.deliver(0, [refuse("no")])
-    assert third.answers()[0].error == "prompt 'short': no"
-    assert memo.num_bytes == before, "another shard tries it again"
-
-
 def test_calls_of_tools_are_a_column_of_their_prompt(score: Score, tmp_path: Path) -> None:
     write(tmp_path, ["a"])
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
@@ -409,33 +208,3 @@ def test_an_execution_that_died_between_two_prompts_leaves_the_same_answers_to_t
     next(died.requests())
     work_off(redis, make_context, answer=brackets)
     assert pq.read_table(tmp_path / "out").equals(whole)
-
-
-def test_the_command_line_takes_prompts_by_name_or_as_json(
-    invoke: Invoke, redis: Redis, tmp_path: Path
-) -> None:
-    write(tmp_path, ["a"])
-    source, out = tmp_path / "in.parquet", tmp_path / "out"
-    named = ["--prompt", "short={text} = In short:", "--prompt", "title={short}"]
-    for options in (
-        named,
-        ["--prompts", '[{"name": "title", "template": "{text}", "sampling": {"stop": "."}}]'],
-    ):
-        result = invoke("submit", source, out, *options)
-        assert result.exit_code == 0, result.output
-    jobs = queued_jobs(redis)
-    assert [job.kwargs["prompts"] for job in jobs] == [
-        [{"name": "short", "template": "{text} = In short:"}, {"name": "title", "template": "{short}"}],
-        [{"name": "title", "template": "{text}", "sampling": {"stop": "."}}],
-    ]
-    for options, says in [
-        (["--prompt", "{text}"], "expected NAME=TEMPLATE"),
-        (["--prompt", "a={text}", "--prompt", "a={text}"], "given twice"),
-        (["--prompt", "a={text}", "--template", "{text}"], "--template and --prompt each say"),
-        (["--prompts", "{}"], "is JSON, but no list"),
-        (["--prompt", "a={text}", "--template-format", "jinja"], "prompts have"),
-    ]:
-        result = invoke("submit", source, out, *options)
-        assert result.exit_code != 0
-        assert says in result.output
-    assert "--prompt NAME=TEMPLATE" in invoke("submit", "--help").output

@@ -12,6 +12,7 @@ import pytest
 from redis import Redis
 
 from jobs.cli import commands as cli
+from jobs.cli import waiting
 from jobs.common.version import code_version
 from jobs.context import JobContext
 from jobs.runs.snapshot import read_snapshot
@@ -224,7 +225,7 @@ def test_a_failed_planning_is_told_with_exit_status_1(
     def planning_fails(seconds: float) -> None:
         fail(redis, queued_jobs(redis)[0], "jobs.errors.MissingColumn: no column 'prompt'")
 
-    monkeypatch.setattr(cli.time, "sleep", planning_fails)
+    monkeypatch.setattr(waiting.time, "sleep", planning_fails)
     result = invoke("submit", source, tmp_path / "out", "--wait")
     assert result.exit_code == 1
     assert "planning: jobs.errors.MissingColumn: no column 'prompt'" in result.stderr
@@ -239,7 +240,7 @@ def test_wait_runs_to_success_and_logs_a_line_for_each_state(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cli.time, "sleep", lambda seconds: work_off(redis, make_context))
+    monkeypatch.setattr(waiting.time, "sleep", lambda seconds: work_off(redis, make_context))
     result = invoke("submit", source, tmp_path / "out", "--wait", "--rows-per-shard", 2)
     assert result.exit_code == 0, result.output
     assert "finished" in result.stdout
@@ -256,7 +257,7 @@ def test_ctrl_c_leaves_the_run_going_and_says_how_to_follow_it(
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.time, "sleep", interrupt)
+    monkeypatch.setattr(waiting.time, "sleep", interrupt)
     result = invoke("submit", source, tmp_path / "out", "--wait")
     assert result.exit_code == 130
     assert "tokenmill status" in result.stderr

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
-from jobs.cli import commands as cli
+from jobs.cli import waiting
 from jobs.context import JobContext
 from jobs.errors import InvalidValue
 from jobs.runs.error_limit import ErrorLimit
@@ -78,7 +78,7 @@ def test_a_finished_run_that_passes_the_limit_says_so_with_exit_status_1(
     def answer(request: Request) -> FakeCompletion:  # the run's last rows alone fail: nothing is left to stop
         return refuse("x") if int(str(request.prompt)) >= 400 else shout(request)
 
-    monkeypatch.setattr(cli.time, "sleep", lambda seconds: work_off(redis, make_context, answer=answer))
+    monkeypatch.setattr(waiting.time, "sleep", lambda seconds: work_off(redis, make_context, answer=answer))
     for limit, status in (("99", 1), ("99", 1), ("100", 0)):
         options = ("--wait", "--rows-per-shard", rows_per_shard, "--max-errors", limit)
         result = invoke("submit", source, source.parent / "out", *options)

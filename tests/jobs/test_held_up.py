@@ -12,7 +12,7 @@ from redis import Redis
 from rq.job import JobStatus
 from rq.results import Result
 
-from jobs.cli import commands as cli
+from jobs.cli import waiting
 from jobs.common.keys import WORKER_STATS_TTL_S, run_key, run_parts_key
 from jobs.context import JobContext
 from tests.jobs.answering import add_worker, fail, queued_jobs, score_parquet, work_off
@@ -52,7 +52,7 @@ def test_submit_waits_for_the_verdict_of_a_planning_that_is_soon_there(
     def planning_fails(seconds: float) -> None:
         fail(redis, queued_jobs(redis)[0], "jobs.errors.MissingColumn: no column 'prompt'\ntokenmill: client")
 
-    monkeypatch.setattr(cli.time, "sleep", planning_fails)
+    monkeypatch.setattr(waiting.time, "sleep", planning_fails)
     result = invoke("submit", source, tmp_path / "out")
     assert result.exit_code == 1
     assert "planning: jobs.errors.MissingColumn: no column 'prompt'" in result.stderr
@@ -63,7 +63,7 @@ def test_submit_gives_the_id_of_a_run_whose_planning_takes_long(
     invoke: Invoke, redis: Redis, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_worker(redis, "w")
-    monkeypatch.setattr(cli, "PLAN_WAIT_S", 0.0)
+    monkeypatch.setattr(waiting, "PLAN_WAIT_S", 0.0)
     result = invoke("submit", source, tmp_path / "out")
     assert result.exit_code == 0
     assert len(result.stdout.strip()) == 16
@@ -109,7 +109,7 @@ def test_submitting_a_finished_run_says_that_it_is_already_finished(
     score_parquet(make_context(), str(source), str(tmp_path / "out"))
     work_off(redis, make_context)
     add_worker(redis, "w")
-    monkeypatch.setattr(cli.time, "sleep", lambda seconds: plan_as_a_worker(redis, make_context))
+    monkeypatch.setattr(waiting.time, "sleep", lambda seconds: plan_as_a_worker(redis, make_context))
     result = invoke("submit", source, tmp_path / "out", *options)
     assert result.exit_code == 0
     assert "the run is already finished: its 5 rows are in" in result.stderr

@@ -322,5 +322,6 @@ def test_a_long_job_of_several_prompts_tells_how_far_it_is_and_not_too_often(con
     assert task.progress() == {"prompts": 5, "prompts_done": 3, "tokens": 3}
     alone = PromptTask(requests[:1], {}, text_completion, clock=lambda: now).open(context)
     list(alone.requests())
-    now += 1000
     assert alone.progress() is None
+    now += 1000
+    assert alone.progress() == {"prompts": 1, "prompts_done": 0, "tokens": 0}

@@ -15,7 +15,7 @@ from rq.registry import FailedJobRegistry
 from rq.serializers import JSONSerializer
 
 from jobs.cli import main
-from tests.rq_workers import Workers
+from tests.forking import ForkedWorkers
 from tests.worker.test_hostile_jobs import Bomb
 
 
@@ -85,7 +85,7 @@ def test_a_pickle_written_as_a_job_runs_under_rqs_commands_and_not_under_ours(
     assert tokenmill(redis_url, "requeue", "--queue", "bulk", "failed").output == "requeued 1 jobs\n"
     assert queue.job_ids == ["abandoned", "failed"]
     assert not mark.exists()
-    workers = Workers(redis_url, tmp_path)
+    workers = ForkedWorkers(redis_url, tmp_path)
     workers.rq("info")  # why ours exist
     workers.redis.close()
     assert mark.exists()

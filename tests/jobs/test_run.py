@@ -323,9 +323,24 @@ def test_a_shard_shows_its_progress(make_context: MakeContext, redis: Redis, tmp
     score_parquet(make_context(), source, str(tmp_path / "out"))
     (job,) = queued_jobs(redis)
     task = opened_task(make_context(), job.func_name, job.args)
-    assert task.progress() == {"rows": 3, "rows_done": 1, "rows_open": 0, "tokens": 0}
+    opened_at = task.progress()["opened_at"]
+    assert task.progress() == {
+        "opened_at": opened_at,
+        "rows": 3,
+        "rows_done": 1,
+        "rows_open": 0,
+        "prompt_tokens": 0,
+        "tokens": 0,
+    }
     requests = list(task.requests())
     task.deliver(1, [shout(requests[1])])
-    assert task.progress() == {"rows": 3, "rows_done": 2, "rows_open": 1, "tokens": 2}
+    assert task.progress() == {
+        "opened_at": opened_at,
+        "rows": 3,
+        "rows_done": 2,
+        "rows_open": 1,
+        "prompt_tokens": 2,
+        "tokens": 2,
+    }
     task.close()
     task.close()

@@ -86,6 +86,17 @@ def test_the_end_is_told_once_for_each_submission(
     assert len(work(redis, make_context)) == 8
 
 
+def test_a_shards_result_says_how_many_of_its_errors_gave_no_prompt(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    invoke("submit", source, tmp_path / "out")
+    work_off(redis, make_context)
+    (shard,) = queued_jobs(redis)
+    for unasked in (1, None):  # None where its part is there
+        told = run_task(make_context(), shard.func_name, *shard.args, answer=lambda request: refuse("no"))
+        assert (told["rows"], told["errors"], told["rows_unasked"]) == (5, 5, unasked)
+
+
 def test_a_run_that_is_stopped_is_told_too(
     invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
 ) -> None:
@@ -94,6 +105,36 @@ def test_a_run_that_is_stopped_is_told_too(
     (content,) = call.args
     assert (content["state"], content["errors"]) == ("stopped", 1)
     assert "1 of 1 rows have an error" in content["reason"]
+
+
+def test_a_run_that_a_person_cancels_is_told_once_planned_or_not(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    run = submit(invoke, source, tmp_path / "out", "--rows-per-shard", 1)
+    assert "1 jobs removed" in invoke("cancel", run).stdout  # its planning
+    _, call = queued_jobs(redis)
+    content = {"run": run, "state": "cancelled", "output": str(tmp_path / "out"), "reason": None}
+    unplanned = {"rows": None, "shards": None, "rows_done": 0, "errors": 0}
+    assert call.args == [{**content, **unplanned}]
+    redis.flushall()
+    submit(invoke, source, tmp_path / "out", "--rows-per-shard", 1)
+    work_off(redis, make_context)
+    shard = queued_jobs(redis)[0]
+    run_task(make_context(), shard.func_name, *shard.args)
+    for _ in range(2):
+        invoke("cancel", run)
+    post, call = [job for job in queued_jobs(redis) if job.func_name in ENDS]
+    assert post.args == [WEBHOOK, {**content, "rows": 5, "shards": 5, "rows_done": 1, "errors": 0}]
+
+
+def test_a_finished_run_has_no_cancel_to_tell_of(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    run = submit(invoke, source, tmp_path / "out")
+    work(redis, make_context)
+    redis.hdel(run_key(run), "told_submission")  # as where its worker was killed before it told
+    assert "nothing was left to cancel" in invoke("cancel", run).stdout
+    assert len(queued_jobs(redis)) == 2
 
 
 def test_an_end_is_told_where_its_worker_was_killed_before(

@@ -82,16 +82,17 @@ def test_workers_are_listed_with_what_they_serve_and_hold(invoke: Invoke, redis:
         "max_num_seqs": 64,
     }
     redis.set("tokenmill:worker:w1", json.dumps(sample), ex=3600)
-    redis.set("tokenmill:worker:w2", json.dumps({"state": "idle", "model": "\x1b[2J"}), ex=3500)
+    redis.set("tokenmill:worker:w2", json.dumps({**sample, "model": "\x1b[2J"}), ex=3500)
     _, first, second = invoke("workers").stdout.splitlines()
     assert first.split() == [
         *("w1", "draining", "q54m", "bfloat16", "0.1.0", "high", "bulk", "bulk", "3", "7/64", "0", "0%"),
         *(first.split()[-2:]),
     ]
     assert second.split()[:3] == ["w2", "silent", r"\x1b[2J"]
+    assert second.split()[7:11] == ["-"] * 4, "nobody knows what it still holds"
     one, two = json.loads(invoke("workers", "--json").stdout)
     assert (one["name"], one["draining"], one["held"]) == ("w1", True, {"bulk": 3})
-    assert (two["name"], two["silent"]) == ("w2", True)
+    assert (two["name"], two["silent"], two["held"]) == ("w2", True, {"bulk": 3})
 
 
 def test_a_table_is_shown_anew_until_it_is_interrupted(capsys: pytest.CaptureFixture[str]) -> None:

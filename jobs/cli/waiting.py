@@ -1,0 +1,99 @@
+"""Waits on the terminal for a run: until its planning has accepted it, or until it ends."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import click
+import redis
+
+from ..runs.follow import End, Followed, follow
+from ..runs.obstacles import listened_queues, obstacles
+from ..runs.snapshot import REFUSED, RunSnapshot, plan_result, read_planned
+from .progress import progress
+from .status_text import awaits, status_text, tell_failures
+
+#: How long `submit` waits for its planning to accept the run, and between two looks.
+PLAN_WAIT_S, PLAN_POLL_S = 10.0, 0.1
+
+
+def await_plan(connection: redis.Redis, run: str) -> None:
+    """Print a submitted run's id, once its planning has accepted it, or takes longer than PLAN_WAIT_S.
+
+    Exits with 1 where the planning refuses the run, with 130 on Ctrl-C, which leaves it going.
+    """
+    until = time.monotonic() + PLAN_WAIT_S
+    try:
+        while _is_planned_now(snapshot := read_planned(connection, run)) and time.monotonic() < until:
+            time.sleep(PLAN_POLL_S)
+    except KeyboardInterrupt:
+        click.echo(_goes_on(run), err=True)
+        sys.exit(130)
+    if snapshot.plan_status in REFUSED:
+        tell_failures(connection, snapshot)
+        raise click.ClickException("planning failed: repair what is named above, then submit again")
+    click.echo(run)
+    for line in [*awaits(snapshot), *obstacles(connection, snapshot)]:
+        click.echo(line, err=True)
+    if snapshot.finished and not snapshot.is_planning:
+        _tell_if_already_finished(connection, snapshot)
+
+
+def _is_planned_now(snapshot: RunSnapshot) -> bool:
+    """Whether a worker plans a run, or is soon to."""
+    return snapshot.is_planning and snapshot.workers > 0 and snapshot.awaited_model is None
+
+
+def _tell_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) -> None:
+    planned = plan_result(connection, snapshot.plan_job) if snapshot.plan_job else None
+    if planned is not None and planned.get("already_finished"):
+        text = f"the run is already finished: its {snapshot.rows} rows are in {snapshot.output}"
+        click.echo(text, err=True)
+
+
+def _goes_on(run: str) -> str:
+    return (
+        f"the run goes on: `tokenmill status {run}` shows it, the same submit with --wait follows it, "
+        f"`tokenmill cancel {run}` ends it"
+    )
+
+
+def wait_for_end(connection: redis.Redis, run: str) -> None:
+    """Show progress until the run ends. Exits with 1 when it failed, with 130 on Ctrl-C."""
+    display = progress(time.monotonic)
+    try:
+        followed = follow(
+            lambda: read_planned(connection, run),
+            display,
+            time.monotonic,
+            time.sleep,
+            lambda: listened_queues(connection),
+        )
+    except KeyboardInterrupt:
+        display.close()
+        click.echo(_goes_on(run), err=True)
+        sys.exit(130)
+    finally:
+        display.close()
+    _tell_end(connection, followed)
+
+
+def _tell_end(connection: redis.Redis, followed: Followed) -> None:
+    snapshot = followed.snapshot
+    click.echo(status_text(snapshot))
+    if followed.end is End.FINISHED:
+        _tell_if_already_finished(connection, snapshot)
+        if snapshot.too_many_errors is not None:
+            raise click.ClickException(f"run {snapshot.run} is finished, but {snapshot.too_many_errors}")
+        return
+    tell_failures(connection, snapshot)
+    if followed.end is End.CANCELLED:
+        if snapshot.stopped is not None:
+            raise click.ClickException(f"run {snapshot.run} was stopped: {snapshot.stopped}")
+        raise click.ClickException(f"run {snapshot.run} was cancelled: submit it again to resume it")
+    if followed.end is End.FORGOTTEN:
+        raise click.ClickException(f"{followed.end.value}; its parts stay: submit it again to resume it")
+    if followed.end is End.STRANDED:
+        raise click.ClickException(f"{followed.end.value}: submit it again, which also repairs its end")
+    raise click.ClickException(f"{followed.end.value}: repair what is named above, then submit again")

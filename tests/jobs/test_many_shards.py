@@ -1,0 +1,77 @@
+"""What is done with each shard of a run does not grow with how many jobs stand on the queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from redis import Redis
+
+from jobs.context import JobContext
+from jobs.runs import shard_jobs, waiting_jobs
+from jobs.runs.control import _is_nearer_to_end, cancel_run
+from jobs.runs.names import shard_job_id
+from tests.jobs.answering import score_parquet
+
+QUEUE_KEY = "rq:queue:bulk"
+SHARDS = 30
+
+
+@pytest.fixture
+def submit(make_context: Callable[[], JobContext], tmp_path: Path) -> Callable[[], dict[str, Any]]:
+    source = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"prompt": [str(number) for number in range(SHARDS)]}), source)
+    return lambda: score_parquet(make_context(), str(source), str(tmp_path / "out"), rows_per_shard=1)
+
+
+def lists_read(redis: Redis) -> int:
+    info: Any = redis.info("commandstats")
+    return int(info.get("cmdstat_lrange", {"calls": 0})["calls"])
+
+
+def test_a_run_that_is_submitted_again_reads_its_queue_once(
+    redis: Redis, submit: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_jobs, "CHUNK", 3)
+    monkeypatch.setattr(waiting_jobs, "PAGE", 20)
+    submit()
+    before, queued = lists_read(redis), redis.lrange(QUEUE_KEY, 0, -1)
+    assert submit()["shards_enqueued"] == 0
+    assert lists_read(redis) - before == 1 + 4, (
+        "this test's own, and pages of 20, 10, none, and none of RQ's own"
+    )
+    assert redis.lrange(QUEUE_KEY, 0, -1) == queued
+
+
+def test_a_shard_that_is_on_no_queue_is_enqueued_again_however_it_came_back(
+    redis: Redis, submit: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit()
+    lost, moved = redis.lindex(QUEUE_KEY, 5), redis.lindex(QUEUE_KEY, 7)
+    redis.lrem(QUEUE_KEY, 1, lost)
+    read = waiting_jobs.WaitingJobs.among
+
+    def among(self: waiting_jobs.WaitingJobs, job_ids: Any) -> set[str]:
+        return read(self, job_ids) - {moved.decode()}  # as if it came back after the queue was read
+
+    monkeypatch.setattr(waiting_jobs.WaitingJobs, "among", among)
+    assert submit()["shards_enqueued"] == 1
+    assert sorted(redis.lrange(QUEUE_KEY, 0, -1)).count(moved) == 1
+    assert redis.lindex(QUEUE_KEY, -1) == lost
+
+
+@pytest.mark.parametrize("others_come_first", [True, False])
+def test_a_cancel_seeks_its_jobs_from_the_nearer_end(
+    redis: Redis, submit: Callable[[], dict[str, Any]], others_come_first: bool
+) -> None:
+    run = str(submit()["run"])
+    others = [f"other {number}" for number in range(2 * SHARDS)]
+    redis.lpush(QUEUE_KEY, *others) if others_come_first else redis.rpush(QUEUE_KEY, *others)
+    ids = [shard_job_id(run, shard) for shard in range(SHARDS)]
+    assert _is_nearer_to_end(redis, QUEUE_KEY, ids) is others_come_first
+    assert cancel_run(redis, run).removed == SHARDS
+    assert redis.llen(QUEUE_KEY) == len(others)
