@@ -22,6 +22,7 @@ from worker.engine_thread.engine_like import EngineLike
 from worker.engine_thread.engine_loop import EngineLoop
 from worker.engine_thread.orders import Order
 from worker.io_thread.claimer import Claimer
+from worker.io_thread.fleet import Fleet
 from worker.io_thread.io_loop import IoLoop
 from worker.io_thread.job_runner import JobRunner
 from worker.io_thread.limits import Limits
@@ -43,6 +44,7 @@ from worker.store.user_code import Callbacks
 from worker.store.worker_record import WorkerRecord
 from worker.threads.functions import FunctionPool
 from worker.threads.interrupts import shield_imports
+from worker.traces.job_trace import Traces
 
 if TYPE_CHECKING:
     from worker.metrics.server import MetricsServer
@@ -79,10 +81,11 @@ def assemble(
     max_jobs: int | None,
     max_idle_s: float | None,
     metrics: MetricsServer | None = None,
+    traces: Traces | None = None,
 ) -> tuple[EngineLoop, IoLoop]:
     """Build the engine's loop, for the calling thread, and the I/O thread, not yet started.
 
-    metrics: where the worker is told of, if anywhere.
+    metrics: where the worker is told of, if anywhere. traces: who traces its jobs, if anybody.
     """
     shield_imports()
     limits = Limits(
@@ -98,7 +101,7 @@ def assemble(
     orders: SimpleQueue[Order] = SimpleQueue()
     meter = prompt_meter(engine, settings.max_num_seqs, settings.block_size)
     counts = None if metrics is None else Counts()
-    assembly = _Assembly(worker, settings, served, limits, meter, counts or Tally())
+    assembly = _Assembly(worker, settings, served, limits, meter, counts or Tally(), traces or Traces())
     io = assembly.io_loop(orders)
     loop = EngineLoop(engine, orders, io.post)
     if metrics is not None and counts is not None:
@@ -118,16 +121,20 @@ class _Assembly:
         limits: Limits,
         meter: PromptMeter,
         tally: Tally,
+        traces: Traces,
     ) -> None:
-        self._meter, self._tally = meter, tally
+        self._meter, self._tally, self._traces = meter, tally, traces
         self._worker, self._settings, self._served, self._limits = worker, settings, served, limits
         self._queue_names = worker.queue_names()
         self._io_client = own_client(worker.connection, REDIS_TIMEOUT_S, sent=tally.sent)
         self._pool_client = own_client(worker.connection, REDIS_TIMEOUT_S, sent=tally.sent)
-        self._user_client = own_client(worker.connection, REDIS_TIMEOUT_S, resend=True)
+        self._user_client = own_client(
+            worker.connection, REDIS_TIMEOUT_S, resend=True, sent=tally.sent_by_functions
+        )
         self._facts = _facts(worker.name, served)
         self._events: SimpleQueue[Any] = SimpleQueue()
         self._enders = FunctionPool(settings.function_threads, "tokenmill-ends")
+        self._fleet = Fleet(self._queue_names, limits)
         self._budget = PayloadBudget(len(self._queue_names), settings.max_held_bytes)
         self._packer = Packer(
             len(self._queue_names),
@@ -142,7 +149,7 @@ class _Assembly:
         worker, store, runner = self._worker, self._store(), self._runner(orders)
         releaser = Releaser(store, runner, self._limits.max_worker_deaths, worker.log)
         record = WorkerRecord(self._io_client, worker.name, self._queue_names, worker.beat, self._facts)
-        self._reporter = Reporter(record, runner, self._settings.max_num_seqs, worker.log)
+        self._reporter = Reporter(record, self._fleet, runner, self._settings.max_num_seqs, worker.log)
         return IoLoop(
             queue_names=self._queue_names,
             store=store,
@@ -151,6 +158,7 @@ class _Assembly:
                 queue_names=self._queue_names,
                 store=store,
                 registries=Registries(self._io_client, worker.name),
+                fleet=self._fleet,
                 runner=runner,
                 packer=self._packer,
                 budget=self._budget,
@@ -158,6 +166,7 @@ class _Assembly:
                 limits=self._limits,
                 log=worker.log,
             ),
+            fleet=self._fleet,
             releaser=releaser,
             reporter=self._reporter,
             budget=self._budget,
@@ -228,6 +237,7 @@ class _Assembly:
             checks=Checks(settings.allowed_functions, settings.check_timeout_s),
             webhook_hosts=frozenset(settings.allowed_webhook_hosts),
             allowed_functions=frozenset(settings.allowed_functions),
+            traces=self._traces,
         )
 
     def _upkeep(self) -> Upkeep:

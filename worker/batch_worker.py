@@ -19,20 +19,20 @@ from redis.exceptions import RedisError
 from rq import worker_registration
 from rq.defaults import DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT
 from rq.job import Job
-from rq.logutils import setup_loghandlers
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 from rq.worker.base import BaseWorker, DequeueStrategy, WorkerStatus
 
 import jobs
+from jobs.common.log_format import AUTO, VARIABLE, give_up_handlers
 from jobs.common.version import code_version
 from jobs.context.served_model import model_text
 from worker.errors import EngineFailed, ForeignJobsPackage, IoThreadFailed, StartupError
 from worker.import_path import leave_out_working_directory
 from worker.imports import load_functions, load_parts
 from worker.io_thread.io_events import Shutdown, StopJob
+from worker.logs import LogStyle
 from worker.openmp import spin_briefly
-from worker.plain_log import keep_plain
 from worker.process_memory import share_freed_memory
 from worker.store.client import MIN_REDIS_VERSION
 from worker.store.quarantine import Quarantine
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from worker.io_thread.io_loop import IoLoop
     from worker.metrics.server import MetricsServer
     from worker.settings import WorkerSettings
+    from worker.traces.otel import OtelTraces
 
 
 _UNSUBSCRIBE_S = 5.0
@@ -62,6 +63,7 @@ class BatchWorker(BaseWorker):
 
     _io: IoLoop | None = None
     _metrics: MetricsServer | None = None
+    _traces: OtelTraces | None = None
     _cold = _told_early = False
 
     def load_engine(self, settings: WorkerSettings) -> EngineLike:
@@ -96,11 +98,9 @@ class BatchWorker(BaseWorker):
         cold shutdown.
         """
         leave_out_working_directory()
-        setup_loghandlers(logging_level, date_format, log_format)  # `bootstrap` does so too late
-        keep_plain(self.log)
-        level = self.log.getEffectiveLevel()
-        setup_loghandlers(level, date_format, log_format, name="engine")  # how the model is computed
+        style = LogStyle(self._wanted_log_format(), logging_level, date_format, log_format)
         try:
+            writes_json = style.start(self.name)  # `bootstrap` does so too late
             settings = self._check_start(dequeue_strategy)
             self._metrics = self._listen(settings)
         except StartupError as error:
@@ -115,6 +115,8 @@ class BatchWorker(BaseWorker):
         try:
             started = time.monotonic()
             engine = self._load(settings)
+            if writes_json:
+                give_up_handlers("transformers")  # its import makes one
             self._tell_ready(engine, settings, time.monotonic() - started)
             try:
                 self._heed_early_stop()
@@ -131,6 +133,13 @@ class BatchWorker(BaseWorker):
                 self.stop_scheduler()
             if self._metrics is not None:
                 self._metrics.close()
+            if self._traces is not None:
+                self._traces.close()
+
+    def _wanted_log_format(self) -> str:
+        from worker.settings import read_variable
+
+        return read_variable(VARIABLE) or AUTO
 
     def _listen(self, settings: WorkerSettings) -> MetricsServer | None:
         """Serve metrics where that is wished for. Raises MetricsNotServed."""
@@ -143,6 +152,15 @@ class BatchWorker(BaseWorker):
             "Worker %s: metrics at http://%s:%d/metrics", self.name, settings.metrics_host, server.port
         )
         return server
+
+    def _trace(self, engine: EngineLike, settings: WorkerSettings) -> OtelTraces | None:
+        """Have jobs traced where that is wished for."""
+        if settings.traces == "off":
+            return None
+        from worker.traces.otel import OtelTraces
+
+        begins = settings.traces == "all"
+        return OtelTraces(self.name, settings.model_name, code_version(), begins=begins)
 
     def _check_keys(self) -> None:
         """Set aside what is of no use among the keys in which the worker registers."""
@@ -248,7 +266,9 @@ class BatchWorker(BaseWorker):
     ) -> bool:
         from worker.assembly import assemble
 
-        loop, io = assemble(self, engine, settings, burst, max_jobs, max_idle_s, self._metrics)
+        self._traces = self._trace(engine, settings)
+        traced = self._metrics, self._traces
+        loop, io = assemble(self, engine, settings, burst, max_jobs, max_idle_s, *traced)
         self._io = io
         self._heed_early_stop()
         io.start()
@@ -357,14 +377,8 @@ class BatchWorker(BaseWorker):
         date_format: str = DEFAULT_LOGGING_DATE_FORMAT,
         log_format: str = DEFAULT_LOGGING_FORMAT,
     ) -> None:
-        self.scheduler = Scheduler(
-            self.queues,
-            connection=self.connection,
-            logging_level=logging_level or self.log.level,
-            date_format=date_format,
-            log_format=log_format,
-            serializer=self.serializer,
-        )
+        style = LogStyle(self._wanted_log_format(), logging_level or self.log.level, date_format, log_format)
+        self.scheduler = Scheduler(self.queues, self.connection, self.serializer, style, self.name)
         if not burst:
             self.scheduler.start()
         elif self.scheduler.acquire_locks():

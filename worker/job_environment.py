@@ -20,6 +20,7 @@ from jobs.context.shared_files import SharedFiles
 from jobs.errors import InvalidJob
 from worker.store.claimed_job import ClaimedJob
 from worker.threads.interrupts import check_interrupted
+from worker.traces.job_trace import Traces
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class JobEnvironment:
     checks: Checks = field(default_factory=Checks)
     webhook_hosts: frozenset[str] = frozenset()
     allowed_functions: frozenset[str] = frozenset()
+    traces: Traces = field(default_factory=Traces)
 
     def context(self, claimed: ClaimedJob, connection: Redis) -> JobContext:
         """What one of our own jobs is lent. connection: for the threads in which it works."""
@@ -64,6 +66,7 @@ class JobEnvironment:
             webhook_hosts=self.webhook_hosts,
             allowed_functions=self.allowed_functions,
             worker_name=claimed.worker_name,
+            trace=self.traces.carrier(claimed.execution_id, claimed.record.meta),
         )
 
 

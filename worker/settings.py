@@ -8,12 +8,13 @@ import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dotenv import dotenv_values
 from pydantic import ByteSize, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from jobs.common.log_format import AUTO, checked_format
 from jobs.context import MAX_RESULT_BYTES
 from jobs.context.answer_memo import DEFAULT_BYTES
 from jobs.context.checks.processes import DEFAULT_LIMIT_S
@@ -133,6 +134,12 @@ class WorkerSettings(BaseSettings):
     metrics_host: str = "127.0.0.1"
     """The address that they are served on."""
 
+    traces: Literal["off", "producers", "all"] = "off"
+    """Which jobs are traced with OpenTelemetry: none, those whose meta has a trace context, or all."""
+
+    log_format: str = AUTO
+    """How the log is written: text, json, or auto: text on a terminal and JSON elsewhere."""
+
     torch_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the engine; by default what torch finds, and fewer while others use the processors."""
 
@@ -164,6 +171,20 @@ class WorkerSettings(BaseSettings):
             elif not os.path.isdir(root):
                 raise ValueError(f"{root!r} is not a folder")
         return value
+
+    @field_validator("traces")
+    @classmethod
+    def _has_opentelemetry(cls, value: str) -> str:
+        if value != "off":
+            for module in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
+                if not _is_installed(module):
+                    raise ValueError(f"{module} is not installed: pip install 'tokenmill[worker,otel]'")
+        return value
+
+    @field_validator("log_format")
+    @classmethod
+    def _log_format(cls, value: str) -> str:
+        return checked_format(value)
 
     @field_validator("metrics_port", mode="before")
     @classmethod
@@ -265,6 +286,13 @@ class WorkerSettings(BaseSettings):
         )
 
 
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a package that it lies in
+        return False
+
+
 def _root(part: str) -> str:
     path = os.path.expanduser(part)
     if not is_stored(path.lower()):
@@ -286,19 +314,31 @@ def with_variables(text: str) -> str:
     return _ENGINE_SETTING.sub(lambda found: f"{_PREFIX}{found[0].upper()}", text)
 
 
+def read_variable(name: str) -> str | None:
+    """Return a variable as it is read above, be it good or not; None where it is not set, or empty."""
+    if found := os.environ.get(name):
+        return found
+    try:
+        return dotenv_values(_ENV_FILE).get(name)
+    except (UnicodeDecodeError, OSError):
+        return None  # `load` says so
+
+
 class _VariableNames(logging.Filter):
-    """`with_variables` of every record; it drops none."""
+    """`with_variables` of every record of a logger, and of those below it; it drops none."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.msg, record.args = with_variables(record.getMessage()), None
+        if super().filter(record):
+            record.msg, record.args = with_variables(record.getMessage()), None
         return True
 
 
 def name_variables(logger: logging.Logger) -> None:
-    """Let this logger's handlers write the variable's name wherever a message names a setting, once."""
-    for handler in logger.handlers:
+    """Let what handles this logger's records write the variable's name wherever a message names a setting,
+    once."""
+    for handler in logger.handlers or logging.getLogger().handlers:
         if not any(isinstance(each, _VariableNames) for each in handler.filters):
-            handler.addFilter(_VariableNames())
+            handler.addFilter(_VariableNames(logger.name))
 
 
 def _check_names(names: Iterable[str]) -> None:
@@ -308,7 +348,7 @@ def _check_names(names: Iterable[str]) -> None:
     lines = []
     for name in sorted(unknown):
         near = get_close_matches(name, known, n=1, cutoff=0.8)
-        hint = f"did you mean {near[0]}?" if near else "README lists them; unset it"
+        hint = f"did you mean {near[0]}?" if near else "docs/operator.md lists them; unset it"
         lines.append(f"{name} is no setting: {hint}")
     if lines:
         raise SettingsError("; ".join(lines))

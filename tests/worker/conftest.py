@@ -7,19 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.redis_server import running_redis_server
+from tests.forking import ForkedWorkers
 from tests.rq_workers import Workers, assert_nothing_held
-
-
-@pytest.fixture(scope="session")
-def redis_url() -> Iterator[str]:
-    with running_redis_server() as url:
-        yield url
 
 
 @pytest.fixture
 def workers(redis_url: str, tmp_path: Path) -> Iterator[Workers]:
-    running = Workers(redis_url, tmp_path)
+    running = ForkedWorkers(redis_url, tmp_path)
     running.redis.flushall()
     yield running
     all_left = all(process.poll() == 0 for process in running.processes)
@@ -27,3 +21,9 @@ def workers(redis_url: str, tmp_path: Path) -> Iterator[Workers]:
     if running.processes and all_left:
         assert_nothing_held(running.redis)
     running.redis.close()
+
+
+@pytest.fixture
+def new_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that import everything themselves."""
+    monkeypatch.setattr(ForkedWorkers, "run_command", Workers.run_command)

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine import Completion, EngineStats, InvalidRequest, ModelIdentity, SamplingParams
+from engine import Completion, EngineStats, InvalidRequest, ModelIdentity, RequestProgress, SamplingParams
 from worker import BatchWorker
 from worker.settings import WorkerSettings
 
@@ -101,6 +101,12 @@ class FakeEngine:
             num_prompt_tokens=len(sequence.prompt),
             num_cached_tokens=0,
         )
+
+    def progress(self) -> dict[str, RequestProgress]:
+        return {
+            each.request_id: RequestProgress(len(each.prompt), 0, each.params.n * each.steps)
+            for each in self.running
+        }
 
     def stats(self) -> EngineStats:
         return EngineStats(

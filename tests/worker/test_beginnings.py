@@ -106,13 +106,6 @@ class ByHand:
 
 
 @pytest.fixture
-def redis(redis_url: str) -> Iterator[Redis]:
-    with Redis.from_url(redis_url) as client:
-        client.flushall()
-        yield client
-
-
-@pytest.fixture
 def bulk(redis: Redis) -> Queue:
     return Queue("bulk", connection=redis, serializer=JSONSerializer)
 

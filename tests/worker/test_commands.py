@@ -118,6 +118,7 @@ def test_emptying_a_queue_leaves_what_runs(workers: Workers, tmp_path: Path) -> 
     assert not workers.redis.exists(late.key)
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_rq_info_loads_no_model(workers: Workers, tmp_path: Path) -> None:
     poison = tmp_path / "poison"
     poison.mkdir()

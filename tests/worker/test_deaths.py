@@ -14,6 +14,7 @@ from rq.job import Job, JobStatus
 from rq.registry import FailedJobRegistry, FinishedJobRegistry
 from rq.serializers import JSONSerializer
 
+from tests.forking import ForkedWorkers
 from tests.redis_server import running_redis_server
 from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until, wait_until_started
 
@@ -242,7 +243,7 @@ def test_a_worker_without_redis_keeps_its_work_and_delivers_it_later(
 
 def test_a_worker_that_stops_after_its_redis_is_gone_says_so_without_a_traceback(tmp_path: Path) -> None:
     with running_redis_server() as url:
-        workers = Workers(url, tmp_path)
+        workers = ForkedWorkers(url, tmp_path)
         worker = workers.start("--name", "w")
         wait_until(lambda: stats_of(workers, "w"))
         server = int(workers.redis.info("server")["process_id"])

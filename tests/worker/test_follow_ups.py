@@ -24,6 +24,7 @@ from worker.io_thread.inspections import Inspections
 from worker.io_thread.packing import Packer
 from worker.io_thread.streams import Streams
 from worker.metrics.tally import Tally
+from worker.traces.job_trace import Traces
 
 SLOTS, PREFETCH = 4, 1
 
@@ -62,7 +63,7 @@ class Served:
     """Streams without an engine: the test answers what was asked."""
 
     def __init__(self) -> None:
-        self.jobs, self.orders = HeldJobs(), SimpleQueue[Any]()
+        self.jobs, self.orders = HeldJobs(Traces()), SimpleQueue[Any]()
         self.packer = Packer(1, SLOTS, PREFETCH, 1, 1)
         self.events = SimpleQueue[Any]()
         self.checks = Checks()
@@ -70,8 +71,9 @@ class Served:
         self.streams = Streams(self.jobs, self.packer, Beginnings(), self.orders, self.inspections, Tally())
 
     def hold(self, task: OpenTask) -> HeldJob:
-        record = SimpleNamespace(limit_s=0)
-        job = self.jobs.add(cast(Any, SimpleNamespace(record=record)))
+        record = SimpleNamespace(limit_s=0, meta={})
+        claimed = SimpleNamespace(record=record, execution_id="execution")
+        job = self.jobs.add(cast(Any, claimed))
         job.open_task = task
         self.streams.open(job)
         return job

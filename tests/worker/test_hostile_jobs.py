@@ -16,8 +16,8 @@ from rq.command import send_stop_job_command
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
+from jobs.common.plain_log import PlainLine
 from tests.rq_workers import Workers, leftovers, text_of, wait_until, wait_until_started
-from worker.plain_log import PlainLine
 
 
 class Bomb:

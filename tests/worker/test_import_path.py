@@ -14,6 +14,8 @@ from tests.rq_workers import ROOT, Workers
 from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
 from worker.settings import WorkerSettings
 
+pytestmark = pytest.mark.usefixtures("new_interpreters")
+
 OUTPUT = "a_module_that_nobody_has"
 SCRIPT, MODULE = (f"{Path(sys.executable).parent}/rq",), (sys.executable, "-m", "rq.cli")
 

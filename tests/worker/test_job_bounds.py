@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tracemalloc
 import zlib
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,13 +25,6 @@ from worker.store.job_store import JobStore
 
 MIB = 1 << 20
 CALL = ["jobs.complete", None, ["a"], {"max_tokens": 1}]
-
-
-@pytest.fixture
-def redis(redis_url: str) -> Iterator[Redis]:
-    with Redis.from_url(redis_url) as client:
-        client.flushall()
-        yield client
 
 
 def enqueue(redis: Redis, **fields: bytes | str) -> str:

@@ -12,6 +12,8 @@ import pytest
 from tests.rq_workers import Workers
 from worker.threads.functions import FunctionPool
 
+pytestmark = pytest.mark.usefixtures("new_interpreters")
+
 
 @pytest.fixture(autouse=True)
 def told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,12 +26,16 @@ from jobs.watch.samples import Point
 from ops.watch_prometheus import RULES, board_queries
 from tests.rq_workers import ROOT, Workers, wait_until
 from worker.errors import MetricsNotServed
+from worker.io_thread.held_job import HeldJob
+from worker.io_thread.held_jobs import JobCounts
 from worker.metrics.exporter import Exporter
 from worker.metrics.health import LIVE_S, REACHED_S, Health
 from worker.metrics.server import MAX_REQUESTS, MetricsServer
 from worker.metrics.shown import Shown, WatchedWorker
 from worker.metrics.tally import OTHER, Counts, EndedJob, Histogram
 from worker.settings import SettingsError, WorkerSettings
+from worker.store.claimed_job import ClaimedJob
+from worker.store.outcome import Outcome
 
 STATS = EngineStats(
     num_steps=9, num_running=3, max_running=4, num_waiting=2, num_preemptions=1, prefill_tokens=70,
@@ -63,7 +68,7 @@ def ended(queue: str = "bulk", outcome: str = "finished", reason: str = "", **mo
 
 def busy_counts() -> Counts:
     counts = Counts()
-    counts.job_ended(lambda: ended(rows=10, row_errors=3))
+    counts.job_ended(lambda: ended(rows=10, row_errors=3, rows_unasked=2))
     counts.job_ended(lambda: ended(outcome="failed", reason="DiskFull"))
     times = RequestMetrics(arrival_time=1.0, first_token_time=1.2, finished_time=4.0)
     counts.completed(Completion("r", 0, [1], "a", "stop", 1, 0, metrics=times))
@@ -73,6 +78,8 @@ def busy_counts() -> Counts:
     for _ in range(3):
         assert counts.sent is not None
         counts.sent()
+    assert counts.sent_by_functions is not None
+    counts.sent_by_functions()
     return counts
 
 
@@ -85,10 +92,12 @@ def test_the_exposition_has_what_the_worker_and_its_engine_have_counted() -> Non
         "tokenmill_jobs_held kind=function queue=bulk": 0,
         "tokenmill_jobs_total outcome=finished queue=bulk reason=": 1,
         "tokenmill_jobs_total outcome=failed queue=bulk reason=DiskFull": 1,
-        "tokenmill_rows_total outcome=answered queue=bulk": 7,
-        "tokenmill_rows_total outcome=error queue=bulk": 3,
+        "tokenmill_rows_total outcome=answered queue=bulk reason=": 7,
+        "tokenmill_rows_total outcome=error queue=bulk reason=input": 2,
+        "tokenmill_rows_total outcome=error queue=bulk reason=request": 1,
         "tokenmill_claims_lost_total": 2,
-        "tokenmill_redis_round_trips_total": 3,
+        "tokenmill_redis_round_trips_total client=worker": 3,
+        "tokenmill_redis_round_trips_total client=functions": 1,
         "tokenmill_redis_errors_total error=TimeoutError": 1,
         "tokenmill_job_queue_time_seconds_sum queue=bulk": 6,
         "tokenmill_job_latency_seconds_sum queue=bulk": 20,
@@ -113,8 +122,23 @@ def test_the_exposition_has_what_the_worker_and_its_engine_have_counted() -> Non
     assert {name: found.get(name) for name in expected} == expected
 
 
+def test_rows_of_a_shard_are_counted_by_whether_they_were_asked() -> None:
+    counts = Counts()
+    for unasked in (1, None):  # None of a part that another worker has written
+        value = {"rows": 5, "errors": 3, "rows_unasked": unasked}
+        job = HeldJob(0, ClaimedJob("id", "e", "bulk", "w"), is_file=True, lane=0)
+        JobCounts(counts).add(job, Outcome(job.claimed, "finished", value, datetime.now(UTC), 1.0))
+    assert counts.rows == {
+        ("bulk", "answered", ""): 4,
+        ("bulk", "error", "input"): 1,
+        ("bulk", "error", "request"): 2,
+        ("bulk", "error", ""): 3,
+    }
+
+
 def test_every_query_of_board_and_rules_names_metrics_that_a_worker_serves() -> None:
     served = {name.split()[0] for name in values(exposition(busy_counts()))} | {"up", "ALERTS"}
+    served.add("tokenmill_jobs_due")  # by the dashboard, as tests/ops/test_deploy_kubernetes.py sees
     queries = [*board_queries(), RULES.read_text()]
     asked = {name for query in queries for name in re.findall(r"\b([a-z_]+)(?=[\[{])", query)}
     assert "tokenmill_jobs_total" in asked
@@ -270,7 +294,7 @@ def test_a_worker_serves_what_it_does_and_is_not_ready_as_it_drains(workers: Wor
     assert found["tokenmill_jobs_total outcome=finished queue=bulk reason="] == 20
     assert found["tokenmill_jobs_total outcome=failed queue=bulk reason=RequestFailed"] == 1
     assert found["tokenmill_job_queue_time_seconds_count queue=bulk"] == 21
-    assert found["tokenmill_redis_round_trips_total"] > 5
+    assert found["tokenmill_redis_round_trips_total client=worker"] > 5
     assert get(port, "/readyz") == (200, "ok\n")
     process.terminate()
     wait_until(lambda: get(port, "/readyz")[0] == 503)

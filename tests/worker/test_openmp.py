@@ -18,6 +18,7 @@ def test_idle_threads_spin_for_a_moment_unless_the_operator_says_otherwise() -> 
     assert 1_000 < int(environment["GOMP_SPINCOUNT"]) < 300_000, "less than libgomp's own"
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_a_worker_has_set_it_before_it_serves(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(variable, raising=False)

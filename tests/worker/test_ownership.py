@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -23,13 +22,6 @@ from worker.store.results import pack
 
 F = "tests.worker.functions."
 STATUSES = list(JobStatus)
-
-
-@pytest.fixture
-def redis(redis_url: str) -> Iterator[Redis]:
-    with Redis.from_url(redis_url) as client:
-        client.flushall()
-        yield client
 
 
 @pytest.fixture

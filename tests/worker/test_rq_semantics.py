@@ -367,5 +367,10 @@ def test_a_running_shard_shows_its_progress_in_its_meta(workers: Workers, tmp_pa
     run = workers.result(plan).return_value["run"]
     wait_until(lambda: workers.job(f"{run}-00000").get_meta().get("rows_done") == 3)
     assert workers.job(f"{run}-00000").meta["tokens"] == 6
+    wait_until(lambda: workers.job(f"{run}-00000").get_meta().get("tokens_open", 0) > 2)
+    meta = workers.job(f"{run}-00000").meta
+    assert (meta["prompt_tokens"], meta["prompt_tokens_open"]) == (3, len(prompts[3])), (
+        "the open row moves too"
+    )
     (tmp_path / "go").touch()
     wait_until(lambda: (tmp_path / "out" / "_SUCCESS").exists())

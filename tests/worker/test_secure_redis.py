@@ -21,6 +21,8 @@ from rq.group import Group
 from rq.job import Dependency, JobStatus
 from rq.serializers import JSONSerializer
 
+from jobs.doctor.permissions import commands_of
+from tests.forking import ForkedWorkers
 from tests.rq_workers import RQ, Workers, leftovers, text_of, wait_until, wait_until_started
 from tests.worker.secure_redis import (
     PRODUCER_PASSWORD,
@@ -43,7 +45,7 @@ def server(tmp_path: Path) -> Iterator[SecureRedis]:
 @pytest.fixture
 def workers(server: SecureRedis, tmp_path: Path) -> Iterator[Workers]:
     """Workers as the user `worker`; the test's own connection is that of the user `producer`."""
-    running = Workers(server.url("worker", WORKER_PASSWORD), tmp_path)
+    running = ForkedWorkers(server.url("worker", WORKER_PASSWORD), tmp_path)
     running.redis = Redis.from_url(server.url("producer", PRODUCER_PASSWORD), socket_timeout=None)
     yield running
     running.close()
@@ -118,6 +120,10 @@ def test_a_worker_and_a_producer_do_their_work_over_tls_with_the_users_we_docume
     not_needed = ("client", "tokenmill:quarantine")
     refused = [entry for entry in server.admin.acl_log() if entry["object"] not in not_needed]
     assert refused == [], "a user was refused something that it needs"
+    used = {name.removeprefix("cmdstat_").partition("|")[0] for name in server.admin.info("commandstats")}
+    asked = {words[0] for words in commands_of("worker")}
+    others = {"acl", "auth", "client", "exec", "hello", "multi", "scan", "unwatch", "watch"}
+    assert used - asked - others == set(), "tokenmill doctor does not ask for what is needed"
 
     written = [path.read_bytes().decode("latin-1") for path in (tmp_path / "out").iterdir()]
     shown = "".join([printed, workers.log(process), everything_in(server.admin), *written])

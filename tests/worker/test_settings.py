@@ -34,7 +34,7 @@ def load(monkeypatch: pytest.MonkeyPatch, folder: Path, **variables: str) -> Wor
     ("name", "says"),
     [
         ("TOKENMILL_MAX_NUM_SEQ", r"MAX_NUM_SEQ is no setting: did you mean TOKENMILL_MAX_NUM_SEQS\?"),
-        ("tokenmill_folder_of_mine", "TOKENMILL_FOLDER_OF_MINE is no setting: README lists them"),
+        ("tokenmill_folder_of_mine", "TOKENMILL_FOLDER_OF_MINE is no setting: docs/operator.md lists them"),
     ],
 )
 def test_a_misspelt_variable_is_refused_with_the_nearest_name(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
 from rq.job import JobStatus
 
 from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until, wait_until_started
@@ -64,6 +67,29 @@ def test_what_still_runs_when_the_time_to_drain_is_over_is_given_back(workers: W
     assert leftovers(workers.redis, "bulk") == []
 
 
+def test_shards_that_are_handed_back_are_done_by_others_and_their_rows_once(
+    workers: Workers, tmp_path: Path
+) -> None:
+    """As a supervisor stops a worker, with SIGTERM and a time, while shards run that take longer."""
+    rows = [f"file:{tmp_path}/go", *map(str, range(9))]
+    pq.write_table(pa.table({"id": range(10), "prompt": rows}), tmp_path / "in.parquet")
+    paths = str(tmp_path / "in.parquet"), str(tmp_path / "out")
+    queue = workers.queue("bulk")
+    queue.enqueue("jobs.score_parquet", *paths, prompt_column="prompt", rows_per_shard=5)
+    process = workers.start("--name", "w", TOKENMILL_DRAIN_S="0.2")
+    wait_until((tmp_path / "out" / "part-00001.parquet").exists)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+    assert "TOKENMILL_DRAIN_S is over: giving back the 1 jobs that still run" in workers.log(process)
+    assert len(queue.job_ids) == 1
+    (tmp_path / "go").touch()
+    workers.burst()
+    assert (tmp_path / "out" / "_SUCCESS").exists()
+    found = pq.read_table(tmp_path / "out", columns=["id", "completion"]).to_pydict()
+    assert found == {"id": list(range(10)), "completion": [f"echo:{row}" for row in rows]}
+    assert leftovers(workers.redis, "bulk") == []
+
+
 def test_a_worker_with_nothing_left_to_do_does_not_wait_for_its_time_to_drain(workers: Workers) -> None:
     process = workers.start("--name", "w", TOKENMILL_DRAIN_S="600")
     wait_until(lambda: stats_of(workers, "w"))
@@ -91,6 +117,7 @@ def test_a_signal_that_loading_code_keeps_to_itself_ends_the_worker_before_it_se
     assert job.get_status() == JobStatus.QUEUED
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_a_signal_while_the_worker_imports_its_own_modules_ends_it_at_once(workers: Workers) -> None:
     process = workers.start(worker_class="tests.worker.slow_files.SignalledWhileImporting")
     assert process.wait(timeout=60) == 0, workers.log(process)

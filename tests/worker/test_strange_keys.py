@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from uuid import uuid4
@@ -41,13 +41,6 @@ SHARED = [
     f"rq:worker:{NAME}",
     f"tokenmill:worker:{NAME}",
 ]
-
-
-@pytest.fixture
-def redis(redis_url: str) -> Iterator[Redis]:
-    with Redis.from_url(redis_url) as client:
-        client.flushall()
-        yield client
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from redis import Redis
 from rq.job import JobStatus
 
 from tests.rq_workers import Workers, leftovers, text_of
+from worker.logs import LogStyle
 from worker.store.job_store import JobStore
 from worker.store.scheduler import Scheduler, SchedulerProcess
 
@@ -109,9 +110,7 @@ def test_a_scheduler_that_cannot_be_started_again_is_tried_in_the_next_period(
     def no_more_files(scheduler: Scheduler) -> SchedulerProcess:
         raise OSError(24, "Too many open files")
 
-    scheduler = Scheduler(
-        [workers.queue("bulk")], workers.redis, None, logging_level="INFO", date_format="", log_format=""
-    )
+    scheduler = Scheduler([workers.queue("bulk")], workers.redis, None, LogStyle(), "worker")
     ended = scheduler._process = Ended()  # type: ignore[assignment]
     monkeypatch.setattr("worker.store.scheduler.SchedulerProcess", no_more_files)
     scheduler.keep_alive()

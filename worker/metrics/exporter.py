@@ -92,9 +92,11 @@ class _WorkerCollector(Collector):
         for (queue, outcome, reason), number in dict(counts.jobs).items():
             ended.add_metric([queue, outcome, reason], number)
         yield ended
-        rows = CounterMetricFamily("tokenmill_rows", "Rows of finished shards.", labels=["queue", "outcome"])
-        for (queue, outcome), number in dict(counts.rows).items():
-            rows.add_metric([queue, outcome], number)
+        rows = CounterMetricFamily(
+            "tokenmill_rows", "Rows of finished shards.", labels=["queue", "outcome", "reason"]
+        )
+        for (queue, outcome, reason), number in dict(counts.rows).items():
+            rows.add_metric([queue, outcome, reason], number)
         yield rows
         yield CounterMetricFamily(
             "tokenmill_claims_lost", "Jobs cancelled or taken over while held.", counts.claims_lost
@@ -108,9 +110,12 @@ class _WorkerCollector(Collector):
 
     def _of_redis(self) -> Iterator[Metric]:
         counts = self._worker.counts
-        yield CounterMetricFamily(
-            "tokenmill_redis_round_trips", "Commands or pipelines sent to Redis.", counts.round_trips
+        sent = CounterMetricFamily(
+            "tokenmill_redis_round_trips", "Commands or pipelines sent to Redis.", labels=["client"]
         )
+        sent.add_metric(["worker"], counts.round_trips)
+        sent.add_metric(["functions"], counts.round_trips_of_functions)
+        yield sent
         errors = CounterMetricFamily(
             "tokenmill_redis_errors", "Turns of the I/O thread that Redis ended.", labels=["error"]
         )

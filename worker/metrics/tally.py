@@ -46,7 +46,8 @@ class EndedJob:
     """A job that has ended here. outcome: "finished", "failed" or "stopped"; reason: the error's name, or "".
 
     enqueued_at, began_at, ended_at: Unix seconds, the first as producers wrote it; None where not known.
-    rows, row_errors: of a shard that is finished.
+    rows, row_errors: of a shard that is finished. rows_unasked: those of the errors that gave no prompt;
+    None where that is not known.
     """
 
     queue: str
@@ -57,6 +58,7 @@ class EndedJob:
     ended_at: float
     rows: int = 0
     row_errors: int = 0
+    rows_unasked: int | None = None
 
 
 class Tally:
@@ -64,6 +66,9 @@ class Tally:
 
     sent: Callable[[], None] | None = None
     """To be called for each command, or pipeline of them, that is sent to Redis; in any thread."""
+
+    sent_by_functions: Callable[[], None] | None = None
+    """The same of those that users' functions send with the connection that they are given."""
 
     def job_ended(self, tell: Callable[[], EndedJob]) -> None:
         """A job has ended; `tell` says how."""
@@ -83,27 +88,35 @@ class Counts(Tally):
 
     def __init__(self) -> None:
         self.jobs: Counter[tuple[str, str, str]] = Counter()
-        self.rows: Counter[tuple[str, str]] = Counter()
+        self.rows: Counter[tuple[str, str, str]] = Counter()
         self.requests: Counter[str] = Counter()
         self.redis_errors: Counter[str] = Counter()
-        self.claims_lost = self.round_trips = 0
+        self.claims_lost = self.round_trips = self.round_trips_of_functions = 0
         self.queue_times: dict[str, Histogram] = {}
         self.latencies: dict[str, Histogram] = {}
         self.first_token, self.e2e = Histogram(_SHORT_S), Histogram(_SHORT_S)
         self._reasons: set[str] = set()
         self._lock = threading.Lock()
-        self.sent = self._count_sent
+        self.sent, self.sent_by_functions = self._count_sent, self._count_sent_by_functions
 
     def job_ended(self, tell: Callable[[], EndedJob]) -> None:
         job = tell()
         self.jobs[job.queue, job.outcome, self._reason(job.reason)] += 1
         if job.rows:
-            self.rows[job.queue, "answered"] += job.rows - job.row_errors
-            self.rows[job.queue, "error"] += job.row_errors
+            self._count_rows(job)
         if job.enqueued_at is not None:
             self._observe(self.latencies, job.queue, job.ended_at - job.enqueued_at)
             if job.began_at is not None:
                 self._observe(self.queue_times, job.queue, job.began_at - job.enqueued_at)
+
+    def _count_rows(self, job: EndedJob) -> None:
+        self.rows[job.queue, "answered", ""] += job.rows - job.row_errors
+        if job.rows_unasked is None:
+            self.rows[job.queue, "error", ""] += job.row_errors
+            return
+        unasked = min(job.rows_unasked, job.row_errors)
+        self.rows[job.queue, "error", "input"] += unasked
+        self.rows[job.queue, "error", "request"] += job.row_errors - unasked
 
     def completed(self, completion: Completion) -> None:
         self.requests[completion.finish_reason] += 1
@@ -121,6 +134,10 @@ class Counts(Tally):
     def _count_sent(self) -> None:
         with self._lock:
             self.round_trips += 1
+
+    def _count_sent_by_functions(self) -> None:
+        with self._lock:
+            self.round_trips_of_functions += 1
 
     def _observe(self, histograms: dict[str, Histogram], queue: str, seconds: float) -> None:
         """Another machine's clock may be ahead: what comes out negative is none."""
