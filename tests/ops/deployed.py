@@ -1,0 +1,44 @@
+"""What deployments must have in common: commands that are ours, settings that exist, time to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rq.cli import main as rq_command
+
+from jobs.cli import main as tokenmill_command
+from tests.rq_workers import ROOT
+from worker.settings import WorkerSettings
+
+DEPLOY = ROOT / "ops" / "deploy"
+
+#: What is written while a worker leaves, after TOKENMILL_DRAIN_S, takes no longer.
+LEAVING_S = 30
+
+#: What a worker reads; one that is given any other variable with our prefix does not start.
+SETTINGS = {f"TOKENMILL_{name.upper()}" for name in WorkerSettings.model_fields}
+DASHBOARD_SETTINGS = {"TOKENMILL_DASHBOARD_TOKEN"}
+
+
+def assert_is_a_command(words: Sequence[str]) -> None:
+    """Fail unless the program takes these arguments, up to where it would begin."""
+    program, *arguments = words
+    group = {"rq": rq_command, "tokenmill": tokenmill_command}[Path(program).name]
+    command: click.Command = group
+    while isinstance(command, click.Group):
+        command = command.commands[arguments.pop(0)]
+    command.make_context(command.name, arguments)
+
+
+def assert_settings_exist(environment: Mapping[str, Any], known: set[str] = SETTINGS) -> None:
+    """Fail where a variable with our prefix is none that the program reads."""
+    ours = {name for name in environment if name.startswith("TOKENMILL_")}
+    assert ours <= known, ours - known
+
+
+def env_file(path: Path) -> dict[str, str]:
+    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    return dict(line.split("=", 1) for line in lines)

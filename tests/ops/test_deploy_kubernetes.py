@@ -1,0 +1,172 @@
+"""The manifests: of the schemas, of each other's names, of metrics that exist, and with time to stop."""
+
+from __future__ import annotations
+
+import copy
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from jsonschema import Draft202012Validator, ValidationError
+from redis import Redis
+
+from tests.ops.deployed import (
+    DASHBOARD_SETTINGS,
+    DEPLOY,
+    LEAVING_S,
+    assert_is_a_command,
+    assert_settings_exist,
+)
+from tokenmill_dashboard.queue_metrics import QueueMetrics
+from worker.settings import WorkerSettings
+
+FOLDER = DEPLOY / "kubernetes"
+KUBERNETES = "1.37"
+OF_OPERATORS = {"ScaledObject", "PodMonitor"}
+
+
+@cache
+def manifests() -> list[dict[str, Any]]:
+    files = sorted(path for path in FOLDER.rglob("*.yaml") if path.name != "kustomization.yaml")
+    return [each for path in files for each in yaml.load_all(path.read_text(), yaml.CSafeLoader)]
+
+
+def found(kind: str, name: str = "") -> dict[str, Any]:
+    (one,) = [
+        each for each in manifests() if each["kind"] == kind and each["metadata"]["name"].endswith(name)
+    ]
+    return one
+
+
+def pod(name: str) -> dict[str, Any]:
+    return dict(found("Deployment", name)["spec"]["template"]["spec"])
+
+
+def container(name: str) -> dict[str, Any]:
+    (one,) = pod(name)["containers"]
+    return dict(one)
+
+
+@cache
+def of_operators() -> Draft202012Validator:
+    return Draft202012Validator(yaml.safe_load((Path(__file__).parent / "operator_schemas.yaml").read_text()))
+
+
+def validate(manifest: dict[str, Any]) -> None:
+    """Raise ValidationError for what Kubernetes, or the operator of its kind, would refuse or overlook."""
+    if manifest["kind"] in OF_OPERATORS:
+        of_operators().validate(manifest)
+    else:
+        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+
+
+def test_each_manifest_is_of_its_schema() -> None:
+    kinds = [each["kind"] for each in manifests()]
+    assert set(kinds) >= {"Deployment", "ScaledObject", "PodMonitor", "NetworkPolicy", "PodDisruptionBudget"}
+    for manifest in manifests():
+        validate(manifest)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "path"),
+    [
+        ("Deployment", "worker", "spec.template.spec.terminationGracePeriodSeconds"),
+        ("Deployment", "worker", "spec.template.spec.containers.0.startupProbe.failureThreshold"),
+        ("Deployment", "dashboard", "spec.template.spec.containers.0.securityContext.readOnlyRootFilesystem"),
+        ("PodDisruptionBudget", "", "spec.unhealthyPodEvictionPolicy"),
+        ("NetworkPolicy", "worker", "spec.ingress.0.from.0.namespaceSelector"),
+        ("Secret", "redis", "stringData"),
+        ("ScaledObject", "", "spec.fallback.behavior"),
+        ("ScaledObject", "", "spec.triggers.0.metadata.ignoreNullValues"),
+        ("ScaledObject", "", "spec.advanced.horizontalPodAutoscalerConfig.behavior.scaleDown"),
+        ("PodMonitor", "dashboard", "spec.podMetricsEndpoints.0.authorization"),
+    ],
+)
+def test_a_misspelt_field_is_found(kind: str, name: str, path: str) -> None:
+    wrong = copy.deepcopy(found(kind, name))
+    *inner, field = path.split(".")
+    place: Any = wrong
+    for each in inner:
+        place = place[int(each) if each.isdigit() else each]
+    place[f"{field}x"] = place.pop(field)
+    with pytest.raises((ValidationError, kubernetes_validate.ValidationError)):
+        validate(wrong)
+
+
+def test_kustomize_finds_all_its_files_and_leaves_none_out() -> None:
+    for kustomization in FOLDER.rglob("kustomization.yaml"):
+        named = yaml.safe_load(kustomization.read_text())["resources"]
+        folder = kustomization.parent
+        assert all((folder / name).exists() for name in named)
+        files = {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}
+        assert files == {name for name in named if name.endswith(".yaml")}
+
+
+def test_a_worker_has_time_to_hand_back_and_to_load() -> None:
+    settings = found("ConfigMap")["data"]
+    assert pod("worker")["terminationGracePeriodSeconds"] >= int(settings["TOKENMILL_DRAIN_S"]) + LEAVING_S
+    probe = container("worker")["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 1800
+    assert found("Deployment", "worker")["spec"]["progressDeadlineSeconds"] > 1800
+
+
+def test_what_is_started_takes_its_arguments_and_its_settings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("worker", "dashboard"):
+        assert_is_a_command(container(name)["args"])
+    settings = found("ConfigMap")["data"]
+    assert_settings_exist(settings)
+    names = {each["name"]: each.get("value") for each in container("dashboard")["env"]}
+    assert_settings_exist(names, DASHBOARD_SETTINGS)
+    for name, value in {**settings, "TOKENMILL_DATA_ROOTS": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    assert list(WorkerSettings.load().metrics_port) == [container("worker")["ports"][0]["containerPort"]]
+
+
+@pytest.mark.parametrize("name", ["worker", "dashboard"])
+def test_pods_are_closed(name: str) -> None:
+    security = container(name)["securityContext"]
+    assert security["readOnlyRootFilesystem"]
+    assert security["capabilities"] == {"drop": ["ALL"]}
+    assert security["allowPrivilegeEscalation"] is False
+    assert pod(name)["securityContext"]["runAsNonRoot"]
+    assert pod(name)["securityContext"]["runAsUser"] == 10001, "the image's user"
+    written = {each["name"]: each["mountPath"] for each in container(name)["volumeMounts"]}
+    assert "tmp" in written
+    assert set(written) == {each["name"] for each in pod(name)["volumes"]}
+
+
+def test_secrets_settings_ports_and_selectors_are_those_that_there_are() -> None:
+    secrets = {each["metadata"]["name"]: each for each in manifests() if each["kind"] == "Secret"}
+    for name in ("worker", "dashboard"):
+        for each in container(name)["env"]:
+            key = each["valueFrom"]["secretKeyRef"]
+            assert key["key"] in secrets[key["name"]]["stringData"]
+        labels = found("Deployment", name)["spec"]["template"]["metadata"]["labels"]
+        ports = {each["name"] for each in container(name)["ports"]}
+        assert found("NetworkPolicy", name)["spec"]["podSelector"]["matchLabels"] == labels
+        assert found("NetworkPolicy", name)["spec"]["ingress"][0]["ports"][0]["port"] in ports
+        monitor = found("PodMonitor", name)["spec"]
+        assert monitor["selector"]["matchLabels"] == labels
+        assert {each["port"] for each in monitor["podMetricsEndpoints"]} <= ports
+    assert container("worker")["envFrom"][0]["configMapRef"]["name"] == found("ConfigMap")["metadata"]["name"]
+    assert found("ScaledObject")["spec"]["scaleTargetRef"]["name"] == "tokenmill-worker"
+    assert (
+        found("PodDisruptionBudget")["spec"]["selector"] == found("Deployment", "worker")["spec"]["selector"]
+    )
+
+
+def test_workers_are_scaled_by_every_lane_and_by_metrics_that_exist() -> None:
+    lanes = container("worker")["args"][-2:]
+    queries = [each["metadata"]["query"] for each in found("ScaledObject")["spec"]["triggers"]]
+    assert [set(re.findall(r'queue="(\w+)"', query)) for query in queries] == [{lane} for lane in lanes]
+    counted = [each.removeprefix("--queue=") for each in container("dashboard")["args"] if "--queue" in each]
+    assert counted == lanes, "or nobody counts them while there is no worker"
+    exposition, _ = QueueMetrics(Redis(), ()).exposition("")  # without queues it asks nobody
+    served = set(re.findall(r"^# TYPE (\w+) ", exposition.decode(), re.MULTILINE))
+    assert {name for query in queries for name in re.findall(r"\b(\w+)\{", query)} == served

@@ -1,0 +1,97 @@
+"""systemd's units: systemd-analyze takes them, and they start what is there and give it time to stop."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ops.deployed import (
+    DASHBOARD_SETTINGS,
+    DEPLOY,
+    LEAVING_S,
+    assert_is_a_command,
+    assert_settings_exist,
+    env_file,
+)
+
+UNITS = DEPLOY / "systemd"
+BIN = "/opt/tokenmill/bin"
+
+needs_systemd = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="not installed: systemd-analyze (Debian: systemd)"
+)
+
+
+def analyzed(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """systemd-analyze, with our units in this folder beside the system's."""
+    return subprocess.run(
+        ["systemd-analyze", *command],
+        env={"SYSTEMD_UNIT_PATH": f"{folder}:", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """The units in a folder, with the programs of this environment."""
+    for unit in UNITS.glob("tokenmill*"):
+        (tmp_path / unit.name).write_text(unit.read_text().replace(BIN, str(Path(sys.executable).parent)))
+    return tmp_path
+
+
+def values(unit: Path, key: str) -> list[str]:
+    return re.findall(rf"^{key}=(.*)$", unit.read_text(), re.MULTILINE)
+
+
+@needs_systemd
+def test_systemd_finds_nothing_to_say_against_the_units(installed: Path) -> None:
+    units = sorted(map(str, installed.iterdir()))
+    assert len(units) == 3
+    done = analyzed(installed, "verify", "--man=no", *units)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+@needs_systemd
+@pytest.mark.parametrize(
+    ("right", "wrong"), [("Restart=on-failure", "Restat=on-failure"), ("/rq worker", "/rqq worker")]
+)
+def test_a_broken_unit_is_told_of(installed: Path, right: str, wrong: str) -> None:
+    unit = installed / "tokenmill-worker@.service"
+    unit.write_text(unit.read_text().replace(right, wrong))
+    done = analyzed(installed, "verify", "--man=no", str(unit))
+    assert done.returncode or done.stderr
+
+
+@needs_systemd
+@pytest.mark.parametrize(("unit", "most"), [("tokenmill-worker@", 35), ("tokenmill-dashboard", 15)])
+def test_the_units_stay_as_closed_as_they_are(installed: Path, unit: str, most: int) -> None:
+    """systemd's own measure, in tenths: 0 is closed, 100 open; without any hardening it is 96."""
+    path = str(installed / f"{unit}.service")
+    done = analyzed(installed, "security", "--offline=true", "--no-pager", f"--threshold={most}", path)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_worker_has_time_to_give_back_what_runs() -> None:
+    unit = UNITS / "tokenmill-worker@.service"
+    (drain_s,) = re.findall(r"TOKENMILL_DRAIN_S=(\d+)", unit.read_text())
+    assert int(values(unit, "TimeoutStopSec")[0]) >= int(drain_s) + LEAVING_S
+    assert values(unit, "KillMode") == ["mixed"], "its children hear of it from the worker"
+
+
+@pytest.mark.parametrize("name", ["worker", "dashboard"])
+def test_what_is_started_takes_its_arguments_and_its_settings(name: str) -> None:
+    (unit,) = UNITS.glob(f"tokenmill-{name}*")
+    environment = env_file(UNITS / f"{name}.env")
+    (line,) = values(unit, "ExecStart")
+    words = re.sub(r"\$(\w+)", lambda found: environment[found[1]], line)
+    assert_is_a_command(shlex.split(words))
+    known = {"known": DASHBOARD_SETTINGS} if name == "dashboard" else {}
+    assert_settings_exist(environment, **known)
