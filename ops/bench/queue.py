@@ -25,7 +25,7 @@ from redis.connection import AbstractConnection
 from rq import Queue, SimpleWorker, Worker
 from rq.serializers import JSONSerializer
 
-from engine import Completion, EngineStats, ModelIdentity, RequestParams, SamplingParams
+from engine import Completion, EngineStats, ModelIdentity, RequestParams, RequestProgress, SamplingParams
 from tests.redis_server import running_redis_server
 from worker import BatchWorker
 from worker.settings import WorkerSettings
@@ -63,6 +63,9 @@ class InstantEngine:
         self.has_unfinished = False
         self._steps += 1
         return done
+
+    def progress(self) -> dict[str, RequestProgress]:
+        return {}
 
     def stats(self) -> EngineStats:
         return EngineStats(self._steps, 0, 0, 0, 0, 0, 0, 0, 0, 0)

@@ -151,7 +151,7 @@ def main() -> None:
     shape, workload = SHAPES[name], mixed_256()
     settings: dict[str, Any] = {"device": device.type, "attention_backend": "triton", "max_model_len": 4096}
     if options.dry_run:
-        workload = small(workload, 2, 200, shape.vocab_size)
+        workload = small(workload, 2, 400, shape.vocab_size)
         settings |= {"max_model_len": 64, "kv_cache_bytes": 2**20}
     print_machine()
     ceilings = measure_ceilings(device, dtype)

@@ -12,9 +12,11 @@ import signal
 import sys
 
 from ops.load.attacks import ATTACKS
+from ops.load.deep import deep
 from ops.load.flood import flood
 from ops.load.hostile import hostile
 from ops.load.inflight import inflight
+from ops.load.many_shards import many_shards
 from ops.load.queued import queued
 from ops.load.repeats import repeats
 from ops.load.report import Report
@@ -23,6 +25,7 @@ from ops.load.sharing import workers
 from ops.load.soak import soak
 from ops.load.stored_rows import SIZES as STORED_SIZES
 from ops.load.stored_rows import stored_rows
+from ops.load.tail import tail
 from ops.load.urgent import urgent
 
 
@@ -37,6 +40,16 @@ def main() -> int:
     command.add_argument("--count", type=int, default=8)
     command.add_argument("--jobs", type=int, default=8000)
     command.add_argument("--shards", type=int, default=240)
+    command = commands.add_parser("tail", help="the last jobs of a queue, fewer than there are places")
+    command.add_argument("--workers", type=int, default=3)
+    command.add_argument("--jobs", type=int, default=60)
+    command = commands.add_parser("deep", help="a queue of millions of jobs")
+    command.add_argument("--jobs", type=int, default=1_000_000)
+    command.add_argument("--seconds", type=float, default=10.0)
+    command = commands.add_parser("shards", help="a run of as many shards as there may be")
+    command.add_argument("--shards", type=int, default=100_000)
+    command.add_argument("--others", type=int, default=100_000)
+    command.add_argument("--seconds", type=float, default=60.0)
     command = commands.add_parser("rows", help="Parquet runs of growing size")
     command.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     command.add_argument("--row-group-rows", type=int, default=10_000)
@@ -81,6 +94,12 @@ def _run(options: argparse.Namespace) -> Report:
         return queued(options.jobs, options.workers)
     if options.scenario == "workers":
         return workers(options.count, options.jobs, options.shards)
+    if options.scenario == "deep":
+        return deep(options.jobs, options.seconds)
+    if options.scenario == "shards":
+        return many_shards(options.shards, options.others, options.seconds)
+    if options.scenario == "tail":
+        return tail(options.workers, options.jobs)
     if options.scenario == "repeats":
         return repeats(options.rows, options.distinct, options.workers, options.memo_bytes)
     if options.scenario == "inflight":

@@ -58,7 +58,7 @@ def _share(place: Site, report: Report, count: int, jobs: int, shards: int, rows
         place.wait(lambda: unended(place, "high", "bulk") == 0)
         last = place.stop()
     found = audit(high, zip(ids, prompts, strict=True))
-    by_shard = _shard_workers(place)
+    by_shard = shard_workers(place)
     report.equal("prompts without an answer", found.unanswered, 0)
     report.equal("prompts answered twice", found.doubled, 0)
     report.equal("wrong answers", found.wrong, 0)
@@ -77,10 +77,11 @@ def _share(place: Site, report: Report, count: int, jobs: int, shards: int, rows
     report.tell("jobs/s", (jobs + shards) / seconds)
 
 
-def _shard_workers(place: Site) -> Counter[str]:
-    """Which worker answered each shard, from the jobs' results."""
+def shard_workers(place: Site, other_than: str = "") -> Counter[str]:
+    """Which worker answered each shard, from the results of jobs other than this one."""
     found: Counter[str] = Counter()
-    for job_id in place.queue("bulk").finished_job_registry.get_job_ids(cleanup=False):
+    ids = place.queue("bulk").finished_job_registry.get_job_ids(cleanup=False)
+    for job_id in (each for each in ids if each != other_than):
         job = Job(job_id, connection=place.redis, serializer=JSONSerializer)
         found.update(str(result.worker_name) for result in job.results())
     return found

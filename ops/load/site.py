@@ -43,7 +43,7 @@ class Site:
     """One server, and workers that come and go."""
 
     def __init__(self, url: str, folder: Path) -> None:
-        self.folder = folder
+        self.url, self.folder = url, folder
         self._workers = Workers(url, folder)
         self._workers.worker_class = "ops.load.stub_engine.StubWorker"
         self.redis = self._workers.redis

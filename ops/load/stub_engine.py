@@ -1,9 +1,10 @@
 """A worker whose engine computes nothing but keeps the real one's slots, lanes and steps.
 
 `rq worker --worker-class ops.load.stub_engine.StubWorker` runs it. Its environment:
-STUB_STEP_S   seconds a step sleeps
-STUB_BUSY_S   seconds a step holds Python's lock: no other thread of the worker runs meanwhile
-STUB_HOLD     the prompt `hold` is answered once this file exists
+STUB_STEP_S       seconds a step sleeps
+STUB_SEQUENCE_S   and for each sequence in it
+STUB_BUSY_S       seconds a step holds Python's lock: no other thread of the worker runs meanwhile
+STUB_HOLD         the prompt `hold` is answered once this file exists
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine import Completion, InvalidRequest, ModelIdentity, RequestParams, SamplingParams
+from engine import (
+    Completion,
+    InvalidRequest,
+    ModelIdentity,
+    RequestParams,
+    RequestProgress,
+    SamplingParams,
+)
 from worker import BatchWorker
 from worker.settings import WorkerSettings
 
@@ -58,9 +66,15 @@ class StubEngine:
     attention_backend = "none"
 
     def __init__(
-        self, slots: int, step_s: float = 0.0, busy_s: float = 0.0, hold: Path | None = None
+        self,
+        slots: int,
+        step_s: float = 0.0,
+        busy_s: float = 0.0,
+        hold: Path | None = None,
+        sequence_s: float = 0.0,
     ) -> None:
         self._slots, self._step_s, self._busy_s, self._hold = slots, step_s, busy_s, hold
+        self._sequence_s = sequence_s
         self._waiting: dict[int, deque[StubSequence]] = {}
         self._running: list[StubSequence] = []
         self.started: list[str] = []
@@ -102,9 +116,16 @@ class StubEngine:
         self._answered += len(done)
         return done
 
+    def progress(self) -> dict[str, RequestProgress]:
+        """How far those are that have a slot."""
+        return {
+            each.request_id: RequestProgress(1, 0, each.samples * (each.tokens - each.left))
+            for each in self._running
+        }
+
     def stats(self) -> StubStats:
-        waiting = sum(map(len, self._waiting.values()))
         running = len(self._running)
+        waiting = self._num_unfinished() - running
         return StubStats(
             self._num_steps, running, self._max_running, waiting, self._answered, peak_rss_bytes()
         )
@@ -123,12 +144,16 @@ class StubEngine:
         self._running.clear()
 
     def _spend_time(self) -> None:
-        if self._step_s:
-            time.sleep(self._step_s)
+        step_s = self._step_s + self._sequence_s * min(self._slots, self._num_unfinished())
+        if step_s:
+            time.sleep(step_s)
         if self._busy_s:
             until = time.monotonic() + self._busy_s
             while time.monotonic() < until:
                 sum(range(1_000_000))  # one call into C: Python's lock is not given away inside it
+
+    def _num_unfinished(self) -> int:
+        return len(self._running) + sum(map(len, self._waiting.values()))
 
     def _admit(self) -> None:
         """Fill the slots, urgent lanes first; those take slots from less urgent lanes, the latest first."""
@@ -162,9 +187,10 @@ class StubWorker(BatchWorker):
     """BatchWorker in all but the model."""
 
     def load_engine(self, settings: WorkerSettings) -> StubEngine:
-        step_s, busy_s = (float(os.environ.get(name, "0")) for name in ("STUB_STEP_S", "STUB_BUSY_S"))
+        names = ("STUB_STEP_S", "STUB_BUSY_S", "STUB_SEQUENCE_S")
+        step_s, busy_s, sequence_s = (float(os.environ.get(name, "0")) for name in names)
         hold = os.environ.get("STUB_HOLD")
-        return StubEngine(settings.max_num_seqs, step_s, busy_s, Path(hold) if hold else None)
+        return StubEngine(settings.max_num_seqs, step_s, busy_s, Path(hold) if hold else None, sequence_s)
 
 
 def peak_rss_bytes(process: int | str = "self") -> int:
