@@ -1,0 +1,161 @@
+"""Where the pages' commands run: a folder like a clone with some files to score, a real Redis, a real worker.
+
+The worker serves the demo model, which for the pages' sake also embeds. The model of the hub that pages name
+stands for it too: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from redis import Redis
+
+from ops.documents.blocks import ROOT
+from tests.redis_server import running_redis_server
+
+READY_S = 120.0
+HUB_ID = "Qwen/Qwen3-0.6B"
+"""The model that the pages name."""
+
+_DEMO_MODEL = ROOT / "ops" / "demo" / "model"
+_POOLING = {
+    "modules.json": [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+        {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
+    ],
+    "1_Pooling/config.json": {"word_embedding_dimension": 128, "pooling_mode_lasttoken": True},
+    "config_sentence_transformers.json": {"prompts": {"query": "Query: "}},
+}
+
+
+class WorkerEnded(Exception):
+    """The worker for the pages ended, or said nothing, before it was ready."""
+
+
+class Stage:
+    """The folder, and the environment that commands see."""
+
+    def __init__(self, folder: Path, redis_url: str) -> None:
+        self.folder = folder
+        self.model = folder / "model"
+        programs = Path(sys.executable).parent
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("TOKENMILL_", "RQ_"))}
+        self.environment = {
+            **kept,
+            "PATH": f"{programs}{os.pathsep}{kept.get('PATH', os.defpath)}",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+            "RQ_REDIS_URL": redis_url,
+            "TOKENMILL_TORCH_THREADS": "1",
+            "TOKENMILL_KV_CACHE_BYTES": "64MiB",
+            "TOKENMILL_LEASE_S": "2",
+            "HF_HUB_OFFLINE": "1",
+        }
+        _make_clone(folder)
+        _make_model(self.model)
+        _make_inputs(folder)
+
+    def local(self, command: str) -> str:
+        """The command with the stage's model for one of the hub."""
+        return command.replace(HUB_ID, str(self.model))
+
+
+@contextmanager
+def running_stage() -> Iterator[Stage]:
+    """A stage with a worker on the queues `prompts` and `bulk`; all is ended and removed behind it."""
+    # On a port, as redis-cli's `-u` takes no unix socket.
+    with tempfile.TemporaryDirectory(prefix="pages-") as folder, running_redis_server(_free_port()) as url:
+        stage = Stage(Path(folder), url)
+        with running_worker(stage):
+            yield stage
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+@contextmanager
+def running_worker(stage: Stage) -> Iterator[None]:
+    """A worker named `pages`, once it is ready. Raises WorkerEnded, with its log."""
+    log = stage.folder / "worker.log"
+    command = ["rq", "worker", "--worker-class", "worker.BatchWorker", "-S", "json", "--name", "pages"]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*command, "--with-scheduler", "prompts", "bulk"],
+            env={**stage.environment, "TOKENMILL_MODEL": str(stage.model)},
+            cwd=stage.folder,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        _wait_until_ready(stage, process, log)
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_until_ready(stage: Stage, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + READY_S
+    with Redis.from_url(stage.environment["RQ_REDIS_URL"]) as redis:
+        while not redis.exists("tokenmill:worker:pages"):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise WorkerEnded(f"the worker is not ready; its log:\n{log.read_text()}")
+            time.sleep(0.05)
+
+
+def _make_clone(folder: Path) -> None:
+    """The clone's folders, but for what it ignores; commands may write beside them."""
+    for name in ("ops", "jobs", "worker", "engine", "tests", "tokenmill_dashboard", "docs", "mkdocs.yml"):
+        (folder / name).symlink_to(ROOT / name)
+
+
+def _make_model(folder: Path) -> None:
+    shutil.copytree(_DEMO_MODEL, folder)
+    for name, content in _POOLING.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+
+
+def _make_inputs(folder: Path) -> None:
+    """What the pages score: `reviews.parquet`, and `requests.jsonl` in OpenAI's batch format."""
+    texts = ["The food was cold", "We loved every minute", None, "Never again", "Good, but loud"]
+    reviews = {
+        "id": range(40),
+        "title": [None if number % 4 == 0 else f"Visit {number}" for number in range(40)],
+        "text": [texts[number % 5] for number in range(40)],
+        "prompt": [f"Date {number}: " for number in range(40)],
+        "comments": [[{"text": "I agree"}] * (number % 3) for number in range(40)],
+    }
+    pq.write_table(
+        pa.table({name: list(values) for name, values in reviews.items()}), folder / "reviews.parquet"
+    )
+    requests = [
+        {
+            "custom_id": f"request-{number}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"messages": [{"role": "user", "content": f"{number} March 1987"}], "max_tokens": 12},
+        }
+        for number in range(1, 6)
+    ]
+    (folder / "requests.jsonl").write_text("".join(json.dumps(each) + "\n" for each in requests))

@@ -1,0 +1,39 @@
+"""Links between the Markdown files of the clone lead to files and headings that are there."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("ops/bench/*.md"), *ROOT.glob("ops/demo/*.md")]
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_link_leads_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!\w+:)([^)\s#]*)(?:#([^)\s]*))?\)", without_code(page.read_text()))
+    targets = [(page.parent / path if path else page, anchor) for path, anchor in links]
+    assert [str(path) for path, _ in targets if not path.exists()] == []
+    assert [(str(path), anchor) for path, anchor in targets if anchor and anchor not in anchors(path)] == []
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The names by which GitHub and the site know the page's headings."""
+    headings = re.findall(r"^#+ (.*)$", without_blocks(page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def without_blocks(text: str) -> str:
+    """The text but its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def without_code(text: str) -> str:
+    """The text but what stands in code: there brackets and parentheses are no link."""
+    return re.sub(r"(?<!\[)`[^`\n]+`(?!\])", "", without_blocks(text))
