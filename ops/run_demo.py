@@ -64,7 +64,11 @@ PROMPTS = [
 def environment(redis_url: str) -> dict[str, str]:
     """What every process of the demo sees: no setting of the user's own but the model."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("TOKENMILL_", "RQ_"))}
-    settings = {"TOKENMILL_MODEL": MODEL, "TOKENMILL_DATA_ROOTS": str(ROOT / "ops")}
+    settings = {
+        "TOKENMILL_MODEL": MODEL,
+        "TOKENMILL_DATA_ROOTS": str(ROOT / "ops"),
+        "TOKENMILL_LOG_FORMAT": "text",  # a person reads it, where something went wrong
+    }
     if IS_DEMO_MODEL:
         # A million parameters: handing a layer to a second thread takes longer than computing it.
         settings["TOKENMILL_TORCH_THREADS"] = "1"

@@ -1,14 +1,20 @@
 #!/usr/bin/env bash
-# Everything a change must pass: environment, lint, types, tests. Arguments go to pytest.
+# Everything a change must pass: environment, lint, types, documents, tests. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . ops/environment.sh
 make_environment dev
 
+# The processes of pytest would each compile the libraries for themselves; mypy leaves a core for it. Some
+# packages hold files that are no Python, of which nobody need hear.
+python -m compileall -qq .venv/lib &
 ruff check .
 ruff format --check .
 mypy
 lint-imports --no-logo --no-cache
+wait
+# The site of docs/: a link or an anchor that leads nowhere is an error.
+NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 # Many tests wait for processes that they have started: one process more than there are cores keeps these busy.
 # One torch thread in each, more would wait for each other. tests/conftest.py says in which order files are taken.
 export OMP_NUM_THREADS=1

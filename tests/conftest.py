@@ -1,12 +1,17 @@
-"""What must be settled before any test module is imported."""
+"""What must be settled before any test module is imported, and the Redis that tests of all packages share."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from redis import Redis  # a GPU machine, where tests of the engine run, need not have it
 
 # The same cases in every run, and no verdict by the clock: a busy machine is slow.
 settings.register_profile(
@@ -43,3 +48,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: next((i for i, name in enumerate(LONGEST) if item.nodeid.startswith(name)), 99)
     )
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    """A server for all tests that run in this process."""
+    from tests.redis_server import running_redis_server
+
+    with running_redis_server() as url:
+        yield url
+
+
+@pytest.fixture
+def redis(redis_url: str) -> Iterator[Redis]:
+    """That server, empty."""
+    from redis import Redis
+
+    with Redis.from_url(redis_url) as client:
+        client.flushall()
+        yield client

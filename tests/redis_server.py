@@ -28,16 +28,17 @@ def redis_server_executable() -> str:
 
 
 @contextmanager
-def running_redis_server() -> Iterator[str]:
-    """Start an empty server on a unix socket; yield its URL; stop it at the end."""
+def running_redis_server(port: int = 0) -> Iterator[str]:
+    """Start an empty server on a unix socket or a port of this machine; yield its URL; stop it at the end."""
     with tempfile.TemporaryDirectory(prefix="redis-") as folder:  # a socket's path must stay short
         socket = Path(folder) / "s"
-        arguments = ["--port", "0", "--unixsocket", str(socket), "--dir", folder, "--save", ""]
+        arguments = ["--port", str(port), "--bind", "127.0.0.1", "--unixsocket", str(socket)]
+        arguments += ["--dir", folder, "--save", ""]
         process = subprocess.Popen(
             [redis_server_executable(), *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         try:
-            url = f"unix://{socket}"
+            url = f"redis://127.0.0.1:{port}" if port else f"unix://{socket}"
             wait_until_ready(url, process)
             yield url
         finally:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from rq.serializers import JSONSerializer
 
 ROOT = Path(__file__).parents[1]
 RQ = (sys.executable, "-m", "rq.cli")
+Process = subprocess.Popen[str]
 
 
 class Workers:
@@ -32,7 +33,8 @@ class Workers:
     def __init__(self, url: str, folder: Path) -> None:
         self.url, self.folder = url, folder
         self.redis = Redis.from_url(url, socket_timeout=None)  # `result` says how long it waits
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes: list[Process] = []
+        self._num_commands = 0
 
     def environment(self, **extra: str) -> dict[str, str]:
         """A worker's environment: the server, a model name, and the tests' functions on the allow list."""
@@ -41,6 +43,7 @@ class Workers:
             "RQ_REDIS_URL": self.url,
             "TOKENMILL_MODEL": "fake",
             "TOKENMILL_LEASE_S": "2",
+            "TOKENMILL_LOG_FORMAT": "text",
             "TOKENMILL_MAX_NUM_SEQS": "64",
             "TOKENMILL_ALLOWED_FUNCTIONS": ",".join(
                 f"tests.worker.functions.{name}" for name in _test_functions()
@@ -58,20 +61,23 @@ class Workers:
         command: str = "worker",
         worker_class: str | None = None,
         **env: str,
-    ) -> subprocess.Popen[str]:
+    ) -> Process:
         """Start `rq worker` or another of RQ's commands; its log is in `log(process)`."""
-        log = (self.folder / f"worker-{len(self.processes)}.log").open("w")
-        process = subprocess.Popen(
-            [*RQ, command, "--worker-class", worker_class or self.worker_class, *serializer, *args, *queues],
-            env=self.environment(**env),
-            cwd=cwd or self.folder,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        log.close()
+        options = ["--worker-class", worker_class or self.worker_class, *serializer, *args]
+        output = self._log(len(self.processes))
+        arguments = [command, *options, *queues]
+        process = self.run_command(arguments, output, cwd or self.folder, self.environment(**env))
         self.processes.append(process)
         return process
+
+    def run_command(
+        self, arguments: Sequence[str], output: Path, cwd: Path, env: Mapping[str, str]
+    ) -> Process:
+        """Start `rq` with these arguments; output: the file that gets what it prints."""
+        with output.open("w") as log:
+            return subprocess.Popen(
+                [*RQ, *arguments], env=env, cwd=cwd, stdout=log, stderr=subprocess.STDOUT, text=True
+            )
 
     def burst(self, *args: str, **kwargs: Any) -> str:
         """Run a burst worker to its end; return its log. Fails where it exits with an error."""
@@ -81,21 +87,21 @@ class Workers:
         assert code == 0, log
         return log
 
-    def log(self, process: subprocess.Popen[str]) -> str:
+    def log(self, process: Process) -> str:
         """What a worker has printed so far."""
-        return (self.folder / f"worker-{self.processes.index(process)}.log").read_text()
+        return self._log(self.processes.index(process)).read_text()
+
+    def _log(self, number: int) -> Path:
+        return self.folder / f"worker-{number}.log"
 
     def rq(self, *args: str, **env: str) -> str:
-        """Run another `rq` command; return its output."""
-        return subprocess.run(
-            [*RQ, *args],
-            env=self.environment(**env),
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        ).stdout
+        """Run another `rq` command; return its output. Fails where it exits with an error."""
+        self._num_commands += 1
+        output = self.folder / f"rq-{self._num_commands}.log"
+        process = self.run_command(args, output, self.folder, self.environment(**env))
+        code = process.wait(timeout=60)
+        assert code == 0, output.read_text()
+        return output.read_text()
 
     def queue(self, name: str) -> Queue:
         return Queue(name, connection=self.redis, serializer=JSONSerializer)

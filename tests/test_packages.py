@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 HEAVY = {"torch", "transformers", "pyarrow"}
 PACKAGES = ("engine", "jobs", "tokenmill_dashboard", "tokenmill_eval", "worker")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
-MAX_ENTRIES = {"engine": 15, "jobs": 14}
+MAX_ENTRIES = {"engine": 15, "jobs": 15}
 
 
 def modules_loaded_by(module: str) -> set[str]:

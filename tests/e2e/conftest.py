@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.redis_server import running_redis_server
 from tests.rq_workers import ROOT, Workers
 
 MODEL = ROOT / "ops" / "demo" / "model"
@@ -35,12 +34,6 @@ class RealWorkers(Workers):
     def tokenmill(self, *args: str) -> list[str]:
         """The command line of `tokenmill`, for subprocess calls."""
         return [sys.executable, "-c", "from jobs.cli import main; main()", *args]
-
-
-@pytest.fixture(scope="session")
-def redis_url() -> Iterator[str]:
-    with running_redis_server() as url:
-        yield url
 
 
 @pytest.fixture

@@ -118,7 +118,7 @@ def test_a_request_that_makes_a_step_raise_fails_alone(workers: RealWorkers) -> 
 
 
 def test_a_broken_model_stops_the_start_by_name(workers: RealWorkers) -> None:
-    """A shard that its index names is missing; tests/engine/test_start.py breaks models in other ways."""
+    """A shard that its index names is missing; tests/engine/test_model_folders.py has the other ways."""
     model = Path(shutil.copytree(MODEL, workers.folder / "model"))
     shard, weights = "model-00001-of-00002.safetensors", model / "model.safetensors"
     index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(weights), shard)}

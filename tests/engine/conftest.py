@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from tests.engine.architectures import ArchitectureRuns, Architectures
 from tests.engine.checkpoints import SHAPES, make_checkpoint, shard, write_as_the_hub_does
+from tests.engine.interpreter import patch_language_once_a_launch
 from tests.engine.reference import Reference
 
 
@@ -22,6 +25,14 @@ def _quiet_single_thread() -> Iterator[None]:
     transformers_logging.disable_progress_bar()
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_interpreter() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+            patch_language_once_a_launch(patch)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -19,9 +19,11 @@ from engine.attention import load_backend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.layers.embedding import ParallelLMHead
+from engine.layers.int8 import FLAGS
 from engine.layers.linear import ReplicatedLinear
 from engine.layers.packed import linear, pack_weight
 from engine.layers.parallel import TensorParallel
+from engine.layers.processor import processor_flags
 from engine.layers.row_tiles import TILES, TiledProduct, cut_rows, each_row, find_tiles
 from engine.models.deterministic import check_deterministic
 from engine.models.load import read_supported
@@ -91,6 +93,9 @@ def test_windows_and_soft_caps_too(tmp_path: Path) -> None:
     assert differ == []
 
 
+@pytest.mark.skipif(
+    FLAGS.isdisjoint(processor_flags()), reason="this processor does not sum products of int8 in 32 bits"
+)
 def test_int8_too(folders: dict[str, Path]) -> None:
     settings = {"max_num_batched_tokens": 97, "max_num_seqs": 16, "quantization": "int8"}
     folder, requests = folders[SHAPE.name], make_requests(12, VOCAB_SIZE, seed=5, max_tokens=8)

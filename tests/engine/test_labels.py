@@ -339,8 +339,10 @@ def test_values_that_cannot_be_are_refused(values: dict[str, Any], message: str)
         ScoringParams.from_mapping(values)
 
 
-def test_readmes_example_runs(roomy: Engine, capsys: pytest.CaptureFixture[str]) -> None:
-    examples = re.findall(r"```python\n(job = queue.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_example_of_the_page_runs(roomy: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    examples = re.findall(
+        r"```python\n(job = queue.*?)```", (ROOT / "docs/producer.md").read_text(), re.DOTALL
+    )
     (example,) = (each for each in examples if "jobs.classify" in each and "labels=" in each)
 
     class Queue:

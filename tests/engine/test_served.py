@@ -1,4 +1,4 @@
-"""The table of what is served says what the code does, and README repeats it."""
+"""The table of what is served says what the code does, and docs/models.md repeats it."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_the_nearest_is_one_of_the_same_family() -> None:
     assert "lists what is served" in nearest("XyzForCausalLM")
 
 
-def test_readme_has_the_table() -> None:
+def test_the_page_of_models_has_the_table() -> None:
     """Where this fails, put the output of `tokenmill models` there."""
-    assert f"```text\n{model_table()}\n```" in (ROOT / "README.md").read_text()
+    assert f"```text\n{model_table()}\n```" in (ROOT / "docs/models.md").read_text()
 
 
 def test_the_command_prints_it() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import Engine, SamplingParams
+from engine import Engine, EngineConfig, SamplingParams
 from tests.engine.test_logprobs import NAME, config
 
 
@@ -44,3 +44,25 @@ def test_a_completion_is_equal_to_another_that_took_longer(folders: dict[str, Pa
         first, second = engine.generate([[11, 12]], params), engine.generate([[11, 12]], params)
     assert first == second
     assert first[0].metrics != second[0].metrics
+
+
+def test_a_long_prompt_and_two_samples_tell_how_far_they_are(folders: dict[str, Path]) -> None:
+    config = EngineConfig(
+        str(folders["gqa2_tied_hub"]),
+        dtype="float32",
+        kv_cache_bytes=1 << 20,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+    )
+    with Engine(config) as engine:
+        engine.add("long", list(range(3, 43)), SamplingParams(n=2, max_tokens=4, ignore_eos=True))
+        assert engine.progress() == {}, "none of it runs"
+        told = []
+        while engine.has_unfinished:
+            engine.step()
+            told.append(engine.progress().get("long"))
+    prompts = [(each.prompt_tokens, each.prompt_tokens_left) for each in told if each is not None]
+    assert prompts[:3] == [(16, 24), (32, 8), (40, 0)]
+    generated = [each.generation_tokens for each in told if each is not None]
+    assert generated[:3] == [0, 0, 1]
+    assert max(generated) > 4, "of both samples, which have four each"

@@ -18,6 +18,7 @@ from rq.job import Job
 
 from jobs.cli import commands as cli
 from tests.dashboard.dashboard_process import ask, running_dashboard
+from tests.forking import ForkedWorkers
 from tests.rq_workers import Workers, text_of, wait_until
 
 LANES = ("high", "bulk")
@@ -251,7 +252,7 @@ class Site:
 @contextmanager
 def running_site(url: str, folder: Path) -> Iterator[Site]:
     """Start worker, scheduler and dashboard on the Redis at url; end them."""
-    workers = Workers(url, folder)
+    workers = ForkedWorkers(url, folder)
     try:
         with running_dashboard(url) as dashboard:
             yield Site(workers, dashboard)

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from redis import Redis
 
 from engine.text.tokenizer import Tokenizer
+from tests.forking import ForkedWorkers
 from tests.fuzz.paths import ARGUMENTS, SHARDS, check_arguments, check_shard, make_tree
 from tests.fuzz.payloads import CASES, Hash, check_hashes
 from tests.fuzz.requests import CHATS, check_chat, check_sampling
@@ -17,7 +18,7 @@ from tests.fuzz.settings_values import ENVIRONMENTS, check_settings
 from tests.fuzz.tables import FILES, Written, check_file
 from tests.fuzz.values import SAMPLING, WIDTHS
 from tests.redis_server import running_redis_server
-from tests.rq_workers import ROOT, Workers
+from tests.rq_workers import ROOT
 
 
 def cases(number: int) -> settings:
@@ -106,7 +107,7 @@ def test_payloads(redis: Redis, tmp_path: Path) -> None:
 
     collect()
     socket = redis.connection_pool.connection_kwargs["path"]
-    workers = Workers(f"unix://{socket}", tmp_path)
+    workers = ForkedWorkers(f"unix://{socket}", tmp_path)
     workers.redis.flushall()
     try:
         check_hashes(workers, hashes, timeout_s=60)

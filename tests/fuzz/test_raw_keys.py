@@ -14,9 +14,9 @@ from redis.connection import Connection
 from rq.group import Group
 
 from jobs.runs.control import submit_run
+from tests.forking import ForkedWorkers
 from tests.fuzz.raw_keys import DAMAGES, NOT_DAMAGED, OWN_KEYS, PAST, SHARED_KEYS, Damage, running_site
 from tests.redis_server import running_redis_server
-from tests.rq_workers import Workers
 
 ONE_KEY = ("SADD", "SREM", "HSET", "XADD", "SMEMBERS")
 NO_KEYS = ("SCRIPT", "PUBLISH", "SUBSCRIBE", "UNSUBSCRIBE", "EVALSHA")
@@ -72,7 +72,7 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 def _work(url: str, folder: Path) -> None:
     """One of each kind of job, and a run."""
-    workers = Workers(url, folder)
+    workers = ForkedWorkers(url, folder)
     try:
         bulk = workers.queue("bulk")
         first = bulk.enqueue("jobs.complete", "a", max_tokens=1)

@@ -20,6 +20,7 @@ from ops.bench.kernel_cases import KERNELS
 from ops.bench.make import SHAPES, mixed_256
 from ops.bench.step_profile import PARTS, Profile, part_of
 from ops.bench.workload import Workload
+from tests.engine.interpreter import patch_language_once_a_launch
 
 ROOT = Path(__file__).resolve().parents[2]
 #: What the table has of a section, as parts of its rows' names.
@@ -79,6 +80,7 @@ def test_each_other_section_runs_dry(
 ) -> None:
     """With the very arguments of the dry run; all that it finds is in the table."""
     pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
+    patch_language_once_a_launch(monkeypatch)
     section = next(each for each in sections(tmp_path, tmp_path) if each.name == name)
     module, *arguments = section.dry_run
     monkeypatch.setattr(sys, "argv", [module, *arguments])

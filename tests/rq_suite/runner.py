@@ -83,7 +83,9 @@ def _enter(summary: Summary, test: str, result: dict[str, str], suite: Path, env
     elif departs is not None and result["outcome"] == "failed":
         summary.departures[test] = departs
     elif departs is not None:
-        summary.wrong[test] = "in the table of departures, but it passes: take it from there, and from README"
+        summary.wrong[test] = (
+            "in the table of departures, but it passes: take it from there, and from docs/operator.md"
+        )
     elif result["outcome"] == "passed":
         summary.passed.append(test)
     else:
@@ -147,6 +149,7 @@ def _environment(suite: Path, url: str, folder: Path, slow: bool) -> dict[str, s
         "RQ_SUITE_REPORT": str(folder / "report.json"),
         "RQ_SUITE_MADE": str(folder / "made"),
         "TOKENMILL_MODEL": "fake",
+        "TOKENMILL_LOG_FORMAT": "text",
         "TOKENMILL_ALLOWED_WEBHOOK_HOSTS": "example.com",
         **({"RUN_SLOW_TESTS_TOO": "1"} if slow else {}),
     }

@@ -65,7 +65,7 @@ DEPARTURES: dict[str, tuple[str, ...]] = {
         "test_commands.py::*::test_pubsub_thread_exits_other_error",
     ),
 }
-"""Reason, which README repeats: the tests that show it."""
+"""Reason, which docs/operator.md repeats: the tests that show it."""
 
 CHOSEN = (
     "test_callbacks.py",

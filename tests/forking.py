@@ -1,0 +1,98 @@
+"""Processes forked from one that has imported what they need: a new interpreter takes a second for that.
+
+What they run has an environment, arguments, a working directory and a `__main__` of its own, as under
+`python -m`. Tests of what happens while modules are imported start an interpreter instead.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.rq_workers import Workers
+
+FORK = multiprocessing.get_context("forkserver")
+FORK.set_forkserver_preload(
+    [
+        "rq.cli",
+        "tests.faults.harness",
+        "tests.worker.functions",
+        "tests.worker.slow_files",
+        "worker.assembly",
+        "worker.settings",
+        "jobs.parquet.planner",
+    ]
+)
+
+
+class ForkedModule:
+    """`python -m MODULE` in such a process; has what callers use of subprocess.Popen."""
+
+    def __init__(
+        self, module: str, arguments: Sequence[str], env: Mapping[str, str], cwd: Path, output: Path
+    ) -> None:
+        """output: the file that gets what it prints."""
+        self.args = [module, *arguments]
+        output.touch()
+        self._process = FORK.Process(target=_run, args=(module, [*arguments], dict(env), cwd, output))
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status. Raises subprocess.TimeoutExpired."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self._process.exitcode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkedWorkers(Workers):
+    """Workers, and other commands of RQ's, that are forked from a process that has imported them."""
+
+    def run_command(  # type: ignore[override]  # it is no Popen
+        self, arguments: Sequence[str], output: Path, cwd: Path, env: Mapping[str, str]
+    ) -> ForkedModule:
+        return ForkedModule("rq.cli", arguments, env, cwd, output)
+
+
+def _run(module: str, arguments: list[str], env: dict[str, str], cwd: Path, output: Path) -> None:
+    """What `python -m` does, in the forked process."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    named = env.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [str(cwd), *filter(None, named), *(path for path in sys.path if path not in ("", *named))]
+    sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
