@@ -12,7 +12,7 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.rq_workers import Workers
@@ -20,6 +20,8 @@ from tests.rq_workers import Workers
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(
     [
+        "engine.engine",
+        "engine.tensor_parallel.rank",
         "rq.cli",
         "tests.faults.harness",
         "tests.worker.functions",
@@ -31,16 +33,12 @@ FORK.set_forkserver_preload(
 )
 
 
-class ForkedModule:
-    """`python -m MODULE` in such a process; has what callers use of subprocess.Popen."""
+class ForkedProcess:
+    """A function in such a process; has what callers use of subprocess.Popen."""
 
-    def __init__(
-        self, module: str, arguments: Sequence[str], env: Mapping[str, str], cwd: Path, output: Path
-    ) -> None:
-        """output: the file that gets what it prints."""
-        self.args = [module, *arguments]
-        output.touch()
-        self._process = FORK.Process(target=_run, args=(module, [*arguments], dict(env), cwd, output))
+    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
+        self.args: list[str] = [function.__name__]
+        self._process = FORK.Process(target=function, args=arguments)
         self._process.start()
 
     @property
@@ -72,6 +70,18 @@ class ForkedModule:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+class ForkedModule(ForkedProcess):
+    """`python -m MODULE` in such a process."""
+
+    def __init__(
+        self, module: str, arguments: Sequence[str], env: Mapping[str, str], cwd: Path, output: Path
+    ) -> None:
+        """output: the file that gets what it prints."""
+        output.touch()
+        super().__init__(_run, module, [*arguments], dict(env), cwd, output)
+        self.args = [module, *arguments]
 
 
 class ForkedWorkers(Workers):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forking import ForkedWorkers
 from tests.rq_workers import ROOT, Workers
 
 MODEL = ROOT / "ops" / "demo" / "model"
@@ -36,10 +37,20 @@ class RealWorkers(Workers):
         return [sys.executable, "-c", "from jobs.cli import main; main()", *args]
 
 
+class ForkedRealWorkers(ForkedWorkers, RealWorkers):
+    """The same, forked from a process that has imported torch."""
+
+
 @pytest.fixture
 def workers(redis_url: str, tmp_path: Path) -> Iterator[RealWorkers]:
-    running = RealWorkers(redis_url, tmp_path)
+    running = ForkedRealWorkers(redis_url, tmp_path)
     running.redis.flushall()
     yield running
     running.close()
     running.redis.close()
+
+
+@pytest.fixture
+def new_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that import everything themselves."""
+    monkeypatch.setattr(ForkedRealWorkers, "run_command", Workers.run_command)

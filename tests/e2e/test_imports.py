@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from rq import Callback, Retry
 
 from tests.e2e.conftest import RealWorkers
@@ -45,6 +46,7 @@ class ImportWatcher(BatchWorker):
         super().register_death()
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_a_worker_imports_nothing_of_ours_once_it_serves(workers: RealWorkers, tmp_path: Path) -> None:
     queue = workers.queue("bulk")
     source = tmp_path / "in.parquet"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 
+import pytest
 from rq.job import JobStatus
 
 from ops.demo.prompts import BARE_PROMPT
@@ -11,6 +12,7 @@ from tests.e2e.conftest import RealWorkers
 from tests.rq_workers import RQ
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_a_stock_worker_runs_complete_and_chat(workers: RealWorkers) -> None:
     text = "the 3rd of March, '87"
     queue = workers.queue("bulk")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
+from engine.tensor_parallel import rank_group
 from tests.engine.architectures import ArchitectureRuns, Architectures
 from tests.engine.checkpoints import SHAPES, make_checkpoint, shard, write_as_the_hub_does
 from tests.engine.interpreter import patch_language_once_a_launch
@@ -32,6 +33,17 @@ def _quick_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
             patch_language_once_a_launch(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def forked_ranks() -> Iterator[None]:
+    """Ranks that start without an interpreter of their own, where no GPU is."""
+    from tests.engine.forked_ranks import ForkedRank
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(rank_group, "RankProcess", ForkedRank)
         yield
 
 

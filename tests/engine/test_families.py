@@ -225,6 +225,7 @@ def test_frequencies_in_an_older_checkpoint_are_passed_over(family: References, 
     Engine(config_of(folder)).close()
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("name", ["olmo2", "gpt_oss"])
 def test_two_ranks_give_the_same_tokens(name: str, family: References) -> None:
     """Norms over the heads of all ranks; experts."""

@@ -204,6 +204,7 @@ def test_a_rank_reads_its_share_alone(
     assert [words.shape for name, words in read if name.endswith("qweight")] == [(48, 6), (48, 4)]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_ranks_answer_as_one(checkpoints: Callable[[str], QuantizedCheckpoint]) -> None:
     made = checkpoints("gptq_act_order")
     with Engine(config(made.folder, tensor_parallel_size=2)) as engine:

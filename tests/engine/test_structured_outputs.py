@@ -185,6 +185,7 @@ def test_blanks_are_bounded(engine: Engine) -> None:
     assert json.loads(answer.text)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     "options",
     [

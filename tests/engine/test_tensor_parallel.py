@@ -17,6 +17,7 @@ from engine import (
     RankFailed,
     SamplingParams,
 )
+from engine.tensor_parallel import rank_group
 from engine.tensor_parallel.messages import (
     PREFIX_BYTES,
     Kind,
@@ -42,6 +43,8 @@ from tests.engine.two_ranks import (
     ranks_of,
     wait_until,
 )
+
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 ODD = Shape(
     "odd_vocabulary_and_bias",
@@ -103,8 +106,10 @@ def test_what_prompts_share_is_copied_on_each_rank(shared: Engine, references: d
 
 
 @pytest.fixture
-def doomed(folders: dict[str, Path]) -> Iterator[Engine]:
-    """An engine whose ranks a test may hurt, with requests under way; nothing of it may be left."""
+def doomed(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """An engine whose ranks a test may hurt, with requests under way; nothing of it may be left. They are the
+    driver's own children."""
+    monkeypatch.setattr(rank_group, "RankProcess", RankProcess)
     with Engine(config(folders["gqa1_untied"], SHAPE_OF["gqa1_untied"])) as built:
         pids, port = ranks_of(built).pids, ranks_of(built)._store.port  # type: ignore[union-attr]
         for i in range(3):

@@ -89,6 +89,7 @@ def test_two_ranks_compute_what_one_does(
     assert max(weights.values()) < whole * 0.65
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_ranks_share_a_model_over_gloo(architecture: Architectures) -> None:
     assert architecture("glm").run("tp2")[0] == []
 

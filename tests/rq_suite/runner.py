@@ -1,4 +1,4 @@
-"""Runs RQ's own tests, a file at a time in a process of its own, and says what came out."""
+"""Runs RQ's own tests in processes of their own, and says what came out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -57,15 +57,20 @@ def worker_files(suite: Path) -> list[str]:
     return [file.name for file in files if re.search("worker", file.read_text(), re.IGNORECASE)]
 
 
-def run(suite: Path, files: Iterable[str], slow: bool) -> Summary:
-    """Run test files of the suite. slow: also what RQ itself runs on request only."""
+def run(suite: Path, files: Sequence[str], slow: bool, *, together: bool = False) -> Summary:
+    """Run test files of the suite. slow: also what RQ itself runs on request only. together: in one process,
+    which spares the start of the others."""
     summary = Summary()
     with running_redis_server() as url, TemporaryDirectory() as folder:
         environment = _environment(suite, url, Path(folder), slow)
-        for file in files:
-            wanted, skipped = _sort_out(suite / "tests" / file)
-            summary.not_applicable.update(skipped)
-            environment["TOKENMILL_ALLOWED_FUNCTIONS"] = ",".join(_functions(suite, file))
+        for some in [files] if together else [[file] for file in files]:
+            wanted: list[str] = []
+            for file in some:
+                of_file, skipped = _sort_out(suite / "tests" / file)
+                wanted += of_file
+                summary.not_applicable.update(skipped)
+            functions = dict.fromkeys(name for file in some for name in _functions(suite, file))
+            environment["TOKENMILL_ALLOWED_FUNCTIONS"] = ",".join(functions)
             for test, result in _run_tests(suite, wanted, environment).items():
                 _enter(summary, test, result, suite, environment)
     return summary
@@ -111,7 +116,7 @@ def _sort_out(file: Path) -> tuple[list[str], Counter[str]]:
 
 
 def _run_tests(suite: Path, tests: Sequence[str], env: dict[str, str]) -> dict[str, dict[str, str]]:
-    """Run tests of one file in one process of pytest; a process that died fails all it had not reported."""
+    """Run tests in one process of pytest; a process that died fails all it had not reported."""
     if not tests:
         return {}
     report = Path(env["RQ_SUITE_REPORT"])

@@ -18,7 +18,7 @@ def test_rq_itself_is_content_with_batch_worker_in_the_place_of_its_workers() ->
         suite = rq_tests()
     except CannotFetch as error:
         pytest.skip(f"RQ's sdist cannot be fetched: {error}")
-    summary = run(suite, CHOSEN, slow=False)
+    summary = run(suite, CHOSEN, slow=False, together=True)
     assert not summary.wrong, summary.text()
     assert len(summary.passed) >= 40, summary.text()
 

@@ -1,0 +1,31 @@
+"""Ranks forked from a process that has imported torch, which costs a new interpreter three seconds."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from engine.tensor_parallel.channel import Channel
+from engine.tensor_parallel.lifeline import hold
+from engine.tensor_parallel.rank import main
+from engine.tensor_parallel.rank_process import RankProcess
+from tests.forking import ForkedProcess
+
+
+class ForkedRank(RankProcess):
+    """One rank, for tests of what ranks compute; those of how they start take RankProcess itself."""
+
+    def __init__(self, rank: int, timeout_s: float) -> None:
+        self.rank = rank
+        driver_end, rank_end = socket.socketpair()
+        with rank_end:
+            self._process = ForkedProcess(_serve, rank_end, dict(os.environ))  # type: ignore[assignment]
+        self.channel = Channel(driver_end, timeout_s)
+
+
+def _serve(rank_end: socket.socket, environment: dict[str, str]) -> None:
+    """What RankProcess has a new interpreter do."""
+    os.environ.update(environment)
+    descriptor = rank_end.detach()
+    hold(descriptor, driver_pid=os.getppid(), by_main_thread=False)
+    main(descriptor)
