@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from redis import Redis
 from rq import Queue
-from rq.serializers import JSONSerializer
+from rq.serializers import JSONSerializer, PickleSerializer
 
 from jobs.doctor import redis_server
 from jobs.doctor.findings import Finding, Level
@@ -180,7 +180,7 @@ def test_without_a_transaction_nothing_is_asked_as_it_would_be_carried_out(
 
 
 def test_jobs_that_were_pickled_are_found(redis: Redis, redis_url: str) -> None:
-    Queue("bulk", connection=redis).enqueue("jobs.complete", "a")
+    Queue("bulk", connection=redis, serializer=PickleSerializer).enqueue("jobs.complete", "a")
     (finding,) = bad(check_queued_jobs(reach(redis_url)))
     assert "queue bulk: 1 of the 1 oldest jobs are no JSON" in finding.found
     assert "serializer='json'" in finding.mend
