@@ -174,6 +174,18 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 60) -> None:
         time.sleep(0.01)
 
 
+def signal_until_it_ends(process: Process, number: signal.Signals, timeout_s: float = 60) -> int:
+    """Signal a worker again and again; return its exit status. What comes within a second of the first signal
+    counts as that one, sent twice."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        process.send_signal(number)
+        try:
+            return process.wait(timeout=1.1)
+        except subprocess.TimeoutExpired:
+            assert time.monotonic() < deadline, "it did not end"
+
+
 def wait_until_started(*jobs: Job) -> None:
     """Return once a worker holds all these jobs."""
     wait_until(lambda: all(job.get_status() == JobStatus.STARTED for job in jobs))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..common import stored
 from ..common.keys import RUN_TTL_S, run_key, run_parts_key
 from .key_types import key_types, wrong_types_told
 from .lock import transact
-from .part_stats import PartStats
+from .part_stats import COUNTED, PartStats
 from .state_values import PartCount
-from .totals import add_part
+from .totals import Totals, add_part
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -21,6 +22,28 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TOTAL = b"total"
+
+#: Parts of a run that one look reads; of a run that has more, the last ones.
+MAX_LOOKED = 1000
+
+
+@dataclass(frozen=True)
+class SeenParts:
+    """The recorded parts at one look.
+
+    shards: those that are recorded. latest: what is recorded of them, or of the last ones by number. counts:
+    what all of them have together, by the names of COUNTED.
+    """
+
+    shards: Collection[int]
+    latest: Mapping[int, PartStats]
+    counts: Mapping[str, int]
+
+    @classmethod
+    def of(cls, parts: Mapping[int, PartStats]) -> SeenParts:
+        """What was seen where these are all of them."""
+        counts = {name: sum(getattr(part, name) for part in parts.values()) for name in COUNTED}
+        return cls(parts.keys(), parts, counts)
 
 
 class RecordedParts:
@@ -99,11 +122,30 @@ class RecordedParts:
 
     def parts(self) -> dict[int, PartStats]:
         """Return the recorded parts by shard; what is no record of ours counts as none."""
-        parts = {}
-        for shard, record in self.records().items():
-            with suppress(ValueError):
-                parts[shard] = PartStats.from_text(record)
-        return parts
+        return _read(self.records())
+
+    def parts_of(self, shards: Sequence[int]) -> dict[int, PartStats]:
+        """Return what is recorded of these shards' parts, as `parts` does."""
+        if not shards:
+            return {}
+        with self._told():
+            found: Any = self._redis.hmget(self._parts_key, [str(shard) for shard in shards])
+        return _read({shard: each for shard, each in zip(shards, found, strict=True) if each is not None})
+
+    def look(self, facts: Mapping[str, str]) -> SeenParts:
+        """Return what the recorded parts tell at one look, which takes no longer for ever more of them.
+
+        facts: of the run. Of more than MAX_LOOKED parts their totals are believed, which may lack a part
+        whose worker was killed as it recorded it, until planning or the run's end counts anew.
+        """
+        with self._told():
+            if cast("int", self._redis.hlen(self._parts_key)) <= MAX_LOOKED:
+                return SeenParts.of(self.parts())
+            fields = cast("list[bytes]", self._redis.hkeys(self._parts_key))
+        shards = {int(field) for field in fields if field.isdigit()}
+        totals = Totals.read(facts)
+        latest = self.parts_of(sorted(shards)[-MAX_LOOKED:])
+        return SeenParts(shards, latest, {name: getattr(totals, name) for name in COUNTED})
 
     def _transact(self, change: Callable[[Pipeline], T], *watched: str) -> T:
         with self._told():
@@ -112,3 +154,11 @@ class RecordedParts:
     def _told(self) -> AbstractContextManager[None]:
         """In this context a key of the run that is of another type is a RunKeyDamaged, which names it."""
         return wrong_types_told(self._redis, key_types(self.run))
+
+
+def _read(records: Mapping[int, bytes]) -> dict[int, PartStats]:
+    parts = {}
+    for shard, record in records.items():
+        with suppress(ValueError):
+            parts[shard] = PartStats.from_text(record)
+    return parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..common import stored
@@ -16,7 +16,6 @@ from ..errors import FAULT_PREFIX, InvalidValue
 from .error_limit import ErrorLimit
 from .holders import num_held, silent_workers
 from .names import job_shard, shard_job_id
-from .part_stats import PartStats
 from .plan import MAX_SHARDS
 from .state import RunState
 from .time_left import Progress, is_moment, time_left
@@ -45,7 +44,8 @@ class RunSnapshot:
     serves it; None where one does, or may. stopped: why the run was cancelled without anyone's word.
     stopped_jobs: those of the failed ones that a cancel before the last submission stopped.
     too_many_errors: how its finished rows pass the limit of the last submission; None where they do not.
-    left_s: seconds until it ends, as its shards tell (eta.py); None where nothing does.
+    left_s: seconds until it ends, as its shards tell (eta.py); None where nothing does. counts: what the
+    finished shards have together, by the names of part_stats.COUNTED.
     """
 
     run: str
@@ -71,6 +71,7 @@ class RunSnapshot:
     too_many_errors: str | None
     stopped_jobs: frozenset[str] = frozenset()
     left_s: float | None = None
+    counts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def failed(self) -> int:
@@ -129,11 +130,13 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     """Read a run's progress. Raises UnknownRun when this Redis has no such run."""
     state = RunState(connection, run)
     facts = state.facts()
-    parts = state.parts()
+    parts = state.look(facts)
     plan_job = facts.get("plan_job")
     seen = _read_queue(connection, facts["queue"], run, plan_job)
-    running = {shard for shard in seen.started if shard not in parts}
-    failed = tuple(shard_job_id(run, shard) for shard in sorted(seen.failed - parts.keys() - running))
+    running = {shard for shard in seen.started if shard not in parts.shards}
+    failed = tuple(
+        shard_job_id(run, shard) for shard in sorted(seen.failed.difference(parts.shards, running))
+    )
     progress = read_progress(connection, [shard_job_id(run, shard) for shard in running])
     shards, rows = stored.count(facts.get("shards")), stored.count(facts.get("rows"))
     under_way = dict(zip(running, progress, strict=True))
@@ -141,7 +144,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     alive = {shard: each for shard, each in under_way.items() if each.worker not in silent}
     claimed = 0
     if shards and not running and not seen.length:
-        rest = (shard for shard in range(min(shards, MAX_SHARDS)) if shard not in parts)
+        rest = (shard for shard in range(min(shards, MAX_SHARDS)) if shard not in parts.shards)
         claimed = num_held(connection, (shard_job_id(run, shard) for shard in rest))
     return RunSnapshot(
         run=run,
@@ -153,20 +156,21 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         plan_status=seen.plan_status,
         rows=rows,
         shards=shards,
-        done=len(parts),
+        done=len(parts.shards),
         started=len(running),
         claimed=claimed,
         failed_jobs=failed,
-        rows_done=sum(each.rows for each in progress) + sum(part.rows for part in parts.values()),
-        errors=sum(part.errors for part in parts.values()),
-        tokens=sum(each.tokens for each in progress) + sum(part.generated_tokens for part in parts.values()),
+        rows_done=sum(each.rows for each in progress) + parts.counts["rows"],
+        errors=parts.counts["errors"],
+        tokens=sum(each.tokens for each in progress) + parts.counts["generated_tokens"],
         workers=seen.workers,
         queue_length=seen.length,
         awaited_model=awaited_model(facts, seen.plan_status, seen.models),
         stopped=safe_name(facts["stopped"], MAX_TEXT_CHARS) if "stopped" in facts else None,
-        too_many_errors=_too_many_errors(facts, parts.values()),
+        too_many_errors=_too_many_errors(facts, parts.counts),
         stopped_jobs=_stopped_jobs(connection, failed, stored.count(facts.get("cancelled_submission")) or 0),
         left_s=time_left(facts.get("sizes"), shards, rows, parts, alive, time.time()),
+        counts=parts.counts,
     )
 
 
@@ -191,12 +195,12 @@ def _stopped_jobs(connection: Redis, failed: Sequence[str], cancelled: int) -> f
     return frozenset(job_id for job_id, number in zip(failed, found, strict=True) if number <= cancelled)
 
 
-def _too_many_errors(facts: dict[str, str], parts: Collection[PartStats]) -> str | None:
+def _too_many_errors(facts: dict[str, str], counts: Mapping[str, int]) -> str | None:
     try:
         limit = ErrorLimit.parse(facts.get("max_errors"))
     except InvalidValue:  # others may write into Redis
         return None
-    return limit.told(sum(part.rows for part in parts), sum(part.errors for part in parts))
+    return limit.told(counts["rows"], counts["errors"])
 
 
 def awaited_model(

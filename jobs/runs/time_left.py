@@ -13,6 +13,7 @@ from .computed_share import Computed, ComputedShare
 from .eta import Done, seconds_left
 from .part_stats import PartStats
 from .plan import MAX_SHARDS
+from .recorded_parts import SeenParts
 from .shard_fit import Extent
 from .shard_sizes import ShardSizes
 from .under_way import Begun, Running, Tokens
@@ -41,7 +42,7 @@ def time_left(
     sizes_text: str | None,
     shards: int | None,
     rows: int | None,
-    parts: Mapping[int, PartStats],
+    parts: SeenParts,
     running: Mapping[int, Progress],
     now: float,
 ) -> float | None:
@@ -55,7 +56,7 @@ def time_left(
     sizes = _sizes(sizes_text, shards, rows, parts)
     finished = {
         shard: part
-        for shard, part in parts.items()
+        for shard, part in parts.latest.items()
         if is_moment(part.started_at) and is_moment(part.ended_at)
     }
     done = [
@@ -77,18 +78,18 @@ def time_left(
     waiting = [
         to_compute.of_next(_extent(sizes, shard))
         for shard in range(shards)
-        if shard not in parts and shard not in running
+        if shard not in parts.shards and shard not in running
     ]
     return seconds_left(done, under_way, waiting, now)
 
 
-def _sizes(text: str | None, shards: int, rows: int, parts: Mapping[int, PartStats]) -> ShardSizes:
+def _sizes(text: str | None, shards: int, rows: int, parts: SeenParts) -> ShardSizes:
     """Return the shards' rows and bytes as planning has stored them; else as if those left were equal."""
     sizes = ShardSizes()
     with suppress(ValueError, RecursionError):
         sizes = ShardSizes.from_value(json.loads(text or ""))
     if sizes.each * len(sizes.rows) < shards:
-        left = max(0, rows - sum(part.rows for part in parts.values())) / max(1, shards - len(parts))
+        left = max(0, rows - parts.counts["rows"]) / max(1, shards - len(parts.shards))
         sizes = ShardSizes(shards, (round(left * shards),), (round(left * shards),))
     return sizes
 

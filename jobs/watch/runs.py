@@ -189,19 +189,19 @@ def read_run(connection: Redis, run: str) -> RunDetail:
     """
     snapshot = read_planned(connection, run)
     facts = RunState(connection, snapshot.run).facts()
-    parts = RunState(connection, snapshot.run).parts().values()
+    done = snapshot.counts
     summary = _summary(snapshot, facts, (0, 0), _submitted_at(facts))
-    running = max(0, snapshot.rows_done - sum(part.rows for part in parts))
-    tokens = max(0, snapshot.tokens - sum(part.generated_tokens for part in parts))
+    running = max(0, snapshot.rows_done - done["rows"])
+    tokens = max(0, snapshot.tokens - done["generated_tokens"])
     rates = _rates(facts, running, tokens)
     summary = replace(
         summary,
         rows_done=snapshot.rows_done,
         errors=snapshot.errors,
         tokens=snapshot.tokens,
-        prompt_tokens=sum(part.prompt_tokens for part in parts),
-        completion_tokens=sum(part.completion_tokens for part in parts),
-        cached_tokens=sum(part.cached_tokens for part in parts),
+        prompt_tokens=done["prompt_tokens"],
+        completion_tokens=done["completion_tokens"],
+        cached_tokens=done["cached_tokens"],
         left_s=snapshot.left_s if snapshot.state == "running" else None,
         rows_per_s=rates[0],
         tokens_per_s=rates[1],
@@ -214,9 +214,10 @@ def read_run(connection: Redis, run: str) -> RunDetail:
 def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -> list[ShardSeen]:
     """Return shards of a planned run by number. Raises UnknownRun, RunKeyDamaged, or RedisError."""
     state = RunState(connection, run)
-    facts, parts = state.facts(), state.parts()
+    facts = state.facts()
     is_cancelled = _is_open(facts) and "cancelled" in facts
     numbers = range(first, min(first + count, stored.count(facts.get("shards")) or 0))
+    parts = state.parts_of(numbers)
     queue = read_queues(connection, {facts["queue"]}, {facts["queue"]})[facts["queue"]]
     started, failed = shards_of(run, queue.started), shards_of(run, queue.failed)
     ids = [shard_job_id(run, shard) for shard in numbers]

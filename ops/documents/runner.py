@@ -14,6 +14,7 @@ from typing import IO
 
 from redis import Redis
 
+from jobs.common.keys import held_key
 from jobs.watch.failed_jobs import FailedJob, newest_failed
 from jobs.watch.queues import count_queues
 from ops.documents.blocks import Block
@@ -25,7 +26,7 @@ BLOCK_S = 180.0
 FAILS = "wrong"
 """Jobs whose ids begin so are to fail; any other that does is a failure of its page."""
 
-_QUEUES = (b"prompts", b"bulk")
+_QUEUES = ("prompts", "bulk")
 _OPEN = ("waiting", "executing", "scheduled", "deferred")
 _SHELL = ["bash", "-euo", "pipefail", "-c"]
 _INTERPRETER = """
@@ -74,7 +75,7 @@ class PageRunner:
         """Wait for what the page has enqueued. Raises BlockFailed for jobs that failed, or do not end."""
         deadline = time.monotonic() + BLOCK_S
         with Redis.from_url(self._stage.environment["RQ_REDIS_URL"]) as redis:
-            while any(each.counts[state] for each in count_queues(redis, _QUEUES) for state in _OPEN):
+            while _has_open(redis):
                 if time.monotonic() > deadline:
                     raise BlockFailed(f"jobs of the page have not ended after {BLOCK_S:.0f} s")
                 time.sleep(0.05)
@@ -85,8 +86,8 @@ class PageRunner:
     def _take_failed(self) -> list[FailedJob]:
         """Jobs that have failed since the last call."""
         with Redis.from_url(self._stage.environment["RQ_REDIS_URL"]) as redis:
-            failed = newest_failed(redis, _QUEUES, 100)
-            redis.delete(*(b"rq:failed:" + queue for queue in _QUEUES))
+            failed = newest_failed(redis, [queue.encode() for queue in _QUEUES], 100)
+            redis.delete(*(f"rq:failed:{queue}" for queue in _QUEUES))
         return failed
 
     def close(self) -> None:
@@ -178,3 +179,11 @@ def _matches(said: str, printed: str) -> bool:
     """Whether this is what the page says, blanks counted once; `…` there is anything, or nothing."""
     pattern = re.sub(r"(?:\\ )?…(?:\\ )?", ".*?", re.escape(" ".join(said.split())))
     return re.fullmatch(pattern, " ".join(printed.split())) is not None
+
+
+def _has_open(redis: Redis) -> bool:
+    """Whether a job of the page has not ended; one that waits inside the worker is in none of RQ's counts."""
+    counted = count_queues(redis, [queue.encode() for queue in _QUEUES])
+    return any(each.counts[state] for each in counted for state in _OPEN) or any(
+        redis.hlen(held_key(queue)) for queue in _QUEUES
+    )

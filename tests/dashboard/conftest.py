@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from redis import Redis
+from rq.serializers import DefaultSerializer
 from starlette.testclient import TestClient
 
 from tokenmill_dashboard.app import Dashboard, Options
@@ -17,6 +18,13 @@ def no_rq_pages(environ: object, start_response: Callable[..., object]) -> list[
     """Stands for rq-dashboard."""
     start_response("200 OK", [("Content-Type", "text/html")])
     return [b"rq-dashboard"]
+
+
+@pytest.fixture(autouse=True)
+def _pickles_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dashboard's process has RQ read JSON alone; the tests' processes go on to other tests."""
+    monkeypatch.setattr(DefaultSerializer, "loads", DefaultSerializer.loads)
+    monkeypatch.setattr(DefaultSerializer, "dumps", DefaultSerializer.dumps)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +14,7 @@ from rq.serializers import JSONSerializer
 
 from tests.faults.servers import DurableRedis
 from tests.forking import ForkedWorkers
-from tests.rq_workers import Workers, leftovers, text_of, wait_until, wait_until_started
+from tests.rq_workers import Workers, leftovers, signal_until_it_ends, text_of, wait_until, wait_until_started
 
 
 @pytest.fixture
@@ -42,10 +41,7 @@ def test_a_second_signal_ends_a_worker_that_cannot_reach_redis(
     process = workers.start()
     wait_until_started(job)
     server.kill()
-    process.send_signal(signal.SIGINT)
-    time.sleep(1.1)  # a second signal within a second counts as the first one, sent twice
-    process.send_signal(signal.SIGINT)
-    process.wait(timeout=60)
+    signal_until_it_ends(process, signal.SIGINT)
     assert "other workers take it up" in workers.log(process)
     server.restart()
     (tmp_path / "go").touch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import pytest
 from redis import Redis
 
 from jobs.context import JobContext
-from jobs.runs import shard_jobs, waiting_jobs
+from jobs.runs import recorded_parts, shard_jobs, waiting_jobs
 from jobs.runs.control import _is_nearer_to_end, cancel_run
 from jobs.runs.names import shard_job_id
-from tests.jobs.answering import score_parquet
+from jobs.runs.snapshot import read_snapshot
+from jobs.watch.runs import RunDetail, list_shards, read_run
+from tests.jobs.answering import queued_jobs, run_task, score_parquet
 
 QUEUE_KEY = "rq:queue:bulk"
 SHARDS = 30
@@ -75,3 +78,38 @@ def test_a_cancel_seeks_its_jobs_from_the_nearer_end(
     assert _is_nearer_to_end(redis, QUEUE_KEY, ids) is others_come_first
     assert cancel_run(redis, run).removed == SHARDS
     assert redis.llen(QUEUE_KEY) == len(others)
+
+
+def counts_of(detail: RunDetail) -> dict[str, Any]:
+    """All but what depends on the moment of the look."""
+    moving = ("left_s", "rows_per_s", "tokens_per_s")
+    return {name: value for name, value in asdict(detail.summary).items() if name not in moving}
+
+
+def test_a_look_at_a_run_reads_no_more_than_its_last_parts_and_tells_the_same(
+    redis: Redis,
+    submit: Callable[[], dict[str, Any]],
+    make_context: Callable[[], JobContext],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = str(submit()["run"])
+    for job in queued_jobs(redis)[:9]:
+        run_task(make_context(), job.func_name, *job.args)
+    before, detail = read_snapshot(redis, run), counts_of(read_run(redis, run))
+    monkeypatch.setattr(recorded_parts, "MAX_LOOKED", 4)
+    read: list[list[int]] = []
+    parts_of = recorded_parts.RecordedParts.parts_of
+
+    def noted(self: Any, shards: Any) -> Any:
+        read.append(list(shards))
+        return parts_of(self, shards)
+
+    monkeypatch.setattr(recorded_parts.RecordedParts, "parts_of", noted)
+    monkeypatch.setattr(recorded_parts.RecordedParts, "parts", lambda self: pytest.fail("all are read"))
+    after = read_snapshot(redis, run)
+    assert read == [[5, 6, 7, 8]]
+    assert (before.done, before.rows_done) == (9, 9)
+    assert before.tokens == before.counts["generated_tokens"] > 0
+    assert replace(after, left_s=None) == replace(before, left_s=None)
+    assert counts_of(read_run(redis, run)) == detail
+    assert [each.state for each in list_shards(redis, run)] == ["done"] * 9 + ["queued"] * (SHARDS - 9)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,7 +15,15 @@ from rq.serializers import JSONSerializer
 
 from tests.forking import ForkedWorkers
 from tests.redis_server import running_redis_server
-from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until, wait_until_started
+from tests.rq_workers import (
+    Workers,
+    leftovers,
+    signal_until_it_ends,
+    stats_of,
+    text_of,
+    wait_until,
+    wait_until_started,
+)
 
 
 def ends(workers: Workers, queue: str) -> list[str]:
@@ -249,9 +256,6 @@ def test_a_worker_that_stops_after_its_redis_is_gone_says_so_without_a_traceback
         server = int(workers.redis.info("server")["process_id"])
         workers.redis.close()
         os.kill(server, signal.SIGKILL)
-        worker.send_signal(signal.SIGTERM)
-        time.sleep(1.1)  # a second signal within a second counts as the first one, sent twice
-        worker.send_signal(signal.SIGTERM)
-        assert worker.wait(timeout=60) == 0
+        assert signal_until_it_ends(worker, signal.SIGTERM) == 0
     assert "could not sign off" in workers.log(worker)
     assert "Traceback" not in workers.log(worker)

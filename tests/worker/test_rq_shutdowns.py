@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 
 from rq.command import send_shutdown_command
@@ -12,6 +11,7 @@ from rq.job import JobStatus
 from tests.rq_workers import (
     Workers,
     leftovers,
+    signal_until_it_ends,
     text_of,
     wait_until,
     wait_until_started,
@@ -35,10 +35,7 @@ def test_a_second_signal_gives_back_what_runs(workers: Workers) -> None:
     jobs = [workers.queue("bulk").enqueue("jobs.complete", "hang") for _ in range(3)]
     process = workers.start("--name", "w")
     wait_until_started(*jobs)
-    process.send_signal(signal.SIGINT)
-    time.sleep(1.1)  # a second signal within a second counts as the first one, sent twice
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 0
+    assert signal_until_it_ends(process, signal.SIGINT) == 0
     assert [job.get_status() for job in jobs] == [JobStatus.QUEUED] * 3
     assert workers.queue("bulk").job_ids == [job.id for job in jobs]
     assert leftovers(workers.redis, "bulk") == []
