@@ -23,6 +23,9 @@ T = TypeVar("T")
 
 _TOTAL = b"total"
 
+#: Of a shard's number. Others may write into Redis, and Python refuses numbers of thousands of digits.
+MAX_DIGITS = 9
+
 #: Parts of a run that one look reads; of a run that has more, the last ones.
 MAX_LOOKED = 1000
 
@@ -139,10 +142,10 @@ class RecordedParts:
         whose worker was killed as it recorded it, until planning or the run's end counts anew.
         """
         with self._told():
-            if cast("int", self._redis.hlen(self._parts_key)) <= MAX_LOOKED:
+            if self._redis.hlen(self._parts_key) <= MAX_LOOKED:
                 return SeenParts.of(self.parts())
             fields = cast("list[bytes]", self._redis.hkeys(self._parts_key))
-        shards = {int(field) for field in fields if field.isdigit()}
+        shards = {int(field) for field in fields if field.isdigit() and len(field) <= MAX_DIGITS}
         totals = Totals.read(facts)
         latest = self.parts_of(sorted(shards)[-MAX_LOOKED:])
         return SeenParts(shards, latest, {name: getattr(totals, name) for name in COUNTED})
