@@ -46,6 +46,7 @@ def main() -> int:
     command = commands.add_parser("deep", help="a queue of millions of jobs")
     command.add_argument("--jobs", type=int, default=1_000_000)
     command.add_argument("--seconds", type=float, default=10.0)
+    command.add_argument("--most-mib", type=int, default=8192, help="of Redis; ten million jobs take 15,600")
     command = commands.add_parser("shards", help="a run of as many shards as there may be")
     command.add_argument("--shards", type=int, default=100_000)
     command.add_argument("--others", type=int, default=100_000)
@@ -95,7 +96,7 @@ def _run(options: argparse.Namespace) -> Report:
     if options.scenario == "workers":
         return workers(options.count, options.jobs, options.shards)
     if options.scenario == "deep":
-        return deep(options.jobs, options.seconds)
+        return deep(options.jobs, options.seconds, options.most_mib)
     if options.scenario == "shards":
         return many_shards(options.shards, options.others, options.seconds)
     if options.scenario == "tail":
