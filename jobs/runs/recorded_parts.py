@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from .key_types import key_types, wrong_types_told
 from .lock import transact
 from .part_stats import COUNTED, PartStats
 from .state_values import PartCount
-from .totals import Totals, add_part
+from .totals import PARTS, TOTALS, add_part
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -29,13 +30,16 @@ MAX_DIGITS = 9
 #: Parts of a run that one look reads; of a run that has more, the last ones.
 MAX_LOOKED = 1000
 
+#: Of a run's parts, for how many its totals may have too few or too many: those that are recorded now.
+TOLERATED = 0.01
+
 
 @dataclass(frozen=True)
 class SeenParts:
     """The recorded parts at one look.
 
-    shards: those that are recorded. latest: what is recorded of them, or of the last ones by number. counts:
-    what all of them have together, by the names of COUNTED.
+    shards: those that are recorded. latest: what is recorded of them, or of the last ones before those under
+    way. counts: what all of them have together, by the names of COUNTED.
     """
 
     shards: Collection[int]
@@ -135,20 +139,27 @@ class RecordedParts:
             found: Any = self._redis.hmget(self._parts_key, [str(shard) for shard in shards])
         return _read({shard: each for shard, each in zip(shards, found, strict=True) if each is not None})
 
-    def look(self, facts: Mapping[str, str]) -> SeenParts:
+    def look(self, running: Collection[int] = ()) -> SeenParts:
         """Return what the recorded parts tell at one look, which takes no longer for ever more of them.
 
-        facts: of the run. Of more than MAX_LOOKED parts their totals are believed, which may lack a part
-        whose worker was killed as it recorded it, until planning or the run's end counts anew.
+        running: shards under way. Of more than MAX_LOOKED parts their totals are believed, which may lack a
+        part whose worker was killed as it recorded it, until planning or the run's end counts anew. Where
+        they lack many, as of workers that kept none or where somebody broke them, all parts are read.
         """
         with self._told():
             if self._redis.hlen(self._parts_key) <= MAX_LOOKED:
                 return SeenParts.of(self.parts())
-            fields = cast("list[bytes]", self._redis.hkeys(self._parts_key))
+            with self._redis.pipeline() as pipe:
+                pipe.hkeys(self._parts_key)
+                pipe.hmget(self._key, PARTS, *TOTALS)
+                fields, totals = pipe.execute()
         shards = {int(field) for field in fields if field.isdigit() and len(field) <= MAX_DIGITS}
-        totals = Totals.read(facts)
-        latest = self.parts_of(sorted(shards)[-MAX_LOOKED:])
-        return SeenParts(shards, latest, {name: getattr(totals, name) for name in COUNTED})
+        known = [stored.count(stored.text(each or b"")) for each in totals]
+        counted, *counts = [each for each in known if each is not None] or [0]
+        if len(counts) < len(COUNTED) or abs(counted - len(shards)) > TOLERATED * len(shards):
+            return SeenParts.of(self.parts())
+        latest = self.parts_of(_latest(shards, running))
+        return SeenParts(shards, latest, dict(zip(COUNTED, counts, strict=True)))
 
     def _transact(self, change: Callable[[Pipeline], T], *watched: str) -> T:
         with self._told():
@@ -157,6 +168,16 @@ class RecordedParts:
     def _told(self) -> AbstractContextManager[None]:
         """In this context a key of the run that is of another type is a RunKeyDamaged, which names it."""
         return wrong_types_told(self._redis, key_types(self.run))
+
+
+def _latest(shards: Collection[int], running: Collection[int]) -> list[int]:
+    """Return the shards that were done last, as far as numbers tell: those before the ones under way.
+
+    Of a run that is resumed or retried these are not the highest.
+    """
+    ordered = sorted(shards)
+    at = bisect(ordered, max(running, default=-1))
+    return [*ordered[at:], *ordered[:at]][-MAX_LOOKED:]
 
 
 def _read(records: Mapping[int, bytes]) -> dict[int, PartStats]:

@@ -83,6 +83,8 @@ def fit(samples: Sequence[Sample]) -> Fit | None:
         return first
     left = fsum(weight * (each.value - first.at(each.rows, each.size)) ** 2 for weight, each in weighted)
     all_ = fsum(weight * each.value**2 for weight, each in weighted)
+    if all_ <= 0:  # the square of next to nothing is nothing
+        return first
     chance = min(CHANCE**2, max(LEAST_CHANCE**2, left / all_ * len(known) / freedom))
     return _most_likely(weighted, middle, chance * unit)
 

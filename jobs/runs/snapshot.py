@@ -130,15 +130,16 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     """Read a run's progress. Raises UnknownRun when this Redis has no such run."""
     state = RunState(connection, run)
     facts = state.facts()
-    parts = state.look(facts)
     plan_job = facts.get("plan_job")
     seen = _read_queue(connection, facts["queue"], run, plan_job)
+    parts = state.look(seen.started)  # afterwards: what ends in between is done, and not nowhere
     running = {shard for shard in seen.started if shard not in parts.shards}
     failed = tuple(
         shard_job_id(run, shard) for shard in sorted(seen.failed.difference(parts.shards, running))
     )
     progress = read_progress(connection, [shard_job_id(run, shard) for shard in running])
     shards, rows = stored.count(facts.get("shards")), stored.count(facts.get("rows"))
+    rows_done = sum(each.rows for each in progress) + parts.counts["rows"]
     under_way = dict(zip(running, progress, strict=True))
     silent = silent_workers(connection, (each.worker for each in progress))
     alive = {shard: each for shard, each in under_way.items() if each.worker not in silent}
@@ -160,7 +161,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         started=len(running),
         claimed=claimed,
         failed_jobs=failed,
-        rows_done=sum(each.rows for each in progress) + parts.counts["rows"],
+        rows_done=rows_done if rows is None else min(rows_done, rows),  # totals may have a part twice
         errors=parts.counts["errors"],
         tokens=sum(each.tokens for each in progress) + parts.counts["generated_tokens"],
         workers=seen.workers,

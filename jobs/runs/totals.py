@@ -1,7 +1,8 @@
 """What a run's parts have together, kept beside them in Redis: a list of runs need not read every part.
 
 They are counts beside the record of parts, which is the truth: of a worker that is killed between the two
-writes a part stays uncounted, until planning or the run's end counts anew.
+writes a part stays uncounted, until planning or the run's end counts anew. Of older workers, which do not
+count how many parts they are, and where somebody broke them, too many are: see recorded_parts.look.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ OF_SUBMISSION = (*JUDGED, "judged_tokens", "began_at", "ended_at")
 
 #: Fields of what all parts have.
 TOTALS = tuple(f"total_{name}" for name in COUNTED)
+
+#: How many parts those are: with parts that are not among them the totals are not to be believed.
+PARTS = "total_parts"
 
 #: For how long workers had shards of the run, whatever the submission, at the last count of all parts.
 WORKED = "worked_s"
@@ -73,7 +77,7 @@ class Totals:
 
 def add_part(pipe: Pipeline, key: str, stats: PartStats) -> None:
     """Add a part to the totals of the run's hash at `key`."""
-    counts: dict[Any, Any] = {f"total_{name}": getattr(stats, name) for name in COUNTED}
+    counts: dict[Any, Any] = {PARTS: 1, **{f"total_{name}": getattr(stats, name) for name in COUNTED}}
     since = (stats.rows, stats.errors, stats.generated_tokens)
     counts.update(zip((*JUDGED, "judged_tokens"), since, strict=True))
     for name, count in counts.items():
@@ -97,6 +101,7 @@ def count_anew(connection: Redis, key: str, parts: Iterable[PartStats]) -> None:
         for name in COUNTED:
             counts[name] += getattr(part, name)
     fields: dict[Any, Any] = {f"total_{name}": count for name, count in counts.items()}
+    fields[PARTS] = len(spans)
     fields[WORKED] = str(working_s(spans))
     connection.hset(key, mapping=fields)
 

@@ -23,6 +23,7 @@ from jobs.parquet.fingerprint import WHOLE_BYTES, file_fingerprint
 from jobs.parquet.storage import Storage
 from jobs.runs.control import submit_run
 from jobs.runs.snapshot import read_snapshot
+from jobs.watch.runs import list_runs
 from tests.jobs.answering import feed, opened_task, queued_jobs, run_task, score_parquet, work_off
 
 MakeContext = Callable[[], JobContext]
@@ -95,6 +96,7 @@ def test_a_damaged_part_of_a_finished_run_is_named_and_redone_on_wish(
     with pytest.raises(errors.PartDamaged, match=r"part-00001\.parquet.*--redo-damaged"):
         submit()
     assert not read_snapshot(redis, run).finished
+    assert list_runs(redis)[0].rows_done == read_snapshot(redis, run).rows_done < 6
     assert not (output / "_SUCCESS").exists()
     assert submit(redo_damaged=True)["shards_enqueued"] == 1
     work_off(redis, make_context)

@@ -48,6 +48,11 @@ def test_equal_parts_are_taken_while_little_is_known() -> None:
     assert fit([Sample(0.0, 0.0, 1.0)]) is None
 
 
+def test_of_next_to_nothing_something_is_told() -> None:
+    """Its square is nothing."""
+    assert fit([Sample(0.25, 0.25, 1e-170)] * 4) is not None
+
+
 def test_no_cost_is_negative() -> None:
     falling = [replace(each, value=1 / each.value) for each in samples(COSTS)]
     found = fit(falling)
