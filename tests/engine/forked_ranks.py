@@ -25,6 +25,7 @@ class ForkedRank(RankProcess):
 
 def _serve(rank_end: socket.socket, environment: dict[str, str]) -> None:
     """What RankProcess has a new interpreter do."""
+    os.environ.clear()
     os.environ.update(environment)
     descriptor = rank_end.detach()
     hold(descriptor, driver_pid=os.getppid(), by_main_thread=False)
