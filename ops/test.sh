@@ -15,8 +15,8 @@ lint-imports --no-logo --no-cache
 wait
 # The site of docs/: a link or an anchor that leads nowhere is an error.
 NO_MKDOCS_2_WARNING=1 mkdocs build --strict
-# Many tests wait for processes that they have started: one process more than there are cores keeps these busy.
+# Many tests wait for processes that they have started: two processes more than there are cores keep these busy.
 # One torch thread in each, more would wait for each other. tests/conftest.py says in which order files are taken.
 export OMP_NUM_THREADS=1
-processes=$(python -c 'import psutil; print(1 + psutil.cpu_count())')
+processes=$(python -c 'import psutil; print(2 + psutil.cpu_count())')
 exec python -m pytest -n "$processes" --dist loadfile --no-loadscope-reorder "$@"
