@@ -228,7 +228,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=int, default=12000, help="of the run, in thousands of two")
+    parser.add_argument("--rows", type=int, default=28000, help="of the run, in thousands of two")
     parser.add_argument("--chromium", default=shutil.which("chromium") or "/usr/bin/chromium")
     options = parser.parse_args()
     shutil.rmtree(OUT, ignore_errors=True)
