@@ -23,7 +23,6 @@ from worker.store.claimed_job import ClaimedJob, Wanted
 from worker.store.job_store import JobStore
 from worker.store.outcome import Outcome
 from worker.store.quarantine import Quarantine
-from worker.store.registries import Registries
 from worker.store.worker_record import WorkerRecord
 
 QUEUES = ("high", "bulk")
@@ -37,7 +36,7 @@ class IdleWorker:
 
     def __init__(self, redis: Redis, name: str) -> None:
         self.redis, self.store = redis, JobStore(redis, name, LEASE_S)
-        self.registries, self.quarantine = Registries(redis, name), Quarantine(redis, name)
+        self.quarantine = Quarantine(redis, name)
         worker: Any = BatchWorker(list(QUEUES), name=name, connection=redis, serializer=JSONSerializer)
         worker.register_birth()
         self.record = WorkerRecord(redis, name, QUEUES, worker.beat, {"worker": name, "model": "stub"})
@@ -49,7 +48,6 @@ class IdleWorker:
         self.look_for_jobs()
 
     def look_for_jobs(self) -> None:
-        self.registries.is_suspended()
         self.store.claim([_wanted(name, 264) for name in QUEUES], 4)
 
     def show(self) -> None:
@@ -67,7 +65,6 @@ class IdleWorker:
         self.store.reclaim_abandoned(QUEUES, SWEEP_S, 5)
 
     def claim(self, queue: str, most: int) -> list[ClaimedJob]:
-        self.registries.is_suspended()
         return self.store.claim([_wanted(queue, most)], 4)[0].jobs
 
     def begin(self, jobs: Sequence[ClaimedJob]) -> None:

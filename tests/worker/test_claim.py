@@ -9,6 +9,7 @@ import pytest
 from redis import Redis
 from rq import Queue
 from rq.serializers import JSONSerializer
+from rq.suspension import resume, suspend
 
 from jobs.common.keys import FUNCTION, KIND_FIELD, MODEL_FIELD
 from tests.rq_workers import Workers
@@ -85,6 +86,22 @@ def test_a_claim_sent_again_takes_no_more_and_leaves_the_order(redis: Redis, bul
     assert ids(first) == ids(again) == ["b"]
     assert [each.execution_id for each in first.jobs] == [each.execution_id for each in again.jobs]
     assert bulk.job_ids == ["a", "c", "d"]
+
+
+def test_what_an_earlier_claim_took_is_told_while_suspended_and_no_other_job_is_taken(
+    redis: Redis, bulk: Queue
+) -> None:
+    """So nothing is claimed once `rq suspend` has returned, however slow the worker is that was about to."""
+    enqueue(bulk, "a")
+    earlier = claim(redis, token="a" * 24)
+    suspend(redis)
+    enqueue(bulk, "b")
+    again = claim(redis, token="a" * 24)
+    assert (ids(again), again.is_suspended) == (ids(earlier), False)
+    held_up = claim(redis)
+    assert (ids(held_up), held_up.is_suspended, bulk.job_ids) == ([], True, ["b"])
+    resume(redis)
+    assert ids(claim(redis)) == ["b"]
 
 
 def test_a_queue_of_jobs_that_stay_is_only_read(redis: Redis, bulk: Queue) -> None:

@@ -59,7 +59,7 @@ class Claimer:
         self._polls = [Timer(POLL_S) for _ in queue_names]
         self._looks = [Timer(LOOK_S) for _ in queue_names]
         self.is_suspended = False
-        """Whether `rq suspend` holds all workers, as of the last look."""
+        """Whether `rq suspend` holds all workers, as of the last claim."""
         self.idle_since = clock()
         """When the last jobs came, or the last one that was held ended."""
 
@@ -71,7 +71,7 @@ class Claimer:
         # A lane without room leaves its timer alone: it claims in the very turn in which it has some.
         due = [lane for lane in lanes if self._is_due(lane, moment)]
         lanes = [lane for lane in lanes if lane in due or self._packer.claimable_files(lane)]
-        if not due or self._look_for_suspension() or self._has_suspect(moment):
+        if not due or self._has_suspect(moment):
             return
         # In one round trip, but where --max-jobs counts: what one lane leaves over is the next one's.
         turns = [lanes] if self._limits.max_jobs is None else [[lane] for lane in lanes]
@@ -154,8 +154,10 @@ class Claimer:
                 )
             )
         claims = self._store.claim(wanted, self._limits.suspect_deaths)
-        for lane, claim in zip(lanes, claims, strict=True):
+        for lane, claim, room in zip(lanes, claims, rooms, strict=True):
             del self._tokens[lane]
+            if room:
+                self._note_suspension(claim.is_suspended)
             self._foreign[lane] = claim.num_foreign
             self._num_kept += len(claim.jobs)
             poll_s = self._polls[lane].period_s = self._fleet.poll_s(lane)
@@ -176,11 +178,9 @@ class Claimer:
         self._runner.show_begun(self._store)
         return sum(len(claim.jobs) for claim in claims) - len(surplus)
 
-    def _look_for_suspension(self) -> bool:
-        suspended = self._registries.is_suspended()
+    def _note_suspension(self, suspended: bool) -> None:
         if suspended != self.is_suspended:
             self._log.info(
                 "suspended, run `rq resume` to resume" if suspended else "resumed, claiming jobs again"
             )
             self.is_suspended = suspended
-        return suspended

@@ -94,6 +94,8 @@ class Claim:
     """Jobs that were seen and left in the queue, because they may run on another model only."""
     first_left: str = ""
     """Id of the first job that was left to other workers, because it is their share; "" for none."""
+    is_suspended: bool = False
+    """Whether nothing was looked at, because `rq suspend` holds all workers."""
 
 
 def is_text(raw: bytes) -> bool:

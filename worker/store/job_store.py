@@ -107,8 +107,9 @@ class JobStore:
                 [self._restore(each.queue, entry) for entry in entries],
                 num_foreign,
                 first_left.decode(errors="replace"),
+                bool(is_suspended),
             )
-            for each, (entries, num_foreign, first_left) in zip(wanted, replies, strict=True)
+            for each, (entries, num_foreign, first_left, is_suspended) in zip(wanted, replies, strict=True)
         ]
 
     def renew(self, held: Sequence[ClaimedJob]) -> list[ClaimedJob]:

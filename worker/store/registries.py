@@ -1,4 +1,4 @@
-"""What all workers share beside jobs: queues, registries, rate limits, and whether work is suspended."""
+"""What all workers share beside jobs: queues, registries and rate limits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from redis import Redis
 from rq.group import Group
 from rq.job import Job
-from rq.suspension import WORKERS_SUSPENDED
 from rq.utils import now, utcformat
 from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY
 
@@ -71,7 +70,3 @@ class Registries:
             for name in queue_names:
                 pipe.llen(f"rq:queue:{name}")
             return sum(pipe.execute())
-
-    def is_suspended(self) -> bool:
-        """Whether `rq suspend` holds all workers."""
-        return bool(self._client.exists(WORKERS_SUSPENDED))

@@ -15,8 +15,9 @@
 -- `num_held` jobs of the queue, has its share: what waits and what is held, divided among `num_takers` workers. So the
 -- last jobs of a queue are spread, and a queue of more jobs than all have places for knows no such bound. A share is
 -- rounded up; of jobs with several sequences only where `rounds_up` is 1, for one shard more may be an hour's work.
+-- Nothing is claimed where `rq suspend` holds all workers.
 -- Returns {{{job id, execution id, job_hash, id of the last such job left before it}, ...}, jobs left for
--- other models, id of the first job left for others' shares or ''}. Sent again with the same token it returns
+-- other models, id of the first job left for others' shares or '', 1 where work is suspended}. Sent again with the same token it returns
 -- the same jobs, less those that were taken from this worker since, and claims no others. With a limit of 0 it
 -- asks what an earlier call has claimed, and makes sure that one still on its way claims nothing.
 local queue, limit, token, worker, now_ts, lease_s, far_score = unpack(ARGV, 1, 7)
@@ -36,13 +37,14 @@ if #earlier > 0 then
       claimed[#claimed + 1] = {id, eid, job_hash(id), earlier[i + 1]}
     end
   end
-  return {claimed, 0, ''}
+  return {claimed, 0, '', 0}
 end
 if limit == 0 then
   call('RPUSH', record, '')
   call('EXPIRE', record, 600)
-  return {claimed, 0, ''}
+  return {claimed, 0, '', 0}
 end
+if call('EXISTS', 'rq:suspended') == 1 then return {claimed, 0, '', 1} end
 
 local places = {['function'] = tonumber(max_functions), file = tonumber(max_files)}
 local is_served = {}
@@ -126,4 +128,4 @@ end
 if #claimed > 0 then call('EXPIRE', record, 600) end
 if looked_at == bound and #claimed == 0 then num_foreign = call('LLEN', waiting) end
 if #claimed >= share then first_left = call('LINDEX', waiting, #left) or '' end -- behind `left`, which is back
-return {claimed, num_foreign, first_left}
+return {claimed, num_foreign, first_left, 0}
