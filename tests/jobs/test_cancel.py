@@ -131,6 +131,9 @@ def test_a_run_that_is_submitted_again_outlives_the_stops_of_the_cancel_before(
     workers.start("--name", "other", TOKENMILL_LEASE_S="120")
     tokenmill(workers, *submit)
     wait_until(lambda: workers.job(f"{run}-plan").get_status() == JobStatus.FINISHED)
+    # All of it, or the frozen one would claim its share when it wakes, and hold that.
+    keys = [f"rq:job:{shard_job_id(run, shard)}" for shard in range(2)]
+    wait_until(lambda: [redis.hget(key, "worker_name") for key in keys] == [b"other"] * 2)
     frozen.send_signal(signal.SIGCONT)
     wait_until(lambda: jobs_held(redis, "frozen") == 0)
     gate.touch()

@@ -6,7 +6,7 @@ import io
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -149,15 +149,22 @@ def test_no_exception_makes_a_line_long(error: Exception) -> None:
 
 
 @pytest.fixture
-def bare_logging(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """To call in a test: takes all handlers away, pytest's too; they are put back."""
+def bare_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """To call in a test: takes all handlers away, pytest's too, and levels that other tests have set; all are
+    put back."""
+    loggers = [logging.getLogger(name) for name in (None, "rq.worker", "engine", "uvicorn", "uvicorn.error")]
+    levels = [logger.level for logger in loggers]
 
     def strip() -> None:
-        for name in (None, "rq.worker", "engine", "uvicorn", "uvicorn.error"):
-            monkeypatch.setattr(logging.getLogger(name), "handlers", [])
+        for logger in loggers:
+            monkeypatch.setattr(logger, "handlers", [])
+        for logger in loggers[1:]:
+            logger.setLevel(logging.NOTSET)
         monkeypatch.setattr(logging, "captureWarnings", lambda on: None)
 
-    return strip
+    yield strip
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 def test_libraries_come_out_alike_and_settings_by_their_variables(
