@@ -21,7 +21,7 @@ def test_a_stock_worker_runs_complete_and_chat(workers: RealWorkers) -> None:
     chat = queue.enqueue("jobs.chat", [{"role": "user", "content": text}], **sampling)
     bad = queue.enqueue("jobs.complete", "x", max_tokens="4")
     command = [*RQ, "worker", "--burst", "-S", "json", "bulk"]
-    subprocess.run(command, env=workers.environment(), cwd=workers.folder, check=True, timeout=120)
+    subprocess.run(command, env=workers.environment(), cwd=workers.folder, check=True, timeout=280)
     assert complete.return_value()["choices"][0]["text"] == "1987-03-03"
     assert complete.return_value()["object"] == "text_completion"
     assert chat.return_value()["choices"][0]["message"] == {"role": "assistant", "content": "1987-03-03"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import re
 import signal
 import socket
 import threading
@@ -221,20 +220,17 @@ def note_and_end(job: Job, kind: Any, value: Any, trace: Any) -> bool:
 
 
 def glibc_malloc() -> dict[str, int]:
-    """How many arenas glibc's malloc has made, of which this thread may have one of its own, and how many of
-    one block of 1 MiB it maps once a larger block was freed."""
+    """How many arenas glibc's malloc has made, of which this thread may have one of its own, and whether it
+    maps a block by itself that no gap of the heap has room for, once a larger one was freed. The second bit
+    of the size that stands before a block says so."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
-    libc.free(ctypes.c_void_p(libc.malloc(8 << 20)))
-    before = _malloc_info(libc)
-    block = ctypes.c_void_p(libc.malloc(1 << 20))
-    after = _malloc_info(libc)
+    libc.free(ctypes.c_void_p(libc.malloc(24 << 20)))
+    block = ctypes.c_void_p(libc.malloc(12 << 20))
+    assert block.value is not None
+    size = ctypes.c_size_t.from_address(block.value - ctypes.sizeof(ctypes.c_size_t)).value
     libc.free(block)
-    return {"arenas": after.count("<heap nr="), "mapped": _num_mapped(after) - _num_mapped(before)}
-
-
-def _num_mapped(info: str) -> int:
-    return int(re.findall(r'type="mmap" count="(\d+)"', info)[-1])
+    return {"arenas": _malloc_info(libc).count("<heap nr="), "mapped": size >> 1 & 1}
 
 
 def _malloc_info(libc: ctypes.CDLL) -> str:
