@@ -18,6 +18,7 @@ from jobs.context.served_model import ServedModel
 from jobs.context.shard_bytes import ShardBytes
 from jobs.context.shared_files import SharedFiles
 from jobs.errors import InvalidJob
+from jobs.runs.told_end import tell_failed
 from worker.store.claimed_job import ClaimedJob
 from worker.threads.interrupts import check_interrupted
 from worker.traces.job_trace import Traces
@@ -59,7 +60,7 @@ class JobEnvironment:
             shard_bytes=self.shard_bytes,
             check_interrupted=check_interrupted,
             max_result_bytes=self.max_result_bytes,
-            lease=Lease(executions_key(claimed.job_id), claimed.execution_id),
+            lease=_lease(claimed),
             file_timeout_s=self.file_timeout_s,
             meter=self.meter,
             checks=self.checks,
@@ -68,6 +69,14 @@ class JobEnvironment:
             worker_name=claimed.worker_name,
             trace=self.traces.carrier(claimed.execution_id, claimed.record.meta),
         )
+
+    def tell_failed(self, connection: Redis, claimed: ClaimedJob, error: str) -> None:
+        """Tell whom a run wants told of its end that it has failed, where it has with this job."""
+        tell_failed(connection, claimed.job_id, _lease(claimed), error)
+
+
+def _lease(claimed: ClaimedJob) -> Lease:
+    return Lease(executions_key(claimed.job_id), claimed.execution_id)
 
 
 def prompt_meter(engine: Any, max_num_seqs: int, block_size: int) -> PromptMeter:

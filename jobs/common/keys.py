@@ -10,6 +10,8 @@ tokenmill:run:folder:<hash>    string: the run that was last submitted for an ou
 tokenmill:run:<run>:lock       string: token of whoever plans or cancels the run
 tokenmill:run:<run>:errors     hash: shard number -> JSON: the commonest reasons why rows of its part have an
                                error, with a few row numbers of each (runs/reasons.py)
+tokenmill:run:<run>:failed     set: shards whose jobs have failed for good since the run was last submitted,
+                               where somebody is to be told of its end
 tokenmill:run:index            sorted set: run -> Unix time in ms of its last submission (run_index)
 
 Those by which workers tell whose a job is, a call that was sent twice, or whose turn it is, belong to
@@ -90,6 +92,10 @@ def run_parts_key(run: str) -> str:
 
 def run_errors_key(run: str) -> str:
     return f"{run_key(run)}:errors"
+
+
+def run_failed_key(run: str) -> str:
+    return f"{run_key(run)}:failed"
 
 
 def run_lock_key(run: str) -> str:

@@ -27,7 +27,7 @@ from ..errors import (
 from ..runs.embedding_options import check_served
 from ..runs.end_calls import NO_CALLS, EndCalls
 from ..runs.error_limit import DEFAULT_LIMIT, ErrorLimit
-from ..runs.names import PLAN
+from ..runs.names import PLAN, plan_job_id
 from ..runs.option_checks import check_extend
 from ..runs.plan import PinnedModel, Plan, cut_shards
 from ..runs.refusals import CannotExtend
@@ -215,7 +215,7 @@ def _spec_to_extend(context: JobContext, storage: Storage, spec: RunSpec) -> Run
         return spec
     if differences := [name for name in plan.spec.differences(spec) if name != "input"]:
         raise OutputHoldsAnotherRun(spec.output, f"different {', '.join(differences)}")
-    if context.job_id == f"{spec.run}-plan":  # whoever submitted it waits for a run of another id
+    if context.job_id == plan_job_id(spec.run):  # whoever submitted it waits for a run of another id
         raise CannotExtend(
             spec.output,
             f"it holds run {plan.run}, of which this Redis knows nothing",

@@ -49,7 +49,7 @@ from ..runs.report import report_html
 from ..runs.run_index import list_in_index
 from ..runs.state import RunState
 from ..runs.state_values import PartCount
-from ..runs.told_end import tell_end
+from ..runs.told_end import tell_end, tell_shards_failed
 from ..runs.totals import count_anew
 from .failed_rows import part_reasons
 from .manifest import manifest_text
@@ -222,6 +222,7 @@ class RunFolder:
         if count.done >= count.total:
             return self._finish()
         self._stop_where_too_many_fail(count.total, queue)
+        tell_shards_failed(self.state, count)
         return False
 
     def _record_reasons(self, stats: PartStats) -> None:

@@ -19,7 +19,7 @@ from .end_calls import ON_END, WEBHOOK, EndCalls
 from .error_limit import ErrorLimit
 from .holders import Holder, holders
 from .left_jobs import LeftJob, planned_by, read_left
-from .names import PLAN, shard_job_id
+from .names import PLAN, plan_job_id, shard_job_id
 from .option_checks import check_extend
 from .output import RunOutput, named_run
 from .paths import run_path
@@ -88,7 +88,7 @@ def submit_run(
     check_extend(spec, extend)
     check_run(spec)
     run = _run_to_extend(connection, spec) if extend else spec.run
-    plan_job = f"{run}-plan"
+    plan_job = plan_job_id(run)
     state = RunState(connection, run)
     # The output as it was named: which real path it has is for the worker to say.
     own = {
@@ -132,7 +132,7 @@ def retry_run(connection: Redis, run: str) -> None:
 
     Raises UnknownRun where this Redis has lost the run, PlanningUnderWay, or RunBusy.
     """
-    state, plan_job = RunState(connection, run), f"{run}-plan"
+    state, plan_job = RunState(connection, run), plan_job_id(run)
     facts = state.facts()
     arguments = {"run": run, "plan": os.path.join(facts["output"], PLAN), "model": facts.get("model")}
 

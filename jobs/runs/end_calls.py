@@ -11,8 +11,9 @@ from urllib.parse import urlparse
 from ..common.shown import shown
 from ..errors import InvalidJob, InvalidValue
 
-#: Fields of a run's hash: what the last submission asks for, and the last one that was told of.
-WEBHOOK, ON_END, TOLD = "webhook", "on_end", "told_submission"
+#: Fields of a run's hash: what the last submission asks for, the last one that was told of, and the last one
+#: of which it was told that it has failed.
+WEBHOOK, ON_END, TOLD, TOLD_FAILED = "webhook", "on_end", "told_submission", "told_failed_submission"
 ASKED_FOR = (WEBHOOK, ON_END)
 
 MAX_URL_CHARS = 2000

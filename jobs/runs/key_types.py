@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import ResponseError
 
-from ..common.keys import run_errors_key, run_key, run_lock_key, run_parts_key
+from ..common.keys import run_errors_key, run_failed_key, run_key, run_lock_key, run_parts_key
 from ..errors import RunKeyDamaged
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def key_types(run: str) -> dict[str, str]:
     """Return a run's keys, and the type of each."""
     hashes = (run_key(run), run_parts_key(run), run_errors_key(run))
-    return {**dict.fromkeys(hashes, "hash"), run_lock_key(run): "string"}
+    return {**dict.fromkeys(hashes, "hash"), run_failed_key(run): "set", run_lock_key(run): "string"}
 
 
 @contextmanager

@@ -69,6 +69,11 @@ def shard_job_id(run: str, shard: int) -> str:
     return f"{run}-{shard:05d}"
 
 
+def plan_job_id(run: str) -> str:
+    """Return the id of the job that plans a run for `tokenmill submit`."""
+    return f"{run}-plan"
+
+
 def run_and_shard(job_id: str) -> tuple[str, int] | None:
     """Return the run and the shard that a job's id tells; None for one that is no shard's."""
     run, _, number = job_id.rpartition("-")

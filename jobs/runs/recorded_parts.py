@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..common import stored
-from ..common.keys import RUN_TTL_S, run_key, run_parts_key
+from ..common.keys import RUN_TTL_S, run_failed_key, run_key, run_parts_key
 from .key_types import key_types, wrong_types_told
 from .lock import transact
 from .part_stats import COUNTED, PartStats
@@ -59,7 +59,7 @@ class RecordedParts:
     def __init__(self, connection: Redis, run: str) -> None:
         self.connection = self._redis = connection
         self.run = run
-        self._key, self._parts_key = run_key(run), run_parts_key(run)
+        self._key, self._parts_key, self._failed_key = run_key(run), run_parts_key(run), run_failed_key(run)
 
     def record_part(self, stats: PartStats) -> PartCount:
         """Record a finished shard; where it was not recorded before, add it to the run's totals.
@@ -86,13 +86,18 @@ class RecordedParts:
         pipe.hset(self._parts_key, str(stats.shard), stats.to_record())
         pipe.expire(self._parts_key, RUN_TTL_S)
         pipe.expire(self._key, RUN_TTL_S)
-        pipe.hlen(self._parts_key)
-        pipe.hget(self._parts_key, _TOTAL)
-        is_new, *_, length, raw_total = pipe.execute()
+        pipe.srem(self._failed_key, stats.shard)
+        self._count(pipe)
+        is_new, *_, length, raw_total, failed = pipe.execute()
         if is_new:
             add_part(pipe, self._key, stats)
-        total = stored.count(stored.text(raw_total or b""))
-        return PartCount(length if raw_total is None else length - 1, total)
+        return part_count(length, raw_total, failed)
+
+    def _count(self, pipe: Pipeline) -> None:
+        """Ask for what `part_count` takes."""
+        pipe.hlen(self._parts_key)
+        pipe.hget(self._parts_key, _TOTAL)
+        pipe.scard(self._failed_key)
 
     def amend_parts(self, found: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int) -> PartCount:
         """Add parts that a listing found and drop those it did not; the others stay as they are.
@@ -168,6 +173,12 @@ class RecordedParts:
     def _told(self) -> AbstractContextManager[None]:
         """In this context a key of the run that is of another type is a RunKeyDamaged, which names it."""
         return wrong_types_told(self._redis, key_types(self.run))
+
+
+def part_count(length: int, raw_total: bytes | None, failed: int) -> PartCount:
+    """Return what the replies to `RecordedParts._count` say."""
+    total = stored.count(stored.text(raw_total or b""))
+    return PartCount(length if raw_total is None else length - 1, total, failed)
 
 
 def _latest(shards: Collection[int], running: Collection[int]) -> list[int]:

@@ -26,8 +26,8 @@ from .end_calls import ASKED_FOR, NO_CALLS, EndCalls
 from .error_limit import DEFAULT_LIMIT, ErrorLimit
 from .key_types import check_lock
 from .lock import RunLock
-from .recorded_parts import RecordedParts
-from .state_values import End, Verdict
+from .recorded_parts import RecordedParts, part_count
+from .state_values import End, PartCount, Verdict
 from .totals import JUDGED, OF_SUBMISSION
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ class RunState(RecordedParts):
         pipe.hdel(self._key, "cancelled", "stopped", "plan_model", *OF_SUBMISSION, *ASKED_FOR)
         pipe.hset(self._key, mapping=fields)
         pipe.expire(self._key, RUN_TTL_S)
+        pipe.delete(self._failed_key)
         pipe.set(run_folder_key(output), self.run, ex=RUN_TTL_S)
 
     def open_submission(self, plan_job: str, output: str, queue: str, *wishes: Any) -> None:
@@ -210,6 +211,24 @@ class RunState(RecordedParts):
         return Verdict(reason, _number(submission))
 
     # The end
+
+    def record_failed(self, shard: int) -> PartCount:
+        """Record that a shard's job has failed for good; of one that has a part it does not count.
+
+        Raises RunBusy where the job that the lease is of is another execution's.
+        """
+
+        def record(pipe: Pipeline) -> PartCount:
+            has_part = pipe.hexists(self._parts_key, str(shard))
+            pipe.multi()
+            if not has_part:
+                pipe.sadd(self._failed_key, shard)
+                pipe.expire(self._failed_key, RUN_TTL_S)
+            self._count(pipe)
+            *_, length, raw_total, failed = pipe.execute()
+            return part_count(length, raw_total, failed)
+
+        return self._change(record, self._parts_key)
 
     def end(self) -> End:
         with self._told():

@@ -7,10 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PartCount:
-    """done: shards with a recorded part. total: shards of the run, None when Redis lost the run's keys."""
+    """done: shards with a recorded part. total: shards of the run, None when Redis lost the run's keys.
+    failed: shards whose jobs have failed for good, where that is kept (RunState.record_failed)."""
 
     done: int
     total: int | None
+    failed: int = 0
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether nothing is left to run, and some of it has failed."""
+        return self.total is not None and self.failed > 0 and self.done + self.failed >= self.total
 
 
 @dataclass(frozen=True)

@@ -4,23 +4,31 @@ Each submission that asks for it is told of once its run has finished, was stopp
 are enqueued before the shard's job ends that ended the run, in one transaction with a mark: after a worker
 that was killed in between the shard runs again, which enqueues them. A cancel enqueues them last; one that
 did not come through does when it is repeated. A job may run twice, as any may whose worker dies.
+
+It is told, too, that a submission has failed: its planning has, or what is left of its shards. Enqueued again
+by hand, these may finish the run yet, which is told as any end is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..common import stored
 from ..common.keys import run_key
 from ..common.rq_jobs import JobQueue, retries
-from .end_calls import ASKED_FOR, TOLD
+from ..context import Lease
+from ..errors import RunBusy, UnknownRun
+from .end_calls import ASKED_FOR, TOLD, TOLD_FAILED
 from .lock import transact
+from .names import is_run_id, plan_job_id, run_and_shard
 from .plan import Plan
 from .state import RunState
-from .state_values import Verdict
+from .state_values import PartCount, Verdict
 
 if TYPE_CHECKING:
+    from redis import Redis
     from redis.client import Pipeline
 
 #: The function that posts.
@@ -49,10 +57,55 @@ def tell_cancelled(state: RunState, submission: int) -> None:
 
     Raises UnknownRun.
     """
-    facts = state.facts()
+    _tell_of(state, submission, "cancelled", None, _size(state.facts()))
+
+
+def tells_of(job_id: str) -> bool:
+    """Whether `tell_failed` may have something to tell when this job fails for good."""
+    return _job_of(job_id) is not None
+
+
+def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> None:
+    """Enqueue what is asked for where a run ends with this job, which is about to fail for good.
+
+    To be called before the job's end is written. lease: of the execution that writes it; nothing is told
+    where it is another's by now. error: what the job fails with, in one line.
+    """
+    found = _job_of(job_id)
+    if found is None:
+        return
+    run, shard = found
+    with suppress(RunBusy, UnknownRun):
+        state = RunState(connection, run, lease)
+        facts = state.facts()
+        if not facts.keys() & set(ASKED_FOR):
+            return
+        if shard is not None:
+            tell_shards_failed(state, state.record_failed(shard), f", the last one: {error}")
+        elif facts.get("plan_job") == job_id:
+            state.check_held()
+            _tell_of(state, state.submission(), "failed", f"its planning failed: {error}", _size(facts))
+
+
+def tell_shards_failed(state: RunState, count: PartCount, more: str = "") -> None:
+    """Enqueue what is asked for where nothing of the run is left to run, and shards of it have failed.
+
+    more: what is known of that.
+    """
+    if count.has_failed:
+        reason = f"{count.failed} of {count.total} shards failed{more}"
+        _tell_of(state, state.submission(), "failed", reason, _size(state.facts()))
+
+
+def _job_of(job_id: str) -> tuple[str, int | None] | None:
+    """Return a job's run and its shard, None for the planning's; None for a job of no run."""
+    run = job_id.partition("-")[0]
+    return (run, None) if is_run_id(run) and job_id == plan_job_id(run) else run_and_shard(job_id)
+
+
+def _size(facts: Mapping[str, str]) -> dict[str, Any]:
     rows, shards = (stored.count(facts.get(name)) for name in ("rows", "shards"))
-    size = {"output": facts["output"], "rows": rows, "shards": shards}
-    _tell_of(state, submission, "cancelled", None, size)
+    return {"output": facts["output"], "rows": rows, "shards": shards}
 
 
 def _tell_of(
@@ -79,17 +132,24 @@ def _tell_of(
 
 def _tell(pipe: Pipeline, state: RunState, submission: int, content: Mapping[str, Any]) -> None:
     key = run_key(state.run)
-    found: Any = pipe.hmget(key, *ASKED_FOR, TOLD, "submission", "queue")
-    webhook, on_end, told, last, queue = (None if each is None else stored.text(each) for each in found)
+    fields = (*ASKED_FOR, TOLD, TOLD_FAILED, "cancelled", "submission", "queue")
+    found: Any = pipe.hmget(key, *fields)
+    webhook, on_end, told, told_failed, cancelled, last, queue = (
+        None if each is None else stored.text(each) for each in found
+    )
     if queue is None or str(submission) != last or told == last:
+        return
+    has_failed = content["state"] == "failed"
+    if has_failed and (told_failed == last or cancelled is not None):
         return
     pipe.multi()
     jobs = JobQueue(state.connection, queue)
+    name = f"{state.run}-failed" if has_failed else state.run
     if webhook is not None:
-        _enqueue(jobs, pipe, POSTING, (webhook, dict(content)), f"{state.run}-webhook-{submission}")
+        _enqueue(jobs, pipe, POSTING, (webhook, dict(content)), f"{name}-webhook-{submission}")
     if on_end is not None:
-        _enqueue(jobs, pipe, on_end, (dict(content),), f"{state.run}-end-{submission}")
-    pipe.hset(key, TOLD, str(submission))
+        _enqueue(jobs, pipe, on_end, (dict(content),), f"{name}-end-{submission}")
+    pipe.hset(key, TOLD_FAILED if has_failed else TOLD, str(submission))
     pipe.execute()
 
 

@@ -13,10 +13,12 @@ from typing import Any, Protocol
 from redis.exceptions import RedisError
 
 from jobs.errors import Fault, JobsError, ResultTooLarge, fault_line
+from jobs.runs.told_end import tells_of
 from worker.errors import FileTimeout, JobRefused, JobSetAside
 from worker.io_thread.end_writer import EndWriter
 from worker.io_thread.held_job import HeldJob
 from worker.io_thread.pool_calls import PoolCalls
+from worker.store.claimed_job import ClaimedJob
 from worker.store.job_store import JobStore
 from worker.store.outcome import EndStatus, FinishReply, Outcome
 from worker.store.results import Raised, is_small, pack, printable
@@ -63,6 +65,7 @@ class JobEnds:
     """Ends jobs for the I/O thread, which calls every method.
 
     max_result_bytes: of a value's JSON; a job with a larger one fails.
+    failing: tells, in a thread of `pool`, that a job of a run will fail for good, and with what.
     store: holds and closes jobs from the threads of `pool`, which runs callbacks and queues dependents, so
     that they do not wait for user functions.
     """
@@ -75,12 +78,13 @@ class JobEnds:
         pool: FunctionPool,
         calls: PoolCalls,
         ended: Ended,
+        failing: Callable[[ClaimedJob, str], None],
         max_result_bytes: int,
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._callbacks, self._store, self._pool, self._calls = callbacks, store, pool, calls
-        self._ended, self._log, self._clock = ended, log, clock
+        self._ended, self._log, self._clock, self._failing = ended, log, clock, failing
         self._max_result_bytes = max_result_bytes
         self._writer = EndWriter(self._written, log, clock)
 
@@ -131,6 +135,26 @@ class JobEnds:
         outcome = Outcome(
             job.claimed, status, value, datetime.now(UTC), working_s, job.began_at, retries=retries
         )
+        if status != "finished" and outcome.is_final and tells_of(job.claimed.job_id):
+            self._tell_run(job, outcome, error)
+        else:
+            self._finish(job, outcome, error)
+
+    def _tell_run(self, job: HeldJob, outcome: Outcome, error: BaseException | None) -> None:
+        """First of all: where this worker is killed before the end is written, the next one tells again."""
+
+        def then(job: HeldJob, _: Any, failure: BaseException | None) -> None:
+            if failure is not None:
+                self._log.error(
+                    "job %s: nobody is told that its run has failed: %s", job.claimed.job_id, failure
+                )
+            self._finish(job, outcome, error)
+
+        text = "it was stopped" if error is None else log_text(job, error)
+        self._calls.submit(self._pool, partial(self._failing, job.claimed, text), job, then, is_ours=True)
+
+    def _finish(self, job: HeldJob, outcome: Outcome, error: BaseException | None) -> None:
+        value, status = outcome.value, outcome.status
         if self._callbacks.has_callback(outcome, job.user_job):
             self._call_back(job, outcome, error)
         elif status != "finished" or (job.is_ours and is_small(value)):

@@ -71,8 +71,7 @@ class JobRunner:
     ) -> None:
         self._packer, self._budget = packer, budget
         self._admission, self._environment, self._callbacks = admission, environment, callbacks
-        self._pool_client = pool_client
-        self._log, self._clock = log, clock
+        self._pool_client, self._log, self._clock = pool_client, log, clock
         self.jobs = HeldJobs(environment.traces)
         self._surplus: list[ClaimedJob] = []
         self.faults, self.counts = WorkerFaults(), JobCounts(tally, environment.traces)
@@ -97,6 +96,7 @@ class JobRunner:
             pool=enders,
             calls=self._calls,
             ended=self._ended,
+            failing=lambda *failed: environment.tell_failed(pool_client, *failed),
             max_result_bytes=environment.max_result_bytes,
             log=log,
             clock=clock,

@@ -44,6 +44,11 @@ class Outcome:
         return len(text if self.packed is None else self.packed)
 
     @property
+    def is_final(self) -> bool:
+        """Whether the job has no further try of its own, were it to fail or be stopped like this."""
+        return not (self.retries and self.policy.has_retries)
+
+    @property
     def wish(self) -> RetryWish | None:
         """The `Retry` that the job returned, where it did."""
         return self.value if isinstance(self.value, RetryWish) else None

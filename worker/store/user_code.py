@@ -77,7 +77,7 @@ class Callbacks:
                 job.send_webhooks(JobStatus.FAILED, exc_string="")
         elif outcome.status == "finished":
             job.send_webhooks(JobStatus.FINISHED)
-        elif outcome.status == "failed" and not (outcome.retries and outcome.policy.has_retries):
+        elif outcome.status == "failed" and outcome.is_final:
             job.send_webhooks(JobStatus.FAILED, exc_string=outcome.value)
 
 
