@@ -115,7 +115,7 @@ class RecordedParts:
             *_, length = pipe.execute()
             return PartCount(length - 1, total)
 
-        return self._transact(amend, *([self._parts_key] if dropped else []))
+        return self._change(amend, *([self._parts_key] if dropped else []))
 
     def records(self) -> dict[int, bytes]:
         """Return the recorded parts by shard, as they are stored."""
@@ -160,6 +160,10 @@ class RecordedParts:
             return SeenParts.of(self.parts())
         latest = self.parts_of(_latest(shards, running))
         return SeenParts(shards, latest, dict(zip(COUNTED, counts, strict=True)))
+
+    def _change(self, change: Callable[[Pipeline], T], *watched: str) -> T:
+        """Make a change of what a planner writes, too; a RunState of a job's makes it while that is held."""
+        return self._transact(change, *watched)
 
     def _transact(self, change: Callable[[Pipeline], T], *watched: str) -> T:
         with self._told():

@@ -38,7 +38,7 @@ class RunSnapshot:
     output, awaited_model: as they may be shown. rows, shards: None until the run is planned. plan_status: of
     the planning job; None when it is not known. done, started, failed: shards by state; `queued` is the rest.
     claimed: those of the rest that wait inside a worker; looked for only where none waits on the queue. Where
-    there is no rest, those whose jobs still are in a worker's hands: one of them may be writing the run's end.
+    there is no rest, those whose jobs are still in a worker's hands: one may be writing the run's end.
     rows_done, tokens: running shards included; tokens are those generated. errors: rows with an error in
     finished shards. workers: those that listen on the queue. queue_length: jobs of any run on the queue.
     failed_jobs: ids of the failed shards' jobs. awaited_model: the run's model, where none of those workers
