@@ -62,13 +62,15 @@ class RecordedParts:
         self._key, self._parts_key = run_key(run), run_parts_key(run)
 
     def record_part(self, stats: PartStats) -> PartCount:
-        """Record a finished shard; where it was not recorded before, add it to the run's totals.
+        """Record a finished shard, unless it is recorded: whoever is late knows the part perhaps as it was
+        before a retry. Add it to the run's totals.
 
         Nothing is watched: many shards of a run end at once, and would wait for each other. So a worker that
         is killed in between leaves a part uncounted, until they are
         counted anew.
         """
         with self._told(), self._redis.pipeline() as pipe:
+            pipe.hsetnx(self._parts_key, str(stats.shard), stats.to_record())
             return self._record(pipe, stats)
 
     def record_newest_part(self, read: Callable[[], PartStats]) -> PartCount:
@@ -78,12 +80,12 @@ class RecordedParts:
         def record(pipe: Pipeline) -> PartCount:
             stats = read()
             pipe.multi()
+            pipe.hset(self._parts_key, str(stats.shard), stats.to_record())
             return self._record(pipe, stats)
 
         return self._transact(record, self._parts_key)
 
     def _record(self, pipe: Pipeline, stats: PartStats) -> PartCount:
-        pipe.hset(self._parts_key, str(stats.shard), stats.to_record())
         pipe.expire(self._parts_key, RUN_TTL_S)
         pipe.expire(self._key, RUN_TTL_S)
         pipe.hlen(self._parts_key)

@@ -47,6 +47,11 @@ def _first_shard(world: World) -> None:
     _run_next(world)
 
 
+def _first_shard_with_errors(world: World) -> None:
+    _first_shard(world)
+    world.unanswered = {0}
+
+
 def _last_shard(world: World) -> None:
     _first_shard(world)
     _run_next(world)
@@ -130,6 +135,7 @@ ACTORS = [
     Actor("planner that redoes a damaged part", _part_damaged),
     Actor("planner of a run that was cancelled before", _cancelled_and_submitted),
     Actor("first shard", _first_shard),
+    Actor("first shard, with errors", _first_shard_with_errors, refused=("p0",)),
     Actor("last shard", _last_shard),
     Actor("shard that replaces a damaged part", _redone_shard),
     Actor("shard whose errors stop the run", _failing_shard),
@@ -206,10 +212,19 @@ def _extended(world: World, held: ClaimedJob | None) -> None:
     world.other.drain()
 
 
+def _finished_and_retried(world: World, held: ClaimedJob | None) -> None:
+    """What had errors has answers now, where it can have."""
+    _finished(world, held)
+    if not world.all_fail and world.is_known():
+        world.retry()
+        world.other.drain()
+
+
 EVENTS: dict[str, Callable[[World, ClaimedJob | None], None]] = {
     "nothing": _nothing,
     "taken over and finished": _finished,
     "taken over and its job done": _its_job_done,
+    "taken over, finished and retried": _finished_and_retried,
     "extended": _extended,
     "cancelled": _cancelled,
     "cancelled and submitted again": _submitted_again,

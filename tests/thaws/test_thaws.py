@@ -89,6 +89,14 @@ def test_a_planner_of_a_retry_that_thaws_when_others_have_finished_it_drops_no_r
         play(Case(actor, "taken over and finished", at, False), redis, new_folder())
 
 
+def test_a_shard_that_thaws_when_its_errors_have_answers_leaves_the_record_of_these(
+    redis: Redis, new_folder: Callable[[], Path], calls: dict[Actor, list[str]]
+) -> None:
+    actor = next(each for each in ACTORS if each.name == "first shard, with errors")
+    for at in places_of(calls[actor], "record_part", "redis"):
+        play(Case(actor, "taken over, finished and retried", at, False), redis, new_folder())
+
+
 @pytest.mark.parametrize(
     ("name", "function", "event"),
     [
