@@ -99,10 +99,11 @@ class RecordedParts:
     def amend_parts(self, found: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int) -> PartCount:
         """Add parts that a listing found and drop those it did not; the others stay as they are.
 
-        Never replaces the whole record: a shard may finish between the listing and this call. For the same
-        reason `gone` has the records as they were before the listing: another is of a part that came since.
+        Never replaces the whole record, nor one of a shard: it may finish, or be answered anew by a retry,
+        between the listing and this call. For the same reason `gone` has the records as they were before the
+        listing: another is of a part that came since.
         """
-        fields: dict[Any, Any] = {str(shard): stats.to_record() for shard, stats in found.items()}
+        fields = {str(shard): stats.to_record() for shard, stats in found.items()}
         dropped = {str(shard): record for shard, record in gone.items()}
 
         def amend(pipe: Pipeline) -> PartCount:
@@ -111,7 +112,9 @@ class RecordedParts:
             pipe.multi()
             if names:
                 pipe.hdel(self._parts_key, *names)
-            pipe.hset(self._parts_key, mapping={**fields, _TOTAL: total})
+            for name, record in fields.items():
+                pipe.hsetnx(self._parts_key, name, record)
+            pipe.hset(self._parts_key, mapping={_TOTAL: total})
             pipe.expire(self._parts_key, RUN_TTL_S)
             pipe.hlen(self._parts_key)
             *_, length = pipe.execute()

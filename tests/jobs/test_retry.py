@@ -27,6 +27,7 @@ from jobs.parquet import part, retry_work
 from jobs.parquet.storage import Storage
 from jobs.runs.control import retry_run, submit_run
 from jobs.runs.refusals import CannotRetry
+from jobs.runs.state import RunState
 from jobs.table import own_function
 from jobs.tasks import Request
 from jobs.watch.runs import list_runs, read_run
@@ -300,6 +301,25 @@ def test_two_executions_of_a_retry_never_give_an_answer_up_for_an_error(site: Si
     assert late.result()["run_finished"]
     late.close()
     assert (site.manifest["errors"], failed(site.parts)) == (1, [7])
+
+
+def test_a_planning_that_has_read_a_part_before_a_retry_answered_it_leaves_the_record_of_that(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, *_ = plan_retry(site)
+    amend_parts, times = RunState.amend_parts, iter([True])
+
+    def late(state: RunState, found: Any, *rest: Any) -> Any:
+        if found and next(times, False):
+            run_task(site.make_context(), first.func_name, *first.args, answer=sound, **first.kwargs)
+            first.delete()
+        return amend_parts(state, found, *rest)
+
+    monkeypatch.setattr(RunState, "amend_parts", late)
+    score_parquet(site.make_context(), str(site.input), str(site.output), rows_per_shard=3)
+    assert next(times, None) is None
+    site.work()
+    assert (failed(site.parts), list_runs(site.redis)[0].errors) == ([7], 1)
 
 
 def test_a_part_that_a_smaller_one_replaces_while_it_is_read_is_no_damaged_one(
