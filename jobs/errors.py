@@ -25,7 +25,6 @@ JobsError
     │   ├── ColumnConflict     an input column has the name of an output column
     │   ├── ShardTooLarge      what a shard reads takes too much memory
     │   └── InputChanged       an input file is not the one that was planned
-    │       └── InputBeingWritten  others write to an input file whenever planning looks at it
     ├── OutputError
     │   ├── OutputHoldsAnotherRun
     │   ├── OutputHoldsForeignFiles
@@ -272,15 +271,6 @@ class InputChanged(InputError):
     message = (
         "{0} changed since this run was planned ({1}): restore the file, submit with --extend where the "
         "input has only gained files or rows, or submit it with another output; finished parts stay"
-    )
-
-
-class InputBeingWritten(InputChanged):
-    """Raised when an input file is another one after each look at it than before: (path, looks)."""
-
-    message = (
-        "{0} is being written to: each of {1} looks found it changed meanwhile; submit once it is whole, or "
-        "submit a copy"
     )
 
 

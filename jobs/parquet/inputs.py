@@ -15,7 +15,6 @@ from ..common.shown import shown
 from ..context.shard_bytes import DEFAULT_BYTES
 from ..errors import (
     ColumnConflict,
-    InputBeingWritten,
     InputChanged,
     InputNotFound,
     RunError,
@@ -24,6 +23,7 @@ from ..errors import (
 from ..runs.formats import ARROW, HEADED, LINES, OPENAI_BATCH, PARQUET, one_format
 from ..runs.partitions import AddedColumn, FoundFile, partition_columns
 from ..runs.plan import PlannedFile
+from ..runs.refusals import InputBeingWritten
 from .added_columns import with_added_fields
 from .filesystem import FileStat
 from .fingerprint import file_fingerprint

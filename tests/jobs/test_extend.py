@@ -23,7 +23,7 @@ from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.read_back import FolderReader
 from jobs.parquet.storage import Storage
 from jobs.runs.control import submit_run
-from jobs.runs.refusals import CannotExtend
+from jobs.runs.refusals import CannotExtend, InputBeingWritten
 from jobs.runs.spec import RunSpec
 from jobs.watch.runs import list_runs
 from tests.jobs.answering import (
@@ -198,7 +198,7 @@ def test_a_file_that_is_written_to_all_the_time_is_refused_before_it_is_planned(
     site.lines("a.jsonl", 1)
     with monkeypatch.context() as patch:
         patch.setattr(inputs, "scan_lines", meanwhile)
-        with pytest.raises(errors.InputBeingWritten, match=r"a\.jsonl is being written to"):
+        with pytest.raises(InputBeingWritten, match=r"a\.jsonl is being written to"):
             site.submit()
     site.run()
     site.check(1, 2, 2, 2)
