@@ -177,7 +177,7 @@ def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
     if worker.is_silent:  # what it told last is long past: others have its jobs, or will
         now = ("-",) * len(now)
     return (
-        worker.name,
+        safe_name(worker.name),
         "silent" if worker.is_silent else worker.state,
         worker.model,
         worker.dtype,

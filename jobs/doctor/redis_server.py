@@ -11,7 +11,13 @@ from urllib.parse import unquote, urlsplit
 
 from redis import Redis
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    NoPermissionError,
+    RedisError,
+    ResponseError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
@@ -84,6 +90,9 @@ def reach(url: str, clock: Callable[[], float] = time.time) -> Server:
         ours = (before + clock()) / 2
     except (AuthenticationError, NoPermissionError) as error:
         raise NotReached(_refused(address, error)) from error
+    except BusyLoadingError as error:
+        mend = "wait: it reads what it has kept on its disk, and serves once that is done"
+        raise NotReached(fault("redis", f"{address} does not serve yet ({error})", mend)) from error
     except (RedisConnectionError, RedisTimeoutError) as error:
         mend = "start Redis, or name it with --url or RQ_REDIS_URL"
         if "SSL" in str(error):
@@ -106,6 +115,8 @@ def reach(url: str, clock: Callable[[], float] = time.time) -> Server:
 def _refused(address: str, error: Exception) -> Finding:
     if isinstance(error, NoPermissionError):
         mend = "give this user the rules of its role in ops/redis-users.acl, +info and +ping among them"
+    elif str(error).startswith("MISCONF"):  # to PING, too
+        mend = "see Redis' log and the free space of its folder (redis-cli CONFIG GET dir), then BGSAVE"
     else:
         mend = "correct user and password in RQ_REDIS_URL (percent-encode @, /, : and #), or the user's rules"
     return fault("redis", f"{address} refuses to serve ({error})", mend)

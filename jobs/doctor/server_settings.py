@@ -56,6 +56,9 @@ def _role(server: Server) -> Iterator[Finding]:
     if info.get("role") == "slave":
         master = f"{info.get('master_host')}:{info.get('master_port')}"
         yield fault("redis", "this is a replica, which takes no jobs", f"name its master, {master}")
+    if info.get("min_slaves_good_slaves") == 0:
+        found = "min-replicas-to-write asks for replicas, and there is none: Redis refuses to write"
+        yield fault("redis", found, "start its replicas, or redis-cli CONFIG SET min-replicas-to-write 0")
     if info.get("cluster_enabled"):
         mend = "use a Redis that is no cluster; RQ's keys of one job lie in several slots"
         yield fault("redis", "this is a Redis cluster, which RQ cannot use", mend)

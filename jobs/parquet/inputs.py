@@ -6,17 +6,24 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..common.shown import shown
 from ..context.shard_bytes import DEFAULT_BYTES
-from ..errors import ColumnConflict, InputChanged, InputNotFound, SchemaMismatch
+from ..errors import (
+    ColumnConflict,
+    InputChanged,
+    InputNotFound,
+    RunError,
+    SchemaMismatch,
+)
 from ..runs.formats import ARROW, HEADED, LINES, OPENAI_BATCH, PARQUET, one_format
 from ..runs.partitions import AddedColumn, FoundFile, partition_columns
 from ..runs.plan import PlannedFile
+from ..runs.refusals import InputBeingWritten
 from .added_columns import with_added_fields
 from .filesystem import FileStat
 from .fingerprint import file_fingerprint
@@ -29,6 +36,11 @@ from .storage import Storage, reading
 
 #: Bytes read at once of each column: without a limit pyarrow holds a whole row group's compressed columns.
 READ_BYTES = 1 << 16
+
+#: Of a file to which others write, before it is told.
+MAX_LOOKS = 3
+
+T = TypeVar("T")
 
 #: Gives the fingerprint of one file in a state of it.
 Fingerprint = Callable[[FileStat], str]
@@ -114,6 +126,27 @@ def read_columns(
     *_, schema = _read_footer(storage, found[0].path, file_format, limit)
     columns, _ = _added_columns(found, schema.names, filename_column)
     return with_added_fields(schema, columns)
+
+
+def settled(storage: Storage, path: str, look: Callable[[FileStat], T]) -> T:
+    """Return what a look at a file tells, all of it of the state that the look is given: a plan that has the
+    size of one state and the rows of another fits no file ever.
+
+    Raises InputNotFound, or InputBeingWritten where each of several looks found another file behind it.
+    """
+    for _ in range(MAX_LOOKS):
+        stat = storage.stat(path)
+        if stat is None:
+            raise InputNotFound(path)
+        try:
+            found = look(stat)
+        except RunError:
+            if storage.stat(path) == stat:
+                raise
+        else:
+            if storage.stat(path) == stat:
+                return found
+    raise InputBeingWritten(path, MAX_LOOKS)
 
 
 def _added_columns(
@@ -223,9 +256,12 @@ def _read_footer(
     storage: Storage, path: str, file_format: str, limit: int
 ) -> tuple[PlannedFile, list[tuple[int, int]], pa.Schema]:
     """Return a file, rows and bytes of each of its groups, and its schema."""
-    stat = storage.stat(path)
-    if stat is None:
-        raise InputNotFound(path)
+    return settled(storage, path, lambda stat: _look_at_footer(storage, path, stat, file_format, limit))
+
+
+def _look_at_footer(
+    storage: Storage, path: str, stat: FileStat, file_format: str, limit: int
+) -> tuple[PlannedFile, list[tuple[int, int]], pa.Schema]:
     if file_format == ARROW:
         with reading(path, file_format), storage.open_input(path) as source:
             messages, schema = look_at_arrow(path, source)
@@ -259,11 +295,15 @@ def _read_lines(
     kinds: dict[str, Kind] = {}
     names: list[bytearray] = []
     for each in found:
-        stat = storage.stat(each.path)
-        if stat is None:
-            raise InputNotFound(each.path)
-        fingerprint = file_fingerprint(storage, each.path, file_format)
-        lines = scan_lines(storage, each.path, file_format, check_interrupted, max_rows)
+        stat, fingerprint, lines = settled(
+            storage,
+            each.path,
+            lambda stat, path=each.path, most=max_rows: (  # type: ignore[misc]
+                stat,
+                file_fingerprint(storage, path, file_format),
+                scan_lines(storage, path, file_format, check_interrupted, most),
+            ),
+        )
         if file_format in HEADED and files and list(lines.kinds) != list(kinds):
             what = f"its header is {shown(list(lines.kinds))}, the first file's {shown(list(kinds))}"
             raise SchemaMismatch(each.path, what)

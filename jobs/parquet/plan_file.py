@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import takewhile
 
-from ..errors import InputNotFound, OutputHoldsForeignFiles, PlanDamaged
+from ..errors import InputNotFound, OutputHoldsForeignFiles, PathSwapped, PlanDamaged
 from ..runs.names import PLAN, TEMPORARY_PREFIX, replacement_name, temporary_name
 from ..runs.plan import Plan
+from .filesystem import FileStat
 from .replacing import remove_replacements, replace_file
 from .storage import Storage, reading, writing
 
@@ -64,8 +65,17 @@ def replace_plan(
 
 def load_plan(storage: Storage, path: str) -> Plan:
     """Read a plan. Raises PlanDamaged when there is none, or it is not one of ours."""
-    try:
+    while True:
         state = storage.stat(path)  # first: a plan that is replaced meanwhile counts as changed
+        try:
+            return _read_plan(storage, path, state)
+        except PathSwapped:  # a store's object, replaced while it was read
+            if storage.stat(path) == state:
+                raise
+
+
+def _read_plan(storage: Storage, path: str, state: FileStat | None) -> Plan:
+    try:
         with reading(path), storage.open_input(path) as source:
             # In pieces: a read of at most so much has memory for all of it set aside first.
             pieces = (source.read(_PIECE_BYTES) for _ in range(MAX_PLAN_BYTES // _PIECE_BYTES))

@@ -21,7 +21,7 @@ from ..common.version import code_version
 from ..context import JobContext
 from ..context.answer import Answer
 from ..context.answer_memo import AnswerMemo
-from ..errors import PartDamaged, RunBusy
+from ..errors import PartDamaged, PathSwapped, RunBusy
 from ..runs.part_stats import PartStats
 from ..runs.state import RunState
 from .failed_rows import failed_rows
@@ -139,9 +139,22 @@ class RetryWork(RowsTask):
         Returns False where another was put in place meanwhile. Raises RunBusy where the job is another
         worker's by now.
         """
-        path, plan = self._folder.part_path(self._number), self._folder.plan
+        path = self._folder.part_path(self._number)
         before = self._storage.stat(path)
-        old = self._folder.part_stats(self._number)
+        try:
+            self._write_merged(answers)
+        except PathSwapped:  # a store's object, replaced while it was read
+            if self._storage.stat(path) == before:
+                raise
+            return False
+        self._check_held()
+        return self._folder.replace_part(
+            self._temporary, self._number, lambda: self._storage.stat(path) == before
+        )
+
+    def _write_merged(self, answers: dict[int, Answer]) -> None:
+        """Write the part that is there with answers for its errors, beside it."""
+        plan, old = self._folder.plan, self._folder.part_stats(self._number)
         with open_part(self._storage, plan, self._number) as file:
             schema = file.schema_arrow
             kept = {k: v for k, v in (schema.metadata or {}).items() if k not in OWN_KEYS}
@@ -149,10 +162,6 @@ class RetryWork(RowsTask):
             stats = self._stats(file, old, answers)
             batches = (each.replace_schema_metadata(kept) for each in self._merged(file, answers))
             write_part(self._storage, self._temporary, schema, batches, stats)
-        self._check_held()
-        return self._folder.replace_part(
-            self._temporary, self._number, lambda: self._storage.stat(path) == before
-        )
 
     def _check_held(self) -> None:
         lease = self._context.lease

@@ -68,6 +68,10 @@ def host_of(url: Any) -> str:
         try:
             parsed = urlparse(url)
             if parsed.scheme in ("http", "https") and parsed.hostname and parsed.port != 0:
+                if "@" in parsed.netloc:  # which no call could be made with
+                    raise InvalidJob(
+                        "webhook: a URL with user or password, expected one such as https://host/path"
+                    )
                 return parsed.hostname
         except ValueError:
             pass

@@ -62,13 +62,15 @@ class RecordedParts:
         self._key, self._parts_key, self._failed_key = run_key(run), run_parts_key(run), run_failed_key(run)
 
     def record_part(self, stats: PartStats) -> PartCount:
-        """Record a finished shard; where it was not recorded before, add it to the run's totals.
+        """Record a finished shard, unless it is recorded: whoever is late knows the part perhaps as it was
+        before a retry. Add it to the run's totals.
 
         Nothing is watched: many shards of a run end at once, and would wait for each other. So a worker that
         is killed in between leaves a part uncounted, until they are
         counted anew.
         """
         with self._told(), self._redis.pipeline() as pipe:
+            pipe.hsetnx(self._parts_key, str(stats.shard), stats.to_record())
             return self._record(pipe, stats)
 
     def record_newest_part(self, read: Callable[[], PartStats]) -> PartCount:
@@ -78,12 +80,12 @@ class RecordedParts:
         def record(pipe: Pipeline) -> PartCount:
             stats = read()
             pipe.multi()
+            pipe.hset(self._parts_key, str(stats.shard), stats.to_record())
             return self._record(pipe, stats)
 
         return self._transact(record, self._parts_key)
 
     def _record(self, pipe: Pipeline, stats: PartStats) -> PartCount:
-        pipe.hset(self._parts_key, str(stats.shard), stats.to_record())
         pipe.expire(self._parts_key, RUN_TTL_S)
         pipe.expire(self._key, RUN_TTL_S)
         pipe.srem(self._failed_key, stats.shard)
@@ -102,10 +104,11 @@ class RecordedParts:
     def amend_parts(self, found: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int) -> PartCount:
         """Add parts that a listing found and drop those it did not; the others stay as they are.
 
-        Never replaces the whole record: a shard may finish between the listing and this call. For the same
-        reason `gone` has the records as they were before the listing: another is of a part that came since.
+        Never replaces the whole record, nor one of a shard: it may finish, or be answered anew by a retry,
+        between the listing and this call. For the same reason `gone` has the records as they were before the
+        listing: another is of a part that came since.
         """
-        fields: dict[Any, Any] = {str(shard): stats.to_record() for shard, stats in found.items()}
+        fields = {str(shard): stats.to_record() for shard, stats in found.items()}
         dropped = {str(shard): record for shard, record in gone.items()}
 
         def amend(pipe: Pipeline) -> PartCount:
@@ -114,13 +117,15 @@ class RecordedParts:
             pipe.multi()
             if names:
                 pipe.hdel(self._parts_key, *names)
-            pipe.hset(self._parts_key, mapping={**fields, _TOTAL: total})
+            for name, record in fields.items():
+                pipe.hsetnx(self._parts_key, name, record)
+            pipe.hset(self._parts_key, mapping={_TOTAL: total})
             pipe.expire(self._parts_key, RUN_TTL_S)
             pipe.hlen(self._parts_key)
             *_, length = pipe.execute()
             return PartCount(length - 1, total)
 
-        return self._transact(amend, *([self._parts_key] if dropped else []))
+        return self._change(amend, *([self._parts_key] if dropped else []))
 
     def records(self) -> dict[int, bytes]:
         """Return the recorded parts by shard, as they are stored."""
@@ -165,6 +170,10 @@ class RecordedParts:
             return SeenParts.of(self.parts())
         latest = self.parts_of(_latest(shards, running))
         return SeenParts(shards, latest, dict(zip(COUNTED, counts, strict=True)))
+
+    def _change(self, change: Callable[[Pipeline], T], *watched: str) -> T:
+        """Make a change of what a planner writes, too; a RunState of a job's makes it while that is held."""
+        return self._transact(change, *watched)
 
     def _transact(self, change: Callable[[Pipeline], T], *watched: str) -> T:
         with self._told():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import RunError
+from ..errors import InputChanged, RunError
 
 
 class RunFailed(RunError):
@@ -21,6 +21,15 @@ class CannotExtend(RunError):
     """Raised when what an input has gained cannot be added to its run: (path, reason, what to do)."""
 
     message = "{0} cannot be added to the run: {1}; {2}"
+
+
+class InputBeingWritten(InputChanged):
+    """Raised when an input file is another one after each look at it than before: (path, looks)."""
+
+    message = (
+        "{0} is being written to: each of {1} looks found it changed meanwhile; submit once it is whole, or "
+        "submit a copy"
+    )
 
 
 class WebhookFailed(RunError):

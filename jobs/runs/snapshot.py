@@ -37,7 +37,8 @@ class RunSnapshot:
 
     output, awaited_model: as they may be shown. rows, shards: None until the run is planned. plan_status: of
     the planning job; None when it is not known. done, started, failed: shards by state; `queued` is the rest.
-    claimed: those of the rest that wait inside a worker; looked for only where none waits on the queue.
+    claimed: those of the rest that wait inside a worker; looked for only where none waits on the queue. Where
+    there is no rest, those whose jobs are still in a worker's hands: one may be writing the run's end.
     rows_done, tokens: running shards included; tokens are those generated. errors: rows with an error in
     finished shards. workers: those that listen on the queue. queue_length: jobs of any run on the queue.
     failed_jobs: ids of the failed shards' jobs. awaited_model: the run's model, where none of those workers
@@ -105,8 +106,9 @@ class RunSnapshot:
             return False
         if self.shards is None:
             return self.plan_status is None  # someone deleted its planning
-        # On an empty queue no shard waits: someone emptied it.
-        return not (self.queued and self.queue_length)
+        # On an empty queue no shard waits: someone emptied it. Of a run whose parts are all there the shard
+        # may wait that was to end it, as its worker died.
+        return not ((self.queued or self.done >= self.shards) and self.queue_length)
 
     @property
     def state(self) -> str:
@@ -144,9 +146,10 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     silent = silent_workers(connection, (each.worker for each in progress))
     alive = {shard: each for shard, each in under_way.items() if each.worker not in silent}
     claimed = 0
-    if shards and not running and not seen.length:
-        rest = (shard for shard in range(min(shards, MAX_SHARDS)) if shard not in parts.shards)
-        claimed = num_held(connection, (shard_job_id(run, shard) for shard in rest))
+    if shards and not running and not seen.length and "finished" not in facts:
+        planned = range(min(shards, MAX_SHARDS))
+        rest = [shard for shard in planned if shard not in parts.shards]
+        claimed = num_held(connection, (shard_job_id(run, shard) for shard in rest or planned))
     return RunSnapshot(
         run=run,
         output=safe_name(facts["output"], MAX_TEXT_CHARS),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import socketserver
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -85,6 +87,7 @@ def test_settings_by_which_jobs_are_lost_are_found(
         ({"redis_version": "6.0.16"}, "version 6.0.16"),
         ({"role": "slave"}, "replica"),
         ({"cluster_enabled": 1}, "cluster"),
+        ({"min_slaves_good_slaves": 0}, "asks for replicas"),
         ({"aof_last_write_status": "err"}, "could not write the append-only file"),
     ],
     ids=str,
@@ -117,6 +120,36 @@ def test_a_server_that_is_not_there_or_never_answers_is_told_soon(monkeypatch: p
         reach(f"redis://127.0.0.1:{port}")
     assert "refused" in gone.value.finding.found
     assert "RQ_REDIS_URL" in gone.value.finding.mend
+
+
+class Refusing(socketserver.StreamRequestHandler):
+    """Answers every command with one line."""
+
+    def handle(self) -> None:
+        for line in self.rfile:
+            if line.startswith(b"*"):
+                self.wfile.write(self.server.answer)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("answer", "found", "mend"),
+    [
+        ("LOADING Redis is loading the dataset in memory", "does not serve yet", "wait"),
+        ("MISCONF Redis is configured to save RDB snapshots, but", "refuses to serve", "free space"),
+    ],
+)
+def test_a_server_that_answers_and_does_not_serve_is_told_with_what_mends_it(
+    answer: str, found: str, mend: str
+) -> None:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Refusing) as server:
+        server.daemon_threads = True
+        server.answer = f"-{answer}\r\n".encode()  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        with pytest.raises(NotReached) as refused:
+            reach(f"redis://127.0.0.1:{server.server_address[1]}")
+        server.shutdown()
+    assert found in refused.value.finding.found
+    assert mend in refused.value.finding.mend
 
 
 def test_a_wrong_password_is_told_and_not_shown(redis: Redis, redis_url: str) -> None:

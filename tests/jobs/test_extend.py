@@ -18,11 +18,12 @@ from redis import Redis
 import jobs as tokenmill
 from jobs import errors
 from jobs.context import JobContext
+from jobs.parquet import inputs
 from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.read_back import FolderReader
 from jobs.parquet.storage import Storage
 from jobs.runs.control import submit_run
-from jobs.runs.refusals import CannotExtend
+from jobs.runs.refusals import CannotExtend, InputBeingWritten
 from jobs.runs.spec import RunSpec
 from jobs.watch.runs import list_runs
 from tests.jobs.answering import (
@@ -152,6 +153,55 @@ def test_lines_behind_the_end_of_a_file_are_new_rows(site: Site) -> None:
     assert site.extend() == 0
     site.check(1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
     assert site.submit()["already_finished"]
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("a.jsonl", "file_fingerprint"),
+        ("a.jsonl", "scan_lines"),
+        ("a.parquet", "file_fingerprint"),
+        ("a.parquet", "check_footer"),
+    ],
+)
+def test_a_file_that_is_written_to_while_it_is_planned_is_planned_as_it_is_then(
+    site: Site, monkeypatch: pytest.MonkeyPatch, name: str, step: str
+) -> None:
+    real, times = getattr(inputs, step), iter([True])
+    is_text = name == "a.jsonl"
+
+    def meanwhile(*args: Any) -> Any:
+        if next(times, False):
+            _ = site.lines(name, 2, 3) if is_text else site.parquet(name, 1, 2, 3)
+        return real(*args)
+
+    _ = site.lines(name, 1) if is_text else site.parquet(name, 1)
+    monkeypatch.setattr(inputs, step, meanwhile)
+    site.run()
+    site.check(1, 2, 3)
+    assert site.extend() == 0
+    if is_text:
+        site.lines(name, 4)
+        assert site.extend() == 1
+        site.check(1, 2, 3, 4)
+
+
+def test_a_file_that_is_written_to_all_the_time_is_refused_before_it_is_planned(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scan_lines = inputs.scan_lines
+
+    def meanwhile(*args: Any) -> Any:
+        site.lines("a.jsonl", 2)
+        return scan_lines(*args)
+
+    site.lines("a.jsonl", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(inputs, "scan_lines", meanwhile)
+        with pytest.raises(InputBeingWritten, match=r"a\.jsonl is being written to"):
+            site.submit()
+    site.run()
+    site.check(1, 2, 2, 2)
 
 
 def test_rows_keep_their_numbers_and_seeds_where_a_file_before_them_has_grown(site: Site) -> None:

@@ -13,6 +13,7 @@ from rq.job import JobStatus
 from rq.serializers import JSONSerializer
 
 from jobs.common.keys import run_key
+from jobs.common.rq_jobs import executions_key
 from jobs.context import JobContext
 from jobs.runs.follow import End, follow
 from jobs.runs.names import shard_job_id
@@ -126,6 +127,27 @@ def test_following_ends_when_only_failed_shards_are_left(
     followed = follow(lambda: read_snapshot(redis, run), Shown(), clock, clock.sleep)
     assert followed.end is End.SHARDS_FAILED
     assert followed.snapshot.failed_jobs == (shard_job_id(run, 0),)
+
+
+def test_following_waits_while_a_worker_writes_the_end_or_is_to_be_given_it_anew(
+    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+) -> None:
+    run = score_parquet(make_context(), str(source), str(tmp_path / "out"))["run"]
+    (job,) = queued_jobs(redis)
+    work_off(redis, make_context)
+    redis.hdel(run_key(run), "finished")
+    redis.zadd(executions_key(job.id), {"execution": 0})  # its part is recorded, and it is not over
+    queue = Queue("bulk", connection=redis, serializer=JSONSerializer)
+    events = [
+        lambda: None,
+        lambda: queue.push_job_id(job.id),  # its worker has died
+        lambda: redis.delete(executions_key(job.id)),
+        lambda: None,
+        lambda: redis.hset(run_key(run), "finished", 1),
+    ]
+    clock = WorkersClock(*events)
+    followed = follow(lambda: read_snapshot(redis, run), Shown(), clock, clock.sleep)
+    assert followed.end is End.FINISHED
 
 
 def test_following_ends_when_the_last_shard_died_before_the_end(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ from jobs.errors import (
     RunBusy,
     RunOfAnotherModel,
 )
-from jobs.parquet import retry_work
+from jobs.parquet import part, retry_work
+from jobs.parquet.storage import Storage
 from jobs.runs.control import retry_run, submit_run
 from jobs.runs.refusals import CannotRetry
+from jobs.runs.state import RunState
 from jobs.table import own_function
 from jobs.tasks import Request
 from jobs.watch.runs import list_runs, read_run
@@ -298,6 +301,46 @@ def test_two_executions_of_a_retry_never_give_an_answer_up_for_an_error(site: Si
     assert late.result()["run_finished"]
     late.close()
     assert (site.manifest["errors"], failed(site.parts)) == (1, [7])
+
+
+def test_a_planning_that_has_read_a_part_before_a_retry_answered_it_leaves_the_record_of_that(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, *_ = plan_retry(site)
+    amend_parts, times = RunState.amend_parts, iter([True])
+
+    def late(state: RunState, found: Any, *rest: Any) -> Any:
+        if found and next(times, False):
+            run_task(site.make_context(), first.func_name, *first.args, answer=sound, **first.kwargs)
+            first.delete()
+        return amend_parts(state, found, *rest)
+
+    monkeypatch.setattr(RunState, "amend_parts", late)
+    score_parquet(site.make_context(), str(site.input), str(site.output), rows_per_shard=3)
+    assert next(times, None) is None
+    site.work()
+    assert (failed(site.parts), list_runs(site.redis)[0].errors) == ([7], 1)
+
+
+def test_a_part_that_a_smaller_one_replaces_while_it_is_read_is_no_damaged_one(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, smaller = site.output / "part-00000.parquet", site.output.parent / "smaller"
+    table = pq.read_table(path)
+    path.rename(smaller)
+    pq.write_table(table.append_column("x", pa.array([str(n) * 999 for n in range(len(table))])), path)
+    open_parquet = part.open_parquet
+
+    @contextmanager
+    def opened(*args: Any) -> Iterator[Any]:
+        with open_parquet(*args) as file:
+            if smaller.exists():
+                smaller.replace(path)
+            yield file
+
+    monkeypatch.setattr(part, "open_parquet", opened)
+    stats = part.read_part_stats(Storage([str(site.output.parent)]), str(path), site.run, 0, len(table))
+    assert stats.rows == len(table)
 
 
 def test_a_part_that_is_put_in_place_behind_the_end_is_in_the_manifest(

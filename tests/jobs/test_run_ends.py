@@ -167,13 +167,16 @@ def test_what_no_worker_may_call_is_refused_when_the_run_is_planned(
     for webhook in ("example.com", "ftp://example.com", "https://", "http://[::1", "http://a\x1b/", 7, ""):
         with pytest.raises(InvalidJob, match="expected a URL"):
             submit_run(redis, "bulk", input=str(source), output=str(tmp_path / "o"), webhook=webhook)
+    for webhook in ("https://me:s3cret@example.com/", "http://example.com@evil.org/"):
+        with pytest.raises(InvalidJob, match="a URL with user or password") as refused:
+            EndCalls.parse(webhook, None)
+        assert "s3cret" not in str(refused.value)
     for name in ("done", "mine.", "mine.done()", "a b.c", 7):
         with pytest.raises(InvalidJob, match=r"module\.name"):
             EndCalls.parse(None, name)
     assert queued_jobs(redis) == []
     for arguments, text in (
         ({"webhook": "http://example.com.evil.org/"}, "TOKENMILL_ALLOWED_WEBHOOK_HOSTS"),
-        ({"webhook": "http://example.com@evil.org/"}, "evil.org"),
         ({"on_end": "os.system"}, "TOKENMILL_ALLOWED_FUNCTIONS"),
     ):
         submit_run(redis, "bulk", input=str(source), output=str(tmp_path / "o"), **arguments)

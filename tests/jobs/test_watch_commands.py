@@ -95,6 +95,15 @@ def test_workers_are_listed_with_what_they_serve_and_hold(invoke: Invoke, redis:
     assert (two["name"], two["silent"], two["held"]) == ("w2", True, {"bulk": 3})
 
 
+def test_a_workers_name_is_shown_as_a_terminal_may_have_it(redis: Redis, invoke: Invoke) -> None:
+    name = "w\x1b]0;title\x07" + "w" * 9999
+    redis.sadd("rq:workers", f"rq:worker:{name}")
+    redis.set(f"tokenmill:worker:{name}", json.dumps({"model": "m"}), ex=3600)
+    _, line = invoke("workers").stdout.splitlines()
+    assert line.startswith(r"w\x1b]0;title\x07w")
+    assert len(line) < 500
+
+
 def test_a_table_is_shown_anew_until_it_is_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
     looks = iter(["one", ConnectionError("gone"), "two"])
 

@@ -148,7 +148,7 @@ _PURE_PATHS = {
 }
 
 
-class _Traced:
+class Traced:
     """Stands in for a module or a file system: its functions are calls."""
 
     def __init__(self, real: Any, freezer: Freezer, pure: set[str], name: str) -> None:
@@ -157,7 +157,7 @@ class _Traced:
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._real, name)
         if self._real is os and name == "path":
-            return _Traced(found, self._freezer, _PURE_PATHS, "os.path")
+            return Traced(found, self._freezer, _PURE_PATHS, "os.path")
         if not callable(found) or isinstance(found, type) or name in self._pure or name.isupper():
             return found
 
@@ -188,11 +188,11 @@ def traced_files(freezer: Freezer) -> Iterator[None]:
         return builtins.open(*args, **kwargs)
 
     def local_files() -> Any:
-        return _Traced(pyarrow.fs.LocalFileSystem(), freezer, set(), "files")
+        return Traced(pyarrow.fs.LocalFileSystem(), freezer, set(), "files")
 
     for module in modules_of_jobs():
         if module.__dict__.get("os") is os:
-            replace(module, "os", _Traced(os, freezer, _PURE, "os"))
+            replace(module, "os", Traced(os, freezer, _PURE, "os"))
         if module.__dict__.get("LocalFileSystem") is pyarrow.fs.LocalFileSystem:
             replace(module, "LocalFileSystem", local_files)
         replace(module, "open", traced_open)

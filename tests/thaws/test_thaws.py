@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from redis import Redis
 
 import jobs
-from tests.redis_server import running_redis_server
 from tests.thaws.cases import ACTORS, Actor, Case, all_cases, calls_of, play, sample
 
 CASES_OF_EACH = 3
 SEED = 9
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[Redis]:
-    with running_redis_server() as url, Redis.from_url(url) as client:
-        yield client
 
 
 @pytest.fixture
@@ -85,6 +78,23 @@ def test_a_retry_that_thaws_when_its_shard_was_taken_over_and_done_gives_no_answ
     actor = next(each for each in ACTORS if each.name == "retried shard")
     for at in places_of(calls[actor], function, kind):
         play(Case(actor, "taken over and its job done", at, dies), redis, new_folder())
+
+
+def test_a_planner_of_a_retry_that_thaws_when_others_have_finished_it_drops_no_record_of_a_part(
+    redis: Redis, new_folder: Callable[[], Path], calls: dict[Actor, list[str]]
+) -> None:
+    actor = next(each for each in ACTORS if each.name == "planner of a retry")
+    places = places_of(calls[actor], "records", "redis")
+    for at in (at for at in places if "recount" not in calls[actor][at].split()):
+        play(Case(actor, "taken over and finished", at, False), redis, new_folder())
+
+
+def test_a_shard_that_thaws_when_its_errors_have_answers_leaves_the_record_of_these(
+    redis: Redis, new_folder: Callable[[], Path], calls: dict[Actor, list[str]]
+) -> None:
+    actor = next(each for each in ACTORS if each.name == "first shard, with errors")
+    for at in places_of(calls[actor], "record_part", "redis"):
+        play(Case(actor, "taken over, finished and retried", at, False), redis, new_folder())
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from jobs.runs.spec import RunSpec
 from jobs.table import own_function
 from jobs.tasks import Request
 from tests.jobs.answering import MODEL, FakeCompletion, feed, opened_task, refuse, shout
-from tests.thaws.freezing import Killed
+from tests.thaws.freezing import Killed, traced_files
 from worker.store.claimed_job import ClaimedJob, Wanted
 from worker.store.function_call import parse_call
 from worker.store.job_store import JobStore
@@ -88,7 +88,7 @@ class Worker:
             QUEUE,
             claimed.job_id,
             claimed.execution_id,
-            (str(self.world.folder),),
+            (self.world.data_root,),
             MODEL,
             check_interrupted=check,
             lease=Lease(executions_key(claimed.job_id), claimed.execution_id),
@@ -114,29 +114,41 @@ class Worker:
     def drain(self) -> None:
         """Run jobs until none waits."""
         while (claimed := self.claim()) is not None:
-            try:
-                value, error = self.run(claimed), None
-            except Exception as raised:  # noqa: BLE001  # what a job raises is that job's end
-                value, error = None, raised
-            self.end(claimed, value, error)
+            self.run_to_its_end(claimed)
+
+    def run_to_its_end(self, claimed: ClaimedJob) -> None:
+        """Run a job and write its end."""
+        try:
+            value, error = self.run(claimed), None
+        except Exception as raised:  # noqa: BLE001  # what a job raises is that job's end
+            value, error = None, raised
+        self.end(claimed, value, error)
 
 
 class World:
     """A folder, a server, a second worker that never freezes, and people who submit, cancel and delete."""
 
+    #: What makes each call to its files one before which somebody may freeze.
+    traced = staticmethod(traced_files)
+
     def __init__(self, redis: Redis, folder: Path) -> None:
         self.redis, self.folder, self.numbers = redis, folder, itertools.count(1)
         redis.flushall()
         folder.mkdir(parents=True)
-        self.output, self.all_fail, self.is_damaged = folder / "out", False, False
+        self.all_fail, self.is_damaged = False, False
         self.workers: list[Worker] = []
         self.unanswered: set[int] = set()
         self.num_rows, self.num_shards = ROWS, SHARDS
+        self.place_files(folder)
+        self.other = Worker(self, "other", redis)
+
+    def place_files(self, folder: Path) -> None:
+        """Write the input, and say where all is."""
+        self.output, self.data_root = folder / "out", str(folder)
         table = pa.table({"prompt": [f"p{row}" for row in range(ROWS)], "id": range(ROWS)})
         self.input = folder / "in"
         self.input.mkdir()
         pq.write_table(table, self.input / "a.parquet", row_group_size=2)
-        self.other = Worker(self, "other", redis)
         self.arguments: dict[str, Any] = {
             "input": str(self.input),
             "output": str(self.output),
@@ -182,6 +194,18 @@ class World:
     def retry(self) -> None:
         run_control.retry_run(self.redis, self.run)
 
+    def names(self) -> set[str]:
+        """What the output holds."""
+        return {path.name for path in self.output.iterdir()}
+
+    def read(self, name: str) -> bytes:
+        """A file of the output."""
+        return (self.output / name).read_bytes()
+
+    def has_mark(self) -> bool:
+        """Whether the output says that it is whole."""
+        return (self.output / "_SUCCESS").is_file()
+
     def rows(self) -> list[dict[str, Any]]:
         """The rows of all parts that are there, in order."""
         parts = sorted(self.output.glob("part-*.parquet"))
@@ -195,14 +219,19 @@ class World:
     def grow(self) -> None:
         """The input gains two rows, which a shard has; it is submitted so from now on."""
         self.num_rows, self.num_shards = ROWS + 2, SHARDS + 1
-        rows = range(ROWS, self.num_rows)
+        self.add_input(range(ROWS, self.num_rows))
+
+    def add_input(self, rows: range) -> None:
         table = pa.table({"prompt": [f"p{row}" for row in rows], "id": rows})
         pq.write_table(table, self.input / "b.parquet")
+
+    def remove_input(self) -> None:
+        (self.input / "b.parquet").unlink()
 
     def shrink(self) -> None:
         """As if it had not grown."""
         self.num_rows, self.num_shards = ROWS, SHARDS
-        (self.input / "b.parquet").unlink()
+        self.remove_input()
 
     def delete_part(self, shard: int = 1) -> None:
         (self.output / part_name(shard)).unlink()
@@ -233,7 +262,7 @@ class World:
         snapshot = self.snapshot()
         assert snapshot.state == "finished", self.why()
         assert snapshot.done == self.num_shards, f"{snapshot.done} of {self.num_shards} parts are recorded"
-        names = {path.name for path in self.output.iterdir() if not path.name.startswith("_tmp.")}
+        names = {name for name in self.names() if not name.startswith("_tmp.")}
         expected = {part_name(shard) for shard in range(self.num_shards)} | {
             "_plan.json",
             "_manifest.json",
@@ -241,7 +270,7 @@ class World:
             "_SUCCESS",
         }
         assert names == expected, names ^ expected
-        assert (self.output / "_SUCCESS").read_bytes() == b""
+        assert self.read("_SUCCESS") == b""
         rows = self.rows()
         assert [row["id"] for row in rows] == list(range(self.num_rows))
         for number, row in enumerate(rows):
@@ -249,7 +278,7 @@ class World:
             assert row["completion"] == f"P{number}" or (may_fail and row["error"]), row
         errors = sum(row["error"] is not None for row in rows)
         assert snapshot.errors == errors, f"{snapshot.errors} errors are recorded, the parts have {errors}"
-        manifest = json.loads((self.output / "_manifest.json").read_text())
+        manifest = json.loads(self.read("_manifest.json"))
         found = (manifest["rows"], manifest["errors"], len(manifest["parts"]))
         assert found == (self.num_rows, errors, self.num_shards), found
         assert self.redis.llen(f"rq:queue:{QUEUE}") == 0
@@ -271,5 +300,5 @@ class World:
         snapshot = self.snapshot()
         failed = [*snapshot.failed_jobs, *([snapshot.plan_job] if snapshot.plan_status == "failed" else [])]
         told = [f"{job_id}: {failure_text(self.redis, job_id)}" for job_id in failed if job_id]
-        success = (self.output / "_SUCCESS").is_file()
+        success = self.has_mark()
         return f"{snapshot.state}, {snapshot.done} done, mark {success}: {'; '.join(told)}"
