@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from redis import Redis
 from redis.exceptions import ResponseError
 from starlette.requests import Request
 
 from jobs.common import stored
+from jobs.common.keys import run_key
 from jobs.common.shown import safe_name
 from jobs.errors import RunKeyDamaged, UnknownRun
 from jobs.runs.names import is_run_id
@@ -17,6 +19,7 @@ from jobs.runs.obstacles import obstacles
 from jobs.watch.failed_jobs import failed_page, read_job
 from jobs.watch.queues import count_queues, queue_names
 from jobs.watch.runs import RunSummary, list_shards, read_run
+from jobs.watch.strange_keys import is_wrong_type, strange_keys
 
 from . import shown
 from .watcher import Watcher
@@ -73,7 +76,10 @@ def overview(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
 def failed(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
     """The failed jobs of a queue. Parameters: queue (the one with most, where not given), page."""
     connection = watcher.connection
-    counted = count_queues(connection, queue_names(connection)[:200])
+    try:
+        counted = count_queues(connection, queue_names(connection)[:200])
+    except ResponseError as error:
+        raise _missing_by(connection, error) from None
     counts = {safe_name(each.name): each.counts["failed"] or 0 for each in counted}
     names = {safe_name(each.name): each.name for each in counted}
     most = max(counts, key=lambda name: counts[name], default="")
@@ -110,6 +116,9 @@ def run(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
         raise Missing("Redis does not know this run, or no longer.") from None
     except RunKeyDamaged as error:
         raise Missing(safe_name(str(error), 500)) from None
+    except ResponseError as error:
+        queue: Any = watcher.connection.hget(run_key(name), "queue")
+        raise _missing_by(watcher.connection, error, [queue or b""]) from None
     return {
         "run": detail.summary,
         "reasons": detail.reasons,
@@ -144,6 +153,13 @@ def missing(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
 PAGES: dict[str, Callable[..., dict[str, Any]]] = {
     each.__name__: each for each in (overview, failed, run, job, missing)
 }
+
+
+def _missing_by(connection: Redis, error: ResponseError, queues: Sequence[bytes] = ()) -> Exception:
+    """Return what names the key of another type; `error` itself where Redis refused for another reason."""
+    strange = strange_keys(connection, queues) if is_wrong_type(error) else []
+    told = " ".join(f"It cannot be shown: {each.problem}. {each.mend}." for each in strange)
+    return Missing(told) if told else error
 
 
 def _page(request: Request, name: str, num_rows: int, rows: int) -> tuple[int, int]:

@@ -98,11 +98,38 @@ def test_while_redis_is_away_an_open_page_stays_as_it_is_and_says_so(open_page: 
     assert away.get("/series.json").status_code == 200
 
 
-def test_a_key_of_another_type_is_told_as_refused_and_mends_itself(redis: Redis, page: TestClient) -> None:
-    redis.set("rq:queues", "text")
-    assert "Redis refused what the page asked for." in page.get("/").text
-    redis.delete("rq:queues")
-    assert page.get("/").status_code == 200
+@pytest.mark.parametrize("key", ["rq:queues", "rq:workers", "rq:failed:bulk", "rq:queue:bulk"])
+def test_a_key_of_another_type_is_named_and_all_else_is_shown(
+    redis: Redis, page: TestClient, key: str
+) -> None:
+    put_run(redis, output="/data/shown")
+    put_worker(redis, "node-1")
+    redis.zadd("rq:wip:bulk", {f"{RUN}-00000:execution": 1e12})
+    fail(redis, "one")
+    redis.delete(key)
+    redis.set(key, "text")
+    answer = page.get("/")
+    text = text_of(answer.text)
+    assert answer.status_code == 200
+    assert f"the key {key} is of type string, expected" in text
+    assert f"redis-cli DEL {key}" in text
+    assert "/data/shown" in text
+    assert ("node-1" in text) is (key != "rq:workers")
+    assert 'id="queue-1"' in answer.text or key == "rq:queues"
+
+
+@pytest.mark.parametrize("key", ["rq:queues", "rq:workers", "rq:queue:bulk"])
+def test_a_page_that_a_key_of_another_type_takes_away_names_it_and_comes_back(
+    redis: Redis, page: TestClient, key: str
+) -> None:
+    put_run(redis)
+    path = "/failed" if key == "rq:queues" else f"/runs/{RUN}"
+    redis.set(key, "text")
+    answer = page.get(path)
+    assert answer.status_code == 404
+    assert f"the key {key} is of type string, expected" in text_of(answer.text)
+    redis.delete(key)
+    assert page.get(path).status_code == 200
 
 
 def test_what_producers_write_is_text_wherever_it_is_shown(redis: Redis, page: TestClient) -> None:
