@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from redis import Redis
 from redis.exceptions import ResponseError
@@ -40,7 +42,10 @@ class Missing(Exception):
 
 @dataclass(frozen=True)
 class Name:
-    """A name as Redis has it. text: by which it can be asked for, if is_exact. shown: as a page shows it."""
+    """A name as Redis has it. text: by which it can be asked for, if is_exact. shown: as a page shows it.
+
+    Forms carry a text percent-encoded: browsers send a line break as another one.
+    """
 
     text: str
     shown: str
@@ -49,7 +54,21 @@ class Name:
     @classmethod
     def of(cls, raw: bytes) -> Name:
         text = stored.text(raw)
-        return cls(text, safe_name(raw, MAX_SHOWN_CHARS), text.isprintable() and text.encode() == raw)
+        return cls(text, safe_name(raw, MAX_SHOWN_CHARS), text.encode() == raw)
+
+
+#: Ids of jobs that are a page's path as they stand: browsers take /../ and the like for another page's.
+_PLAIN_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:-]+")
+
+
+def is_plain_id(job_id: str) -> bool:
+    """Whether a job's id is the same wherever it stands in a path."""
+    return _PLAIN_ID.fullmatch(job_id) is not None
+
+
+def job_path(job_id: str) -> str:
+    """Return the address of a job's page."""
+    return f"/jobs/{job_id}" if is_plain_id(job_id) else f"/jobs?id={quote(job_id, safe='')}"
 
 
 def time_left(run: RunSummary) -> str:
@@ -131,8 +150,8 @@ def run(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
 
 
 def job(watcher: Watcher, request: Request, *, show_prompts: bool) -> dict[str, Any]:
-    """One job."""
-    job_id = request.path_params["job_id"]
+    """One job. Parameters: id (where it is not in the path)."""
+    job_id = request.path_params.get("job_id") or request.query_params.get("id", "")
     found = read_job(watcher.connection, job_id, with_arguments=show_prompts)
     if found is None:
         raise Missing("Redis does not know this job: it has expired, or was deleted.")
@@ -140,6 +159,7 @@ def job(watcher: Watcher, request: Request, *, show_prompts: bool) -> dict[str, 
     return {
         "job": found,
         "shown_id": safe_name(job_id),
+        "has_rq_page": is_plain_id(job_id),
         "show_prompts": show_prompts,
         "run": run if is_run_id(run) and (rest == "plan" or rest.isdigit()) else None,
     }

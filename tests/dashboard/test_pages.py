@@ -185,6 +185,32 @@ def test_a_job_that_was_retried_meanwhile_is_told_as_such(redis: Redis, page: Te
         assert "<b>" not in page.get("/failed", params={"done": odd}).text
 
 
+ODD_IDS = ["a\nb", "\r\nb\n", "a/../b", "..", "?a=b", "a#b", "a%2Fb", "a&b=c+d", "\x1b[2J \u202eé", "%"]
+
+
+@pytest.mark.parametrize("job_id", ODD_IDS)
+def test_a_link_leads_to_a_jobs_page_and_its_buttons_back_to_it_whatever_its_id(
+    redis: Redis, page: TestClient, job_id: str
+) -> None:
+    fail(redis, job_id)
+    end(redis, job_id, "ValueError: of this very job")
+    for listed in ("/", "/failed"):
+        link = re.search(r'class="id"><a href="([^"]+)"', page.get(listed).text)
+        assert link is not None
+        address = unescape(link[1])
+        assert re.fullmatch(r"/jobs\?id=[\w.~%-]+", address, re.ASCII), "a browser leaves this as it is"
+        own = page.get(address)
+        assert own.status_code == 200
+        assert "of this very job" in own.text
+    to, text = act(page, address, "/retry")
+    assert to.replace("+", "%20") == f"{address}&done=retried-1"
+    assert "1 job put back on the queue." in text
+    assert redis.lrange("rq:queue:bulk", 0, -1) == [job_id.encode()]
+    to, text = act(page, address, "/cancel-job")
+    assert to.replace("+", "%20") == f"{address}&done=removed"
+    assert "will not run" in text
+
+
 def test_all_failed_jobs_of_a_queue_are_retried_at_once(redis: Redis, page: TestClient) -> None:
     for i in range(120):
         fail(redis, f"job-{i}", score=1e12 + i)
@@ -252,10 +278,11 @@ def test_a_jobs_arguments_are_shown_only_where_that_was_asked_for(
 
 
 def act(page: TestClient, path: str, action: str) -> tuple[str, str]:
-    """Send the form of a page; return the path it leads to and the page's words there."""
+    """Send the form of a page as a browser does; return the path it leads to and the page's words there."""
     form = page.get(path).text.partition(f'action="{action}"')[2].partition("</form>")[0]
-    fields = dict(re.findall(r'name="(\w+)" value="([^"]*)"', form))
-    to = page.post(action, data={key: unescape(value) for key, value in fields.items()}).headers["location"]
+    found = re.findall(r'name="(\w+)" value="([^"]*)"', form)
+    fields = {name: re.sub(r"\r\n|\r|\n", "\r\n", unescape(value)) for name, value in found}
+    to = page.post(action, data=fields).headers["location"]
     return to, text_of(page.get(to).text)
 
 
