@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -33,7 +34,7 @@ class StrangeKey:
     @property
     def mend(self) -> str:
         """What to do: workers look after all of these keys but the list of runs, which producers write."""
-        by_hand = f"`redis-cli DEL {self.key}`"
+        by_hand = f"`redis-cli DEL {shlex.quote(self.key)}`"
         if self.key == RUNS_KEY:
             return f"{by_hand}; a run is listed again once it is submitted again"
         return f"{by_hand}, or start a worker of its queue, which sets it aside"
