@@ -277,6 +277,22 @@ def test_a_jobs_arguments_are_shown_only_where_that_was_asked_for(
     assert "rows_done 3" in text_of(html)
 
 
+def test_a_jobs_page_tells_the_reason_before_the_traceback(redis: Redis, page: TestClient) -> None:
+    fail(redis, "one")
+    frames = "".join(f'  File "x.py", line {number}\n' for number in range(200))
+    end(
+        redis,
+        "one",
+        f"Traceback (most recent call last):\n{frames}ValueError: too\x1b long\ntokenmill: client\n",
+    )
+    fail(redis, "two")
+    end(redis, "two", "ValueError: a line\n")
+    text = text_of(page.get("/jobs/one").text)
+    assert r"Error ValueError: too\x1b long Traceback (most recent call last):" in text
+    assert text.count("x.py") == 200
+    assert text_of(page.get("/jobs/two").text).count("ValueError: a line") == 1
+
+
 def act(page: TestClient, path: str, action: str) -> tuple[str, str]:
     """Send the form of a page as a browser does; return the path it leads to and the page's words there."""
     form = page.get(path).text.partition(f'action="{action}"')[2].partition("</form>")[0]
