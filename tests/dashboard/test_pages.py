@@ -79,6 +79,19 @@ def test_the_overview_shows_queues_workers_runs_and_failed_jobs(redis: Redis, pa
     assert 'aria-label="Retry job one"' in html
 
 
+def test_generated_tokens_are_called_that_in_tiles_table_legend_and_run(
+    redis: Redis, page: TestClient
+) -> None:
+    """As the command line and a run's report call them."""
+    put_worker(redis, "node-1")
+    put_run(redis)
+    overview = text_of(page.get("/").text)
+    assert " Generated 0 tok/s" in overview
+    assert " Tokens/s generated read " in overview
+    assert 'generation_tokens: "generated"' in page.get("/static/charts.js").text
+    assert " Tokens generated 0 " in text_of(page.get(f"/runs/{RUN}").text)
+
+
 def test_an_update_is_the_inside_alone_and_says_that_all_is_well(redis: Redis, page: TestClient) -> None:
     update = page.get("/", headers={"HX-Request": "true"})
     assert "<html" not in update.text
