@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import unquote
+
 from redis import Redis
 
 from jobs.errors import RunBusy, RunKeyDamaged, RunResubmitted, UnknownRun
@@ -24,8 +26,8 @@ class Refused(Exception):
 
 
 def retry_one(connection: Redis, form: dict[str, str]) -> str:
-    """Put a failed job back on its queue. form: queue, job_id."""
-    queue, job_id = form.get("queue", ""), form.get("job_id", "")
+    """Put a failed job back on its queue. form: queue, job_id, both percent-encoded."""
+    queue, job_id = (unquote(form.get(name, "")) for name in ("queue", "job_id"))
     if not requeue(connection, queue, [job_id.encode(errors="surrogatepass")]).done:
         raise Refused("gone")
     return "retried-1"
@@ -56,8 +58,8 @@ def cancel_run(connection: Redis, form: dict[str, str]) -> str:
 
 
 def cancel_job(connection: Redis, form: dict[str, str]) -> str:
-    """Cancel a job that waits, or have one that runs stopped. form: job_id."""
-    done = cancel_one(connection, form.get("job_id", ""))
+    """Cancel a job that waits, or have one that runs stopped. form: job_id, percent-encoded."""
+    done = cancel_one(connection, unquote(form.get("job_id", "")))
     if done is JobCancel.GONE:
         raise Refused("ended")
     return str(done.value)

@@ -32,7 +32,7 @@ from . import shown
 from .actions import Refused, cancel_job, cancel_run, retry_all, retry_one
 from .guard import METRICS_PATH, RQ_PREFIX, SESSION_COOKIE, SESSION_S, Guard, Hosts, Sessions
 from .notices import notice
-from .pages import PAGES, Missing, Name, time_left
+from .pages import PAGES, Missing, Name, job_path, time_left
 from .queue_metrics import QueueMetrics
 from .watcher import IDLE_S, Watcher
 
@@ -77,7 +77,11 @@ class Dashboard:
         for name in ("number", "rate", "percent", "duration", "moment", "iso"):
             self._templates.filters[name] = getattr(shown, name)
         self._templates.globals.update(
-            share=shown.share, form_token=self._form_token, name_of=Name.of, time_left=time_left
+            share=shown.share,
+            form_token=self._form_token,
+            name_of=Name.of,
+            job_path=job_path,
+            time_left=time_left,
         )
 
     def app(self, rq_pages: Any) -> ASGIApp:
@@ -228,7 +232,13 @@ class Dashboard:
 
 
 #: The paths of the pages, and each page's name in PAGES, which is that of its template.
-_PATHS = {"/": "overview", "/failed": "failed", "/runs/{run}": "run", "/jobs/{job_id:path}": "job"}
+_PATHS = {
+    "/": "overview",
+    "/failed": "failed",
+    "/runs/{run}": "run",
+    "/jobs": "job",
+    "/jobs/{job_id:path}": "job",
+}
 
 
 def _here(request: Request) -> str:

@@ -129,7 +129,9 @@ class Guard:
             return Response(headers={"HX-Redirect": "/login"})
         if is_action or "text/html" not in headers.get("accept", ""):
             return PlainTextResponse("log in first, at /login\n", 401)
-        return RedirectResponse(f"/login?to={quote(scope['path'], safe='')}", 303)
+        query = scope["query_string"].decode("ascii", errors="replace")
+        to = f"{scope['path']}?{query}" if query else scope["path"]
+        return RedirectResponse(f"/login?to={quote(to, safe='')}", 303)
 
     def _is_own(self, origin: str | None, host: str) -> bool:
         """Whether an action's page is of this site. Programs that are no browser send no origin."""

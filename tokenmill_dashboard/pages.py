@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
+from redis import Redis
 from redis.exceptions import ResponseError
 from starlette.requests import Request
 
 from jobs.common import stored
+from jobs.common.keys import run_key
 from jobs.common.shown import safe_name
 from jobs.errors import RunKeyDamaged, UnknownRun
 from jobs.runs.names import is_run_id
@@ -17,6 +21,7 @@ from jobs.runs.obstacles import obstacles
 from jobs.watch.failed_jobs import failed_page, read_job
 from jobs.watch.queues import count_queues, queue_names
 from jobs.watch.runs import RunSummary, list_shards, read_run
+from jobs.watch.strange_keys import is_wrong_type, strange_keys
 
 from . import shown
 from .watcher import Watcher
@@ -37,7 +42,10 @@ class Missing(Exception):
 
 @dataclass(frozen=True)
 class Name:
-    """A name as Redis has it. text: by which it can be asked for, if is_exact. shown: as a page shows it."""
+    """A name as Redis has it. text: by which it can be asked for, if is_exact. shown: as a page shows it.
+
+    Forms carry a text percent-encoded: browsers send a line break as another one.
+    """
 
     text: str
     shown: str
@@ -46,7 +54,21 @@ class Name:
     @classmethod
     def of(cls, raw: bytes) -> Name:
         text = stored.text(raw)
-        return cls(text, safe_name(raw, MAX_SHOWN_CHARS), text.isprintable() and text.encode() == raw)
+        return cls(text, safe_name(raw, MAX_SHOWN_CHARS), text.encode() == raw)
+
+
+#: Ids of jobs that are a page's path as they stand: browsers take /../ and the like for another page's.
+_PLAIN_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:-]+")
+
+
+def is_plain_id(job_id: str) -> bool:
+    """Whether a job's id is the same wherever it stands in a path."""
+    return _PLAIN_ID.fullmatch(job_id) is not None
+
+
+def job_path(job_id: str) -> str:
+    """Return the address of a job's page."""
+    return f"/jobs/{job_id}" if is_plain_id(job_id) else f"/jobs?id={quote(job_id, safe='')}"
 
 
 def time_left(run: RunSummary) -> str:
@@ -73,7 +95,10 @@ def overview(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
 def failed(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
     """The failed jobs of a queue. Parameters: queue (the one with most, where not given), page."""
     connection = watcher.connection
-    counted = count_queues(connection, queue_names(connection)[:200])
+    try:
+        counted = count_queues(connection, queue_names(connection)[:200])
+    except ResponseError as error:
+        raise _missing_by(connection, error) from None
     counts = {safe_name(each.name): each.counts["failed"] or 0 for each in counted}
     names = {safe_name(each.name): each.name for each in counted}
     most = max(counts, key=lambda name: counts[name], default="")
@@ -110,6 +135,9 @@ def run(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
         raise Missing("Redis does not know this run, or no longer.") from None
     except RunKeyDamaged as error:
         raise Missing(safe_name(str(error), 500)) from None
+    except ResponseError as error:
+        queue: Any = watcher.connection.hget(run_key(name), "queue")
+        raise _missing_by(watcher.connection, error, [queue or b""]) from None
     return {
         "run": detail.summary,
         "reasons": detail.reasons,
@@ -122,8 +150,8 @@ def run(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
 
 
 def job(watcher: Watcher, request: Request, *, show_prompts: bool) -> dict[str, Any]:
-    """One job."""
-    job_id = request.path_params["job_id"]
+    """One job. Parameters: id (where it is not in the path)."""
+    job_id = request.path_params.get("job_id") or request.query_params.get("id", "")
     found = read_job(watcher.connection, job_id, with_arguments=show_prompts)
     if found is None:
         raise Missing("Redis does not know this job: it has expired, or was deleted.")
@@ -131,6 +159,7 @@ def job(watcher: Watcher, request: Request, *, show_prompts: bool) -> dict[str, 
     return {
         "job": found,
         "shown_id": safe_name(job_id),
+        "has_rq_page": is_plain_id(job_id),
         "show_prompts": show_prompts,
         "run": run if is_run_id(run) and (rest == "plan" or rest.isdigit()) else None,
     }
@@ -144,6 +173,13 @@ def missing(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
 PAGES: dict[str, Callable[..., dict[str, Any]]] = {
     each.__name__: each for each in (overview, failed, run, job, missing)
 }
+
+
+def _missing_by(connection: Redis, error: ResponseError, queues: Sequence[bytes] = ()) -> Exception:
+    """Return what names the key of another type; `error` itself where Redis refused for another reason."""
+    strange = strange_keys(connection, queues) if is_wrong_type(error) else []
+    told = " ".join(f"It cannot be shown: {each.problem}. {each.mend}." for each in strange)
+    return Missing(told) if told else error
 
 
 def _page(request: Request, name: str, num_rows: int, rows: int) -> tuple[int, int]:

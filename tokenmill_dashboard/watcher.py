@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from redis import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
+from jobs.common.keys import RUNS_KEY
 from jobs.common.shown import safe_name
 from jobs.errors import RunKeyDamaged, UnknownRun
 from jobs.runs.snapshot import read_snapshot
@@ -18,6 +19,7 @@ from jobs.watch.failed_jobs import FailedJob, newest_failed
 from jobs.watch.queues import QueueCounts, count_queues, num_set_aside, queue_names
 from jobs.watch.runs import RunSummary, list_runs
 from jobs.watch.samples import WorkerSample, read_points, read_samples, worker_names
+from jobs.watch.strange_keys import StrangeKey, is_wrong_type, listed, strange_keys
 from jobs.watch.workers import WorkerSeen, list_workers
 
 from .history import History
@@ -72,7 +74,11 @@ class WorkerRow:
 
 @dataclass(frozen=True)
 class Look:
-    """What Redis said at one moment. runs_problem: why runs could not be listed, "" where they could."""
+    """What Redis said at one moment.
+
+    runs_problem: why runs could not be listed, "" where they could. strange: keys of another type, because of
+    which something else is missing.
+    """
 
     at: float
     queues: tuple[QueueCounts, ...] = ()
@@ -83,6 +89,7 @@ class Look:
     runs_problem: str = ""
     failed: tuple[FailedJob, ...] = ()
     set_aside: int | None = None
+    strange: tuple[StrangeKey, ...] = ()
 
     def total(self, where: str) -> int:
         """How many jobs of all queues are there: "waiting", "executing", "failed", ..."""
@@ -126,7 +133,7 @@ class Watcher:
 
     def _look(self) -> Look:
         now = self.clock()
-        all_queues, all_workers = queue_names(self.connection), worker_names(self.connection)
+        all_queues, all_workers = (listed(read, self.connection) for read in (queue_names, worker_names))
         queues = count_queues(self.connection, all_queues[:MAX_QUEUES])
         names = all_workers[:MAX_WORKERS]
         samples = read_samples(self.connection, names)
@@ -144,7 +151,14 @@ class Watcher:
             runs_problem=problem,
             failed=tuple(newest_failed(self.connection, with_failed, MAX_FAILED)) if with_failed else (),
             set_aside=num_set_aside(self.connection),
+            strange=self._strange(queues, is_empty=not (all_queues and all_workers)),
         )
+
+    def _strange(self, queues: Sequence[QueueCounts], *, is_empty: bool) -> tuple[StrangeKey, ...]:
+        """Look for the keys because of which nothing is listed, or nothing counted of some queues."""
+        uncounted = [queue.name for queue in queues if None in queue.counts.values()]
+        found = strange_keys(self.connection, uncounted) if is_empty or uncounted else []
+        return tuple(each for each in found if each.key != RUNS_KEY)  # which runs_problem tells
 
     def _runs(self) -> tuple[tuple[RunSummary, ...], str]:
         try:
@@ -160,6 +174,10 @@ class Watcher:
             return read_snapshot(self.connection, run).left_s
         except (RunKeyDamaged, UnknownRun):  # since it was listed
             return None
+        except ResponseError as error:  # a key of its queue
+            if is_wrong_type(error):
+                return None
+            raise
 
     def _remember(self, now: float, samples: Sequence[WorkerSample], queues: Sequence[QueueCounts]) -> None:
         history = self._history

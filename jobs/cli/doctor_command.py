@@ -22,6 +22,7 @@ from ..doctor.permissions import check_permissions
 from ..doctor.queued_jobs import check_queued_jobs
 from ..doctor.redis_server import NotReached, reach, secrets_of
 from ..doctor.server_settings import check_server
+from ..doctor.shared_keys import check_shared_keys
 from ..doctor.variables import check_variables
 
 #: Imported by name: what these look at needs packages that import this one.
@@ -89,6 +90,7 @@ def _check_redis(url: str, role: str) -> Iterator[Finding]:
     with server.client:
         yield from check_server(server)
         yield from check_permissions(server, "worker" if role == "worker" else "producer")
+        yield from check_shared_keys(server)
         yield from check_queued_jobs(server)
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+from redis import Redis
 from redis.exceptions import RedisError
 
 from ..common.rq_jobs import QUEUE_PREFIX, job_key
 from ..common.shown import safe_name
 from ..common.stored import unpacked
 from ..watch.queues import queue_names
+from ..watch.strange_keys import listed
 from .findings import Finding, fault, ok
 from .redis_server import Server
 
@@ -20,11 +23,10 @@ MAX_QUEUES, MAX_JOBS, MAX_BYTES = 20, 5, 1 << 20
 
 def check_queued_jobs(server: Server) -> Iterator[Finding]:
     """Look for payloads that are no JSON; none is loaded."""
-    names = queue_names(server.client)
+    names = listed(queue_names, server.client)
     looked = 0
     for name in names[:MAX_QUEUES]:
-        ids: Any = server.client.lrange(QUEUE_PREFIX.encode() + name, -MAX_JOBS, -1)
-        payloads = [_payload(server, each) for each in ids]
+        payloads = [_payload(server, each) for each in listed(partial(_oldest, name), server.client)]
         looked += len(payloads)
         strange = sum(each is not None and not each.startswith(b"[") for each in payloads)
         if strange:
@@ -36,6 +38,12 @@ def check_queued_jobs(server: Server) -> Iterator[Finding]:
             )
             return
     yield ok("queues", f"{len(names)} queues, the {looked} oldest jobs are JSON")
+
+
+def _oldest(queue: bytes, client: Redis) -> list[bytes]:
+    """Return the ids of the jobs at the front of a queue."""
+    ids: Any = client.lrange(QUEUE_PREFIX.encode() + queue, -MAX_JOBS, -1)
+    return list(ids)
 
 
 def _payload(server: Server, job_id: bytes) -> bytes | None:

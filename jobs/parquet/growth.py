@@ -2,7 +2,8 @@
 
 What is planned stays: files with their order, shards with their numbers, rows with theirs, so that parts and
 seeds are as they were. What is new comes behind it: files that were not there, in the order in which they are
-found, and rows behind the end of a file of lines, as another file of the same path.
+found, and rows behind the end of a file of lines, as another file of the same path. Of a run without any row
+nothing but its seed is kept: what columns hold is told by rows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from ..errors import InputChanged
 from ..runs.formats import LINES, OPENAI_BATCH
 from ..runs.partitions import FoundFile
-from ..runs.plan import Extension, Plan, PlannedFile, cut_further
+from ..runs.plan import Extension, Plan, PlannedFile, cut_further, cut_shards
 from ..runs.refusals import CannotExtend
 from .fingerprint import prefix_fingerprint
 from .formats.lines import codec_of
@@ -45,8 +46,10 @@ def extended(plan: Plan, inputs: Inputs, asked: list[str], begins: Begins, now: 
     seconds. Raises InputChanged or CannotExtend.
     """
     planned, last = _shares(plan), plan.files[-1].path
-    _check_columns(plan, inputs)
     found = {file.path: file for file in inputs.files}
+    if not plan.rows and any(file.rows for file in inputs.files):
+        return _begun(plan, inputs, asked, now)
+    _check_columns(plan, inputs)
     for path in planned:
         if path not in found:
             raise InputChanged(path, "it is not in the input any more")
@@ -75,6 +78,22 @@ def extended(plan: Plan, inputs: Inputs, asked: list[str], begins: Begins, now: 
         plan,
         files=(*files, *more),
         shards=shards,
+        repeated=inputs.repeated,
+        extensions=(*plan.extensions, gained),
+        file_state=None,
+    )
+
+
+def _begun(plan: Plan, inputs: Inputs, asked: list[str], now: float) -> Plan:
+    """Return the plan of a run that had no row. Its one part, in which there is none either, is replaced."""
+    gained = Extension(now, asked, len(inputs.files), sum(file.rows for file in inputs.files))
+    return replace(
+        plan,
+        files=inputs.files,
+        shards=cut_shards(inputs.row_groups, plan.spec.rows_per_shard),
+        added_columns=inputs.added_columns,
+        input_format=inputs.input_format,
+        columns=inputs.columns,
         repeated=inputs.repeated,
         extensions=(*plan.extensions, gained),
         file_state=None,

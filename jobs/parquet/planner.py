@@ -190,12 +190,12 @@ def check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
 def _check_parts(folder: RunFolder, redo: bool, check_interrupted: Callable[[], None]) -> set[int]:
     """Look into every part that is there; raise PartDamaged for one that this run has not written so.
 
-    redo: return such parts' shards instead, whose jobs will replace them. Either way the run has not finished
-    any more.
+    redo: return such parts' shards instead, whose jobs will replace them. Replaced anyway is the one part of
+    a run that had no row and was extended. Either way the run has not finished any more.
     """
     recorded = folder.state.records()
     found = folder.damaged_parts(check_interrupted)
-    if redo:
+    if redo or (found.keys() == {0} and folder.has_empty_part()):
         folder.delete_surplus(found)
         return found.keys() & set(range(len(folder.plan.shards)))
     if found:

@@ -52,7 +52,8 @@ class RetryWork(RowsTask):
         self._context, self._folder, self._number, self._clock = context, folder, shard, clock
         self._storage, plan = folder.storage, folder.plan
         self._temporary = folder.temporary_replacement(shard)
-        folder.state.begin(clock())
+        self._began_at = clock()
+        folder.state.begin(self._began_at)
         check_model(plan, context.model)
         context.checks.admit(plan.spec.repairs)
         context.shard_bytes.check_room()
@@ -181,14 +182,12 @@ class RetryWork(RowsTask):
                 sums[name] += pc.sum(values).as_py() or 0
         model = self._context.model
         return replace(
-            old,
+            old.retried(self._began_at, self._clock(), self._requests.generated_tokens),
             rows=rows,
             errors=errors,
             prompt_tokens=sums["prompt_tokens"],
             completion_tokens=sums["completion_tokens"],
             cached_tokens=sums["cached_tokens"],
-            generated_tokens=old.generated_tokens + self._requests.generated_tokens,
-            ended_at=self._clock(),
             attention_backend=model.attention_backend,
             version=code_version(),
         )

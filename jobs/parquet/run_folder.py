@@ -159,6 +159,14 @@ class RunFolder:
                 damaged[shard] = error
         return damaged
 
+    def has_empty_part(self) -> bool:
+        """Whether the first part is the one of this run without rows, which none of its shards writes."""
+        try:
+            read_part_stats(self.storage, self.part_path(0), self.plan.run, 0, rows=0)
+        except PartDamaged:
+            return False
+        return True
+
     def delete_surplus(self, shards: Iterable[int]) -> None:
         """Remove parts that no shard of the run has: none come in their place. Raises OutputNotWritable."""
         for path in (self.part_path(shard) for shard in shards if shard >= len(self.plan.shards)):

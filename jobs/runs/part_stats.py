@@ -19,10 +19,12 @@ class PartStats:
     prompt_tokens, completion_tokens, cached_tokens: sums of the output's columns, equal prompts counted each
     time.
     generated_tokens: completion tokens that were computed, equal prompts counted once.
-    started_at, ended_at: Unix time in seconds.
+    started_at, ended_at: Unix time in seconds, of all work on it, with the pause before a retry of its rows.
     model, fingerprint, dtype, attention_backend, version: of the model that answered, and of this code.
     worker: the name of the one that answered; "" for parts that were written before it was told.
     prompt_lengths, completion_lengths: in tokens, of rows without an error, as count_lengths returns them.
+    spans: of a part whose rows were retried, start, end and generated tokens of all times that it was worked
+    on.
     """
 
     run: str
@@ -43,6 +45,21 @@ class PartStats:
     worker: str = ""
     prompt_lengths: dict[str, int] = field(default_factory=dict)
     completion_lengths: dict[str, int] = field(default_factory=dict)
+    spans: list[list[float]] = field(default_factory=list)
+
+    @property
+    def worked(self) -> list[list[float]]:
+        """Return start, end and generated tokens of each time that it was worked on."""
+        return self.spans or [[self.started_at, self.ended_at, self.generated_tokens]]
+
+    def retried(self, since: float, until: float, generated_tokens: int) -> PartStats:
+        """Return what it is with the time and tokens of a retry."""
+        return replace(
+            self,
+            ended_at=until,
+            generated_tokens=self.generated_tokens + generated_tokens,
+            spans=[*self.worked, [since, until, generated_tokens]],
+        )
 
     def to_text(self) -> str:
         """Return the fields that all versions know: some refuse a text with others."""
@@ -69,12 +86,21 @@ class PartStats:
             raise ValueError(str(error)) from None
         if not isinstance(found.worker, str):
             raise ValueError("its worker is no name")
+        if not _are_spans(found.spans):
+            raise ValueError("its spans are no times and tokens")
         if any(count(getattr(found, name)) is None for name in ("shard", *COUNTED)):
             raise ValueError("a count is no integer from 0 on")
         return found
 
 
+def _are_spans(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(each, list) and len(each) == 3 and all(type(number) in (int, float) for number in each)
+        for each in value
+    )
+
+
 _NAMES = {each.name for each in fields(PartStats)}
 
 #: Fields that versions before them refuse in a part's statistics.
-_LATER = ("worker", "prompt_lengths", "completion_lengths")
+_LATER = ("worker", "prompt_lengths", "completion_lengths", "spans")

@@ -53,7 +53,7 @@ class RunStatistics:
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
-        self._spans = array("d")  # start, end and tokens of each part
+        self._spans = array("d")  # start, end and tokens of each time that a part was worked on
         self._prompts: Counter[int] = Counter()
         self._completions: Counter[int] = Counter()
 
@@ -62,8 +62,9 @@ class RunStatistics:
         worker.rows += part.rows
         worker.errors += part.errors
         worker.tokens += part.generated_tokens
-        worker.spans.extend((part.started_at, part.ended_at))
-        self._spans.extend((part.started_at, part.ended_at, part.generated_tokens))
+        for start, end, tokens in part.worked:
+            worker.spans.extend((start, end))
+            self._spans.extend((start, end, tokens))
         self._prompts.update(read_lengths(part.prompt_lengths))
         self._completions.update(read_lengths(part.completion_lengths))
 

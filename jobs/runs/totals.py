@@ -95,13 +95,14 @@ def count_anew(connection: Redis, key: str, parts: Iterable[PartStats]) -> None:
 
     A part that is recorded meanwhile may be missed or counted twice, until this is called again.
     """
-    counts, spans = dict.fromkeys(COUNTED, 0), []
+    counts, spans, num_parts = dict.fromkeys(COUNTED, 0), [], 0
     for part in parts:
-        spans.append((part.started_at, part.ended_at))
+        num_parts += 1
+        spans += [(start, end) for start, end, _ in part.worked]
         for name in COUNTED:
             counts[name] += getattr(part, name)
     fields: dict[Any, Any] = {f"total_{name}": count for name, count in counts.items()}
-    fields[PARTS] = len(spans)
+    fields[PARTS] = num_parts
     fields[WORKED] = str(working_s(spans))
     connection.hset(key, mapping=fields)
 

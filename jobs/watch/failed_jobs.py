@@ -55,7 +55,7 @@ class JobSeen:
     function: its name, None where that cannot be read. arguments: JSON, None unless asked for and readable.
     progress: counts that it keeps in its meta, such as rows_done. is_failed: whether it is among the failed
     ones of its queue, so that it can be put back. is_under_way: whether it says that it waits or runs.
-    error: the whole text, its end where that is long.
+    error: the whole text, its end where that is long. error_line: its last line; "" for none.
     """
 
     job_id: str
@@ -67,6 +67,7 @@ class JobSeen:
     is_failed: bool
     is_under_way: bool
     error: str
+    error_line: str
 
 
 def newest_failed(connection: Redis, queues: Sequence[bytes], most: int) -> list[FailedJob]:
@@ -113,7 +114,7 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
         pipe.hget(key, "meta" if _fits(meta_bytes) else "")
         pipe.zscore(_failed(queue), job_id)
         data, meta, score = pipe.execute(raise_on_error=False)
-    called = _call(data)
+    called, error = _call(data), _error(results)
     return JobSeen(
         job_id=job_id,
         texts={name: safe_name(raw) for name, raw in texts.items() if raw},
@@ -127,7 +128,8 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
         },
         is_failed=isinstance(score, float),
         is_under_way=job_status(texts["status"]) in CANCELLABLE,
-        error=printable(_error(results)[-MAX_ERROR_CHARS:], kept="\n"),
+        error=printable(error[-MAX_ERROR_CHARS:], kept="\n"),
+        error_line=error_line(error),
     )
 
 

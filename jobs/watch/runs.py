@@ -230,7 +230,7 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
     found = []
     for shard, worker, each in zip(numbers, workers, progress, strict=True):
         if (part := parts.get(shard)) is not None:
-            seconds = max(0.0, part.ended_at - part.started_at)
+            seconds = sum(max(0.0, end - start) for start, end, _ in part.worked)
             counts = (part.rows, part.rows, part.errors, part.generated_tokens, seconds)
             found.append(ShardSeen(shard, "done", *counts, worker))
         elif shard in started:

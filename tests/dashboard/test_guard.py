@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from html import unescape
 
 import pytest
 from redis import Redis
@@ -109,6 +110,10 @@ def test_with_a_token_nothing_is_shown_or_done_before_a_login(redis: Redis, open
     for path in ("/", "/failed", "/runs/x", "/jobs/my-job", "/rq/", "/rq/0/data/queues.json"):
         answer = page.get(path, headers=browser)
         assert (answer.status_code, answer.headers["location"][:10]) == (303, "/login?to=")
+    asked = page.get("/jobs?id=a%0Ab", headers=browser).headers["location"]
+    login = re.search(r'name="to" value="([^"]+)"', page.get(asked).text)
+    assert login is not None
+    assert unescape(login[1]) == "/jobs?id=a%0Ab"
     assert page.get("/series.json").status_code == 401
     assert page.post("/retry", data=RETRY).status_code == 401
     assert page.get("/", headers={"HX-Request": "true"}).headers["HX-Redirect"] == "/login"

@@ -79,6 +79,19 @@ def test_the_overview_shows_queues_workers_runs_and_failed_jobs(redis: Redis, pa
     assert 'aria-label="Retry job one"' in html
 
 
+def test_generated_tokens_are_called_that_in_tiles_table_legend_and_run(
+    redis: Redis, page: TestClient
+) -> None:
+    """As the command line and a run's report call them."""
+    put_worker(redis, "node-1")
+    put_run(redis)
+    overview = text_of(page.get("/").text)
+    assert " Generated 0 tok/s" in overview
+    assert " Tokens/s generated read " in overview
+    assert 'generation_tokens: "generated"' in page.get("/static/charts.js").text
+    assert " Tokens generated 0 " in text_of(page.get(f"/runs/{RUN}").text)
+
+
 def test_an_update_is_the_inside_alone_and_says_that_all_is_well(redis: Redis, page: TestClient) -> None:
     update = page.get("/", headers={"HX-Request": "true"})
     assert "<html" not in update.text
@@ -98,11 +111,38 @@ def test_while_redis_is_away_an_open_page_stays_as_it_is_and_says_so(open_page: 
     assert away.get("/series.json").status_code == 200
 
 
-def test_a_key_of_another_type_is_told_as_refused_and_mends_itself(redis: Redis, page: TestClient) -> None:
-    redis.set("rq:queues", "text")
-    assert "Redis refused what the page asked for." in page.get("/").text
-    redis.delete("rq:queues")
-    assert page.get("/").status_code == 200
+@pytest.mark.parametrize("key", ["rq:queues", "rq:workers", "rq:failed:bulk", "rq:queue:bulk"])
+def test_a_key_of_another_type_is_named_and_all_else_is_shown(
+    redis: Redis, page: TestClient, key: str
+) -> None:
+    put_run(redis, output="/data/shown")
+    put_worker(redis, "node-1")
+    redis.zadd("rq:wip:bulk", {f"{RUN}-00000:execution": 1e12})
+    fail(redis, "one")
+    redis.delete(key)
+    redis.set(key, "text")
+    answer = page.get("/")
+    text = text_of(answer.text)
+    assert answer.status_code == 200
+    assert f"the key {key} is of type string, expected" in text
+    assert f"redis-cli DEL {key}" in text
+    assert "/data/shown" in text
+    assert ("node-1" in text) is (key != "rq:workers")
+    assert 'id="queue-1"' in answer.text or key == "rq:queues"
+
+
+@pytest.mark.parametrize("key", ["rq:queues", "rq:workers", "rq:queue:bulk"])
+def test_a_page_that_a_key_of_another_type_takes_away_names_it_and_comes_back(
+    redis: Redis, page: TestClient, key: str
+) -> None:
+    put_run(redis)
+    path = "/failed" if key == "rq:queues" else f"/runs/{RUN}"
+    redis.set(key, "text")
+    answer = page.get(path)
+    assert answer.status_code == 404
+    assert f"the key {key} is of type string, expected" in text_of(answer.text)
+    redis.delete(key)
+    assert page.get(path).status_code == 200
 
 
 def test_what_producers_write_is_text_wherever_it_is_shown(redis: Redis, page: TestClient) -> None:
@@ -156,6 +196,32 @@ def test_a_job_that_was_retried_meanwhile_is_told_as_such(redis: Redis, page: Te
     assert "done=" not in page.get(first).text
     for odd in ("retried-99999999999", "retried-x", "<b>", "retried-\u0661"):
         assert "<b>" not in page.get("/failed", params={"done": odd}).text
+
+
+ODD_IDS = ["a\nb", "\r\nb\n", "a/../b", "..", "?a=b", "a#b", "a%2Fb", "a&b=c+d", "\x1b[2J \u202eé", "%"]
+
+
+@pytest.mark.parametrize("job_id", ODD_IDS)
+def test_a_link_leads_to_a_jobs_page_and_its_buttons_back_to_it_whatever_its_id(
+    redis: Redis, page: TestClient, job_id: str
+) -> None:
+    fail(redis, job_id)
+    end(redis, job_id, "ValueError: of this very job")
+    for listed in ("/", "/failed"):
+        link = re.search(r'class="id"><a href="([^"]+)"', page.get(listed).text)
+        assert link is not None
+        address = unescape(link[1])
+        assert re.fullmatch(r"/jobs\?id=[\w.~%-]+", address, re.ASCII), "a browser leaves this as it is"
+        own = page.get(address)
+        assert own.status_code == 200
+        assert "of this very job" in own.text
+    to, text = act(page, address, "/retry")
+    assert to.replace("+", "%20") == f"{address}&done=retried-1"
+    assert "1 job put back on the queue." in text
+    assert redis.lrange("rq:queue:bulk", 0, -1) == [job_id.encode()]
+    to, text = act(page, address, "/cancel-job")
+    assert to.replace("+", "%20") == f"{address}&done=removed"
+    assert "will not run" in text
 
 
 def test_all_failed_jobs_of_a_queue_are_retried_at_once(redis: Redis, page: TestClient) -> None:
@@ -224,11 +290,28 @@ def test_a_jobs_arguments_are_shown_only_where_that_was_asked_for(
     assert "rows_done 3" in text_of(html)
 
 
+def test_a_jobs_page_tells_the_reason_before_the_traceback(redis: Redis, page: TestClient) -> None:
+    fail(redis, "one")
+    frames = "".join(f'  File "x.py", line {number}\n' for number in range(200))
+    end(
+        redis,
+        "one",
+        f"Traceback (most recent call last):\n{frames}ValueError: too\x1b long\ntokenmill: client\n",
+    )
+    fail(redis, "two")
+    end(redis, "two", "ValueError: a line\n")
+    text = text_of(page.get("/jobs/one").text)
+    assert r"Error ValueError: too\x1b long Traceback (most recent call last):" in text
+    assert text.count("x.py") == 200
+    assert text_of(page.get("/jobs/two").text).count("ValueError: a line") == 1
+
+
 def act(page: TestClient, path: str, action: str) -> tuple[str, str]:
-    """Send the form of a page; return the path it leads to and the page's words there."""
+    """Send the form of a page as a browser does; return the path it leads to and the page's words there."""
     form = page.get(path).text.partition(f'action="{action}"')[2].partition("</form>")[0]
-    fields = dict(re.findall(r'name="(\w+)" value="([^"]*)"', form))
-    to = page.post(action, data={key: unescape(value) for key, value in fields.items()}).headers["location"]
+    found = re.findall(r'name="(\w+)" value="([^"]*)"', form)
+    fields = {name: re.sub(r"\r\n|\r|\n", "\r\n", unescape(value)) for name, value in found}
+    to = page.post(action, data=fields).headers["location"]
     return to, text_of(page.get(to).text)
 
 

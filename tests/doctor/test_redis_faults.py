@@ -20,6 +20,7 @@ from jobs.doctor.permissions import KEYS, Role, check_permissions, commands_of
 from jobs.doctor.queued_jobs import check_queued_jobs
 from jobs.doctor.redis_server import NotReached, Server, reach
 from jobs.doctor.server_settings import check_server
+from jobs.doctor.shared_keys import check_shared_keys
 from tests.doctor.conftest import set_up
 from tests.rq_workers import ROOT
 
@@ -53,9 +54,10 @@ def quick(url: str, clock: Callable[[], float] = time.time) -> Server:
 def test_a_server_that_is_set_up_well_has_neither_fault_nor_warning(redis: Redis, redis_url: str) -> None:
     Queue("bulk", connection=redis, serializer=JSONSerializer).enqueue("jobs.complete", "a")
     server = quick(redis_url)
-    found = [*check_server(server), *check_permissions(server, "worker"), *check_queued_jobs(server)]
+    found = [*check_server(server), *check_permissions(server, "worker")]
+    found += [*check_shared_keys(server), *check_queued_jobs(server)]
     assert {each.level for each in found} == {Level.OK}
-    assert {"redis", "durability", "redis memory", "clock", "permissions", "queues"} == {
+    assert {"redis", "durability", "redis memory", "clock", "permissions", "keys", "queues"} == {
         each.subject for each in found
     }
 
@@ -165,7 +167,8 @@ def test_a_wrong_password_is_told_and_not_shown(redis: Redis, redis_url: str) ->
 def test_the_rules_that_we_document_are_enough(redis: Redis, redis_url: str, role: Role) -> None:
     url = as_user(redis, redis_url, role, rules_of(role))
     server = quick(url)
-    found = [*check_server(server), *check_permissions(server, role), *check_queued_jobs(server)]
+    found = [*check_server(server), *check_permissions(server, role)]
+    found += [*check_shared_keys(server), *check_queued_jobs(server)]
     assert {each.level for each in found} == {Level.OK}
     assert redis.dbsize() == 0, "it has written"
 
@@ -217,6 +220,44 @@ def test_jobs_that_were_pickled_are_found(redis: Redis, redis_url: str) -> None:
     (finding,) = bad(check_queued_jobs(reach(redis_url)))
     assert "queue bulk: 1 of the 1 oldest jobs are no JSON" in finding.found
     assert "serializer='json'" in finding.mend
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("rq:queues", "set"),
+        ("rq:workers", "set"),
+        ("rq:failed:bulk", "zset"),
+        ("rq:queue:bulk", "list"),
+        ("tokenmill:held:bulk", "hash"),
+        ("tokenmill:quarantine", "stream"),
+        ("tokenmill:run:index", "zset"),
+    ],
+)
+def test_a_shared_key_of_another_type_is_one_fault_that_names_it(
+    redis: Redis, redis_url: str, key: str, expected: str
+) -> None:
+    queue = Queue("bulk", connection=redis, serializer=JSONSerializer)
+    queue.enqueue("jobs.complete", "a")
+    redis.delete(key)
+    redis.set(key, "text")
+    server = quick(redis_url)
+    (finding,) = bad([*check_shared_keys(server), *check_queued_jobs(server)])
+    assert f"the key {key} is of type string, expected {expected}" in finding.found
+    assert f"`redis-cli DEL {key}`" in finding.mend
+    redis.delete(key)
+    assert bad([*check_shared_keys(server), *check_queued_jobs(server)]) == []
+
+
+def test_of_many_keys_of_another_type_some_are_named_and_a_name_is_no_command(
+    redis: Redis, redis_url: str
+) -> None:
+    for number in range(30):
+        redis.sadd("rq:queues", f"rq:queue:q{number:02};reboot")
+        redis.set(f"rq:queue:q{number:02};reboot", "text")
+    found = bad(check_shared_keys(quick(redis_url)))
+    assert "DEL 'rq:queue:q00;reboot'`" in found[0].mend
+    assert (len(found), found[-1].found) == (21, "10 more keys are of another type")
 
 
 def test_a_slow_answer_is_told(redis: Redis, redis_url: str) -> None:

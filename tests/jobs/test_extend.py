@@ -204,6 +204,69 @@ def test_a_file_that_is_written_to_all_the_time_is_refused_before_it_is_planned(
     site.check(1, 2, 2, 2)
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize(
+    ("name", "empty", "line"),
+    [
+        ("in.csv", "prompt,id\n", "p{0},{0}\n"),
+        ("in.tsv", "prompt\tid\n", "p{0}\t{0}\n"),
+        ("in.jsonl", "", '{{"prompt": "p{0}", "id": {0}}}\n'),
+    ],
+)
+def test_a_file_of_lines_that_had_no_row_is_computed_once_it_has_some(
+    redis: Redis, make_context: MakeContext, tmp_path: Path, name: str, empty: str, line: str, rows: int
+) -> None:
+    """With the columns that the rows show, as if they had been there from the beginning."""
+    template = {"template": "p{file}", "filename_column": "file"} if name == "in.jsonl" else {}
+    site = Site(redis, make_context, tmp_path, **template)
+    (site.input / name).write_text(empty)
+    site.run()
+    (part,) = site.output.glob("part-*")
+    assert (pq.read_metadata(part).num_rows, site.manifest["rows"]) == (0, 0)
+    assert site.extend() == 0
+    with (site.input / name).open("a") as file:
+        file.writelines(line.format(number) for number in range(rows))
+    with pytest.raises(errors.InputChanged, match="--extend"):
+        site.submit()
+    assert site.extend() == rows
+    assert [row["id"] for row in site.rows()] == list(range(rows))
+    assert [gained["rows"] for gained in site.manifest["extensions"]] == [rows]
+    assert {pq.read_schema(each).field("id").type for each in site.output.glob("part-*")} == {pa.int64()}
+    (found,) = list_runs(redis)
+    assert (found.state, found.rows_done, found.rows) == ("finished", rows, rows)
+    assert site.submit()["already_finished"]
+    with (site.input / name).open("a") as file:
+        file.write(line.format(rows))
+    assert site.extend() == 1
+    assert [row["id"] for row in site.rows()] == list(range(rows + 1))
+
+
+def test_no_kill_of_who_plans_the_first_rows_of_a_run_loses_one(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    step = 0
+    while True:
+        site = Site(redis, make_context, tmp_path / str(step))
+        (site.input / "in.csv").write_text("prompt,id\n")
+        site.run()
+        with (site.input / "in.csv").open("a") as file:
+            file.write("p1,1\np2,2\np3,3\n")
+        context, fuse = make_context(), Fuse(step)
+        spec = RunSpec.from_arguments(str(site.input), str(site.output), "prompt", None, None, {"seed": 1}, 2)
+        storage = FusedStorage(context.data_roots, fuse)
+        fused = replace(context, connection=FusedRedis(redis, fuse))
+        try:
+            plan_run(fused, storage, spec, Submission("bulk", extend=True))
+            break
+        except Killed:
+            release_lock(redis, spec)
+        site.extend()
+        site.check(1, 2, 3)
+        redis.flushall()
+        step += 7
+    assert step > 40
+
+
 def test_rows_keep_their_numbers_and_seeds_where_a_file_before_them_has_grown(site: Site) -> None:
     def fails(request: Any) -> FakeCompletion:
         return refuse(f"no {request.sampling['seed']}")

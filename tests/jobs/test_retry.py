@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,14 @@ from jobs.errors import (
     RunOfAnotherModel,
 )
 from jobs.parquet import part, retry_work
+from jobs.parquet.retry_work import RetryWork
 from jobs.parquet.storage import Storage
 from jobs.runs.control import retry_run, submit_run
 from jobs.runs.refusals import CannotRetry
 from jobs.runs.state import RunState
 from jobs.table import own_function
 from jobs.tasks import Request
-from jobs.watch.runs import list_runs, read_run
+from jobs.watch.runs import list_runs, list_shards, read_run
 from tests.jobs.answering import (
     FakeCompletion,
     feed,
@@ -135,6 +138,27 @@ def test_only_rows_that_failed_are_asked_and_all_others_stay_as_they_are(site: S
     ]
     names = {path.name for path in site.output.iterdir() if not path.name.startswith("part-")}
     assert names == {"_plan.json", "_manifest.json", "_report.html", "_SUCCESS"}
+
+
+def test_the_time_before_a_retry_counts_as_no_work(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the manifest, a shard's time or a list; that it was there is told by `seconds`."""
+    before, tokens = site.manifest, read_run(site.redis, site.run).summary.tokens
+    pause_s = 100_000.0
+    begin = partialmethod(RetryWork.__init__, clock=lambda: time.time() + pause_s)
+    monkeypatch.setattr(RetryWork, "__init__", begin)
+    retry_run(site.redis, site.run)
+    site.work()
+    (found,) = list_runs(site.redis)
+    after = site.manifest
+    assert after["seconds"] > pause_s
+    worked_s = after["statistics"]["working_seconds"]
+    assert before["statistics"]["working_seconds"] < worked_s < pause_s / 2
+    assert after["statistics"]["worker_seconds"] < pause_s / 2
+    assert sum(after["statistics"]["timeline"]["tokens"]) == pytest.approx(after["generated_tokens"], abs=10)
+    assert found.tokens > tokens
+    assert found.worked_s == pytest.approx(worked_s)
+    assert found.rows_per_s == pytest.approx(ROWS / worked_s)
+    assert all(each.seconds < pause_s / 2 for each in list_shards(site.redis, site.run))
 
 
 def test_a_retry_may_be_awaited(site: Site, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,8 @@ def sent(traces: OtelTraces, collector: Collector, meta: Any = META, **how: Any)
     trace.finished_at = now - 2
     usual = {"outcome": "finished", "reason": "", "is_function": False, "function": "jobs.chat"}
     times = {"enqueued_at": now - 6, "began_at": now - 4, "ended_at": now - 1, "written_at": now}
-    traces.ended(lambda: TracedEnd(trace, "one", "prompts", **{**usual, **times, **how}))
+    usual |= {"job_id": "one", "queue": "prompts"}
+    traces.ended(lambda: TracedEnd(trace, **{**usual, **times, **how}))
     traces.close()
     return collector.spans
 
@@ -151,6 +152,22 @@ def test_a_job_is_one_tree_of_spans_below_its_producers(traces: OtelTraces, coll
         >= {"service.name": "tokenmill", "service.instance.id": "node-1"}.items()
     )
     assert SECRET.encode() not in b"".join(collector.bodies)
+
+
+@pytest.mark.parametrize("is_function", [False, True])
+def test_names_that_no_collector_can_be_sent_lose_no_span(collector: Collector, is_function: bool) -> None:
+    """A lone surrogate is in what JSON, an exception's class or a worker's name may hold."""
+    exporter = OTLPSpanExporter(endpoint=f"{collector.url}/v1/traces")
+    traces = OtelTraces("node\ud800", "m\udcff", "1", begins=False, exporter=exporter)
+    how = {"outcome": "failed", "reason": "Bad\ud800Error", "is_function": is_function}
+    spans = sent(traces, collector, function="user.f\udfff", job_id="one\ud800", queue="bulk\ud800", **how)
+    assert len(spans) == (5 if is_function else 7)
+    (root,) = [span for span in spans if span.parent_span_id.hex() == PARENT]
+    assert (root.name, root.status.message) == ("user.f\\udfff", "Bad\\ud800Error")
+    found = values(root)
+    assert (found["error.type"], found["messaging.message.id"]) == ("Bad\\ud800Error", "one\\ud800")
+    assert found["messaging.destination.name"] == "bulk\\ud800"
+    assert collector.resources[0]["service.instance.id"] == "node\\ud800"
 
 
 def test_a_job_that_fails_says_by_what_and_clocks_that_differ_turn_no_span_around(

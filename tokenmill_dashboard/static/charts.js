@@ -3,7 +3,7 @@
 
 const UPDATE_MS = 5000;
 const LINES = 7;
-const NAMES = { generation_tokens: "written", prompt_tokens: "read", cached_tokens: "of these from the prefix cache" };
+const NAMES = { generation_tokens: "generated", prompt_tokens: "read", cached_tokens: "of these from the prefix cache" };
 
 const figures = [...document.querySelectorAll("[data-chart]")];
 const drawn = new Map();

@@ -10,6 +10,7 @@ from typing import Any
 from redis import Redis
 
 from jobs.common.keys import QUARANTINE
+from jobs.common.shared_keys import OF_A_QUEUE, SHARED
 from jobs.common.shown import safe_name
 from worker.store.scripts import Scripts
 
@@ -22,35 +23,12 @@ MOST_ENTRIES = 1000
 NO_TEXT = b"bytes that are no UTF-8"
 NO_EXECUTION = b"it names no job and execution"
 
-_SHARED = (
-    ("stream", QUARANTINE),
-    ("set", "rq:queues"),
-    ("set", "rq:workers"),
-    ("set", "rq:groups"),
-    ("set", "rq:rl-keys"),
-)
 _OF_A_WORKER = (
     ("hash", "rq:worker:{}"),
     ("string", "tokenmill:worker:{}"),
     ("list", "tokenmill:samples:{}"),
 )
-_OF_A_QUEUE = (
-    ("list", "rq:queue:{}"),
-    ("list", "rq:queue:{}:intermediate"),
-    ("zset", "rq:wip:{}"),
-    ("zset", "rq:finished:{}"),
-    ("zset", "rq:failed:{}"),
-    ("zset", "rq:deferred:{}"),
-    ("zset", "rq:scheduled:{}"),
-    ("zset", "rq:canceled:{}"),
-    ("set", "rq:workers:{}"),
-    ("hash", "tokenmill:held:{}"),
-    ("lock", "tokenmill:maintenance:{}"),
-    ("lock", "tokenmill:maintenance-stock:{}"),
-    ("lock", "rq:clean_registries:{}"),
-    ("lock", "rq:scheduler-lock:{}"),
-)
-"""Types and keys that jobs share. A `lock` is a string that ends by itself."""
+"""Types and keys of a worker by its name."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +60,8 @@ class Quarantine:
         Returns how many keys were set aside. Raises redis.exceptions.RedisError.
         """
         self._begin_to_look()
-        of_queues = [(kind, key.format(name)) for name in queue_names for kind, key in _OF_A_QUEUE]
-        args = [part for each in (*_SHARED, *self._own, *of_queues, *others) for part in each]
+        of_queues = [(kind, key.format(name)) for name in queue_names for kind, key in OF_A_QUEUE]
+        args = [part for each in (*SHARED, *self._own, *of_queues, *others) for part in each]
         return int(self._scripts.call_many([("check_types", args)])[0])
 
     def set_aside(self, entries: Sequence[Entry]) -> None:

@@ -1,7 +1,8 @@
 """Spans of jobs for OpenTelemetry, sent by OTLP over HTTP; the variables of OpenTelemetry's SDK say where to.
 
 Attributes follow its semantic conventions for generative AI and for messaging. None holds a prompt, an answer
-or an error's text.
+or an error's text. Names that others chose are sent as messages show them: a lone surrogate in one would have
+the exporter throw away every span of its batch.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from opentelemetry.trace import SpanContext, SpanKind, TraceFlags, TraceState
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.trace.status import Status, StatusCode
 
+from jobs.common.shown import safe_name
 from worker.traces.job_trace import NO_CARRIER, JobTrace, TracedEnd, TraceIds, Traces
 
 FLUSH_S = 3.0
@@ -53,7 +55,8 @@ class OtelTraces(Traces):
         exporter: SpanExporter | None = None,
     ) -> None:
         self._model, self._begins = model, begins
-        named = {"service.name": "tokenmill", "service.instance.id": worker_name, "service.version": version}
+        instance = safe_name(worker_name)
+        named = {"service.name": "tokenmill", "service.instance.id": instance, "service.version": version}
         self._resource = Resource(named).merge(OTELResourceDetector().detect())
         self._scope = InstrumentationScope("tokenmill", version)
         self._sampler = TracerProvider(shutdown_on_exit=False).sampler
@@ -113,7 +116,8 @@ class OtelTraces(Traces):
         times = _ascending([*moments, end.ended_at, end.written_at])
         enqueued, claimed, began, first, finished, ended, written = times
         failed = end.outcome != "finished"
-        status = Status(StatusCode.ERROR, end.reason or end.outcome) if failed else Status(StatusCode.UNSET)
+        reason = safe_name(end.reason or end.outcome)
+        status = Status(StatusCode.ERROR, reason) if failed else Status(StatusCode.UNSET)
         spans = [
             self._span(end.function, root, parent, enqueued, written, _of_job(end), SpanKind.CONSUMER, status)
         ]
@@ -154,11 +158,11 @@ class OtelTraces(Traces):
         status: Status | None = None,
     ) -> ReadableSpan:
         return ReadableSpan(
-            name,
+            safe_name(name),
             context,
             parent,
             self._resource,
-            attributes,
+            {key: safe_name(value) if isinstance(value, str) else value for key, value in attributes.items()},
             kind=kind,
             status=status or Status(StatusCode.UNSET),
             start_time=int(start * 1e9),
@@ -208,4 +212,4 @@ def _ascending(moments: list[float | None]) -> list[float]:
 
 def _number(text: str, num_bytes: int) -> int:
     """A number that follows from a text, other than 0, which stands for none."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=num_bytes).digest()) or 1
+    return int.from_bytes(blake2b(text.encode(errors="surrogatepass"), digest_size=num_bytes).digest()) or 1

@@ -1,0 +1,24 @@
+"""Whether the keys that jobs share are of their types: somebody else may have written there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..watch.queues import queue_names
+from ..watch.strange_keys import listed, strange_keys
+from .findings import Finding, fault, ok
+from .redis_server import Server
+
+#: The keys of so many queues are looked at; of so many keys a fault is told.
+MAX_QUEUES, MAX_TOLD = 1000, 20
+
+
+def check_shared_keys(server: Server) -> Iterator[Finding]:
+    """Name the keys of RQ and ours, shared by all jobs or by those of a queue, that are of another type."""
+    found = strange_keys(server.client, listed(queue_names, server.client)[:MAX_QUEUES])
+    for each in found[:MAX_TOLD]:
+        yield fault("keys", f"{each.problem}: somebody else wrote it", each.mend)
+    if len(found) > MAX_TOLD:
+        yield fault("keys", f"{len(found) - MAX_TOLD} more keys are of another type", "mend these first")
+    if not found:
+        yield ok("keys", "those that jobs share are of their types")
