@@ -132,15 +132,18 @@ def settled(storage: Storage, path: str, look: Callable[[FileStat], T]) -> T:
     """Return what a look at a file tells, all of it of the state that the look is given: a plan that has the
     size of one state and the rows of another fits no file ever.
 
-    Raises InputNotFound, or InputBeingWritten where each of several looks found another file behind it.
+    Raises InputNotFound, or InputBeingWritten where each of several looks found another file behind it. Where
+    none is left, what a look has raised says more: that a link has taken its place.
     """
+    refused: RunError | None = None
     for _ in range(MAX_LOOKS):
         stat = storage.stat(path)
         if stat is None:
-            raise InputNotFound(path)
+            raise refused or InputNotFound(path)
         try:
             found = look(stat)
-        except RunError:
+        except RunError as error:
+            refused = error
             if storage.stat(path) == stat:
                 raise
         else:
