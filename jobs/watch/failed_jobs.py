@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..common import stored
 from ..common.job_results import error_text
-from ..common.rq_jobs import JOB_PREFIX, job_status, queue_keys, results_key
+from ..common.rq_jobs import JOB_PREFIX, JobStatus, job_status, queue_keys, results_key
 from ..common.shown import printable, safe_name
+from ..errors import fault_line
 from ..runs.snapshot import error_line
 from .cancel_job import CANCELLABLE
 
@@ -24,6 +25,10 @@ MAX_PAYLOAD_BYTES = 1 << 16
 
 #: Of an error, such as a traceback, as much of its end is shown.
 MAX_ERROR_CHARS = 20_000
+
+#: Entries of stopped jobs that are passed over where the newest failed ones are looked for: a cancel of a run
+#: may have made many.
+MAX_STOPPED = 100
 
 #: A job's name among messages: the class of an error, at the beginning of its last line.
 _CLASS = re.compile(r"(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w{0,79})(?=:|$)", re.ASCII)
@@ -38,6 +43,7 @@ class FailedJob:
 
     job_id: as it is listed. function: its name, None where the job is gone, too large or not readable.
     ended_at: Unix time in seconds. reason: the error's class. error: its last line. Both are "" for none.
+    is_stopped: a cancel stopped it, of itself or of its run; RQ lists it among the failed ones.
     """
 
     job_id: bytes
@@ -46,6 +52,7 @@ class FailedJob:
     ended_at: float | None
     reason: str
     error: str
+    is_stopped: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,10 +78,13 @@ class JobSeen:
 
 
 def newest_failed(connection: Redis, queues: Sequence[bytes], most: int) -> list[FailedJob]:
-    """Return the failed jobs of these queues that are kept longest, which are the newest, at most `most`."""
+    """Return the failed jobs of these queues that are kept longest, which are the newest, at most `most`.
+
+    Those that were stopped are left out, as far as so many entries of a queue show others.
+    """
     with connection.pipeline(transaction=False) as pipe:
         for queue in queues:
-            pipe.zrevrange(_failed(queue), 0, most - 1, withscores=True)
+            pipe.zrevrange(_failed(queue), 0, most + MAX_STOPPED - 1, withscores=True)
         replies = pipe.execute(raise_on_error=False)
     found = [
         (score, job_id, queue)
@@ -83,7 +93,13 @@ def newest_failed(connection: Redis, queues: Sequence[bytes], most: int) -> list
         for job_id, score in reply
     ]
     found.sort(key=lambda entry: entry[0], reverse=True)
-    return _read_failed(connection, [(job_id, queue) for _, job_id, queue in found[:most]])
+    entries = [(job_id, queue) for _, job_id, queue in found[: most + MAX_STOPPED]]
+    with connection.pipeline(transaction=False) as pipe:
+        for job_id, _ in entries:
+            pipe.hget(JOB_PREFIX.encode() + job_id, "status")
+        statuses = pipe.execute(raise_on_error=False)
+    failed = [each for each, status in zip(entries, statuses, strict=True) if not _is_stopped(status)]
+    return _read_failed(connection, failed[:most])
 
 
 def failed_page(connection: Redis, queue: bytes, offset: int, most: int) -> list[FailedJob]:
@@ -143,7 +159,7 @@ def _read_failed(connection: Redis, entries: Sequence[tuple[bytes, bytes]]) -> l
     keys = [JOB_PREFIX.encode() + job_id for job_id, _ in entries]
     with connection.pipeline(transaction=False) as pipe:
         for key, (job_id, _) in zip(keys, entries, strict=True):
-            pipe.hget(key, "ended_at")
+            pipe.hmget(key, "ended_at", "status")
             pipe.hstrlen(key, "data")
             pipe.xrevrange(results_key("").encode() + job_id, count=1)
         told = pipe.execute(raise_on_error=False)
@@ -151,17 +167,26 @@ def _read_failed(connection: Redis, entries: Sequence[tuple[bytes, bytes]]) -> l
             pipe.hget(key, "data" if _fits(data_bytes) else "")
         payloads = pipe.execute(raise_on_error=False)
     found = []
-    for (job_id, queue), ended_at, results, data in zip(
-        entries, told[::3], told[2::3], payloads, strict=True
-    ):
-        called = _call(data)
-        line = error_line(_error(results))
+    for (job_id, queue), fields, results, data in zip(entries, told[::3], told[2::3], payloads, strict=True):
+        ended_at, status = (None, None) if isinstance(fields, Exception) else fields
+        called, error = _call(data), _error(results)
+        line = error_line(error)
         found.append(
             FailedJob(
-                job_id, queue, called.function if called else None, _unix(ended_at), reason_of(line), line
+                job_id,
+                queue,
+                called.function if called else None,
+                _unix(ended_at),
+                reason_of(line),
+                line,
+                _is_stopped(status) or error.rstrip().endswith(f"\n{fault_line('cancelled')}"),
             )
         )
     return found
+
+
+def _is_stopped(status: object) -> bool:
+    return job_status(status) is JobStatus.STOPPED
 
 
 def reason_of(line: str) -> str:

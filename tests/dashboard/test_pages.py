@@ -224,6 +224,46 @@ def test_a_link_leads_to_a_jobs_page_and_its_buttons_back_to_it_whatever_its_id(
     assert "will not run" in text
 
 
+def test_shards_that_a_cancel_stopped_are_told_as_that_and_hide_no_failed_job(
+    redis: Redis, page: TestClient
+) -> None:
+    for number in range(60):
+        fail(redis, f"{RUN}-{number:05}", score=2e12 + number, status="stopped")
+        end(
+            redis,
+            f"{RUN}-{number:05}",
+            "Job stopped by user, its sequences were aborted.\ntokenmill: cancelled\n",
+        )
+    fail(redis, f"{RUN}-00060", score=3e12)
+    end(redis, f"{RUN}-00060", f"jobs.errors.RunCancelled: run {RUN} was cancelled\ntokenmill: cancelled\n")
+    overview = text_of(page.get("/").text)
+    assert "Job stopped by user" not in overview
+    assert f"{RUN}-00060 bulk" in overview
+    assert f"{RUN}-00059 bulk" not in overview
+    fail(redis, "really", score=1e12)
+    end(redis, "really", "ValueError: tokenmill: cancelled\n")
+    listed = text_of(page.get("/failed").text)
+    assert listed.count("stopped by cancel") == 50
+    assert "Job stopped by user" not in listed
+    last = text_of(page.get("/failed?page=2").text)
+    assert "ValueError: tokenmill: cancelled" in last
+    assert last.count("stopped by cancel") == 11
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_the_overview_lists_what_failed_below_what_was_stopped(
+    redis: Redis, page: TestClient, others: int
+) -> None:
+    for number in range(60):
+        fail(redis, f"{RUN}-{number:05}", score=2e12 + number, status="stopped")
+    for number in range(others):
+        fail(redis, f"really-{number}", score=1e12)
+    text = text_of(page.get("/").text)
+    assert ("really-0 bulk" in text) is bool(others)
+    assert ("Of the newest, each was stopped by a cancel: all 60 ." in text) is not bool(others)
+    assert f"Failed {60 + others} " in text
+
+
 def test_all_failed_jobs_of_a_queue_are_retried_at_once(redis: Redis, page: TestClient) -> None:
     for i in range(120):
         fail(redis, f"job-{i}", score=1e12 + i)
