@@ -198,72 +198,6 @@ def test_a_job_that_was_retried_meanwhile_is_told_as_such(redis: Redis, page: Te
         assert "<b>" not in page.get("/failed", params={"done": odd}).text
 
 
-ODD_IDS = ["a\nb", "\r\nb\n", "a/../b", "..", "?a=b", "a#b", "a%2Fb", "a&b=c+d", "\x1b[2J \u202eé", "%"]
-
-
-@pytest.mark.parametrize("job_id", ODD_IDS)
-def test_a_link_leads_to_a_jobs_page_and_its_buttons_back_to_it_whatever_its_id(
-    redis: Redis, page: TestClient, job_id: str
-) -> None:
-    fail(redis, job_id)
-    end(redis, job_id, "ValueError: of this very job")
-    for listed in ("/", "/failed"):
-        link = re.search(r'class="id"><a href="([^"]+)"', page.get(listed).text)
-        assert link is not None
-        address = unescape(link[1])
-        assert re.fullmatch(r"/jobs\?id=[\w.~%-]+", address, re.ASCII), "a browser leaves this as it is"
-        own = page.get(address)
-        assert own.status_code == 200
-        assert "of this very job" in own.text
-    to, text = act(page, address, "/retry")
-    assert to.replace("+", "%20") == f"{address}&done=retried-1"
-    assert "1 job put back on the queue." in text
-    assert redis.lrange("rq:queue:bulk", 0, -1) == [job_id.encode()]
-    to, text = act(page, address, "/cancel-job")
-    assert to.replace("+", "%20") == f"{address}&done=removed"
-    assert "will not run" in text
-
-
-def test_shards_that_a_cancel_stopped_are_told_as_that_and_hide_no_failed_job(
-    redis: Redis, page: TestClient
-) -> None:
-    for number in range(60):
-        fail(redis, f"{RUN}-{number:05}", score=2e12 + number, status="stopped")
-        end(
-            redis,
-            f"{RUN}-{number:05}",
-            "Job stopped by user, its sequences were aborted.\ntokenmill: cancelled\n",
-        )
-    fail(redis, f"{RUN}-00060", score=3e12)
-    end(redis, f"{RUN}-00060", f"jobs.errors.RunCancelled: run {RUN} was cancelled\ntokenmill: cancelled\n")
-    overview = text_of(page.get("/").text)
-    assert "Job stopped by user" not in overview
-    assert f"{RUN}-00060 bulk" in overview
-    assert f"{RUN}-00059 bulk" not in overview
-    fail(redis, "really", score=1e12)
-    end(redis, "really", "ValueError: tokenmill: cancelled\n")
-    listed = text_of(page.get("/failed").text)
-    assert listed.count("stopped by cancel") == 50
-    assert "Job stopped by user" not in listed
-    last = text_of(page.get("/failed?page=2").text)
-    assert "ValueError: tokenmill: cancelled" in last
-    assert last.count("stopped by cancel") == 11
-
-
-@pytest.mark.parametrize("others", [0, 1])
-def test_the_overview_lists_what_failed_below_what_was_stopped(
-    redis: Redis, page: TestClient, others: int
-) -> None:
-    for number in range(60):
-        fail(redis, f"{RUN}-{number:05}", score=2e12 + number, status="stopped")
-    for number in range(others):
-        fail(redis, f"really-{number}", score=1e12)
-    text = text_of(page.get("/").text)
-    assert ("really-0 bulk" in text) is bool(others)
-    assert ("Of the newest, each was stopped by a cancel: all 60 ." in text) is not bool(others)
-    assert f"Failed {60 + others} " in text
-
-
 def test_all_failed_jobs_of_a_queue_are_retried_at_once(redis: Redis, page: TestClient) -> None:
     for i in range(120):
         fail(redis, f"job-{i}", score=1e12 + i)
@@ -328,22 +262,6 @@ def test_a_jobs_arguments_are_shown_only_where_that_was_asked_for(
     assert ("secret words" in html) is show_prompts
     assert "PromptTooLong" in html
     assert "rows_done 3" in text_of(html)
-
-
-def test_a_jobs_page_tells_the_reason_before_the_traceback(redis: Redis, page: TestClient) -> None:
-    fail(redis, "one")
-    frames = "".join(f'  File "x.py", line {number}\n' for number in range(200))
-    end(
-        redis,
-        "one",
-        f"Traceback (most recent call last):\n{frames}ValueError: too\x1b long\ntokenmill: client\n",
-    )
-    fail(redis, "two")
-    end(redis, "two", "ValueError: a line\n")
-    text = text_of(page.get("/jobs/one").text)
-    assert r"Error ValueError: too\x1b long Traceback (most recent call last):" in text
-    assert text.count("x.py") == 200
-    assert text_of(page.get("/jobs/two").text).count("ValueError: a line") == 1
 
 
 def act(page: TestClient, path: str, action: str) -> tuple[str, str]:
