@@ -70,6 +70,7 @@ OWN_KEYS = {
     "tokenmill:run:{run}": "hash",
     "tokenmill:run:{run}:parts": "hash",
     "tokenmill:run:{run}:errors": "hash",
+    "tokenmill:run:{run}:failed": "set",
     "tokenmill:run:{run}:lock": "string",
     "tokenmill:run:folder:{folder}": "string",
 }
