@@ -94,7 +94,8 @@ def tell_shards_failed(state: RunState, count: PartCount, more: str = "") -> Non
     """
     if count.has_failed:
         reason = f"{count.failed} of {count.total} shards failed{more}"
-        _tell_of(state, state.submission(), "failed", reason, _size(state.facts()))
+        with suppress(UnknownRun):  # whom to tell is lost with the rest, which is no fault of the shard's
+            _tell_of(state, state.submission(), "failed", reason, _size(state.facts()))
 
 
 def _job_of(job_id: str) -> tuple[str, int | None] | None:

@@ -14,7 +14,7 @@ from redis import Redis
 from rq.command import send_stop_job_command
 from rq.job import Job
 
-from jobs.common.keys import run_failed_key
+from jobs.common.keys import run_failed_key, run_key
 from jobs.common.rq_jobs import executions_key
 from jobs.context import JobContext, Lease
 from jobs.errors import RunKeyDamaged
@@ -191,6 +191,16 @@ def test_a_shard_that_has_a_part_is_not_counted_as_failed(
     succeed(redis, make_context, shard_job_id(planned, 0))
     for shard in (0, 1):
         fail(redis, shard_job_id(planned, shard))
+    assert told(redis) == []
+
+
+def test_a_shard_ends_where_redis_has_lost_whom_to_tell_that_others_failed(
+    redis: Redis, make_context: MakeContext, planned: str
+) -> None:
+    fail(redis, shard_job_id(planned, 0))
+    succeed(redis, make_context, shard_job_id(planned, 1))
+    redis.delete(run_key(planned))
+    succeed(redis, make_context, shard_job_id(planned, 2))
     assert told(redis) == []
 
 

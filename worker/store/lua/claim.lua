@@ -17,9 +17,10 @@
 -- rounded up; of jobs with several sequences only where `rounds_up` is 1, for one shard more may be an hour's work.
 -- Nothing is claimed where `rq suspend` holds all workers.
 -- Returns {{{job id, execution id, job_hash, id of the last such job left before it}, ...}, jobs left for
--- other models, id of the first job left for others' shares or '', 1 where work is suspended}. Sent again with the same token it returns
--- the same jobs, less those that were taken from this worker since, and claims no others. With a limit of 0 it
--- asks what an earlier call has claimed, and makes sure that one still on its way claims nothing.
+-- other models, id of the first job left for others' shares or '', 1 where work is suspended}. Sent again with
+-- the same token it returns the same jobs, less those that were taken from this worker since, and claims no
+-- others. With a limit of 0 it asks what an earlier call has claimed, and makes sure that one still on its way
+-- claims nothing.
 local queue, limit, token, worker, now_ts, lease_s, far_score = unpack(ARGV, 1, 7)
 local suspect_deaths, takes_suspects, models, max_functions, max_files = unpack(ARGV, 8, 12)
 local num_takers, num_held, rounds_up = tonumber(ARGV[13]), tonumber(ARGV[14]), ARGV[15] == '1'
