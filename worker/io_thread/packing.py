@@ -52,6 +52,7 @@ class Packer:
         self._in_engine = [0] * num_lanes
         self._opening: list[set[HeldJob]] = [set() for _ in range(num_lanes)]
         self._slow: set[HeldJob] = set()
+        self._finishing: set[HeldJob] = set()
         self._functions = 0
         self._dry: list[HeldJob] = []
         self._left = 0
@@ -85,12 +86,29 @@ class Packer:
         """How many more files the worker can open at the same time."""
         return self._max_files - self.num_opening
 
+    def finishing(self, job: HeldJob) -> None:
+        """All answers of this file are in: they are held until its part is written."""
+        self._finishing.add(job)
+
+    def finished(self, job: HeldJob) -> None:
+        """The part is written, or could not be."""
+        self._finishing.discard(job)
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether parts are written more slowly than they are answered: as many wait as files may be opened
+        at once, and one batch of rows at least. Further ones would fill the memory, and are for workers
+        whose disk is faster."""
+        num_rows = sum(job.next_index for job in self._finishing)
+        return len(self._finishing) >= self._max_files and num_rows >= self._slots
+
     def claimable_files(self, lane: int) -> int:
         """How many files the lane may claim now: none while one opens whose size is not known.
 
-        It may fill the batch; the next ones are for other workers to take.
+        It may fill the batch; the next ones are for other workers to take. None either while those that were
+        answered wait to be written.
         """
-        return 0 if self._opening[lane] else max(0, self.free_files)
+        return 0 if self._opening[lane] or self._is_behind else max(0, self.free_files)
 
     def stream(self, job: HeldJob) -> None:
         """Serve a job's requests after those of the jobs before it on its lane."""

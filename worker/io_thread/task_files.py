@@ -68,7 +68,11 @@ class TaskFiles:
 
     def finish(self, job: HeldJob, then: Then) -> None:
         """Ask a job's open task for its result, then call `then` with it."""
-        self._calls.submit(self._writers, lambda: _result_of(job), job, then, is_ours=True)
+        self._packer.finishing(job)
+        self._calls.submit(self._writers, lambda: _result_of(job), job, then, self._finished, is_ours=True)
+
+    def _finished(self, job: HeldJob, value: Any) -> None:
+        self._packer.finished(job)
 
     def close(self, job_id: str, opened: OpenTask) -> None:
         """Close what was open for a job that has ended."""
