@@ -36,7 +36,7 @@ def test_a_run_killed_half_way_repeats_no_more_than_the_shards_in_flight(
     run = kill_half_way_through_a_run(faults, elsewhere)
     assert faults.is_clean(), faults.table()
     assert 0 <= run.repeated == run.in_flight
-    assert run.in_flight < run.rows // 4  # SLOTS + PREFETCH, and what waited for the threads that write parts
+    assert run.in_flight < run.rows // 4  # SLOTS + PREFETCH, and MAX_OPENING parts that wait to be written
 
 
 @pytest.mark.parametrize(

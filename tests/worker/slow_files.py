@@ -61,6 +61,22 @@ class GatedOpenWorker(FakeEngineWorker):
         return super().load_engine(settings)
 
 
+class GatedWriteWorker(FakeEngineWorker):
+    """FakeEngineWorker whose shards write their parts once the file WRITE_GATE is there."""
+
+    def load_engine(self, settings: WorkerSettings) -> FakeEngine:
+        gate = Path(os.environ["WRITE_GATE"])
+        write_now = ShardWork.result
+
+        def write_gated(work: ShardWork) -> Any:
+            while not gate.exists():
+                time.sleep(0.01)
+            return write_now(work)
+
+        ShardWork.result = write_gated  # type: ignore[method-assign]
+        return super().load_engine(settings)
+
+
 class HangingFilesWorker(FakeEngineWorker):
     """FakeEngineWorker with inputs that hang in the kernel as on a dead mount: those beside which a FIFO of
     their name and ".hangs" stands into which nobody writes."""

@@ -243,6 +243,20 @@ def test_tasks_whose_closing_hangs_keep_no_part_from_being_written(files: Files)
     hang.let_go(THREADS)
 
 
+def test_parts_that_wait_to_be_written_keep_further_files_away_until_one_is(files: Files) -> None:
+    hang = Hang()
+    for _ in range(MAX_OPENING):
+        assert files.packer.claimable_files(0) == MAX_OPENING
+        job = files.job(result=hang)
+        job.next_index = 8  # a batch of rows
+        files.files.finish(job, files.note)
+    assert files.packer.claimable_files(0) == 0
+    hang.let_go(1)
+    files.wait_for_reports(1)
+    assert files.packer.claimable_files(0) == MAX_OPENING
+    hang.let_go(MAX_OPENING)
+
+
 def test_what_is_closed_is_let_go_of_at_once(files: Files) -> None:
     """The worker's callbacks refer to each other: what they still hold waits for the garbage collector."""
     gc.disable()
@@ -330,3 +344,23 @@ def test_a_shard_that_opens_keeps_no_prompt_waiting_and_its_runs_next_ones_in_th
     assert bulk.job_ids == sorted(bulk.job_ids)
     gate.touch()
     wait_until((tmp_path / "in" / "_SUCCESS").exists)
+
+
+def test_a_disk_slower_than_the_model_leaves_further_shards_to_other_workers_and_prompts_go_on(
+    workers: Workers, tmp_path: Path
+) -> None:
+    """What is answered and not yet written fills the memory, and is repeated where the worker dies."""
+    plan(workers, tmp_path, "in", rows=100)
+    gate, parts = tmp_path / "gate", tmp_path / "in"
+    settings = {"TOKENMILL_MAX_NUM_SEQS": "8", "TOKENMILL_PREFETCH": "8", "WRITE_GATE": str(gate)}
+    workers.start(queues=("bulk",), worker_class="tests.worker.slow_files.GatedWriteWorker", **settings)
+    bulk = workers.queue("bulk")
+    wait_until(lambda: len(bulk.job_ids) <= 100 - 8)
+    for text in ("a", "b"):
+        prompt = bulk.enqueue("jobs.complete", text, max_tokens=1)
+        assert text_of(workers.result(prompt)) == f"echo:{text}"
+    assert not list(parts.glob("part-*"))
+    workers.start(queues=("bulk",))
+    wait_until(lambda: len(list(parts.glob("part-*"))) >= 100 - 2 * 8 - 2 * MAX_OPENING)
+    gate.touch()
+    wait_until((parts / "_SUCCESS").exists)
