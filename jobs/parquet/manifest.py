@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict
+from typing import Any
 
 from ..runs.names import output_names, part_name
 from ..runs.part_stats import COUNTED, PartStats
@@ -17,12 +18,13 @@ from ..runs.run_statistics import RunStatistics
 _SERVED = ("model", "fingerprint", "dtype", "attention_backend", "version")
 
 
-def manifest_text(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> str:
-    """Sum up a finished run as JSON. Times are Unix seconds; `seconds` runs from the first shard's start to
-    the last's end, a pause between them included, which `statistics.working_seconds` has not.
+def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> tuple[dict[str, Any], str]:
+    """Sum up a finished run; return the manifest without its list of parts, and all of its text, JSON.
 
-    parts: taken one by one, so that a run of ten thousand parts needs no more memory than their names.
-    reasons: why rows have an error, as far as that is kept.
+    Times are Unix seconds; `seconds` runs from the first shard's start to the last's end, a pause between
+    them included, which `statistics.working_seconds` has not. parts: taken one by one, so that a run of ten
+    thousand parts needs no more memory than their names. reasons: why rows have an error, as far as that is
+    kept.
     """
     counts = dict.fromkeys(COUNTED, 0)
     started_at, ended_at = math.inf, -math.inf
@@ -52,5 +54,7 @@ def manifest_text(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> s
         "inputs": [file.to_json() for file in plan.files],
         **({"extensions": [asdict(each) for each in plan.extensions]} if plan.extensions else {}),
     }
-    head = json.dumps(content, indent=2).removesuffix("\n}")
-    return "\n".join([f'{head},\n  "parts": [', ",\n".join(lines), "  ]\n}\n"])
+    summary = json.dumps(content, indent=2)
+    head = summary.removesuffix("\n}")
+    text = "\n".join([f'{head},\n  "parts": [', ",\n".join(lines), "  ]\n}\n"])
+    return json.loads(summary), text

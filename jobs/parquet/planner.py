@@ -12,7 +12,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from ..common.keys import run_key
 from ..common.shown import shown
 from ..common.version import code_version
 from ..context import JobContext
@@ -35,7 +34,6 @@ from ..runs.run_index import list_in_index
 from ..runs.shard_jobs import enqueue_shards
 from ..runs.spec import RunSpec, check_queue_name
 from ..runs.state import RunState
-from ..runs.totals import count_anew
 from .find_files import find_files
 from .growth import begins_as_planned, by_planned_file, check_as_planned, extended, in_planned_order
 from .inputs import Inputs, read_inputs
@@ -202,7 +200,7 @@ def _check_parts(folder: RunFolder, redo: bool, check_interrupted: Callable[[], 
         folder.withdraw_end(found.keys())
         gone = {shard: record for shard, record in recorded.items() if shard in found}
         folder.state.amend_parts({}, gone, len(folder.plan.shards))
-        count_anew(folder.state.connection, run_key(folder.plan.run), folder.state.parts().values())
+        folder.state.count_anew()
         raise next(iter(found.values()))
     return set()
 

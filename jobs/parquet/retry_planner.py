@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..common.keys import run_key
 from ..common.shown import shown
 from ..context import JobContext
 from ..errors import InvalidValue
@@ -14,7 +13,6 @@ from ..runs.names import is_run_id
 from ..runs.refusals import CannotRetry
 from ..runs.shard_jobs import enqueue_shards
 from ..runs.state import RunState
-from ..runs.totals import count_anew
 from .fingerprint import file_fingerprint
 from .inputs import unchanged
 from .plan_file import remove_extensions
@@ -61,7 +59,7 @@ def retry_rows(context: JobContext, run: str, plan: str) -> dict[str, Any]:
         records = state.records()
         gone = {shard: records[shard] for shard in failed if shard in records}
         state.amend_parts({}, gone, len(found.shards))
-        count_anew(context.connection, run_key(run), state.parts().values())
+        state.count_anew()
         enqueued = enqueue_shards(context, context.queue_name, found, state, failed, {"retry_errors": True})
     if missing:
         enqueued += enqueue_shards(context, context.queue_name, found, state, missing)

@@ -13,13 +13,11 @@ remove it could hit the one that comes after it.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from itertools import islice
 
-from ..common.keys import run_key
 from ..errors import (
     PartDamaged,
     RunError,
@@ -50,9 +48,8 @@ from ..runs.run_index import list_in_index
 from ..runs.state import RunState
 from ..runs.state_values import PartCount
 from ..runs.told_end import tell_end, tell_shards_failed
-from ..runs.totals import count_anew
 from .failed_rows import part_reasons
-from .manifest import manifest_text
+from .manifest import manifest_of
 from .output_file import write_output
 from .part import read_part_stats
 from .plan_file import load_plan, write_text
@@ -249,7 +246,7 @@ class RunFolder:
         with suppress(RunResubmitted):  # perhaps with another limit, which judges the next parts
             tell_end(self.state, self.plan, verdict)  # first: a run that is stopped tells nothing
             self.state.stop(verdict)
-            waiting = sorted(set(range(shards)) - self.state.parts().keys())
+            waiting = sorted(set(range(shards)).difference(part.shard for part in self.state.each_part()))
             ids = [shard_job_id(self.plan.run, shard) for shard in waiting]
             remove_waiting(self.state, verdict.submission, queue, ids)
 
@@ -271,7 +268,7 @@ class RunFolder:
         for stats in islice((each for each in found.values() if each.errors), MAX_PARTS):
             self._record_reasons(stats)
         count = self.state.amend_parts(found, gone, len(self.plan.shards))
-        count_anew(self.state.connection, run_key(self.plan.run), self.state.parts().values())
+        self.state.count_anew()
         list_in_index(self.state.connection, self.plan.run)
         return count.done >= len(self.plan.shards) and self._finish()
 
@@ -330,7 +327,7 @@ class RunFolder:
         while self._has_all_parts():
             end = self.state.end()
             if (self.has_success() or self._write_end()) and self.state.mark_finished(end):
-                count_anew(self.state.connection, run_key(self.plan.run), self.state.parts().values())
+                self.state.count_anew()
                 tell_end(self.state, self.plan)
                 # Also of whoever thawed after the end, and was killed while it wrote.
                 with suppress(RunError):  # a finished run may be read-only
@@ -358,11 +355,11 @@ class RunFolder:
                     return False
                 reasons = recorded_reasons(self.state.connection, self.plan.run)
                 parts = map(self.part_stats, range(len(self.plan.shards)))
-                text = manifest_text(self.plan, parts, reasons)
+                summary, text = manifest_of(self.plan, parts, reasons)
                 *outputs, report, manifest, _ = claims
                 if outputs and not write_output(self.storage, self.plan, outputs):
                     return False
-                if not self.storage.rewrite(report, report_html(json.loads(text)).encode()):
+                if not self.storage.rewrite(report, report_html(summary).encode()):
                     return False
                 if not self.storage.rewrite(manifest, text.encode()) or self.storage.stat(claims[-1]) is None:
                     return False  # a store brings a claim back that it writes anew, but not the mark's

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -14,7 +14,7 @@ from .key_types import key_types, wrong_types_told
 from .lock import transact
 from .part_stats import COUNTED, PartStats
 from .state_values import PartCount
-from .totals import PARTS, TOTALS, add_part
+from .totals import PARTS, TOTALS, add_part, store_totals
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -149,6 +149,22 @@ class RecordedParts:
             found: Any = self._redis.hmget(self._parts_key, [str(shard) for shard in shards])
         return _read({shard: each for shard, each in zip(shards, found, strict=True) if each is not None})
 
+    def each_part(self) -> Iterator[PartStats]:
+        """Yield the recorded parts, which are read a thousand at a time: those of a long run take many MiB at
+        once. One that is recorded meanwhile may not be among them."""
+        with self._told():
+            fields = cast("list[bytes]", self._redis.hkeys(self._parts_key))
+        shards = _shards(fields)
+        for start in range(0, len(shards), MAX_LOOKED):
+            yield from self.parts_of(shards[start : start + MAX_LOOKED]).values()
+
+    def count_anew(self) -> None:
+        """Store what all recorded parts have together in the run's hash.
+
+        A part that is recorded meanwhile may be missed or counted twice, until this is called again.
+        """
+        store_totals(self._redis, self._key, self.each_part())
+
     def look(self, running: Collection[int] = ()) -> SeenParts:
         """Return what the recorded parts tell at one look, which takes no longer for ever more of them.
 
@@ -163,7 +179,7 @@ class RecordedParts:
                 pipe.hkeys(self._parts_key)
                 pipe.hmget(self._key, PARTS, *TOTALS)
                 fields, totals = pipe.execute()
-        shards = {int(field) for field in fields if field.isdigit() and len(field) <= MAX_DIGITS}
+        shards = set(_shards(fields))
         known = [stored.count(stored.text(each or b"")) for each in totals]
         counted, *counts = [each for each in known if each is not None] or [0]
         if len(counts) < len(COUNTED) or abs(counted - len(shards)) > TOLERATED * len(shards):
@@ -188,6 +204,11 @@ def part_count(length: int, raw_total: bytes | None, failed: int) -> PartCount:
     """Return what the replies to `RecordedParts._count` say."""
     total = stored.count(stored.text(raw_total or b""))
     return PartCount(length if raw_total is None else length - 1, total, failed)
+
+
+def _shards(fields: Iterable[bytes]) -> list[int]:
+    """Return the shards among the fields of a record, whatever else was written there."""
+    return [int(field) for field in fields if field.isdigit() and len(field) <= MAX_DIGITS]
 
 
 def _latest(shards: Collection[int], running: Collection[int]) -> list[int]:

@@ -117,14 +117,17 @@ def _tell_of(
     asked_for: Any = state.connection.hmget(key, *ASKED_FOR)
     if not any(asked_for):
         return
-    parts = state.parts().values()
+    rows_done = errors = 0
+    for part in state.each_part():
+        rows_done += part.rows
+        errors += part.errors
     content = {
         "run": state.run,
         "state": word,
         "output": size["output"],
         "rows": size["rows"],
-        "rows_done": sum(part.rows for part in parts),
-        "errors": sum(part.errors for part in parts),
+        "rows_done": rows_done,
+        "errors": errors,
         "shards": size["shards"],
         "reason": reason,
     }

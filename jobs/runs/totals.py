@@ -90,11 +90,8 @@ def add_part(pipe: Pipeline, key: str, stats: PartStats) -> None:
         pipe.execute()
 
 
-def count_anew(connection: Redis, key: str, parts: Iterable[PartStats]) -> None:
-    """Store what all recorded parts have together in the run's hash at `key`.
-
-    A part that is recorded meanwhile may be missed or counted twice, until this is called again.
-    """
+def store_totals(connection: Redis, key: str, parts: Iterable[PartStats]) -> None:
+    """Store what all parts have together in the run's hash at `key`."""
     counts, spans, num_parts = dict.fromkeys(COUNTED, 0), [], 0
     for part in parts:
         num_parts += 1

@@ -10,12 +10,11 @@ from dataclasses import replace
 from redis import Redis
 from rq.job import JobStatus
 
-from jobs.common.keys import run_key, run_parts_key
+from jobs.common.keys import run_parts_key
 from jobs.runs.control import cancel_run
 from jobs.runs.names import PLAN
 from jobs.runs.snapshot import read_snapshot
 from jobs.runs.state import RunState
-from jobs.runs.totals import count_anew
 from jobs.watch.runs import list_runs, list_shards, read_run
 from ops.load.raw_jobs import enqueue_raw, job_ids
 from ops.load.redis_usage import Usage, look, memory_bytes, since
@@ -129,7 +128,7 @@ def _done_but_for_a_tenth(redis: Redis, run: str, shards: int) -> None:
     for start in range(0, len(done), 1000):
         found = {shard: replace(known, shard=shard) for shard in done[start : start + 1000]}
         state.amend_parts(found, {}, shards)
-    count_anew(redis, run_key(run), state.parts().values())
+    state.count_anew()
 
 
 def _timed(redis: Redis, work: Callable[[], object]) -> Usage:

@@ -17,7 +17,7 @@ from jobs.context import JobContext
 from jobs.errors import RunKeyDamaged, UnknownRun
 from jobs.runs.reasons import MAX_EXAMPLES, Reasons
 from jobs.runs.run_index import list_in_index
-from jobs.runs.totals import count_anew
+from jobs.runs.totals import store_totals
 from jobs.watch.runs import list_runs, list_shards, read_run
 from tests.jobs.answering import fail, queued_jobs, run_task, score_parquet, shout, work_off
 from tests.jobs.conftest import Invoke
@@ -140,7 +140,7 @@ def test_the_rates_of_a_finished_run_are_those_of_all_its_submissions_without_th
     facts = {"output": "/out", "queue": "bulk", "rows": 20, "shards": 2, "finished": 1}
     extension = {"judged_rows": 10, "judged_tokens": 0, "began_at": 1000, "ended_at": 1010}
     redis.hset(run_key(run), mapping={**facts, **extension})
-    count_anew(redis, run_key(run), [later, first])
+    store_totals(redis, run_key(run), [later, first])
     list_in_index(redis, run)
     for found in (list_runs(redis)[0], read_run(redis, run).summary):
         assert (found.worked_s, found.rows_per_s, found.tokens_per_s) == (20.0, 1.0, 2.0)
