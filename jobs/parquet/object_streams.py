@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pyarrow as pa
 
-#: Read at once, and how many such pieces an open object keeps: readers of columns go through several places.
-BLOCK_BYTES, MAX_BLOCKS = 1 << 18, 16
+#: Read at once, and how many such pieces an open object keeps, at first and at most: who reads columns goes
+#: through as many places.
+BLOCK_BYTES, MIN_BLOCKS, MAX_BLOCKS = 1 << 18, 4, 16
 
 #: Uploaded at once; a smaller object goes in one request. A store takes at most 10,000 such parts of one.
 CHUNK_BYTES = 8 << 20
@@ -20,7 +21,11 @@ _POLL_S = 0.5
 
 
 class ObjectReader:
-    """What pyarrow needs of a Python file that it reads. It takes MAX_BLOCKS blocks of memory."""
+    """What pyarrow needs of a Python file that it reads.
+
+    It takes MIN_BLOCKS blocks of memory, and up to MAX_BLOCKS where one is read again soon after it was let
+    go of.
+    """
 
     closed = False
 
@@ -28,6 +33,7 @@ class ObjectReader:
         """fetch: returns the bytes from one place to another. size: of the object."""
         self._fetch, self._size, self._place = fetch, size, 0
         self._blocks: OrderedDict[int, bytes] = OrderedDict()
+        self._room, self._let_go = MIN_BLOCKS, deque[int](maxlen=MAX_BLOCKS)
 
     def read(self, size: int | None = None) -> bytes:
         """Return so many bytes, fewer only at the object's end."""
@@ -58,8 +64,11 @@ class ObjectReader:
         if number in self._blocks:
             self._blocks.move_to_end(number)
         else:
-            if len(self._blocks) == MAX_BLOCKS:
-                self._blocks.popitem(last=False)
+            if number in self._let_go:
+                self._room = min(2 * self._room, MAX_BLOCKS)
+                self._let_go.clear()
+            if len(self._blocks) >= self._room:
+                self._let_go.append(self._blocks.popitem(last=False)[0])
             start = number * BLOCK_BYTES
             self._blocks[number] = self._fetch(start, min(self._size, start + BLOCK_BYTES))
         return self._blocks[number]
