@@ -61,6 +61,12 @@ def test_who_reads_many_columns_comes_to_keep_a_block_of_each() -> None:
     assert 0 < again <= 2 * 12, "until there is room for all of them"
 
 
+def test_no_more_columns_are_provided_for_than_the_bound() -> None:
+    source = Source()
+    source.read_through(20)
+    assert source.most_kept == MAX_BLOCKS
+
+
 @given(st.lists(st.tuples(st.integers(0, len(CONTENTS)), st.integers(0, 3 * BLOCK)), max_size=60))
 def test_any_reads_give_what_is_there_and_keep_no_more_than_the_bound(reads: list[tuple[int, int]]) -> None:
     source = Source()
