@@ -17,6 +17,7 @@ from jobs.context import JobContext
 from jobs.context.checks.processes import Checks
 from tests.jobs.answering import MODEL
 from tests.jobs.checking import DIES, FUNCTION, HANGS, LIMIT_S, NOTHING, RAISES, TELLS
+from tests.jobs.growing_runs import GrowingRun, MakeContext
 
 Invoke = Callable[..., click.testing.Result]
 
@@ -46,6 +47,11 @@ def make_context(redis: Redis, tmp_path: Path) -> Callable[[], JobContext]:
 @pytest.fixture
 def context(make_context: Callable[[], JobContext]) -> JobContext:
     return make_context()
+
+
+@pytest.fixture
+def growing(redis: Redis, make_context: MakeContext, tmp_path: Path) -> GrowingRun:
+    return GrowingRun(redis, make_context, tmp_path)
 
 
 @pytest.fixture(scope="module")
