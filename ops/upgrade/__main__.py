@@ -44,7 +44,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--from", dest="commit", default=OLDEST, help=f"default: {OLDEST}")
-    parser.add_argument("--rows", type=int, default=240, help="of each run")
+    parser.add_argument("--rows", type=int, default=3000, help="of each run; default: %(default)s")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="u"))
     try:

@@ -137,7 +137,15 @@ class Passage:
         worker.process.wait(timeout=60)
 
     def _kill(self, worker: Worker) -> None:
-        self._await(lambda: (sample := self._fleet.sample(worker)) and sample.jobs_held)
+        """Kill a worker while it holds a job. Raises RuntimeError where no work is left for it."""
+
+        def is_at_work() -> bool:
+            if self._share() == 1.0:
+                raise RuntimeError(f"the runs were done before {worker.name} could be killed: give more --rows")
+            sample = self._fleet.sample(worker)
+            return sample is not None and sample.jobs_held > 0
+
+        self._await(is_at_work)
         worker.must_exit = -signal.SIGKILL
         worker.process.kill()
         worker.process.wait()
