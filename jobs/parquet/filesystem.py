@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -58,6 +58,11 @@ class Filesystem(ABC):
     @abstractmethod
     def scan(self, folder: str) -> AbstractContextManager[Iterator[Entry]]:
         """Lend what a folder holds, in any order, read from it little by little."""
+
+    def names(self, folder: str) -> Collection[str]:
+        """Return the names in a folder, which may be many."""
+        with self.scan(folder) as entries:
+            return [entry.name for entry in entries]
 
     @abstractmethod
     def written_at(self, folder: str) -> dict[str, int]:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import obstore
 import pyarrow as pa
+from obstore.exceptions import BaseError
 
 from ..context import never_interrupted
 from ..errors import InputNotFound, PathOutsideRoots
@@ -34,6 +35,9 @@ MAX_COPY_BYTES = 5 << 30
 
 #: Chunks of one object that are on their way at a time.
 _CONCURRENCY = 2
+
+#: Objects that a listing tells of at a time; and those below a folder that it passes over to list the folder.
+_LISTED, _MAX_BELOW = 1000, 20_000
 
 #: The buckets that have shown that they keep what is there. Shared by all threads.
 _fit: set[tuple[str, str]] = set()
@@ -87,6 +91,13 @@ class ObjectFiles(Filesystem):
         entries = [*(Entry(name, True, False) for name in folders)]
         entries += (Entry(name, False, False) for name in files - folders)
         yield iter(entries)
+
+    def names(self, folder: str) -> Collection[str]:
+        """Return the names in a prefix, listed in pieces: what a store tells of ten thousand parts takes 10
+        MiB at once. Only a listing of all that is below comes so: where that is much, or cannot be told, the
+        other kind is made."""
+        names = _names_in(*self._place(folder))
+        return super().names(folder) if names is None else names
 
     def written_at(self, folder: str) -> dict[str, int]:
         """Return when each object of a prefix was written, by one listing."""
@@ -239,6 +250,24 @@ class ObjectFiles(Filesystem):
 
 def _nanoseconds(found: Any) -> int:
     return int(found["last_modified"].timestamp() * 1e9)
+
+
+def _names_in(store: Any, key: str) -> set[str] | None:
+    """Return the names in a prefix; None where they must be listed at once: where more is in its folders than
+    is to be listed, an object's path is one that obstore does not take, such as `a//b`, or the store does not
+    serve at first."""
+    start, names, below = len(key) + 1 if key else 0, set(), 0
+    with suppress(BaseError, FileNotFoundError):
+        for found in obstore.list(store, key or None, chunk_size=_LISTED):
+            for each in found:
+                name, _, rest = each["path"][start:].partition("/")
+                if name:  # else it stands for the folder itself, as consoles make one
+                    names.add(name)
+                below += rest != ""
+            if below > _MAX_BELOW:
+                return None
+        return names
+    return None
 
 
 def _first_below(store: Any, key: str) -> Any:

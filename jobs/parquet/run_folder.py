@@ -372,10 +372,11 @@ class RunFolder:
 
     def _remove_leftovers(self) -> None:
         """Remove the temporary files of all executions; one that still runs finds its part there."""
-        paths = [self.path(name) for name in self.storage.names(self._path)]
+        self._delete_leftovers(self._path, self.storage.names(self._path))
         if self._parts_path != self._path:
-            paths += [os.path.join(self._parts_path, name) for name in self._names_of_parts()]
-        for path in paths:
-            if os.path.basename(path).startswith(TEMPORARY_PREFIX):
-                with writing(path):
-                    self.storage.delete(path)
+            self._delete_leftovers(self._parts_path, self._names_of_parts())
+
+    def _delete_leftovers(self, folder: str, names: Iterable[str]) -> None:
+        for path in (os.path.join(folder, name) for name in names if name.startswith(TEMPORARY_PREFIX)):
+            with writing(path):
+                self.storage.delete(path)

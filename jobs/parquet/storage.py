@@ -95,8 +95,7 @@ class Storage:
 
     def names(self, folder: str) -> list[str]:
         """Return the sorted names in a folder."""
-        with self.scan(folder) as entries:
-            return sorted(entry.name for entry in entries)
+        return sorted(self._of(folder).names(folder))
 
     def scan(self, folder: str) -> AbstractContextManager[Iterator[Entry]]:
         return self._of(folder).scan(folder)

@@ -141,7 +141,9 @@ class Passage:
 
         def is_at_work() -> bool:
             if self._share() == 1.0:
-                raise RuntimeError(f"the runs were done before {worker.name} could be killed: give more --rows")
+                raise RuntimeError(
+                    f"the runs were done before {worker.name} could be killed: give more --rows"
+                )
             sample = self._fleet.sample(worker)
             return sample is not None and sample.jobs_held > 0
 

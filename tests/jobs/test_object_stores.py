@@ -397,6 +397,38 @@ def test_an_object_is_read_in_few_pieces_and_little_memory(
         assert proxy.requests - before == 22
 
 
+@pytest.mark.parametrize(
+    ("most_below", "more", "in_pieces"),
+    [(100, "sub2/g", True), (1, "sub2/g", False), (100, "sub2//g", False)],
+    ids=["all of it", "much in folders", "a path that obstore does not take"],
+)
+def test_the_names_in_a_prefix_are_those_of_its_objects_and_folders(
+    s3: S3,
+    context: JobContext,
+    monkeypatch: pytest.MonkeyPatch,
+    most_below: int,
+    more: str,
+    in_pieces: bool,
+) -> None:
+    """They are listed in pieces where that is possible."""
+    monkeypatch.setattr(object_files, "_LISTED", 2)
+    monkeypatch.setattr(object_files, "_MAX_BELOW", most_below)
+    storage = Storage.of(context)
+    assert storage.names(f"{ROOT}/out") == []
+    for name in ("", "b", "a", "sub/c", "sub/d/e", "sub2/f", "a b%2Fc", more):
+        s3.put(f"data/out/{name}", b"x")
+    s3.put("data/outer", b"x")
+    with storage.scan(f"{ROOT}/out") as entries:
+        expected = sorted(entry.name for entry in entries)
+    assert {"a", "b", "sub", "sub2"} <= set(expected)
+    listed, list_at_once = [], obstore.list_with_delimiter
+    monkeypatch.setattr(
+        obstore, "list_with_delimiter", lambda *args: listed.append(args) or list_at_once(*args)
+    )
+    assert storage.names(f"{ROOT}/out") == expected
+    assert (listed == []) is in_pieces
+
+
 def test_an_object_that_is_replaced_while_it_is_read_is_told(s3: S3, context: JobContext) -> None:
     s3.put("data/file", b"a" * (3 << 20))
     with Storage.of(context).open_input(f"{ROOT}/file") as file:
