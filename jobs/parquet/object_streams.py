@@ -12,7 +12,7 @@ import pyarrow as pa
 
 #: Read at once, and how many such pieces an open object keeps, at first and at most: who reads columns goes
 #: through as many places.
-BLOCK_BYTES, MIN_BLOCKS, MAX_BLOCKS = 1 << 18, 4, 16
+BLOCK_BYTES, MIN_BLOCKS, MAX_BLOCKS = 1 << 18, 2, 16
 
 #: Uploaded at once; a smaller object goes in one request. A store takes at most 10,000 such parts of one.
 CHUNK_BYTES = 8 << 20

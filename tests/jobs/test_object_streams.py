@@ -63,7 +63,7 @@ def test_who_reads_many_columns_comes_to_keep_a_block_of_each() -> None:
 
 def test_no_more_columns_are_provided_for_than_the_bound() -> None:
     source = Source()
-    source.read_through(20)
+    source.read_through(17)
     assert source.most_kept == MAX_BLOCKS
 
 
