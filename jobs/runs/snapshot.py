@@ -136,11 +136,12 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     seen = _read_queue(connection, facts["queue"], run, plan_job)
     parts = state.look(seen.started)  # afterwards: what ends in between is done, and not nowhere
     running = {shard for shard in seen.started if shard not in parts.shards}
-    failed = tuple(
-        shard_job_id(run, shard) for shard in sorted(seen.failed.difference(parts.shards, running))
-    )
-    progress = read_progress(connection, [shard_job_id(run, shard) for shard in running])
     shards, rows = stored.count(facts.get("shards")), stored.count(facts.get("rows"))
+    # A failed job of a shard with a part was another execution's; or it failed to end a run that is whole.
+    is_unended = len(parts.shards) >= (shards or 1) and "finished" not in facts and not seen.started
+    done = frozenset() if is_unended else parts.shards
+    failed = tuple(shard_job_id(run, shard) for shard in sorted(seen.failed.difference(done, running)))
+    progress = read_progress(connection, [shard_job_id(run, shard) for shard in running])
     rows_done = sum(each.rows for each in progress) + parts.counts["rows"]
     under_way = dict(zip(running, progress, strict=True))
     silent = silent_workers(connection, (each.worker for each in progress))

@@ -15,6 +15,11 @@ class PartCount:
     failed: int = 0
 
     @property
+    def is_whole(self) -> bool:
+        """Whether each shard has a part."""
+        return self.total is not None and self.done >= self.total
+
+    @property
     def has_failed(self) -> bool:
         """Whether nothing is left to run, and some of it has failed."""
         return self.total is not None and self.failed > 0 and self.done + self.failed >= self.total

@@ -81,7 +81,12 @@ def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> Non
         if not facts.keys() & set(ASKED_FOR):
             return
         if shard is not None:
-            tell_shards_failed(state, state.record_failed(shard), f", the last one: {error}")
+            count = state.record_failed(shard)
+            if not count.is_whole:
+                tell_shards_failed(state, count, f", the last one: {error}")
+            elif not state.end().finished:
+                reason = f"all {count.total} parts are there, and the run's end is not: {error}"
+                _tell_of(state, state.submission(), "failed", reason, _size(facts))
         elif facts.get("plan_job") == job_id:
             state.check_held()
             _tell_of(state, state.submission(), "failed", f"its planning failed: {error}", _size(facts))

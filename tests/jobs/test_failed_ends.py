@@ -17,12 +17,14 @@ from rq.job import Job
 from jobs.common.keys import run_failed_key, run_key
 from jobs.common.rq_jobs import executions_key
 from jobs.context import JobContext, Lease
-from jobs.errors import RunKeyDamaged
+from jobs.errors import OutputNotWritable, RunKeyDamaged
 from jobs.runs.control import submit_run
+from jobs.runs.end_calls import TOLD
 from jobs.runs.names import plan_job_id, shard_job_id
 from jobs.runs.state import RunState
 from jobs.runs.told_end import tell_failed, tells_of
 from tests.forking import ForkedWorkers
+from tests.jobs.answering import fail as write_failure
 from tests.jobs.answering import queued_jobs, run_task, work_off
 from tests.jobs.conftest import Invoke
 from tests.rq_workers import Workers, wait_until
@@ -192,6 +194,41 @@ def test_a_shard_that_has_a_part_is_not_counted_as_failed(
     for shard in (0, 1):
         fail(redis, shard_job_id(planned, shard))
     assert told(redis) == []
+
+
+def test_a_run_whose_end_cannot_be_written_is_told_and_shown_as_failed_with_the_reason(
+    redis: Redis, invoke: Invoke, make_context: MakeContext, planned: str, tmp_path: Path
+) -> None:
+    (tmp_path / "out" / "_manifest.json").mkdir()
+    first, second, third = (shard_job_id(planned, shard) for shard in range(3))
+    succeed(redis, make_context, first)
+    succeed(redis, make_context, second)
+    assert f"run {planned}: running" in invoke("status", planned).stdout
+    (job,) = [job for job in queued_jobs(redis) if job.id == third]
+    with pytest.raises(OutputNotWritable) as caught:
+        succeed(redis, make_context, third)
+    redis.lrem("rq:queue:bulk", 1, third)
+    error = f"{type(caught.value).__name__}: {caught.value}"
+    for _ in range(2):
+        fail(redis, third, error)
+    write_failure(redis, job, error)
+    (content,) = told(redis)
+    assert (content["state"], content["rows_done"]) == ("failed", 3)
+    assert content["reason"] == f"all 3 parts are there, and the run's end is not: {error}"
+    redis.delete("rq:queue:bulk", executions_key(third))
+    shown = invoke("status", planned)
+    assert f"run {planned}: failed" in shown.stdout
+    assert f"{third}: {error.splitlines()[0]}" in shown.stderr
+    (tmp_path / "out" / "_manifest.json").rmdir()
+    submit(redis, invoke, make_context, tmp_path / "in.parquet", tmp_path / "out")
+    assert [each["state"] for each in told(redis)] == ["finished"]
+    write_failure(redis, job, error)
+    shown = invoke("status", planned)
+    assert f"run {planned}: finished" in shown.stdout
+    assert third not in shown.stderr
+    redis.hdel(run_key(planned), TOLD)
+    fail(redis, third, error)
+    assert [each["state"] for each in told(redis)] == ["finished"], "it has finished, whoever fails now"
 
 
 def test_a_shard_ends_where_redis_has_lost_whom_to_tell_that_others_failed(
