@@ -18,7 +18,7 @@ from typing import Any
 
 import obstore
 import pyarrow as pa
-from obstore.exceptions import BaseError
+from obstore.exceptions import InvalidPathError
 
 from ..context import never_interrupted
 from ..errors import InputNotFound, PathOutsideRoots
@@ -96,7 +96,8 @@ class ObjectFiles(Filesystem):
         """Return the names in a prefix, listed in pieces: what a store tells of ten thousand parts takes 10
         MiB at once. Only a listing of all that is below comes so: where that is much, or cannot be told, the
         other kind is made."""
-        names = _names_in(*self._place(folder))
+        store, key = self._place(folder)
+        names = self._make(folder, lambda: _names_in(store, key))
         return super().names(folder) if names is None else names
 
     def written_at(self, folder: str) -> dict[str, int]:
@@ -254,10 +255,9 @@ def _nanoseconds(found: Any) -> int:
 
 def _names_in(store: Any, key: str) -> set[str] | None:
     """Return the names in a prefix; None where they must be listed at once: where more is in its folders than
-    is to be listed, an object's path is one that obstore does not take, such as `a//b`, or the store does not
-    serve at first."""
+    is to be listed, or an object's path is one that obstore does not take, such as `a//b`."""
     start, names, below = len(key) + 1 if key else 0, set(), 0
-    with suppress(BaseError, FileNotFoundError):
+    with suppress(InvalidPathError):
         for found in obstore.list(store, key or None, chunk_size=_LISTED):
             for each in found:
                 name, _, rest = each["path"][start:].partition("/")

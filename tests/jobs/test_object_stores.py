@@ -429,6 +429,40 @@ def test_the_names_in_a_prefix_are_those_of_its_objects_and_folders(
     assert (listed == []) is in_pieces
 
 
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [("403", store_errors.StoreRefused), ("503", store_errors.StoreUnreachable)],
+)
+def test_names_that_a_store_does_not_tell_are_asked_for_no_longer_than_anything_else(
+    s3: S3,
+    proxy: FaultyProxy,
+    context: JobContext,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Fault,
+    error: type[Exception],
+) -> None:
+    """The other kind of listing, for what cannot be told in pieces, would have its own time."""
+    listed: list[Any] = []
+    monkeypatch.setattr(obstore, "list_with_delimiter", lambda *args: listed.append(args))
+    proxy.choose = failing(fault, 10**6)
+    with pytest.raises(error):
+        Storage.of(replace(context, file_timeout_s=0.5)).names(f"{ROOT}/out")
+    assert listed == []
+
+
+def test_names_are_not_asked_for_once_a_job_is_interrupted(s3: S3, context: JobContext) -> None:
+    def interrupted() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        Storage.of(replace(context, check_interrupted=interrupted)).names(f"{ROOT}/out")
+
+
+def test_a_folder_whose_name_no_store_takes_is_refused_by_name(s3: S3, context: JobContext) -> None:
+    with pytest.raises(store_errors.StoreRefused, match="illegal character"):
+        Storage.of(context).names(f"{ROOT}/a\tb")
+
+
 def test_an_object_that_is_replaced_while_it_is_read_is_told(s3: S3, context: JobContext) -> None:
     s3.put("data/file", b"a" * (3 << 20))
     with Storage.of(context).open_input(f"{ROOT}/file") as file:

@@ -153,8 +153,8 @@ def test_a_file_that_opens_slowly_costs_its_place_and_no_other_file_of_its_lane(
 
 
 def test_files_whose_parts_wait_to_be_written_keep_further_ones_in_the_queue() -> None:
-    """As many as may be opened at once, and a batch of rows: fewer would stop the engine after small shards
-    that end together."""
+    """As many as may be opened at once, and a batch of requests: fewer would stop the engine after small
+    shards that end together."""
     packer = Packer(2, SLOTS, PREFETCH, 4, 2)
     answered = [job(number, 0, [1] * 3, length=3) for number in range(3)]
     for each in answered:
@@ -163,17 +163,29 @@ def test_files_whose_parts_wait_to_be_written_keep_further_ones_in_the_queue() -
         assert len(list(packer.pull())) == 3
         packer.delivered(each, 3)
         packer.finishing(each)
-    assert packer.claimable_files(0) == packer.claimable_files(1) == 0, "9 rows of 3 files"
+    assert packer.claimable_files(0) == packer.claimable_files(1) == 0, "9 requests of 3 files"
     assert packer.claim_room(0) > 0, "prompts are claimed all the same"
     packer.finished(answered[0])
-    assert packer.claimable_files(0) == 2, "6 rows are less than a batch"
+    assert packer.claimable_files(0) == 2, "6 requests are less than a batch"
     large = job(3, 0, [1] * SLOTS, length=SLOTS)
     packer.stream(large)
     list(packer.pull())
     packer.finished(answered[1])
     packer.finished(answered[2])
     packer.finishing(large)
-    assert packer.claimable_files(0) == 2, "one file, however many rows it has"
+    assert packer.claimable_files(0) == 2, "one file, however large"
+
+
+def test_files_none_of_whose_rows_needs_the_engine_keep_further_ones_in_the_queue_too() -> None:
+    """Rows without a prompt, or whose answers other shards have: their parts wait all the same."""
+    packer = Packer(1, SLOTS, PREFETCH, 4, 2)
+    answered = [job(number, 0, [], length=0) for number in range(SLOTS)]
+    for each in answered:
+        assert packer.claimable_files(0) == 2
+        packer.finishing(each)
+    assert packer.claimable_files(0) == 0
+    packer.finished(answered[0])
+    assert packer.claimable_files(0) == 2
 
 
 def test_a_worker_with_a_full_reserve_leaves_the_other_prompts_to_others() -> None:

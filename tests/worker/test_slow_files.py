@@ -248,7 +248,7 @@ def test_parts_that_wait_to_be_written_keep_further_files_away_until_one_is(file
     for _ in range(MAX_OPENING):
         assert files.packer.claimable_files(0) == MAX_OPENING
         job = files.job(result=hang)
-        job.next_index = 8  # a batch of rows
+        job.next_index = 8  # a batch of requests
         files.files.finish(job, files.note)
     assert files.packer.claimable_files(0) == 0
     hang.let_go(1)

@@ -97,10 +97,10 @@ class Packer:
     @property
     def _is_behind(self) -> bool:
         """Whether parts are written more slowly than they are answered: as many wait as files may be opened
-        at once, and one batch of rows at least. Further ones would fill the memory, and are for workers
-        whose disk is faster."""
-        num_rows = sum(job.next_index for job in self._finishing)
-        return len(self._finishing) >= self._max_files and num_rows >= self._slots
+        at once, and one batch of requests at least. Further ones would fill the memory, and are for workers
+        whose disk is faster. A file counts as one request where none of its rows needed any."""
+        num_requests = sum(max(1, job.next_index) for job in self._finishing)
+        return len(self._finishing) >= self._max_files and num_requests >= self._slots
 
     def claimable_files(self, lane: int) -> int:
         """How many files the lane may claim now: none while one opens whose size is not known.
