@@ -5,8 +5,8 @@ are enqueued before the shard's job ends that ended the run, in one transaction 
 that was killed in between the shard runs again, which enqueues them. A cancel enqueues them last; one that
 did not come through does when it is repeated. A job may run twice, as any may whose worker dies.
 
-It is told, too, that a submission has failed: its planning has, or what is left of its shards. Enqueued again
-by hand, these may finish the run yet, which is told as any end is.
+It is told, too, that a submission has failed: its planning has, or what is left of its shards, or whoever was
+to write its end. Enqueued again by hand, these may finish the run yet, which is told as any end is.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click.testing
 import pyarrow as pa
@@ -18,6 +19,9 @@ from jobs.context.checks.processes import Checks
 from tests.jobs.answering import MODEL
 from tests.jobs.checking import DIES, FUNCTION, HANGS, LIMIT_S, NOTHING, RAISES, TELLS
 from tests.jobs.growing_runs import GrowingRun, MakeContext
+
+if TYPE_CHECKING:
+    from tests.jobs.s3_server import S3, FaultyProxy
 
 Invoke = Callable[..., click.testing.Result]
 
@@ -52,6 +56,39 @@ def context(make_context: Callable[[], JobContext]) -> JobContext:
 @pytest.fixture
 def growing(redis: Redis, make_context: MakeContext, tmp_path: Path) -> GrowingRun:
     return GrowingRun(redis, make_context, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3]:
+    """A store that speaks the protocol of S3."""
+    from tests.jobs.s3_server import running_s3
+
+    with running_s3() as s3:
+        yield s3
+
+
+@pytest.fixture
+def s3(server: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
+    """The store, empty, and named by the environment."""
+    from jobs.parquet import object_requests
+    from tests.jobs.s3_server import use_environment
+
+    use_environment(monkeypatch, server.environment())
+    monkeypatch.setattr(object_requests, "FIRST_WAIT_S", 0.02)
+    object_requests.opened_store.cache_clear()
+    server.empty()
+    return server
+
+
+@pytest.fixture
+def proxy(s3: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """Between the store and whoever goes by the environment."""
+    from tests.jobs.s3_server import FaultyProxy, use_environment
+
+    found = FaultyProxy(s3.url)
+    use_environment(monkeypatch, s3.environment(found.url))
+    yield found
+    found.close()
 
 
 @pytest.fixture(scope="module")

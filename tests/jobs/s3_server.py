@@ -204,3 +204,16 @@ def use_environment(patch: pytest.MonkeyPatch, environment: dict[str, str]) -> N
         patch.delenv(name)
     for name, value in environment.items():
         patch.setenv(name, value)
+
+
+def failing(fault: Fault, times: int, method: str = "", path: str = "") -> Callable[[str, str], Fault | None]:
+    """Return what a FaultyProxy chooses that fails so many requests of a kind."""
+    left = [times]
+
+    def choose(asked: str, where: str) -> Fault | None:
+        if left[0] and method in asked and path in where:
+            left[0] -= 1
+            return fault
+        return None
+
+    return choose

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 from redis import Redis
+from rq.job import Job
 
 from jobs.context import JobContext
 from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.storage import Storage
 from jobs.runs.spec import RunSpec
+from jobs.tasks import OpenTask
 from tests.jobs.answering import (
     feed,
     opened_task,
@@ -50,14 +52,20 @@ def test_no_kill_of_who_plans_the_first_rows_of_a_run_loses_one(
     assert step > 40
 
 
-def test_who_ends_the_last_shard_of_before_does_not_end_a_run_that_has_gained_some(
-    growing: GrowingRun,
-) -> None:
+def answered_shard(growing: GrowingRun) -> tuple[Job, OpenTask]:
+    """Return the job of a run's one shard, and its task with all answers."""
     growing.parquet("a.parquet", 1)
     growing.submit()
     (job,) = queued_jobs(growing.redis)
-    frozen = opened_task(growing.make_context(), job.func_name, job.args, job.kwargs)
-    feed(frozen)
+    task = opened_task(growing.make_context(), job.func_name, job.args, job.kwargs)
+    feed(task)
+    return job, task
+
+
+def test_who_ends_the_last_shard_of_before_does_not_end_a_run_that_has_gained_some(
+    growing: GrowingRun,
+) -> None:
+    job, frozen = answered_shard(growing)
     before = frozen._folder.plan  # type: ignore[attr-defined]
     growing.parquet("b.parquet", 2)
     growing.submit(extend=True)
@@ -74,11 +82,7 @@ def test_who_ends_the_last_shard_of_before_does_not_end_a_run_that_has_gained_so
 def test_who_writes_the_end_while_the_run_is_extended_puts_none_in_place(
     growing: GrowingRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    growing.parquet("a.parquet", 1)
-    growing.submit()
-    (job,) = queued_jobs(growing.redis)
-    frozen = opened_task(growing.make_context(), job.func_name, job.args, job.kwargs)
-    feed(frozen)
+    job, frozen = answered_shard(growing)
     folder = frozen._folder  # type: ignore[attr-defined]
     looked = folder._has_all_parts
 

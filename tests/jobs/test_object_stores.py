@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import obstore
 import jobs as tokenmill
 from jobs import errors
 from jobs.context import JobContext
-from jobs.parquet import object_files, object_requests, object_streams, store_errors
+from jobs.parquet import object_files, store_errors
 from jobs.parquet.find_files import find_files
 from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.storage import Storage
@@ -34,24 +33,9 @@ from jobs.runs.spec import RunSpec
 from jobs.runs.state import RunState
 from tests.jobs.answering import queued_jobs, refuse, score_parquet, shout, work_off
 from tests.jobs.conftest import Invoke
-from tests.jobs.s3_server import BUCKET, S3, Fault, FaultyProxy, running_s3, use_environment
+from tests.jobs.s3_server import BUCKET, S3, Fault, FaultyProxy, failing
 from tests.jobs.stored_runs import ROOT, MakeContext, in_store, rows, run_all, spec_of, whole_run
 from tests.jobs.test_kills import finish, open_work
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3]:
-    with running_s3() as s3:
-        yield s3
-
-
-@pytest.fixture
-def s3(server: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
-    use_environment(monkeypatch, server.environment())
-    monkeypatch.setattr(object_requests, "FIRST_WAIT_S", 0.02)
-    object_requests.opened_store.cache_clear()
-    server.empty()
-    return server
 
 
 def put_rows(s3: S3, key: str, table: pa.Table) -> None:
@@ -95,14 +79,6 @@ def test_commands_read_a_run_in_a_store_and_it_may_be_extended(
     assert "no" in result.stdout
     assert "no keys" in result.stderr
     assert "no keys" in invoke("tail", run).stderr
-
-
-@pytest.fixture
-def proxy(s3: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    found = FaultyProxy(s3.url)
-    use_environment(monkeypatch, s3.environment(found.url))
-    yield found
-    found.close()
 
 
 @pytest.fixture
@@ -284,18 +260,6 @@ def test_an_input_that_was_replaced_is_told_and_one_that_was_put_again_is_not(
         open_work(context, spec, 1, storage)
 
 
-def failing(fault: Fault, times: int, method: str = "", path: str = "") -> Callable[[str, str], Fault | None]:
-    left = [times]
-
-    def choose(asked: str, where: str) -> Fault | None:
-        if left[0] and method in asked and path in where:
-            left[0] -= 1
-            return fault
-        return None
-
-    return choose
-
-
 @pytest.mark.parametrize("fault", ["503", "cut", "lost"])
 def test_a_store_that_fails_for_moments_costs_nothing(
     s3: S3, proxy: FaultyProxy, context: JobContext, fault: Fault
@@ -356,123 +320,6 @@ def test_a_store_that_overwrites_what_is_there_is_refused(
     with pytest.raises(store_errors.StoreUnfit, match="If-None-Match"):
         plan_run(context, Storage.of(context), spec_of(f"{ROOT}/in.parquet"), Submission("bulk"))
     assert s3.names("data/out") == []
-
-
-def test_nothing_is_left_of_an_object_whose_writing_fails(
-    s3: S3, context: JobContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(object_streams, "CHUNK_BYTES", 5 << 20)
-    storage, path = Storage.of(context), f"{ROOT}/large"
-
-    def fail() -> None:
-        with storage.open_output(path) as sink:
-            for _ in range(4):
-                sink.write(b"x" * (4 << 20))
-            assert s3.uploads() == ["data/large"]
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert (s3.names(), s3.uploads()) == ([], [])
-    with storage.open_output(path) as sink:
-        for letter in b"abcd":
-            sink.write(bytes([letter]) * (4 << 20))
-    assert s3.get("data/large") == b"".join(bytes([letter]) * (4 << 20) for letter in b"abcd")
-    assert s3.uploads() == []
-
-
-def test_an_object_is_read_in_few_pieces_and_little_memory(
-    s3: S3, proxy: FaultyProxy, context: JobContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(object_streams, "BLOCK_BYTES", 1000)
-    contents = bytes(n % 251 for n in range(20_500))
-    s3.put("data/file", contents)
-    with Storage.of(context).open_input(f"{ROOT}/file") as file:
-        assert file.size() == 20_500
-        before = proxy.requests
-        assert b"".join(iter(lambda: file.read(100), b"")) == contents
-        assert proxy.requests - before == 21
-        assert file.read_at(30, 20_490) == contents[20_490:]
-        assert file.read_at(5000, 600) == contents[600:5600]
-        assert proxy.requests - before == 22
-
-
-@pytest.mark.parametrize(
-    ("most_below", "more", "in_pieces"),
-    [(100, "sub2/g", True), (1, "sub2/g", False), (100, "sub2//g", False)],
-    ids=["all of it", "much in folders", "a path that obstore does not take"],
-)
-def test_the_names_in_a_prefix_are_those_of_its_objects_and_folders(
-    s3: S3,
-    context: JobContext,
-    monkeypatch: pytest.MonkeyPatch,
-    most_below: int,
-    more: str,
-    in_pieces: bool,
-) -> None:
-    """They are listed in pieces where that is possible."""
-    monkeypatch.setattr(object_files, "_LISTED", 2)
-    monkeypatch.setattr(object_files, "_MAX_BELOW", most_below)
-    storage = Storage.of(context)
-    assert storage.names(f"{ROOT}/out") == []
-    for name in ("", "b", "a", "sub/c", "sub/d/e", "sub2/f", "a b%2Fc", more):
-        s3.put(f"data/out/{name}", b"x")
-    s3.put("data/outer", b"x")
-    with storage.scan(f"{ROOT}/out") as entries:
-        expected = sorted(entry.name for entry in entries)
-    assert {"a", "b", "sub", "sub2"} <= set(expected)
-    listed, list_at_once = [], obstore.list_with_delimiter
-    monkeypatch.setattr(
-        obstore, "list_with_delimiter", lambda *args: listed.append(args) or list_at_once(*args)
-    )
-    assert storage.names(f"{ROOT}/out") == expected
-    assert (listed == []) is in_pieces
-
-
-@pytest.mark.parametrize(
-    ("fault", "error"),
-    [("403", store_errors.StoreRefused), ("503", store_errors.StoreUnreachable)],
-)
-def test_names_that_a_store_does_not_tell_are_asked_for_no_longer_than_anything_else(
-    s3: S3,
-    proxy: FaultyProxy,
-    context: JobContext,
-    monkeypatch: pytest.MonkeyPatch,
-    fault: Fault,
-    error: type[Exception],
-) -> None:
-    """The other kind of listing, for what cannot be told in pieces, would have its own time."""
-    listed: list[Any] = []
-    monkeypatch.setattr(obstore, "list_with_delimiter", lambda *args: listed.append(args))
-    proxy.choose = failing(fault, 10**6)
-    with pytest.raises(error):
-        Storage.of(replace(context, file_timeout_s=0.5)).names(f"{ROOT}/out")
-    assert listed == []
-
-
-def test_names_are_not_asked_for_once_a_job_is_interrupted(s3: S3, context: JobContext) -> None:
-    def interrupted() -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        Storage.of(replace(context, check_interrupted=interrupted)).names(f"{ROOT}/out")
-
-
-def test_a_folder_whose_name_no_store_takes_is_refused_by_name(s3: S3, context: JobContext) -> None:
-    with pytest.raises(store_errors.StoreRefused, match="illegal character"):
-        Storage.of(context).names(f"{ROOT}/a\tb")
-
-
-def test_an_object_that_is_replaced_while_it_is_read_is_told(s3: S3, context: JobContext) -> None:
-    s3.put("data/file", b"a" * (3 << 20))
-    with Storage.of(context).open_input(f"{ROOT}/file") as file:
-        assert file.read(10) == b"a" * 10
-        s3.put("data/file", b"b" * (3 << 20))
-        with pytest.raises(errors.PathSwapped, match="another object came in its place"):
-            file.read_at(10, 2 << 20)
-        s3.delete("data/file")
-        with pytest.raises(FileNotFoundError):
-            file.read_at(10, 2 << 20)
 
 
 def test_failed_rows_of_a_run_in_a_store_are_tried_again(

@@ -1,0 +1,143 @@
+"""Objects of a store as a run's files: written, read and listed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("obstore", reason="the extra `cloud` is not installed")
+pytest.importorskip("moto", reason="moto, a server of the S3 protocol for tests, is not installed")
+
+import obstore
+
+from jobs import errors
+from jobs.context import JobContext
+from jobs.parquet import object_files, object_streams, store_errors
+from jobs.parquet.storage import Storage
+from tests.jobs.s3_server import S3, Fault, FaultyProxy, failing
+from tests.jobs.stored_runs import ROOT, MakeContext, in_store
+
+
+@pytest.fixture
+def context(make_context: MakeContext, tmp_path: Path) -> JobContext:
+    return in_store(make_context(), tmp_path)
+
+
+def test_nothing_is_left_of_an_object_whose_writing_fails(
+    s3: S3, context: JobContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_streams, "CHUNK_BYTES", 5 << 20)
+    storage, path = Storage.of(context), f"{ROOT}/large"
+
+    def fail() -> None:
+        with storage.open_output(path) as sink:
+            for _ in range(4):
+                sink.write(b"x" * (4 << 20))
+            assert s3.uploads() == ["data/large"]
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert (s3.names(), s3.uploads()) == ([], [])
+    with storage.open_output(path) as sink:
+        for letter in b"abcd":
+            sink.write(bytes([letter]) * (4 << 20))
+    assert s3.get("data/large") == b"".join(bytes([letter]) * (4 << 20) for letter in b"abcd")
+    assert s3.uploads() == []
+
+
+def test_an_object_is_read_in_few_pieces_and_little_memory(
+    s3: S3, proxy: FaultyProxy, context: JobContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_streams, "BLOCK_BYTES", 1000)
+    contents = bytes(n % 251 for n in range(20_500))
+    s3.put("data/file", contents)
+    with Storage.of(context).open_input(f"{ROOT}/file") as file:
+        assert file.size() == 20_500
+        before = proxy.requests
+        assert b"".join(iter(lambda: file.read(100), b"")) == contents
+        assert proxy.requests - before == 21
+        assert file.read_at(30, 20_490) == contents[20_490:]
+        assert file.read_at(5000, 600) == contents[600:5600]
+        assert proxy.requests - before == 22
+
+
+@pytest.mark.parametrize(
+    ("most_below", "more", "in_pieces"),
+    [(100, "sub2/g", True), (1, "sub2/g", False), (100, "sub2//g", False)],
+    ids=["all of it", "much in folders", "a path that obstore does not take"],
+)
+def test_the_names_in_a_prefix_are_those_of_its_objects_and_folders(
+    s3: S3,
+    context: JobContext,
+    monkeypatch: pytest.MonkeyPatch,
+    most_below: int,
+    more: str,
+    in_pieces: bool,
+) -> None:
+    """They are listed in pieces where that is possible."""
+    monkeypatch.setattr(object_files, "_LISTED", 2)
+    monkeypatch.setattr(object_files, "_MAX_BELOW", most_below)
+    storage = Storage.of(context)
+    assert storage.names(f"{ROOT}/out") == []
+    for name in ("", "b", "a", "sub/c", "sub/d/e", "sub2/f", "a b%2Fc", more):
+        s3.put(f"data/out/{name}", b"x")
+    s3.put("data/outer", b"x")
+    with storage.scan(f"{ROOT}/out") as entries:
+        expected = sorted(entry.name for entry in entries)
+    assert {"a", "b", "sub", "sub2"} <= set(expected)
+    listed, list_at_once = [], obstore.list_with_delimiter
+    monkeypatch.setattr(
+        obstore, "list_with_delimiter", lambda *args: listed.append(args) or list_at_once(*args)
+    )
+    assert storage.names(f"{ROOT}/out") == expected
+    assert (listed == []) is in_pieces
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [("403", store_errors.StoreRefused), ("503", store_errors.StoreUnreachable)],
+)
+def test_names_that_a_store_does_not_tell_are_asked_for_no_longer_than_anything_else(
+    s3: S3,
+    proxy: FaultyProxy,
+    context: JobContext,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Fault,
+    error: type[Exception],
+) -> None:
+    """The other kind of listing, for what cannot be told in pieces, would have its own time."""
+    listed: list[Any] = []
+    monkeypatch.setattr(obstore, "list_with_delimiter", lambda *args: listed.append(args))
+    proxy.choose = failing(fault, 10**6)
+    with pytest.raises(error):
+        Storage.of(replace(context, file_timeout_s=0.5)).names(f"{ROOT}/out")
+    assert listed == []
+
+
+def test_names_are_not_asked_for_once_a_job_is_interrupted(s3: S3, context: JobContext) -> None:
+    def interrupted() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        Storage.of(replace(context, check_interrupted=interrupted)).names(f"{ROOT}/out")
+
+
+def test_a_folder_whose_name_no_store_takes_is_refused_by_name(s3: S3, context: JobContext) -> None:
+    with pytest.raises(store_errors.StoreRefused, match="illegal character"):
+        Storage.of(context).names(f"{ROOT}/a\tb")
+
+
+def test_an_object_that_is_replaced_while_it_is_read_is_told(s3: S3, context: JobContext) -> None:
+    s3.put("data/file", b"a" * (3 << 20))
+    with Storage.of(context).open_input(f"{ROOT}/file") as file:
+        assert file.read(10) == b"a" * 10
+        s3.put("data/file", b"b" * (3 << 20))
+        with pytest.raises(errors.PathSwapped, match="another object came in its place"):
+            file.read_at(10, 2 << 20)
+        s3.delete("data/file")
+        with pytest.raises(FileNotFoundError):
+            file.read_at(10, 2 << 20)
