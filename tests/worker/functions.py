@@ -109,8 +109,8 @@ def on_stopped_raises(job: Job, connection: Redis) -> None:
     raise RuntimeError("the stopped callback raised")
 
 
-def always_ask_for_retry(times: int, interval: int = 0) -> Retry:
-    return Retry(max=times, interval=interval)
+def always_ask_for_retry(times: int, interval: int = 0, at_front: bool = False) -> Retry:
+    return Retry(max=times, interval=interval, enqueue_at_front=at_front)
 
 
 def report(**progress: Any) -> str:

@@ -24,7 +24,7 @@ ROUND_S = 100
 
 _MOMENTS = ("_at", "last_heartbeat")
 _UNLIKE = ("result", "closed_by", "tokenmill_kind")
-_OTHER_KEYS = ("rq:worker", "rq:workers", "rq:scheduler", "rq:clean_registries", "tokenmill:")
+_OTHER_KEYS = ("rq:worker", "rq:workers", "rq:scheduler", "rq:clean_", "tokenmill:")
 
 
 def state_of(redis: Redis) -> dict[str, Any]:

@@ -54,6 +54,7 @@ def test_a_job_that_returns_a_retry_runs_again_until_it_has_had_them_all() -> No
     assert tries[0] == Retry(5, False, "number_of_retries", 1, True, None)
     assert tries[1] == Retry(7, False, "number_of_retries", 2, True, None)
     assert tries[2] == End(YEAR_S, has_used_up_retries=True)
+    assert finished(Policy(), wish=RetryWish(2, enqueue_at_front=True)).at_front
 
 
 def test_a_returned_retry_counts_for_itself_and_not_against_the_retries_left() -> None:
@@ -65,8 +66,8 @@ def test_a_returned_retry_counts_for_itself_and_not_against_the_retries_left() -
 
 def test_a_finished_job_repeats_as_often_as_it_says() -> None:
     policy = Policy(repeats_left=3, repeat_intervals=[10, 20], result_ttl=60)
-    assert finished(policy) == Repeat(20, 2, 60)
-    assert finished(Policy(repeats_left=1, repeat_intervals=[10, 20])) == Repeat(10, 0, 500)
+    assert finished(policy) == Repeat(10, 2, 60)
+    assert finished(Policy(repeats_left=1, repeat_intervals=[20])) == Repeat(20, 0, 500)
     assert finished(Policy(repeats_left=1)) == Repeat(0, 0, 500)
     assert failed(policy) == End(YEAR_S)
 

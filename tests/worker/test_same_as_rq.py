@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from rq import Callback, Queue, Repeat, Retry
+from rq import Callback, Queue, RateLimit, Repeat, Retry
 from rq.group import Group
 from rq.job import Dependency, JobStatus
 
@@ -44,8 +44,10 @@ def failures_and_retries(bulk: Queue, high: Queue) -> None:
     bulk.enqueue(F + "ask_for_retry", 1, job_id="asks-for-retry")
     bulk.enqueue(F + "always_ask_for_retry", 2, job_id="asks-too-often")
     bulk.enqueue(F + "always_ask_for_retry", 2, interval=600, job_id="asks-for-retry-later")
+    bulk.enqueue(F + "always_ask_for_retry", 2, 600, True, job_id="asks-for-the-front-later")
     bulk.enqueue(F + "add", 1, 1, job_id="repeats", repeat=Repeat(times=2))
     bulk.enqueue(F + "add", 1, 1, job_id="repeats-later", repeat=Repeat(times=2, interval=600))
+    bulk.enqueue(F + "add", 1, 1, job_id="repeats-in-turn", repeat=Repeat(times=3, interval=[0, 600, 900]))
     bulk.enqueue(F + "add", 1, 1, job_id="repeats-not-kept", repeat=Repeat(times=1), result_ttl=0)
     bulk.enqueue(F + "boom", "no", job_id="repeats-and-fails", repeat=Repeat(times=2))
 
@@ -83,6 +85,21 @@ def dependents(bulk: Queue, high: Queue) -> None:
             Queue.prepare_data(F + "add", (1, 1), job_id="member-not-kept", result_ttl=0),
         ],
     )
+
+
+def rate_limits(bulk: Queue, high: Queue) -> None:
+    limit = RateLimit("one", 1)
+    bulk.enqueue(F + "add", 1, 1, job_id="first", rate_limit=limit)
+    high.enqueue(F + "boom", "no", job_id="fails", rate_limit=limit)
+    bulk.enqueue(F + "boom", "no", job_id="retried", rate_limit=limit, retry=Retry(max=1))
+    bulk.enqueue(F + "boom", "no", job_id="retried-later", rate_limit=limit, retry=Retry(1, interval=600))
+    bulk.enqueue(F + "ask_for_retry", 1, job_id="asks", rate_limit=limit)
+    bulk.enqueue(F + "add", 1, 1, job_id="repeats", rate_limit=limit, repeat=Repeat(times=1))
+    bulk.enqueue(F + "add", 1, 1, job_id="repeats-later", rate_limit=limit, repeat=Repeat(1, interval=600))
+    gone = bulk.enqueue(F + "add", 1, 1, job_id="not-kept", rate_limit=limit, result_ttl=0)
+    bulk.enqueue(F + "add", 1, 1, job_id="child", rate_limit=limit, depends_on=gone)
+    bulk.enqueue(F + "add", 1, 1, job_id="cancelled", rate_limit=limit).cancel()
+    bulk.enqueue(F + "add", 1, 1, job_id="last", rate_limit=limit, at_front=True)
 
 
 def failures_without_a_record(bulk: Queue, high: Queue) -> None:
@@ -161,6 +178,7 @@ KINDS: list[tuple[Callable[[Queue, Queue], None], tuple[str, ...]]] = [
     (failures_and_retries, ("--results-ttl", "900")),
     (callbacks, HANDLERS),
     (dependents, ()),
+    (rate_limits, ()),
     (failures_without_a_record, ("--disable-default-exception-handler", *HANDLERS)),
     (queued_jobs_that_went, ()),
     (copies_that_callbacks_save, ("--exception-handler", F + "save_in_handler", "--results-ttl", "900")),

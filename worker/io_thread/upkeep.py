@@ -11,11 +11,11 @@ from worker.store.registries import Registries
 from worker.threads.functions import FunctionPool
 
 _SCHEDULER_PERIOD_S = 5.0
-_RATE_LIMITS_PERIOD_S = 10.0
+_LEFT_PERIOD_S = 10.0
 
 
 class Upkeep:
-    """Cleans RQ's registries and rate limits, in a thread of `pool`, and keeps the scheduler's process up.
+    """Cleans RQ's registries and queues jobs that were left, in a thread of `pool`, and keeps the scheduler's process up.
 
     registries: for the threads of `pool`. keep_scheduler: starts the process again where it has ended.
     """
@@ -33,14 +33,14 @@ class Upkeep:
         self._pool, self._log = pool, log
         self._keep_scheduler = keep_scheduler
         self._clean, self._look = Timer(period_s), Timer(_SCHEDULER_PERIOD_S)
-        self._rate_limits = Timer(_RATE_LIMITS_PERIOD_S)
+        self._queue_left = Timer(_LEFT_PERIOD_S)
 
     def do_what_is_due(self, moment: float) -> None:
         """Start what is due at `moment` (monotonic seconds)."""
         if self._look.due(moment):
             self._keep_scheduler()
-        if self._rate_limits.due(moment):
-            self._pool.submit(self._registries.tend_rate_limits, self._report)
+        if self._queue_left.due(moment):
+            self._pool.submit(lambda: self._registries.queue_left(self._queue_names), self._report)
         if self._clean.due(moment):
             self._pool.submit(lambda: self._registries.clean(self._queue_names), self._report)
 

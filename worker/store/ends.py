@@ -46,7 +46,7 @@ class EndCalls:
         entry = self._entry(outcome, Result.Type.RETRIED) if step.is_on_wish else []
         kept_s = "" if step.kept_s is None else step.kept_s
         when = self._when(step.wait_s, step.at_front)
-        return [*self._run_args(outcome), when, step.counter, step.count, kept_s, *entry]
+        return [*self._run_args(outcome), when, step.counter, step.count, kept_s, int(step.at_front), *entry]
 
     def _finish_args(self, outcome: Outcome, step: Repeat | End) -> list[Any]:
         status, kind = _status_and_kind(outcome, step)

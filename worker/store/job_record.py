@@ -32,13 +32,13 @@ CALLBACKS = {
 }
 """Role of each callback of a job -> the field that names it."""
 
-_TEXTS = ("origin", "worker_name", "description", "group_id", *CALLBACKS.values())
+_TEXTS = ("origin", "worker_name", "description", "group_id", "rate_limit_key", *CALLBACKS.values())
 DATES = ("created_at", "enqueued_at", "started_at", "ended_at", "last_heartbeat")
 _POLICY_NUMBERS = ("number_of_retries", "retries_left", "repeats_left")
 _OTHERS = (
     *("data", "status", "timeout", "result_ttl", "failure_ttl", "ttl", "meta", "webhooks"),
     *("dependency_ids", "dependency_id", "allow_dependency_failures", "enqueue_at_front"),
-    *("enqueue_at_front_on_retry", "retry_intervals", "repeat_intervals"),
+    *("enqueue_at_front_on_retry", "retry_intervals", "repeat_intervals", "rate_limit_concurrency"),
     *(f"{role}_callback_timeout" for role in ("success", "failure", "stopped")),
 )
 _KEPT = frozenset(name.encode() for name in (*_TEXTS, *DATES, *_POLICY_NUMBERS, *_OTHERS))
@@ -186,7 +186,7 @@ class _Reader:
         check_counts(self._values)
 
     def _check_texts(self) -> None:
-        for name in (b"origin", b"worker_name", b"description", b"group_id"):
+        for name in (b"origin", b"worker_name", b"description", b"group_id", b"rate_limit_key"):
             if value := self._get(name):
                 value.decode()
 

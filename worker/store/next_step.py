@@ -9,7 +9,6 @@ from typing import Any
 from rq.defaults import DEFAULT_FAILURE_TTL, DEFAULT_RESULT_TTL
 from rq.job import Job
 from rq.job import Retry as RetryWish
-from rq.repeat import Repeat as RqRepeat
 
 _MAX_TTL_S = 10 * 365 * 86_400
 """Redis refuses larger ones, in the middle of a script."""
@@ -130,7 +129,8 @@ def next_step(
     if wish is not None and policy.grants(wish):
         tries = policy.number_of_retries or 0
         wait_s = _seconds(RetryWish.get_interval(tries, wish.intervals))
-        return Retry(wait_s, False, "number_of_retries", tries + 1, True, kept_after_failure_s)
+        at_front = bool(policy.enqueue_at_front_on_retry or wish.enqueue_at_front)
+        return Retry(wait_s, at_front, "number_of_retries", tries + 1, True, kept_after_failure_s)
     if wish is None and may_retry and policy.has_retries:
         assert policy.retries_left
         at_front = bool(policy.enqueue_at_front_on_retry)
@@ -143,7 +143,7 @@ def next_step(
     if not policy.repeats_left or policy.repeats_left < 0:
         return End(kept_s)
     left, intervals = policy.repeats_left - 1, policy.repeat_intervals
-    return Repeat(_seconds(RqRepeat.get_interval(left, list(intervals)) if intervals else 0), left, kept_s)
+    return Repeat(_seconds(intervals[0]) if intervals else 0, left, kept_s)
 
 
 def _seconds(interval_s: Any) -> int:

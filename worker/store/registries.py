@@ -58,11 +58,16 @@ class Registries:
             if gone:
                 self._client.srem(key, *gone)
 
-    def tend_rate_limits(self) -> None:
-        """Let jobs in that wait for the slot of one that was cancelled or deleted, as RQ 3 does."""
-        keys: Any = self._client.srandmember("rq:rl-keys", _BATCH)
+    def queue_left(self, queue_names: Sequence[str]) -> None:
+        """Queue jobs that nobody else would: those that wait for the slot of one that was cancelled or deleted,
+        and those whose dependencies are met, but whose worker was killed before it queued them."""
         now_iso, now_ts = utcformat(now()), repr(self._clock())
-        self._call_many([("rate_limits", (key, now_iso, now_ts)) for key in keys], keep_refusals=True)
+        calls: list[tuple[str, Sequence[Any]]] = [
+            ("enqueue_due", ("ready", name, now_ts, now_iso, _BATCH)) for name in queue_names
+        ]
+        keys: Any = self._client.srandmember("rq:rl-keys", _BATCH)
+        calls += [("rate_limits", (key, now_iso, now_ts)) for key in keys]
+        self._call_many(calls, keep_refusals=True)
 
     def count_queued(self, queue_names: Sequence[str]) -> int:
         """Jobs that wait in these queues."""

@@ -24,7 +24,7 @@ _SCRIPTS = {
     "dependent": [],
     "set_aside": [],
     "check_types": [],
-    "enqueue_due": [],
+    "enqueue_due": ["rate_limit"],
 }
 """Each script, and the shared heads that it has after those of all."""
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from redis import Redis
-from rq.job import Job, JobStatus, _job_stack
+from rq.callbacks import execute_failure_callback, execute_stopped_callback, execute_success_callback
+from rq.job import Job, JobStatus
+from rq.job_lifecycle import call_exception_handlers
 from rq.utils import import_attribute
 
 from worker.store.job_record import CALLBACKS, JobRecord
@@ -48,9 +50,9 @@ class Callbacks:
         job.ended_at = outcome.ended_at
         if outcome.status == "finished":
             job._status, job._result = JobStatus.FINISHED, outcome.value
-            job.execute_success_callback(ThreadDeathPenalty, outcome.value)
+            execute_success_callback(job, ThreadDeathPenalty, outcome.value)
         elif outcome.status == "stopped":
-            job.execute_stopped_callback(ThreadDeathPenalty)
+            execute_stopped_callback(job, ThreadDeathPenalty)
         else:
             job._status = JobStatus.FAILED
             self._handle_failure(job, exc_info)
@@ -59,13 +61,10 @@ class Callbacks:
         """Call the failure callback, then the worker's exception handlers, also where the callback raises."""
         failure: BaseException | None = None
         try:
-            job.execute_failure_callback(ThreadDeathPenalty, *exc_info)
+            execute_failure_callback(job, ThreadDeathPenalty, *exc_info)
         except BaseException as error:  # noqa: BLE001  # raised again below
             failure, exc_info = error, (type(error), error, error.__traceback__)
-        for handler in self._exception_handlers:
-            goes_on = handler(job, *exc_info)
-            if goes_on is not None and not goes_on:
-                break
+        call_exception_handlers(self._exception_handlers, job, *exc_info)
         if failure is not None:
             raise failure
 
@@ -93,15 +92,8 @@ def import_function(name: str) -> Any:
 
 
 def perform(job: Job) -> Any:
-    """Call a job's function as RQ's `Job.perform` does, but for its own first command to Redis: a connection
-    that is cut just then would fail the job, and the claim has made its hash persistent already.
-
-    Returns a Raised for what the function raises, its interrupts too.
-    """
-    _job_stack.push(job)
+    """Call a job's function. Returns a Raised for what the function raises, its interrupts too."""
     try:
-        return job._execute()
+        return job.perform()
     except BaseException as error:  # noqa: BLE001  # user code raises what it likes
         return Raised(error, printable(error))
-    finally:
-        _job_stack.pop()

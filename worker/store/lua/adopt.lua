@@ -19,10 +19,12 @@ end
 -- Where a job of each status is listed that needs nobody: a saved copy may have brought any status back.
 local registries = {
   finished = 'rq:finished:', failed = 'rq:failed:', stopped = 'rq:failed:', canceled = 'rq:canceled:',
-  scheduled = 'rq:scheduled:', deferred = 'rq:deferred:'
+  scheduled = 'rq:scheduled:', deferred = 'rq:deferred:', ready_to_enqueue = 'rq:ready:'
 }
 local function needs_nobody()
   local status = call('HGET', job, 'status')
+  local limit = status == 'rate_limited' and call('HGET', job, 'rate_limit_key')
+  if limit then return call('ZSCORE', 'rq:rl:' .. limit .. ':rate_limited', id) end
   if not status or call('ZCARD', 'rq:executions:' .. id) > 0 then return true end
   if status == 'queued' then return call('LPOS', 'rq:queue:' .. queue, id) end
   return registries[status] and call('ZSCORE', registries[status] .. queue, id) or false

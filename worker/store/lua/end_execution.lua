@@ -92,6 +92,8 @@ local function settle(ttl, next_run, repeats_left)
   local keys = {job, job .. ':dependents', 'rq:job::' .. id .. ':dependencies'}
   if next_run ~= '' then
     call('HSET', job, 'repeats_left', repeats_left)
+    local intervals = call('HGET', job, 'repeat_intervals') -- each serves once, the last one for all that follow
+    if intervals then call('HSET', job, 'repeat_intervals', (string.gsub(intervals, '^%s*%[[^,%]]*,%s*', '['))) end
     expire_results(ttl)
     put_back(next_run)
   elseif runs_later() then

@@ -44,7 +44,10 @@ end
 local function let_go(queue, id, eid)
   call('HDEL', 'tokenmill:held:' .. queue, id .. ':' .. eid)
   call('ZREM', 'rq:wip:' .. queue, id .. ':' .. eid)
-  call('DEL', 'rq:execution:' .. id .. ':' .. eid)
+  local execution = 'rq:execution:' .. id .. ':' .. eid
+  local worker = call('HGET', execution, 'worker_name')
+  if worker then call('SREM', 'rq:worker:' .. worker .. ':executions', id .. ':' .. eid) end
+  call('DEL', execution)
   call('ZREM', 'rq:executions:' .. id, eid)
 end
 

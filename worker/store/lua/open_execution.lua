@@ -5,7 +5,7 @@ local function open_execution(queue, id, eid, worker, now_ts, lease_s, far_score
   local job, execution, executions = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid, 'rq:executions:' .. id
   -- Enqueued again while it was held: the earlier execution holds it no longer (see holding.lua).
   call('DEL', executions)
-  call('HSET', execution, 'id', eid, 'created_at', now_ts, 'last_heartbeat', now_ts, 'worker_name', worker)
+  call('HSET', execution, 'id', eid, 'job_id', id, 'created_at', now_ts, 'last_heartbeat', now_ts, 'worker_name', worker)
   call('EXPIRE', execution, lease_s)
   call('ZADD', executions, far_score, eid)
   write_claim(queue, id, eid)

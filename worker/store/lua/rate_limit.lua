@@ -1,4 +1,4 @@
--- Shared head: the rate limits of RQ 3, whose clients write these keys and whose workers free the slots.
+-- Shared head: rate limits, and putting on a queue what waited elsewhere.
 -- Of the jobs with one key at most `concurrency` are in rq:rl:<key>:allowed, from when they are queued until they
 -- end; the others wait in rq:rl:<key>:rate_limited, with that status and in no queue.
 local function let_in(key, now_iso)
@@ -15,6 +15,26 @@ local function let_in(key, now_iso)
       call('HSET', job, 'status', 'queued', 'enqueued_at', now_iso)
       call(fields[3] == '1' and 'LPUSH' or 'RPUSH', 'rq:queue:' .. fields[1], id)
     end
+  end
+end
+
+-- Put a job on its queue; one with a rate limit waits for its slot before. at_front: '1' or not.
+local function enqueue(queue, id, at_front, now_iso, now_ts)
+  local job = 'rq:job:' .. id
+  local fields = call('HMGET', job, 'ttl', 'rate_limit_key', 'rate_limit_concurrency')
+  local key, concurrency = fields[2], fields[3]
+  call('SADD', 'rq:queues', 'rq:queue:' .. queue)
+  expire_in_queue(job, fields[1])
+  if key and concurrency then
+    call('SADD', 'rq:rl-keys', key)
+    call('HSET', 'rq:rl:' .. key, 'concurrency', concurrency)
+    call('HSET', job, 'status', 'rate_limited', 'origin', queue)
+    if at_front == '1' then call('HSET', job, 'enqueue_at_front', 1) end
+    call('ZADD', 'rq:rl:' .. key .. ':rate_limited', now_ts, id)
+    let_in(key, now_iso)
+  else
+    call('HSET', job, 'status', 'queued', 'enqueued_at', now_iso, 'origin', queue)
+    call(at_front == '1' and 'LPUSH' or 'RPUSH', 'rq:queue:' .. queue, id)
   end
 end
 

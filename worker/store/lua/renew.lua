@@ -10,6 +10,9 @@ local function show_begun(queue, id, eid, started_iso)
   local job = 'rq:job:' .. id
   if call('HGET', job, 'ended_by') == eid then return end -- held up on its way, until after the end
   call('ZADD', 'rq:wip:' .. queue, far_score, id .. ':' .. eid)
+  local executions = 'rq:worker:' .. worker .. ':executions' -- what the worker runs; its heartbeat keeps it
+  call('SADD', executions, id .. ':' .. eid)
+  call('EXPIRE', executions, lease_s)
   call(
     'HSET', job, 'status', 'started', 'started_at', started_iso, 'last_heartbeat', now_iso, 'worker_name', worker
   )
