@@ -226,7 +226,6 @@ class WorkerSettings(BaseSettings):
         """Read the environment and `.env`. Raises SettingsError, which names each bad or unknown variable."""
         try:
             _check_names([*os.environ, *dotenv_values(_ENV_FILE)])
-            _check_key_prefix(os.environ.get("RQ_KEY_PREFIX", "rq"))
             return cls()  # type: ignore[call-arg]  # pydantic-settings fills `model` from the environment
         except ValidationError as error:
             raise SettingsError(_explain(error)) from error
@@ -352,15 +351,6 @@ def _check_names(names: Iterable[str]) -> None:
         lines.append(f"{name} is no setting: {hint}")
     if lines:
         raise SettingsError("; ".join(lines))
-
-
-def _check_key_prefix(prefix: str) -> None:
-    """Raise SettingsError for keys of RQ 3 that this worker, on RQ 2.12, would never look at."""
-    if prefix != "rq":
-        raise SettingsError(
-            f"RQ_KEY_PREFIX={prefix!r}: this worker serves keys that begin with 'rq' only: unset it, "
-            "here and for the producers"
-        )
 
 
 def _explain(error: ValidationError) -> str:

@@ -26,9 +26,23 @@ tokenmill:maintenance-stock:<queue>  string: that one looks for jobs there that 
                                period
 tokenmill:quarantine           stream: what could not be used: the worker that found it, key, entry, reason
 tokenmill:quarantine:<key>     any type: the whole of such a key, for a week
+
+With RQ_KEY_PREFIX=mine RQ's keys begin with `mine:` in the place of `rq:`, and ours with `mine:tokenmill:`.
 """
 
+import os
 from hashlib import blake2b
+
+#: What RQ's keys begin with, which RQ reads when it is imported, and what ours begin with.
+RQ = os.environ.get("RQ_KEY_PREFIX", "rq")
+OWN = "tokenmill" if RQ == "rq" else f"{RQ}:tokenmill"
+
+
+def prefixed(key: str) -> str:
+    """Return a key that is written with `rq:` or `tokenmill:`, as these are named here."""
+    kind, _, rest = key.partition(":")
+    return f"{RQ if kind == 'rq' else OWN}:{rest}"
+
 
 #: A field of our own in RQ's job hash: how many sequences a job brings, where not one. A worker claims
 #: by it, so that one worker does not take every shard of a run at once.
@@ -51,7 +65,7 @@ RUN_TTL_S = 30 * 24 * 3600
 
 
 #: Every run that was submitted within twice that time. Below `tokenmill:run:`, which producers may write.
-RUNS_KEY = "tokenmill:run:index"
+RUNS_KEY = f"{OWN}:run:index"
 
 #: A worker's statistics are kept so long after it wrote them last.
 WORKER_STATS_TTL_S = 3600
@@ -61,23 +75,23 @@ SILENT_S = 10
 
 
 #: What workers have set aside, because nobody could use it (worker/store/lua/quarantine.lua).
-QUARANTINE = "tokenmill:quarantine"
+QUARANTINE = f"{OWN}:quarantine"
 
 
 def worker_key(name: str) -> str:
-    return f"tokenmill:worker:{name}"
+    return f"{OWN}:worker:{name}"
 
 
 def samples_key(name: str) -> str:
-    return f"tokenmill:samples:{name}"
+    return f"{OWN}:samples:{name}"
 
 
 def held_key(queue: str) -> str:
-    return f"tokenmill:held:{queue}"
+    return f"{OWN}:held:{queue}"
 
 
 def run_key(run: str) -> str:
-    return f"tokenmill:run:{run}"
+    return f"{OWN}:run:{run}"
 
 
 def run_folder_key(folder: str) -> str:

@@ -18,10 +18,12 @@ from rq.intermediate_queue import IntermediateQueue
 from rq.job import Job, Retry
 from rq.job import JobStatus as JobStatus
 from rq.queue import EnqueueData
+from rq.rate_limit import RateLimitRegistry
 from rq.registry import (
     CanceledJobRegistry,
     DeferredJobRegistry,
     FailedJobRegistry,
+    ReadyJobRegistry,
     ScheduledJobRegistry,
     StartedJobRegistry,
 )
@@ -30,6 +32,8 @@ from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 from rq.worker.base import BaseWorker
 from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY
+
+from .keys import RQ
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -40,6 +44,9 @@ QUEUES_KEY, QUEUE_PREFIX = Queue.redis_queues_keys, Queue.redis_queue_namespace_
 
 #: A set of the keys of all workers, and what such a key begins with.
 WORKERS_KEY, WORKER_PREFIX = REDIS_WORKER_KEYS, BaseWorker.redis_worker_namespace_prefix
+
+#: A set of the names of all rate limits.
+RATE_LIMITS_KEY = RateLimitRegistry.rl_keys_key
 
 #: What the key of a job's hash begins with.
 JOB_PREFIX = Job.redis_job_namespace_prefix
@@ -57,8 +64,8 @@ class QueueKeys:
     """The keys of one queue.
 
     waiting: list of job ids. popped: list of those that a worker of RQ's is taking. started: sorted set of
-    `<job>:<execution>`. failed, deferred, scheduled, cancelled: sorted sets of job ids. workers: set of the
-    keys of those that listen.
+    `<job>:<execution>`. failed, deferred, ready, scheduled, cancelled: sorted sets of job ids. workers: set
+    of the keys of those that listen.
     """
 
     waiting: str
@@ -66,6 +73,7 @@ class QueueKeys:
     started: str
     failed: str
     deferred: str
+    ready: str
     scheduled: str
     cancelled: str
     workers: str
@@ -80,6 +88,7 @@ def queue_keys(name: str) -> QueueKeys:
         started=StartedJobRegistry.key_template.format(name),
         failed=FailedJobRegistry.key_template.format(name),
         deferred=DeferredJobRegistry.key_template.format(name),
+        ready=ReadyJobRegistry.key_template.format(name),
         scheduled=ScheduledJobRegistry.key_template.format(name),
         cancelled=CanceledJobRegistry.key_template.format(name),
         workers=WORKERS_BY_QUEUE_KEY % name,
@@ -108,12 +117,27 @@ def dependency_ids(connection: Redis, job_id: str) -> list[str]:
 
 def executions_key(job_id: str) -> str:
     """Return the key of RQ's registry of a job's executions: there while a worker holds the job."""
-    return f"rq:executions:{job_id}"
+    return f"{RQ}:executions:{job_id}"
+
+
+def execution_key(job_id: str, execution_id: str) -> str:
+    """Return the key of the hash of one execution."""
+    return f"{RQ}:execution:{job_id}:{execution_id}"
+
+
+def rate_limit_key(limit: str) -> str:
+    """Return the key of a rate limit's hash, which holds how many of its jobs may be queued or run."""
+    return f"{RQ}:rl:{limit}"
+
+
+def rate_limited_key(limit: str) -> str:
+    """Return the key of the sorted set of jobs that wait for a slot of a rate limit."""
+    return f"{rate_limit_key(limit)}:rate_limited"
 
 
 def results_key(job_id: str) -> str:
     """Return the key of the stream of what a job ended with."""
-    return f"rq:results:{job_id}"
+    return Result.get_key(job_id)
 
 
 def result_type(entry: Mapping[bytes, bytes]) -> ResultType | None:

@@ -3,31 +3,32 @@ ends by itself. What is of another type there somebody else wrote: workers set i
 
 from __future__ import annotations
 
-from .keys import QUARANTINE
+from .keys import QUARANTINE, prefixed
 
 #: Of all queues.
 SHARED = (
     ("stream", QUARANTINE),
-    ("set", "rq:queues"),
-    ("set", "rq:workers"),
-    ("set", "rq:groups"),
-    ("set", "rq:rl-keys"),
+    ("set", prefixed("rq:queues")),
+    ("set", prefixed("rq:workers")),
+    ("set", prefixed("rq:groups")),
+    ("set", prefixed("rq:rl-keys")),
 )
 
 #: Of a queue by its name.
 OF_A_QUEUE = (
-    ("list", "rq:queue:{}"),
-    ("list", "rq:queue:{}:intermediate"),
-    ("zset", "rq:wip:{}"),
-    ("zset", "rq:finished:{}"),
-    ("zset", "rq:failed:{}"),
-    ("zset", "rq:deferred:{}"),
-    ("zset", "rq:scheduled:{}"),
-    ("zset", "rq:canceled:{}"),
-    ("set", "rq:workers:{}"),
-    ("hash", "tokenmill:held:{}"),
-    ("lock", "tokenmill:maintenance:{}"),
-    ("lock", "tokenmill:maintenance-stock:{}"),
-    ("lock", "rq:clean_registries:{}"),
-    ("lock", "rq:scheduler-lock:{}"),
+    ("list", prefixed("rq:queue:%s")),
+    ("list", prefixed("rq:queue:%s:intermediate")),
+    ("zset", prefixed("rq:wip:%s")),
+    ("zset", prefixed("rq:finished:%s")),
+    ("zset", prefixed("rq:failed:%s")),
+    ("zset", prefixed("rq:deferred:%s")),
+    ("zset", prefixed("rq:ready:%s")),
+    ("zset", prefixed("rq:scheduled:%s")),
+    ("zset", prefixed("rq:canceled:%s")),
+    ("set", prefixed("rq:workers:%s")),
+    ("hash", prefixed("tokenmill:held:%s")),
+    ("lock", prefixed("tokenmill:maintenance:%s")),
+    ("lock", prefixed("tokenmill:maintenance-stock:%s")),
+    ("lock", prefixed("rq:clean_registries:%s")),
+    ("lock", prefixed("rq:scheduler-lock:%s")),
 )

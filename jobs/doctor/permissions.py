@@ -11,13 +11,15 @@ from typing import Any, Literal
 
 from redis.exceptions import NoPermissionError, ResponseError
 
+from ..common.keys import RQ, prefixed
 from .findings import Finding, fault, ok, warning
 from .redis_server import Server
 
 Role = Literal["worker", "producer"]
 
 #: Whose commands are asked for: a key that each of them may be asked with.
-JOB_KEY = "rq:job:tokenmill-doctor"
+JOB_KEY = prefixed("rq:job:tokenmill-doctor")
+_CHANNEL = prefixed("rq:pubsub:tokenmill-doctor")
 
 #: Keys, as rules name them, that each role uses.
 KEYS = {
@@ -37,9 +39,9 @@ _BOTH = """
     smembers; sismember a; scard; zadd 1 a; zrem a; zscore a; zcard; zcount 0 1; zrange 0 1; zrevrange 0 1
     zrangebyscore 0 1; zremrangebyscore 0 1; xrange - +; xrevrange + -; xlen
 """
-_WORKERS = """
+_WORKERS = f"""
     hincrby a 1; hincrbyfloat a 1; hkeys; hsetnx a 1; lpop; ltrim 0 1; srandmember; xadd * a 1
-    rename rq:job:b
+    rename {JOB_KEY}-b
 """
 
 #: Those with their key in another place, or without one.
@@ -49,14 +51,14 @@ _WORKERS_OTHERS = (
     ("script", "load", "return 1"),
     ("script", "exists", "0" * 40),
     ("memory", "usage", JOB_KEY),
-    ("subscribe", "rq:pubsub:tokenmill-doctor"),
-    ("unsubscribe", "rq:pubsub:tokenmill-doctor"),
+    ("subscribe", _CHANNEL),
+    ("unsubscribe", _CHANNEL),
 )
 
 #: Without these RQ shows a worker without its name or address, and all else works.
 _SHOWS_MORE = (("client", "setname", "tokenmill-doctor"), ("client", "list"))
 
-PUBLISH = ("publish", "rq:pubsub:tokenmill-doctor", "1")
+PUBLISH = ("publish", _CHANNEL, "1")
 
 #: Commands that rules name with their first argument, and how.
 _WITH_ARGUMENT = {"script", "client", "memory"}
@@ -75,7 +77,7 @@ def commands_of(role: Role) -> list[tuple[str, ...]]:
 def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
     """Name the rules that a role needs and this user lacks."""
     asked = commands_of(role)
-    keyed = [("set", key.replace("*", "tokenmill-doctor"), "1") for key in KEYS[role]]
+    keyed = [("set", prefixed(key).replace("*", "tokenmill-doctor"), "1") for key in KEYS[role]]
     refusals = _refusals(server, [*asked, *keyed, *(_SHOWS_MORE if role == "worker" else ())])
     if refusals is None:
         mend = f"ACL SETUSER {server.user} +@transaction +@connection, in its file too"
@@ -85,8 +87,8 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
         _rule(words) for words, refusal in zip(asked, refusals, strict=False) if _is_of_command(refusal)
     ]
     refused_keys = zip(KEYS[role], refusals[len(asked) :], strict=False)
-    keys = [f"~{key}" for key, refusal in refused_keys if _is_of(refusal, "keys")]
-    channels = ["&rq:pubsub:*"] if any(_is_of(refusal, "channels") for refusal in refusals) else []
+    keys = [f"~{prefixed(key)}" for key, refusal in refused_keys if _is_of(refusal, "keys")]
+    channels = [f"&{RQ}:pubsub:*"] if any(_is_of(refusal, "channels") for refusal in refusals) else []
     missing = [*keys, *channels, *dict.fromkeys(commands)]
     if missing:
         found = f"user {server.user!r} lacks what a {role} needs: {' '.join(missing)}"

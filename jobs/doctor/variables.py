@@ -10,7 +10,6 @@ from .findings import Finding, fault, ok, warning
 EXPECTED = {
     "RQ_JOB_CLASS": "rq.job.Job",
     "RQ_QUEUE_CLASS": "rq.Queue",
-    "RQ_KEY_PREFIX": "rq",
 }
 
 WORKER_CLASS = "worker.BatchWorker"

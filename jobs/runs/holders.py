@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from ..common.keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
-from ..common.rq_jobs import executions_key
+from ..common.rq_jobs import execution_key, executions_key
 from ..common.stored import text
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def holders(connection: Redis, job_ids: Sequence[str]) -> list[Holder]:
             for execution in executions
         ]
         for job_id, execution in held:
-            pipe.hget(f"rq:execution:{job_id}:{execution}", "worker_name")
+            pipe.hget(execution_key(job_id, execution), "worker_name")
         names = [text(name) if name else "" for name in pipe.execute()]
         for name in names:
             pipe.exists(worker_key(name))

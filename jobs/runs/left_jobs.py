@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..common import stored
-from ..common.rq_jobs import JobStatus, executions_key, job_key, job_status, queue_keys, relatives_keys
+from ..common.keys import RQ
+from ..common.rq_jobs import (
+    JobStatus,
+    execution_key,
+    executions_key,
+    job_key,
+    job_status,
+    queue_keys,
+    relatives_keys,
+)
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -26,6 +35,7 @@ _REGISTRIES = {
     JobStatus.FAILED: "failed",
     JobStatus.STOPPED: "failed",
     JobStatus.DEFERRED: "deferred",
+    JobStatus.READY_TO_ENQUEUE: "ready",
     JobStatus.SCHEDULED: "scheduled",
     JobStatus.CANCELED: "canceled",
 }
@@ -45,10 +55,10 @@ class LeftJob:
         if from_queue:
             pipe.lrem(queue_keys(self.origin).waiting, 1, self.id)
         if self.status in _REGISTRIES:
-            pipe.zrem(f"rq:{_REGISTRIES[self.status]}:{self.origin}", self.id)
+            pipe.zrem(f"{RQ}:{_REGISTRIES[self.status]}:{self.origin}", self.id)
         for execution in self.executions:
-            pipe.zrem(f"rq:wip:{self.origin}", f"{self.id}:{execution}")
-            pipe.delete(f"rq:execution:{self.id}:{execution}")
+            pipe.zrem(queue_keys(self.origin).started, f"{self.id}:{execution}")
+            pipe.delete(execution_key(self.id, execution))
         pipe.delete(executions_key(self.id), job_key(self.id), *relatives_keys(self.id))
 
 

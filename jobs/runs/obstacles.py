@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..common import stored
-from ..common.keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
+from ..common.keys import RQ, SILENT_S, WORKER_STATS_TTL_S, worker_key
 from ..common.rq_jobs import WORKERS_KEY, JobStatus, job_key, queue_keys
 from ..common.shown import safe_name
 from .names import is_run_id, job_shard
@@ -109,8 +109,8 @@ def _leases(connection: Redis, snapshot: RunSnapshot) -> dict[str, list[int]]:
     with connection.pipeline() as pipe:
         for entry in entries:
             if job_shard(snapshot.run, entry.partition(":")[0]) is not None:
-                pipe.hget(f"rq:execution:{entry}", "worker_name")
-                pipe.ttl(f"rq:execution:{entry}")
+                pipe.hget(f"{RQ}:execution:{entry}", "worker_name")
+                pipe.ttl(f"{RQ}:execution:{entry}")
                 pipe.hget(job_key(entry.partition(":")[0]), "worker_name")
         replies = pipe.execute()
     leases: dict[str, list[int]] = {}

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..common import stored
-from ..common.rq_jobs import JobStatus, executions_key, job_key, queue_keys
+from ..common.rq_jobs import JobStatus, executions_key, job_key, queue_keys, rate_limited_key
 from ..runs.control import stop_held
 from ..runs.lock import transact
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from redis.client import Pipeline
 
 #: Where a job may be that a person may cancel, by what its hash says.
-CANCELLABLE = (JobStatus.QUEUED, JobStatus.DEFERRED, JobStatus.SCHEDULED, JobStatus.STARTED)
+CANCELLABLE = (
+    *(JobStatus.QUEUED, JobStatus.DEFERRED, JobStatus.SCHEDULED, JobStatus.STARTED),
+    *(JobStatus.READY_TO_ENQUEUE, JobStatus.RATE_LIMITED),
+)
 
 #: A job that a worker takes just then is looked for there once more.
 TRIES = 2
@@ -52,18 +55,19 @@ def _take(job_id: str, pipe: Pipeline) -> bool | None:
     """Return whether the job waited; None where a worker has it."""
     if pipe.exists(executions_key(job_id)):
         return None
-    origin: Any = pipe.hget(job_key(job_id), "origin")
-    if not origin:
+    raw: Any = pipe.hmget(job_key(job_id), "origin", "rate_limit_key")
+    if not raw[0]:
         return False
-    keys = queue_keys(stored.text(origin))
+    keys, limit = queue_keys(stored.text(raw[0])), stored.text(raw[1] or b"")
+    registries = (keys.deferred, keys.ready, keys.scheduled, rate_limited_key(limit))
     on_queue: Any = pipe.lpos(keys.waiting, job_id)
-    waits = [pipe.zscore(key, job_id) is not None for key in (keys.deferred, keys.scheduled)]
+    waits = [pipe.zscore(key, job_id) is not None for key in registries]
     if on_queue is None and not any(waits):
         return False
     pipe.multi()
     pipe.lrem(keys.waiting, 0, job_id)
-    pipe.zrem(keys.deferred, job_id)
-    pipe.zrem(keys.scheduled, job_id)
+    for key in registries:
+        pipe.zrem(key, job_id)
     pipe.hset(job_key(job_id), "status", JobStatus.CANCELED.value)
     pipe.zadd(keys.cancelled, {job_id: time.time()})
     pipe.execute()

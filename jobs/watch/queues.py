@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import ResponseError
 
-from ..common.keys import QUARANTINE
+from ..common.keys import QUARANTINE, RQ
 from ..common.rq_jobs import QUEUE_PREFIX, QUEUES_KEY
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def count_queues(connection: Redis, names: Sequence[bytes]) -> list[QueueCounts]
             for shown, key in REGISTRIES.items():
                 # Results that have expired stay in the registry until a worker cleans it.
                 oldest = moment if shown == "finished" else "-inf"
-                pipe.zcount(f"rq:{key}:".encode() + name, oldest, "+inf")
+                pipe.zcount(f"{RQ}:{key}:".encode() + name, oldest, "+inf")
         replies = iter([None if isinstance(each, Exception) else each for each in pipe.execute(False)])
     return [QueueCounts(name, {shown: next(replies) for shown in ("waiting", *REGISTRIES)}) for name in names]
 
@@ -62,7 +62,7 @@ def count_due(connection: Redis, names: Sequence[bytes]) -> list[int | None]:
     moment = time.time()
     with connection.pipeline(transaction=False) as pipe:
         for name in names:
-            pipe.zcount(b"rq:scheduled:" + name, "-inf", moment)
+            pipe.zcount(f"{RQ}:scheduled:".encode() + name, "-inf", moment)
         return [None if isinstance(each, Exception) else each for each in pipe.execute(False)]
 
 

@@ -6,13 +6,24 @@ runs as whoever reads it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import WatchError
 
-from ..common.rq_jobs import JOB_PREFIX, QUEUES_KEY, JobStatus, queue_keys, time_text
+from ..common.rq_jobs import (
+    JOB_PREFIX,
+    QUEUES_KEY,
+    RATE_LIMITS_KEY,
+    JobStatus,
+    queue_keys,
+    rate_limit_key,
+    rate_limited_key,
+    time_text,
+)
+from ..common.stored import text
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -30,6 +41,16 @@ class Requeued:
 
     done: tuple[bytes, ...]
     left: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """The key of its hash, and what that says of waiting. limit: of a rate, "" for none."""
+
+    key: bytes
+    ttl_s: int | None
+    limit: str
+    concurrency: bytes | None
 
 
 def requeue(connection: Redis, queue: str, job_ids: Sequence[bytes]) -> Requeued:
@@ -72,19 +93,19 @@ def _requeue_chunk(connection: Redis, queue: str, job_ids: Sequence[bytes]) -> l
             try:
                 # A job that another requeues, deletes or ends meanwhile has its hash written.
                 pipe.watch(*keys.values())
-                ttls = _failed_jobs(connection, queue, keys)
-                if not ttls:
+                failed = _failed_jobs(connection, queue, keys)
+                if not failed:
                     return []
                 pipe.multi()
-                _queue_again(pipe, queue, {job_id: keys[job_id] for job_id in ttls}, ttls)
+                _queue_again(pipe, queue, failed)
                 pipe.execute()
             except WatchError:
                 continue
-            return list(ttls)
+            return list(failed)
 
 
-def _failed_jobs(connection: Redis, queue: str, keys: dict[bytes, bytes]) -> dict[bytes, int | None]:
-    """Return those of the jobs that are among the queue's failed ones and have a payload, with their ttl.
+def _failed_jobs(connection: Redis, queue: str, keys: dict[bytes, bytes]) -> dict[bytes, _Failed]:
+    """Return those of the jobs that are among the queue's failed ones and have a payload.
 
     Raises ResponseError where a key of the queue itself is of another type: half of a transaction would hold.
     """
@@ -97,33 +118,34 @@ def _failed_jobs(connection: Redis, queue: str, keys: dict[bytes, bytes]) -> dic
         for job_id, key in keys.items():
             pipe.zscore(failed_key(queue), job_id)
             pipe.hexists(key, "data")
-            pipe.hget(key, "ttl")
+            pipe.hmget(key, "ttl", "rate_limit_key", "rate_limit_concurrency")
         replies = pipe.execute(raise_on_error=False)
-    found: dict[bytes, int | None] = {}
+    found: dict[bytes, _Failed] = {}
     for i, job_id in enumerate(keys):
-        score, has_data, ttl = replies[3 * i : 3 * i + 3]
+        score, has_data, fields = replies[3 * i : 3 * i + 3]
         if score is not None and has_data is True:
-            found[job_id] = int(ttl) if ttl is not None and ttl.isdigit() else None
+            ttl, limit, concurrency = fields
+            ttl_s = int(ttl) if ttl is not None and ttl.isdigit() else None
+            found[job_id] = _Failed(keys[job_id], ttl_s, text(limit or b""), concurrency)
     return found
 
 
-def _queue_again(pipe: Any, queue: str, keys: dict[bytes, bytes], ttls: dict[bytes, int | None]) -> None:
-    """Write what RQ writes when it requeues these jobs."""
-    fields = {
-        "status": JobStatus.QUEUED.value,
-        "origin": queue,
-        "enqueued_at": time_text(),
-        "started_at": "",
-        "ended_at": "",
-    }
-    for job_id, key in keys.items():
+def _queue_again(pipe: Any, queue: str, failed: dict[bytes, _Failed]) -> None:
+    """Write what RQ writes when it requeues these jobs. One with a rate limit is let in by a worker."""
+    for job_id, job in failed.items():
         pipe.zrem(failed_key(queue), job_id)
-        pipe.hset(key, mapping=fields)
-        pipe.hdel(key, "worker_deaths", "exc_info")
-        ttl = ttls[job_id]
-        if ttl is None:
-            pipe.persist(key)  # it was to go as a failed job
+        pipe.hset(job.key, mapping={"origin": queue, "started_at": "", "ended_at": ""})
+        if job.limit and job.concurrency:
+            pipe.hset(job.key, "status", JobStatus.RATE_LIMITED.value)
+            pipe.sadd(RATE_LIMITS_KEY, job.limit)
+            pipe.hset(rate_limit_key(job.limit), "concurrency", job.concurrency)
+            pipe.zadd(rate_limited_key(job.limit), {job_id: time.time()})
         else:
-            pipe.expire(key, ttl)
+            pipe.hset(job.key, mapping={"status": JobStatus.QUEUED.value, "enqueued_at": time_text()})
+            pipe.rpush(queue_keys(queue).waiting, job_id)
+        pipe.hdel(job.key, "worker_deaths", "exc_info")
+        if job.ttl_s is None:
+            pipe.persist(job.key)  # it was to go as a failed job
+        else:
+            pipe.expire(job.key, job.ttl_s)
     pipe.sadd(QUEUES_KEY, queue_keys(queue).waiting)
-    pipe.rpush(queue_keys(queue).waiting, *keys)

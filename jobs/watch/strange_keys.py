@@ -46,7 +46,7 @@ def strange_keys(connection: Redis, queues: Iterable[bytes] = ()) -> list[Strang
     A key that this user may not look at is passed over.
     """
     keys = [(key.encode(), kind) for kind, key in (*SHARED, ("zset", RUNS_KEY))]
-    keys += [(key.encode().replace(b"{}", name), kind) for name in queues for kind, key in OF_A_QUEUE]
+    keys += [(key.encode() % name, kind) for name in queues for kind, key in OF_A_QUEUE]
     with connection.pipeline(transaction=False) as pipe:
         for key, _ in keys:
             pipe.type(key)

@@ -207,7 +207,6 @@ def test_wrong_settings_are_found(
 @pytest.mark.parametrize(
     ("environ", "from_file", "level", "found"),
     [
-        ({"RQ_KEY_PREFIX": "mine"}, {}, Level.FAULT, "RQ_KEY_PREFIX='mine'"),
         ({"RQ_JOB_CLASS": "my.Job"}, {}, Level.FAULT, "RQ_JOB_CLASS='my.Job'"),
         ({"RQ_WORKER_CLASS": "rq.Worker"}, {}, Level.WARNING, "loads the model again"),
         ({}, {"RQ_REDIS_URL": "redis://"}, Level.WARNING, ".env has RQ_REDIS_URL"),

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 from redis import Redis
-from rq import Queue
+from rq import Queue, RateLimit
 
 from jobs.watch import cancel_job as module
 from jobs.watch.cancel_job import JobCancel, cancel_job
@@ -23,15 +23,24 @@ def test_a_job_that_waits_is_taken_from_there_as_rq_does(redis: Redis) -> None:
     first = queue.enqueue("jobs.complete", "x", job_id="first")
     after = queue.enqueue("jobs.complete", "x", job_id="after", depends_on=first)
     later = queue.enqueue_in(timedelta(hours=1), "jobs.complete", "x", job_id="later")
+    limit = RateLimit("one", 1)
+    slot, limited = (
+        queue.enqueue("jobs.complete", job_id=each, rate_limit=limit) for each in ("slot", "limited")
+    )
+    ready = queue.enqueue("jobs.complete", job_id="ready", depends_on=first)
+    with redis.pipeline() as pipe:
+        queue.ready_job_registry.register_jobs([ready], pipe)
+        pipe.execute()
     redis.hset("rq:job:first", "data", b"no payload that anybody could read")
-    for job in (after, later, first):
+    for job in (after, later, limited, ready, slot, first):
         assert cancel_job(redis, job.id) is JobCancel.REMOVED
         assert redis.hget(f"rq:job:{job.id}", "status") == b"canceled"
         assert cancel_job(redis, job.id) is JobCancel.GONE
     assert queue.job_ids == []
-    for registry in (queue.deferred_job_registry, queue.scheduled_job_registry):
+    for registry in (queue.deferred_job_registry, queue.scheduled_job_registry, queue.ready_job_registry):
         assert registry.get_job_ids(cleanup=False) == []
-    assert sorted(queue.canceled_job_registry.get_job_ids(cleanup=False)) == ["after", "first", "later"]
+    assert not redis.exists("rq:rl:one:rate_limited")
+    assert queue.canceled_job_registry.count == 6
     assert cancel_job(redis, "none") is JobCancel.GONE
 
 

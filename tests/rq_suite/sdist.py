@@ -29,14 +29,14 @@ def rq_tests() -> Path:
     return kept
 
 
-def rq_3() -> Path:
-    """A folder to import RQ 3 from, apart from the RQ of the environment. Raises CannotFetch."""
-    kept = _cache() / "rq-3"
+def rq_2() -> Path:
+    """A folder to import RQ 2.12 from, apart from the RQ of the environment. Raises CannotFetch."""
+    kept = _cache() / "rq-2"
     if not (kept / "rq" / "__init__.py").exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=kept.parent) as folder:
             new = Path(folder) / "new"
-            pip("install", "--quiet", "--no-deps", "--target", str(new), "rq>=3,<4")
+            pip("install", "--quiet", "--no-deps", "--target", str(new), "rq==2.12.0")
             if not kept.exists():
                 new.rename(kept)
     return kept

@@ -143,6 +143,17 @@ def rate_limited() -> Any:
     return [end_of(job) for job in jobs]
 
 
+def running() -> Any:
+    """What a worker runs, as other processes are shown it."""
+    job = hanging()
+    (worker,) = Worker.all(connection=redis)
+    found = [execution.job_id for execution in worker.get_current_executions()]
+    assert worker.get_current_job_id() == job.id
+    job.cancel()
+    until(lambda: not worker.get_current_executions(refresh=True))
+    return [each.replace(job.id, "JOB") for each in found]
+
+
 def workers_shown() -> Any:
     return [worker.name for worker in Worker.all(connection=redis)]
 
@@ -163,7 +174,7 @@ FEATURES = (
     unique,
     workers_shown,
 )
-NEW_IN_3 = (stopped_execution, rate_limited)
+NEW_IN_3 = (stopped_execution, rate_limited, running)
 
 
 def main() -> None:

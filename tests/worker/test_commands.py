@@ -177,7 +177,6 @@ def test_a_dequeue_strategy_is_refused_because_queues_are_lanes(workers: Workers
         ({"TOKENMILL_MAX_NUM_SEQ": "8"}, "did you mean TOKENMILL_MAX_NUM_SEQS?"),
         ({"TOKENMILL_MAX_NUM_SEQS": "many"}, "TOKENMILL_MAX_NUM_SEQS"),
         ({"TOKENMILL_MODEL": "/no/such/model"}, "/no/such/model"),
-        ({"RQ_KEY_PREFIX": "mine"}, "RQ_KEY_PREFIX='mine'"),
     ],
 )
 def test_what_a_user_can_mend_ends_the_start_with_one_line(

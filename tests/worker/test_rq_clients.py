@@ -1,4 +1,4 @@
-"""Producers are served whichever RQ they have: 2.12, as the worker, or 3, which `pip install rq` gives."""
+"""Producers are served whichever RQ they have: 3, as the worker, or 2.12."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rq_suite.sdist import CannotFetch, rq_3
+from tests.rq_suite.sdist import CannotFetch, rq_2
 from tests.rq_workers import Workers
 
 CLIENT = Path(__file__).parent / "rq_client.py"
@@ -28,17 +28,21 @@ SEEN = {
     "repeated": 3,
     "grouped": [["finished", "finished"], 2],
     "unique": "refused",
-    "workers_shown": ["served-by-2"],
+    "workers_shown": ["served-by-3"],
 }
-SEEN_BY_3 = SEEN | {"stopped_execution": "stopped", "rate_limited": ["finished", "finished", "finished"]}
+SEEN_BY_3 = SEEN | {
+    "stopped_execution": "stopped",
+    "rate_limited": ["finished", "finished", "finished"],
+    "running": ["JOB"],
+}
 
 
-def seen_by_a_producer(workers: Workers, client_path: str) -> object:
-    """What a producer with the RQ of client_path saw of each feature; "" for the installed one."""
-    worker = workers.start("--name", "served-by-2", "--with-scheduler")
+def seen_by_a_producer(workers: Workers, client_path: str = "", **environment: str) -> object:
+    """What a producer saw of each feature. client_path: where its RQ is, "" for the installed one."""
+    worker = workers.start("--name", "served-by-3", "--with-scheduler", **environment)
     done = subprocess.run(
         [sys.executable, str(CLIENT), workers.url],
-        env={**workers.environment(), "PYTHONPATH": client_path},
+        env={**workers.environment(**environment), "PYTHONPATH": client_path},
         capture_output=True,
         text=True,
         timeout=200,
@@ -51,12 +55,23 @@ def seen_by_a_producer(workers: Workers, client_path: str) -> object:
 
 
 def test_what_a_producer_does_with_rq_3_works(workers: Workers) -> None:
-    try:
-        client = rq_3()
-    except CannotFetch as error:
-        pytest.skip(f"RQ 3 cannot be fetched: {error}")
-    assert seen_by_a_producer(workers, str(client)) == SEEN_BY_3
+    assert seen_by_a_producer(workers) == SEEN_BY_3
 
 
 def test_what_a_producer_does_with_rq_2_works(workers: Workers) -> None:
-    assert seen_by_a_producer(workers, "") == SEEN
+    try:
+        client = rq_2()
+    except CannotFetch as error:
+        pytest.skip(f"RQ 2.12 cannot be fetched: {error}")
+    assert seen_by_a_producer(workers, str(client)) == SEEN
+
+
+@pytest.mark.usefixtures("new_interpreters")
+def test_with_another_prefix_all_works_and_no_key_is_named_otherwise(workers: Workers) -> None:
+    """RQ and we read the prefix when we are imported."""
+    prefix = "{tenant}.rq"
+    assert seen_by_a_producer(workers, RQ_KEY_PREFIX=prefix) == SEEN_BY_3
+    named = [key.decode() for key in workers.redis.scan_iter()]
+    # Those without are what the test's functions have written.
+    assert [key for key in named if ":" in key and not key.startswith(f"{prefix}:")] == []
+    assert [key for key in named if key.startswith(f"{prefix}:tokenmill:worker:served-by-3")]

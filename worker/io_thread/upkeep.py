@@ -15,9 +15,10 @@ _LEFT_PERIOD_S = 10.0
 
 
 class Upkeep:
-    """Cleans RQ's registries and queues jobs that were left, in a thread of `pool`, and keeps the scheduler's process up.
+    """Cleans RQ's registries, queues jobs that were left, and keeps the scheduler's process up.
 
-    registries: for the threads of `pool`. keep_scheduler: starts the process again where it has ended.
+    registries: for the threads of `pool`, which do the first two. keep_scheduler: starts the process again
+    where it has ended.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 
+from jobs.common.rq_jobs import job_key
 from worker.store.claimed_job import ClaimedJob, is_text
 from worker.store.scripts import Scripts, is_wrong_type
 
@@ -27,7 +28,7 @@ class Dependents:
         Each is queued once: also when this is called again, and when two jobs that it waited for end at the
         same time, where RQ's own way queues it twice.
         """
-        ended_as: Any = self._client.hget(f"rq:job:{claimed.job_id}", "ended_as")
+        ended_as: Any = self._client.hget(job_key(claimed.job_id), "ended_as")
         if ended_as is None:  # closed already, by whoever took it over
             return
         ended = Job(connection=self._client)

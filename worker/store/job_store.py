@@ -15,7 +15,8 @@ from rq.defaults import DEFAULT_RESULT_TTL
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 
-from jobs.common.keys import held_key
+from jobs.common.keys import held_key, prefixed
+from jobs.common.rq_jobs import execution_key
 from worker.store.bounds import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, max_hash_bytes
 from worker.store.claimed_job import CLAIM_BATCH, Claim, ClaimedJob, LeftJob, Mode, Wanted, names_execution
 from worker.store.dependents import Dependents
@@ -28,7 +29,7 @@ from worker.store.scripts import Scripts
 FAR_S = 10 * 365 * 86_400
 """Seconds from now to the score of our entries in rq:wip: no stock cleanup reaches them."""
 
-_MAINTENANCE_LOCK = "tokenmill:maintenance:{}"
+_MAINTENANCE_LOCK = prefixed("tokenmill:maintenance:%s")
 
 
 class JobStore:
@@ -176,7 +177,7 @@ class JobStore:
         """
         with self._client.pipeline(transaction=False) as pipe:
             for name in queue_names:  # a lock of each: who takes it serves that queue
-                lock = _MAINTENANCE_LOCK.format(name)
+                lock = _MAINTENANCE_LOCK % name
                 pipe.set(lock, self._worker_name, nx=True, px=int(period_s * 1000))
             is_ours = pipe.execute()
         queue_names = [name for name, taken in zip(queue_names, is_ours, strict=True) if taken]
@@ -197,7 +198,7 @@ class JobStore:
         found = [(n, *member.decode().rsplit(":", 1)) for n, member in held if names_execution(member)]
         with self._client.pipeline(transaction=False) as pipe:
             for _, job_id, execution_id in found:
-                pipe.ttl(f"rq:execution:{job_id}:{execution_id}")
+                pipe.ttl(execution_key(job_id, execution_id))
             left_s = pipe.execute() if found else []
         dead = [(address, "", "") for address, s in zip(found, left_s, strict=True) if s < 0]
         return self._release(dead, "abandoned", max_deaths)

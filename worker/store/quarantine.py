@@ -9,7 +9,7 @@ from typing import Any
 
 from redis import Redis
 
-from jobs.common.keys import QUARANTINE
+from jobs.common.keys import QUARANTINE, prefixed
 from jobs.common.shared_keys import OF_A_QUEUE, SHARED
 from jobs.common.shown import safe_name
 from worker.store.scripts import Scripts
@@ -24,9 +24,9 @@ NO_TEXT = b"bytes that are no UTF-8"
 NO_EXECUTION = b"it names no job and execution"
 
 _OF_A_WORKER = (
-    ("hash", "rq:worker:{}"),
-    ("string", "tokenmill:worker:{}"),
-    ("list", "tokenmill:samples:{}"),
+    ("hash", prefixed("rq:worker:%s")),
+    ("string", prefixed("tokenmill:worker:%s")),
+    ("list", prefixed("tokenmill:samples:%s")),
 )
 """Types and keys of a worker by its name."""
 
@@ -50,7 +50,7 @@ class Quarantine:
     def __init__(self, client: Redis, worker_name: str) -> None:
         self._client, self._worker_name = client, worker_name.encode()
         self._scripts = Scripts(client, worker_name)
-        self._own = [(kind, key.format(worker_name)) for kind, key in _OF_A_WORKER]
+        self._own = [(kind, key % worker_name) for kind, key in _OF_A_WORKER]
         self._last_seen: bytes | None = None
 
     def check(self, queue_names: Iterable[str], others: Iterable[tuple[str, str | bytes]] = ()) -> int:
@@ -60,7 +60,7 @@ class Quarantine:
         Returns how many keys were set aside. Raises redis.exceptions.RedisError.
         """
         self._begin_to_look()
-        of_queues = [(kind, key.format(name)) for name in queue_names for kind, key in OF_A_QUEUE]
+        of_queues = [(kind, key % name) for name in queue_names for kind, key in OF_A_QUEUE]
         args = [part for each in (*SHARED, *self._own, *of_queues, *others) for part in each]
         return int(self._scripts.call_many([("check_types", args)])[0])
 

@@ -12,6 +12,8 @@ from rq.job import Job
 from rq.utils import now, utcformat
 from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY
 
+from jobs.common.keys import RQ
+from jobs.common.rq_jobs import RATE_LIMITS_KEY
 from worker.store.quarantine import Quarantine
 from worker.store.scripts import Scripts
 
@@ -41,7 +43,7 @@ class Registries:
         self._drop_gone(Group.REDIS_GROUP_KEY, Group.REDIS_GROUP_NAME_PREFIX)
         for name in queue_names:
             for registry in ("finished", "failed"):
-                self._client.zremrangebyscore(f"rq:{registry}:{name}", 0, self._clock())
+                self._client.zremrangebyscore(f"{RQ}:{registry}:{name}", 0, self._clock())
             self._drop_gone(WORKERS_BY_QUEUE_KEY % name)
         self._drop_gone(REDIS_WORKER_KEYS)
 
@@ -59,13 +61,13 @@ class Registries:
                 self._client.srem(key, *gone)
 
     def queue_left(self, queue_names: Sequence[str]) -> None:
-        """Queue jobs that nobody else would: those that wait for the slot of one that was cancelled or deleted,
-        and those whose dependencies are met, but whose worker was killed before it queued them."""
+        """Queue jobs that nobody else would queue: those that wait for the slot of one that was cancelled or
+        deleted, and those whose dependencies are met, but RQ's worker was killed before it queued them."""
         now_iso, now_ts = utcformat(now()), repr(self._clock())
         calls: list[tuple[str, Sequence[Any]]] = [
             ("enqueue_due", ("ready", name, now_ts, now_iso, _BATCH)) for name in queue_names
         ]
-        keys: Any = self._client.srandmember("rq:rl-keys", _BATCH)
+        keys: Any = self._client.srandmember(RATE_LIMITS_KEY, _BATCH)
         calls += [("rate_limits", (key, now_iso, now_ts)) for key in keys]
         self._call_many(calls, keep_refusals=True)
 
@@ -73,5 +75,5 @@ class Registries:
         """Jobs that wait in these queues."""
         with self._client.pipeline(transaction=False) as pipe:
             for name in queue_names:
-                pipe.llen(f"rq:queue:{name}")
+                pipe.llen(f"{RQ}:queue:{name}")
             return sum(pipe.execute())

@@ -144,7 +144,9 @@ class Scheduler(RQScheduler):
             self._scripts = Scripts(self.connection, self.name)
         now_ts, now_iso = current_timestamp(), utcformat(now())
         names = sorted(self._acquired_locks)
-        self._scripts.call_many([("enqueue_due", ("scheduled", name, now_ts, now_iso, _MOST)) for name in names])
+        self._scripts.call_many(
+            [("enqueue_due", ("scheduled", name, now_ts, now_iso, _MOST)) for name in names]
+        )
 
     def work(self) -> None:
         """Run until stopped, or until the worker is gone; RQ's own ends with the first error of Redis."""

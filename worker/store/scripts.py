@@ -10,6 +10,8 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import NoScriptError, RedisError
 
+from jobs.common.keys import OWN, RQ
+
 _SCRIPTS = {
     "claim": ["job_hash", "open_execution"],
     "renew": [],
@@ -35,9 +37,14 @@ _HEADS = ("quarantine", "holding")
 def _sources() -> Mapping[str, str]:
     folder = resources.files("worker.store") / "lua"
     return {
-        name: "".join((folder / f"{part}.lua").read_text() for part in (*_HEADS, *heads, name))
+        name: _with_prefix("".join((folder / f"{part}.lua").read_text() for part in (*_HEADS, *heads, name)))
         for name, heads in _SCRIPTS.items()
     }
+
+
+def _with_prefix(text: str) -> str:
+    """Let the keys that a script names begin as they do here. RQ allows no prefix that would end a string."""
+    return text.replace("'rq:", f"'{RQ}:").replace("'tokenmill:", f"'{OWN}:")
 
 
 def is_wrong_type(error: RedisError) -> bool:

@@ -12,11 +12,13 @@ from rq.exceptions import AbandonedJobError
 from rq.queue import Queue
 from rq.serializers import JSONSerializer
 
+from jobs.common.keys import RQ, prefixed
+from jobs.common.rq_jobs import executions_key, queue_keys
 from worker.store.claimed_job import ClaimedJob, LeftJob, is_text, names_execution
 from worker.store.job_store import JobStore
 from worker.store.quarantine import NO_EXECUTION, NO_TEXT, Entry
 
-_LOCK = "tokenmill:maintenance-stock:{}"
+_LOCK = prefixed("tokenmill:maintenance-stock:%s")
 _MOST = 1000
 """Jobs looked at in each period: the rest has its turn in the next ones."""
 
@@ -46,7 +48,7 @@ class StockJobs:
         """
         taken = []
         for name in queue_names:
-            if not self._client.set(_LOCK.format(name), 1, nx=True, px=int(period_s * 1000)):
+            if not self._client.set(_LOCK % name, 1, nx=True, px=int(period_s * 1000)):
                 continue
             left = self._started(name) + self._intermediate(name)
             queue = Queue(name, connection=self._client, serializer=JSONSerializer)
@@ -69,19 +71,20 @@ class StockJobs:
 
     def _set_aside(self, key: str, unreadable: Sequence[bytes]) -> None:
         """Out of the way, where they would be looked at in place of others in every period."""
-        reason = NO_EXECUTION if key.startswith("rq:wip:") else NO_TEXT
+        reason = NO_EXECUTION if key.startswith(f"{RQ}:wip:") else NO_TEXT
         self._store.quarantine.set_aside([Entry(key.encode(), each, reason) for each in unreadable])
 
     def _started(self, queue: str) -> list[LeftJob]:
         passed = self._clock()
-        [members] = self._read(lambda pipe: pipe.zrangebyscore(f"rq:wip:{queue}", 0, passed, 0, _MOST))
-        self._set_aside(f"rq:wip:{queue}", [each for each in members if not names_execution(each)])
+        key = queue_keys(queue).started
+        [members] = self._read(lambda pipe: pipe.zrangebyscore(key, 0, passed, 0, _MOST))
+        self._set_aside(key, [each for each in members if not names_execution(each)])
         ids = [member.decode().rsplit(":", 1) for member in members if names_execution(member)]
         why = "the worker that ran it is gone"
         return [LeftJob(queue, job_id, execution_id, why) for job_id, execution_id in ids]
 
     def _intermediate(self, queue: str) -> list[LeftJob]:
-        key, moment = f"rq:queue:{queue}:intermediate", self._clock()
+        key, moment = queue_keys(queue).popped, self._clock()
         [found] = self._read(lambda pipe: pipe.lrange(key, 0, _MOST - 1))
         self._set_aside(key, [job_id for job_id in found if not is_text(job_id)])
         ids = [job_id.decode() for job_id in found if is_text(job_id)]
@@ -90,7 +93,7 @@ class StockJobs:
 
         def look(pipe: Any) -> None:
             for job_id in ids:
-                pipe.zcard(f"rq:executions:{job_id}")
+                pipe.zcard(executions_key(job_id))
                 pipe.set(f"{key}:first_seen:{job_id}", moment, nx=True, ex=_SEEN_TTL_S)
                 pipe.get(f"{key}:first_seen:{job_id}")
 

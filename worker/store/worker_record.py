@@ -11,7 +11,7 @@ from typing import Any
 from redis import Redis
 from rq.worker_registration import WORKERS_BY_QUEUE_KEY
 
-from jobs.common.keys import WORKER_STATS_TTL_S, samples_key, worker_key
+from jobs.common.keys import RQ, WORKER_STATS_TTL_S, samples_key, worker_key
 from jobs.watch.samples import MAX_POINTS, Point
 
 _REGISTRIES = {
@@ -57,9 +57,9 @@ class WorkerRecord:
         """Count jobs and workers of each of the worker's queues; 0 of a key that is of another type."""
         with self._client.pipeline(transaction=False) as pipe:
             for name in self._queue_names:
-                pipe.llen(f"rq:queue:{name}")
+                pipe.llen(f"{RQ}:queue:{name}")
                 for registry in _REGISTRIES.values():
-                    pipe.zcard(f"rq:{registry}:{name}")
+                    pipe.zcard(f"{RQ}:{registry}:{name}")
                 pipe.scard(WORKERS_BY_QUEUE_KEY % name)
             replies = iter(pipe.execute(raise_on_error=False))
         counted = {
