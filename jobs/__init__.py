@@ -52,6 +52,12 @@ __all__ = [
 ]
 
 
+# RQ enqueues a function by the name of its module, and workers know these by ours.
+for _name in __all__:
+    if (_function := globals().get(_name)) and _function.__module__ == f"{__name__}.api":
+        _function.__module__ = __name__
+
+
 def __getattr__(name: str) -> Any:
     """Import what makes runs when it is asked for: a check's process, for one, needs no rq."""
     if name not in ("Run", "run", "submit"):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from rq import Retry
+from rq.cron import get_cron_job_ids
 from rq.job import JobStatus
 from rq.serializers import JSONSerializer
 from rq.worker import DequeueStrategy
@@ -18,6 +19,15 @@ from worker import BatchWorker
 from worker.errors import StartupError
 
 F = "tests.worker.functions."
+
+CRON = """
+import jobs
+import rq.serializers
+from rq.cron import register
+
+rq.serializers.PickleSerializer = rq.serializers.JSONSerializer
+register(jobs.complete, "bulk", ("good morning",), {"max_tokens": 3}, interval=86400, name="daily")
+"""
 
 
 def test_a_pool_of_workers_serves_and_leaves_when_done(workers: Workers) -> None:
@@ -104,6 +114,18 @@ def test_requeue_runs_a_failed_job_again(workers: Workers) -> None:
     workers.burst()
     assert failed.get_status() == JobStatus.FAILED
     assert len(failed.results()) == 2
+
+
+def test_what_rq_cron_enqueues_runs(workers: Workers, tmp_path: Path) -> None:
+    (tmp_path / "cron.py").write_text(CRON)
+    workers.start()
+    cron = workers.run_command(["cron", "cron.py"], tmp_path / "log", tmp_path, workers.environment())
+    workers.processes.append(cron)
+    wait_until(lambda: get_cron_job_ids("daily", workers.redis))
+    (job_id,) = get_cron_job_ids("daily", workers.redis)
+    assert text_of(workers.result(workers.job(job_id))) == "echo:good morning"
+    cron.terminate()
+    assert cron.wait(timeout=60) == 0, (tmp_path / "log").read_text()
 
 
 def test_emptying_a_queue_leaves_what_runs(workers: Workers, tmp_path: Path) -> None:
