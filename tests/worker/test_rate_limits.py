@@ -1,41 +1,27 @@
-"""Jobs that a client of RQ 3 has put behind a rate limit do not wait for ever.
-
-RQ 2.12, with which the tests run, knows no rate limits: jobs are put there as RQ 3's `Queue.enqueue` does.
-"""
+"""Jobs behind a rate limit run one after the other, and none waits for ever, whatever becomes of a worker."""
 
 from __future__ import annotations
 
-from itertools import count
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
-from rq import Queue, Retry
+from rq import Queue, RateLimit, Retry
 from rq.job import Job, JobStatus
 
-from tests.rq_workers import Workers, wait_until, wait_until_started
+from tests.rq_workers import Workers, stats_of, wait_until, wait_until_started
 
 F = "tests.worker.functions."
-_order = count()
+
+
+LIMIT = RateLimit("key", 1)
 
 
 def enqueue_rate_limited(queue: Queue, function: str, *args: Any, **options: Any) -> Job:
-    """As `queue.enqueue(..., rate_limit=RateLimit("key", 1))`."""
-    redis = queue.connection
-    job = queue.create_job(F + function, args=args, timeout=60, **options)
-    job.origin = queue.name
-    job.save()
-    redis.hset(job.key, mapping={"rate_limit_key": "key", "rate_limit_concurrency": 1})
-    redis.sadd("rq:rl-keys", "key")
-    redis.hset("rq:rl:key", "concurrency", 1)
-    redis.sadd("rq:queues", queue.key)
-    if redis.zcard("rq:rl:key:allowed"):
-        redis.hset(job.key, "status", "rate_limited")
-        redis.zadd("rq:rl:key:rate_limited", {job.id: next(_order)})
-    else:
-        redis.hset(job.key, "status", "queued")
-        redis.zadd("rq:rl:key:allowed", {job.id: next(_order)})
-        redis.rpush(queue.key, job.id)
-    return job
+    return queue.enqueue(F + function, args=args, job_timeout=60, rate_limit=LIMIT, **options)
 
 
 def assert_no_limit_is_left(workers: Workers) -> None:
@@ -91,8 +77,7 @@ def test_the_slot_of_a_running_job_that_is_given_up_goes_to_the_next(workers: Wo
 def test_a_dependent_with_a_limit_waits_for_its_slot(workers: Workers) -> None:
     queue = workers.queue("bulk")
     parent = queue.enqueue(F + "add", 1, 1)
-    child = queue.enqueue(F + "add", 1, 2, depends_on=parent)
-    workers.redis.hset(child.key, mapping={"rate_limit_key": "key", "rate_limit_concurrency": 1})
+    child = enqueue_rate_limited(queue, "add", 1, 2, depends_on=parent)
     blocking = enqueue_rate_limited(workers.queue("other"), "add", 1, 1)
     workers.burst()
     assert workers.redis.hget(child.key, "status") == b"rate_limited"
@@ -101,6 +86,73 @@ def test_a_dependent_with_a_limit_waits_for_its_slot(workers: Workers) -> None:
     assert workers.result(blocking).return_value == 2
     assert workers.result(child).return_value == 3
     wait_until(lambda: workers.redis.zcard("rq:rl:key:allowed") == 0)
+
+
+def test_jobs_whose_time_comes_at_once_wait_for_their_slots(workers: Workers) -> None:
+    for _ in range(2):
+        workers.queue("bulk").enqueue_in(timedelta(0), F + "meet", "gate", rate_limit=LIMIT)
+    workers.start("--with-scheduler")
+    for _ in range(2):
+        workers.wait_for("gate:waiting")
+        assert workers.redis.zcard("rq:rl:key:allowed") == 1
+        assert workers.redis.llen("gate:waiting") == 0
+        workers.redis.rpush("gate", "go")
+    wait_until(lambda: workers.redis.zcard("rq:rl:key:allowed") == 0)
+
+
+def test_a_killed_workers_job_keeps_its_slot_until_another_worker_ends_it(workers: Workers) -> None:
+    queue = workers.queue("bulk")
+    jobs = [enqueue_rate_limited(queue, "meet", "gate") for _ in range(3)]
+    for job in jobs:
+        for _ in range(2):
+            worker = workers.start()
+            assert workers.wait_for("gate:waiting") == job.id
+            assert workers.redis.zrange("rq:rl:key:allowed", 0, -1) == [job.id.encode()]
+            worker.kill()
+            worker.wait()
+        worker = workers.start()
+        assert workers.wait_for("gate:waiting") == job.id
+        workers.redis.rpush("gate", "go")
+        assert workers.result(job).return_value == "go"
+        worker.kill()
+        worker.wait()
+    assert_no_limit_is_left(workers)
+
+
+def test_a_worker_that_thaws_gives_no_slot_back_a_second_time(workers: Workers, tmp_path: Path) -> None:
+    queue = workers.queue("bulk")
+    first = queue.enqueue("jobs.complete", f"file:{tmp_path}/go", rate_limit=LIMIT)
+    frozen = workers.start("--name", "frozen")
+    wait_until_started(first)
+    os.kill(frozen.pid, signal.SIGSTOP)
+    running, waiting = (enqueue_rate_limited(queue, "meet", "gate") for _ in range(2))
+    (tmp_path / "go").touch()
+    workers.start("--name", "other")
+    assert workers.wait_for("gate:waiting") == running.id
+    os.kill(frozen.pid, signal.SIGCONT)
+    wait_until(lambda: stats_of(workers, "frozen").get("jobs_held") == 0)
+    assert workers.redis.zrange("rq:rl:key:allowed", 0, -1) == [running.id.encode()]
+    assert waiting.get_status() == JobStatus.RATE_LIMITED
+    workers.redis.rpush("gate", "go", "go")
+    assert workers.result(waiting).return_value == "go"
+    assert len(first.results()) == 1
+
+
+def test_a_job_that_its_killed_queuer_left_ready_is_queued(workers: Workers) -> None:
+    queue = workers.queue("bulk")
+    parent = queue.enqueue(F + "add", 1, 1)
+    child = queue.enqueue(F + "add", 1, 2, depends_on=parent)
+    stale = queue.enqueue(F + "add", 1, 3)
+    with workers.redis.pipeline() as pipe:
+        queue.ready_job_registry.register_jobs([child], pipe)  # RQ's worker does, and then queues them
+        queue.ready_job_registry.add(stale, pipeline=pipe)
+        pipe.execute()
+    queue.remove(parent)
+    workers.start()
+    assert workers.result(child).return_value == 3
+    assert workers.result(stale).return_value == 4
+    wait_until(lambda: queue.ready_job_registry.count == 0)
+    assert [len(job.results()) for job in (child, stale)] == [1, 1]
 
 
 def test_a_limit_without_jobs_is_forgotten(workers: Workers) -> None:
