@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tests.faults.harness import LEASE_S, Harness
+from tests.faults.older_client import OlderClient
+from tests.faults.worker_faults import kills
 
 AT_ONCE = 5
 BEGINNING_S = 3.0
@@ -77,6 +79,14 @@ def _load() -> Iterator[None]:
         for burner in burners:
             burner.kill()
             burner.wait()
+
+
+def two_clients(faults: Harness, count: int) -> None:
+    """SIGKILL of workers while producers with RQ 2.12 and 3 enqueue on the same queues."""
+    with OlderClient(faults.server.url, faults.folder / "older") as older:
+        faults.ledger.older = older
+        kills(faults, count)
+    faults.ledger.older = None
 
 
 def two_models(faults: Harness, count: int) -> None:

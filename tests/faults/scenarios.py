@@ -16,6 +16,7 @@ from tests.faults import (
 )
 from tests.faults.harness import Harness
 from tests.faults.mounts import MountRefused
+from tests.rq_suite.sdist import CannotFetch
 
 SCENARIOS: dict[str, Callable[[Harness, int], None]] = {
     "kills": worker_faults.kills,
@@ -26,6 +27,7 @@ SCENARIOS: dict[str, Callable[[Harness, int], None]] = {
     "clock_jumps": worker_faults.clock_jumps,
     "thaws": fleet_faults.thaws,
     "two_models": fleet_faults.two_models,
+    "two_clients": fleet_faults.two_clients,
     "saving_code": code_faults.saving_code,
     "frozen_functions": code_faults.frozen_functions,
     "cut_connections": server_faults.cut_connections,
@@ -59,7 +61,7 @@ def one_of_each(faults: Harness, kills: int, slow: bool) -> list[str]:
             continue
         try:
             scenario(faults, max(3, int(kills * _SHARE.get(name, 0.015))))
-        except MountRefused as error:
+        except (MountRefused, CannotFetch) as error:
             faults.settle(name, resume=True)
             refused.append(f"{name} left out: {error}")
     return refused
