@@ -1,12 +1,12 @@
 """Two versions at work on the same queues and runs: `python -m ops.upgrade [--from COMMIT]`.
 
 Exports an older commit of this repository (git archive) and starts its workers and those of the working
-tree, with the demo model, against one Redis. Both run in this environment. While prompts come in and two
-Parquet runs go on, one submitted by each version, workers are replaced one at a time: by SIGTERM, as systemd
-and Kubernetes stop them, and by SIGKILL. First the new version takes the old one's place, then, with new
-runs, the old one the new one's (a rollback). In the end every prompt must have one answer, every row stand
-once in its run, and both versions have worked. Exit status 1 where
-something is amiss; the logs are kept then.
+tree, with the demo model, against one Redis. Both run in this environment, an older one with RQ 2.12. While
+prompts come in and two Parquet runs go on, one submitted by each version, workers are replaced one at a time:
+by SIGTERM, as systemd and Kubernetes stop them, and by SIGKILL. First the new version takes the old one's
+place, then, with new runs, the old one the new one's (a rollback). In the end every prompt must have one
+answer, every row stand once in its run, and both versions have worked. Exit status 1 where something is
+amiss; the logs are kept then.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from typing import Any, Self
 from redis import Redis
 
 from jobs.watch.samples import WorkerSample, read_samples
+from tests.rq_suite.sdist import rq_2
 
 ROOT = Path(__file__).parents[2]
 QUEUES = ("prompts", "bulk")
@@ -25,6 +26,12 @@ class Version:
 
     name: str
     tree: Path
+
+    @property
+    def import_path(self) -> str:
+        """Where its modules are found first, and RQ 2.12 where it asks for that. Raises CannotFetch."""
+        needs_2 = '"rq>=2.12,<3"' in (self.tree / "pyproject.toml").read_text()
+        return os.pathsep.join(map(str, (rq_2(), self.tree) if needs_2 else (self.tree,)))
 
 
 @dataclass
@@ -103,4 +110,4 @@ class Fleet:
 
     def _environment(self, version: Version, settings: Mapping[str, str]) -> dict[str, Any]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("TOKENMILL_", "RQ_"))}
-        return {**kept, "PYTHONPATH": str(version.tree), "RQ_REDIS_URL": self._url, **settings}
+        return {**kept, "PYTHONPATH": version.import_path, "RQ_REDIS_URL": self._url, **settings}
