@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from redis import Redis
 from redis.exceptions import RedisError
-from rq import worker_registration
+from rq import Queue, worker_registration
 from rq.defaults import DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT
 from rq.job import Job
 from rq.serializers import JSONSerializer
@@ -250,6 +250,11 @@ class BatchWorker(BaseWorker):
                 f"--job-class {self.job_class.__module__}.{self.job_class.__qualname__} is not supported: "
                 "prompts are not run by a job's `perform`, and jobs are ended by scripts that know RQ's own "
                 "hash; serve the functions that need this class on another queue, with RQ's own worker"
+            )
+        if self.queue_class.redis_queue_namespace_prefix != Queue.redis_queue_namespace_prefix:
+            raise StartupError(
+                f"--queue-class {self.queue_class.__module__}.{self.queue_class.__qualname__} names its keys "
+                "otherwise than RQ: leave it out, and set RQ_KEY_PREFIX for workers and producers alike"
             )
         version = self.get_redis_server_version()
         if tuple(version) < MIN_REDIS_VERSION:

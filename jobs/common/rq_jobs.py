@@ -137,7 +137,7 @@ def rate_limited_key(limit: str) -> str:
 
 def results_key(job_id: str) -> str:
     """Return the key of the stream of what a job ended with."""
-    return Result.get_key(job_id)
+    return f"{RQ}:results:{job_id}"
 
 
 def result_type(entry: Mapping[bytes, bytes]) -> ResultType | None:

@@ -22,6 +22,7 @@ import rq
 import rq.serializers
 import rq.worker
 import rq.worker.worker_classes
+from rq.executions import Execution
 from rq.job import Job, JobStatus
 from rq.queue import Queue
 
@@ -51,12 +52,12 @@ class SuiteWorker(_FakeEngineWorker):  # type: ignore[misc, valid-type]
             made.write(".")
         super().__init__(*args, **kwargs)
 
-    def perform_job(self, job: Job, queue: Queue) -> bool:
+    def perform_job(self, job: Job, queue: Queue, execution: Execution | None = None) -> bool:
         """Bring one job to its end, whether it waits in its queue or was taken from there already."""
         self.register_death()  # some tests have taken the worker's first steps by hand, or the job's
-        if self.execution is not None:
+        if execution is not None:
             with self.connection.pipeline() as pipeline:
-                self.cleanup_execution(job, pipeline=pipeline)
+                self.cleanup_execution(job, pipeline=pipeline, execution=execution)
                 pipeline.execute()
         job.set_status(JobStatus.QUEUED)
         if job.id not in queue.job_ids:

@@ -19,10 +19,14 @@ NOT_APPLICABLE: dict[str, tuple[str, ...]] = {
         "test_intermediate_queue.py::*::test_cleanup_intermediate_queue*",
         "test_intermediate_queue.py::*::test_no_cleanup_while_in_started_queue",
         "test_queue.py::*::test_intermediate_queue",
+        "test_rate_limit.py::*::test_release_after_aborted_immediate_repeat",
+        "test_repeat.py::*::test_repeat_state_survives_transaction_retry",
         "test_scheduler.py::*::test_work_burst_scheduler_cleans_up_on_error",  # ours: test_rq_duties.py
         "test_worker.py::*::test_heartbeat_survives_lost_connection",
+        "test_worker.py::*::test_heartbeat_survives_redis_timeout",
         "test_worker.py::*::test_horse_fails",
         "test_worker.py::*::test_job_dependency_race_condition",
+        "test_worker.py::*::test_stopped_job_failed_even_if_stopped_callback_raises",
     ),
     "about another of RQ's worker classes": (
         "test_spawn_worker.py::*",
@@ -46,6 +50,11 @@ DEPARTURES: dict[str, tuple[str, ...]] = {
     "a job that is cancelled while it runs is stopped; RQ lets it run to its end": (
         "test_worker.py::*::test_cancel_running_parent_job",
     ),
+    "a `--job-class` is refused, and a `--queue-class` with keys of its own: scripts know those of RQ": (
+        "test_cli.py::*::test_cli_enqueue_with_job_class",
+        "test_cli.py::*::test_queue_class_argument",
+        "test_worker_pool.py::*::test_queue_class_propagated_to_workers",
+    ),
     "`--dequeue-strategy` is refused: queues are lanes, served in the order given": (
         "test_cli.py::*::test_worker_dequeue_strategy",
         "test_worker.py::*::test_dequeue_random_strategy",
@@ -59,6 +68,7 @@ DEPARTURES: dict[str, tuple[str, ...]] = {
         "test_worker.py::*::test_deserializing_failure_is_handled",
     ),
     "a worker that leaves shows as `draining`, then as `stopped`; RQ's as `busy` or `idle`": (
+        "test_commands.py::*::test_stop_execution_command",
         "test_commands.py::*::test_stop_job_command",
     ),
     "a worker goes on listening for commands whatever goes wrong there; RQ's gives up on some errors": (
@@ -71,6 +81,7 @@ CHOSEN = (
     "test_callbacks.py",
     "test_dependencies.py",
     "test_executions.py",
+    "test_rate_limit.py",
     "test_registry.py",
     "test_repeat.py",
     "test_results.py",

@@ -13,7 +13,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 from redis import Redis
-from rq import Retry, get_current_job
+from rq import Queue, Retry, get_current_job
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
@@ -272,6 +272,12 @@ def hang_on_success(job: Job, connection: Redis, result: Any) -> None:
 
 class OwnJob(Job):
     """What a user may give to `--job-class`."""
+
+
+class OwnQueue(Queue):
+    """What a user may give to `--queue-class`."""
+
+    redis_queue_namespace_prefix = "own:queue:"
 
 
 def lack(what: str) -> None:

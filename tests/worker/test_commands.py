@@ -187,6 +187,12 @@ def test_a_job_class_is_refused_because_prompts_are_not_performed(workers: Worke
     assert "--job-class tests.worker.functions.OwnJob is not supported" in workers.log(process)
 
 
+def test_a_queue_class_with_other_keys_is_refused_as_its_jobs_would_wait_for_ever(workers: Workers) -> None:
+    process = workers.start("--burst", "--queue-class", "tests.worker.functions.OwnQueue")
+    assert process.wait(timeout=60) == 1
+    assert "--queue-class tests.worker.functions.OwnQueue names its keys otherwise" in workers.log(process)
+
+
 def test_a_dequeue_strategy_is_refused_because_queues_are_lanes(workers: Workers) -> None:
     worker = BatchWorker(["bulk"], connection=workers.redis, serializer=JSONSerializer)
     with pytest.raises(StartupError, match="--dequeue-strategy"):

@@ -1,0 +1,44 @@
+"""With another RQ_KEY_PREFIX the dashboard, its metrics and the commands tell of the keys that have it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from redis import Redis
+
+from tests.dashboard.dashboard_process import get, get_json, running_dashboard
+from tests.rq_workers import ROOT, RQ
+
+TOKENMILL = (sys.executable, "-c", "from jobs.cli import main; main()")
+
+
+def test_all_that_shows_queues_and_runs_shows_those_of_the_prefix(
+    redis: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    variables = {"RQ_KEY_PREFIX": "{mine}", "RQ_REDIS_URL": redis_url, "PYTHONPATH": str(ROOT)}
+
+    def run(*command: str) -> str:
+        environment = {**os.environ, **variables}
+        done = subprocess.run(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        return done.stdout
+
+    run(*RQ, "enqueue", "-S", "json", "-q", "prompts", "jobs.complete", "prompt=x")
+    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "in.parquet")
+    name = run(*TOKENMILL, "submit", "in.parquet", "out").split()[0]
+    assert [key for key in redis.scan_iter() if not key.startswith(b"{mine}:")] == []
+    assert "queue prompts: 1 waiting" in run(*TOKENMILL, "info")
+    assert name in run(*TOKENMILL, "runs")
+    with running_dashboard(redis_url, "--queue", "prompts", **variables) as address:
+        assert 'rq_jobs{queue="prompts",status="queued"} 1.0' in get(address, "/metrics")
+        assert name in get(address, "/")
+        shown = {
+            each["name"] for each in get_json(address, "/rq/0/data/queues.json")["queues"] if each["count"]
+        }
+        assert shown == {"bulk", "prompts"}
+    redis.set("{mine}:workers", "text")
+    assert "the key {mine}:workers is of type string" in run(*TOKENMILL, "doctor", "--role", "producer")
