@@ -15,7 +15,7 @@ from .findings import Finding, fault, ok, warning
 
 #: Versions that this code knows: at least, and below. As in pyproject.toml.
 VERSIONS: Mapping[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
-    "rq": ((2, 12), (3,)),
+    "rq": ((3,), (4,)),
     "redis": ((6,), None),
 }
 
