@@ -150,7 +150,7 @@ def running() -> Any:
     found = [execution.job_id for execution in worker.get_current_executions()]
     assert worker.get_current_job_id() == job.id
     job.cancel()
-    until(lambda: not worker.get_current_executions(refresh=True))
+    until(lambda: not worker.current_execution_count)
     return [each.replace(job.id, "JOB") for each in found]
 
 
