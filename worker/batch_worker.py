@@ -371,6 +371,7 @@ class BatchWorker(BaseWorker):
             else:
                 pipe.hset(self.key, "current_job", job_id)
             pipe.expire(self.key, self.worker_ttl + 60)
+            pipe.expire(self.executions_key, self.worker_ttl + 60)
             # Again each time: after an outage longer than that, others have struck the worker off.
             worker_registration.register(self, pipe)
             pipe.execute()

@@ -149,6 +149,7 @@ def running() -> Any:
     (worker,) = Worker.all(connection=redis)
     found = [execution.job_id for execution in worker.get_current_executions()]
     assert worker.get_current_job_id() == job.id
+    until(lambda: redis.ttl(worker.executions_key) > 60)  # however long the job takes
     job.cancel()
     until(lambda: not worker.current_execution_count)
     return [each.replace(job.id, "JOB") for each in found]
