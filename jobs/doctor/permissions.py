@@ -55,13 +55,20 @@ _WORKERS_OTHERS = (
     ("unsubscribe", _CHANNEL),
 )
 
-#: Without these RQ shows a worker without its name or address, and all else works.
-_SHOWS_MORE = (("client", "setname", "tokenmill-doctor"), ("client", "list"))
+#: Without these RQ shows a worker without its name or address, and this command not what a restart drops.
+_SHOWS_MORE = (
+    ("client", "setname", "tokenmill-doctor"),
+    ("client", "list"),
+    ("acl", "dryrun", "default", "ping"),
+)
 
 PUBLISH = ("publish", _CHANNEL, "1")
 
+#: What is in a refusal of a key or a channel, of Redis 6 ("one of the keys") and of later ones ("a key").
+_OF_KEY, _OF_CHANNEL = " key", " channel"
+
 #: Commands that rules name with their first argument, and how.
-_WITH_ARGUMENT = {"script", "client", "memory"}
+_WITH_ARGUMENT = {"script", "client", "memory", "acl"}
 
 
 def commands_of(role: Role) -> list[tuple[str, ...]]:
@@ -87,8 +94,8 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
         _rule(words) for words, refusal in zip(asked, refusals, strict=False) if _is_of_command(refusal)
     ]
     refused_keys = zip(KEYS[role], refusals[len(asked) :], strict=False)
-    keys = [f"~{prefixed(key)}" for key, refusal in refused_keys if _is_of(refusal, "keys")]
-    channels = [f"&{RQ}:pubsub:*"] if any(_is_of(refusal, "channels") for refusal in refusals) else []
+    keys = [f"~{prefixed(key)}" for key, refusal in refused_keys if _OF_KEY in refusal]
+    channels = [f"&{RQ}:pubsub:*"] if any(_OF_CHANNEL in refusal for refusal in refusals) else []
     missing = [*keys, *channels, *dict.fromkeys(commands)]
     if missing:
         found = f"user {server.user!r} lacks what a {role} needs: {' '.join(missing)}"
@@ -96,9 +103,13 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
         yield fault("permissions", found, mend)
     else:
         yield ok("permissions", f"user {server.user!r} may do all that a {role} needs")
-    lacks = [_rule(words) for words, refusal in zip(_SHOWS_MORE, refusals[-2:], strict=True) if refusal]
+    lacks = [
+        _rule(words)
+        for words, refusal in zip(_SHOWS_MORE, refusals[-len(_SHOWS_MORE) :], strict=True)
+        if refusal
+    ]
     if role == "worker" and lacks:
-        found = f"without {' '.join(lacks)} RQ shows workers without name or address"
+        found = f"without {' '.join(lacks)} less is shown: workers' names and addresses, what a restart drops"
         yield warning("permissions", found, f"ACL SETUSER {server.user} {' '.join(lacks)}, in its file too")
 
 
@@ -106,12 +117,8 @@ def _rule(words: Sequence[str]) -> str:
     return f"+{words[0]}|{words[1]}" if words[0] in _WITH_ARGUMENT else f"+{words[0]}"
 
 
-def _is_of(refusal: str, what: str) -> bool:
-    return what in refusal
-
-
 def _is_of_command(refusal: str) -> bool:
-    return bool(refusal) and "keys" not in refusal and "channels" not in refusal
+    return bool(refusal) and _OF_KEY not in refusal and _OF_CHANNEL not in refusal
 
 
 def _refusals(server: Server, commands: Sequence[Sequence[str]]) -> list[str] | None:

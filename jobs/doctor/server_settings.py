@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
+
+from redis.exceptions import ResponseError
 
 from .findings import Finding, fault, ok, warning
 from .redis_server import Server
@@ -31,6 +34,7 @@ def check_server(server: Server) -> Iterator[Finding]:
     yield from _version(server)
     yield from _role(server)
     yield from _durability(server)
+    yield from _replay(server)
     yield from _last_writes(server)
     yield from _memory(server)
     yield from _streams(server)
@@ -91,6 +95,22 @@ def _durability(server: Server) -> Iterator[Finding]:
     else:
         found = "neither append-only file nor snapshots: a restart loses every job, and what is known of runs"
         yield fault("durability", found, mend)
+
+
+def _replay(server: Server) -> Iterator[Finding]:
+    """As the default user Redis 7 to 8 replays the append-only file, also where nobody may be that user."""
+    if not server.info.get("aof_enabled"):
+        return
+    for words in ("SET rq:job:a 1", "XADD tokenmill:a * a 1"):
+        try:
+            told: Any = server.client.execute_command("ACL", "DRYRUN", "default", *words.split())
+        except ResponseError:  # not as this user, or Redis 6.2, which replays without a user
+            return
+        if told not in (b"OK", "OK"):
+            found = "the default user has no rights: a restart drops every transaction and script of the file"
+            mend = "ACL SETUSER default off ~* &* +@all, and so in its file, before the next restart"
+            yield fault("durability", found, mend)
+            return
 
 
 def _last_writes(server: Server) -> Iterator[Finding]:

@@ -26,8 +26,8 @@ def _patient() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def redis_url() -> Iterator[str]:
-    with running_redis_server() as url, Redis.from_url(url) as client:
+def redis_url(redis_executable: str) -> Iterator[str]:
+    with running_redis_server(executable=redis_executable) as url, Redis.from_url(url) as client:
         set_up(client, WELL)
         yield url
 

@@ -215,6 +215,21 @@ def test_without_a_transaction_nothing_is_asked_as_it_would_be_carried_out(
     assert redis.dbsize() == 0
 
 
+def test_a_default_user_without_rights_is_found_by_the_worker_before_a_restart(
+    redis: Redis, redis_url: str
+) -> None:
+    url = as_user(redis, redis_url, "worker", rules_of("worker"))
+    redis.execute_command("ACL", "SETUSER", "default", "-xadd")
+    found = bad(check_server(quick(url)))
+    redis.execute_command("ACL", "SETUSER", "default", "+@all")
+    if redis.info("server")["redis_version"].startswith("6."):
+        assert found == [], "it replays without a user"
+    else:
+        (finding,) = found
+        assert "a restart drops every transaction" in finding.found
+        assert "ACL SETUSER default off ~* &* +@all" in finding.mend
+
+
 def test_jobs_that_were_pickled_are_found(redis: Redis, redis_url: str) -> None:
     Queue("bulk", connection=redis, serializer=PickleSerializer).enqueue("jobs.complete", "a")
     (finding,) = bad(check_queued_jobs(reach(redis_url)))

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from tests.redis_server import redis_server_executable, wait_until_ready
+from tests.redis_server import wait_until_ready
 from tests.rq_workers import ROOT
 
 WORKER_PASSWORD, PRODUCER_PASSWORD, ADMIN_PASSWORD = "Wk7xQ-secret", "Pd9zR-secret", "Ad3vT-secret"
@@ -37,7 +37,7 @@ class SecureRedis:
 
 
 @contextmanager
-def running_secure_redis(folder: Path, socket_folder: Path) -> Iterator[SecureRedis]:
+def running_secure_redis(executable: str, folder: Path, socket_folder: Path) -> Iterator[SecureRedis]:
     """Start a server whose files lie in `folder`, and its terminator; stop both at the end."""
     users = (ROOT / "ops" / "redis-users.acl").read_text()
     users = users.replace("change-this-1", WORKER_PASSWORD).replace("change-this-2", PRODUCER_PASSWORD)
@@ -45,7 +45,7 @@ def running_secure_redis(folder: Path, socket_folder: Path) -> Iterator[SecureRe
     socket = socket_folder / "s"
     where = ["--port", "0", "--unixsocket", str(socket), "--dir", str(folder)]
     process = subprocess.Popen(
-        [redis_server_executable(), *where, "--save", "", "--aclfile", str(folder / "users.acl")],
+        [executable, *where, "--save", "", "--aclfile", str(folder / "users.acl")],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

@@ -35,10 +35,13 @@ F = "tests.worker.functions."
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[SecureRedis]:
+def server(redis_executable: str, tmp_path: Path) -> Iterator[SecureRedis]:
     folder = tmp_path / "redis"
     folder.mkdir()
-    with TemporaryDirectory(prefix="r") as short, running_secure_redis(folder, Path(short)) as running:
+    with (
+        TemporaryDirectory(prefix="r") as short,
+        running_secure_redis(redis_executable, folder, Path(short)) as running,
+    ):
         yield running
 
 
@@ -154,8 +157,10 @@ def test_the_users_we_document_reach_nothing_else(server: SecureRedis, user: str
             "PUBLISH somebody hello",
             "MODULE LOAD /tmp/x.so",
         ):
-            with pytest.raises(NoPermissionError):
+            with pytest.raises(ResponseError) as refusal:
                 client.execute_command(*words.split())
+            switched_off = "not allowed" in str(refusal.value)  # DEBUG and MODULE, by Redis 7 itself
+            assert isinstance(refusal.value, NoPermissionError) or switched_off
 
 
 @pytest.mark.parametrize(
