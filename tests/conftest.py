@@ -48,6 +48,7 @@ COMPUTING = ("tests/engine/", "tests/ops/test_gpu_bench.py")
 REDIS_CONTRACTS = (
     "tests.doctor.test_redis_faults",
     "tests.jobs.test_raw_keys",
+    "tests.jobs.test_refused_writes",
     "tests.ops.test_redis_users",
     "tests.worker.test_claim",
     "tests.worker.test_fence",

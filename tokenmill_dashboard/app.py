@@ -27,6 +27,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from jobs.common.shown import safe_name
+from jobs.doctor.server_settings import troubles
 
 from . import shown
 from .actions import Refused, cancel_job, cancel_run, retry_all, retry_one
@@ -123,11 +124,15 @@ class Dashboard:
         task.cancel()
 
     def _page(self, name: str) -> Answer:
+        connection = self.watcher.connection
+
         async def answer(request: Request) -> Response:
+            def read() -> dict[str, Any]:
+                found = PAGES[name](self.watcher, request, show_prompts=self._options.show_prompts)
+                return {**found, "troubles": [safe_name(each, 500) for each in troubles(connection)]}
+
             try:
-                facts = await run_in_threadpool(
-                    PAGES[name], self.watcher, request, show_prompts=self._options.show_prompts
-                )
+                facts = await run_in_threadpool(read)
             except Missing as missing:
                 return self._render(request, "missing.html", 404, text=str(missing))
             except RedisError as error:
@@ -158,7 +163,7 @@ class Dashboard:
             here=_here(request),
             has_login=self._sessions is not None,
             notice=notice(request.query_params.get("done", "")),
-            **{"problem": None, "detail": None, **facts},
+            **{"problem": None, "detail": None, "troubles": (), **facts},
         )
         return HTMLResponse(html, 200 if update else status)
 

@@ -29,7 +29,15 @@ from .submit_options import run_arguments
 from .trial_commands import MAX_ROWS_READ, preview, tell_dry_run
 from .verify_command import verify
 from .waiting import await_plan, wait_for_end
-from .watch_commands import json_option, run_json, runs, show_all_runs, watch_option, workers
+from .watch_commands import (
+    json_option,
+    run_json,
+    runs,
+    show_all_runs,
+    tell_troubles,
+    watch_option,
+    workers,
+)
 
 
 @click.group()
@@ -124,6 +132,7 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
             return
         if watch:
             raise click.UsageError("--watch is for all runs: the same submit with --wait follows one")
+        tell_troubles(connection)
         if as_json:
             click.echo(run_json(connection, run))
             return

@@ -11,7 +11,8 @@ from typing import Any
 import click
 import redis
 
-from ..common.shown import safe_name
+from ..common.shown import MAX_TEXT_CHARS, safe_name
+from ..doctor.server_settings import troubles
 from ..errors import UnknownRun
 from ..runs.output import named_run
 from ..watch.runs import MAX_RUNS, STATES, RunSummary, list_runs, read_run
@@ -54,6 +55,7 @@ def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_jso
     Those that Redis knows: a run's keys are kept for 30 days after its last part, its folder for ever.
     """
     with errors_told():
+        tell_troubles(connection)
         found = list_runs(connection, limit, states)
         click.echo(runs_json(found) if as_json else runs_table(found, time.time()))
 
@@ -70,11 +72,18 @@ def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
     """
 
     def show() -> str:
+        tell_troubles(connection)
         found = read_samples(connection)
         return json.dumps(list(map(_worker_object, found))) if as_json else workers_table(found)
 
     with errors_told():
         show_or_watch(show, watch)
+
+
+def tell_troubles(connection: redis.Redis) -> None:
+    """Print above what is shown why a Redis that answers does not serve."""
+    for each in troubles(connection):
+        click.secho(f"Redis: {safe_name(each, MAX_TEXT_CHARS)}", fg="red", err=True)
 
 
 def run_json(connection: redis.Redis, name: str) -> str:
@@ -104,6 +113,7 @@ def show_all_runs(connection: redis.Redis, as_json: bool, watch: bool) -> None:
     """Print the runs that move, and the last ones that ended."""
 
     def show() -> str:
+        tell_troubles(connection)
         found = list_runs(connection)
         if as_json:
             return runs_json(found)

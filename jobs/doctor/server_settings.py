@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from redis import Redis
 from redis.exceptions import ResponseError
 
-from .findings import Finding, fault, ok, warning
+from .findings import Finding, Level, fault, ok, warning
 from .redis_server import Server
 
 #: What scripts and commands of a worker need.
@@ -32,13 +33,30 @@ MIB = 1 << 20
 def check_server(server: Server) -> Iterator[Finding]:
     """Look at what the server says of itself."""
     yield from _version(server)
-    yield from _role(server)
     yield from _durability(server)
     yield from _replay(server)
-    yield from _last_writes(server)
-    yield from _memory(server)
+    yield from _service(server.info)
     yield from _streams(server)
     yield from _clock(server)
+
+
+def troubles(connection: Redis) -> list[str]:
+    """Say what is wrong with a server that answers and yet takes no jobs, or loses them, and what to mend.
+
+    Raises redis.exceptions.ConnectionError or TimeoutError.
+    """
+    try:
+        info: Any = connection.info()
+    except ResponseError:  # not as this user
+        return []
+    return [f"{each.found}: {each.mend}" for each in _service(info) if each.level is Level.FAULT]
+
+
+def _service(info: Mapping[str, Any]) -> Iterator[Finding]:
+    """Whether it takes writes, and keeps them."""
+    yield from _role(info)
+    yield from _last_writes(info)
+    yield from _memory(info)
 
 
 def _version(server: Server) -> Iterator[Finding]:
@@ -55,8 +73,7 @@ def _version(server: Server) -> Iterator[Finding]:
         yield ok("redis", answers)
 
 
-def _role(server: Server) -> Iterator[Finding]:
-    info = server.info
+def _role(info: Mapping[str, Any]) -> Iterator[Finding]:
     if info.get("role") == "slave":
         master = f"{info.get('master_host')}:{info.get('master_port')}"
         yield fault("redis", "this is a replica, which takes no jobs", f"name its master, {master}")
@@ -113,7 +130,7 @@ def _replay(server: Server) -> Iterator[Finding]:
             return
 
 
-def _last_writes(server: Server) -> Iterator[Finding]:
+def _last_writes(info: Mapping[str, Any]) -> Iterator[Finding]:
     """A disk that is full, for one: Redis then refuses to write."""
     states = {
         "aof_last_write_status": "the append-only file",
@@ -121,13 +138,12 @@ def _last_writes(server: Server) -> Iterator[Finding]:
         "rdb_last_bgsave_status": "a snapshot",
     }
     for name, what in states.items():
-        if server.info.get(name, "ok") != "ok":
+        if info.get(name, "ok") != "ok":
             mend = "see Redis' log and the free space of its folder (redis-cli CONFIG GET dir)"
             yield fault("durability", f"Redis could not write {what} the last time", mend)
 
 
-def _memory(server: Server) -> Iterator[Finding]:
-    info = server.info
+def _memory(info: Mapping[str, Any]) -> Iterator[Finding]:
     policy = info.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
         found = f"maxmemory-policy is {policy}: with its memory full, Redis throws away jobs and answers"

@@ -30,7 +30,7 @@ class Holder:
 
 def holders(connection: Redis, job_ids: Sequence[str]) -> list[Holder]:
     """Return the executions that hold some of the jobs."""
-    with connection.pipeline() as pipe:
+    with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.zrange(executions_key(job_id), 0, -1)
         held = [
@@ -54,7 +54,7 @@ def holders(connection: Redis, job_ids: Sequence[str]) -> list[Holder]:
 def silent_workers(connection: Redis, names: Iterable[str]) -> set[str]:
     """Return those of our workers that have told nothing of themselves lately: killed ones, most likely."""
     asked = sorted(set(names))
-    with connection.pipeline() as pipe:
+    with connection.pipeline(transaction=False) as pipe:
         for name in asked:
             pipe.ttl(worker_key(name))
         left = pipe.execute()

@@ -45,7 +45,7 @@ def no_worker_text(queue: str, others: Sequence[str]) -> str:
 def listened_queues(connection: Redis) -> list[str]:
     """Return the names of the queues on which a living worker listens, sorted."""
     keys: Any = connection.smembers(WORKERS_KEY)
-    with connection.pipeline() as pipe:
+    with connection.pipeline(transaction=False) as pipe:
         for key in keys:
             pipe.hget(key, "queues")  # gone with the key of a worker that was killed
         replies = pipe.execute(raise_on_error=False)
@@ -55,7 +55,7 @@ def listened_queues(connection: Redis) -> list[str]:
 
 def _others_first(connection: Redis, snapshot: RunSnapshot) -> list[str]:
     keys = queue_keys(snapshot.queue)
-    with connection.pipeline() as pipe:
+    with connection.pipeline(transaction=False) as pipe:
         pipe.lrange(keys.waiting, 0, MAX_AHEAD - 1)
         pipe.zrange(keys.started, 0, -1)
         waiting, started = pipe.execute()
@@ -86,7 +86,7 @@ def _runs(job_ids: Iterable[str]) -> list[str]:
 def _silent_workers(connection: Redis, snapshot: RunSnapshot) -> list[str]:
     """Name the workers that hold shards of the run and no longer tell of themselves."""
     leases = _leases(connection, snapshot)
-    with connection.pipeline() as pipe:
+    with connection.pipeline(transaction=False) as pipe:
         for worker in leases:
             pipe.ttl(worker_key(worker))
         stats_ttls_s = pipe.execute()
@@ -106,7 +106,7 @@ def _leases(connection: Redis, snapshot: RunSnapshot) -> dict[str, list[int]]:
     """Return for each worker the seconds left of its lease of each shard of the run that it holds."""
     started: Any = connection.zrange(queue_keys(snapshot.queue).started, 0, -1)
     entries = [stored.text(entry) for entry in started]
-    with connection.pipeline() as pipe:
+    with connection.pipeline(transaction=False) as pipe:
         for entry in entries:
             if job_shard(snapshot.run, entry.partition(":")[0]) is not None:
                 pipe.hget(f"{RQ}:execution:{entry}", "worker_name")

@@ -175,7 +175,7 @@ class RecordedParts:
         with self._told():
             if self._redis.hlen(self._parts_key) <= MAX_LOOKED:
                 return SeenParts.of(self.parts())
-            with self._redis.pipeline() as pipe:
+            with self._redis.pipeline(transaction=False) as pipe:
                 pipe.hkeys(self._parts_key)
                 pipe.hmget(self._key, PARTS, *TOTALS)
                 fields, totals = pipe.execute()

@@ -193,7 +193,7 @@ def _stopped_jobs(connection: Redis, failed: Sequence[str], cancelled: int) -> f
     """Return those of the jobs that were enqueued before the last cancel."""
     if not cancelled or not failed:
         return frozenset()
-    with connection.pipeline() as pipe:
+    with connection.pipeline(transaction=False) as pipe:
         for job_id in failed:
             pipe.hget(job_key(job_id), SUBMISSION_FIELD)
         found = [stored.count(stored.text(each or b"")) or 0 for each in pipe.execute()]
@@ -259,16 +259,16 @@ class _QueueSeen:
 
 
 def _read_queue(connection: Redis, queue: str, run: str, plan_job: str | None) -> _QueueSeen:
-    """Look at the queue of this name once."""
+    """Look at the queue of this name once, in the order in which jobs move on: so none is missed."""
     keys = queue_keys(queue)
-    with connection.pipeline() as pipe:
+    with connection.pipeline(transaction=False) as pipe:
         pipe.hget(job_key(plan_job or ""), "status")
+        pipe.llen(keys.waiting)
+        pipe.llen(keys.popped)
         pipe.zrange(keys.started, 0, -1)
         pipe.zrange(keys.failed, 0, -1)
         pipe.smembers(keys.workers)
-        pipe.llen(keys.waiting)
-        pipe.llen(keys.popped)
-        status, started, failed, workers, waiting, popped = pipe.execute()
+        status, waiting, popped, started, failed, workers = pipe.execute()
     alive, models = read_workers(connection, workers)
     return _QueueSeen(
         job_status(status), shards_of(run, started), shards_of(run, failed), alive, models, waiting + popped
@@ -277,7 +277,7 @@ def _read_queue(connection: Redis, queue: str, run: str, plan_job: str | None) -
 
 def read_workers(connection: Redis, keys: Iterable[bytes]) -> tuple[int, set[str] | None]:
     """Return how many of these workers live, and all names of the models that they serve, if all say that."""
-    with connection.pipeline() as pipe:
+    with connection.pipeline(transaction=False) as pipe:
         for key in keys:
             pipe.exists(key)  # a killed worker's own key expires, its entry in the set stays
             pipe.get(worker_key(stored.text(key).removeprefix(WORKER_PREFIX)))
@@ -301,7 +301,7 @@ def shards_of(run: str, entries: Iterable[bytes]) -> set[int]:
 
 def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
     """Return the progress of running shards' jobs; none where a job says none."""
-    with connection.pipeline() as pipe:
+    with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.hmget(job_key(job_id), "meta", "started_at", "worker_name")
         replies = pipe.execute(raise_on_error=False)
