@@ -62,7 +62,7 @@ def running_redis_server(port: int = 0, executable: str = "") -> Iterator[str]:
             wait_until_ready(url, process)
             yield url
         finally:
-            process.terminate()
+            process.kill()  # told to end, one that begins its append-only file would not
             process.wait(timeout=10)
 
 
