@@ -9,6 +9,7 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import ResponseError
 
+from ..common.keys import prefixed
 from .findings import Finding, Level, fault, ok, warning
 from .redis_server import Server
 
@@ -118,9 +119,9 @@ def _replay(server: Server) -> Iterator[Finding]:
     """As the default user Redis 7 to 8 replays the append-only file, also where nobody may be that user."""
     if not server.info.get("aof_enabled"):
         return
-    for words in ("SET rq:job:a 1", "XADD tokenmill:a * a 1"):
+    for words in (("SET", prefixed("rq:job:a"), "1"), ("XADD", prefixed("tokenmill:a"), "*", "a", "1")):
         try:
-            told: Any = server.client.execute_command("ACL", "DRYRUN", "default", *words.split())
+            told: Any = server.client.execute_command("ACL", "DRYRUN", "default", *words)
         except ResponseError:  # not as this user, or Redis 6.2, which replays without a user
             return
         if told not in (b"OK", "OK"):

@@ -302,3 +302,18 @@ def test_rqs_colours_on_a_terminal_stay() -> None:
     )
     assert PlainLine().filter(record)
     assert record.getMessage() == "on \x1b[32;01mb\x1b[39;49;00m\\x1b[8m\\n, 0.2 s"
+
+
+def test_invented_dependents_of_some_jobs_keep_those_of_another_waiting_for_a_moment_only(
+    workers: Workers,
+) -> None:
+    queue = workers.queue("bulk")
+    attacks = [queue.enqueue("jobs.complete", "a", max_tokens=1) for _ in range(8)]
+    for job in attacks:
+        workers.redis.sadd(job.dependents_key, *(f"{job.id}-{number}" for number in range(100_000)))
+    first = queue.enqueue("jobs.complete", "a", max_tokens=1)
+    dependent = queue.enqueue("jobs.complete", "b", max_tokens=1, depends_on=first)
+    workers.start()
+    assert text_of(workers.result(dependent)) == "echo:b"
+    held = {key.partition(b":")[0].decode() for key in workers.redis.hkeys("tokenmill:held:bulk")}
+    assert held >= {job.id for job in attacks}, "it waited until all of the others were read"

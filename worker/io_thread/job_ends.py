@@ -240,20 +240,32 @@ class JobEnds:
         else:
             self._announce(job, outcome)
 
-    def queue_dependents(self, job: HeldJob, outcome: Outcome | None) -> None:
-        """Queue the jobs that waited for one whose end is written, then close it."""
+    def queue_dependents(self, job: HeldJob, outcome: Outcome | None, cursor: int = 0) -> None:
+        """Queue the jobs that waited for one whose end is written, then close it.
+
+        A page at a time, and behind the calls of other jobs each time: theirs need not wait for a million.
+        """
         claimed = job.claimed
 
-        def queue_and_close() -> None:
+        def queue_page() -> int:
+            following = 0
             try:
-                self._store.dependents.queue(claimed)
+                following = self._store.dependents.queue(claimed, cursor)
             except Exception as error:  # what cannot be read today cannot be read tomorrow
                 if isinstance(error, RedisError) and not is_wrong_type(error):
                     raise
                 self._log.error("job %s: its dependents cannot be queued: %s", claimed.job_id, error)
-            self._store.close(claimed)
+            if not following:
+                self._store.close(claimed)
+            return following
 
-        self._persist(job, queue_and_close, lambda _: self._announce(job, outcome))
+        def then(following: int) -> None:
+            if following:
+                self.queue_dependents(job, outcome, following)
+            else:
+                self._announce(job, outcome)
+
+        self._persist(job, queue_page, then)
 
     def _announce(self, job: HeldJob, outcome: Outcome | None) -> None:
         """Send a job's webhooks, once its end is written."""
