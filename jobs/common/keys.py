@@ -19,6 +19,8 @@ worker/store/:
 
 tokenmill:held:<queue>         hash: `<job>:<execution>` of each job that is claimed and has not ended -> what
                                was known of it at the claim (worker/store/lua/holding.lua)
+tokenmill:deaths:<job>         string: how many workers have died with the job, for a week
+tokenmill:fleet:<queue>        sorted set: name of a worker that serves it -> Unix time of its last sign
 tokenmill:claim:<token>        list: job ids that one claim has taken, until the next one or for 10 minutes
 tokenmill:removed:<execution>  string: id of a job that ended and was not to be kept, for 2 minutes
 tokenmill:maintenance:<queue>  string: the worker that looks for abandoned jobs of the queue in this period

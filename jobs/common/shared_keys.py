@@ -27,6 +27,7 @@ OF_A_QUEUE = (
     ("zset", prefixed("rq:canceled:%s")),
     ("set", prefixed("rq:workers:%s")),
     ("hash", prefixed("tokenmill:held:%s")),
+    ("zset", prefixed("tokenmill:fleet:%s")),
     ("lock", prefixed("tokenmill:maintenance:%s")),
     ("lock", prefixed("tokenmill:maintenance-stock:%s")),
     ("lock", prefixed("rq:clean_registries:%s")),

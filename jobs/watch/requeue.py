@@ -143,7 +143,7 @@ def _queue_again(pipe: Any, queue: str, failed: dict[bytes, _Failed]) -> None:
         else:
             pipe.hset(job.key, mapping={"status": JobStatus.QUEUED.value, "enqueued_at": time_text()})
             pipe.rpush(queue_keys(queue).waiting, job_id)
-        pipe.hdel(job.key, "worker_deaths", "exc_info")
+        pipe.hdel(job.key, "exc_info")
         if job.ttl_s is None:
             pipe.persist(job.key)  # it was to go as a failed job
         else:

@@ -215,8 +215,8 @@ def _judge(place: Site, stream: Stream) -> None:
     for job_id in stream.ids:
         job = Job(job_id, connection=place.redis, serializer="json")
         result = job.latest_result()
-        enqueued, ended, deaths = place.redis.hmget(job.key, "enqueued_at", "ended_at", "worker_deaths")
-        stream.with_deaths += bool(deaths)
+        enqueued, ended = place.redis.hmget(job.key, "enqueued_at", "ended_at")
+        stream.with_deaths += place.redis.exists(f"tokenmill:deaths:{job.id}")
         if result is None or result.type is not Result.Type.SUCCESSFUL or not enqueued or not ended:
             stream.lost += 1
             stream.seconds.append(float("inf"))

@@ -68,7 +68,7 @@ def _hold(place: Site, report: Report, who: str, settings: dict[str, str], jobs:
     found = audit(queue, zip(ids, prompts, strict=True))
     with redis.pipeline(transaction=False) as pipe:
         for job_id in ids:
-            pipe.hexists(Job.key_for(job_id), "worker_deaths")
+            pipe.exists(f"tokenmill:deaths:{job_id}")
         given_up = sum(pipe.execute())
     place.wait(lambda: unended(place, "bulk") == 0)
     last = place.stop()

@@ -334,20 +334,21 @@ class Ledger:
         listed = self._listed()
         with self._redis.pipeline(transaction=False) as pipe:
             for job_id in self._expected:
-                pipe.hmget(Job.key_for(job_id), "status", "worker_deaths")
+                pipe.hget(Job.key_for(job_id), "status")
+                pipe.get(f"tokenmill:deaths:{job_id}")
                 pipe.xrange(Result.get_key(job_id))
             replies = pipe.execute()
-        for (job_id, expected), hash_, entries in zip(
-            self._expected.items(), replies[::2], replies[1::2], strict=True
+        for (job_id, expected), status, deaths, entries in zip(
+            self._expected.items(), replies[::3], replies[1::3], replies[2::3], strict=True
         ):
             found.jobs += 1
-            found.redone += int(hash_[1] or 0)
+            found.redone += int(deaths or 0)
             results = [
                 Result.restore(job_id, i.decode(), fields_, self._redis, JSONSerializer)
                 for i, fields_ in entries
             ]
             ends = [result for result in results if result.type in _ENDS]
-            what = f"{job_id} ({expected}): {len(ends)} ends, {hash_[0]}, listed {listed[job_id]} times"
+            what = f"{job_id} ({expected}): {len(ends)} ends, {status}, listed {listed[job_id]} times"
             if len(ends) > expected.times or listed[job_id] > 1:
                 found.doubled += 1
                 found.details.append(f"doubled {what}")

@@ -44,6 +44,7 @@ SHARED_KEYS = {
     "rq:scheduler:{scheduler}": "hash",
     "rq:scheduler-lock:{queue}": "string",
     "tokenmill:held:{queue}": "hash",
+    "tokenmill:fleet:{queue}": "zset",
     "tokenmill:worker:{worker}": "string",
     "tokenmill:samples:{worker}": "list",
     "tokenmill:run:index": "zset",
@@ -67,6 +68,7 @@ OWN_KEYS = {
     "rq:rl:{limit}:rate_limited": "zset",
     "tokenmill:claim:{token}": "list",
     "tokenmill:removed:{execution}": "string",
+    "tokenmill:deaths:{job}": "string",
     "tokenmill:run:{run}": "hash",
     "tokenmill:run:{run}:parts": "hash",
     "tokenmill:run:{run}:errors": "hash",
@@ -110,7 +112,7 @@ class Damage:
 
 
 _FIELDS = (
-    "status origin enqueued_at worker_deaths sequences tokenmill_kind ended_by ended_ttl next_run ttl output "
+    "status origin enqueued_at sequences tokenmill_kind ended_by ended_ttl next_run ttl output "
     "successful_job_count total_working_time worker_name concurrency"
 )
 

@@ -97,7 +97,7 @@ _HASH_VALUES = st.one_of(
 )
 _FIELDS = (
     "timeout result_ttl failure_ttl ttl retry_intervals repeat_intervals meta created_at enqueued_at "
-    "started_at dependency_ids worker_deaths sequences origin number_of_retries success_callback_name "
+    "started_at dependency_ids sequences origin number_of_retries success_callback_name "
     "failure_callback_name webhooks group_id description result exc_info unknown"
 )
 _FEW_TIMES = st.sampled_from([b"1", b"2", b"-1", b"", b"many", b"1e3", b"\xff", b"[]"])

@@ -37,9 +37,7 @@ def failed_jobs(queue: Queue, *job_ids: str, **options: Any) -> list[Job]:
         queue.remove(job)
         job.set_status(JobStatus.FAILED)
         queue.connection.zadd(FailedJobRegistry(queue=queue).key, {job_id: 1e12 + i})
-        queue.connection.hset(
-            job.key, mapping={"ended_at": "2026-01-01T00:00:00.000000Z", "worker_deaths": 5}
-        )
+        queue.connection.hset(job.key, "ended_at", "2026-01-01T00:00:00.000000Z")
         queue.connection.expire(job.key, 1000)
         jobs.append(job)
     return jobs
@@ -92,9 +90,7 @@ def test_a_pickle_written_as_a_job_runs_under_rqs_commands_and_not_under_ours(
     assert mark.exists()
 
 
-def test_a_requeued_job_is_as_rq_leaves_it_and_its_deaths_are_forgotten(
-    redis: Redis, redis_url: str, queue: Queue
-) -> None:
+def test_a_requeued_job_is_as_rq_leaves_it(redis: Redis, redis_url: str, queue: Queue) -> None:
     ours, rqs = failed_jobs(queue, "ours", "rqs")
     assert tokenmill(redis_url, "requeue", "--queue", "bulk", "ours").exit_code == 0
     rqs.requeue()
@@ -104,7 +100,6 @@ def test_a_requeued_job_is_as_rq_leaves_it_and_its_deaths_are_forgotten(
     for field in ("enqueued_at", "created_at", "exc_info", "last_heartbeat"):
         left.pop(field, None), expected.pop(field, None)
     assert left == expected
-    assert redis.hget(ours.key, "worker_deaths") is None
     assert redis.ttl(ours.key) == -1, "a queued job would have gone when the failed one was to go"
 
 

@@ -143,3 +143,24 @@ def test_a_burst_worker_leaves_what_only_another_model_may_run(workers: Workers)
     workers.burst()
     assert ours.is_finished
     assert bulk.job_ids == [foreign.id]
+
+
+@pytest.mark.parametrize("deaths", ["5", "many"])
+def test_deaths_that_a_producer_writes_into_its_jobs_are_nobodys_word(
+    redis: Redis, bulk: Queue, deaths: str
+) -> None:
+    for job_id in "ab":
+        enqueue(bulk, job_id)
+        redis.hset(f"rq:job:{job_id}", "worker_deaths", deaths)
+    wanted = Wanted("bulk", 10, "0" * 24, takes_suspects=True)
+    [taken] = JobStore(redis, "w", lease_s=30).claim([wanted], suspect_deaths=4)
+    assert [(each.job_id, each.deaths) for each in taken.jobs] == [("a", 0), ("b", 0)]
+
+
+def test_a_job_that_took_workers_with_it_is_claimed_by_itself(redis: Redis, bulk: Queue) -> None:
+    for job_id in "abc":
+        enqueue(bulk, job_id)
+    redis.set("tokenmill:deaths:a", 4)
+    wanted = Wanted("bulk", 10, "0" * 24, takes_suspects=True)
+    [taken] = JobStore(redis, "w", lease_s=30).claim([wanted], suspect_deaths=4)
+    assert [(each.job_id, each.deaths) for each in taken.jobs] == [("a", 4)]

@@ -104,28 +104,12 @@ def test_a_job_that_kills_its_workers_is_set_aside_with_the_reason(workers: Work
 
 
 def test_a_job_on_its_last_life_that_goes_on_lets_others_in(workers: Workers) -> None:
-    """Whoever may enqueue may write such a life into a job, and may let it run for ever."""
     suspect = enqueue(workers, "hang", job_timeout=-1)
-    workers.redis.hset(suspect.key, "worker_deaths", 2)
+    workers.redis.set(f"tokenmill:deaths:{suspect.id}", 2)
     workers.start(TOKENMILL_MAX_WORKER_DEATHS="3", worker_class="tests.worker.slow_files.ImpatientWorker")
     wait_until_started(suspect)
     assert text_of(workers.result(enqueue(workers, "fine"))) == "echo:fine"
     assert suspect.get_status() == JobStatus.STARTED
-
-
-def test_a_job_whose_deaths_cannot_be_counted_is_not_lost_with_its_worker(
-    workers: Workers, tmp_path: Path
-) -> None:
-    job = enqueue(workers, f"file:{tmp_path}/never")
-    worker = workers.start()
-    wait_until_started(job)
-    workers.redis.hset(job.key, "worker_deaths", "many")
-    worker.kill()
-    worker.wait()
-    workers.start()
-    assert "damaged" in (workers.result(job).exc_string or "")
-    assert ends(workers, "bulk") == [job.id]
-    assert leftovers(workers.redis, "bulk") == []
 
 
 def test_jobs_beside_one_that_kills_its_workers_are_not_blamed(workers: Workers, tmp_path: Path) -> None:

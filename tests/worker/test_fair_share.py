@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from uuid import uuid4
@@ -13,6 +14,7 @@ from rq import Queue
 from rq.serializers import JSONSerializer
 
 from jobs.common.keys import SEQUENCES_FIELD
+from jobs.watch.samples import Point
 from tests.worker.test_beginnings import ByHand
 from worker.io_thread.claimer import Claimer
 from worker.io_thread.fair_share import FORGET_S, FairShare
@@ -23,6 +25,7 @@ from worker.io_thread.releaser import Releaser
 from worker.store.claimed_job import Claim, Wanted
 from worker.store.job_store import JobStore
 from worker.store.registries import Registries
+from worker.store.worker_record import WorkerRecord
 
 LIMITS = Limits(
     burst=False,
@@ -154,3 +157,13 @@ def test_many_workers_together_ask_no_more_often_than_a_few() -> None:
     short = Fleet(["bulk"], replace(LIMITS, lease_s=2))
     short.hear({"bulk": 300}, num_started=10**6)
     assert short.renew_s == 0.5, "a lease outlives two renewals that failed"
+
+
+def test_workers_that_are_invented_or_silent_throttle_nobody(redis: Redis) -> None:
+    redis.sadd("rq:workers:bulk", *(f"rq:worker:{number}" for number in range(1000)))
+    records = [
+        WorkerRecord(redis, name, ["bulk"], lambda *_: None, {}) for name in ("alive", "too", "silent")
+    ]
+    for record, silent_s in zip(records, (0, 5, 60), strict=True):
+        record.show("busy", None, {}, Point(at=time.time() - silent_s))
+    assert records[0].count().workers == {"bulk": 2}

@@ -70,7 +70,7 @@ def test_a_worker_at_fault_uses_up_no_retry_and_counts_once_against_a_job(
     planning = submit(workers, tmp_path, retry=Retry(max=1))
     for deaths in (1, 2):
         meet_a_fault(workers, "memory", "plan")
-        assert workers.redis.hget(planning.key, "worker_deaths") == str(deaths).encode()
+        assert workers.redis.get(f"tokenmill:deaths:{planning.id}") == str(deaths).encode()
     planning.refresh()
     assert planning.retries_left == 1
 

@@ -38,6 +38,7 @@ SHARED = [
     "rq:queue:bulk:intermediate",
     "rq:workers:bulk",
     "tokenmill:held:bulk",
+    "tokenmill:fleet:bulk",
     f"rq:worker:{NAME}",
     f"tokenmill:worker:{NAME}",
 ]

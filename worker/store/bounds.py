@@ -23,9 +23,7 @@ _MAX_FIELD_BYTES = 1 << 20
 """Of a field beside the payload that is JSON: `meta`, and what says how a job ends."""
 
 _JSON_FIELDS = (b"meta", b"webhooks", b"dependency_ids", b"retry_intervals", b"repeat_intervals")
-_COUNTS = (
-    *(b"retries_left", b"number_of_retries", b"repeats_left", b"worker_deaths", b"rate_limit_concurrency"),
-)
+_COUNTS = (*(b"retries_left", b"number_of_retries", b"repeats_left", b"rate_limit_concurrency"),)
 _COUNT = re.compile(rb"-?(0|[1-9][0-9]{0,17})")
 _MAX_COUNT = 2**53
 """Scripts add to these fields, and Redis refuses a sum it cannot write, also in the middle of a script."""

@@ -15,7 +15,6 @@ from jobs.common.rq_jobs import job_key
 from worker.store.claimed_job import ClaimedJob, is_text
 from worker.store.scripts import Scripts, is_wrong_type
 
-
 PAGE = 200
 """Dependents that are looked at in one turn, about: anybody may name a million jobs that never were."""
 
@@ -27,7 +26,7 @@ class Dependents:
         self._client, self._call_many, self._clock = client, scripts.call_many, clock
 
     def queue(self, claimed: ClaimedJob, cursor: int = 0) -> int:
-        """Queue a page of the jobs that wait for an ended one and for nothing else; return where the next begins.
+        """Queue a page of the jobs that wait for an ended one and for nothing else; return where the next is.
 
         cursor: where this one begins. Returns 0 after the last page.
         Each is queued once: also when this is called again, and when two jobs that it waited for end at the

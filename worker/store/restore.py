@@ -16,13 +16,12 @@ def restore(queue_name: str, reply: Sequence[Any], worker_name: str, max_job_byt
 
     max_job_bytes: of the payload, unpacked.
     """
-    job_id, execution_id, fields = reply[0].decode(), reply[1].decode(), reply[2]
-    left_before = reply[3].decode() if len(reply) > 3 else ""
-    record, deaths = JobRecord(), 0
+    job_id, execution_id, fields, deaths = reply[0].decode(), reply[1].decode(), reply[2], reply[3]
+    left_before = reply[4].decode() if len(reply) > 4 else ""
+    record = JobRecord()
     damage: Exception | None = None
     try:
         values = _values(fields, max_job_bytes)
-        deaths = int(values.get(b"worker_deaths", 0))
     except Exception as error:  # noqa: BLE001  # a hash may hold anything; it must not stop the others
         damage = error
     else:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from redis import Redis
-from rq.worker_registration import WORKERS_BY_QUEUE_KEY
 
-from jobs.common.keys import RQ, WORKER_STATS_TTL_S, samples_key, worker_key
+from jobs.common.keys import RQ, SILENT_S, WORKER_STATS_TTL_S, prefixed, samples_key, worker_key
 from jobs.watch.samples import MAX_POINTS, Point
 
 _REGISTRIES = {
@@ -23,10 +22,13 @@ _REGISTRIES = {
 }
 """Status -> how RQ's keys call its registry."""
 
+_FLEET_KEY = prefixed("tokenmill:fleet:%s")
+"""Who serves a queue: by RQ's own list, into which producers may write, they would throttle all of them."""
+
 
 @dataclass(frozen=True)
 class QueueCounts:
-    """Of each queue: its jobs by status, and the workers that are registered for it."""
+    """Of each queue: its jobs by status, and the workers that have lately told that they serve it."""
 
     jobs: Mapping[str, Mapping[str, int]]
     workers: Mapping[str, int]
@@ -49,6 +51,7 @@ class WorkerRecord:
         facts: Mapping[str, Any],
     ) -> None:
         self._client, self._beat = client, beat
+        self._name = worker_name
         self._key, self._points_key = worker_key(worker_name), samples_key(worker_name)
         self._queue_names = queue_names
         self._facts = {**facts, "queues": list(queue_names), "started_at": time.time()}
@@ -60,7 +63,7 @@ class WorkerRecord:
                 pipe.llen(f"{RQ}:queue:{name}")
                 for registry in _REGISTRIES.values():
                     pipe.zcard(f"{RQ}:{registry}:{name}")
-                pipe.scard(WORKERS_BY_QUEUE_KEY % name)
+                pipe.zcount(_FLEET_KEY % name, time.time() - SILENT_S, "+inf")
             replies = iter(pipe.execute(raise_on_error=False))
         counted = {
             name: {each: _number(next(replies)) for each in ("queued", *_REGISTRIES, "workers")}
@@ -72,6 +75,12 @@ class WorkerRecord:
     def show(self, state: str, job_id: str | None, counters: Mapping[str, Any], point: Point) -> None:
         """Write heartbeat, state, one running job and the statistics (kept for an hour)."""
         self._beat(self._client, state, job_id)
+        with self._client.pipeline(transaction=False) as pipe:
+            for name in self._queue_names:
+                pipe.zadd(_FLEET_KEY % name, {self._name: point.at})
+                pipe.zremrangebyscore(_FLEET_KEY % name, "-inf", point.at - WORKER_STATS_TTL_S)
+                pipe.expire(_FLEET_KEY % name, WORKER_STATS_TTL_S)
+            pipe.execute(raise_on_error=False)  # of another type until it is set aside
         stats = {**self._facts, "state": state, **point.to_object(), **counters, "updated_at": point.at}
         self._client.set(self._key, json.dumps(stats), ex=WORKER_STATS_TTL_S)
 

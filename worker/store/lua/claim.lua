@@ -16,7 +16,7 @@
 -- last jobs of a queue are spread, and a queue of more jobs than all have places for knows no such bound. A share is
 -- rounded up; of jobs with several sequences only where `rounds_up` is 1, for one shard more may be an hour's work.
 -- Nothing is claimed where `rq suspend` holds all workers.
--- Returns {{{job id, execution id, job_hash, id of the last such job left before it}, ...}, jobs left for
+-- Returns {{{job id, execution id, job_hash, deaths, id of the last such job left before it}, ...}, jobs left for
 -- other models, id of the first job left for others' shares or '', 1 where work is suspended}. Sent again with
 -- the same token it returns the same jobs, less those that were taken from this worker since, and claims no
 -- others. With a limit of 0 it asks what an earlier call has claimed, and makes sure that one still on its way
@@ -35,7 +35,7 @@ if #earlier > 0 then
   for i = 1, #earlier, 2 do
     local id, eid = earlier[i], token .. string.format('%08x', (i + 1) / 2)
     if is_open(queue, id, eid) then
-      claimed[#claimed + 1] = {id, eid, job_hash(id), earlier[i + 1]}
+      claimed[#claimed + 1] = {id, eid, job_hash(id), deaths_of(id), earlier[i + 1]}
     end
   end
   return {claimed, 0, '', 0}
@@ -77,22 +77,21 @@ end
 local function consider(id)
   if not is_text(id) then return note(waiting, id, 'bytes that are no UTF-8') end
   local fields = call(
-    'HMGET', 'rq:job:' .. id,
-    'status', 'enqueued_at', 'worker_deaths', 'sequences', 'tokenmill_model', 'tokenmill_kind'
+    'HMGET', 'rq:job:' .. id, 'status', 'enqueued_at', 'sequences', 'tokenmill_model', 'tokenmill_kind'
   )
   -- A hash without what every enqueueing writes may be one that a late write left of a deleted job.
   if not (fields[1] and fields[2]) and call('HSTRLEN', 'rq:job:' .. id, 'data') == 0 then return end
   local is_cancelled = fields[1] == 'canceled' and call('ZSCORE', 'rq:canceled:' .. queue, id)
   if is_cancelled or is_taken(id, fields[2] or '') then return end
-  local is_foreign = fields[5] and not is_served[fields[5]]
-  local free = places[fields[6] or '']
-  local is_suspect = (tonumber(fields[3]) or 0) >= suspect_deaths
-  local num_sequences = math.max(1, tonumber(fields[4]) or 1)
+  local is_foreign = fields[4] and not is_served[fields[4]]
+  local free = places[fields[5] or '']
+  local is_suspect = deaths_of(id) >= suspect_deaths
+  local num_sequences = math.max(1, tonumber(fields[3]) or 1)
   if is_foreign or (free and free <= 0) then
     left[#left + 1] = id
     num_foreign = num_foreign + (is_foreign and 1 or 0)
     last_left = is_foreign and last_left or id
-    files_left = files_left + (fields[6] == 'file' and 1 or 0)
+    files_left = files_left + (fields[5] == 'file' and 1 or 0)
   elseif is_suspect and (not takes_suspects or #claimed > 0) then
     postponed[#postponed + 1] = id
   elseif num_sequences > 1 and #claimed >= large_share then
@@ -101,9 +100,9 @@ local function consider(id)
   else
     local eid = token .. string.format('%08x', #claimed + 1)
     claimed[#claimed + 1] = open_execution(queue, id, eid, worker, now_ts, lease_s, far_score)
-    claimed[#claimed][4] = last_left
+    claimed[#claimed][5] = last_left
     call('RPUSH', record, id, last_left)
-    if free then places[fields[6]] = free - 1 end
+    if free then places[fields[5]] = free - 1 end
     sequences = sequences + num_sequences
     is_full = is_suspect or sequences >= limit or #claimed >= share or bytes_read >= max_hash_bytes
   end

@@ -11,5 +11,5 @@ local function open_execution(queue, id, eid, worker, now_ts, lease_s, far_score
   write_claim(queue, id, eid)
   -- A job's ttl bounds its time in the queue, not its run.
   call('PERSIST', job)
-  return {id, eid, job_hash(id)}
+  return {id, eid, job_hash(id), deaths_of(id)}
 end

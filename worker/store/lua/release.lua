@@ -22,15 +22,16 @@ local fields = call('HMGET', job, 'ended_by', 'ttl')
 if fields[1] == eid then
   call('HSET', execution, 'id', eid, 'created_at', now_ts, 'last_heartbeat', now_ts, 'worker_name', worker)
   call('EXPIRE', execution, lease_s)
-  return {'ended', {id, eid, job_hash(id)}}
+  return {'ended', {id, eid, job_hash(id), 0}}
 end
 local is_queued = is_queued_again(queue, id, taken_at)
 let_go(queue, id, eid)
 if is_queued then return {'dropped'} end
 
--- The next claim fails a job for a count that is no number.
-local deaths = mode ~= 'given_back' and try_add('HINCRBY', job, 'worker_deaths', 1)
-if deaths and deaths >= tonumber(max_deaths) then
+local deaths = deaths_of(id) + (mode == 'given_back' and 0 or 1)
+if mode ~= 'given_back' then call('SET', 'tokenmill:deaths:' .. id, deaths, 'EX', 604800) end
+if mode ~= 'given_back' and deaths >= tonumber(max_deaths) then
+  call('DEL', 'tokenmill:deaths:' .. id)
   return {'exhausted', open_execution(queue, id, new_eid, worker, now_ts, lease_s, far_score)}
 end
 call('HSET', job, 'status', 'queued', 'started_at', '', 'worker_name', '')
