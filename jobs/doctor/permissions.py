@@ -26,7 +26,8 @@ KEYS = {
     "worker": ("rq:*", "tokenmill:*"),
     "producer": (
         *("rq:queues", "rq:queue:*", "rq:job:*", "rq:results:*", "rq:wip:*", "rq:finished:*", "rq:failed:*"),
-        *("rq:deferred:*", "rq:scheduled:*", "rq:canceled:*", "rq:execution:*", "rq:executions:*"),
+        *("rq:deferred:*", "rq:ready:*", "rq:scheduled:*", "rq:canceled:*"),
+        *("rq:execution:*", "rq:executions:*"),
         *("rq:groups", "rq:group:*", "rq:workers", "rq:workers:*", "rq:worker:*"),
         *("tokenmill:run:*", "tokenmill:worker:*", "tokenmill:samples:*"),
     ),
@@ -35,12 +36,12 @@ KEYS = {
 #: Commands that look like `COMMAND key argument...`.
 _BOTH = """
     del; exists; expire 1; pexpire 1; persist; ttl; pttl; type; get; set 1; hset a 1; hget a; hgetall; hmget a
-    hdel a; hexists a; hlen; hstrlen a; lpush a; rpush a; lrem 0 a; lrange 0 1; llen; lpos a; sadd a; srem a
-    smembers; sismember a; scard; zadd 1 a; zrem a; zscore a; zcard; zcount 0 1; zrange 0 1; zrevrange 0 1
-    zrangebyscore 0 1; zremrangebyscore 0 1; xrange - +; xrevrange + -; xlen
+    hdel a; hexists a; hkeys; hlen; hstrlen a; lpush a; rpush a; lrem 0 a; lrange 0 1; llen; lpos a; sadd a
+    srem a; smembers; scard; zadd 1 a; zrem a; zscore a; zcard; zcount 0 1; zrange 0 1; zrevrange 0 1
+    zrangebyscore 0 1; zremrangebyscore 0 1; xrevrange + -; xlen
 """
 _WORKERS = f"""
-    hincrby a 1; hincrbyfloat a 1; hkeys; hsetnx a 1; lpop; ltrim 0 1; srandmember; xadd * a 1
+    hincrby a 1; hincrbyfloat a 1; xrange - +; hsetnx a 1; lpop; ltrim 0 1; srandmember; xadd * a 1
     rename {JOB_KEY}-b
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 from redis.exceptions import NoPermissionError, ResponseError
-from rq import Queue, Repeat, Retry, Worker
+from rq import Callback, Queue, Repeat, Retry, Worker
 from rq.command import send_shutdown_command, send_stop_job_command
 from rq.group import Group
-from rq.job import Dependency, JobStatus
+from rq.job import Dependency, Job, JobStatus
 from rq.serializers import JSONSerializer
 
 from jobs.doctor.permissions import commands_of
@@ -173,6 +173,8 @@ def test_the_users_we_document_reach_nothing_else(server: SecureRedis, user: str
         ("SET", "rq:scheduler-lock:bulk", "x"),
         ("SET", "tokenmill:maintenance:bulk", "x"),
         ("RPUSH", "tokenmill:claim:0", "x"),
+        ("SET", "tokenmill:deaths:another's", "4"),
+        ("ZADD", "tokenmill:fleet:bulk", "2000000000", "invented"),
         ("XRANGE", "tokenmill:quarantine", "-", "+"),
         ("GET", "tokenmill:quarantine:rq:wip:bulk"),
         ("RENAME", "rq:queue:bulk", "rq:queue:other"),
@@ -206,6 +208,12 @@ def test_a_producer_has_the_rights_for_what_rq_offers_it(workers: Workers, serve
     front.meta["b"] = 2
     front.save_meta()
     front.save()
+    once = queue.enqueue("jobs.complete", **call, repeat=Repeat(times=1), on_success=Callback(F + "tell"))
+    behind = queue.enqueue("jobs.complete", **call, depends_on=once)
+    once.cancel(enqueue_dependents=True)
+    behind.delete()
+    queue.enqueue_many([Queue.prepare_data("jobs.complete", **call, retry=Retry(max=1))])[0].delete()
+    queue.enqueue_at(datetime(2030, 1, 1, tzinfo=UTC), "jobs.complete", **call).cancel()
     later = queue.enqueue_in(timedelta(days=1), "jobs.complete", **call)
     queue.scheduled_job_registry.remove(later, delete_job=True)
     workers.burst()
@@ -213,6 +221,8 @@ def test_a_producer_has_the_rights_for_what_rq_offers_it(workers: Workers, serve
     assert {job.id for job in group.get_jobs()} == {job.id for job in grouped}
     assert failing.get_status() == JobStatus.FAILED
     assert queue.failed_job_registry.get_job_ids() == [failing.id]
+    assert [each and each.id for each in Job.fetch_many([front.id, "gone"], workers.redis, "json")]
+    assert len(front.results()) == 1
     failing.requeue()
     assert queue.count == 1
     assert len(queue.jobs) == 1
