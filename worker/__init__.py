@@ -3,7 +3,13 @@
 Importing this package loads no torch, transformers or pyarrow, and no model.
 """
 
+import logging
+
 from worker.batch_worker import BatchWorker
 from worker.errors import WorkerError
+from worker.store.rq_command import RedisErrorsInOneLine
+
+# Here, as RQ's command connects before it makes a worker.
+logging.getLogger().addFilter(RedisErrorsInOneLine())
 
 __all__ = ["BatchWorker", "WorkerError"]

@@ -189,10 +189,10 @@ class WorkerSettings(BaseSettings):
     @field_validator("metrics_port", mode="before")
     @classmethod
     def _ports(cls, value: Any) -> Any:
-        found = _PORTS.fullmatch(value.strip()) if isinstance(value, str) else None
-        if found is None:
+        if not isinstance(value, str):
             return value
-        first, last = int(found[1]), int(found[2] or found[1])
+        found = _PORTS.fullmatch(value.strip())
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (-1, -1)
         if first == last == 0:
             return range(0)
         if not 0 < first <= last < 1 << 16:

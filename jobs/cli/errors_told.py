@@ -9,6 +9,7 @@ import click
 import redis
 
 from ..common.shown import MAX_TEXT_CHARS, safe_name
+from ..doctor.redis_server import NOT_SERVED, not_served
 from ..errors import JobsError
 
 
@@ -24,8 +25,8 @@ def errors_told() -> Iterator[None]:
         yield
     except JobsError as error:
         raise click.ClickException(f"{type(error).__name__}: {_shown(error)}") from error
-    except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
-        text = f"no Redis ({_shown(error)}): start it, or name it with --url or RQ_REDIS_URL"
-        raise click.ClickException(text) from error
+    except NOT_SERVED as error:
+        found = not_served(click.get_current_context().find_root().params["url"], error)
+        raise click.ClickException(safe_name(f"{found.found}: {found.mend}", MAX_TEXT_CHARS)) from error
     except redis.exceptions.RedisError as error:
         raise click.ClickException(f"Redis refused ({type(error).__name__}): {_shown(error)}") from error

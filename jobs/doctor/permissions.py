@@ -41,7 +41,7 @@ _BOTH = """
     zrangebyscore 0 1; zremrangebyscore 0 1; xrevrange + -; xlen
 """
 _WORKERS = f"""
-    hincrby a 1; hincrbyfloat a 1; xrange - +; hsetnx a 1; lpop; ltrim 0 1; srandmember; xadd * a 1
+    hincrby a 1; hincrbyfloat a 1; sscan 0; xrange - +; hsetnx a 1; lpop; ltrim 0 1; srandmember; xadd * a 1
     rename {JOB_KEY}-b
 """
 

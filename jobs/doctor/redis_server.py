@@ -31,6 +31,10 @@ TIMEOUT_S, NUM_PINGS = 3.0, 20
 CONFIG_NAMES = ("appendfsync", "save", "stream-node-max-bytes")
 
 
+#: By which a client is not served, whatever it asks for.
+NOT_SERVED = (RedisConnectionError, RedisTimeoutError, NoPermissionError)
+
+
 @dataclass(frozen=True)
 class Server:
     """A server that answers.
@@ -88,23 +92,13 @@ def reach(url: str, clock: Callable[[], float] = time.time) -> Server:
         before = clock()
         info: Any = client.info("everything")
         ours = (before + clock()) / 2
-    except (AuthenticationError, NoPermissionError) as error:
-        raise NotReached(_refused(address, error)) from error
-    except BusyLoadingError as error:
-        mend = "wait: it reads what it has kept on its disk, and serves once that is done"
-        raise NotReached(fault("redis", f"{address} does not serve yet ({error})", mend)) from error
-    except (RedisConnectionError, RedisTimeoutError) as error:
-        mend = "start Redis, or name it with --url or RQ_REDIS_URL"
-        if "SSL" in str(error):
-            mend = "give the certificate of its authority: rediss://...?ssl_ca_certs=/path/ca.pem"
-        raise NotReached(fault("redis", f"{address} does not answer ({error})", mend)) from error
     except RedisError as error:
-        raise NotReached(_refused(address, error)) from error
+        raise NotReached(not_served(url, error)) from error
     theirs = info.get("server_time_usec")
     return Server(
         client,
         address,
-        unquote(urlsplit(url).username or "default"),
+        user_of(url),
         info,
         _read_config(client),
         latency_s,
@@ -112,14 +106,30 @@ def reach(url: str, clock: Callable[[], float] = time.time) -> Server:
     )
 
 
-def _refused(address: str, error: Exception) -> Finding:
+def user_of(url: str) -> str:
+    """Return as whom a URL connects."""
+    return unquote(urlsplit(url).username or "default")
+
+
+def not_served(url: str, error: RedisError) -> Finding:
+    """Say why a server does not serve whoever connects with this URL, and what to mend."""
+    address, user = shown_url(url), user_of(url)
+    is_refusal = isinstance(error, (AuthenticationError, NoPermissionError))
+    if isinstance(error, BusyLoadingError):
+        mend = "wait: it reads what it has kept on its disk, and serves once that is done"
+        return fault("redis", f"{address} does not serve yet ({error})", mend)
+    if isinstance(error, (RedisConnectionError, RedisTimeoutError)) and not is_refusal:
+        mend = "start Redis, or name it with --url or RQ_REDIS_URL (rediss:// where it speaks TLS)"
+        if "SSL" in str(error):
+            mend = "give the certificate of its authority: rediss://...?ssl_ca_certs=/path/ca.pem"
+        return fault("redis", f"{address} does not answer ({error})", mend)
     if isinstance(error, NoPermissionError):
         mend = "give this user the rules of its role in ops/redis-users.acl, +info and +ping among them"
     elif str(error).startswith("MISCONF"):  # to PING, too
         mend = "see Redis' log and the free space of its folder (redis-cli CONFIG GET dir), then BGSAVE"
     else:
         mend = "correct user and password in RQ_REDIS_URL (percent-encode @, /, : and #), or the user's rules"
-    return fault("redis", f"{address} refuses to serve ({error})", mend)
+    return fault("redis", f"{address} refuses to serve user {user!r} ({error})", mend)
 
 
 def _timed(call: Callable[[], object]) -> float:

@@ -252,6 +252,29 @@ def test_a_wrong_password_ends_the_start_with_an_error_that_does_not_show_it(
     assert "Traceback" not in shown + printed
 
 
+@pytest.mark.parametrize(
+    ("scheme", "user", "told"),
+    [
+        ("rediss", "poor", ["refuses to serve user 'poor'", "ops/redis-users.acl"]),
+        ("redis", "worker", ["does not answer", "rediss:// where it speaks TLS"]),
+    ],
+    ids=["without rights", "without TLS"],
+)
+def test_a_start_that_redis_does_not_serve_ends_with_one_line_that_names_host_and_user(
+    workers: Workers, server: SecureRedis, scheme: str, user: str, told: list[str]
+) -> None:
+    server.admin.execute_command("ACL", "SETUSER", "poor", "on", f">{WORKER_PASSWORD}", "+ping")
+    url = server.url(user, WORKER_PASSWORD)
+    if scheme == "redis":
+        url = url.replace("rediss:", "redis:").partition("?")[0]
+    process = workers.start(RQ_REDIS_URL=url)
+    assert process.wait(timeout=60) == 1
+    for shown in (workers.log(process), tokenmill(workers, url, "status")):
+        [line] = shown.splitlines()
+        assert f"://localhost:{server.port}/0 " in line
+        assert all(part in line for part in told)
+
+
 def test_a_certificate_of_an_unknown_authority_is_refused(workers: Workers, server: SecureRedis) -> None:
     url = server.url("worker", WORKER_PASSWORD).split("?")[0]
     process = workers.start(RQ_REDIS_URL=url)
@@ -267,7 +290,7 @@ def test_an_outage_is_logged_without_the_password(workers: Workers, server: Secu
     server.process.kill()
     wait_until(lambda: "Redis did not answer" in workers.log(process))
     printed = tokenmill(workers, server.url("producer", PRODUCER_PASSWORD), "status", "0123456789abcdef")
-    assert "no Redis" in printed
+    assert "does not answer" in printed
     assert WORKER_PASSWORD not in workers.log(process)
     assert PRODUCER_PASSWORD not in printed
 
