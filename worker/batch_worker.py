@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ from worker.store.client import MIN_REDIS_VERSION
 from worker.store.quarantine import Quarantine
 from worker.store.rq_command import called_by_rq_command
 from worker.store.scheduler import Scheduler
+from worker.store.worker_record import shown_loading
 
 if TYPE_CHECKING:
     from worker.engine_thread.engine_like import EngineLike
@@ -114,11 +116,11 @@ class BatchWorker(BaseWorker):
             self._start_scheduler(burst, logging_level, date_format, log_format)
         try:
             started = time.monotonic()
-            engine = self._load(settings)
-            if writes_json:
-                give_up_handlers("transformers")  # its import makes one
-            self._tell_ready(engine, settings, time.monotonic() - started)
-            try:
+            shown = shown_loading(self.connection, self.name, self.queue_names(), settings.model_name)
+            with shown, closing(self._load(settings)) as engine:
+                if writes_json:
+                    give_up_handlers("transformers")  # its import makes one
+                self._tell_ready(engine, settings, time.monotonic() - started)
                 self._heed_early_stop()
                 self._check_keys()
                 self.bootstrap(logging_level, date_format, log_format)
@@ -126,8 +128,6 @@ class BatchWorker(BaseWorker):
                     return self._serve(engine, settings, burst, max_jobs, max_idle_time)
                 finally:
                     self._sign_off()
-            finally:
-                engine.close()
         finally:
             if self.scheduler:
                 self.stop_scheduler()

@@ -26,6 +26,9 @@ POINT_PERIOD_S, MAX_POINTS = 10.0, 360
 #: Of what a worker holds its sample names so many jobs, the oldest.
 MAX_HELD_NAMED = 20
 
+#: State of a worker that loads its model, which tells so once and then nothing for as long as that may take.
+LOADING, LOADING_S = "loading", 600.0
+
 _MAX_POINT_BYTES = 1 << 14
 _MAX_ITEMS = 100
 _MAX_NUMBER = 1e15
@@ -90,8 +93,9 @@ class WorkerSample(Point):
     """How a worker stands.
 
     silent_s: seconds since it wrote this, by Redis' clock. state: "idle", "busy", "suspended", "draining" (it
-    finishes what runs, takes nothing new) or "stopped". queues: the most urgent first. held: jobs that it
-    holds, by queue; held_jobs: ids of the oldest of them, MAX_HELD_NAMED at most. started_at: Unix seconds.
+    finishes what runs, takes nothing new), "loading" (its model) or "stopped". queues: the most urgent first.
+    held: jobs that it holds, by queue; held_jobs: ids of the oldest of them, MAX_HELD_NAMED at most.
+    started_at: Unix seconds.
     """
 
     name: str = ""
@@ -110,7 +114,7 @@ class WorkerSample(Point):
     @property
     def is_silent(self) -> bool:
         """Whether it has told nothing for so long that it is frozen, cut off or dead."""
-        return self.silent_s > SILENT_S
+        return self.silent_s > (LOADING_S if self.state == LOADING else SILENT_S)
 
     @property
     def is_draining(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -162,31 +163,58 @@ def test_a_second_signal_and_a_kill_stop_the_server_whoever_is_connected(short_f
             wait_until(lambda: not is_up(short_folder))
 
 
-def test_under_honcho_a_worker_that_drains_finds_its_redis_until_it_has_left(short_folder: Path) -> None:
-    """honcho tells every process to stop at the same moment."""
-    procfile = (ROOT / "Procfile").read_text().splitlines()
-    redis, worker = (
-        next(line for line in procfile if line.startswith(name)) for name in ("redis:", "worker:")
-    )
-    redis += f" --dir {short_folder}"
-    worker = worker.replace("worker.BatchWorker", "tests.worker.fake_engine.FakeEngineWorker")
-    (short_folder / "Procfile").write_text(f"{redis}\n{worker}\n")
-    url = socket_url(socket_in(short_folder))
+@contextmanager
+def running_honcho(folder: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the Procfile with a worker that has no model and a Redis of its own; its log is in the folder."""
+    procfile = (ROOT / "Procfile").read_text()
+    procfile = procfile.replace("worker.BatchWorker", "tests.worker.fake_engine.FakeEngineWorker")
+    procfile = procfile.replace("ops.redis_server\n", f"ops.redis_server --dir {folder}\n")
+    (folder / "Procfile").write_text(procfile)
+    url = socket_url(socket_in(folder))
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("TOKENMILL_", "RQ_"))}
     environment |= {"RQ_REDIS_URL": url, "TOKENMILL_DRAIN_S": "0.5", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "honcho", "-d", str(ROOT), "-f", str(short_folder / "Procfile"), "start"]
-    log = short_folder / "log"
-    with log.open("w") as out:
-        honcho = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
+    command = [sys.executable, "-m", "honcho", "-d", str(ROOT), "-f", str(folder / "Procfile"), "start"]
+    with (folder / "log").open("w") as out:
+        honcho = subprocess.Popen(
+            command, cwd=ROOT, env=environment | variables, stdout=out, stderr=subprocess.STDOUT
+        )
     try:
         wait_until_ready(url)
+        yield honcho
+    finally:
+        honcho.terminate()
+        honcho.wait(timeout=30)
+
+
+def test_under_honcho_redis_outlives_a_worker_that_is_killed_and_a_port_that_is_taken(
+    short_folder: Path,
+) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        running_honcho(short_folder, DASHBOARD_PORT=str(taken.getsockname()[1])) as honcho,
+        Redis.from_url(socket_url(socket_in(short_folder))) as client,
+    ):
+        wait_until(lambda: client.scard(REDIS_WORKER_KEYS) == 1 and client.exists(*workers(client)))
+        [killed] = workers(client)
+        os.kill(int(client.hget(killed, "pid")), signal.SIGKILL)
+        wait_until(lambda: [key for key in workers(client) if key != killed and client.exists(key)])
+        wait_until(lambda: "cannot be listened on" in (short_folder / "log").read_text())
+        assert honcho.poll() is None
+        client.srem(REDIS_WORKER_KEYS, killed)  # else Redis waits for it
+
+
+def workers(client: Redis) -> list[bytes]:
+    return sorted(client.smembers(REDIS_WORKER_KEYS))
+
+
+def test_under_honcho_a_worker_that_drains_finds_its_redis_until_it_has_left(short_folder: Path) -> None:
+    """honcho tells every process to stop at the same moment."""
+    url, log = socket_url(socket_in(short_folder)), short_folder / "log"
+    with running_honcho(short_folder, DASHBOARD_PORT="0") as honcho:
         with Redis.from_url(url) as client:
             job = Queue("prompts", connection=client, serializer="json").enqueue("jobs.complete", "hang")
             wait_until(lambda: job.get_status() == JobStatus.STARTED)
         honcho.send_signal(signal.SIGTERM)
-        honcho.wait(timeout=30)
-    finally:
-        honcho.terminate()
         honcho.wait(timeout=30)
     assert "TOKENMILL_DRAIN_S is over: giving back the 1 jobs that still run" in log.read_text()
     assert "Redis did not answer" not in log.read_text()

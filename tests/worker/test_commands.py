@@ -42,7 +42,7 @@ def test_a_pool_of_workers_serves_and_leaves_when_done(workers: Workers) -> None
 def test_a_pool_replaces_a_dead_worker_and_stops_warm(workers: Workers, tmp_path: Path) -> None:
     gate = f"file:{tmp_path}/go"
     pool = workers.start(command="worker-pool")
-    wait_until(lambda: workers.redis.smembers("rq:workers"))
+    wait_until(lambda: workers.redis.smembers("rq:workers:bulk"))
     victim = workers.redis.smembers("rq:workers").pop()
     wait_until(lambda: workers.redis.hget(victim, "pid"))
     os.kill(int(workers.redis.hget(victim, "pid") or 0), signal.SIGKILL)

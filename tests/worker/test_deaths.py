@@ -236,7 +236,7 @@ def test_a_worker_that_stops_after_its_redis_is_gone_says_so_without_a_traceback
     with running_redis_server() as url:
         workers = ForkedWorkers(url, tmp_path)
         worker = workers.start("--name", "w")
-        wait_until(lambda: stats_of(workers, "w"))
+        wait_until(lambda: "held" in stats_of(workers, "w"))
         server = int(workers.redis.info("server")["process_id"])
         workers.redis.close()
         os.kill(server, signal.SIGKILL)

@@ -10,6 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from rq.job import JobStatus
 
+from jobs.common.keys import WORKER_STATS_TTL_S
+from jobs.watch.samples import read_samples, worker_names
 from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until, wait_until_started
 
 F = "tests.worker.functions."
@@ -92,19 +94,26 @@ def test_shards_that_are_handed_back_are_done_by_others_and_their_rows_once(
 
 def test_a_worker_with_nothing_left_to_do_does_not_wait_for_its_time_to_drain(workers: Workers) -> None:
     process = workers.start("--name", "w", TOKENMILL_DRAIN_S="600")
-    wait_until(lambda: stats_of(workers, "w"))
+    wait_until(lambda: stats_of(workers, "w").get("state") == "idle")
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 0
     assert stats_of(workers, "w")["state"] == "stopped"
 
 
-def test_a_signal_while_the_model_loads_ends_the_worker_at_once(workers: Workers, tmp_path: Path) -> None:
+def test_a_worker_that_loads_is_listed_as_that_for_as_long_as_it_may_take_and_a_signal_ends_it_at_once(
+    workers: Workers, tmp_path: Path
+) -> None:
     loading = tmp_path / "loading"
     slow = "tests.worker.slow_files.SlowLoadingWorker"
     process = workers.start("--with-scheduler", worker_class=slow, LOADING=str(loading))
     wait_until(loading.exists)
+    [name] = worker_names(workers.redis)
+    workers.redis.expire(f"tokenmill:worker:{name}", WORKER_STATS_TTL_S - 300)  # as it is after 300 s
+    [seen] = read_samples(workers.redis)
+    assert (seen.name, seen.state, seen.queues, seen.is_silent) == (name, "loading", ("high", "bulk"), False)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 0
+    assert worker_names(workers.redis) == []
 
 
 def test_a_signal_that_loading_code_keeps_to_itself_ends_the_worker_before_it_serves(

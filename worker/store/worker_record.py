@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from redis import Redis
+from redis.exceptions import RedisError
 
 from jobs.common.keys import RQ, SILENT_S, WORKER_STATS_TTL_S, prefixed, samples_key, worker_key
-from jobs.watch.samples import MAX_POINTS, Point
+from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
+from jobs.common.version import code_version
+from jobs.watch.samples import LOADING, MAX_POINTS, Point
 
 _REGISTRIES = {
     "started": "wip",
@@ -37,6 +41,25 @@ class QueueCounts:
     def num_started(self) -> int:
         """Jobs of all these queues that have begun, whichever worker has them."""
         return sum(by_status["started"] for by_status in self.jobs.values())
+
+
+@contextmanager
+def shown_loading(client: Redis, worker_name: str, queue_names: Sequence[str], model: str) -> Iterator[None]:
+    """Show that a worker loads its model, until `WorkerRecord` shows more of it, or to the end."""
+    key, member, began = worker_key(worker_name), f"{WORKER_PREFIX}{worker_name}", time.time()
+    facts = {"worker": worker_name, "state": LOADING, "model": model, "version": code_version()}
+    told = json.dumps({**facts, "queues": list(queue_names), "started_at": began, "updated_at": began})
+    with client.pipeline(transaction=False) as pipe:
+        pipe.sadd(WORKERS_KEY, member)
+        pipe.set(key, told, ex=WORKER_STATS_TTL_S, nx=True)  # one of this name may serve
+        pipe.execute(raise_on_error=False)
+    try:
+        yield
+    finally:
+        with suppress(RedisError):
+            if client.get(key) == told.encode():
+                client.delete(key)
+                client.srem(WORKERS_KEY, member)
 
 
 class WorkerRecord:
