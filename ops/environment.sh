@@ -16,8 +16,12 @@ make_environment() {
     wanted=$(cat pyproject.toml ops/constraints.txt | sha256sum | cut -d' ' -f1)
     if [ "$(cat ".venv/installed-$1" 2>/dev/null)" != "$wanted" ]; then
         # Compiled as it is imported: 17,000 files, most of which never are, would take a minute more.
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
-            -c ops/constraints.txt -e ".[$1]" || return 1
+        .venv/bin/python -m pip install --progress-bar off --disable-pip-version-check --no-compile \
+            -c ops/constraints.txt -e ".[$1]" >.venv/pip.log 2>&1 || {
+            tail -n 20 .venv/pip.log >&2
+            echo "the environment could not be made: the whole log is .venv/pip.log" >&2
+            return 1
+        }
         echo "$wanted" >".venv/installed-$1"
     fi
     PATH=$PWD/.venv/bin:$PATH

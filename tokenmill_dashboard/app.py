@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
@@ -31,14 +31,16 @@ from jobs.doctor.server_settings import troubles
 
 from . import shown
 from .actions import Refused, cancel_job, cancel_run, retry_all, retry_one
+from .connections import TriesInTurn
 from .guard import METRICS_PATH, RQ_PREFIX, SESSION_COOKIE, SESSION_S, Guard, Hosts, Sessions
 from .notices import notice
 from .pages import PAGES, Missing, Name, job_path, time_left
 from .queue_metrics import QueueMetrics
 from .watcher import IDLE_S, Watcher
 
-#: A form's body; ours are far smaller.
+#: A form's body, and the seconds within which it must have come; ours are far smaller.
 MAX_FORM_BYTES = 1 << 16
+FORM_S = 10.0
 
 Answer = Callable[[Request], Awaitable[Response]]
 
@@ -65,6 +67,7 @@ class Dashboard:
     def __init__(self, connection: Redis, options: Options) -> None:
         self.watcher, self._options = Watcher(connection), options
         self._sessions = Sessions(options.token) if options.token else None
+        self._tries = TriesInTurn()
         self._metrics = QueueMetrics(connection, options.queues)
         # Of this process: a page of an earlier one gets the new one with its next update.
         self._form_token = secrets.token_urlsafe(32)
@@ -214,7 +217,12 @@ class Dashboard:
         form = await _form(request)
         if self._sessions is None:
             return RedirectResponse("/", 303)
-        if not self._sessions.is_token(form.get("token", "")):
+        if not await self._tries.take():
+            text = "Too many wrong tokens were tried: wait a moment, then try again.\n"
+            return PlainTextResponse(text, 429, {"Retry-After": "5"})
+        is_right = self._sessions.is_token(form.get("token", ""))
+        self._tries.note(is_right=is_right)
+        if not is_right:
             return self._login_page(request, "That is not the token that the dashboard was started with.")
         to = form.get("to", "/")
         response = RedirectResponse(to if _is_ours(to) else "/", 303)
@@ -270,12 +278,16 @@ def _same(given: str, expected: str) -> bool:
 
 
 async def _form(request: Request) -> dict[str, str]:
-    """Return the fields of a form; none of one that is larger than ours."""
+    """Return the fields of a form; none of one that is larger or slower than ours."""
     body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_FORM_BYTES:
-            return {}
+    try:
+        async with asyncio.timeout(FORM_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_FORM_BYTES:
+                    return {}
+    except (TimeoutError, ClientDisconnect):
+        return {}
     try:
         fields = parse_qs(body.decode("ascii"), keep_blank_values=True, max_num_fields=20)
     except ValueError:

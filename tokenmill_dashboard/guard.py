@@ -24,7 +24,8 @@ SESSION_COOKIE = "tokenmill_session"
 SESSION_S = 7 * 24 * 3600
 
 #: What is served to a browser that has not logged in.
-_OPEN = ("/login", "/static/", "/livez")
+_OPEN = ("/login", "/livez")
+_OPEN_FOLDER = "/static/"
 
 #: What is served to a program that sends the token with its request, as Prometheus does.
 METRICS_PATH = "/metrics"
@@ -119,7 +120,7 @@ class Guard:
         is_action = scope["method"] not in ("GET", "HEAD", "OPTIONS")
         if is_action and not self._is_own(headers.get("origin"), host):
             return PlainTextResponse("the page that asks for this is of another site\n", 403)
-        if self._sessions is None or scope["path"].startswith(_OPEN):
+        if self._sessions is None or scope["path"] in _OPEN or scope["path"].startswith(_OPEN_FOLDER):
             return None
         if self._sessions.holds(_cookie(headers, SESSION_COOKIE), time.time()):
             return None
@@ -152,7 +153,7 @@ class Guard:
                 headers["Referrer-Policy"] = "same-origin"
                 headers["Cross-Origin-Opener-Policy"] = "same-origin"
                 # What is loaded is asked for again after an upgrade; what is shown is kept nowhere.
-                headers["Cache-Control"] = "no-cache" if path.startswith("/static/") else "no-store"
+                headers["Cache-Control"] = "no-cache" if path.startswith(_OPEN_FOLDER) else "no-store"
             await send(message)
 
         return send_marked

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from jobs.common.log_format import AUTO, VARIABLE, checked_format, handle_all, is_json
 
 from .app import Dashboard, Options
+from .connections import TimedConnection
 from .rq_pages import rq_app
 
 #: With which a browser logs in. Asked for wherever it is set.
@@ -123,6 +124,7 @@ def serve(
         log_config=None if writes_json else uvicorn.config.LOGGING_CONFIG,
         log_level="warning",
         access_log=False,
+        http=TimedConnection,
         ws="none",
         server_header=False,
         timeout_graceful_shutdown=3,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from difflib import get_close_matches
-from urllib.parse import urlparse
 
 from worker.errors import NotAllowed, TooLarge
 from worker.store.claimed_job import ClaimedJob
@@ -23,8 +21,8 @@ class Admission:
     attribute. Callbacks are held to the same list, and a job may not carry an object to call.
     """
 
-    def __init__(self, allowed: Collection[str], webhook_hosts: Collection[str]) -> None:
-        self._allowed, self._webhook_hosts = frozenset(allowed), frozenset(webhook_hosts)
+    def __init__(self, allowed: Collection[str]) -> None:
+        self._allowed = frozenset(allowed)
 
     def admit(self, claimed: ClaimedJob, payload: bytes) -> FunctionCall:
         """Return what the job calls. payload: its own. Raises BadPayload, TooLarge or NotAllowed."""
@@ -41,14 +39,11 @@ class Admission:
                 raise NotAllowed(role, name, self._nearest(name))
         return call
 
-    def with_allowed_hooks(self, record: JobRecord) -> JobRecord:
-        """The record less what may not be called here when its job ends; its retries stay."""
+    def with_allowed_callbacks(self, record: JobRecord) -> JobRecord:
+        """The record less callbacks, if one of them may not run here."""
         if any(name not in self._allowed for name in record.callbacks.values()):
-            record = record.without_callbacks()
-        if not record.webhooks:
-            return record
-        allowed = [hook for hook in record.webhooks if urlparse(hook.url).hostname in self._webhook_hosts]
-        return replace(record, webhooks=tuple(allowed))
+            return record.without_callbacks()
+        return record
 
     def _nearest(self, name: str) -> str | None:
         near = get_close_matches(name[:MAX_ID_CHARS], self._allowed, n=1, cutoff=0.8)

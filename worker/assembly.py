@@ -41,6 +41,7 @@ from worker.store.job_store import JobStore
 from worker.store.registries import Registries
 from worker.store.stock_jobs import StockJobs
 from worker.store.user_code import Callbacks
+from worker.store.webhooks import Webhooks
 from worker.store.worker_record import WorkerRecord
 from worker.threads.functions import FunctionPool
 from worker.threads.interrupts import shield_imports
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from worker.metrics.server import MetricsServer
 
 REDIS_TIMEOUT_S = 10.0
+WEBHOOK_THREADS = 8
 LEASE_MARGIN_S = 45
 """Added to --job-monitoring-interval: with the sweep's period it stays within the promised 60 s."""
 
@@ -203,17 +205,20 @@ class _Assembly:
     def _runner(self, orders: SimpleQueue[Order]) -> JobRunner:
         worker, settings = self._worker, self._settings
         allowed = ALLOWED_FUNCTIONS | set(settings.allowed_functions)
+        webhooks = Webhooks(
+            FunctionPool(WEBHOOK_THREADS, "tokenmill-webhooks"), settings.allowed_webhook_hosts, worker.log
+        )
         return JobRunner(
             packer=self._packer,
             budget=self._budget,
-            admission=Admission(allowed, settings.allowed_webhook_hosts),
+            admission=Admission(allowed),
             environment=self._environment(),
             orders=orders,
             functions=FunctionPool(settings.function_threads, "tokenmill-functions"),
             enders=self._enders,
             pool_client=self._pool_client,
             user_client=self._user_client,
-            callbacks=Callbacks(worker.exception_handlers, self._pool_client, self._user_client),
+            callbacks=Callbacks(worker.exception_handlers, self._pool_client, self._user_client, webhooks),
             ends_store=JobStore(
                 self._pool_client, worker.name, self._limits.lease_s, max_job_bytes=settings.max_job_bytes
             ),

@@ -78,7 +78,7 @@ class WorkerSettings(BaseSettings):
     """Exact dotted names beside Tokenmill's own that jobs and callbacks may name; split at ','."""
 
     allowed_webhook_hosts: Annotated[tuple[str, ...], NoDecode] = ()
-    """Hosts that a job's webhooks may call; webhooks to others are dropped. Split at ','."""
+    """Hosts that webhooks may call, split at ','. A name must lead to public or to listed addresses."""
 
     max_job_bytes: ByteSize = Field(default=ByteSize(DEFAULT_MAX_JOB_BYTES), ge=1 << 10)
     """A job whose payload is larger, unpacked, or holds more lists and objects than one for each 40 bytes of

@@ -6,17 +6,15 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlparse
 
 from ..common.shown import shown
-from ..errors import InvalidJob, InvalidValue
+from ..context.webhooks import MAX_URL_CHARS, check_host, host_of
+from ..errors import InvalidValue
 
 #: Fields of a run's hash: what the last submission asks for, the last one that was told of, and the last one
 #: of which it was told that it has failed.
 WEBHOOK, ON_END, TOLD, TOLD_FAILED = "webhook", "on_end", "told_submission", "told_failed_submission"
 ASKED_FOR = (WEBHOOK, ON_END)
-
-MAX_URL_CHARS = 2000
 
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
@@ -60,28 +58,3 @@ class EndCalls:
 
 
 NO_CALLS = EndCalls()
-
-
-def host_of(url: Any) -> str:
-    """Return a URL's host. Raises InvalidValue for what is no URL of http or https."""
-    if isinstance(url, str) and url.isascii() and url.isprintable() and len(url) <= MAX_URL_CHARS:
-        try:
-            parsed = urlparse(url)
-            if parsed.scheme in ("http", "https") and parsed.hostname and parsed.port != 0:
-                if "@" in parsed.netloc:  # which no call could be made with
-                    raise InvalidJob(
-                        "webhook: a URL with user or password, expected one such as https://host/path"
-                    )
-                return parsed.hostname
-        except ValueError:
-            pass
-    raise InvalidValue("webhook is {}, expected a URL such as https://host/path", shown(url))
-
-
-def check_host(url: str, hosts: Collection[str]) -> None:
-    """Raise InvalidJob for a host that this worker may not call."""
-    if (host := host_of(url)) not in hosts:
-        raise InvalidJob(
-            f"webhook: this worker may not call the host {shown(host)}: add it to "
-            "TOKENMILL_ALLOWED_WEBHOOK_HOSTS"
-        )

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import time
 from collections.abc import Callable
+from http.client import HTTPException
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from ..common.shown import shown
 from ..context import JobContext
+from ..context.webhooks import call_webhook, check_host
 from ..errors import InvalidValue
-from .end_calls import check_host
 from .refusals import WebhookFailed, WebhookRefused
 
-#: Seconds for one call, and before each further one.
-TIMEOUT_S = 10.0
+#: Seconds before each further call.
 PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 
 #: A run's end in JSON is far smaller.
@@ -25,13 +22,6 @@ MAX_BODY_BYTES = 64 << 10
 
 #: Answers after which another call may go better.
 _PASSING = frozenset({408, 425, 429})
-
-
-class _NoRedirect(HTTPRedirectHandler):
-    """Another address may be a host that is not allowed."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
 
 
 def post_run_end(
@@ -51,7 +41,7 @@ def post_run_end(
         raise InvalidValue("content is {}, expected a small mapping", shown(content))
     for pause_s in (*PAUSES_S, None):
         context.check_interrupted()
-        status, problem = _post(webhook, body)
+        status, problem = _post(context, webhook, body)
         if status is not None and 200 <= status < 300:
             return {"status": status}
         if status is not None and status < 500 and status not in _PASSING:
@@ -62,17 +52,11 @@ def post_run_end(
     raise WebhookFailed(problem)
 
 
-def _post(url: str, body: bytes) -> tuple[int | None, str]:
+def _post(context: JobContext, url: str, body: bytes) -> tuple[int | None, str]:
     """Return the answer's status, or None and why there is none."""
     headers = {"Content-Type": "application/json", "User-Agent": "tokenmill"}
-    request = Request(url, data=body, headers=headers, method="POST")
     try:
-        with build_opener(_NoRedirect).open(request, timeout=TIMEOUT_S) as reply:
-            return int(reply.status), f"it answered {reply.status}"
-    except HTTPError as error:
-        error.close()
-        return error.code, f"it answered {error.code}"
-    except URLError as error:
-        return None, f"no answer ({type(error.reason).__name__})"
-    except (OSError, http.client.HTTPException) as error:
+        status = call_webhook(url, context.webhook_hosts, headers=headers, body=body)
+    except (OSError, HTTPException) as error:
         return None, f"no answer ({type(error).__name__})"
+    return status, f"it answered {status}"

@@ -18,5 +18,5 @@ from worker.store.claimed_job import ClaimedJob
 def test_a_misspelt_function_is_refused_with_the_nearest_one_that_may_run(name: str, meant: str) -> None:
     payload = json.dumps([name, None, [], {}]).encode()
     with pytest.raises(NotAllowed) as refused:
-        Admission(ALLOWED_FUNCTIONS, ()).admit(ClaimedJob("j", "e", "bulk", "w"), payload)
+        Admission(ALLOWED_FUNCTIONS).admit(ClaimedJob("j", "e", "bulk", "w"), payload)
     assert str(refused.value).endswith(meant)

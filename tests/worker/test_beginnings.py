@@ -30,6 +30,7 @@ from worker.metrics.tally import Tally
 from worker.store.claimed_job import Wanted
 from worker.store.job_store import JobStore
 from worker.store.user_code import Callbacks
+from worker.store.webhooks import Webhooks
 from worker.threads.functions import FunctionPool
 
 F = "tests.worker.functions."
@@ -46,23 +47,24 @@ class ByHand:
         self.events: SimpleQueue[Any] = SimpleQueue()
         self.packer = Packer(1, slots, prefetch=32, max_functions=2, max_files=2)
         self.engine = EngineLoop(FakeEngine(slots, 0.0), self.orders, self.events.put, lambda: self.moment)
-        self.pools = [FunctionPool(1, name) for name in ("functions", "ends")]
-        functions, enders = self.pools
+        self.pools = [FunctionPool(1, name) for name in ("functions", "ends", "webhooks")]
+        functions, enders, webhooks = self.pools
+        log = logging.getLogger("by hand")
         self.runner = JobRunner(
             packer=self.packer,
             budget=PayloadBudget(1, 1 << 26),
-            admission=Admission(ALLOWED, ()),
+            admission=Admission(ALLOWED),
             environment=JobEnvironment((), ServedModel("m", "f", "d"), SamplingParams.from_mapping),
             orders=self.orders,
             functions=functions,
             enders=enders,
             pool_client=redis,
             user_client=redis,
-            callbacks=Callbacks([], redis, redis),
+            callbacks=Callbacks([], redis, redis, Webhooks(webhooks, (), log)),
             ends_store=self.store,
             post=self.events.put,
             tally=Tally(),
-            log=logging.getLogger("by hand"),
+            log=log,
             clock=lambda: self.moment,
         )
 

@@ -40,7 +40,7 @@ def claim(redis: Redis, most: int = 50) -> list[ClaimedJob]:
 
 
 def admit(claimed: ClaimedJob) -> Any:
-    return Admission(ALLOWED_FUNCTIONS, ()).admit(claimed, claimed.record.payload())
+    return Admission(ALLOWED_FUNCTIONS).admit(claimed, claimed.record.payload())
 
 
 def peak_mib(work: Any) -> float:

@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -241,20 +242,41 @@ def test_a_taken_port_is_named_and_of_several_ports_the_next_free_one_is_taken(s
     second.close()
 
 
-def test_clients_that_hang_take_their_places_only_and_closing_does_not_wait_for_them() -> None:
-    served = MetricsServer("127.0.0.1", [free_port()])
-    hanging = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(MAX_REQUESTS)]
-    wait_until(lambda: not served._server._places._value)
-    with pytest.raises((OSError, urllib.error.URLError)):
-        get(served.port, "/livez")
-    hanging.pop().close()
-    wait_until(lambda: served._server._places._value == 1)
-    assert get(served.port, "/livez")[0] == 200
-    began = time.monotonic()
-    served.close()
-    assert time.monotonic() - began < 2
+def test_clients_that_send_half_a_request_keep_nobody_from_being_answered(server: MetricsServer) -> None:
+    hanging = []
+    for _ in range(MAX_REQUESTS * 3):
+        hanging.append(socket.create_connection(("127.0.0.1", server.port)))
+        hanging[-1].sendall(b"GET /livez HTTP/1.1\r\n")
+    assert get(server.port, "/livez") == (200, "ok\n")
+    hanging[0].settimeout(60)
+    with suppress(ConnectionResetError):
+        assert hanging[0].recv(1) == b"", "the oldest has made room"
     for client in hanging:
         client.close()
+
+
+def test_a_request_that_trickles_ends_at_its_deadline(
+    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.metrics.server.REQUEST_S", 0.2)
+    with socket.create_connection(("127.0.0.1", server.port)) as client, suppress(ConnectionError):
+        client.settimeout(0.05)
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            client.sendall(b"x")
+            with suppress(TimeoutError):
+                assert client.recv(1) == b""
+                return
+        pytest.fail("the connection is still open after 60 s")
+
+
+def test_what_is_no_request_is_not_answered(server: MetricsServer) -> None:
+    for sent in (b"\r\n\r\n", b"GET /livez\r\n\r\n", b"x" * 100_000, b"GET /livez HTTP/1.1\r\n"):
+        with socket.create_connection(("127.0.0.1", server.port)) as client, suppress(ConnectionResetError):
+            client.sendall(sent)
+            client.shutdown(socket.SHUT_WR)
+            assert client.recv(1000) == b""
+    assert get(server.port, "/livez")[0] == 200
 
 
 @pytest.mark.parametrize(

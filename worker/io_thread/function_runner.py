@@ -8,6 +8,7 @@ from typing import Any
 
 from redis import Redis
 
+from jobs.runs.told_end import POSTING
 from jobs.table import own_function
 from worker.io_thread.beginnings import Beginnings
 from worker.io_thread.held_job import HeldJob
@@ -32,17 +33,19 @@ class FunctionRunner:
         calls: PoolCalls,
         beginnings: Beginnings,
         pool: FunctionPool,
+        webhook_pool: FunctionPool,
         environment: JobEnvironment,
         pool_client: Redis,
         user_client: Redis,
     ) -> None:
-        self._packer, self._calls, self._beginnings, self._pool = packer, calls, beginnings, pool
+        self._packer, self._calls, self._beginnings = packer, calls, beginnings
+        self._pool, self._webhook_pool = pool, webhook_pool
         self._environment = environment
         self._pool_client, self._user_client = pool_client, user_client
 
     def run(self, job: HeldJob, then: Then) -> None:
         """Run a user's function, then call `then` with its value, or the `Raised` that it raised."""
-        self._run(job, lambda: partial(perform, job.for_user_code(self._user_client)), then)
+        self._run(job, lambda: partial(perform, job.for_user_code(self._user_client)), then, self._pool)
 
     def run_own(self, job: HeldJob, call: FunctionCall, then: Then) -> None:
         """Run a function of our own, then call `then`."""
@@ -50,17 +53,23 @@ class FunctionRunner:
         assert own is not None, call.name
         context = self._environment.context(job.claimed, self._pool_client)
         function = partial(own, context, *call.args, **call.kwargs)
-        self._run(job, lambda: function, then, is_ours=True)
+        pool = self._webhook_pool if call.name == POSTING else self._pool
+        self._run(job, lambda: function, then, pool, is_ours=True)
 
     def _run(
-        self, job: HeldJob, function: Callable[[], Callable[[], Any]], then: Then, is_ours: bool = False
+        self,
+        job: HeldJob,
+        function: Callable[[], Callable[[], Any]],
+        then: Then,
+        pool: FunctionPool,
+        is_ours: bool = False,
     ) -> None:
         """function: makes what the thread is to call, once the job has begun."""
         job.run_function()
         self._packer.function_started(job)
 
         def hand_over() -> None:
-            self._calls.submit(self._pool, function(), job, then, self._came_back, is_ours)
+            self._calls.submit(pool, function(), job, then, self._came_back, is_ours)
 
         self._beginnings.run(job, hand_over)
 

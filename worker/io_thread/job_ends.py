@@ -268,7 +268,7 @@ class JobEnds:
         self._persist(job, queue_page, then)
 
     def _announce(self, job: HeldJob, outcome: Outcome | None) -> None:
-        """Send a job's webhooks, once its end is written."""
+        """Queue a job's webhooks, once its end is written, and let it go."""
         webhooks = job.claimed.record.webhooks if job.user_job is None else job.user_job.webhooks
         if outcome is None or not webhooks:
             self._ended(job, outcome)

@@ -78,7 +78,8 @@ class JobRunner:
         self._calls = PoolCalls(post, self._close, log, clock)
         self._files = TaskFiles(packer, self._calls, environment.file_timeout_s, log, clock)
         inspections, grace_s = Inspections(post, environment.checks), environment.function_grace_s
-        self.threads = PoolThreads(self._files, functions, enders, inspections, grace_s, log)
+        webhooks = callbacks.webhooks
+        self.threads = PoolThreads(self._files, functions, enders, webhooks, inspections, grace_s, log)
         self._beginnings = Beginnings(clock)
         self.streams = Streams(self.jobs, packer, self._beginnings, orders, inspections, tally)
         self._function_runner = FunctionRunner(
@@ -86,6 +87,7 @@ class JobRunner:
             calls=self._calls,
             beginnings=self._beginnings,
             pool=functions,
+            webhook_pool=webhooks.pool,
             environment=environment,
             pool_client=pool_client,
             user_client=user_client,
@@ -144,9 +146,7 @@ class JobRunner:
         job.claimed.check_hash()
         payload = job.claimed.record.payload()
         job.payload_bytes = len(payload)
-        call = self._admission.admit(job.claimed, payload)
-        job.hold(self._admission.with_allowed_hooks(job.claimed.record))
-        return call
+        return self._admission.admit(job.claimed, payload)
 
     def _run_function(self, job: HeldJob, call: FunctionCall) -> None:
         if self._packer.free_functions <= 0:
@@ -371,7 +371,7 @@ class JobRunner:
         """Fail a job that one of RQ's own workers left behind, or retry it where it has retries left."""
         job = self.jobs.add(claimed)
         job.end()
-        job.hold(self._admission.with_allowed_hooks(claimed.record))
+        job.hold(self._admission.with_allowed_callbacks(claimed.record))
         self._ends.fail(job, error)
 
     def withdraw_unstarted(self) -> list[ClaimedJob]:

@@ -6,6 +6,7 @@ import logging
 
 from worker.io_thread.inspections import Inspections
 from worker.io_thread.task_files import TaskFiles
+from worker.store.webhooks import Webhooks
 from worker.threads.functions import FunctionPool
 
 _FUNCTIONS_LEAVE_S = 1.0
@@ -13,7 +14,7 @@ _FUNCTIONS_LEAVE_S = 1.0
 
 
 class PoolThreads:
-    """The pools of files, functions, callbacks and inspections. All methods belong to the I/O thread.
+    """The pools of files, functions, callbacks, webhooks and inspections. Used by the I/O thread only.
 
     grace_s: seconds from its interrupt to when a thread is given up.
     """
@@ -23,23 +24,27 @@ class PoolThreads:
         files: TaskFiles,
         functions: FunctionPool,
         enders: FunctionPool,
+        webhooks: Webhooks,
         inspections: Inspections,
         grace_s: float,
         log: logging.Logger,
     ) -> None:
         self._files, self._functions, self._enders = files, functions, enders
-        self._inspections = inspections
+        self._webhooks, self._inspections = webhooks, inspections
         self._grace_s, self._log = grace_s, log
+
+    @property
+    def _pools(self) -> tuple[FunctionPool | TaskFiles, ...]:
+        return self._functions, self._enders, self._webhooks.pool, self._files
 
     @property
     def num_stuck(self) -> int:
         """Threads that were given up and go on in code that nothing can interrupt."""
-        return self._functions.num_stuck + self._enders.num_stuck + self._files.num_stuck
+        return sum(pool.num_stuck for pool in self._pools)
 
     def give_up_stuck(self) -> None:
         """Give up the threads that do not heed their interrupts."""
-        pools = (self._functions, self._enders, self._files)
-        for place in [place for pool in pools for place in pool.give_up_stuck(self._grace_s)]:
+        for place in [place for pool in self._pools for place in pool.give_up_stuck(self._grace_s)]:
             self._log.error(
                 "%s goes on %g s after its interrupt: given up, another thread takes its place (%d stuck)",
                 place,
@@ -55,3 +60,4 @@ class PoolThreads:
         self._files.join(timeout_s)
         self._functions.join(_FUNCTIONS_LEAVE_S)
         self._enders.join(_FUNCTIONS_LEAVE_S)
+        self._webhooks.close()

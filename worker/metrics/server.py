@@ -2,43 +2,49 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from socketserver import ThreadingMixIn
-from typing import Any
 
 from worker.errors import MetricsNotServed
 from worker.metrics.exporter import Exporter
 from worker.metrics.health import EngineTurns, Health, IoTurns
 from worker.metrics.shown import WatchedWorker
 
-REQUEST_TIMEOUT_S = 5.0
-"""A client that sends or takes nothing for so long is let go."""
-MAX_REQUESTS = 8
-"""At a time; a further one is turned away. So clients that hang cost the worker as many threads, no more."""
+REQUEST_S = 5.0
+"""Seconds for one request with its answer; then its connection is closed."""
+MAX_REQUESTS = 64
+"""Connections at a time. A further one takes the place of the oldest: one that hangs keeps nobody out."""
+_MAX_HEAD_BYTES = 16 << 10
 
 
 class MetricsServer:
     """Listens from the start on; says of the worker what there is. Raises MetricsNotServed.
 
-    ports: the first free one is taken, so that workers with the same settings find one each.
+    One thread serves all. ports: the first free one is taken, so that workers with the same settings find
+    one each.
     """
 
     def __init__(self, host: str, ports: Sequence[int]) -> None:
         self.health, self._exporter = Health(), Exporter()
-        self._server = _listen(host, ports, self)
+        self._listener = _listen(host, ports)
+        self._open: dict[asyncio.StreamWriter, None] = {}
+        self._loop, self._ended = asyncio.new_event_loop(), asyncio.Event()
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="tokenmill-metrics", daemon=True
+            target=self._loop.run_until_complete,
+            args=(self._serve(),),
+            name="tokenmill-metrics",
+            daemon=True,
         )
         self._thread.start()
 
     @property
     def port(self) -> int:
         """The one that was taken."""
-        return int(self._server.server_address[1])
+        return int(self._listener.getsockname()[1])
 
     def serve(self, worker: WatchedWorker, engine: EngineTurns, io: IoTurns) -> None:
         """The model is loaded: tell of this worker from now on."""
@@ -47,9 +53,45 @@ class MetricsServer:
 
     def close(self) -> None:
         """Listen no more. Requests under way are not waited for."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._loop.call_soon_threadsafe(self._ended.set)
         self._thread.join()
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._connected, sock=self._listener, limit=_MAX_HEAD_BYTES)
+        await self._ended.wait()
+        server.close()
+        for writer in self._open:
+            writer.transport.abort()
+        while self._open:  # each leaves in its own task
+            await asyncio.sleep(0)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._open) >= MAX_REQUESTS:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.transport.abort()
+        self._open[writer] = None
+        try:
+            with suppress(OSError, EOFError, ValueError, asyncio.LimitOverrunError):  # the client's concern
+                async with asyncio.timeout(REQUEST_S):
+                    await self._answer(reader, writer)
+        finally:
+            self._open.pop(writer, None)
+            writer.transport.abort()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        method, target, _ = lines[0].split(" ")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        status, kind, body = HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"GET only\n"
+        if method == "GET":
+            status, kind, body = self.answer(target.partition("?")[0], headers.get("accept", ""))
+        head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+        writer.write_eof()
+        await writer.drain()
+        await reader.read()  # until the client has read it and closes
 
     def answer(self, path: str, accept: str) -> tuple[HTTPStatus, str, bytes]:
         """Status, content type and body for a path."""
@@ -64,61 +106,12 @@ class MetricsServer:
         return status, text, f"{amiss or 'ok'}\n".encode()
 
 
-class _Listener(ThreadingMixIn, HTTPServer):
-    daemon_threads, block_on_close, allow_reuse_address = True, False, True
-    owner: MetricsServer
-
-    def __init__(self, family: socket.AddressFamily, address: tuple[str, int]) -> None:
-        self.address_family = family
-        self._places = threading.BoundedSemaphore(MAX_REQUESTS)
-        super().__init__(address, _Handler)
-
-    def server_bind(self) -> None:
-        """Without HTTPServer's look-up of the host's name, which may wait for a name server."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        return self._places.acquire(blocking=False)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away in the middle is no concern of the log."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Listener
-    timeout = REQUEST_TIMEOUT_S
-    server_version, sys_version = "tokenmill", ""
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        status, kind, body = self.server.owner.answer(path, self.headers.get("Accept", ""))
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes are not logged."""
-
-
-def _listen(host: str, ports: Sequence[int], owner: MetricsServer) -> _Listener:
+def _listen(host: str, ports: Sequence[int]) -> socket.socket:
+    """Listen on the first port that is free. Raises MetricsNotServed."""
     for port in ports:
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            listener = _Listener(family, (str(address[0]), port))
+            return socket.create_server(address[:2], family=family, backlog=1024)
         except (OSError, UnicodeError) as error:
             reason = error
-        else:
-            listener.owner = owner
-            return listener
     raise MetricsNotServed(host, ports[0], ports[-1], str(reason))

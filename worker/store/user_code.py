@@ -1,4 +1,4 @@
-"""The user's code: a job's function, the callbacks and webhooks around its end, called as RQ calls them."""
+"""The user's code: a job's function and the callbacks around its end, called as RQ calls them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from worker.store.job_record import CALLBACKS, JobRecord
 from worker.store.outcome import Outcome
 from worker.store.results import Raised, printable
 from worker.store.timeouts import ThreadDeathPenalty
+from worker.store.webhooks import Webhooks
 
 
 class Callbacks:
@@ -24,10 +25,14 @@ class Callbacks:
     """
 
     def __init__(
-        self, exception_handlers: Sequence[Callable[..., Any]], client: Redis, user_client: Redis
+        self,
+        exception_handlers: Sequence[Callable[..., Any]],
+        client: Redis,
+        user_client: Redis,
+        webhooks: Webhooks,
     ) -> None:
         self._exception_handlers, self._client = exception_handlers, client
-        self.user_client = user_client
+        self.user_client, self.webhooks = user_client, webhooks
 
     def may_see(self, record: JobRecord) -> bool:
         """Whether user code gets the job, however it ends."""
@@ -69,15 +74,15 @@ class Callbacks:
             raise failure
 
     def send_webhooks(self, outcome: Outcome, job: Job) -> None:
-        """Tell the hosts that the job has ended; RQ logs what goes wrong there."""
+        """Tell the hosts that the job has ended; returns before they are told."""
         job.connection, job.ended_at = self._client, outcome.ended_at
         if outcome.wish is not None:
             if not outcome.policy.grants(outcome.wish):
-                job.send_webhooks(JobStatus.FAILED, exc_string="")
+                self.webhooks.send(job, JobStatus.FAILED, exc_string="")
         elif outcome.status == "finished":
-            job.send_webhooks(JobStatus.FINISHED)
+            self.webhooks.send(job, JobStatus.FINISHED)
         elif outcome.status == "failed" and outcome.is_final:
-            job.send_webhooks(JobStatus.FAILED, exc_string=outcome.value)
+            self.webhooks.send(job, JobStatus.FAILED, exc_string=outcome.value)
 
 
 def _callbacks_of(job: Job) -> dict[str, str]:

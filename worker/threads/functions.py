@@ -103,6 +103,11 @@ class FunctionPool:
         """Threads that were given up and have not ended."""
         return len(self._stuck)
 
+    @property
+    def num_waiting(self) -> int:
+        """Calls that wait for a thread."""
+        return self._calls.qsize()
+
     def _add_thread(self) -> None:
         name = f"{self._name}-{next(self._numbers)}"
         thread = threading.Thread(target=self._serve, name=name, daemon=True)

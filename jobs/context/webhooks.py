@@ -1,0 +1,168 @@
+"""Calls webhooks: URLs that producers name, on hosts that an operator allows."""
+
+from __future__ import annotations
+
+import io
+import socket
+import ssl
+import time
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
+from http.client import HTTPConnection, HTTPSConnection
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from ..common.shown import shown
+from ..errors import InvalidJob, InvalidValue
+
+#: Seconds for one call, from looking up the host's name to the answer's headers.
+DEADLINE_S = 10.0
+
+MAX_URL_CHARS = 2000
+
+#: Headers that this module sets itself: with others' values a request could end elsewhere than it seems to.
+_OWN_HEADERS = frozenset({"host", "content-length", "transfer-encoding", "connection"})
+
+
+def host_of(url: Any) -> str:
+    """Return a URL's host. Raises InvalidValue for what is no URL of http or https."""
+    return str(_parsed(url).hostname)
+
+
+def check_host(url: str, hosts: Collection[str]) -> None:
+    """Raise InvalidJob for a host that this worker may not call."""
+    if (host := host_of(url)) not in hosts:
+        raise InvalidJob(
+            f"webhook: this worker may not call the host {shown(host)}: add it to "
+            "TOKENMILL_ALLOWED_WEBHOOK_HOSTS"
+        )
+
+
+def call_webhook(
+    url: str,
+    hosts: Collection[str],
+    *,
+    method: str = "POST",
+    headers: Mapping[str, str] | None = None,
+    body: bytes | None = None,
+    resolve: Callable[..., Any] = socket.getaddrinfo,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
+    """Make one HTTP request and return the answer's status. Follows no redirect and asks no proxy.
+
+    hosts: names and addresses that an operator allows. A name may lead to a loopback or private address only
+    if that address is in `hosts` too; the address that was checked is the one that is called.
+    Raises InvalidJob for a host or address that is not allowed; OSError, HTTPException or ValueError where
+    the request cannot be made or no answer came within DEADLINE_S. Looking up a name can take longer.
+    """
+    check_host(url, hosts)
+    parts, until = _parsed(url), clock() + DEADLINE_S
+    given = {name: value for name, value in (headers or {}).items() if name.lower() not in _OWN_HEADERS}
+    addresses = _allowed_addresses(parts, hosts, resolve)
+    with _connect(parts, addresses, lambda: _left(until, clock)) as sock:
+        connection = _connection(parts)
+        connection.sock = _TimedSocket(sock, lambda: _left(until, clock))
+        connection.request(method, _target(parts), body, {**given, "Connection": "close"})
+        return connection.getresponse().status
+
+
+def _parsed(url: Any) -> SplitResult:
+    if isinstance(url, str) and url.isascii() and url.isprintable() and len(url) <= MAX_URL_CHARS:
+        try:
+            parts = urlsplit(url)
+            if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+                if "@" in parts.netloc:  # which no call could be made with
+                    raise InvalidJob(
+                        "webhook: a URL with user or password, expected one such as https://host/path"
+                    )
+                return parts
+        except ValueError:
+            pass
+    raise InvalidValue("webhook is {}, expected a URL such as https://host/path", shown(url))
+
+
+def _target(parts: SplitResult) -> str:
+    return (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+
+
+def _left(until: float, clock: Callable[[], float]) -> float:
+    left = until - clock()
+    if left <= 0:
+        raise TimeoutError(f"no answer within {DEADLINE_S:g} s")
+    return left
+
+
+def _allowed_addresses(
+    parts: SplitResult, hosts: Collection[str], resolve: Callable[..., Any]
+) -> list[tuple[str, int]]:
+    """Look the host up, and return each address that may be called, with its port. Raises InvalidJob."""
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    found = [(str(each[4][0]), port) for each in resolve(parts.hostname, port, type=socket.SOCK_STREAM)]
+    allowed = [each for each in found if _may_call(each[0], hosts)]
+    if not allowed:
+        raise InvalidJob(
+            f"webhook: the host {shown(parts.hostname)} leads to {found[0][0]}, "
+            "which is not a public address: add that address to TOKENMILL_ALLOWED_WEBHOOK_HOSTS"
+        )
+    return allowed
+
+
+def _may_call(address: str, hosts: Collection[str]) -> bool:
+    ip = ip_address(address.partition("%")[0])
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    return str(ip) in hosts or (ip.is_global and not ip.is_multicast)
+
+
+def _connect(
+    parts: SplitResult, addresses: list[tuple[str, int]], left: Callable[[], float]
+) -> socket.socket:
+    """Connect to the first address that answers; each may take an equal share of the time that is left."""
+    for tried, address in enumerate(addresses):
+        try:
+            sock = socket.create_connection(address, left() / (len(addresses) - tried))
+            break
+        except OSError:
+            if address == addresses[-1]:
+                raise
+    if parts.scheme == "http":
+        return sock
+    try:
+        sock.settimeout(left())
+        return _tls().wrap_socket(sock, server_hostname=parts.hostname)
+    except BaseException:
+        sock.close()
+        raise
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
+def _connection(parts: SplitResult) -> HTTPConnection:
+    """An HTTP connection without its socket, which knows what to call the host."""
+    if parts.scheme == "https":
+        return HTTPSConnection(str(parts.hostname), parts.port, context=_tls())
+    return HTTPConnection(str(parts.hostname), parts.port)
+
+
+class _TimedSocket(io.RawIOBase):
+    """What http.client needs of a socket, with one deadline for all calls: left() seconds, or it raises."""
+
+    def __init__(self, sock: socket.socket, left: Callable[[], float]) -> None:
+        self._sock, self._left = sock, left
+
+    def sendall(self, data: Any) -> None:
+        self._sock.settimeout(self._left())
+        self._sock.sendall(data)
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._sock.settimeout(self._left())
+        return self._sock.recv_into(buffer)

@@ -1,0 +1,76 @@
+"""The environment that demo.sh and test.sh make: on which Pythons, and what is said if it cannot be made."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+from tests.rq_workers import ROOT
+
+STOCK = Path("/usr/bin/python3")
+
+
+def version_of(python: Path) -> str:
+    code = "import platform; print(platform.python_version())"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def lowest() -> str:
+    required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    return f"{required.removeprefix('>=')}.0"
+
+
+def refused_by(version: str) -> dict[str, str]:
+    """What is installed here by the constraints and does not take that Python."""
+    pins = {line.partition("==")[0] for line in (ROOT / "ops/constraints.txt").read_text().splitlines()}
+    pinned = {canonicalize_name(name) for name in pins}
+    found = {each.name: each.metadata["Requires-Python"] for each in distributions()}
+    return {
+        name: wanted
+        for name, wanted in found.items()
+        if canonicalize_name(name) in pinned and wanted and version not in SpecifierSet(wanted)
+    }
+
+
+def test_every_pin_takes_the_lowest_python_that_the_package_allows() -> None:
+    assert refused_by(lowest()) == {}
+
+
+def test_every_pin_takes_the_python_of_this_system() -> None:
+    if not STOCK.exists() or version_of(STOCK) not in SpecifierSet(f">={lowest()}"):
+        pytest.skip(f"{STOCK} is not there, or older than {lowest()}")
+    assert refused_by(version_of(STOCK)) == {}
+
+
+def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path) -> None:
+    (tmp_path / "ops").mkdir()
+    shutil.copy(ROOT / "ops/environment.sh", tmp_path / "ops")
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "x"\nversion = "1"\ndependencies = ["pip<1"]\n'
+    )
+    (tmp_path / "ops/constraints.txt").write_text("pip==2\n")
+    made = subprocess.run(
+        ["bash", "-c", ". ops/environment.sh && make_environment dev"],
+        cwd=tmp_path,
+        env={
+            "PATH": "/usr/bin:/bin",
+            "PYTHON": sys.executable,
+            "PIP_NO_INDEX": "1",
+            "PIP_NO_BUILD_ISOLATION": "1",
+            "HOME": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode != 0
+    assert "ERROR" in made.stderr
+    assert ".venv/pip.log" in made.stderr
