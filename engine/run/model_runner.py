@@ -21,7 +21,7 @@ from engine.layers.parallel import TensorParallel
 from engine.models.base import CausalModel
 from engine.models.load import load_model
 from engine.models.served import nearest
-from engine.run.config import EngineConfig
+from engine.run.config import NUM_MEASURED_TOKENS, EngineConfig
 from engine.run.cpu_threads import CpuThreads
 from engine.run.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.run.device import resolve_device
@@ -41,8 +41,6 @@ from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.step_batch import StepBatch
 
 logger = logging.getLogger(__name__)
-
-NUM_MEASURED_TOKENS = 512  # by whose keys and values an FP8 cache takes its scales
 
 
 class ModelRunner:
