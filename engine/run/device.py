@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -45,6 +46,18 @@ def resolve_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={name!r} is not supported; use 'auto', 'cpu' or 'cuda'")
     return device
+
+
+def numbered(device: torch.device) -> torch.device:
+    """The device, with the number of the thread's current GPU where none is named."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the thread's current one meanwhile: Triton launches there, whatever its arguments lie on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def overlaps(async_scheduling: bool | None, device: str) -> bool:
