@@ -50,9 +50,7 @@ def resolve_device(name: str) -> torch.device:
 
 def numbered(device: torch.device) -> torch.device:
     """The device, with the number of the thread's current GPU where none is named."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
@@ -87,7 +85,7 @@ def sign_of_gpu() -> str:
 
 def _problem_of_torch() -> str:
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     except (RuntimeError, AssertionError) as error:
         return str(error).strip().splitlines()[0]
     return "it finds none"
