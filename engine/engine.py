@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import Future
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
@@ -52,7 +53,8 @@ logger = logging.getLogger(__name__)
 class Engine:
     """A model with its KV pool, stepping one continuous batch.
 
-    All calls must come from one thread, but for `prepare` and `chat_token_ids`, which any may call.
+    All calls must come from one thread, but for `prepare`, `prepare_grammar` and `chat_token_ids`, which any
+    may call.
 
     Raises ConfigError or a subclass (ModelNotFound, UnsupportedModel, MissingWeights, WeightMismatch,
     DamagedWeights) if it cannot start. Use it in a `with` block or call `close()`; `add`, `step` and
@@ -121,6 +123,7 @@ class Engine:
             self._live_runner.close()
             self._stepper.close()
         self._live_runner = None
+        self._sequences.grammars.close()
         self._unfinished.clear()
 
     @property
@@ -169,12 +172,13 @@ class Engine:
         token_ids = self._prompts.token_ids(prompt, truncate_prompt_tokens=truncate_prompt_tokens)
         return PreparedPrompt(token_ids, self._scheduler.blocks.keys_of(token_ids))
 
-    def prepare_grammar(self, params: SamplingParams) -> None:
-        """Compile what structured_outputs ask for, as `add` would; once for all that ask the same.
+    def prepare_grammar(self, params: SamplingParams) -> Future[Any] | None:
+        """Have compiled what structured_outputs ask for, once for all that ask the same; None for no grammar.
 
-        Any thread may call this, also beside a step. Raises InvalidSampling.
+        Any thread may call this, also beside a step. `add` does not wait for it where the future is done and
+        held meanwhile.
         """
-        self._sequences.grammars.prepare(params)
+        return self._sequences.grammars.prepare(params)
 
     def add(
         self,

@@ -100,8 +100,6 @@ class TritonBackend(CapturableBackend):
             ProductKernels(DTYPES, serves, norm_linear, norm_gate, linear_add, project_heads, serves_heads),
         )
         if device.type == "cuda":
-            if device.index is not None:
-                torch.cuda.set_device(device)  # Triton launches on the thread's current device
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def store(self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:

@@ -39,9 +39,6 @@ MORE_TEXT_FILES = ("additional_chat_templates/*.jinja", "*Pooling/config.json")
 WHOLE_BYTES = 1 << 16
 NUM_SAMPLES = 16
 
-#: Ends the `dtype` of a model that is computed so.
-DETERMINISTIC = "deterministic"
-
 
 @dataclass(frozen=True)
 class ModelIdentity:
@@ -56,20 +53,12 @@ class ModelIdentity:
 
 
 def read_identity(
-    folder: Path,
-    dtype: str,
-    chat_template: str | None = None,
-    quantization: str | None = None,
-    kv_cache_dtype: str = "auto",
-    pooling: str | None = None,
-    *,
-    deterministic: bool = False,
+    folder: Path, dtype: str, chat_template: str | None = None, pooling: str | None = None
 ) -> ModelIdentity:
-    """Return the identity of a folder's model, computed in the dtype of this name.
+    """Return the identity of a folder's model.
 
-    chat_template, pooling: the name of the one that is used, if it was chosen.  quantization: of weights as
-    they are loaded, by name; what the files hold is part of them. It counts as another dtype, and so do
-    kv_cache_dtype, of which "auto" is the model's, and `deterministic`, whose sums are others.
+    dtype: what it computes in, and whatever else is chosen for it and changes what it answers, in words.
+    chat_template, pooling: the name of the one that is used, if it was chosen.
     Two models have the same fingerprint when they have the same dtypes, the same configuration, tokenizer and
     chat templates byte by byte, the same choice of one, and the same tensors (name, type, shape and values),
     however those are divided into files. Of each tensor beyond 64 KiB only 16 samples of 4 KiB are read,
@@ -78,12 +67,6 @@ def read_identity(
     be.
     Raises MissingWeights or another ConfigError for weights that no engine could load.
     """
-    if quantization is not None:
-        dtype = f"{dtype}, {quantization} weights"
-    if kv_cache_dtype != "auto":
-        dtype = f"{dtype}, {kv_cache_dtype} KV cache"
-    if deterministic:
-        dtype = f"{dtype}, {DETERMINISTIC}"
     digest = blake2b(dtype.encode(), digest_size=16)
     more = sorted(str(path.relative_to(folder)) for each in MORE_TEXT_FILES for path in folder.glob(each))
     for name in (*TEXT_FILES, *more):

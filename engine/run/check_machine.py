@@ -18,8 +18,6 @@ from engine.run.memory import allowed_bytes
 from engine.run.observation import Observation, fault_of
 
 GIB = 2**30
-#: Written by NVIDIA's driver where one is loaded.
-DRIVER = Path("/proc/driver/nvidia/version")
 #: Ranks of one machine exchange tensors there.
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_BYTES = 256 * 2**20
@@ -48,7 +46,8 @@ def check_machine(config: EngineConfig) -> Iterator[Observation]:
         yield from _check_gpus(config)
         yield from _check_folder(Path(os.environ.get("TRITON_CACHE_DIR", "~/.triton/cache")).expanduser())
     else:
-        yield from _check_no_gpu(config)
+        reason = "no GPU" if config.device == "auto" else f"device={config.device!r} is set"
+        yield Observation("gpu", "ok", f"{reason}: runs on CPU, {torch.get_num_threads()} threads")
         yield from _check_cpu_kernels()
     if config.tensor_parallel_size > 1:
         yield from _check_shared_memory()
@@ -61,24 +60,6 @@ def free_memory(config: EngineConfig) -> FreeMemory:
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     taken = total_bytes - free_bytes
     return FreeMemory(max(0, int(total_bytes * config.memory_utilization) - taken), is_gpu=True)
-
-
-def _check_no_gpu(config: EngineConfig, driver: Path = DRIVER) -> Iterator[Observation]:
-    """A GPU that torch does not find is a mistake, unless the CPU is asked for."""
-    threads = f"{torch.get_num_threads()} threads"
-    if config.device == "cpu" or not driver.exists():
-        reason = "device='cpu' is set" if config.device == "cpu" else "no GPU"
-        yield Observation("gpu", "ok", f"{reason}: runs on CPU, {threads}")
-        return
-    built = f"torch {torch.__version__}, built for " + (
-        f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
-    )
-    found = f"the driver is loaded ({driver.read_text().splitlines()[0]}), and {built}, finds no GPU"
-    mend = (
-        "install a torch whose CUDA the driver knows (nvidia-smi names the newest), give the container the "
-        "GPU (--gpus all), unset CUDA_VISIBLE_DEVICES, or set device=cpu"
-    )
-    yield Observation("gpu", "warning", found, mend)
 
 
 def _check_gpus(config: EngineConfig) -> Iterator[Observation]:

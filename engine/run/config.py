@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from engine.checkpoint.fingerprint import ModelIdentity, read_identity
 from engine.checkpoint.folder import resolve_model
-from engine.checkpoint.model_config import read_model_config
+from engine.checkpoint.longrope import longrope_length
+from engine.checkpoint.model_config import ModelConfig, read_model_config
 from engine.checkpoint.pooling import MODES, read_pooling
 from engine.errors import ConfigError
 from engine.run.dtype import served_dtype
@@ -14,6 +16,7 @@ from engine.run.dtype import served_dtype
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 MODEL_PATHS = ("auto", "native", "transformers")
 QUANTIZATIONS = (None, "int8")
+NUM_MEASURED_TOKENS = 512  # by whose keys and values an FP8 cache takes its scales, where as many fit
 
 
 @dataclass(frozen=True)
@@ -151,27 +154,35 @@ def model_identity(config: EngineConfig) -> ModelIdentity:
 
     What the fingerprint tells apart, and what not, stands at `read_identity`.
     Device, attention backend and tensor parallelism are no part of it: they change the order of sums only.
-    The dtype that "auto" stands for on this machine is, and so are quantization, the KV cache's dtype and
-    pooling, and `deterministic`, so that a run's answers all come from the same mode.
     Raises ModelNotFound, MissingWeights or another ConfigError for a model that no engine could load.
     """
     folder = resolve_model(config.model)
     model = read_model_config(folder)
-    dtype = served_dtype(config.dtype, model.dtype, config.device).name
-    identity = read_identity(
-        folder,
-        dtype,
-        config.chat_template,
-        config.quantization,
-        config.kv_cache_dtype,
-        config.pooling,
-        deterministic=config.deterministic,
-    )
+    identity = read_identity(folder, ", ".join(_modes(config, model)), config.chat_template, config.pooling)
     pooling = read_pooling(folder, model, config.pooling)
     if pooling is None:
         return identity
     size = model.hidden_size * len(pooling.modes)
     return replace(identity, embedding_size=size, embedding_prompts=tuple(sorted(pooling.prompts)))
+
+
+def _modes(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
+    """What the configuration chooses of the ways in which the model's answers may be computed, in words: so
+    all answers of a run come from the same ones."""
+    yield served_dtype(config.dtype, model.dtype, config.device).name
+    longest = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
+    if config.quantization is not None:
+        yield f"{config.quantization} weights"
+    if config.kv_cache_dtype != "auto":
+        yield f"{config.kv_cache_dtype} KV cache"
+        measured = min(longest, config.max_num_batched_tokens)
+        if measured < NUM_MEASURED_TOKENS:
+            yield f"scales of {measured} tokens"
+    original = longrope_length(model)
+    if original is not None and longest <= original < model.max_position_embeddings:
+        yield "rotary factors of short sequences"
+    if config.deterministic:
+        yield "deterministic" if config.seed == 0 else f"deterministic with seed {config.seed}"
 
 
 def _check_positive(name: str, value: object) -> None:

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
 import torch
 
 from engine.errors import ConfigError
 
+#: Written by NVIDIA's driver where one is loaded.
+DRIVER = Path("/proc/driver/nvidia/version")
+#: Where each GPU has a file.
+DEVICES = Path("/dev")
+
 
 def resolve_device(name: str) -> torch.device:
-    """Turn "auto" or a device string into a device. Raises ConfigError if it cannot be used."""
+    """Turn "auto" or a device string into a device.
+
+    Raises ConfigError if it cannot be used, and for "auto" where there is a GPU that torch does not find: a
+    CPU would take a hundred times as long.
+    """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        if sign := sign_of_gpu():
+            raise ConfigError(
+                f"there is a GPU ({sign}), and torch {torch.__version__} cannot use it "
+                f"({_problem_of_torch()}); install a torch whose CUDA the driver knows (nvidia-smi names the "
+                "newest), give the container the GPU (--gpus all), correct CUDA_VISIBLE_DEVICES, or set "
+                "device=cpu to compute on the CPU all the same"
+            )
+        return torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -24,8 +48,44 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def numbered(device: torch.device) -> torch.device:
+    """The device, with the number of the thread's current GPU where none is named."""
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the thread's current one meanwhile: Triton launches there, whatever its arguments lie on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def overlaps(async_scheduling: bool | None, device: str) -> bool:
     """Whether a step is scheduled while the one before runs: None does so on GPUs."""
     if async_scheduling is not None:
         return async_scheduling
     return resolve_device(device).type == "cuda"
+
+
+def sign_of_gpu() -> str:
+    """What shows that this machine has a GPU of NVIDIA's, "" if nothing does or it is hidden on purpose."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ""
+    if DRIVER.exists():
+        return f"{DRIVER}: {DRIVER.read_text().splitlines()[0]}"
+    if file := next(DEVICES.glob("nvidia[0-9]*"), None):
+        return str(file)
+    if command := shutil.which("nvidia-smi"):
+        try:
+            listed = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=10, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        if listed.stdout.startswith("GPU "):
+            return f"nvidia-smi: {listed.stdout.splitlines()[0]}"
+    return ""
+
+
+def _problem_of_torch() -> str:
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    except (RuntimeError, AssertionError) as error:
+        return str(error).strip().splitlines()[0]
+    return "it finds none"

@@ -21,10 +21,10 @@ from engine.layers.parallel import TensorParallel
 from engine.models.base import CausalModel
 from engine.models.load import load_model
 from engine.models.served import nearest
-from engine.run.config import EngineConfig
+from engine.run.config import NUM_MEASURED_TOKENS, EngineConfig
 from engine.run.cpu_threads import CpuThreads
 from engine.run.decode_graphs import Capture, CudaCapture, DecodeGraphs
-from engine.run.device import resolve_device
+from engine.run.device import numbered, on_device, resolve_device
 from engine.run.dtype import served_dtype
 from engine.run.gpu_memory import GpuMemory, PoolRoom, fits, measure_room
 from engine.run.memory import allowed_bytes, default_cpu_kv_cache_bytes, fit_pool, keep_freed_memory
@@ -42,8 +42,6 @@ from engine.schedule.step_batch import StepBatch
 
 logger = logging.getLogger(__name__)
 
-NUM_MEASURED_TOKENS = 512  # by whose keys and values an FP8 cache takes its scales
-
 
 class ModelRunner:
     """Loads the model, or one rank's share of it, sizes the pool, and runs one batch at a time.
@@ -54,7 +52,7 @@ class ModelRunner:
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, folder: Path, tp: TensorParallel
     ) -> None:
-        self.device = resolve_device(config.device)
+        self.device = numbered(resolve_device(config.device))
         served = served_dtype(config.dtype, model_config.dtype, config.device)
         if served.reason and tp.rank == 0:
             logger.warning("%s", served.reason)
@@ -79,13 +77,14 @@ class ModelRunner:
             if config.adapt_cpu_threads and tp.size == 1:
                 self._cpu_threads = CpuThreads()
         try:
-            self.model = self._load(folder)
-            self._probe()
-            self.backend.prepare(self.dtype)
-            if config.kv_cache_dtype != "auto":
-                self._kv_scales = self._measure_kv_scales()
+            with on_device(self.device):
+                self.model = self._load(folder)
                 self._probe()
-            self._allocate()
+                self.backend.prepare(self.dtype)
+                if config.kv_cache_dtype != "auto":
+                    self._kv_scales = self._measure_kv_scales()
+                    self._probe()
+                self._allocate()
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"the GPU's memory ran out at start ({error}); free what else is on it, or lower "
@@ -98,10 +97,14 @@ class ModelRunner:
 
         Everything is queued on the device's current stream; nothing here waits for it, and steps run in the
         order of their launches, so that a step can read what the one before has sampled. On a CPU the step
-        has run when this returns.
+        has run when this returns. Any thread may call this, one at a time.
         """
         if self._cpu_threads is not None:
             self._cpu_threads.adapt()
+        with on_device(self.device):
+            return self._launch(step, sampling)
+
+    def _launch(self, step: StepBatch, sampling: SamplingBatch) -> DeviceTokens:
         if len(step.copy_from):
             self.cache.copy(*upload([step.copy_from, step.copy_to], self.device))
         if self._graphs is not None and self._graphs.fits(step):

@@ -1,55 +1,35 @@
-"""Grammars: from what a request asks of its text to a compiled grammar, by llguidance.
-
-A grammar compiles in about a millisecond and its masks are computed as they are needed, so that nothing is
-done ahead for a vocabulary. What it cannot enforce exactly it refuses, and a completion never holds what
-its schema forbids. Source: https://github.com/guidance-ai/llguidance.
-"""
+"""Grammars: what requests ask of their texts, compiled, each form once for all that ask it."""
 
 from __future__ import annotations
 
-import json
-import re
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from weakref import WeakValueDictionary
 
 from engine.errors import InvalidSampling
 from engine.sampling.params import SamplingParams
 from engine.sampling.request_edits import allowed_mask
 from engine.sampling.structured_outputs import NAME, StructuredOutputsParams
-from engine.structured.masks import MAX_MASK_S, fill_masks
-from engine.structured.matcher import SMALL_VOCABULARY, Matcher, Vocabulary
-from engine.structured.regex_dialect import portable
+from engine.structured.compiler import STACK_BYTES, Compiler, stacks_of
+from engine.structured.matcher import Matcher
+from engine.structured.trials import NotTried, Trials
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-MAX_GRAMMARS = 64  # that are kept
-MAX_REASON_CHARS = 300
-
-#: One blank, or a line break and what it is indented by: no more between two parts of a JSON text.
-JSON_OPTIONS = {"whitespace_pattern": r" |\n {0,32}"}
-
-#: So that none takes more than about a second, or 40 MB: the defaults allow 3 s and 500 MB.
-LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 500_000,
-    "step_lexer_fuel": 50_000,
-    "max_lexer_states": 20_000,
-}
-
-
-_META = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
+MAX_GRAMMARS = 64  # that are kept beside those that somebody holds
+NUM_THREADS = 2  # a form that takes long leaves one for those of others
 
 
 class Grammars:
-    """The grammars of a model's tokenizer. For any number of threads; each grammar compiles once.
+    """The grammars of a model's tokenizer. For any number of threads.
 
-    Importing it needs no llguidance; the first grammar does.
+    A form that is new is tried in a process apart, and compiled here once it has survived that.
+    Importing this needs no llguidance; the first grammar does.
     """
 
     def __init__(self, backend: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
@@ -59,15 +39,18 @@ class Grammars:
         """
         self._backend, self._vocab_size = backend, vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
-        self._lock = Lock()
-        self._vocabulary: Vocabulary | None = None
-        self._tokenizer: Any = None
-        self._compiled: OrderedDict[StructuredOutputsParams, LLMatcher | InvalidSampling] = OrderedDict()
+        self._pool = ThreadPoolExecutor(NUM_THREADS, "grammars")
+        self._starting = Lock()
+        self._started: tuple[Compiler, Trials] | None = None
+        self._lock = Lock()  # of the two below: the engine's thread takes it, and nothing under it takes time
+        self._known: WeakValueDictionary[StructuredOutputsParams, Future[LLMatcher]] = WeakValueDictionary()
+        self._latest: OrderedDict[StructuredOutputsParams, Future[LLMatcher]] = OrderedDict()
 
-    def prepare(self, params: SamplingParams) -> None:
-        """Compile the grammar, if there is one, so that `matchers` will find it. Raises InvalidSampling."""
-        if isinstance(params.structured_outputs, StructuredOutputsParams):
-            self._find(params.structured_outputs)
+    def prepare(self, params: SamplingParams) -> Future[LLMatcher] | None:
+        """Have the grammar compiled, if there is one; who holds the future does not wait in `matchers` once
+        it is done. It raises InvalidSampling."""
+        spec = params.structured_outputs
+        return self._find(spec) if isinstance(spec, StructuredOutputsParams) else None
 
     def matchers(self, params: SamplingParams, end_token_ids: frozenset[int]) -> Sequence[Matcher | None]:
         """What follows each completion of a request, None where it may be any text.
@@ -75,36 +58,62 @@ class Grammars:
         end_token_ids: every id that ends the completion. Raises InvalidSampling where a grammar cannot be
         compiled.
         """
-        spec = params.structured_outputs
-        if not isinstance(spec, StructuredOutputsParams):
+        found = self.prepare(params)
+        if found is None:
             return [None] * params.n
-        compiled, allowed = self._find(spec), allowed_mask(params, self._vocab_size)
-        assert self._vocabulary is not None
-        shared = (compiled, self._vocabulary, end_token_ids, allowed)
+        try:
+            compiled = found.result()
+        except InvalidSampling as error:
+            raise InvalidSampling(*error.args) from None  # that one is for all who ask
+        assert self._started is not None
+        shared = (
+            compiled,
+            self._started[0].vocabulary,
+            end_token_ids,
+            allowed_mask(params, self._vocab_size),
+        )
         return [Matcher(compiled.deep_copy(), *shared) for _ in range(params.n)]
 
-    def _find(self, spec: StructuredOutputsParams) -> LLMatcher:
+    def close(self) -> None:
+        """Compile no more, and end the processes."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._starting:
+            if self._started is not None:
+                self._started[1].close()
+
+    def _find(self, spec: StructuredOutputsParams) -> Future[LLMatcher]:
         with self._lock:
-            found = self._compiled.get(spec)
+            found = self._known.get(spec)
             if found is None:
-                self._start()
-                try:
-                    found = self._compile(spec)
-                except InvalidSampling as error:
-                    found = error
-                self._compiled[spec] = found
-                if len(self._compiled) > MAX_GRAMMARS:
-                    self._compiled.popitem(last=False)
-            else:
-                self._compiled.move_to_end(spec)
-        if isinstance(found, InvalidSampling):
-            raise InvalidSampling(*found.args)
+                with stacks_of(2 * STACK_BYTES):  # of the threads, more than in a trial
+                    found = self._pool.submit(self._compile, spec)
+                self._known[spec] = found
+            self._latest[spec] = found
+            self._latest.move_to_end(spec)
+            if len(self._latest) > MAX_GRAMMARS:
+                self._latest.popitem(last=False)
         return found
 
-    def _start(self) -> None:
+    def _compile(self, spec: StructuredOutputsParams) -> LLMatcher:
+        compiler, trials = self._start()
+        try:
+            return compiler.compile(spec, trials.grammar_of(spec))
+        except NotTried:
+            with self._lock:  # so that the next one who asks tries it again
+                self._known.pop(spec, None)
+                self._latest.pop(spec, None)
+            raise
+
+    def _start(self) -> tuple[Compiler, Trials]:
         """Read the vocabulary, which takes up to a second. Raises InvalidSampling if that cannot be."""
-        if self._vocabulary is not None:
-            return
+        with self._starting:
+            if self._started is None:
+                vocabulary = self._vocabulary()
+                self._started = Compiler(**vocabulary), Trials(vocabulary)
+            return self._started
+
+    def _vocabulary(self) -> dict[str, Any]:
+        """The arguments of a Compiler."""
         if find_spec("llguidance") is None:
             raise InvalidSampling(
                 f"{NAME} needs llguidance: pip install 'tokenmill[structured]' on the worker"
@@ -113,80 +122,9 @@ class Grammars:
             raise InvalidSampling(
                 f"{NAME} needs a tokenizer of the tokenizers package, which this model has not"
             )
-        from llguidance import LLTokenizer
-
         known = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        ends = self._eos_token_ids or None
-        try:
-            num_tokens = max(known, self._vocab_size)
-            tokenizer = LLTokenizer(
-                self._backend.to_str(),
-                n_vocab=num_tokens,
-                eos_token=ends,
-                # sets of tokens that are allowed as one: to try them costs more than a small vocabulary does
-                slices=[] if num_tokens < SMALL_VOCABULARY else None,
-            )
-        except Exception as error:  # whatever it makes of a vocabulary
-            raise InvalidSampling(
-                f"{NAME} cannot be served with this model's tokenizer", _short(error)
-            ) from error
-        self._tokenizer, self._vocabulary = tokenizer, Vocabulary.of(tokenizer)
-
-    def _compile(self, spec: StructuredOutputsParams) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
-
-        try:
-            grammar = _grammar_of(spec)
-        except InvalidSampling:
-            raise
-        except Exception as error:  # whatever its readers make of a text
-            raise _refused(spec, error) from error
-        limits = LLParserLimits(**LIMITS, verbose_errors=False)
-        compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
-        if compiled.is_error():
-            raise _refused(spec, compiled.get_error())
-        self._try_out(spec, compiled)
-        return compiled
-
-    def _try_out(self, spec: StructuredOutputsParams, compiled: LLMatcher) -> None:
-        """Raise InvalidSampling if there is no first token, or it takes too long to find."""
-        assert self._vocabulary is not None
-        first = Matcher(compiled.deep_copy(), compiled, self._vocabulary, frozenset(), None)
-        mask = np.zeros((1, self._vocabulary.num_words), np.int32)
-        start = time.monotonic()
-        fill_masks([first], mask)
-        if first.error is not None:
-            raise _refused(spec, first.error)
-        if not mask.any() and not first.may_end:
-            raise _refused(spec, "no text satisfies it")
-        if time.monotonic() - start > MAX_MASK_S:
-            raise _refused(spec, "its first token takes too long to find")
-
-
-def _grammar_of(spec: StructuredOutputsParams) -> str:
-    """The grammar as llguidance reads it. Raises whatever its readers raise."""
-    from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    if spec.json is not None or spec.json_object:
-        schema = json.loads(str(spec.json)) if spec.json is not None else {"type": "object"}
-        if schema is False:
-            raise _refused(spec, "no text satisfies it")
-        text = json.dumps({} if schema is True else schema, ensure_ascii=False)
-        return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
-    if spec.regex is not None:
-        return LLMatcher.grammar_from_regex(portable(spec.regex))
-    if spec.choice is not None:
-        # one pattern, whose states are found as they are needed, takes thousands of texts
-        return LLMatcher.grammar_from_regex("|".join(_META.sub(r"\\\g<0>", text) for text in spec.choice))
-    assert spec.grammar is not None
-    return LLMatcher.grammar_from_lark(any_to_lark(spec.grammar))
-
-
-def _refused(spec: StructuredOutputsParams, reason: object) -> InvalidSampling:
-    problem = f"{NAME}.{spec.kind} must be one that can be enforced"
-    return InvalidSampling(problem, f"one of which llguidance says: {_short(reason)}")
-
-
-def _short(reason: object) -> str:
-    return " ".join(str(reason).replace("<non-verbose/>", "").split())[:MAX_REASON_CHARS]
+        return {
+            "tokenizer": self._backend.to_str(),
+            "num_tokens": max(known, self._vocab_size),
+            "eos_token_ids": self._eos_token_ids,
+        }

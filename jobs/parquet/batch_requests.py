@@ -159,7 +159,7 @@ def _answer_of(body: Mapping[str, Any]) -> Answer:
     if "data" in body:
         return _answer_of_embeddings(body)
     choices, usage = body["choices"], body["usage"]
-    failed = next((choice for choice in choices if choice["finish_reason"] == "error"), None)
+    failed = next((choice for choice in choices if "error" in choice), None)
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     if failed is not None:
         return failed_answer(

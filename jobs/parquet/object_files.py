@@ -18,7 +18,6 @@ from typing import Any
 
 import obstore
 import pyarrow as pa
-from obstore.exceptions import InvalidPathError
 
 from ..context import never_interrupted
 from ..errors import InputNotFound, PathOutsideRoots
@@ -26,6 +25,7 @@ from ..runs.names import temporary_name
 from ..runs.paths import run_path
 from .confined import root_of
 from .filesystem import Entry, FileStat, Filesystem
+from .object_listings import listed
 from .object_requests import Requests, opened_store
 from .object_streams import CHUNK_BYTES, ObjectReader, ObjectSink, ObjectWriter
 from .store_errors import StoreRefused, StoreUnfit
@@ -35,9 +35,6 @@ MAX_COPY_BYTES = 5 << 30
 
 #: Chunks of one object that are on their way at a time.
 _CONCURRENCY = 2
-
-#: Objects that a listing tells of at a time; and those below a folder that it passes over to list the folder.
-_LISTED, _MAX_BELOW = 1000, 20_000
 
 #: The buckets that have shown that they keep what is there. Shared by all threads.
 _fit: set[tuple[str, str]] = set()
@@ -74,20 +71,17 @@ class ObjectFiles(Filesystem):
         return found is not None and found.is_folder
 
     def look(self, path: str) -> Entry | None:
-        store, key = self._place(path)
-        name = os.path.basename(path)
+        key, name = self._place(path)[1], os.path.basename(path)
         if key and self._head(path) is not None:
             return Entry(name, False, False)
-        first: Any = self._make(path, lambda: _first_below(store, key))
-        return Entry(name, True, False) if first or not key else None
+        return Entry(name, True, False) if not key or self._list("has_any", path) else None
 
     @contextmanager
     def scan(self, folder: str) -> Iterator[Iterator[Entry]]:
         """Lend what a prefix holds; an object that is a prefix of others counts as a folder."""
-        store, key = self._place(folder)
-        found: Any = self._make(folder, lambda: obstore.list_with_delimiter(store, key or None))
-        folders = {os.path.basename(prefix) for prefix in found["common_prefixes"]}
-        files = {os.path.basename(each["path"]) for each in found["objects"] if each["path"] != key}
+        key, found = self._place(folder)[1], self._list("level", folder)
+        folders = {os.path.basename(prefix) for prefix in found["folders"]}
+        files = {os.path.basename(path) for path in found["objects"] if path != key}
         entries = [*(Entry(name, True, False) for name in folders)]
         entries += (Entry(name, False, False) for name in files - folders)
         yield iter(entries)
@@ -96,15 +90,13 @@ class ObjectFiles(Filesystem):
         """Return the names in a prefix, listed in pieces: what a store tells of ten thousand parts takes 10
         MiB at once. Only a listing of all that is below comes so: where that is much, or cannot be told, the
         other kind is made."""
-        store, key = self._place(folder)
-        names = self._make(folder, lambda: _names_in(store, key))
+        names: list[str] | None = self._list("names", folder)
         return super().names(folder) if names is None else names
 
     def written_at(self, folder: str) -> dict[str, int]:
         """Return when each object of a prefix was written, by one listing."""
-        store, key = self._place(folder)
-        found: Any = self._make(folder, lambda: obstore.list_with_delimiter(store, key or None))
-        return {os.path.basename(each["path"]): _nanoseconds(each) for each in found["objects"]}
+        objects = self._list("level", folder)["objects"]
+        return {os.path.basename(path): written_at for path, written_at in objects.items()}
 
     def make_folder(self, path: str) -> None:
         """Nothing is to be made. Raises StoreUnfit where two workers could overwrite each other's parts."""
@@ -229,6 +221,11 @@ class ObjectFiles(Filesystem):
             self._make(path, lambda: obstore.get_range(store, key, start=0, length=1))
             raise
 
+    def _list(self, kind: str, folder: str) -> Any:
+        """Return what a listing of a kind tells of a prefix."""
+        self._place(folder)
+        return self._make(folder, lambda: listed(kind, folder, self._timeout_s))
+
     def _make(self, path: str, request: Callable[[], Any]) -> Any:
         return self._requests.make(path, request)
 
@@ -251,27 +248,6 @@ class ObjectFiles(Filesystem):
 
 def _nanoseconds(found: Any) -> int:
     return int(found["last_modified"].timestamp() * 1e9)
-
-
-def _names_in(store: Any, key: str) -> set[str] | None:
-    """Return the names in a prefix; None where they must be listed at once: where more is in its folders than
-    is to be listed, or an object's path is one that obstore does not take, such as `a//b`."""
-    start, names, below = len(key) + 1 if key else 0, set(), 0
-    with suppress(InvalidPathError):
-        for found in obstore.list(store, key or None, chunk_size=_LISTED):
-            for each in found:
-                name, _, rest = each["path"][start:].partition("/")
-                if name:  # else it stands for the folder itself, as consoles make one
-                    names.add(name)
-                below += rest != ""
-            if below > _MAX_BELOW:
-                return None
-        return names
-    return None
-
-
-def _first_below(store: Any, key: str) -> Any:
-    return next(iter(obstore.list(store, key or None, chunk_size=1)), None)
 
 
 def _put_chunks(store: Any, key: str, chunks: Iterator[bytes]) -> None:

@@ -302,7 +302,7 @@ def _answer_of(completions: Sequence[Completion], n: int, has_tools: bool) -> An
     if n == 1:
         ((text, reason, calls),) = parts
         tokens = num_generated(first)
-        answer = Answer(text, reason, prompt, tokens, cached, None, first.reasoning, calls)
+        answer = Answer(text, reason, prompt, tokens, cached, first.error, first.reasoning, calls)
         if not isinstance(first, Attempted):
             return answer
         return replace(answer, attempts=first.attempts, check_error=first.check_error)

@@ -26,8 +26,9 @@ class Attempted:
     """The answer that a prompt has in the end.
 
     attempts: how often it was asked. check_error: why the answer is not valid, None where it is, or where
-    nothing checks it. num_prompt_tokens, num_cached_tokens, num_generated_tokens: of all attempts together;
-    what an answer that goes on has already is of its prompt then. The rest is as in Completion.
+    nothing checks it. error: why the first attempt failed, or a further one. num_prompt_tokens,
+    num_cached_tokens, num_generated_tokens: of all attempts together; what an answer that goes on has already
+    is of its prompt then. The rest is as in Completion.
     """
 
     attempts: int
@@ -64,6 +65,7 @@ class Attempts:
         self._continued: Sequence[int] = ()
         self._logprobs: list[Mapping[int, Logprob]] = []
         self._reason: str | None = None
+        self._error: str | None = None
         self._prompt = self._cached = self._generated = 0
 
     def inspect(self, completion: Completion) -> None:
@@ -112,7 +114,7 @@ class Attempts:
             token_ids=answer.token_ids,
             text=answer.text,
             finish_reason=answer.finish_reason,
-            error=answer.error,
+            error=self._error or answer.error,
             logprobs=None if answer.logprobs is None else self._logprobs,
             reasoning=answer.reasoning,
             prompt_logprobs=self._first.prompt_logprobs,
@@ -128,9 +130,9 @@ class Attempts:
         )
 
     def _refused(self, error: str) -> None:
-        """A further attempt cannot be: the answer before it stands."""
+        """A further attempt cannot be: the answer before it stands, beside an error if it is not valid."""
         if self._answer is not None and not self._continued:
-            self._reason = f"{self._reason}; a further attempt failed: {error}"
+            self._error = f"attempt {self._number} failed: {error}"
 
     def _repair(self, text: str) -> Request:
         """Return what asks for another answer than `text`, behind all that was asked and answered."""

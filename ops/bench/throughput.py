@@ -84,9 +84,18 @@ def time_run(engine: Engine, prompts: list[list[int]], lengths: list[int], sampl
 
 
 def run_variant(
-    name: str, model: Path, workload: Workload, turn: int, ways: Sequence[str], **settings: Any
+    name: str,
+    model: Path,
+    workload: Workload,
+    turn: int,
+    ways: Sequence[str],
+    warms_alone: bool = False,
+    **settings: Any,
 ) -> Iterator[Record]:
-    """Start an engine, warm it up, and run the workload with each of these ways of sampling."""
+    """Start an engine, warm it up, and run the workload with each of these ways of sampling.
+
+    warms_alone: do not run it; what is launched is compiled then, for who comes next.
+    """
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     limit = min(10_000, vocab_size - 1)
     config = EngineConfig(str(model), max_num_seqs=len(workload.prompts), **VARIANTS[name], **settings)
@@ -96,7 +105,8 @@ def run_variant(
         few = with_other_tokens(workload, 1000 + turn, limit)[:8]
         for sampling in ways:
             generate(engine, few, [2] * len(few), **SAMPLING[sampling])
-        for i, sampling in enumerate(ways):
+        print(f"{name}: ready after {time.perf_counter() - started:.1f} s, {start_s:.1f} s of it to start")
+        for i, sampling in enumerate(() if warms_alone else ways):
             prompts = with_other_tokens(workload, len(ways) * turn + i, limit)
             found = time_run(engine, prompts, workload.lengths, sampling)
             yield {"variant": name, "turn": turn, "start_s": start_s, **found}
@@ -141,6 +151,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="start no new engine after this time")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--sampling", nargs="+", choices=SAMPLING, default=list(SAMPLING))
+    parser.add_argument("--warm-up-alone", action="store_true", help="compile what each variant launches")
     parser.add_argument("--model", type=Path, help="where its checkpoint is, or is to be made and left")
     parser.add_argument("--json", type=Path, help="written anew after each run")
     parser.add_argument("--dry-run", action="store_true", help="a tiny model and a few sequences, on a CPU")
@@ -171,12 +182,15 @@ def main() -> None:
     records: list[Record] = []
     with tempfile.TemporaryDirectory() as folder, graphs_on_cpu(wanted=options.dry_run):
         model = existing_checkpoint(options.model or Path(folder) / "model", shape, dtype)
-        turns = [(turn, variant) for turn in range(options.rounds) for variant in options.variants]
+        rounds = 1 if options.warm_up_alone else options.rounds
+        turns = [(turn, variant) for turn in range(rounds) for variant in options.variants]
         for turn, variant in turns:
             if time.monotonic() - started > options.seconds:
                 print(f"the time is up: {options.rounds} rounds were meant")
                 break
-            for record in run_variant(variant, model, workload, turn, options.sampling, **settings):
+            for record in run_variant(
+                variant, model, workload, turn, options.sampling, options.warm_up_alone, **settings
+            ):
                 records.append(record)
                 print(
                     json.dumps({key: record[key] for key in ("variant", "sampling", "turn", "tok_s")}),

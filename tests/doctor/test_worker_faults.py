@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import EngineConfig, Observation, check_up
 from engine.checkpoint.folder import INDEX, WHOLE
-from engine.run import check_machine
+from engine.run import check_machine, device
 from jobs.doctor.findings import Examination, Finding, Level, examine, ok
 from jobs.doctor.installation import VERSIONS, check_installation
 from jobs.doctor.places import check_places
@@ -130,15 +130,14 @@ def test_a_model_that_is_nowhere_is_told_without_a_download(monkeypatch: pytest.
     assert (told.grade, "hf download nobody/no-such-model" in told.mend) == ("warning", True)
 
 
-def test_a_driver_whose_gpu_torch_does_not_find_is_told(tmp_path: Path) -> None:
-    driver = tmp_path / "version"
-    assert [each.grade for each in check_machine._check_no_gpu(EngineConfig("m"), driver)] == ["ok"]
-    driver.write_text("NVRM version: NVIDIA 550.54\n")
-    (told,) = check_machine._check_no_gpu(EngineConfig("m"), driver)
-    assert (told.grade, "550.54" in told.found) == ("warning", True)
-    assert [each.grade for each in check_machine._check_no_gpu(EngineConfig("m", device="cpu"), driver)] == [
-        "ok"
-    ]
+def test_a_gpu_that_torch_cannot_use_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker does not start with it; one that is told to take the CPU does."""
+    monkeypatch.setattr(device, "sign_of_gpu", lambda: "NVIDIA 550.54")
+    monkeypatch.setattr(device.torch.cuda, "is_available", lambda: False)
+    (told,) = check_machine.check_machine(EngineConfig("m"))
+    assert (told.grade, "NVIDIA 550.54" in told.found) == ("fault", True)
+    assert "set device=cpu" in told.mend
+    assert {each.grade for each in check_machine.check_machine(EngineConfig("m", device="cpu"))} == {"ok"}
 
 
 def test_kernels_that_cannot_be_kept_are_told(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_it_is_part_of_the_models_identity(folder: Path) -> None:
     """A run that was planned without it is not answered with it; without it the identity is what it was."""
     plain, fp8 = (model_identity(config(folder, kv_cache_dtype=each)) for each in ("auto", "fp8_e4m3"))
     assert plain.fingerprint != fp8.fingerprint
-    assert fp8.dtype == "float32, fp8_e4m3 KV cache"
+    assert fp8.dtype == "float32, fp8_e4m3 KV cache, scales of 200 tokens"
     assert plain == model_identity(EngineConfig(str(folder), dtype="float32"))
 
 

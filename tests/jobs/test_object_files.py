@@ -11,13 +11,13 @@ import pytest
 pytest.importorskip("obstore", reason="the extra `cloud` is not installed")
 pytest.importorskip("moto", reason="moto, a server of the S3 protocol for tests, is not installed")
 
-import obstore
 
 from jobs import errors
 from jobs.context import JobContext
-from jobs.parquet import object_files, object_streams, store_errors
+from jobs.parquet import listing_child, object_files, object_streams, store_errors
+from jobs.parquet.object_requests import opened_store
 from jobs.parquet.storage import Storage
-from tests.jobs.s3_server import S3, Fault, FaultyProxy, failing
+from tests.jobs.s3_server import BUCKET, S3, Fault, FaultyProxy, failing
 from tests.jobs.stored_runs import ROOT, MakeContext, in_store
 
 
@@ -78,9 +78,9 @@ def test_the_names_in_a_prefix_are_those_of_its_objects_and_folders(
     more: str,
     in_pieces: bool,
 ) -> None:
-    """They are listed in pieces where that is possible."""
-    monkeypatch.setattr(object_files, "_LISTED", 2)
-    monkeypatch.setattr(object_files, "_MAX_BELOW", most_below)
+    """They are listed in pieces where that is possible; here in this process, to set what a piece is."""
+    monkeypatch.setattr(listing_child, "_LISTED", 2)
+    monkeypatch.setattr(listing_child, "_MAX_BELOW", most_below)
     storage = Storage.of(context)
     assert storage.names(f"{ROOT}/out") == []
     for name in ("", "b", "a", "sub/c", "sub/d/e", "sub2/f", "a b%2Fc", more):
@@ -89,12 +89,15 @@ def test_the_names_in_a_prefix_are_those_of_its_objects_and_folders(
     with storage.scan(f"{ROOT}/out") as entries:
         expected = sorted(entry.name for entry in entries)
     assert {"a", "b", "sub", "sub2"} <= set(expected)
-    listed, list_at_once = [], obstore.list_with_delimiter
-    monkeypatch.setattr(
-        obstore, "list_with_delimiter", lambda *args: listed.append(args) or list_at_once(*args)
-    )
+    kinds = []
+
+    def listed(kind: str, folder: str, timeout_s: float) -> Any:
+        kinds.append(kind)
+        return listing_child.listing(opened_store("s3", BUCKET, timeout_s), kind, folder.split("/", 3)[3])
+
+    monkeypatch.setattr(object_files, "listed", listed)
     assert storage.names(f"{ROOT}/out") == expected
-    assert (listed == []) is in_pieces
+    assert (kinds == ["names"]) is in_pieces
 
 
 @pytest.mark.parametrize(
@@ -110,12 +113,12 @@ def test_names_that_a_store_does_not_tell_are_asked_for_no_longer_than_anything_
     error: type[Exception],
 ) -> None:
     """The other kind of listing, for what cannot be told in pieces, would have its own time."""
-    listed: list[Any] = []
-    monkeypatch.setattr(obstore, "list_with_delimiter", lambda *args: listed.append(args))
+    kinds, listed = set(), object_files.listed
+    monkeypatch.setattr(object_files, "listed", lambda *args: kinds.add(args[0]) or listed(*args))
     proxy.choose = failing(fault, 10**6)
     with pytest.raises(error):
         Storage.of(replace(context, file_timeout_s=0.5)).names(f"{ROOT}/out")
-    assert listed == []
+    assert kinds == {"names"}
 
 
 def test_names_are_not_asked_for_once_a_job_is_interrupted(s3: S3, context: JobContext) -> None:

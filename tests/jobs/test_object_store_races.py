@@ -18,6 +18,7 @@ from obstore.store import MemoryStore
 
 from jobs.context import JobContext
 from jobs.parquet import object_files
+from jobs.parquet.listing_child import listing
 from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.storage import Storage
 from jobs.runs.spec import RunSpec
@@ -37,6 +38,9 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
     """In the place of a server: obstore's own store, for many runs in little time."""
     store = MemoryStore()
     monkeypatch.setattr(object_files, "opened_store", lambda *each: store)
+    monkeypatch.setattr(
+        object_files, "listed", lambda kind, folder, _: listing(store, kind, folder.split("/", 3)[3])
+    )
     return store
 
 

@@ -205,9 +205,8 @@ def test_an_attempt_that_is_refused_leaves_the_answer_before_it(checking: JobCon
     found = run_task(checking, "jobs.complete", "?", check={"regex": "b"}, answer=answers)
     (choice,) = found["choices"]
     assert (choice["text"], choice["finish_reason"], choice["attempts"]) == ("a", "stop", 2)
-    assert choice["check_error"] == (
-        "it does not match the pattern b; a further attempt failed: the prompt is too long"
-    )
+    assert choice["check_error"] == "it does not match the pattern b"
+    assert choice["error"] == "attempt 2 failed: the prompt is too long"
     answers = Answers(cut("a"), refuse("too long"))
     found = run_task(
         checking, "jobs.complete", "?", check={"regex": "b"}, continue_on_length=True, answer=answers

@@ -23,6 +23,7 @@ from jobs.tasks import Request
 from tests.jobs.answering import (
     FakeCompletion,
     queued_jobs,
+    refuse,
     score_parquet,
     work_off,
 )
@@ -80,6 +81,33 @@ def test_every_row_of_a_run_is_valid_or_says_why_not(
     assert rows[0]["prompt_tokens"] == 1 + len("aa" + PROMPT_REPAIR.replace("{reason}", invalid))
     assert (rows[0]["completion_tokens"], rows[0]["cached_tokens"]) == (2, 6)
     assert len(asked) == 5, "equal greedy rows take one way, and other shards know it"
+
+
+def test_a_row_whose_further_attempt_fails_is_an_error_and_keeps_its_answer(
+    make_checking: Callable[[], JobContext], redis: Redis, tmp_path: Path
+) -> None:
+    """The engine's failure is told, counted, and not remembered for other shards."""
+    pq.write_table(pa.table({"prompt": ["a", "B", "a"]}), tmp_path / "in.parquet")
+    score_parquet(
+        make_checking(),
+        str(tmp_path / "in.parquet"),
+        str(tmp_path / "out"),
+        rows_per_shard=2,
+        check={"regex": "[A-Z]"},
+        sampling={"temperature": 0},
+    )
+    failures = ["the step failed"]
+
+    def answer(request: Request) -> FakeCompletion:
+        if "valid" in str(request.prompt) and failures:
+            return refuse(failures.pop())
+        return answer_in_time(request)
+
+    work_off(redis, make_checking, answer=answer)
+    told = [(row["completion"], row["check_error"] is None, row["error"]) for row in rows_of(tmp_path)]
+    assert told == [("a", False, "attempt 2 failed: the step failed"), ("B", True, None), ("A", True, None)]
+    manifest = json.loads((tmp_path / "out" / "_manifest.json").read_text())
+    assert manifest["errors"] == 1
 
 
 def test_a_function_gets_the_rows_it_is_of(

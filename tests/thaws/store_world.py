@@ -15,6 +15,7 @@ from obstore.store import MemoryStore
 from redis import Redis
 
 from jobs.parquet import object_files
+from jobs.parquet.listing_child import listing
 from jobs.runs.names import part_name, part_shard
 from jobs.runs.spec import RunSpec
 from tests.thaws.freezing import Freezer, Traced
@@ -32,6 +33,8 @@ class StoreWorld(World):
         self.store = MemoryStore()
         self._opened = object_files.opened_store
         object_files.opened_store = lambda *_: self.store  # type: ignore[assignment]
+        self._listed = object_files.listed
+        object_files.listed = lambda kind, folder, _: listing(self.store, kind, folder.split("/", 3)[3])
         super().__init__(redis, folder)
 
     def place_files(self, folder: Path) -> None:
@@ -53,6 +56,7 @@ class StoreWorld(World):
 
     def close(self) -> None:
         object_files.opened_store = self._opened
+        object_files.listed = self._listed
         super().close()
 
     def names(self) -> set[str]:

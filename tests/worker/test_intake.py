@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -41,6 +43,7 @@ class TokenizingEngine(FakeEngine):
     tokenized: list[str] = field(default_factory=list)
     entered: list[str] = field(default_factory=list)
     options: list[dict[str, Any]] = field(default_factory=list)
+    forms: dict[str, Future[None]] = field(default_factory=lambda: defaultdict(Future))
 
     def _tokenize(self, prompt: str) -> Tokenized:
         name = prompt.strip(".")
@@ -53,8 +56,8 @@ class TokenizingEngine(FakeEngine):
         self.ended.put(name)
         return Tokenized(prompt)
 
-    def prepare_grammar(self, params: SamplingParams) -> None:
-        pass
+    def prepare_grammar(self, params: SamplingParams) -> Future[None]:
+        return self.forms[params.structured_outputs.regex]
 
     def prepare(self, prompt: Any, **options: Any) -> Any:
         self.options.append(options)
@@ -180,6 +183,36 @@ def test_requests_of_a_lane_enter_the_engine_in_the_order_they_came(loop: Loop) 
     loop.let_go("long", "other")
     loop.wait_for(*lane)
     assert loop.engine.entered == ["urgent", *lane]
+
+
+def test_who_waits_for_a_form_is_overtaken_by_the_others_of_its_lane(loop: Loop) -> None:
+    """Those of one form keep their order, and those of a form that is compiled the lane's."""
+    loop.start()
+    loop.engine.forms["known"].set_result(None)
+    for name in ("first", "second"):
+        loop.send(name, BULK, structured_outputs={"regex": "new"})
+    loop.send("known", BULK, structured_outputs={"regex": "known"})
+    loop.send("medium", BULK, MEDIUM_CHARS)
+    loop.send("short", BULK)
+    loop.wait_for("known", "medium", "short")
+    loop.engine.forms["new"].set_result(None)
+    loop.wait_for("first", "second")
+    assert loop.engine.entered == ["known", "medium", "short", "first", "second"]
+
+
+def test_who_waits_for_a_form_counts_as_waiting_and_may_be_aborted(loop: Loop) -> None:
+    loop.send("dropped", BULK, structured_outputs={"regex": "a"})
+    loop.send("kept", BULK, structured_outputs={"regex": "a"})
+    loop.send("short", BULK)
+    loop.start()
+    loop.wait_for("short")
+    loop.orders.put(Abort(["dropped"]))
+    loop.send("next", BULK)
+    loop.wait_for("next")
+    assert len(loop.loop._intake) == 1
+    loop.engine.forms["a"].set_result(None)
+    loop.wait_for("kept")
+    assert loop.engine.entered == ["short", "next", "kept"]
 
 
 def test_a_request_is_aborted_while_it_is_tokenized_or_waits_for_that(loop: Loop) -> None:

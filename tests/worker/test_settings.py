@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine import ConfigError
+from engine.run import device
 from engine.run.device import resolve_device
 from worker.errors import FunctionNotFound, SettingsError
 from worker.imports import load_functions
@@ -170,6 +171,27 @@ def test_a_device_that_is_none_is_told_by_its_variable() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_device("gpu!")
     assert with_variables(str(caught.value)).startswith("TOKENMILL_DEVICE='gpu!' is no torch device")
+
+
+@pytest.mark.parametrize("sign", ["driver", "nvidia0", "nvidia-smi"])
+def test_a_gpu_that_torch_cannot_use_is_no_cpu_in_silence(
+    sign: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the CPU is asked for, or the GPU hidden."""
+    monkeypatch.setattr(device.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device, "DRIVER", tmp_path / "driver")
+    monkeypatch.setattr(device, "DEVICES", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert resolve_device("auto").type == "cpu"
+    (tmp_path / sign).write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200'\n")
+    (tmp_path / sign).chmod(0o755)
+    with pytest.raises(ConfigError, match=f"there is a GPU .*{sign}.* and torch .* cannot use it") as caught:
+        resolve_device("auto")
+    assert "set TOKENMILL_DEVICE=cpu to compute on the CPU" in with_variables(str(caught.value))
+    assert resolve_device("cpu").type == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert resolve_device("auto").type == "cpu"
 
 
 @pytest.mark.parametrize("told", ["TOKENMILL_TORCH_THREADS", "OMP_NUM_THREADS"])

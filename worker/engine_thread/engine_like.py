@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from engine import (
@@ -60,8 +61,9 @@ class EngineLike(Protocol):
         """
         ...
 
-    def prepare_grammar(self, params: SamplingParams) -> None:
-        """The part of `add` that a grammar takes; for any thread too. Raises InvalidSampling."""
+    def prepare_grammar(self, params: SamplingParams) -> Future[Any] | None:
+        """The part of `add` that a grammar takes, None where there is none; for any thread too."""
+        ...
 
     def abort(self, request_id: str) -> None:
         """Forget a request."""

@@ -1,7 +1,8 @@
 """Requests on their way into the engine: so much work before a step and no more, urgent lanes first.
 
 Tokenizing takes about a microsecond a character. So that no step waits for a pile of prompts, or for a long
-one, short prompts are tokenized here, some in each turn, and the others in threads meanwhile.
+one, short prompts are tokenized here, some in each turn, and the others in threads meanwhile. What waits for
+a form that nobody has asked for before, which may take seconds, is overtaken by the others of its lane.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from itertools import count
 from typing import Any
 
@@ -41,17 +43,18 @@ LEAVE_S = 1.0
 class _Waiting:
     """One request until it is in the engine. number: its place among all that came.
 
-    is_ready: nothing is left to do that takes long. prepared: prompt and sampling for `Engine.add`, from a
-    thread. error: what preparing them raised.
+    is_prepared: nothing is left to do here that takes long. prepared: prompt and sampling for `Engine.add`,
+    from a thread. form: what it has to follow, compiled or not. error: what preparing them raised.
     """
 
-    __slots__ = ("add", "engine", "error", "is_ready", "lane", "number", "prepared", "size")
+    __slots__ = ("add", "engine", "error", "form", "is_prepared", "lane", "number", "prepared", "size")
 
     def __init__(self, engine: EngineLike, add: Add, number: int) -> None:
         self.engine, self.add, self.number = engine, add, number
         self.lane, self.size = add.lane, _size(add)
-        self.is_ready = self.size <= SHORT and not add.sampling.get("structured_outputs")
+        self.is_prepared = self.size <= SHORT and not add.sampling.get("structured_outputs")
         self.prepared: tuple[Any, RequestParams] | None = None
+        self.form: Future[Any] | None = None
         self.error: BaseException | None = None
 
     def read(self) -> tuple[Any, RequestParams]:
@@ -69,15 +72,20 @@ class _Waiting:
         """In a thread: all that takes time with the length of the prompt."""
         try:
             prompt, params = self.read()
-            if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-                self.engine.prepare_grammar(params)
             options: dict[str, Any] = {}
             if not isinstance(params, SamplingParams):
                 options["scoring" if isinstance(params, ScoringParams) else "pooling"] = params
             self.prepared = self.engine.prepare(prompt, **_truncation(params), **options), params
+            if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+                self.form = self.engine.prepare_grammar(params)
         except BaseException as error:  # noqa: BLE001  # the engine's thread looks what it is
             self.error = error.with_traceback(None)  # which would hold on to this request
-        self.is_ready = True
+        self.is_prepared = True
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can enter the engine, where it would wait for nothing."""
+        return self.is_prepared and (self.form is None or self.form.done())
 
 
 class Intake:
@@ -87,7 +95,9 @@ class Intake:
     """
 
     def __init__(self, engine: EngineLike, report: Callable[[], None]) -> None:
-        self._engine = engine
+        self._engine, self._report = engine, report
+        self._compiling: set[_Waiting] = set()  # which are in no lane meanwhile
+        self._compiled: deque[_Waiting] = deque()  # by other threads
         self._lanes: dict[int, deque[_Waiting]] = {}
         self._ids: dict[str, _Waiting] = {}
         self._numbers = count()
@@ -96,19 +106,19 @@ class Intake:
 
     def __len__(self) -> int:
         """Requests that wait."""
-        return sum(map(len, self._lanes.values()))
+        return sum(map(len, self._lanes.values())) + len(self._compiling)
 
     @property
     def has_ready(self) -> bool:
         """Whether `admit` has something to do now."""
-        return any(queue[0].is_ready for queue in self._lanes.values())
+        return bool(self._compiled) or any(queue[0].is_prepared for queue in self._lanes.values())
 
     def put(self, add: Add) -> None:
         """Queue a request in its lane."""
         waiting = _Waiting(self._engine, add, next(self._numbers))
         self._lanes.setdefault(add.lane, deque()).append(waiting)
         self._ids[add.request_id] = waiting
-        if not waiting.is_ready:
+        if not waiting.is_prepared:
             self._pool_of(waiting).submit(waiting)
 
     def drop(self, request_ids: Iterable[str]) -> None:
@@ -116,9 +126,10 @@ class Intake:
         dropped = {waiting for id_ in request_ids if (waiting := self._ids.pop(id_, None)) is not None}
         for waiting in dropped:
             self._pool_of(waiting).drop(waiting)
-        for lane in {waiting.lane for waiting in dropped}:
+        for lane in {waiting.lane for waiting in dropped - self._compiling}:
             self._lanes[lane] = deque(each for each in self._lanes[lane] if each not in dropped)
             self._forget_if_empty(lane)
+        self._compiling -= dropped
 
     def admit(self) -> list[Completion]:
         """Give the engine what is ready, as far as a turn's work goes; return what it refused.
@@ -126,6 +137,7 @@ class Intake:
         Those that get in do so in the order they came, also across lanes: the engine's scheduler owes a lane
         its share of what came after it.
         """
+        self._take_back()
         refused: list[Completion] = []
         for waiting in sorted(self._choose(), key=lambda waiting: waiting.number):
             self._ids.pop(waiting.add.request_id, None)
@@ -136,16 +148,46 @@ class Intake:
         """Take a turn's work from the lanes, the urgent ones first, and one request at least from each."""
         left = TURN
         for lane in sorted(self._lanes):
-            for waiting in _ready(self._lanes[lane]):
+            for waiting in self._ready(self._lanes[lane]):
                 yield waiting
                 left -= OVERHEAD if waiting.prepared else OVERHEAD + waiting.size
                 if left <= 0:
                     break
             self._forget_if_empty(lane)
 
+    def _ready(self, queue: deque[_Waiting]) -> Iterator[_Waiting]:
+        """Take the first requests of a lane, up to one that a thread has not come to the end of."""
+        while queue and queue[0].is_prepared:
+            waiting = queue.popleft()
+            if waiting.is_ready:
+                yield waiting
+            else:
+                self._set_aside(waiting)
+
+    def _set_aside(self, waiting: _Waiting) -> None:
+        """Keep a request out of its lane until its form is compiled."""
+
+        def tell(_: Future[Any]) -> None:
+            self._compiled.append(waiting)
+            self._report()
+
+        assert waiting.form is not None
+        self._compiling.add(waiting)
+        waiting.form.add_done_callback(tell)
+
+    def _take_back(self) -> None:
+        """Return to their lanes, each at its place, the requests whose forms are compiled."""
+        while self._compiled:
+            waiting = self._compiled.popleft()
+            if waiting in self._compiling:
+                self._compiling.remove(waiting)
+                others = self._lanes.get(waiting.lane, ())
+                self._lanes[waiting.lane] = deque(sorted([waiting, *others], key=lambda each: each.number))
+
     def close(self) -> None:
         """Drop what waits; wait for the threads, not long."""
         self._lanes.clear()
+        self._compiling.clear()
         self._ids.clear()
         pools = (self._preparer, self._long_preparer)
         for pool in pools:
@@ -172,12 +214,6 @@ class Intake:
         except Exception as error:  # noqa: BLE001  # what a request may hold is open
             return [_refused(request_id, error)]
         return []
-
-
-def _ready(queue: deque[_Waiting]) -> Iterator[_Waiting]:
-    """Take the first requests of a lane, up to one that a thread has not come to the end of."""
-    while queue and queue[0].is_ready:
-        yield queue.popleft()
 
 
 def _refused(request_id: str, error: BaseException) -> Completion:

@@ -1,0 +1,144 @@
+"""Compiler: from what a request asks of its text to a compiled grammar, by llguidance.
+
+A grammar compiles in about a millisecond and its masks are computed as they are needed, so that nothing is
+done ahead for a vocabulary. What it cannot enforce exactly it refuses, and a completion never holds what
+its schema forbids. Source: https://github.com/guidance-ai/llguidance.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engine.errors import InvalidSampling
+from engine.sampling.structured_outputs import NAME, StructuredOutputsParams
+from engine.structured.masks import MAX_MASK_S, fill_masks
+from engine.structured.matcher import SMALL_VOCABULARY, Matcher, Vocabulary
+from engine.structured.regex_dialect import portable
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+MAX_REASON_CHARS = 300
+
+#: One blank, or a line break and what it is indented by: no more between two parts of a JSON text.
+JSON_OPTIONS = {"whitespace_pattern": r" |\n {0,32}"}
+
+#: So that none takes more than about a second, or 40 MB: the defaults allow 3 s and 500 MB.
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 50_000,
+    "max_lexer_states": 20_000,
+}
+
+#: Of the stack of a thread in which a form is tried. It is compiled on a larger one then.
+STACK_BYTES = 16 << 20
+
+_META = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
+_STACK_SIZE = threading.Lock()  # it is one for all threads that start
+
+
+class Compiler:
+    """Compiles grammars for one vocabulary."""
+
+    def __init__(self, tokenizer: str, num_tokens: int, eos_token_ids: list[int]) -> None:
+        """tokenizer: the JSON of a `tokenizers.Tokenizer`. eos_token_ids: those that end a text, and are no
+        part of it. Takes up to a second. Raises InvalidSampling for a vocabulary that cannot be served."""
+        from llguidance import LLTokenizer
+
+        try:
+            self._tokenizer = LLTokenizer(
+                tokenizer,
+                n_vocab=num_tokens,
+                eos_token=eos_token_ids or None,
+                # sets of tokens that are allowed as one: to try them costs more than a small vocabulary does
+                slices=[] if num_tokens < SMALL_VOCABULARY else None,
+            )
+        except Exception as error:  # whatever it makes of a vocabulary
+            raise InvalidSampling(
+                f"{NAME} cannot be served with this model's tokenizer", _short(error)
+            ) from error
+        self.vocabulary = Vocabulary.of(self._tokenizer)
+
+    def compile(self, spec: StructuredOutputsParams, grammar: str) -> LLMatcher:
+        """grammar: of the spec, as `grammar_of` has it. Raises InvalidSampling."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(**LIMITS, verbose_errors=False)
+        compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        if compiled.is_error():
+            raise _refused(spec, compiled.get_error())
+        return compiled
+
+    def try_out(self, spec: StructuredOutputsParams, compiled: LLMatcher) -> None:
+        """Raise InvalidSampling if there is no first token, or it takes too long to find."""
+        first = Matcher(compiled.deep_copy(), compiled, self.vocabulary, frozenset(), None)
+        mask = np.zeros((1, self.vocabulary.num_words), np.int32)
+        start = time.monotonic()
+        fill_masks([first], mask)
+        if first.error is not None:
+            raise _refused(spec, first.error)
+        if not mask.any() and not first.may_end:
+            raise _refused(spec, "no text satisfies it")
+        if time.monotonic() - start > MAX_MASK_S:
+            raise _refused(spec, "its first token takes too long to find")
+
+
+def grammar_of(spec: StructuredOutputsParams) -> str:
+    """The grammar as llguidance reads it. Raises InvalidSampling."""
+    try:
+        return _read(spec)
+    except InvalidSampling:
+        raise
+    except Exception as error:  # whatever its readers make of a text
+        raise _refused(spec, error) from error
+
+
+def unusable(spec: StructuredOutputsParams, reason: str) -> InvalidSampling:
+    """The error of a form that cannot be enforced."""
+    return InvalidSampling(f"{NAME}.{spec.kind} must be one that can be enforced", f"one {reason}")
+
+
+@contextmanager
+def stacks_of(num_bytes: int) -> Iterator[None]:
+    """Give the threads that are started within stacks of so many bytes."""
+    with _STACK_SIZE:
+        before = threading.stack_size(num_bytes)
+        try:
+            yield
+        finally:
+            threading.stack_size(before)
+
+
+def _read(spec: StructuredOutputsParams) -> str:
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if spec.json is not None or spec.json_object:
+        schema = json.loads(str(spec.json)) if spec.json is not None else {"type": "object"}
+        if schema is False:
+            raise _refused(spec, "no text satisfies it")
+        text = json.dumps({} if schema is True else schema, ensure_ascii=False)
+        return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
+    if spec.regex is not None:
+        return LLMatcher.grammar_from_regex(portable(spec.regex))
+    if spec.choice is not None:
+        # one pattern, whose states are found as they are needed, takes thousands of texts
+        return LLMatcher.grammar_from_regex("|".join(_META.sub(r"\\\g<0>", text) for text in spec.choice))
+    assert spec.grammar is not None
+    return LLMatcher.grammar_from_lark(any_to_lark(spec.grammar))
+
+
+def _refused(spec: StructuredOutputsParams, reason: object) -> InvalidSampling:
+    return unusable(spec, f"of which llguidance says: {_short(reason)}")
+
+
+def _short(reason: object) -> str:
+    return " ".join(str(reason).replace("<non-verbose/>", "").split())[:MAX_REASON_CHARS]

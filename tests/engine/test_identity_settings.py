@@ -1,0 +1,113 @@
+"""Whatever changes an answer is part of a model's identity: of each setting it is said whether it can."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import EngineConfig, ModelIdentity, model_identity
+from engine.checkpoint.model_config import read_model_config
+from engine.models.decoder_config import read_decoder_config
+from engine.models.registry import decoder_flags
+from tests.engine.families import Family, longrope, make_family
+from worker.settings import WorkerSettings
+
+ORIGINAL = 32
+
+SUMS = "it changes the order of sums alone, as other rows of a batch do"
+LIMITS = "it bounds lengths: what it cuts says so, what it refuses fails, a prompt cut to fit asked for it"
+
+#: For each setting values of which no two may have one identity, or why none changes an answer.
+SETTINGS: dict[str, list[dict[str, Any]] | str] = {
+    "model": "its files are read",
+    "dtype": [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "float16"}],
+    "device": SUMS,
+    "max_model_len": [
+        {"max_model_len": ORIGINAL},
+        {"max_model_len": ORIGINAL + 1},
+        {"max_model_len": ORIGINAL, "kv_cache_dtype": "fp8_e4m3"},
+        {"max_model_len": ORIGINAL - 1, "kv_cache_dtype": "fp8_e4m3"},
+    ],
+    "max_num_seqs": SUMS,
+    "max_num_batched_tokens": [
+        {"max_num_batched_tokens": number, "max_num_seqs": 8, "kv_cache_dtype": "fp8_e4m3"}
+        for number in (40, 41)
+    ],
+    "block_size": SUMS,
+    "kv_cache_bytes": LIMITS,
+    "kv_cache_dtype": [{}, {"kv_cache_dtype": "fp8_e4m3"}],
+    "memory_utilization": LIMITS,
+    "enable_prefix_caching": SUMS,
+    "tensor_parallel_size": SUMS,
+    "attention_backend": SUMS,
+    "model_path": SUMS,
+    "quantization": [{}, {"quantization": "int8"}],
+    "enforce_eager": SUMS,
+    "async_scheduling": "a step's work is the same whenever it is scheduled",
+    "seed": [{"deterministic": True}, {"deterministic": True, "seed": 1}],  # else seeds are drawn by chance
+    "chat_template": [{}, {"chat_template": "tool_use"}],
+    "deterministic": [{}, {"deterministic": True}],
+    "adapt_cpu_threads": SUMS,
+    "pooling": [{}, {"pooling": "mean"}, {"pooling": "lasttoken"}],
+}
+
+#: Settings of a worker that its engine is not told.
+BESIDE_THE_ENGINE = {
+    "data_roots", "allowed_functions", "allowed_webhook_hosts", "max_job_bytes", "max_held_bytes",
+    "max_result_bytes", "answer_memo_bytes", "max_shard_bytes", "max_worker_deaths", "lease_s", "prefetch",
+    "function_threads", "function_grace_s", "file_timeout_s", "check_timeout_s", "drain_s",
+    "max_stuck_threads", "metrics_port", "metrics_host", "traces", "log_format",
+    "torch_threads",  # which is torch's own: SUMS
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose factors change beyond ORIGINAL tokens."""
+    family = Family("short_and_long", "phi3", longrope(ORIGINAL))
+    return make_family(tmp_path_factory.mktemp("longrope") / "model", family)
+
+
+def identity(folder: Path, **values: Any) -> ModelIdentity:
+    return model_identity(EngineConfig(str(folder), **{"dtype": "float32", **values}))
+
+
+def test_every_setting_of_the_engine_says_whether_it_changes_an_answer(folder: Path) -> None:
+    assert set(SETTINGS) == {field.name for field in fields(EngineConfig)}
+    for name, cases in SETTINGS.items():
+        if not isinstance(cases, str):
+            found = {identity(folder, **values).fingerprint for values in cases}
+            assert len(found) == len(cases), name
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"device": "cpu"}, {"max_num_seqs": 8}, {"max_num_batched_tokens": 600}, {"block_size": 32},
+        {"kv_cache_bytes": 1 << 20}, {"memory_utilization": 0.5}, {"enable_prefix_caching": False},
+        {"tensor_parallel_size": 2}, {"attention_backend": "torch"}, {"model_path": "native"},
+        {"enforce_eager": True}, {"async_scheduling": True}, {"seed": 1}, {"adapt_cpu_threads": True},
+        {"max_model_len": 2 * ORIGINAL},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_changes_no_answer_leaves_the_model_what_it_is(folder: Path, values: dict[str, Any]) -> None:
+    assert identity(folder, **values) == identity(folder)
+
+
+def test_every_setting_of_a_worker_reaches_the_engine_or_does_not() -> None:
+    of_the_engine = set(SETTINGS) - {"adapt_cpu_threads"}
+    assert set(WorkerSettings.model_fields) == of_the_engine | BESIDE_THE_ENGINE
+
+
+@pytest.mark.parametrize("longest", [8, ORIGINAL, ORIGINAL + 1, 64])
+def test_a_longrope_model_is_the_same_exactly_where_its_factors_are(folder: Path, longest: int) -> None:
+    model = read_model_config(folder)
+    (rope,) = read_decoder_config(model, decoder_flags(model.architecture)).ropes
+    has_the_same = bool((rope.frequencies(longest)[0] == rope.frequencies(64)[0]).all())
+    assert (identity(folder, max_model_len=longest) == identity(folder, max_model_len=64)) == has_the_same
+    assert identity(folder).dtype == "float32"
+    assert ("short" in identity(folder, max_model_len=longest).dtype) != has_the_same
