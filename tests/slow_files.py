@@ -1,7 +1,7 @@
 """Files and stores that answer slowly.
 
-`SLOW_FILES_S=0.05 python -m pytest tests/jobs tests/worker` has each of their calls take so much longer, also in
-the workers that tests start.
+`SLOW_FILES_S=0.05 python -m pytest tests/jobs tests/worker` has each of their calls take so much
+longer, also in the workers that tests start.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from jobs.context.served_model import ServedModel
 from jobs.context.shard_bytes import ShardBytes
 from jobs.parquet.local_files import LocalFiles
 from jobs.parquet.shard_task import shard_task
+from jobs.parquet.shard_work import ShardWork
 from jobs.runs.names import shard_job_id
 from jobs.tasks import Completion, OpenTask, Request, Task
 from tests.jobs.answering import MODEL, queued_jobs, score_parquet
@@ -395,8 +396,9 @@ def test_two_shards_whose_prompts_exceed_the_memory_together_are_opened_though_t
     monkeypatch.setattr(LocalFiles, "stat", slow(LocalFiles.stat, 0.05))
     context = replace(context, shard_bytes=memory)
     jobs = [files.open(shard_task(*job.args, **job.kwargs), context) for job in queued_jobs(redis)]
-    for number, job in enumerate(jobs, 1):
+    for number in range(1, 3):
         files.try_until(number)
-        assert job.open_task is not None
+        job = jobs[files.reports[-1][0]]
+        assert isinstance(job.open_task, ShardWork)
         list(job.open_task.requests())  # its prompts are the engine's from here on
         files.close(job)
