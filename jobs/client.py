@@ -201,10 +201,10 @@ class Run:
             return f"it is finished, but {snapshot.too_many_errors}"
         if end is End.CANCELLED:
             return f"it was stopped: {snapshot.stopped}" if snapshot.stopped else "it was cancelled"
-        failed = [*snapshot.failures[:1]]
-        if snapshot.plan_job is not None and snapshot.plan_status == "failed":
-            failed = [snapshot.plan_job]
-        reasons = [f": {failure_text(self._connection, job_id)}" for job_id in failed]
+        if snapshot.plan_error is not None:
+            before = "; the run is finished as before" if snapshot.finished else ""
+            return f"{end.value}: {snapshot.plan_error}{before}"
+        reasons = [f": {failure_text(self._connection, job_id)}" for job_id in snapshot.failures[:1]]
         return f"{end.value}{''.join(reasons)}"
 
 

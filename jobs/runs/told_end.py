@@ -68,6 +68,8 @@ def tells_of(job_id: str) -> bool:
 def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> None:
     """Enqueue what is asked for where a run ends with this job, which is about to fail for good.
 
+    Of a planning, why is noted as well.
+
     To be called before the job's end is written. lease: of the execution that writes it; nothing is told
     where it is another's by now. error: what the job fails with, in one line.
     """
@@ -78,6 +80,8 @@ def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> Non
     with suppress(RunBusy, UnknownRun):
         state = RunState(connection, run, lease)
         facts = state.facts()
+        if shard is None and facts.get("plan_job") == job_id:
+            state.refuse_plan(error)
         if not facts.keys() & set(ASKED_FOR):
             return
         if shard is not None:
@@ -88,7 +92,6 @@ def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> Non
                 reason = f"all {count.total} parts are there, and the run's end is not: {error}"
                 _tell_of(state, state.submission(), "failed", reason, _size(facts))
         elif facts.get("plan_job") == job_id:
-            state.check_held()
             _tell_of(state, state.submission(), "failed", f"its planning failed: {error}", _size(facts))
 
 
