@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 from collections.abc import Callable
+from time import sleep  # as it is now: tests put others in its place
 from typing import Any
 
 from jobs.parquet.filesystem import Filesystem
@@ -35,7 +35,7 @@ def slow(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def late(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(seconds)
+        sleep(seconds)
         return call(*args, **kwargs)
 
     return late

@@ -70,7 +70,7 @@ def gone_text(num_gone: int) -> list[str]:
 
 def awaits(snapshot: RunSnapshot) -> list[str]:
     """Say what a run needs to go on: another submit, or a worker that serves its model."""
-    if snapshot.state == "finished":
+    if snapshot.finished and not snapshot.is_planning:
         return [] if snapshot.too_many_errors is None else [f"but      {snapshot.too_many_errors}"]
     if snapshot.stopped is not None:
         return [f"because  {snapshot.stopped}"]
@@ -84,6 +84,6 @@ def awaits(snapshot: RunSnapshot) -> list[str]:
 
 def _rest(snapshot: RunSnapshot) -> str:
     if snapshot.cancelled or (snapshot.plan_failed and snapshot.is_idle):
-        return f"{snapshot.queued + snapshot.failed} left for another submit"
+        return f"{snapshot.queued + snapshot.failed + snapshot.gone} left for another submit"
     gone = f", {snapshot.gone} whose jobs are gone" if snapshot.gone else ""
     return f"{snapshot.queued} queued, {snapshot.failed} failed{gone}"

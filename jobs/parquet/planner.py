@@ -98,7 +98,6 @@ def score_parquet(
     if queue is not None:
         check_queue_name(queue)
     spec.check_sampling(context.check_sampling)
-    check_served(spec.task, spec.dimensions, spec.prompt_name, context.model, spec.rows_per_shard)
     context.checks.prepare(spec.repairs)
     limit, calls = ErrorLimit.parse(max_errors), EndCalls.parse(webhook, on_end)
     calls.check_allowed(context.webhook_hosts, context.allowed_functions)
@@ -249,6 +248,8 @@ def _agreed_plan(
     before: the plan that was there.
     """
     plan = before
+    if plan is None or plan.model.fingerprint == context.model.fingerprint:  # else another worker does it
+        check_served(spec.task, spec.dimensions, spec.prompt_name, context.model, spec.rows_per_shard)
     if plan is None:
         context.model.check_asked_for(model)
         plan = _with_sizes(context, storage, new_plan(context, spec, inputs), inputs)

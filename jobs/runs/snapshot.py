@@ -108,6 +108,11 @@ class RunSnapshot:
         return self.plan_error is not None or self.shards is None
 
     @property
+    def all_failed(self) -> bool:
+        """Whether the run has finished, and each of its rows with an error that the limit does not allow."""
+        return self.finished and self.too_many_errors is not None and 0 < self.errors == self.rows
+
+    @property
     def is_planning(self) -> bool:
         return self.plan_status in WAITING
 
@@ -134,7 +139,7 @@ class RunSnapshot:
     def state(self) -> str:
         """One word for an operator."""
         if self.finished and not self.is_planning:
-            return "finished"
+            return "failed" if self.all_failed else "finished"
         if self.cancelled:
             return "cancelled" if self.stopped is None else "stopped"
         if self.awaits_plan:
@@ -195,7 +200,7 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         queue_length=seen.length,
         awaited_model=awaited_model(facts, seen.plan_status, seen.models),
         stopped=safe_name(facts["stopped"], MAX_TEXT_CHARS) if "stopped" in facts else None,
-        too_many_errors=_too_many_errors(facts, parts.counts),
+        too_many_errors=too_many_errors(facts, parts.counts["rows"], parts.counts["errors"]),
         stopped_jobs=_stopped_jobs(connection, failed, stored.count(facts.get("cancelled_submission")) or 0),
         left_s=time_left(facts.get("sizes"), shards, rows, parts, alive, time.time()),
         plan_error=_plan_error(connection, facts, plan_job, shards, seen.plan_status),
@@ -251,12 +256,13 @@ def _stopped_jobs(connection: Redis, failed: Sequence[str], cancelled: int) -> f
     return frozenset(job_id for job_id, number in zip(failed, found, strict=True) if number <= cancelled)
 
 
-def _too_many_errors(facts: dict[str, str], counts: Mapping[str, int]) -> str | None:
+def too_many_errors(facts: Mapping[str, str], rows: int, errors: int) -> str | None:
+    """Say how a run's finished rows pass its limit; None where they do not."""
     try:
         limit = ErrorLimit.parse(facts.get("max_errors"))
     except InvalidValue:  # others may write into Redis
         return None
-    return limit.told(counts["rows"], counts["errors"])
+    return limit.told(rows, errors, is_whole="finished" in facts)
 
 
 def awaited_model(

@@ -25,6 +25,7 @@ from ..runs.snapshot import (
     read_planned,
     read_progress,
     shards_of,
+    too_many_errors,
 )
 from ..runs.state import PLAN_ERROR, RunState
 from ..runs.totals import FIELDS, Totals
@@ -336,7 +337,7 @@ def _snapshot(
         queue_length=queue.length,
         awaited_model=awaited_model(facts, status, queue.models),
         stopped=safe_name(facts["stopped"], MAX_TEXT_CHARS) if "stopped" in facts else None,
-        too_many_errors=None,  # which `state` is not told by
+        too_many_errors=too_many_errors(facts, totals.rows, totals.errors),
         plan_error=facts.get(PLAN_ERROR),
     )
 
@@ -373,7 +374,7 @@ def _summary(
         tokens=totals.generated_tokens + running[1],
         rows_per_s=rows_per_s,
         tokens_per_s=tokens_per_s,
-        worked_s=totals.worked_s if snapshot.state == "finished" else None,
+        worked_s=totals.worked_s if snapshot.finished else None,
         stopped=snapshot.stopped,
         workers=snapshot.workers,
         awaited_model=snapshot.awaited_model,

@@ -54,9 +54,8 @@ def test_rows_that_failed_their_check_or_were_cut_are_counted_on_every_surface(
     pq.write_table(pa.table({"prompt": prompts}), tmp_path / "in.parquet")
     output = tmp_path / "out"
     check = {"regex": "yes"}
-    run = score_parquet(
-        make_context(), str(tmp_path / "in.parquet"), str(output), rows_per_shard=2, check=check
-    )
+    context = replace(make_context(), checks=checks)
+    run = score_parquet(context, str(tmp_path / "in.parquet"), str(output), rows_per_shard=2, check=check)
     work_off(redis, lambda: replace(make_context(), checks=checks), answer=answered)
     told = "1 with an error, 3 failed their check, 1 cut at their limit of tokens"
     name = run["run"]
