@@ -168,7 +168,7 @@ class Run:
         Raises as `table` does, and ImportError without pandas.
         """
         try:
-            import pandas  # noqa: F401  # pyarrow's own error does not say what to install
+            import pandas  # type: ignore[import-untyped]  # noqa: F401  # pyarrow's error says no remedy
         except ImportError as error:
             raise ImportError(
                 f"frame() needs pandas ({error}): pip install pandas, or use table()"

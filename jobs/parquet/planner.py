@@ -79,7 +79,8 @@ def score_parquet(
     filename_column: adds a column of this name with each row's file.
     redo_damaged: removes parts that are not what this run has written, and computes their rows again.
     max_errors: the run is stopped, as if it was cancelled, when more finished rows have an error: a number of
-    rows, or a share like "5%", from the hundredth row on; by default "90%".
+    rows, or a share like "5%", from the hundredth row on; by default "90%". All rows may fail with "100%"
+    alone.
     extend: files that the input has gained since the run was planned, and rows behind the end of a file of
     lines, are added to the run, whose other arguments are as they were; without it they are refused.
     webhook, on_end: a URL that is called, and a function, at the run's end, see jobs.runs.told_end.

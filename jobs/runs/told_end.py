@@ -123,7 +123,8 @@ def _tell_of(
 ) -> None:
     """size: output, rows and shards; None where the run was not planned."""
     key = run_key(state.run)
-    *asked_for, limit = state.connection.hmget(key, *ASKED_FOR, "max_errors")  # type: ignore[misc]
+    found: Any = state.connection.hmget(key, *ASKED_FOR, "max_errors")
+    *asked_for, limit = found
     if not any(asked_for):
         return
     is_end = word != "failed"
