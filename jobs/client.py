@@ -9,9 +9,12 @@ Nothing here is a job: no worker calls it, whoever enqueues its name.
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from redis import Redis
@@ -159,6 +162,19 @@ class Run:
             raise RunNotHere(self.id, self.output, f"there is no {SUCCESS} yet, the mark of its end,")
         return reader.table()
 
+    def frame(self) -> Any:
+        """Return its rows as a pandas DataFrame, with the types and the index that the input had in pandas.
+
+        Raises as `table` does, and ImportError without pandas.
+        """
+        try:
+            import pandas  # type: ignore[import-untyped]  # noqa: F401  # pyarrow's error says no remedy
+        except ImportError as error:
+            raise ImportError(
+                f"frame() needs pandas ({error}): pip install pandas, or use table()"
+            ) from error
+        return self.table().to_pandas()
+
     def errors(self, limit: int = 1000) -> list[FailedRow]:
         """Return the first rows that have an error, of the parts that are there.
 
@@ -201,10 +217,10 @@ class Run:
             return f"it is finished, but {snapshot.too_many_errors}"
         if end is End.CANCELLED:
             return f"it was stopped: {snapshot.stopped}" if snapshot.stopped else "it was cancelled"
-        failed = [*snapshot.failures[:1]]
-        if snapshot.plan_job is not None and snapshot.plan_status == "failed":
-            failed = [snapshot.plan_job]
-        reasons = [f": {failure_text(self._connection, job_id)}" for job_id in failed]
+        if snapshot.plan_error is not None:
+            before = "; the run is finished as before" if snapshot.finished else ""
+            return f"{end.value}: {snapshot.plan_error}{before}"
+        reasons = [f": {failure_text(self._connection, job_id)}" for job_id in snapshot.failures[:1]]
         return f"{end.value}{''.join(reasons)}"
 
 
@@ -237,6 +253,7 @@ def _connection(given: Redis | None) -> Redis:
 
 def _arguments(given: dict[str, Any]) -> dict[str, Any]:
     """Return arguments of submit_run. Raises InvalidJob for one that is given by two names."""
+    _check_names(given)
     named = dict(given)
     values = {name: named.pop(name) for name in SAMPLING_NAMES if name in named}
     if values:
@@ -254,6 +271,18 @@ def _arguments(given: dict[str, Any]) -> dict[str, Any]:
     if "output_format" in named:
         _add(named, "single_file", named.pop("output_format"), instead_of=(True,))
     return named
+
+
+def _check_names(given: Iterable[str]) -> None:
+    """Raise InvalidValue for a name that is no argument of `submit`, with the one that is like it."""
+    wishes = inspect.signature(submit_run).parameters.keys() - {"connection", "queue_name", "arguments"}
+    of_run = {field.name for field in fields(RunSpec)}
+    known = {*SAMPLING_NAMES, *_OPTIONS, *_CHECKS, "output_format", *wishes, *of_run} - {"check_run"}
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, n=1) or sorted(known)
+            hint = f"did you mean {near[0]}?" if len(near) == 1 else f"its arguments are {', '.join(near)}"
+            raise InvalidValue(f"{{}} is no argument of jobs.submit: {hint}", shown(name))
 
 
 def _as_option(name: str, value: Any) -> Any:

@@ -90,6 +90,9 @@ class Task(abc.ABC):
     #: True when opening it and asking for its result touch files: the worker makes both calls in threads.
     blocking: ClassVar[bool]
 
+    #: True when opening it takes memory for the rows of a file, for which it may have to wait.
+    reads_rows: ClassVar[bool] = False
+
     @abc.abstractmethod
     def open(self, context: JobContext) -> OpenTask:
         """Get ready to yield requests. Raises JobsError when the job cannot run, and leaves nothing open."""

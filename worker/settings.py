@@ -18,7 +18,7 @@ from jobs.common.log_format import AUTO, checked_format
 from jobs.context import MAX_RESULT_BYTES
 from jobs.context.answer_memo import DEFAULT_BYTES
 from jobs.context.checks.processes import DEFAULT_LIMIT_S
-from jobs.context.served_model import ServedModel
+from jobs.context.served_model import MAX_MODEL_CHARS, ServedModel
 from jobs.context.shard_bytes import DEFAULT_BYTES as SHARD_BYTES
 from jobs.errors import JobsError
 from jobs.runs.paths import is_stored, run_path, split_roots
@@ -69,6 +69,9 @@ class WorkerSettings(BaseSettings):
     chat_template: str | None = None
     pooling: str | None = None
     deterministic: bool = False
+
+    served_name: str | None = Field(default=None, min_length=1, max_length=MAX_MODEL_CHARS)
+    """What answers call the model, and jobs may ask for it by, beside the model's own names."""
 
     data_roots: Annotated[tuple[str, ...], NoDecode] = Field(default_factory=lambda: (os.getcwd(),))
     """Folders and prefixes of object stores (s3://bucket/prefix) that confine every file a job reads or
@@ -234,18 +237,19 @@ class WorkerSettings(BaseSettings):
 
     @property
     def model_name(self) -> str:
-        """What responses and manifests call the model: the folder's name, or the hub id."""
-        return os.path.basename(os.path.realpath(self.model)) if os.path.isdir(self.model) else self.model
+        """What responses and manifests call the model: what is set, the folder's name, or the hub id."""
+        if self.served_name is not None:
+            return self.served_name
+        return next(iter(_folder_names(self.model)), self.model)
 
     def served_model(self, identity: ModelIdentity, attention_backend: str = "") -> ServedModel:
         """What jobs are told of the model that these settings name."""
-        is_folder = os.path.isdir(self.model)
         return ServedModel(
             name=self.model_name,
             fingerprint=identity.fingerprint,
             dtype=identity.dtype,
             attention_backend=attention_backend,
-            aliases=(self.model, os.path.realpath(self.model)) if is_folder else (self.model,),
+            aliases=(self.model, *_folder_names(self.model)),
             embedding_size=identity.embedding_size,
             embedding_prompts=identity.embedding_prompts,
         )
@@ -283,6 +287,12 @@ class WorkerSettings(BaseSettings):
             deterministic=self.deterministic,
             adapt_cpu_threads=self._adapts_threads,
         )
+
+
+def _folder_names(model: str) -> tuple[str, ...]:
+    """Return by what a checkpoint's folder may be called beside its path; nothing for a hub id."""
+    path = os.path.realpath(model)
+    return (os.path.basename(path), path) if os.path.isdir(model) else ()
 
 
 def _is_installed(module: str) -> bool:

@@ -169,7 +169,7 @@ def cancel(connection: redis.Redis, /, run: str) -> None:
                 raise
             snapshot = read_planned(connection, run)
         cancelled = cancel_run(connection, snapshot.run)
-        if snapshot.state == "finished" and not cancelled.removed and not cancelled.stopped:
+        if snapshot.finished and not cancelled.removed and not cancelled.stopped:
             click.echo(f"run {snapshot.run} is finished: nothing was left to cancel")
         else:
             click.echo(f"cancelled: {cancelled.removed} jobs removed, {cancelled.stopped} told to stop")

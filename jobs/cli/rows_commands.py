@@ -20,6 +20,7 @@ from ..errors import RunError, UnknownRun
 from ..runs.control import retry_run
 from ..runs.output import named_run, output_here
 from ..runs.part_reasons import recorded_reasons
+from ..runs.part_stats import outcome_text
 from ..runs.paths import is_stored
 from ..runs.reasons import Reasons
 from ..runs.refusals import RunNotHere
@@ -66,13 +67,21 @@ def errors(connection: redis.Redis, /, run: str, limit: int, as_json: bool, retr
                 f"{found}: its rows with an error are asked again; `tokenmill status {found}` shows it"
             )
             return
+        snapshot = None
+        with suppress(UnknownRun):
+            snapshot = read_planned(connection, found)
+        if snapshot is not None and snapshot.plan_error is not None and snapshot.shards is None:
+            raise click.ClickException(f"run {found} has no rows: its planning failed: {snapshot.plan_error}")
         reader, why = _reader(folder)
         rows: list[FailedRow] = []
         if reader is None:
             reasons = recorded_reasons(connection, found)
+            bad = () if snapshot is None else (snapshot.counts["failed_checks"], snapshot.counts["cut"])
         else:
             reasons, rows = reader.errors(limit)
-        click.echo(_errors_json(found, reasons, rows) if as_json else _errors_text(found, reasons, rows))
+            bad = reader.bad_answers()
+        write = _errors_json if as_json else _errors_text
+        click.echo(write(found, reasons, rows, *bad))
         if reader is None:
             _tell_not_here(found, why)
 
@@ -185,10 +194,14 @@ def _tell_not_here(run: str, why: str) -> None:
     )
 
 
-def _errors_json(run: str, reasons: Reasons, rows: list[FailedRow]) -> str:
+def _errors_json(
+    run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int = 0, cut: int = 0
+) -> str:
     content = {
         "run": run,
         "errors": reasons.rows,
+        "failed_checks": failed_checks,
+        "cut": cut,
         "reasons": [
             {"reason": each.text, "rows": each.rows, "examples": each.examples}
             for each in reasons.commonest(MAX_REASONS)
@@ -198,15 +211,18 @@ def _errors_json(run: str, reasons: Reasons, rows: list[FailedRow]) -> str:
     return json.dumps(content, ensure_ascii=False)
 
 
-def _errors_text(run: str, reasons: Reasons, rows: list[FailedRow]) -> str:
+def _errors_text(
+    run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int = 0, cut: int = 0
+) -> str:
+    outcome = outcome_text(reasons.rows, failed_checks, cut, rows="rows ")
     if not reasons.rows:
-        return f"run {run}: no row has an error"
+        return f"run {run}: {outcome if failed_checks or cut else 'no row has an error'}"
     found = [
         (str(each.rows), ", ".join(map(str, each.examples)), safe_name(each.text, MAX_TEXT_CHARS))
         for each in reasons.commonest(MAX_REASONS)
     ]
     lines = [
-        f"run {run}: {reasons.rows} rows with an error",
+        f"run {run}: {outcome}",
         table(("ROWS", "SUCH AS", "REASON"), found, ("ROWS",)),
     ]
     if rows:

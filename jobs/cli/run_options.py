@@ -17,6 +17,12 @@ from .submit_options import assignments, column_list, label_list
 Decorator = Callable[[Any], Any]
 
 _INPUT = (
+    click.option(
+        "--model-alias",
+        multiple=True,
+        metavar="NAME",
+        help="A model that lines of batch files name, in whose place the served one answers; * for any.",
+    ),
     click.option("--filename-column", help="Add a column of this name that holds each row's file."),
     click.option(
         "--input-format",

@@ -98,6 +98,7 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
         "input_format": options["input_format"],
         "single_file": _single_file(options),
         "model": options["model"],
+        "model_alias": list(options["model_alias"]) or None,
         "filename_column": options["filename_column"],
         "redo_damaged": options["redo_damaged"],
         "extend": options["extend"],

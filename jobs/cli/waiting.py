@@ -32,7 +32,7 @@ def await_plan(connection: redis.Redis, run: str) -> None:
         sys.exit(130)
     if snapshot.plan_status in REFUSED:
         tell_failures(connection, snapshot)
-        raise click.ClickException("planning failed: repair what is named above, then submit again")
+        raise click.ClickException(_refusal_text(snapshot))
     click.echo(run)
     for line in [*awaits(snapshot), *obstacles(connection, snapshot)]:
         click.echo(line, err=True)
@@ -96,4 +96,13 @@ def _tell_end(connection: redis.Redis, followed: Followed) -> None:
         raise click.ClickException(f"{followed.end.value}; its parts stay: submit it again to resume it")
     if followed.end is End.STRANDED:
         raise click.ClickException(f"{followed.end.value}: submit it again, which also repairs its end")
+    if followed.end is End.PLAN_FAILED:
+        raise click.ClickException(_refusal_text(snapshot))
     raise click.ClickException(f"{followed.end.value}: repair what is named above, then submit again")
+
+
+def _refusal_text(snapshot: RunSnapshot) -> str:
+    """Say that a planning has failed, and what has become of the run."""
+    if snapshot.finished:
+        return "this submit was refused, as is named above; the run is finished as before"
+    return "planning failed: repair what is named above, then submit again"

@@ -35,6 +35,20 @@ class Answer:
         return self.columns[name] if name in self.columns else getattr(self, name)
 
     @property
+    def failed_check(self) -> bool:
+        """Whether the row has an answer that its check does not take."""
+        return self.error is None and self.check_error is not None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether an answer of the row ended at its limit of tokens."""
+        if self.error is not None or not self.all_completion_tokens:
+            return False
+        own = [self.finish_reason] if isinstance(self.finish_reason, str) else self.finish_reason
+        later = (value for name, value in self.columns.items() if name.endswith("finish_reason"))
+        return "length" in (*own, *later)
+
+    @property
     def all_completion_tokens(self) -> int:
         """Tokens of all completions of the row."""
         tokens = self.completion_tokens

@@ -173,6 +173,8 @@ def part_stats(
         shard=shard,
         rows=len(answers),
         errors=sum(answer.error is not None for answer in answers),
+        failed_checks=sum(answer.failed_check for answer in answers),
+        cut=sum(answer.is_cut for answer in answers),
         prompt_tokens=sum(answer.prompt_tokens for answer in answers),
         completion_tokens=sum(answer.all_completion_tokens for answer in answers),
         cached_tokens=sum(answer.cached_tokens for answer in answers),

@@ -79,7 +79,8 @@ def score_parquet(
     filename_column: adds a column of this name with each row's file.
     redo_damaged: removes parts that are not what this run has written, and computes their rows again.
     max_errors: the run is stopped, as if it was cancelled, when more finished rows have an error: a number of
-    rows, or a share like "5%", from the hundredth row on; by default "90%".
+    rows, or a share like "5%", from the hundredth row on; by default "90%". All rows may fail with "100%"
+    alone.
     extend: files that the input has gained since the run was planned, and rows behind the end of a file of
     lines, are added to the run, whose other arguments are as they were; without it they are refused.
     webhook, on_end: a URL that is called, and a function, at the run's end, see jobs.runs.told_end.
@@ -98,7 +99,6 @@ def score_parquet(
     if queue is not None:
         check_queue_name(queue)
     spec.check_sampling(context.check_sampling)
-    check_served(spec.task, spec.dimensions, spec.prompt_name, context.model, spec.rows_per_shard)
     context.checks.prepare(spec.repairs)
     limit, calls = ErrorLimit.parse(max_errors), EndCalls.parse(webhook, on_end)
     calls.check_allowed(context.webhook_hosts, context.allowed_functions)
@@ -249,6 +249,8 @@ def _agreed_plan(
     before: the plan that was there.
     """
     plan = before
+    if plan is None or plan.model.fingerprint == context.model.fingerprint:  # else another worker does it
+        check_served(spec.task, spec.dimensions, spec.prompt_name, context.model, spec.rows_per_shard)
     if plan is None:
         context.model.check_asked_for(model)
         plan = _with_sizes(context, storage, new_plan(context, spec, inputs), inputs)

@@ -15,7 +15,7 @@ from ..runs.plan import Plan
 from ..runs.reasons import Reasons
 from .failed_rows import failed_rows
 from .output_file import BATCH_ROWS, open_part
-from .part import answer_fields
+from .part import OWN_KEYS, answer_fields, read_part_stats
 from .plan_file import load_plan, write_text
 from .sources import read_source
 from .storage import Storage, reading, writing
@@ -54,6 +54,7 @@ class FolderReader:
 
     def _read_plan(self) -> None:
         plan = load_plan(self._storage, os.path.join(self._folder, PLAN))
+        self._planned_run = plan.run
         self.plan: Plan = replace(plan, spec=replace(plan.spec, output=self._folder))
 
     @property
@@ -107,12 +108,18 @@ class FolderReader:
         return list(read_source(self.plan.spec).columns)
 
     def table(self) -> pa.Table:
-        """Return the rows of all parts, in the input's order. Raises PartDamaged."""
+        """Return the rows of all parts, in the input's order, with the input's metadata, such as pandas'.
+
+        Raises PartDamaged.
+        """
         tables = []
         for shard in range(len(self.plan.shards)):
             with open_part(self._storage, self.plan, shard) as file:
-                tables.append(file.read(use_threads=False).replace_schema_metadata())
-        return pa.concat_tables(tables)
+                tables.append(file.read(use_threads=False))
+        metadata = {
+            key: each for key, each in (tables[0].schema.metadata or {}).items() if key not in OWN_KEYS
+        }
+        return pa.concat_tables(each.replace_schema_metadata(metadata) for each in tables)
 
     def failed(self, shards: list[int]) -> Iterator[FailedRow]:
         """Yield the rows of these shards that have an error, in order. Raises PartDamaged."""
@@ -130,6 +137,14 @@ class FolderReader:
             if len(found) < limit:
                 found.append(row)
         return reasons, found
+
+    def bad_answers(self) -> tuple[int, int]:
+        """Return how many rows failed their check, and how many were cut at their limit of tokens."""
+        found = [
+            read_part_stats(self._storage, self.plan.part_path(shard), self._planned_run, shard)
+            for shard in self.shards()
+        ]
+        return sum(part.failed_checks for part in found), sum(part.cut for part in found)
 
     def answers(self, shard: int, columns: list[str]) -> Iterator[dict[str, Any]]:
         """Yield the rows of a part with their number and these of its columns. Raises PartDamaged."""

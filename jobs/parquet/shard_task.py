@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class ShardTask(Task):
     """Names one shard. What touches files is in ShardWork, which needs pyarrow and is imported in open()."""
 
-    blocking = True
+    blocking = reads_rows = True
 
     def __init__(self, run: str, plan: str, shard: int, redo_damaged: bool, retry_errors: bool) -> None:
         self._run, self._plan, self._shard = run, plan, shard

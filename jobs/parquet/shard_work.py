@@ -265,7 +265,8 @@ class ShardWork(OpenTask):
         def open_task(row: int, line: Any) -> OpenTask:
             number = first_row + row
             own = replace(context, job_id=f"{plan.run}-{number}")
-            return line_task(line, row_seed(plan.seed, number)).open(own)
+            aliases = plan.spec.model_alias or ()
+            return line_task(line, row_seed(plan.seed, number), aliases).open(own)
 
         rows = texts.gathered()
         repeated = bisect_left(plan.repeated, first_row), bisect_left(plan.repeated, first_row + len(rows))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class VerifyTask(Task):
     """Names the rows. What touches files is in VerifyWork, which needs pyarrow and is imported in open()."""
 
-    blocking = True
+    blocking = reads_rows = True
 
     def __init__(self, run: str, plan: str, sample: RowSample, seed: int) -> None:
         self._run, self._plan, self._sample, self._seed = run, plan, sample, seed

@@ -6,7 +6,7 @@ Source: OpenAI's "Batch API" guide and reference ("request input object", "reque
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ..common.shown import shown
@@ -35,8 +35,11 @@ def custom_id(line: Any) -> str | None:
     return found if isinstance(found, str) and found else None
 
 
-def line_task(line: Mapping[str, Any], seed: int) -> Task:
-    """Return the task of a line. seed: for a body that names none. Raises InvalidJob."""
+def line_task(line: Mapping[str, Any], seed: int, aliases: Collection[str] = ()) -> Task:
+    """Return the task of a line. Raises InvalidJob.
+
+    seed: for a body that names none. aliases: models in whose place the served one answers; "*" for any.
+    """
     if custom_id(line) is None:
         raise InvalidValue(
             "custom_id is {}, expected a text that names the line", shown(line.get("custom_id"))
@@ -50,6 +53,8 @@ def line_task(line: Mapping[str, Any], seed: int) -> Task:
     if not isinstance(body, dict):
         raise InvalidValue("body is {}, expected an object", shown(body))
     refuse_template(body)
+    if isinstance(body.get("model"), str) and ("*" in aliases or body["model"] in aliases):
+        body = {name: value for name, value in body.items() if name != "model"}
     make, needed = _ENDPOINTS[url]
     if needed not in body:
         raise InvalidJob(f"body has no {needed!r}, which {url} needs")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from secrets import token_hex
 from typing import Any
 
 from .estimate import Batch, Pick, Row, Together, Total, measured_speed, num_steps, total
@@ -15,9 +16,6 @@ NUM_TRIED, FIRST_OF = 64, 4
 #: By which part a time may be off whatever was measured: in a run's steps prompts and rows share the
 #: processor's caches, and its rows' contexts are not those of the tried ones (ops/bench/RESULTS.md).
 MODEL_ERROR = 0.1
-
-#: Before a prompt: behind it no token of the prompt is in the prefix cache.
-OTHER_BEGINNING = "0 "
 
 
 @dataclass(frozen=True)
@@ -67,9 +65,11 @@ def estimate(survey: Mapping[str, Any], answer: Callable[[Sequence[Trial]], list
     generated = total(picks, lengths).times(scale)
     rows = [length * each["rows"] for length, each in zip(lengths, picked, strict=True)]
     batch = Batch(survey["max_num_seqs"], survey["num_blocks"])
+    beginning = f"{token_hex(4)} "  # another one than any dry run's before, whose prompts are in the cache
     own = [group.prompts for group in groups if group.prompts is not None]
     speed = measured_speed(
-        [each for half in range(2) if (each := _prompts_of(picked[half::2], answer)) is not None] or own,
+        [each for half in range(2) if (each := _prompts_of(picked[half::2], answer, beginning)) is not None]
+        or own,
         [group.together for group in groups if group.together.rows],
         batch,
     )
@@ -124,28 +124,32 @@ def _answers_of(
 
 
 def _prompts_of(
-    group: Sequence[Mapping[str, Any]], answer: Callable[[Sequence[Trial]], list[Tried]]
+    group: Sequence[Mapping[str, Any]], answer: Callable[[Sequence[Trial]], list[Tried]], beginning: str
 ) -> tuple[float, float] | None:
-    """Return seconds and tokens of prompts like these, none of which is in the cache; None where they are."""
-    found = answer([_elsewhere(trial_of(each, None, max_tokens=1, min_tokens=0, n=1)) for each in group])
+    """Return seconds and tokens of prompts like these, none of which is in the cache; None where they are.
+
+    beginning: stands before each: behind it no token of the prompt is in the prefix cache.
+    """
+    trials = [trial_of(each, None, max_tokens=1, min_tokens=0, n=1) for each in group]
+    found = answer([_begun_with(beginning, each) for each in trials])
     prompts = _prompts(found)
     asked = sum(each.value["usage"]["prompt_tokens"] for each in found if each.value is not None)
     return prompts if prompts is not None and 2 * prompts[1] >= asked else None
 
 
-def _elsewhere(trial: Trial) -> Trial:
+def _begun_with(beginning: str, trial: Trial) -> Trial:
     """Return a job whose prompt is the same but for its beginning."""
     values = dict(trial.kwargs)
     if "messages" in values:
         first, *others = values["messages"]
         content = first.get("content")
         values["messages"] = (
-            [{**first, "content": OTHER_BEGINNING + content}, *others]
+            [{**first, "content": beginning + content}, *others]
             if isinstance(content, str)
             else values["messages"]
         )
     else:
-        values["prompt"] = OTHER_BEGINNING + values["prompt"]
+        values["prompt"] = beginning + values["prompt"]
     return Trial(trial.function, values)
 
 

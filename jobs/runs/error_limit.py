@@ -38,17 +38,25 @@ class ErrorLimit:
             "max_errors is {}, expected a number of rows, or a share of them like '5%'", shown(value)
         )
 
-    def is_passed(self, rows: int, errors: int) -> bool:
-        """Say whether a run is to stop. rows: finished ones; errors: those among them with an error."""
+    def is_passed(self, rows: int, errors: int, is_whole: bool = False) -> bool:
+        """Say whether a run is to stop. rows: finished ones; errors: those among them with an error.
+
+        is_whole: these are all of the run's rows, of which some have to succeed, however few they are, unless
+        the limit is 100%.
+        """
+        if is_whole and 0 < rows == errors:
+            return self.share != 1
         if self.rows is not None:
             return errors > self.rows
         assert self.share is not None
         return rows >= MIN_JUDGED_ROWS and errors > self.share * rows
 
-    def told(self, rows: int, errors: int) -> str | None:
-        """Say how rows pass the limit; None where they do not."""
-        if not self.is_passed(rows, errors):
+    def told(self, rows: int, errors: int, is_whole: bool = False) -> str | None:
+        """Say how rows pass the limit; None where they do not. As `is_passed`."""
+        if not self.is_passed(rows, errors, is_whole):
             return None
+        if is_whole and errors == rows:
+            return f"all its {rows} rows have an error, and --max-errors is no 100%: look at column `error`"
         return (
             f"{errors} of {rows} rows have an error, more than --max-errors {self} allows: look at column "
             "`error` of its parts"

@@ -26,6 +26,11 @@ def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
     # A shard that was started waits too, once the worker that had it is gone.
     waits = snapshot.is_planning or snapshot.queued > 0 or snapshot.started > 0
     found = _silent_workers(connection, snapshot) if snapshot.started else []
+    if snapshot.gone:
+        found.append(
+            f"the jobs of {snapshot.gone} of its shards are gone from queue {snapshot.queue!r}, which was "
+            "emptied perhaps: submit it again, which enqueues them"
+        )
     if waits and not snapshot.workers:
         found.append(no_worker_text(snapshot.queue, listened_queues(connection)))
     elif waits and not snapshot.started and snapshot.plan_status != JobStatus.STARTED:

@@ -85,7 +85,7 @@ _OF_BATCHES = {"prompt_column": ("prompt",), "keep": (["custom_id"],), "single_f
 def check_batch(arguments: Mapping[str, Any]) -> None:
     """Raise InvalidJob for an argument that the lines of batch files say, or that fits no such run."""
     for name, value in arguments.items():
-        if name in ("input_format", "limit") or value in (None, False, "", [], {}):
+        if name in ("input_format", "limit", "model_alias") or value in (None, False, "", [], {}):
             continue
         if name == "sampling" and isinstance(value, dict) and value.keys() == {"seed"}:
             continue  # the run's, for the lines that name none
@@ -94,6 +94,21 @@ def check_batch(arguments: Mapping[str, Any]) -> None:
                 f"{name} and a batch file: its lines say what is asked, and its output has OpenAI's form: "
                 "leave it out, or score the file as jsonl"
             )
+
+
+def model_alias(value: Any, is_batch: bool) -> list[str] | None:
+    """Return names for the served model in lines of batch files; None for none. Raises InvalidJob."""
+    if value is None or value == []:
+        return None
+    if not is_batch:
+        raise InvalidJob(
+            "model_alias is for batch files, whose lines name a model: input_format openai-batch"
+        )
+    if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
+        raise InvalidValue(
+            'model_alias is {}, expected names such as ["gpt-4o-mini"], or ["*"]', shown(value)
+        )
+    return value
 
 
 def sampling_columns(value: Any) -> dict[str, str]:

@@ -8,7 +8,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from ..common.stored import count
 
 #: What a manifest sums up over the parts.
-COUNTED = ("rows", "errors", "prompt_tokens", "completion_tokens", "cached_tokens", "generated_tokens")
+COUNTED = (
+    *("rows", "errors", "prompt_tokens", "completion_tokens", "cached_tokens", "generated_tokens"),
+    *("failed_checks", "cut"),
+)
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,8 @@ class PartStats:
     generated_tokens: completion tokens that were computed, equal prompts counted once.
     started_at, ended_at: Unix time in seconds, of all work on it, with the pause before a retry of its rows.
     model, fingerprint, dtype, attention_backend, version: of the model that answered, and of this code.
+    failed_checks, cut: rows without an error whose answer their check does not take, or ended at its limit of
+    tokens; 0 of parts that were written before they were counted.
     worker: the name of the one that answered; "" for parts that were written before it was told.
     prompt_lengths, completion_lengths: in tokens, of rows without an error, as count_lengths returns them.
     spans: of a part whose rows were retried, start, end and generated tokens of all times that it was worked
@@ -46,6 +51,8 @@ class PartStats:
     prompt_lengths: dict[str, int] = field(default_factory=dict)
     completion_lengths: dict[str, int] = field(default_factory=dict)
     spans: list[list[float]] = field(default_factory=list)
+    failed_checks: int = 0
+    cut: int = 0
 
     @property
     def worked(self) -> list[list[float]]:
@@ -103,4 +110,11 @@ def _are_spans(value: object) -> bool:
 _NAMES = {each.name for each in fields(PartStats)}
 
 #: Fields that versions before them refuse in a part's statistics.
-_LATER = ("worker", "prompt_lengths", "completion_lengths", "spans")
+_LATER = ("worker", "prompt_lengths", "completion_lengths", "spans", "failed_checks", "cut")
+
+
+def outcome_text(errors: int, failed_checks: int, cut: int, rows: str = "") -> str:
+    """Say how many rows have no good answer, and why. rows: what stands behind the first number."""
+    told = [f"{errors} {rows}with an error"]
+    told += [f"{failed_checks} failed their check"] if failed_checks else []
+    return ", ".join([*told, *([f"{cut} cut at their limit of tokens"] if cut else [])])

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..common.shown import MAX_TEXT_CHARS, safe_name
 from .lengths import BOUNDS
+from .part_stats import outcome_text
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1b1f24; --soft: #57606a; --line: #d0d7de; --page: #fff;
@@ -48,7 +49,9 @@ def report_html(manifest: Mapping[str, Any], price_per_hour: float | None = None
     """
     statistics = manifest.get("statistics", {})
     run, rows, errors = manifest["run"], manifest["rows"], manifest["errors"]
-    state = f'<span class="bad">{errors:,} with an error</span>' if errors else "none with an error"
+    outcome = outcome_text(errors, manifest.get("failed_checks", 0), manifest.get("cut", 0))
+    is_good = outcome == outcome_text(0, 0, 0)
+    state = "none with an error" if is_good else f'<span class="bad">{outcome}</span>'
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(manifest["started_at"])) if rows else ""
     sections = [
         f"<h1>Run {_text(run)}</h1>",

@@ -16,8 +16,9 @@ from ..errors import FAULT_PREFIX, InvalidValue
 from .error_limit import ErrorLimit
 from .holders import num_held, silent_workers
 from .names import job_shard, shard_job_id
+from .part_stats import outcome_text
 from .plan import MAX_SHARDS
-from .state import RunState
+from .state import PLAN_ERROR, RunState
 from .time_left import Progress, is_moment, time_left
 from .under_way import Begun
 
@@ -30,13 +31,18 @@ WAITING = (JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.D
 #: States of a planning job that has ended without a plan.
 REFUSED = (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
 
+#: Shards of which one look seeks the jobs.
+MAX_SOUGHT = 1000
+
 
 @dataclass(frozen=True)
 class RunSnapshot:
     """A run's progress.
 
     output, awaited_model: as they may be shown. rows, shards: None until the run is planned. plan_status: of
-    the planning job; None when it is not known. done, started, failed: shards by state; `queued` is the rest.
+    the planning job; None when it is not known. plan_error: why that failed. done, started, failed: shards by
+    state; `queued` is the rest. gone: those of the rest whose job is in Redis no more; looked for while no
+    shard runs, among the first MAX_SOUGHT.
     claimed: those of the rest that wait inside a worker; looked for only where none waits on the queue. Where
     there is no rest, those whose jobs are still in a worker's hands: one may be writing the run's end.
     rows_done, tokens: running shards included; tokens are those generated. errors: rows with an error in
@@ -72,6 +78,8 @@ class RunSnapshot:
     too_many_errors: str | None
     stopped_jobs: frozenset[str] = frozenset()
     left_s: float | None = None
+    plan_error: str | None = None
+    gone: int = 0
     counts: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -85,7 +93,24 @@ class RunSnapshot:
 
     @property
     def queued(self) -> int:
-        return max(0, (self.shards or 0) - self.done - self.started - self.failed)
+        return max(0, (self.shards or 0) - self.done - self.started - self.failed - self.gone)
+
+    @property
+    def outcome(self) -> str:
+        """Of how many rows in finished shards there is no good answer."""
+        return outcome_text(self.errors, self.counts.get("failed_checks", 0), self.counts.get("cut", 0))
+
+    @property
+    def plan_failed(self) -> bool:
+        """Whether the last submission's planning has failed, or is gone before it planned anything."""
+        if self.plan_status is not None:
+            return self.plan_status in REFUSED
+        return self.plan_error is not None or self.shards is None
+
+    @property
+    def all_failed(self) -> bool:
+        """Whether the run has finished, and each of its rows with an error that the limit does not allow."""
+        return self.finished and self.too_many_errors is not None and 0 < self.errors == self.rows
 
     @property
     def is_planning(self) -> bool:
@@ -114,18 +139,18 @@ class RunSnapshot:
     def state(self) -> str:
         """One word for an operator."""
         if self.finished and not self.is_planning:
-            return "finished"
+            return "failed" if self.all_failed else "finished"
         if self.cancelled:
             return "cancelled" if self.stopped is None else "stopped"
         if self.awaits_plan:
             return "planning"
+        if self.plan_failed and (self.shards is None or self.is_idle):
+            return "failed"
         if self.shards is None:
             return "not planned"
-        if self.plan_status in REFUSED and self.is_idle:
-            return "failed"
         if self.started or self.queued:
             return "running"
-        return "failed" if self.failed else "ending"
+        return "failed" if self.failed or self.gone else "ending"
 
 
 def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
@@ -146,11 +171,14 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     under_way = dict(zip(running, progress, strict=True))
     silent = silent_workers(connection, (each.worker for each in progress))
     alive = {shard: each for shard, each in under_way.items() if each.worker not in silent}
-    claimed = 0
-    if shards and not running and not seen.length and "finished" not in facts:
+    claimed = gone = 0
+    if shards and not running and "finished" not in facts:
         planned = range(min(shards, MAX_SHARDS))
         rest = [shard for shard in planned if shard not in parts.shards]
-        claimed = num_held(connection, (shard_job_id(run, shard) for shard in rest or planned))
+        if not seen.length:
+            claimed = num_held(connection, (shard_job_id(run, shard) for shard in rest or planned))
+        if "cancelled" not in facts and seen.plan_status not in WAITING:
+            gone = _num_gone(connection, run, [shard for shard in rest if shard not in seen.failed])
     return RunSnapshot(
         run=run,
         output=safe_name(facts["output"], MAX_TEXT_CHARS),
@@ -172,9 +200,11 @@ def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
         queue_length=seen.length,
         awaited_model=awaited_model(facts, seen.plan_status, seen.models),
         stopped=safe_name(facts["stopped"], MAX_TEXT_CHARS) if "stopped" in facts else None,
-        too_many_errors=_too_many_errors(facts, parts.counts),
+        too_many_errors=too_many_errors(facts, parts.counts["rows"], parts.counts["errors"]),
         stopped_jobs=_stopped_jobs(connection, failed, stored.count(facts.get("cancelled_submission")) or 0),
         left_s=time_left(facts.get("sizes"), shards, rows, parts, alive, time.time()),
+        plan_error=_plan_error(connection, facts, plan_job, shards, seen.plan_status),
+        gone=gone,
         counts=parts.counts,
     )
 
@@ -189,6 +219,32 @@ def read_planned(connection: Redis, run: str) -> RunSnapshot:
     return snapshot
 
 
+def _num_gone(connection: Redis, run: str, shards: Sequence[int]) -> int:
+    """Return of how many of these shards the job is in Redis no more."""
+    sought = [job_key(shard_job_id(run, shard)) for shard in shards[:MAX_SOUGHT]]
+    found: Any = connection.exists(*sought) if sought else 0
+    return len(sought) - int(found)
+
+
+def _plan_error(
+    connection: Redis,
+    facts: Mapping[str, str],
+    plan_job: str | None,
+    shards: int | None,
+    status: JobStatus | None,
+) -> str | None:
+    """Return why a run's planning failed, as it may be shown; None where it did not."""
+    if status in (JobStatus.STOPPED, JobStatus.CANCELED):
+        return "it was stopped"
+    if status is JobStatus.FAILED and plan_job is not None:
+        return failure_text(connection, plan_job)
+    if status is None and PLAN_ERROR in facts:
+        return safe_name(facts[PLAN_ERROR], MAX_TEXT_CHARS)
+    if status is None and shards is None and "cancelled" not in facts:
+        return f"its job is gone from queue {facts['queue']!r}, which was emptied perhaps: submit it again"
+    return None
+
+
 def _stopped_jobs(connection: Redis, failed: Sequence[str], cancelled: int) -> frozenset[str]:
     """Return those of the jobs that were enqueued before the last cancel."""
     if not cancelled or not failed:
@@ -200,12 +256,13 @@ def _stopped_jobs(connection: Redis, failed: Sequence[str], cancelled: int) -> f
     return frozenset(job_id for job_id, number in zip(failed, found, strict=True) if number <= cancelled)
 
 
-def _too_many_errors(facts: dict[str, str], counts: Mapping[str, int]) -> str | None:
+def too_many_errors(facts: Mapping[str, str], rows: int, errors: int) -> str | None:
+    """Say how a run's finished rows pass its limit; None where they do not."""
     try:
         limit = ErrorLimit.parse(facts.get("max_errors"))
     except InvalidValue:  # others may write into Redis
         return None
-    return limit.told(counts["rows"], counts["errors"])
+    return limit.told(rows, errors, is_whole="finished" in facts)
 
 
 def awaited_model(

@@ -77,6 +77,7 @@ class RunSpec:
     task: str = GENERATE
     dimensions: int | None = None
     prompt_name: str | None = None
+    model_alias: list[str] | None = None
 
     @classmethod
     def from_arguments(
@@ -105,6 +106,7 @@ class RunSpec:
         values of its own. labels: give the probability of each instead of generating; calibrate: less what
         they have behind a prompt without content. check and the like: see `repairs`. task: "embed" gives
         embeddings, of so many `dimensions`, behind the checkpoint's prompt of `prompt_name`.
+        model_alias: models that lines of batch files name, in whose place the run's answers; "*" for any.
         Raises InvalidJob or UnsupportedScheme.
         """
         has_prompts = options.get("prompts") is not None
@@ -265,6 +267,7 @@ def _checked_options(options: Mapping[str, Any], template: Any) -> dict[str, Any
         "prompts": parse_prompts(given("prompts")),
         "task": (task := embedding_options.task(given("task"))),
         **embedding_options.embedding_values(task, options),
+        "model_alias": option_checks.model_alias(given("model_alias"), is_batch),
         "labels": label_options.labels(given("labels")),
         "calibrate": label_options.calibrate(given("calibrate"), given("labels") is not None),
         **option_checks.repairs(options),

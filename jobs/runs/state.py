@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: The field that says why the planning of the last submission failed.
+PLAN_ERROR = "plan_error"
+
 #: A planner or canceller that is silent for this long has lost the lock; it notices before it writes on. So
 #: this is also what one costs that was killed: short, as whoever only was slow takes the lock anew.
 LOCK_TTL_S = 10
@@ -58,11 +61,23 @@ class RunState(RecordedParts):
 
         def write(pipe: Pipeline) -> None:
             pipe.multi()
+            pipe.hdel(self._key, PLAN_ERROR)
             pipe.hset(self._key, mapping=fields)
             pipe.expire(self._key, RUN_TTL_S)
             pipe.execute()
 
         self._change(write)
+
+    def refuse_plan(self, error: str) -> None:
+        """Note why the run's planning failed, for when its job is gone. Raises RunBusy where the job that the
+        lease is of is another execution's."""
+
+        def note(pipe: Pipeline) -> None:
+            pipe.multi()
+            pipe.hset(self._key, PLAN_ERROR, error)
+            pipe.execute()
+
+        self._change(note)
 
     def facts(self) -> dict[str, str]:
         """Return what `describe` stored, and the marks `cancelled` and `finished`.
@@ -119,7 +134,7 @@ class RunState(RecordedParts):
         asked_for = {} if model is None else {"plan_model": model}
         fields: dict[Any, Any] = {**facts, **asked_for, **calls.to_fields(), "submission": number}
         pipe.multi()
-        pipe.hdel(self._key, "cancelled", "stopped", "plan_model", *OF_SUBMISSION, *ASKED_FOR)
+        pipe.hdel(self._key, "cancelled", "stopped", "plan_model", PLAN_ERROR, *OF_SUBMISSION, *ASKED_FOR)
         pipe.hset(self._key, mapping=fields)
         pipe.expire(self._key, RUN_TTL_S)
         pipe.delete(self._failed_key)

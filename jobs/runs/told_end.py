@@ -21,6 +21,7 @@ from ..common.rq_jobs import JobQueue, retries
 from ..context import Lease
 from ..errors import RunBusy, UnknownRun
 from .end_calls import ASKED_FOR, TOLD, TOLD_FAILED
+from .error_limit import ErrorLimit
 from .lock import transact
 from .names import is_run_id, plan_job_id, run_and_shard
 from .plan import Plan
@@ -68,6 +69,8 @@ def tells_of(job_id: str) -> bool:
 def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> None:
     """Enqueue what is asked for where a run ends with this job, which is about to fail for good.
 
+    Of a planning, why is noted as well.
+
     To be called before the job's end is written. lease: of the execution that writes it; nothing is told
     where it is another's by now. error: what the job fails with, in one line.
     """
@@ -78,6 +81,8 @@ def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> Non
     with suppress(RunBusy, UnknownRun):
         state = RunState(connection, run, lease)
         facts = state.facts()
+        if shard is None and facts.get("plan_job") == job_id:
+            state.refuse_plan(error)
         if not facts.keys() & set(ASKED_FOR):
             return
         if shard is not None:
@@ -88,7 +93,6 @@ def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> Non
                 reason = f"all {count.total} parts are there, and the run's end is not: {error}"
                 _tell_of(state, state.submission(), "failed", reason, _size(facts))
         elif facts.get("plan_job") == job_id:
-            state.check_held()
             _tell_of(state, state.submission(), "failed", f"its planning failed: {error}", _size(facts))
 
 
@@ -119,13 +123,20 @@ def _tell_of(
 ) -> None:
     """size: output, rows and shards; None where the run was not planned."""
     key = run_key(state.run)
-    asked_for: Any = state.connection.hmget(key, *ASKED_FOR)
+    found: Any = state.connection.hmget(key, *ASKED_FOR, "max_errors")
+    *asked_for, limit = found
     if not any(asked_for):
         return
+    is_end = word != "failed"
     rows_done = errors = 0
     for part in state.each_part():
         rows_done += part.rows
         errors += part.errors
+    if word == "finished":
+        limit_text = stored.text(limit) if limit else None
+        told = ErrorLimit.parse(limit_text).told(rows_done, errors, is_whole=True)
+        if told is not None and errors == rows_done:
+            word, reason = "failed", told
     content = {
         "run": state.run,
         "state": word,
@@ -136,10 +147,11 @@ def _tell_of(
         "shards": size["shards"],
         "reason": reason,
     }
-    transact(state.connection, lambda pipe: _tell(pipe, state, submission, content), key)
+    transact(state.connection, lambda pipe: _tell(pipe, state, submission, content, is_end), key)
 
 
-def _tell(pipe: Pipeline, state: RunState, submission: int, content: Mapping[str, Any]) -> None:
+def _tell(pipe: Pipeline, state: RunState, submission: int, content: Mapping[str, Any], is_end: bool) -> None:
+    """is_end: nothing of the submission goes on, whatever is enqueued again by hand."""
     key = run_key(state.run)
     fields = (*ASKED_FOR, TOLD, TOLD_FAILED, "cancelled", "submission", "queue")
     found: Any = pipe.hmget(key, *fields)
@@ -148,17 +160,16 @@ def _tell(pipe: Pipeline, state: RunState, submission: int, content: Mapping[str
     )
     if queue is None or str(submission) != last or told == last:
         return
-    has_failed = content["state"] == "failed"
-    if has_failed and (told_failed == last or cancelled is not None):
+    if not is_end and (told_failed == last or cancelled is not None):
         return
     pipe.multi()
     jobs = JobQueue(state.connection, queue)
-    name = f"{state.run}-failed" if has_failed else state.run
+    name = f"{state.run}-failed" if not is_end else state.run
     if webhook is not None:
         _enqueue(jobs, pipe, POSTING, (webhook, dict(content)), f"{name}-webhook-{submission}")
     if on_end is not None:
         _enqueue(jobs, pipe, on_end, (dict(content),), f"{name}-end-{submission}")
-    pipe.hset(key, TOLD_FAILED if has_failed else TOLD, str(submission))
+    pipe.hset(key, TOLD if is_end else TOLD_FAILED, str(submission))
     pipe.execute()
 
 

@@ -55,6 +55,8 @@ class Totals:
     completion_tokens: int
     cached_tokens: int
     generated_tokens: int
+    failed_checks: int
+    cut: int
     judged_rows: int
     judged_tokens: int
     began_at: float | None

@@ -25,8 +25,9 @@ from ..runs.snapshot import (
     read_planned,
     read_progress,
     shards_of,
+    too_many_errors,
 )
-from ..runs.state import RunState
+from ..runs.state import PLAN_ERROR, RunState
 from ..runs.totals import FIELDS, Totals
 from .run_queues import NO_QUEUE, RunQueue, read_queues
 
@@ -44,7 +45,7 @@ MAX_REASONS = 20
 
 _FACTS = (
     *("output", "queue", "plan_job", "plan_model", "rows", "shards", "model", "model_text", "max_errors"),
-    *("cancelled", "finished", "stopped", "submission", "cancelled_submission"),
+    *("cancelled", "finished", "stopped", "submission", "cancelled_submission", PLAN_ERROR),
     *FIELDS,
 )
 
@@ -57,12 +58,13 @@ class RunSummary:
     awaited_model: as they may be shown; model is None before it is planned. submitted_at, began_at, ended_at:
     Unix seconds; of the last submission, of the beginning of work on it, and of its last part. rows, shards:
     None before the run is planned. rows_done, tokens: running shards included; tokens are those generated,
-    the other counts of tokens the output's columns in finished shards. errors: rows with one in those.
+    the other counts of tokens the output's columns in finished shards. errors, failed_checks, cut: rows in
+    those with an error, without one but failing their check, or ended at their limit of tokens.
     shards_failed: none of a run that is cancelled or stopped, whose rest is left for another submission.
     rows_per_s, tokens_per_s: since began_at, of a finished run over worked_s; None where nothing can be told.
     worked_s: for how long workers had shards of a finished run, of all submissions. stopped: why it was.
     workers: how many listen on its queue. awaited_model: its model, where none of them serves it.
-    left_s: seconds until it ends; of a run that is read by itself, and None where nothing tells.
+    left_s, plan_error: of a run that is read by itself, seconds until it ends and why its planning failed.
     """
 
     run: str
@@ -76,6 +78,8 @@ class RunSummary:
     rows: int | None = None
     rows_done: int = 0
     errors: int = 0
+    failed_checks: int = 0
+    cut: int = 0
     shards: int | None = None
     shards_done: int = 0
     shards_started: int = 0
@@ -91,6 +95,7 @@ class RunSummary:
     workers: int = 0
     awaited_model: str | None = None
     left_s: float | None = None
+    plan_error: str | None = None
 
     @property
     def is_active(self) -> bool:
@@ -136,7 +141,8 @@ class RunDetail:
 class ShardSeen:
     """A shard of a run. worker: which answers it now, or did.
 
-    state: "done", "running", "failed" or "queued"; "left" of a cancelled or stopped run.
+    state: "done", "running", "failed" or "queued"; "left" of a cancelled or stopped run; "gone" where its job
+    is in Redis no more.
     Of a running one rows_done and tokens are those so far; rows are None where its part is not there yet.
     """
 
@@ -191,18 +197,20 @@ def read_run(connection: Redis, run: str) -> RunDetail:
     facts = RunState(connection, snapshot.run).facts()
     done = snapshot.counts
     summary = _summary(snapshot, facts, (0, 0), _submitted_at(facts))
-    running = max(0, snapshot.rows_done - done["rows"])
     tokens = max(0, snapshot.tokens - done["generated_tokens"])
-    rates = _rates(facts, running, tokens)
+    rates = _rates(facts, max(0, snapshot.rows_done - done["rows"]), tokens)
     summary = replace(
         summary,
         rows_done=snapshot.rows_done,
         errors=snapshot.errors,
+        failed_checks=done["failed_checks"],
+        cut=done["cut"],
         tokens=snapshot.tokens,
         prompt_tokens=done["prompt_tokens"],
         completion_tokens=done["completion_tokens"],
         cached_tokens=done["cached_tokens"],
         left_s=snapshot.left_s if snapshot.state == "running" else None,
+        plan_error=snapshot.plan_error,
         rows_per_s=rates[0],
         tokens_per_s=rates[1],
     )
@@ -223,12 +231,13 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
     ids = [shard_job_id(run, shard) for shard in numbers]
     with connection.pipeline(transaction=False) as pipe:
         for job_id in ids:
-            pipe.hget(job_key(job_id), "worker_name")
-        named = pipe.execute(raise_on_error=False)
-    workers = [safe_name(name) if isinstance(name, bytes) else "" for name in named]
+            pipe.hmget(job_key(job_id), "worker_name", "status")
+        seen = pipe.execute(raise_on_error=False)
+    jobs = [each if isinstance(each, list) else (None, b"") for each in seen]
+    workers = [safe_name(name) if isinstance(name, bytes) else "" for name, _ in jobs]
     progress = read_progress(connection, ids)
     found = []
-    for shard, worker, each in zip(numbers, workers, progress, strict=True):
+    for shard, worker, (_, status), each in zip(numbers, workers, jobs, progress, strict=True):
         if (part := parts.get(shard)) is not None:
             seconds = sum(max(0.0, end - start) for start, end, _ in part.worked)
             counts = (part.rows, part.rows, part.errors, part.generated_tokens, seconds)
@@ -238,7 +247,8 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
         elif is_cancelled:
             found.append(ShardSeen(shard, "left", worker=worker))
         else:
-            found.append(ShardSeen(shard, "failed" if shard in failed else "queued", worker=worker))
+            word = "failed" if shard in failed else "gone" if status is None else "queued"
+            found.append(ShardSeen(shard, word, worker=worker))
     return found
 
 
@@ -325,7 +335,8 @@ def _snapshot(
         queue_length=queue.length,
         awaited_model=awaited_model(facts, status, queue.models),
         stopped=safe_name(facts["stopped"], MAX_TEXT_CHARS) if "stopped" in facts else None,
-        too_many_errors=None,  # which `state` is not told by
+        too_many_errors=too_many_errors(facts, totals.rows, totals.errors),
+        plan_error=facts.get(PLAN_ERROR),
     )
 
 
@@ -349,6 +360,8 @@ def _summary(
         rows=snapshot.rows,
         rows_done=rows_done if snapshot.rows is None else min(rows_done, snapshot.rows),
         errors=totals.errors,
+        failed_checks=totals.failed_checks,
+        cut=totals.cut,
         shards=snapshot.shards,
         shards_done=snapshot.done,
         shards_started=snapshot.started,
@@ -359,7 +372,7 @@ def _summary(
         tokens=totals.generated_tokens + running[1],
         rows_per_s=rows_per_s,
         tokens_per_s=tokens_per_s,
-        worked_s=totals.worked_s if snapshot.state == "finished" else None,
+        worked_s=totals.worked_s if snapshot.finished else None,
         stopped=snapshot.stopped,
         workers=snapshot.workers,
         awaited_model=snapshot.awaited_model,

@@ -45,6 +45,8 @@ def put_run(redis: Redis, run: str = RUN, **facts: Any) -> None:
     usual = {"output": "/data/out", "queue": "bulk", "rows": 100, "shards": 10, "submission": 1}
     redis.hset(f"tokenmill:run:{run}", mapping={**usual, **facts})
     redis.expire(f"tokenmill:run:{run}", RUN_TTL_S)
+    for shard in range(10):
+        redis.hset(f"rq:job:{run}-{shard:05d}", "status", "queued")
     list_in_index(redis, run)
 
 

@@ -16,6 +16,7 @@ from redis import Redis
 from jobs.cli import commands as cli
 from jobs.context import JobContext
 from jobs.context.checks.processes import Checks
+from tests import slow_files
 from tests.jobs.answering import MODEL
 from tests.jobs.checking import DIES, FUNCTION, HANGS, LIMIT_S, NOTHING, RAISES, TELLS
 from tests.jobs.growing_runs import GrowingRun, MakeContext
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from tests.jobs.s3_server import S3, FaultyProxy
 
 Invoke = Callable[..., click.testing.Result]
+
+slow_files.slow_down()
 
 
 @pytest.fixture(scope="session", autouse=True)

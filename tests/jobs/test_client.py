@@ -208,3 +208,77 @@ def test_names_of_the_package_are_as_they_were() -> None:
     assert callable(jobs.submit)
     with pytest.raises(AttributeError, match="nothing"):
         _ = jobs.nothing
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("temperatur", "temperature"),
+        ("max_token", "max_tokens"),
+        ("promptcolumn", "prompt_column"),
+        ("webhok", "webhook"),
+        ("check_jsonschema", "check_schema"),
+        ("outputformat", "output_format"),
+    ],
+)
+def test_a_misspelt_argument_is_refused_with_the_one_that_is_like_it(
+    redis: Redis, source: Path, tmp_path: Path, name: str, meant: str
+) -> None:
+    with pytest.raises(
+        errors.InvalidJob, match=f"is no argument of jobs.submit: did you mean {meant}"
+    ) as caught:
+        jobs.submit(source, tmp_path / "out", connection=redis, **{name: 0})
+    assert name in str(caught.value)
+    with pytest.raises(errors.InvalidJob, match=r"its arguments are .*temperature"):
+        jobs.submit(source, tmp_path / "out", connection=redis, zzz=0)
+
+
+def every_extension_type() -> pd.DataFrame:
+    """A frame with nulls in a column of each of pandas' own types, and an index."""
+    big = 2**60 + 1
+    whole = {
+        name: pd.array([1, None, 3], dtype=name)
+        for kind in ("Int", "UInt")
+        for name in (f"{kind}{bits}" for bits in (8, 16, 32, 64))
+    }
+    days = pd.to_datetime(["2020-01-01", None, "2020-03-01"])
+    columns: dict[str, Any] = {
+        **whole,
+        "id": pd.array([big, None, 3], dtype="Int64"),
+        "Float32": pd.array([1.5, None, 3], dtype="Float32"),
+        "Float64": pd.array([1.5, None, 3], dtype="Float64"),
+        "boolean": pd.array([True, None, False], dtype="boolean"),
+        "bool": [True, False, True],
+        "string": pd.array(["a", None, "c"], dtype="string"),
+        "category": pd.Categorical(["x", None, "y"], categories=["y", "x"], ordered=True),
+        "datetime": days,
+        "datetimetz": days.tz_localize("Europe/Berlin"),
+        "timedelta": days - days[0],
+        "period": days.to_period("M"),
+        "interval": pd.arrays.IntervalArray.from_tuples([(0, 1), None, (1, 2)]),
+    }
+    return pd.DataFrame({"prompt": ["b", "a", "c"], **columns}, index=pd.Index([7, 5, 3], name="key"))
+
+
+def test_a_frame_comes_back_with_its_types_and_index(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    given = every_extension_type()
+    run = jobs.submit(given, tmp_path / "out", rows_per_shard=2)
+    finish(redis, make_context)
+    frame = run.frame()
+    assert frame["id"][7] == 2**60 + 1
+    pd.testing.assert_frame_equal(frame[given.columns], given)
+    pd.testing.assert_frame_equal(run.table().to_pandas(), frame)
+    assert frame["completion"].tolist() == ["B", "A", "C"]
+    assert not [key for key in run.table().schema.metadata if key.startswith(b"tokenmill")]
+
+
+def test_a_frame_needs_pandas_and_says_so(
+    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = jobs.submit(source, tmp_path / "out")
+    finish(redis, make_context)
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"frame\(\) needs pandas .*pip install pandas"):
+        run.frame()

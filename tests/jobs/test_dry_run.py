@@ -380,3 +380,25 @@ def group(speed: Speed, steps: list[int], batch: Batch = ROOMY) -> Together:
     ]
     seconds = [0.2 + speed.seconds(0, turn, end) for end, turn in zip(ends, turns, strict=True)]
     return Together(rows, 0.2, seconds)
+
+
+def test_each_dry_run_asks_prompts_that_no_other_has_brought_into_the_cache(
+    context: MakeContext, tmp_path: Path
+) -> None:
+    prompts = [f"prompt {number}" for number in range(20)]
+    pq.write_table(pa.table({"prompt": prompts}), tmp_path / "in.parquet")
+    found = survey(context, tmp_path / "in.parquet", sampling={"temperature": 0, "max_tokens": 2})
+    answer, asked = answering(context, written), list[set[str]]()
+    for _ in range(3):
+        seen: set[str] = set()
+
+        def noted(trials: Any, seen: set[str] = seen) -> Any:
+            seen.update(trial.kwargs["prompt"] for trial in trials)
+            return answer(trials)
+
+        estimate(found, noted)
+        asked.append(seen.difference(prompts))
+    heads = [{prompt.partition("prompt")[0] for prompt in each} for each in asked]
+    assert [len(each) for each in heads] == [1, 1, 1]
+    assert len(set.union(*heads)) == 3
+    assert {prompt.partition(" ")[2] for prompt in asked[2]} == set(prompts)

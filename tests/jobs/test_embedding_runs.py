@@ -17,12 +17,14 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
+from jobs.common.keys import MODEL_FIELD
 from jobs.context import JobContext
+from jobs.context.served_model import ServedModel
 from jobs.errors import ColumnConflict, InvalidJob
 from jobs.parquet.survey import survey_parquet
 from jobs.runs.spec import RunSpec
 from jobs.tasks import Request
-from tests.jobs.answering import MODEL, FakeCompletion, refuse, score_parquet, work_off
+from tests.jobs.answering import MODEL, FakeCompletion, queued_jobs, refuse, score_parquet, work_off
 from tests.jobs.conftest import Invoke
 
 MakeContext = Callable[[], JobContext]
@@ -168,3 +170,21 @@ def test_the_command_takes_the_options(invoke: Invoke, redis: Redis, tmp_path: P
     result = invoke("submit", str(tmp_path / "in.parquet"), str(tmp_path / "out"), *options, "--dry-run")
     assert "with --task embed there are none" in result.output
     assert invoke("submit", str(tmp_path / "in.parquet"), str(tmp_path / "out"), *options).exit_code == 0
+
+
+def test_a_run_of_embeddings_is_resumed_by_a_worker_of_another_model_which_leaves_it_its_shards(
+    redis: Redis, context: MakeContext, make_context: MakeContext, tmp_path: Path
+) -> None:
+    source = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"prompt": ["a", "b"]}), source)
+    arguments: dict[str, Any] = {"task": "embed", "rows_per_shard": 1}
+    planned = score_parquet(context(), str(source), str(tmp_path / "out"), **arguments)
+    for job in queued_jobs(redis):
+        job.delete()
+    other = ServedModel("other", "fingerprint of another", "float32", "none", ("/models/other",))
+    resumed = score_parquet(
+        replace(make_context(), model=other), str(source), str(tmp_path / "out"), **arguments
+    )
+    assert (resumed["run"], resumed["shards_enqueued"]) == (planned["run"], 2)
+    fingerprints = {redis.hget(f"rq:job:{job.id}", MODEL_FIELD) for job in queued_jobs(redis)}
+    assert fingerprints == {MODEL.fingerprint.encode()}

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from click import ClickException
 from redis import Redis
 
+import jobs
 from jobs.cli import waiting
 from jobs.context import JobContext
 from jobs.errors import InvalidValue
 from jobs.runs.error_limit import ErrorLimit
+from jobs.runs.refusals import RunFailed
 from jobs.tasks import Request
+from jobs.watch.runs import list_runs
 from tests.jobs.answering import FakeCompletion, queued_jobs, refuse, run_task, shout, work_off
 from tests.jobs.conftest import Invoke
 
 MakeContext = Callable[[], JobContext]
+ON_END = "mine.done"
 
 
 def refuse_all(request: object) -> FakeCompletion:
@@ -123,3 +129,36 @@ def test_the_limit_is_a_number_of_rows_or_a_share(
 def test_a_limit_that_is_none_is_refused(limit: object) -> None:
     with pytest.raises(InvalidValue, match=r"max_errors is .*, expected a number of rows, or a share"):
         ErrorLimit.parse(limit)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_run_all_of_whose_rows_fail_has_failed_however_few_they_are(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, tmp_path: Path, rows: int
+) -> None:
+    pq.write_table(pa.table({"prompt": ["a"] * rows}), tmp_path / "in.parquet")
+    submit = ("submit", tmp_path / "in.parquet", tmp_path / "out", "--on-end", ON_END)
+    run = invoke(*submit).stdout.strip()
+    allowing = lambda: replace(make_context(), allowed_functions=frozenset({ON_END}))  # noqa: E731
+    work_off(redis, allowing)
+    work_off(redis, allowing, answer=refuse_all)
+    (told,) = queued_jobs(redis)
+    assert (told.args[0]["state"], told.args[0]["errors"]) == ("failed", rows)
+    assert f"all its {rows} rows have an error" in told.args[0]["reason"]
+    redis.lrem("rq:queue:bulk", 1, told.id)
+    assert f"run {run}: failed" in invoke("status", run).stdout
+    assert [each.state for each in list_runs(redis)] == ["failed"]
+    with pytest.raises(ClickException, match=f"all its {rows} rows have an error"):  # exit status 1
+        waiting.wait_for_end(redis, run)
+    with pytest.raises(RunFailed, match="rows have an error"):
+        jobs.run(run, connection=redis).wait(timeout=0)
+
+
+def test_a_run_may_have_all_its_rows_fail_where_its_limit_says_so(
+    invoke: Invoke, redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "in.parquet")
+    run = invoke("submit", tmp_path / "in.parquet", tmp_path / "out", "--max-errors", "100%").stdout.strip()
+    for _ in range(2):
+        work_off(redis, make_context, answer=refuse_all)
+    assert f"run {run}: finished" in invoke("status", run).stdout
+    assert jobs.run(run, connection=redis).wait(timeout=0).state == "finished"

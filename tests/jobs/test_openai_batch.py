@@ -302,3 +302,28 @@ def test_no_kill_costs_a_line_or_leaves_a_mark_before_the_files(
         assert (tmp_path / "out" / "_SUCCESS").is_file()
         step += rng.randint(10, 25) if finished < 2 else rng.randint(2, 6)
     assert step > 60
+
+
+@pytest.mark.parametrize("alias", [["gpt-4o-mini", "gpt-4o"], ["*"]])
+def test_lines_that_name_a_model_are_answered_by_the_served_one_where_that_is_asked_for(
+    redis: Redis, make_context: MakeContext, tmp_path: Path, alias: list[str]
+) -> None:
+    lines = [complete("a", model="gpt-4o"), chat("b", "hello", model="gpt-4o-mini"), complete("c", model="m")]
+    lines += [complete("d", model="other"), complete("e", model=5)]
+    score(make_context(), write(tmp_path / "in.jsonl", lines), tmp_path, model_alias=alias)
+    work_off(redis, make_context)
+    output, errors = read(tmp_path)
+    others = [] if alias == ["*"] else ["d"]
+    assert [line["custom_id"] for line in output] == [each for each in "abcd" if each not in others]
+    assert {line["response"]["body"]["model"] for line in output} == {"m"}
+    assert [line["custom_id"] for line in errors] == [*others, "e"]
+
+
+def test_an_alias_is_for_batch_files(invoke: Invoke, redis: Redis, source: Path, tmp_path: Path) -> None:
+    options = ("--model-alias", "gpt-4o", "--model-alias", "gpt-4")
+    refused = invoke("submit", source, tmp_path / "out", *options)
+    assert "model_alias is for batch files" in refused.output
+    path = write(tmp_path / "in.jsonl", [complete("a", model="gpt-4o")])
+    assert invoke("submit", path, tmp_path / "out", "--format", "openai-batch", *options).exit_code == 0
+    (planning,) = queued_jobs(redis)
+    assert planning.kwargs["model_alias"] == ["gpt-4o", "gpt-4"]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine import Completion, EngineStats, InvalidRequest, ModelIdentity, RequestProgress, SamplingParams
+from tests import slow_files
 from worker import BatchWorker
 from worker.settings import WorkerSettings
 
@@ -141,6 +142,7 @@ class FakeEngineWorker(BatchWorker):
     """BatchWorker in all but the model."""
 
     def load_engine(self, settings: WorkerSettings) -> FakeEngine:
+        slow_files.slow_down()
         identity = ModelIdentity(f"fingerprint of {settings.model}", settings.dtype)
         step_s = float(os.environ.get("FAKE_STEP_S", "0.001"))
         return FakeEngine(settings.max_num_seqs, step_s, identity=identity)

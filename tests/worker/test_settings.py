@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import ConfigError
+from engine import ConfigError, ModelIdentity
 from engine.run import device
 from engine.run.device import resolve_device
 from worker.errors import FunctionNotFound, SettingsError
@@ -201,3 +201,13 @@ def test_a_number_of_threads_that_was_set_stays(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert load(monkeypatch, tmp_path).engine_config().adapt_cpu_threads
     assert not load(monkeypatch, tmp_path, **{told: "2"}).engine_config().adapt_cpu_threads
+
+
+def test_a_served_name_stands_in_answers_and_the_models_own_names_are_known_besides(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TOKENMILL_MODEL", str(tmp_path))
+    monkeypatch.setenv("TOKENMILL_SERVED_NAME", "our-model")
+    served = WorkerSettings.load().served_model(ModelIdentity("f" * 64, "float32"))
+    assert served.name == "our-model"
+    assert set(served.names) == {"our-model", str(tmp_path), str(tmp_path.resolve()), tmp_path.name, "f" * 64}

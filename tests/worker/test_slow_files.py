@@ -8,22 +8,30 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from redis import Redis
 from rq.job import JobStatus
 
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
+from jobs.context.shard_bytes import ShardBytes
+from jobs.parquet.local_files import LocalFiles
+from jobs.parquet.shard_task import shard_task
+from jobs.parquet.shard_work import ShardWork
 from jobs.runs.names import shard_job_id
 from jobs.tasks import Completion, OpenTask, Request, Task
-from tests.jobs.answering import score_parquet
+from tests.jobs.answering import MODEL, queued_jobs, score_parquet
 from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until
+from tests.slow_files import slow
 from worker.errors import FileTimeout
 from worker.io_thread.held_job import HeldJob
 from worker.io_thread.packing import Packer
@@ -90,8 +98,8 @@ class Files:
         self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.reports: list[tuple[int, Any, BaseException | None]] = []
         log = logging.getLogger("files")
-        calls = PoolCalls(self._events.put, lambda job: None, log, self._clock)
-        self.files = TaskFiles(self.packer, calls, LIMIT_S, log, self._clock)
+        self.calls = PoolCalls(self._events.put, lambda job: None, log, self._clock)
+        self.files = TaskFiles(self.packer, self.calls, LIMIT_S, log, self._clock)
         self._numbers = iter(range(100))
 
     def _clock(self) -> float:
@@ -103,9 +111,9 @@ class Files:
         job.open_task = OpenFile(calls, threading.Event())
         return job
 
-    def open(self, task: FileTask) -> HeldJob:
+    def open(self, task: Task, context: Any = None) -> HeldJob:
         job = self.job()
-        self.files.open(job, task, cast(Any, None), self.note)
+        self.files.open(job, task, context, self.note)
         return job
 
     def close(self, job: HeldJob) -> None:
@@ -119,6 +127,17 @@ class Files:
     def wait_for_reports(self, number: int) -> None:
         while len(self.reports) < number:
             self._events.get(timeout=30)()
+
+    def try_until(self, reports: int) -> None:
+        """Let half a second pass again and again until there are so many reports."""
+        for _ in range(100):
+            with suppress(Empty):
+                self._events.get(timeout=0.1)()
+            if len(self.reports) >= reports:
+                return
+            self.now += 0.5
+            self.calls.try_again()
+        pytest.fail(f"{self.reports} are all reports after 100 tries")
 
     def pass_time(self, seconds: float) -> list[str]:
         self.now += seconds
@@ -364,3 +383,22 @@ def test_a_disk_slower_than_the_model_leaves_further_shards_to_other_workers_and
     wait_until(lambda: len(list(parts.glob("part-*"))) >= 100 - 2 * 8 - 2 * MAX_OPENING)
     gate.touch()
     wait_until((parts / "_SUCCESS").exists)
+
+
+def test_two_shards_whose_prompts_exceed_the_memory_together_are_opened_though_their_store_is_slow(
+    redis: Redis, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = JobContext(redis, "bulk", "job", "execution", (str(tmp_path.resolve()),), MODEL)
+    rows, memory = 10 << 10, ShardBytes(16 << 20)
+    for name in ("a", "b"):
+        pq.write_table(pa.table({"prompt": [name * 1024 + str(row) for row in range(rows)]}), tmp_path / name)
+        score_parquet(context, str(tmp_path / name), str(tmp_path / f"{name}-out"), rows_per_shard=rows)
+    monkeypatch.setattr(LocalFiles, "stat", slow(LocalFiles.stat, 0.05))
+    context = replace(context, shard_bytes=memory)
+    jobs = [files.open(shard_task(*job.args, **job.kwargs), context) for job in queued_jobs(redis)]
+    for number in range(1, 3):
+        files.try_until(number)
+        job = jobs[files.reports[-1][0]]
+        assert isinstance(job.open_task, ShardWork)
+        list(job.open_task.requests())  # its prompts are the engine's from here on
+        files.close(job)

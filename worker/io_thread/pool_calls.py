@@ -10,6 +10,7 @@ from typing import Any
 from jobs.context.shard_bytes import NoRoomYet
 from worker.io_thread.faults import is_fault
 from worker.io_thread.held_job import HeldJob
+from worker.io_thread.room_line import Place, RoomLine
 from worker.store.client import OUTAGES
 from worker.threads.functions import FunctionPool
 
@@ -37,6 +38,7 @@ class PoolCalls:
         self._post, self._unawaited, self._log, self._clock = post, unawaited, log, clock
         self._waiting: list[Callable[[], None]] = []
         self._try_again_at = clock()
+        self._line = RoomLine(clock)
 
     def submit(
         self,
@@ -47,12 +49,14 @@ class PoolCalls:
         came_back: Callable[[HeldJob, Any], None] = lambda job, value: None,
         is_ours: bool = False,
         discard: Callable[[Any], None] | None = None,
+        place: Place | None = None,
     ) -> None:
         """Run a function in a pool; then `came_back` and, if the job was not withdrawn, `then` run here.
 
         came_back: gets the value, None where the function raised. is_ours: the function is our own, which
-        asks whether it is interrupted, and may be run again after any step of it: an outage, or shards that
-        hold too much memory, delay it only. discard: see FunctionPool.submit.
+        asks whether it is interrupted, and may be run again after any step of it: an outage delays it only.
+        discard: see FunctionPool.submit. place: of a function of ours that takes memory, which shards that
+        hold too much of it delay.
         """
         awaited = job.await_call()
 
@@ -68,13 +72,15 @@ class PoolCalls:
                 report(None, None)
 
         def report(value: Any, error: BaseException | None) -> None:
+            if place is not None:
+                self._line.came_back(place)
             if not job.awaits(awaited):
                 came_back(job, value)
                 self._unawaited(job)
                 return
             job.call = None
-            if is_ours and isinstance(error, NoRoomYet):
-                self.submit_later(start_again)
+            if place is not None and isinstance(error, NoRoomYet):
+                self._line.wait(place, start_again, is_awaited)
             elif is_ours and isinstance(error, OUTAGES) and not is_fault(error):
                 self._log.error("job %s: Redis did not answer (%s); trying again", job.claimed.job_id, error)
                 self.submit_later(start_again)
@@ -82,16 +88,23 @@ class PoolCalls:
                 came_back(job, value)
                 then(job, value, error)
 
-        start()
+        def is_awaited() -> bool:
+            return job.awaits(awaited)
+
+        if place is None:
+            start()
+        else:
+            self._line.begin(place, start_again, is_awaited)
 
     def submit_later(self, submit: Callable[[], None]) -> None:
-        """Try something again when Redis, or memory, is there, and not at once."""
+        """Try something again when Redis is there, and not at once."""
         if not self._waiting:
             self._try_again_at = self._clock() + _TRY_AGAIN_S
         self._waiting.append(submit)
 
     def try_again(self) -> None:
         """Start what waits, once its pause is over."""
+        self._line.try_again()
         if self._waiting and self._clock() >= self._try_again_at:
             again, self._waiting = self._waiting, []
             for submit in again:

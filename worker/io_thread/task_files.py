@@ -13,6 +13,7 @@ from worker.errors import file_timeout
 from worker.io_thread.held_job import HeldJob
 from worker.io_thread.packing import Packer
 from worker.io_thread.pool_calls import PoolCalls, Then
+from worker.io_thread.room_line import Place
 from worker.threads.file_pool import FilePool, seconds_of_silence, seconds_since_begin
 
 THREADS = 2
@@ -60,6 +61,7 @@ class TaskFiles:
             self._opened,
             is_ours=True,
             discard=lambda opened: self._close_unawaited(job.claimed.job_id, opened),
+            place=Place(opens=True, job_number=job.number) if task.reads_rows else None,
         )
 
     def _opened(self, job: HeldJob, opened: OpenTask | None) -> None:
@@ -69,7 +71,15 @@ class TaskFiles:
     def finish(self, job: HeldJob, then: Then) -> None:
         """Ask a job's open task for its result, then call `then` with it."""
         self._packer.finishing(job)
-        self._calls.submit(self._writers, lambda: _result_of(job), job, then, self._finished, is_ours=True)
+        self._calls.submit(
+            self._writers,
+            lambda: _result_of(job),
+            job,
+            then,
+            self._finished,
+            is_ours=True,
+            place=Place(opens=False, job_number=job.number),
+        )
 
     def _finished(self, job: HeldJob, value: Any) -> None:
         self._packer.finished(job)

@@ -1,0 +1,41 @@
+"""Files and stores that answer slowly.
+
+`SLOW_FILES_S=0.05 python -m pytest tests/jobs tests/worker` has each of their calls take so much
+longer, also in the workers that tests start.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from time import sleep  # as it is now: tests put others in its place
+from typing import Any
+
+from jobs.parquet.filesystem import Filesystem
+from jobs.parquet.local_files import LocalFiles
+
+
+def slow_down() -> None:
+    """Have each call of a filesystem, and each request to a store, take that much longer from here on."""
+    seconds = float(os.environ.get("SLOW_FILES_S", "0"))
+    if not seconds:
+        return
+    for name in Filesystem.__abstractmethods__:
+        setattr(LocalFiles, name, slow(getattr(LocalFiles, name), seconds))
+    try:
+        from jobs.parquet.object_requests import Requests
+    except ImportError:  # obstore is not installed
+        return
+    Requests.make = slow(Requests.make, seconds)  # type: ignore[method-assign]
+
+
+def slow(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    """Return a call that takes that much longer."""
+
+    @functools.wraps(call)
+    def late(*args: Any, **kwargs: Any) -> Any:
+        sleep(seconds)
+        return call(*args, **kwargs)
+
+    return late
