@@ -73,6 +73,7 @@ FUNCTIONS = (
     "save_producers_copy",
     "on_success_saves",
     "on_failure_saves",
+    "note_end",
 )
 """Those of tests.worker.functions that jobs may name."""
 

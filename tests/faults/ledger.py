@@ -266,6 +266,7 @@ class Ledger:
                 **run.options,
                 rows_per_shard=run.rows_per_shard,
                 **wanted,
+                on_end=F + "note_end",
                 job_timeout=-1,
                 result_ttl=-1,
                 failure_ttl=-1,
@@ -383,6 +384,17 @@ class Ledger:
         if json.loads((run.output / "_manifest.json").read_text())["rows"] != run.rows:
             found.details.append(f"the manifest of {name} counts other rows")
             found.lost += 1
+        self._audit_told(run, found)
+
+    def _audit_told(self, run: Run, found: Findings) -> None:
+        """What was told of a run's end must be true, and must have been told."""
+        told = [json.loads(text) for text in self._redis.lrange(f"told:{run.output}", 0, -1)]
+        finished = [each for each in told if each["state"] == "finished"]
+        true = {"rows": run.rows, "rows_done": run.rows, "errors": 0, "reason": None}
+        untrue = [each for each in finished if any(each[name] != value for name, value in true.items())]
+        if untrue or not finished:
+            found.details.append(f"run {run.output.name} was told of as {untrue or told}, expected {true}")
+            found.wrong += 1
 
 
 def _run_id(output: Path) -> str | None:
