@@ -121,7 +121,7 @@ def _replay(server: Server) -> Iterator[Finding]:
         return
     for words in (("SET", prefixed("rq:job:a"), "1"), ("XADD", prefixed("tokenmill:a"), "*", "a", "1")):
         try:
-            told: Any = server.client.execute_command("ACL", "DRYRUN", "default", *words)
+            told: Any = server.client.acl_dryrun("default", *words)
         except ResponseError:  # not as this user, or Redis 6.2, which replays without a user
             return
         if told not in (b"OK", "OK"):

@@ -58,13 +58,13 @@ class RunSummary:
     awaited_model: as they may be shown; model is None before it is planned. submitted_at, began_at, ended_at:
     Unix seconds; of the last submission, of the beginning of work on it, and of its last part. rows, shards:
     None before the run is planned. rows_done, tokens: running shards included; tokens are those generated,
-    the other counts of tokens the output's columns in finished shards. errors, failed_checks, cut: rows in
-    those with an error, without one but failing their check, or ended at their limit of tokens.
-    shards_failed: none of a run that is cancelled or stopped, whose rest is left for another submission.
+    the other counts of tokens the output's columns in finished shards. errors, failed_checks, cut: rows there
+    with an error, that failed their check, or ended at their limit of tokens. plan_error: why planning
+    failed, only where one run is read. shards_failed: none of a run that is cancelled or stopped.
     rows_per_s, tokens_per_s: since began_at, of a finished run over worked_s; None where nothing can be told.
     worked_s: for how long workers had shards of a finished run, of all submissions. stopped: why it was.
     workers: how many listen on its queue. awaited_model: its model, where none of them serves it.
-    left_s, plan_error: of a run that is read by itself, seconds until it ends and why its planning failed.
+    left_s: seconds until it ends; of a run that is read by itself, and None where nothing tells.
     """
 
     run: str
@@ -141,8 +141,7 @@ class RunDetail:
 class ShardSeen:
     """A shard of a run. worker: which answers it now, or did.
 
-    state: "done", "running", "failed" or "queued"; "left" of a cancelled or stopped run; "gone" where its job
-    is in Redis no more.
+    state: "done", "running", "failed", "queued", "gone" without a job in Redis, or "left" by a stopped run.
     Of a running one rows_done and tokens are those so far; rows are None where its part is not there yet.
     """
 
@@ -197,8 +196,9 @@ def read_run(connection: Redis, run: str) -> RunDetail:
     facts = RunState(connection, snapshot.run).facts()
     done = snapshot.counts
     summary = _summary(snapshot, facts, (0, 0), _submitted_at(facts))
+    running = max(0, snapshot.rows_done - done["rows"])
     tokens = max(0, snapshot.tokens - done["generated_tokens"])
-    rates = _rates(facts, max(0, snapshot.rows_done - done["rows"]), tokens)
+    rates = _rates(facts, running, tokens)
     summary = replace(
         summary,
         rows_done=snapshot.rows_done,
