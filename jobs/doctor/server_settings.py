@@ -119,9 +119,10 @@ def _replay(server: Server) -> Iterator[Finding]:
     """As the default user Redis 7 to 8 replays the append-only file, also where nobody may be that user."""
     if not server.info.get("aof_enabled"):
         return
+    client: Any = server.client
     for words in (("SET", prefixed("rq:job:a"), "1"), ("XADD", prefixed("tokenmill:a"), "*", "a", "1")):
         try:
-            told: Any = server.client.acl_dryrun("default", *words)
+            told: Any = client.acl_dryrun("default", *words)
         except ResponseError:  # not as this user, or Redis 6.2, which replays without a user
             return
         if told not in (b"OK", "OK"):

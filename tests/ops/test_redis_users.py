@@ -11,7 +11,9 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from redis import Redis
+from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
+from redis.retry import Retry
 
 from tests.redis_server import wait_until_ready
 from tests.rq_workers import ROOT, wait_until
@@ -19,6 +21,8 @@ from tests.rq_workers import ROOT, wait_until
 PASSWORD = "change-this-1"
 USERS = ROOT / "ops" / "redis-users.acl"
 SCRIPT = "for i = 1, 3 do redis.call('HSET', KEYS[1], i, i) redis.call('RPUSH', KEYS[2], i) end"
+
+WRITER = "writer"
 
 #: Of each writer, before the server is killed.
 NUM_WRITES = 50
@@ -42,13 +46,17 @@ def started(executable: str, folder: Path, *options: str) -> Iterator[Redis]:
         stderr=subprocess.DEVNULL,
     )
     url = f"unix://worker:{PASSWORD}@{folder / 's'}"
+    worker = Redis.from_url(url, retry=Retry(NoBackoff(), 0))
     try:
         wait_until_ready(url, process)
-        with Redis.from_url(url) as worker:
-            yield worker
+        yield worker
     finally:
         process.kill()
         process.wait(timeout=10)
+        for thread in threading.enumerate():
+            if thread.name == WRITER:
+                thread.join()
+        worker.close()
 
 
 class Writers:
@@ -62,7 +70,7 @@ class Writers:
         ways = (self.plain, self.transaction, self.script)
         self.acknowledged = {write.__name__: 0 for write in ways}
         for write in ways:
-            threading.Thread(target=self._write, args=(write.__name__, write), daemon=True).start()
+            threading.Thread(target=self._write, name=WRITER, args=(write.__name__, write)).start()
 
     def plain(self, key: str, log: str) -> None:
         self._worker.hset(key, "1", "1")
