@@ -122,7 +122,7 @@ def _replay(server: Server) -> Iterator[Finding]:
     client: Any = server.client
     for words in (("SET", prefixed("rq:job:a"), "1"), ("XADD", prefixed("tokenmill:a"), "*", "a", "1")):
         try:
-            told: Any = client.acl_dryrun("default", *words)
+            told = client.execute_command("ACL", "DRYRUN", "default", *words)
         except ResponseError:  # not as this user, or Redis 6.2, which replays without a user
             return
         if told not in (b"OK", "OK"):
