@@ -84,6 +84,11 @@ def worker_key(name: str) -> str:
     return f"{OWN}:worker:{name}"
 
 
+def loading_key(name: str) -> str:
+    """What a worker says while it loads its model; `worker_key` comes when it serves."""
+    return f"{worker_key(name)}:loading"
+
+
 def samples_key(name: str) -> str:
     return f"{OWN}:samples:{name}"
 

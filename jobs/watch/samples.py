@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self
 
-from ..common.keys import SILENT_S, WORKER_STATS_TTL_S, samples_key, worker_key
+from ..common.keys import SILENT_S, WORKER_STATS_TTL_S, loading_key, samples_key, worker_key
 from ..common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
 from ..common.shown import safe_name
 from ..common.stored import count, json_object, text
@@ -154,10 +154,12 @@ def read_samples(connection: Redis, names: Sequence[str] | None = None) -> list[
     for chunk in _chunks(worker_names(connection) if names is None else names):
         with connection.pipeline(transaction=False) as pipe:
             for name in chunk:
-                pipe.get(worker_key(name))
-                pipe.pttl(worker_key(name))
+                for key in (worker_key(name), loading_key(name)):
+                    pipe.get(key)
+                    pipe.pttl(key)
             replies = pipe.execute(raise_on_error=False)
-        for name, raw, left_ms in zip(chunk, replies[::2], replies[1::2], strict=True):
+        for name, *told_twice in zip(chunk, *(replies[i::4] for i in range(4)), strict=True):
+            raw, left_ms = told_twice[:2] if told_twice[0] is not None else told_twice[2:]
             told = json_object(raw)
             if told and isinstance(left_ms, int):
                 silent_s = max(0.0, WORKER_STATS_TTL_S - left_ms / 1000) if left_ms >= 0 else 0.0

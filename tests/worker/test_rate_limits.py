@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ F = "tests.worker.functions."
 
 
 LIMIT = RateLimit("key", 1)
+_numbers = count()
 
 
 def enqueue_rate_limited(queue: Queue, function: str, *args: Any, **options: Any) -> Job:
-    return queue.enqueue(F + function, args=args, job_timeout=60, rate_limit=LIMIT, **options)
+    """In order of their ids, which RQ goes by among jobs of the same second."""
+    job_id = f"limited-{next(_numbers):06}"
+    return queue.enqueue(F + function, args=args, job_id=job_id, job_timeout=60, rate_limit=LIMIT, **options)
 
 
 def assert_no_limit_is_left(workers: Workers) -> None:

@@ -109,7 +109,7 @@ def test_a_worker_and_a_producer_do_their_work_over_tls_with_the_users_we_docume
     assert " finished " in tokenmill(workers, url, "status")
     assert " finished " in tokenmill(workers, url, "runs", "--state", "finished")
     assert "\nw " in tokenmill(workers, url, "workers")
-    assert "no row has an error" in tokenmill(workers, url, "errors", "out")
+    assert "0 rows with an error" in tokenmill(workers, url, "errors", "out")
     printed += command(workers, workers.url, *RQ, "info", "--raw", "--worker-class", "worker.BatchWorker")
     assert "worker w" in printed
     assert "worker w: " in tokenmill(workers, url, "info")

@@ -12,7 +12,15 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
-from jobs.common.keys import RQ, SILENT_S, WORKER_STATS_TTL_S, prefixed, samples_key, worker_key
+from jobs.common.keys import (
+    RQ,
+    SILENT_S,
+    WORKER_STATS_TTL_S,
+    loading_key,
+    prefixed,
+    samples_key,
+    worker_key,
+)
 from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
 from jobs.common.version import code_version
 from jobs.watch.samples import LOADING, MAX_POINTS, Point
@@ -46,19 +54,18 @@ class QueueCounts:
 @contextmanager
 def shown_loading(client: Redis, worker_name: str, queue_names: Sequence[str], model: str) -> Iterator[None]:
     """Show that a worker loads its model, until `WorkerRecord` shows more of it, or to the end."""
-    key, member, began = worker_key(worker_name), f"{WORKER_PREFIX}{worker_name}", time.time()
+    key, member, began = loading_key(worker_name), f"{WORKER_PREFIX}{worker_name}", time.time()
     facts = {"worker": worker_name, "state": LOADING, "model": model, "version": code_version()}
     told = json.dumps({**facts, "queues": list(queue_names), "started_at": began, "updated_at": began})
     with client.pipeline(transaction=False) as pipe:
         pipe.sadd(WORKERS_KEY, member)
-        pipe.set(key, told, ex=WORKER_STATS_TTL_S, nx=True)  # one of this name may serve
+        pipe.set(key, told, ex=WORKER_STATS_TTL_S)
         pipe.execute(raise_on_error=False)
     try:
         yield
     finally:
         with suppress(RedisError):
-            if client.get(key) == told.encode():
-                client.delete(key)
+            if client.delete(key) and not client.exists(worker_key(worker_name)):
                 client.srem(WORKERS_KEY, member)
 
 
