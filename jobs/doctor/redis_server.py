@@ -113,7 +113,7 @@ def user_of(url: str) -> str:
 
 def not_served(url: str, error: RedisError) -> Finding:
     """Say why a server does not serve whoever connects with this URL, and what to mend."""
-    address, user = shown_url(url), user_of(url)
+    address, user = shown_url(url) if url else "Redis", user_of(url)
     is_refusal = isinstance(error, (AuthenticationError, NoPermissionError))
     if isinstance(error, BusyLoadingError):
         mend = "wait: it reads what it has kept on its disk, and serves once that is done"

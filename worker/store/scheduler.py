@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import ctypes
 import logging
 import os
@@ -17,6 +18,7 @@ from typing import Any
 
 from redis import Redis
 from redis.exceptions import RedisError
+from redis.sentinel import Sentinel, SentinelConnectionPool, SentinelConnectionPoolProxy
 from rq import Queue
 from rq.scheduler import RQScheduler, run
 from rq.utils import current_timestamp, now, utcformat
@@ -34,6 +36,23 @@ _MOST = 1000
 _CHILD = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); pickle.load(sys.stdin.buffer)()"
 """What the process runs: it finds modules where its worker does, and gets its task through its standard
 input, because the connection's settings may hold a password."""
+
+
+def _who_knows_the_master(proxy: SentinelConnectionPoolProxy) -> tuple[Any, ...]:
+    """Take from a connection's settings what another process needs to ask the same Sentinels."""
+    manager: Any = proxy.sentinel_manager
+    asked = [each.connection_pool.connection_kwargs for each in manager.sentinels]
+    addresses = [(each["host"], each["port"]) for each in asked]
+    return _ask_for_master, (proxy.service_name, addresses, manager.sentinel_kwargs)
+
+
+def _ask_for_master(name: str, addresses: list[Any], options: dict[str, Any]) -> Any:
+    sentinels: Any = Sentinel(addresses, sentinel_kwargs=options)
+    pool: Any = SentinelConnectionPool(name, sentinels)
+    return pool.proxy
+
+
+copyreg.pickle(SentinelConnectionPoolProxy, _who_knows_the_master)
 
 
 class SchedulerProcess:
