@@ -186,7 +186,7 @@ def test_programs_fill_the_device_and_few_are_idle() -> None:
 
 
 def test_auto_takes_triton_on_cuda_and_warns(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, "engine"):
         assert engine.attention._choose(torch.device("cuda"), torch.bfloat16) == "triton"
     assert "'triton'" in caplog.text
     assert "not been run on a GPU" in caplog.text
@@ -196,7 +196,7 @@ def test_auto_takes_torch_where_triton_is_not_installed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engine.attention, "find_spec", lambda name: None)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, "engine"):
         assert engine.attention._choose(torch.device("cuda"), torch.bfloat16) == "torch"
     assert "'torch'" in caplog.text
 

@@ -287,6 +287,7 @@ def test_a_worker_tells_of_a_planning_that_fails_and_of_a_last_shard_that_is_sto
         run = invoke("submit", source, tmp_path / "out", *ends).stdout.strip()
         stopped = shard_job_id(run, 0)
         wait_until(lambda: (tmp_path / "out" / "part-00001.parquet").exists())
+        wait_until(lambda: workers.job(shard_job_id(run, 1)).get_status() == "finished")
         wait_until(lambda: Job.exists(stopped, redis) and workers.job(stopped).get_status() == "started")
         send_stop_job_command(redis, stopped)
         wait_until(lambda: len(server.received) == 2)

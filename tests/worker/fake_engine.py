@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine import Completion, EngineStats, InvalidRequest, ModelIdentity, RequestProgress, SamplingParams
-from tests import slow_files
 from worker import BatchWorker
 from worker.settings import WorkerSettings
 
@@ -142,7 +141,11 @@ class FakeEngineWorker(BatchWorker):
     """BatchWorker in all but the model."""
 
     def load_engine(self, settings: WorkerSettings) -> FakeEngine:
-        slow_files.slow_down()
+        if os.environ.get("SLOW_FILES_S"):
+            # Not before: it loads Arrow, whose allocator a worker chooses when it starts.
+            from tests.slow_files import slow_down
+
+            slow_down()
         identity = ModelIdentity(f"fingerprint of {settings.model}", settings.dtype)
         step_s = float(os.environ.get("FAKE_STEP_S", "0.001"))
         return FakeEngine(settings.max_num_seqs, step_s, identity=identity)
