@@ -6,76 +6,29 @@ the engine's process that would be the end of all that it serves.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Mapping
-from multiprocessing import Pipe
-from threading import Lock
 from typing import Any
 
 from engine.errors import InvalidSampling
 from engine.sampling.structured_outputs import NAME, NAMES, StructuredOutputsParams
 from engine.structured.compiler import unusable
+from sandbox import Child, ChildFailed, Pool
 
 #: Seconds that a form may take.
 LIMIT_S = 5.0
 
-#: The same of a process until it has begun and read the vocabulary.
+#: The same of reading the vocabulary.
 BEGIN_LIMIT_S = 60.0
 
-#: How much later a process ends by itself, where nobody has ended it.
-_MARGIN_S = 5.0
+#: Of a process, beside the vocabulary. Grammars take some 40 MB.
+MEMORY_BYTES = 256 << 20
 
-_PROGRAM = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-    "from engine.structured.trial_child import main; main(int(sys.argv[2]))"
-)
+_VOCABULARY = "engine.structured.trial_child:read_vocabulary"
+_FORM = "engine.structured.trial_child:try_form"
 
 
 class NotTried(InvalidSampling):
     """Raised when there is no process in which a form could be tried: no fault of the form's."""
-
-
-class _NoReply(Exception):
-    """Raised with what became of a process that was asked."""
-
-
-class _Child:
-    """One process that tries forms, for one thread at a time. Raises _NoReply; then it is of no use."""
-
-    def __init__(self, vocabulary: Mapping[str, Any]) -> None:
-        self._pipe, theirs = Pipe()
-        with theirs:
-            # A session of its own: what interrupts the engine from its terminal is not meant for it.
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        self.ask(BEGIN_LIMIT_S, vocabulary)
-
-    def ask(self, limit_s: float, question: Mapping[str, Any]) -> dict[str, Any]:
-        try:
-            self._pipe.send_bytes(json.dumps(question).encode())
-            if not self._pipe.poll(limit_s):
-                self.close()
-                raise _NoReply(f"took longer than {limit_s:g} s to compile")
-            reply: dict[str, Any] = json.loads(self._pipe.recv_bytes())
-        except (EOFError, OSError):
-            self.close()
-            raise _NoReply(f"ended the process that compiled it ({self._process.returncode})") from None
-        return reply
-
-    def kill(self) -> None:
-        """End it, whatever it is at; for any thread."""
-        self._process.kill()
-
-    def close(self) -> None:
-        self.kill()
-        self._process.wait()
-        self._pipe.close()
 
 
 class Trials:
@@ -83,53 +36,31 @@ class Trials:
 
     def __init__(self, vocabulary: Mapping[str, Any]) -> None:
         self._vocabulary = vocabulary
-        self._lock = Lock()
-        self._idle: list[_Child] = []
-        self._busy: set[_Child] = set()
-        self._is_closed = False
+        self._pool = Pool(MEMORY_BYTES, self._begin)
 
     def grammar_of(self, spec: StructuredOutputsParams) -> str:
         """The grammar of a form that has survived being compiled. Raises InvalidSampling, or NotTried."""
-        child = self._take()
         form = {name: value for name in NAMES if (value := getattr(spec, name)) is not None}
         try:
-            reply = child.ask(LIMIT_S, {"form": form, "limit_s": LIMIT_S + _MARGIN_S})
-        except _NoReply as error:
-            with self._lock:
-                self._busy.discard(child)
-            raise unusable(spec, f"that {error}") from None
-        self._keep(child)
+            reply = self._pool.call(lambda child: child.ask(_FORM, form, LIMIT_S))
+        except ChildFailed as error:
+            raise unusable(spec, f"whose compilation {error}") from None
+        except OSError as error:
+            raise _not_tried(error) from None
         if "refused" in reply:
             raise InvalidSampling(*reply["refused"])
         return str(reply["grammar"])
 
-    def _take(self) -> _Child:
-        with self._lock:
-            child = self._idle.pop() if self._idle else None
+    def _begin(self, child: Child) -> None:
         try:
-            child = child or _Child(self._vocabulary)
-        except (_NoReply, OSError) as error:
-            raise NotTried(f"{NAME} cannot be compiled here: no process for it begins", str(error)) from None
-        with self._lock:
-            self._busy.add(child)
-            if self._is_closed:
-                child.kill()
-        return child
-
-    def _keep(self, child: _Child) -> None:
-        with self._lock:
-            self._busy.discard(child)
-            if not self._is_closed:
-                self._idle.append(child)
-                return
-        child.close()
+            child.ask(_VOCABULARY, self._vocabulary, BEGIN_LIMIT_S)
+        except ChildFailed as error:
+            raise _not_tried(error) from None
 
     def close(self) -> None:
         """End the processes; who asks one learns that it has ended."""
-        with self._lock:
-            self._is_closed = True
-            for child in self._busy:
-                child.kill()
-            idle, self._idle = self._idle, []
-        for child in idle:
-            child.close()
+        self._pool.close(kill=True)
+
+
+def _not_tried(error: Exception) -> NotTried:
+    return NotTried(f"{NAME} cannot be compiled here: no process for it begins", str(error))

@@ -1,58 +1,44 @@
-"""The process that lists prefixes of object stores: for each question it writes one reply.
+"""What a child does that lists prefixes of object stores.
 
-A listing is as long as a store makes it, and obstore keeps all of it. This process may take so much and no
-more, and whoever asks it ends it after a time.
+A listing is as long as a store makes it, and obstore keeps all of it.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import resource
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import obstore
 from obstore.exceptions import BaseError, InvalidPathError
 
-from .object_requests import opened_store
+from sandbox.child import Worker
 
-#: What a listing may take: some thousand bytes for each object.
-MEMORY_BYTES = 512 << 20
+from .object_requests import opened_store
 
 #: Objects that a listing tells of at a time; and those below a folder that it passes over to list the folder.
 _LISTED, _MAX_BELOW = 1000, 20_000
 
 
-def main(fd: int) -> None:
-    """Answer through the file descriptor until nobody asks any more."""
-    pipe = Connection(fd)
-    _limit_memory()
-    pipe.send_bytes(b"{}")
-    environment: dict[str, str] = {}
-    while True:
-        try:
-            question = json.loads(pipe.recv_bytes())
-        except (EOFError, OSError):
-            return
-        if question["environment"] != environment:
-            opened_store.cache_clear()
-            for name in environment:
-                os.environ.pop(name, None)
-            environment = question["environment"]
-            os.environ.update(environment)
-        pipe.send_bytes(json.dumps(_reply(question)).encode())
+_environment: dict[str, str] = {}
 
 
-def _reply(question: Mapping[str, Any]) -> dict[str, Any]:
+def list_prefix(worker: Worker) -> Iterator[dict[str, Any]]:
+    """List a prefix as a question says, by the variables of the worker that it brings."""
+    global _environment
+    question = worker.question
+    if question["environment"] != _environment:
+        opened_store.cache_clear()
+        for name in _environment:
+            os.environ.pop(name, None)
+        _environment = question["environment"]
+        os.environ.update(_environment)
     store = opened_store(question["scheme"], question["bucket"], question["timeout_s"])
     try:
-        return {"found": listing(store, question["kind"], question["key"])}
+        yield {"found": listing(store, question["kind"], question["key"])}
     except (BaseError, FileNotFoundError, ValueError) as error:
-        return {"raised": type(error).__name__, "text": str(error)}
+        yield {"raised": type(error).__name__, "text": str(error)}
 
 
 def listing(store: Any, kind: str, key: str) -> Any:
@@ -89,12 +75,3 @@ def _has_any(store: Any, key: str) -> bool:
 
 
 _KINDS: dict[str, Callable[[Any, str], Any]] = {"level": _level, "names": _names, "has_any": _has_any}
-
-
-def _limit_memory() -> None:
-    """Allow MEMORY_BYTES more than there are now, where the system counts them, and no file of them all."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(OSError):
-        pages = int(Path("/proc/self/statm").read_text().split()[5])
-        most = pages * resource.getpagesize() + MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))

@@ -125,7 +125,17 @@ def _wait_until_ready(stage: Stage, process: subprocess.Popen[bytes], log: Path)
 
 def _make_clone(folder: Path) -> None:
     """The clone's folders, but for what it ignores; commands may write beside them."""
-    for name in ("ops", "jobs", "worker", "engine", "tests", "tokenmill_dashboard", "docs", "mkdocs.yml"):
+    for name in (
+        "ops",
+        "jobs",
+        "worker",
+        "engine",
+        "sandbox",
+        "tests",
+        "tokenmill_dashboard",
+        "docs",
+        "mkdocs.yml",
+    ):
         (folder / name).symlink_to(ROOT / name)
 
 

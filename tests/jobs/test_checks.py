@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from jobs.context.checks.options import repair_options
 from jobs.context.checks.processes import Checks
+from jobs.errors import InvalidJob
 from tests.jobs.checking import DIES, FUNCTION, HANGS, LIMIT_S, RAISES
 
 
@@ -47,6 +49,16 @@ def test_a_check_that_fails_fails_the_attempt_and_the_next_is_checked(
 def test_processes_end_with_the_one_that_asked() -> None:
     checks, options = Checks(), repair_options(check={"regex": "a"})
     assert checks.reason(options, {}, "a") is None
-    (process,) = checks._idle
+    (child,) = checks._pool._idle
     checks.close()
-    assert process._child.returncode is not None
+    assert not child.is_alive
+
+
+def test_a_schema_that_takes_a_minute_to_compile_is_refused_in_seconds(checks: Checks) -> None:
+    """1 MiB of it, in which other jobs' checks would wait."""
+    began = time.monotonic()
+    with pytest.raises(
+        InvalidJob, match="the check went on for more than 2 s before it could check anything"
+    ):
+        checks.reason(repair_options(check={"json": {"allOf": [True] * 170_000}}), {}, "1")
+    assert time.monotonic() - began < 20  # two, and what a new process takes to begin

@@ -114,7 +114,7 @@ def test_a_listing_that_repeats_itself_is_refused(
 ) -> None:
     page = PAGE.format(objects="".join(OBJECT.format(name=number) for number in range(objects))).encode()
     found = store(lambda handler: reply(handler, 200, page))
-    with pytest.raises(StoreRefused, match="listing does not end within 4 s"):
+    with pytest.raises(StoreRefused, match="listing went on for more than 4 s"):
         getattr(found, asked)(ROOT)
 
 
@@ -133,7 +133,7 @@ def test_a_listing_whose_body_has_no_end_takes_a_bounded_memory(
             handler.wfile.write(part)
             sent += len(part)
 
-    with pytest.raises(StoreRefused, match="takes more memory"):
+    with pytest.raises(StoreRefused, match="listing took more than|listing ended its process"):
         store(pour, timeout_s=200.0).names(ROOT)
     assert sent < 1 << 30
     empty = store(lambda handler: reply(handler, 200, b"<ListBucketResult></ListBucketResult>"))

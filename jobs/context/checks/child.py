@@ -1,18 +1,18 @@
-"""The process in which checks run: for each line of JSON that it reads it writes one.
+"""What a child does that checks answers.
 
 It imports nothing of the worker's, and of others' what a check needs: jsonschema, or a function's module.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
 import json
-import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
+
+from sandbox.child import Worker, unlimited_memory
 
 #: Characters of a reason: it stands in a prompt, and in a column.
 MAX_REASON_CHARS = 2_000
@@ -25,20 +25,9 @@ class Unusable(Exception):
     """Raised with the reason why a check can check nothing."""
 
 
-def main() -> None:
-    """Answer until nobody asks any more. What a function prints goes to the log."""
-    asked, told = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
-    for line in asked:
-        question = json.loads(line)
-        # Who asked may be gone: then nobody ends a check that goes on for ever but this.
-        faulthandler.dump_traceback_later(question["limit_s"], exit=True, file=nothing)
-        reply = json.dumps(_reply(question))
-        faulthandler.cancel_dump_traceback_later()
-        told.write(reply.encode() + b"\n")
-        told.flush()
+def check(worker: Worker) -> Iterator[dict[str, Any]]:
+    """Compile a check and, where there is an answer, look at it. What a function prints goes to the log."""
+    yield _reply(worker.question)
 
 
 def _reply(question: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +80,8 @@ def _function(name: str) -> Check:
     for length in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:length])
         try:
-            found: Any = importlib.import_module(module_name)
+            with unlimited_memory():
+                found: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
                 continue
