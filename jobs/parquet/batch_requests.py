@@ -14,11 +14,11 @@ from ..context.answer import Answer, failed_answer
 from ..errors import JobsError
 from ..prompts.batch_lines import failure_text
 from ..tasks import Completion, OpenTask, Request
-from .prompt_source import PromptSource
+from .prompt_source import RowSource
 from .row_values import RowProblem
 
 
-class BatchSource(PromptSource):
+class BatchSource(RowSource):
     """The lines of a batch file: each is its own JSON."""
 
     columns = ("request",)

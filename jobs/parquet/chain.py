@@ -15,14 +15,14 @@ from ..errors import ColumnConflict, WrongColumnType
 from ..runs.prompt_steps import FINISH_REASON, REASONING, TOOL_CALLS, PromptStep
 from ..tasks import Request
 from .nested_values import holds_bytes
-from .prompt_source import TEXT_FORMS, PromptSource, TemplateSource, check_defaults
+from .prompt_source import TEXT_FORMS, RowSource, TemplateSource, check_defaults
 from .row_values import RowProblem
 
 #: Between a row's first prompt and the JSON of what its later ones read, which holds no line break.
 _BREAK = "\n"
 
 
-class ChainSource(PromptSource):
+class ChainSource(RowSource):
     """A row's first prompt with the columns behind it that its later prompts name, as texts.
 
     So equal texts are still equal rows, and rows whose first prompts start alike come together.

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
 from ..common.json_text import to_json
 from ..errors import WrongColumnType
 from .nested_values import holds_bytes
-from .prompt_source import TEXT_FORMS, PromptSource
-
-#: Between a row's prompt and the JSON of its values, which holds no line break.
-_BREAK = "\n"
+from .prompt_source import TEXT_FORMS, PromptSource, render_behind
+from .row_values import RowProblem
 
 
 class CheckedSource(PromptSource):
@@ -34,6 +31,5 @@ class CheckedSource(PromptSource):
             if holds_bytes(schema.field(column).type):
                 raise WrongColumnType(column, schema.field(column).type, TEXT_FORMS)
 
-    def render(self, values: Mapping[str, Any]) -> str:
-        prompt = self._source.render({name: values[name] for name in self._source.columns})
-        return f"{prompt}{_BREAK}{to_json({name: values[name] for name in self.columns})}"
+    def rendered(self, rows: pa.RecordBatch) -> Iterator[str | RowProblem]:
+        return render_behind(self._source, self.columns, rows, to_json)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
 
+from sandbox import ChildFailed
+
+from ..context.children import RENDERERS
 from ..errors import InvalidJob, WrongColumnType
-from ..prompts.jinja_limits import TemplateProblem
-from ..prompts.jinja_texts import JinjaTexts
+from ..prompts.jinja_texts import LIMIT_S, JinjaTexts
 from ..prompts.template_texts import template_texts
 from .nested_values import holds_bytes
 from .prompt_source import TEXT_FORMS, PromptSource, check_defaults, checked_chat, checked_text
 from .row_values import RowProblem
+
+_TASK = "jobs.parquet.jinja_rows:render_rows"
 
 
 class JinjaSource(PromptSource):
@@ -28,7 +32,7 @@ class JinjaSource(PromptSource):
         """Raises InvalidJob for what is no template, or names no column."""
         texts, self._roles = template_texts(template)
         self.is_chat = self._roles is not None
-        self._template, self._defaults = JinjaTexts(texts), defaults
+        self._template, self._defaults = JinjaTexts(texts), dict(defaults)
         self.columns = tuple(sorted(self._template.names))
         if not self.columns:
             raise InvalidJob(
@@ -42,15 +46,37 @@ class JinjaSource(PromptSource):
             if holds_bytes(kind := schema.field(column).type):
                 raise WrongColumnType(column, kind, TEXT_FORMS)
 
-    def render(self, values: Mapping[str, Any]) -> str:
-        values = {
-            name: self._defaults.get(name) if values[name] is None else values[name] for name in self.columns
-        }
+    def rendered(self, rows: pa.RecordBatch) -> Iterator[str | RowProblem]:
+        """A child that fails is asked again, row by row: what it fails with then is the row's."""
+        done, singly = 0, False
+        while done < rows.num_rows:
+            try:
+                for found in self._asked(rows.slice(done, 1 if singly else None)):
+                    done += 1
+                    yield self._checked(found)
+            except ChildFailed as error:
+                if singly:
+                    done += 1
+                    yield RowProblem(f"the template {error}")
+                singly = True
+
+    def _asked(self, rows: pa.RecordBatch) -> Iterator[list[str] | str]:
+        rows, sink = rows.select(self.columns), pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, rows.schema) as stream:
+            stream.write_batch(rows)
+        question = {"texts": self._template.texts, "columns": self.columns, "defaults": self._defaults}
+        with RENDERERS.lent() as child:
+            for message, _ in child.replies(_TASK, question, LIMIT_S, sink.getvalue().to_pybytes()):
+                yield from message["rows"]
+
+    def _checked(self, found: list[str] | str) -> str | RowProblem:
+        """Return the prompt that the texts are; a text alone says why there are none."""
+        if isinstance(found, str):
+            return RowProblem(found)
         try:
-            texts = self._template.render(values)
-        except TemplateProblem as problem:
-            raise RowProblem(f"the template: {problem}") from None
-        if self._roles is None:
-            return checked_text(texts[0], "prompt")
-        pairs = zip(self._roles, texts, strict=True)
-        return checked_chat([{"role": role, "content": text} for role, text in pairs])
+            if self._roles is None:
+                return checked_text(found[0], "prompt")
+            pairs = zip(self._roles, found, strict=True)
+            return checked_chat([{"role": role, "content": text} for role, text in pairs])
+        except RowProblem as problem:
+            return problem

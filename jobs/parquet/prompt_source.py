@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..prompts.messages import UnusableMessages, normal_messages
 from ..runs.template import Template
 from .column_types import is_list, is_text
 from .nested_values import holds_bytes
-from .row_values import RowProblem, row_values
+from .row_values import RowProblem, python_rows
 
 #: Rows that are Python's at a time: as Python's objects, values take many times what Arrow needs for them.
 SLICE_ROWS = 128
@@ -41,11 +41,23 @@ class PromptSource(abc.ABC):
         """Raise WrongColumnType when a column of the schema can never be rendered."""
 
     @abc.abstractmethod
+    def rendered(self, rows: pa.RecordBatch) -> Iterator[str | RowProblem]:
+        """Yield each row's text, or why it has none."""
+
+
+class RowSource(PromptSource):
+    """Renders row by row, in this process."""
+
+    @abc.abstractmethod
     def render(self, values: Mapping[str, Any]) -> str:
         """Return the text for one row. Raises RowProblem."""
 
+    def rendered(self, rows: pa.RecordBatch) -> Iterator[str | RowProblem]:
+        for values in python_rows(self.columns, rows):
+            yield values if isinstance(values, RowProblem) else _outcome(self.render, values)
 
-class PromptColumn(PromptSource):
+
+class PromptColumn(RowSource):
     """A column of texts."""
 
     is_chat = False
@@ -63,7 +75,7 @@ class PromptColumn(PromptSource):
         return checked_text(text, "prompt")
 
 
-class MessagesColumn(PromptSource):
+class MessagesColumn(RowSource):
     """A column of chats: lists of structs with role and content, or the same as JSON text."""
 
     is_chat = True
@@ -89,7 +101,7 @@ class MessagesColumn(PromptSource):
         return checked_chat(messages)
 
 
-class TemplateSource(PromptSource):
+class TemplateSource(RowSource):
     """A template over any columns that have a text form; lists, structs and maps stand there as JSON.
 
     defaults: for columns the text that stands for null; without one the row has no prompt.
@@ -147,19 +159,27 @@ def render_rows(
             yield text if problem is None else RowProblem(problem)
         return
     for start in range(0, batch.num_rows, SLICE_ROWS):
-        part = batch.slice(start, SLICE_ROWS)
-        columns = [row_values(name, part.column(name)) for name in source.columns]
-        rows = zip(*columns, strict=True) if columns else (() for _ in range(part.num_rows))
-        for row in rows:
-            yield _render(source, dict(zip(source.columns, row, strict=True)))
+        yield from source.rendered(batch.slice(start, SLICE_ROWS))
 
 
-def _render(source: PromptSource, values: dict[str, Any]) -> str | RowProblem:
-    for value in values.values():
-        if isinstance(value, RowProblem):
-            return value
+def render_behind(
+    source: PromptSource,
+    columns: Sequence[str],
+    rows: pa.RecordBatch,
+    behind: Callable[[Mapping[str, Any]], str],
+) -> Iterator[str | RowProblem]:
+    """Yield what a source renders with a line behind it, which is made of values of the row.
+
+    behind: raises RowProblem for values of which none can be made.
+    """
+    for text, values in zip(source.rendered(rows), python_rows(columns, rows), strict=True):
+        problem = next((each for each in (text, values) if isinstance(each, RowProblem)), None)
+        yield problem or _outcome(lambda found, text=text: f"{text}\n{behind(found)}", values)  # type: ignore[misc]
+
+
+def _outcome(render: Callable[[Any], str], values: Any) -> str | RowProblem:
     try:
-        return source.render(values)
+        return render(values)
     except RowProblem as problem:
         return problem
 

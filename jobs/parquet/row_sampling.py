@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
@@ -13,7 +13,7 @@ import pyarrow as pa
 from ..errors import InvalidJob, WrongColumnType
 from ..prompts.arguments import NOT_TEXT
 from .column_types import is_list, is_text
-from .prompt_source import PromptSource
+from .prompt_source import PromptSource, render_behind
 from .row_values import RowProblem
 
 #: Sets of values whose check is remembered: rows of few kinds are common.
@@ -51,8 +51,10 @@ class SampledSource(PromptSource):
         for name, column in self._columns.items():
             _check_type(name, column, schema.field(column).type)
 
-    def render(self, values: Mapping[str, Any]) -> str:
-        prompt = self._source.render({name: values[name] for name in self._source.columns})
+    def rendered(self, rows: pa.RecordBatch) -> Iterator[str | RowProblem]:
+        return render_behind(self._source, tuple(self._columns.values()), rows, self._own)
+
+    def _own(self, values: Mapping[str, Any]) -> str:
         found = {
             name: self._shared.get(name) if values[column] is None else values[column]
             for name, column in self._columns.items()
@@ -60,7 +62,7 @@ class SampledSource(PromptSource):
         own = json.dumps({name: _plain(value) for name, value in found.items() if value is not None})
         if (problem := self._problem(own)) is not None:
             raise RowProblem(problem)
-        return f"{prompt}{_BREAK}{own}"
+        return own
 
     def _find_problem(self, own: str) -> str | None:
         """Say why a row's values cannot be, or None when they can."""

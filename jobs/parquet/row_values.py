@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -26,6 +26,14 @@ _TOGETHER_BYTES = 1 << 20
 
 class RowProblem(Exception):
     """Raised when a row cannot be a prompt; the text goes into the row's `error` and the rest goes on."""
+
+
+def python_rows(columns: Sequence[str], rows: pa.RecordBatch) -> Iterator[dict[str, Any] | RowProblem]:
+    """Yield the values of each row in some columns by name, or why one of them is none."""
+    found = [row_values(name, rows.column(name)) for name in columns]
+    for row in zip(*found, strict=True) if columns else (() for _ in range(rows.num_rows)):
+        problem = next((value for value in row if isinstance(value, RowProblem)), None)
+        yield problem or dict(zip(columns, row, strict=True))
 
 
 def row_values(name: str, column: pa.Array) -> Iterator[Any]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pyarrow as pa
+
 from ..context.answer import Answer, failed_answer
 from ..errors import InvalidValue
 from ..prompts.labels import CONTENT_FREE, classify, scoring_of
@@ -25,14 +27,14 @@ def content_free(source: PromptSource) -> str:
     values: Any = CONTENT_FREE
     if isinstance(source, MessagesColumn):
         values = [{"role": "user", "content": CONTENT_FREE}]
-    try:
-        return source.render(dict.fromkeys(source.columns, values))
-    except RowProblem as problem:
+    row = pa.RecordBatch.from_pylist([dict.fromkeys(source.columns, values)])
+    (found,) = source.rendered(row)
+    if isinstance(found, RowProblem):
         raise InvalidValue(
-            "calibrate asks the template with {} for each column, which it cannot be filled with: "
-            f"{problem}",
+            f"calibrate asks the template with {{}} for each column, which it cannot be filled with: {found}",
             repr(CONTENT_FREE),
-        ) from None
+        )
+    return found
 
 
 class ShardLabels:

@@ -12,6 +12,7 @@ from ..runs.template import Template
 from .batch_requests import BatchSource
 from .chain import ChainSource
 from .checked_source import CheckedSource
+from .jinja_source import JinjaSource
 from .prompt_source import MessagesColumn, PromptColumn, PromptSource, TemplateSource
 from .row_sampling import SampledSource
 
@@ -45,8 +46,6 @@ def _of_prompts(spec: RunSpec) -> PromptSource:
     if spec.steps:
         return ChainSource(spec.steps, spec.defaults)
     if spec.template is not None and spec.template_format == "jinja":
-        from .jinja_source import JinjaSource  # jinja2: only where a template is one of its
-
         return JinjaSource(spec.template, spec.defaults)
     if spec.template is not None:
         template = Template.parse(spec.template)

@@ -1,47 +1,49 @@
-"""The texts of a Jinja template, compiled together."""
+"""The texts of a Jinja template, which children compile and render."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
+from sandbox import ChildFailed
 
+from ..context.children import RENDERERS
 from ..errors import InvalidJob, InvalidValue
-from .arguments import MAX_PROMPT_BYTES
-from .jinja_limits import LimitedEnvironment, TemplateProblem
+
+#: Seconds that a template may take to be compiled, or for one row.
+LIMIT_S = 2.0
+
+_TASKS = "jobs.prompts.jinja_environment"
+
+
+class TemplateProblem(Exception):
+    """Raised when a template or a row cannot be rendered: (why, what of the template stands for {})."""
 
 
 class JinjaTexts:
-    """A prompt's text, or the contents of a chat's messages. Of one thread at a time."""
+    """A prompt's text, or the contents of a chat's messages. names: that they take from outside."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         """Raises InvalidJob for what is no template."""
-        self._environment = LimitedEnvironment()
-        compiled = [self._compiled(text) for text in texts]
-        self._templates = [template for template, _ in compiled]
-        #: The names that are taken from outside.
-        self.names = frozenset(name for _, names in compiled for name in names)
+        self.texts = list(texts)
+        try:
+            found = _asked("find_names", {"texts": self.texts})
+        except TemplateProblem as problem:
+            what, *of_template = problem.args
+            raise (InvalidValue(what, *of_template) if of_template else InvalidJob(what)) from None
+        self.names = frozenset(found["names"])
 
     def render(self, values: Mapping[str, Any]) -> list[str]:
-        """Return each text with the values filled in. Raises TemplateProblem."""
-        texts = [self._environment.render(template, values) for template in self._templates]
-        if (chars := sum(map(len, texts))) > MAX_PROMPT_BYTES:
-            raise TemplateProblem(
-                f"the prompt has {chars} characters, more than the limit of {MAX_PROMPT_BYTES} bytes: "
-                "shorten it"
-            )
+        """Return each text with values of JSON filled in. Raises TemplateProblem."""
+        texts: list[str] = _asked("render_values", {"texts": self.texts, "values": values})["texts"]
         return texts
 
-    def _compiled(self, text: str) -> tuple[jinja2.Template, frozenset[str]]:
-        try:
-            return self._environment.template(text)
-        except jinja2.TemplateSyntaxError as error:
-            where = f"the template, line {error.lineno}: {{}}"
-            raise InvalidValue(where, str(error.message)[:200]) from None
-        except TemplateProblem as problem:
-            raise InvalidJob(f"the template, {problem}") from None
-        except (SyntaxError, RecursionError, MemoryError, ValueError):
-            raise InvalidJob(
-                "the template is nested too deeply, or holds what Python cannot compile"
-            ) from None
+
+def _asked(task: str, question: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        found = RENDERERS.call(lambda child: child.ask(f"{_TASKS}:{task}", question, LIMIT_S))
+    except ChildFailed as error:
+        raise TemplateProblem(f"the template {error}") from None
+    if "problem" in found:
+        raise TemplateProblem(*found["problem"])
+    return found

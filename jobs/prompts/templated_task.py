@@ -9,11 +9,11 @@ from ..common.shown import shown
 from ..context import JobContext
 from ..errors import InvalidJob, InvalidValue
 from ..tasks import OpenTask, Task
+from .jinja_texts import JinjaTexts, TemplateProblem
 from .template_texts import template_texts
 
 if TYPE_CHECKING:
     from .dependency_answers import Dependencies
-    from .jinja_texts import JinjaTexts
 
 #: What a template may name.
 NAMES = frozenset({"answers", "results"})
@@ -49,8 +49,7 @@ class TemplatedTask(Task):
 
     def open(self, context: JobContext) -> OpenTask:
         """Raises AnswerMissing, InvalidJob for a template that cannot be filled in, and as the task does."""
-        from .dependency_answers import read_dependencies  # rq, and jinja2: only where a template is filled
-        from .jinja_texts import JinjaTexts
+        from .dependency_answers import read_dependencies  # rq: only where a template is filled
 
         template = JinjaTexts(self._texts)
         if foreign := sorted(template.names - NAMES):
@@ -66,8 +65,6 @@ class TemplatedTask(Task):
         return self._make([{"role": role, "content": text} for role, text in pairs]).open(context)
 
     def _filled(self, template: JinjaTexts, found: Dependencies) -> list[str]:
-        from .jinja_limits import TemplateProblem
-
         try:
             return template.render({"answers": found.answers, "results": found.results})
         except TemplateProblem as problem:

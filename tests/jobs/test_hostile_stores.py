@@ -133,7 +133,7 @@ def test_a_listing_whose_body_has_no_end_takes_a_bounded_memory(
             handler.wfile.write(part)
             sent += len(part)
 
-    with pytest.raises(StoreRefused, match="listing took more than|listing ended its process"):
+    with pytest.raises(StoreRefused, match=r"listing took more than|listing ended its process"):
         store(pour, timeout_s=200.0).names(ROOT)
     assert sent < 1 << 30
     empty = store(lambda handler: reply(handler, 200, b"<ListBucketResult></ListBucketResult>"))
