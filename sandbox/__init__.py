@@ -4,7 +4,7 @@
 alone.
 """
 
-from .pool import ChildDied, ChildFailed, ChildOutOfMemory, ChildTooSlow, Pool
-from .process import Child
+from .pool import Pool
+from .process import Child, ChildDied, ChildFailed, ChildOutOfMemory, ChildTooSlow, Limits
 
-__all__ = ["Child", "ChildDied", "ChildFailed", "ChildOutOfMemory", "ChildTooSlow", "Pool"]
+__all__ = ["Child", "ChildDied", "ChildFailed", "ChildOutOfMemory", "ChildTooSlow", "Limits", "Pool"]

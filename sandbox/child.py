@@ -38,24 +38,28 @@ class Worker:
         self.body = bytearray()
 
     def fetch(self, message: Mapping[str, Any]) -> bytearray:
-        """Ask the worker for bytes. Raises OSError where it has none."""
-        with self._unlimited_time():
-            frames.send(self._channel, {"fetch": message})
-            reply, body = frames.receive(self._channel, _MAX_MESSAGE)
-        if "error" in reply:
-            raise OSError(reply["error"])
-        return body
+        """Ask the worker for bytes."""
+        return self._say({"fetch": message})[1]
 
     def do_tasks(self) -> None:
         """Do what is asked until nobody asks any more. Raises EOFError or OSError then."""
+        asked, self.body = frames.receive(self._channel, _MAX_MESSAGE)
         while True:
-            asked, self.body = frames.receive(self._channel, _MAX_MESSAGE)
-            self.question, self._limit_s = asked["question"], asked["limit_s"]
+            self.question, self._limit_s = asked["question"], asked["seconds"]
+            _limit_memory(asked["memory_bytes"])
             self._limit_time()
             end = self._ended(asked["task"])
-            with self._unlimited_time():
-                frames.send(self._channel, end)
-                self.question, self.body = {}, bytearray()
+            self.question, self.body = {}, bytearray()
+            asked, self.body = self._say(end)
+
+    def _say(self, message: Mapping[str, Any], body: bytes = b"") -> tuple[dict[str, Any], bytearray]:
+        """Send something to the worker; return what it says then, for which it may take any time."""
+        faulthandler.cancel_dump_traceback_later()
+        frames.send(self._channel, message, body)
+        del message, body
+        found = frames.receive(self._channel, _MAX_MESSAGE)
+        self._limit_time()
+        return found
 
     def _ended(self, task: str) -> dict[str, Any]:
         """Do a task; return how it ended."""
@@ -68,8 +72,9 @@ class Worker:
             do: Callable[[Worker], Iterable[Reply]] = getattr(importlib.import_module(module), function)
             for reply in do(self):
                 message, body = reply if isinstance(reply, tuple) else (reply, b"")
-                with self._unlimited_time():
-                    frames.send(self._channel, {"reply": message}, body)
+                said, _ = self._say({"reply": message}, body)
+                if "stop" in said:
+                    break
         except MemoryError:
             return {"end": "memory"}
         except Exception as error:  # noqa: BLE001  # what strangers wrote raises what it likes
@@ -82,37 +87,44 @@ class Worker:
         seconds = int(used.ru_utime + used.ru_stime + self._limit_s + _MARGIN_S) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
 
-    @contextmanager
-    def _unlimited_time(self) -> Iterator[None]:
-        faulthandler.cancel_dump_traceback_later()
-        yield
-        self._limit_time()
 
-
-_memory_bytes = 0
+_base_bytes = 0
 
 
 @contextmanager
 def unlimited_memory() -> Iterator[None]:
     """Import within it: what is there behind it is no part of the limit, which counts what comes later."""
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    global _base_bytes
+    before, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+    base = _base_bytes
     try:
         yield
     finally:
-        with suppress(OSError):  # a system without /proc: there the limit would end what has begun
-            pages = int(Path("/proc/self/statm").read_text().split()[5])
-            most = pages * resource.getpagesize() + _memory_bytes
-            resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+        _base_bytes = _data_bytes()
+        more = hard if before == hard else before - base + _base_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (more, hard))
 
 
-def main(fd: int, memory_bytes: int) -> None:
+def _limit_memory(more_bytes: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if _base_bytes:  # else the system does not tell, and a limit would end what has begun
+        resource.setrlimit(resource.RLIMIT_DATA, (_base_bytes + more_bytes, hard))
+
+
+def _data_bytes() -> int:
+    with suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    return 0
+
+
+def main(fd: int) -> None:
     """Do tasks through the socket's file descriptor. What they print goes to the worker's log."""
-    global _memory_bytes
-    _memory_bytes = memory_bytes
     os.dup2(2, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(files, MAX_FILES),) * 2)
+    with unlimited_memory():
+        worker = Worker(socket.socket(fileno=fd))
     with suppress(EOFError, OSError):
-        Worker(socket.socket(fileno=fd)).do_tasks()
+        worker.do_tasks()

@@ -9,12 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from .process import Child, ChildDied, ChildFailed, ChildOutOfMemory, ChildTooSlow
-
-__all__ = ["MEMORY_BYTES", "Child", "ChildDied", "ChildFailed", "ChildOutOfMemory", "ChildTooSlow", "Pool"]
-
-#: What the tasks of a child may take beside what they import.
-MEMORY_BYTES = 128 << 20
+from .process import Child, ChildDied
 
 #: Children that wait for a task; those that end theirs while so many wait are let go.
 MAX_IDLE = 2
@@ -25,13 +20,11 @@ T = TypeVar("T")
 class Pool:
     """Children that are alike: as many as ask at once. Thread-safe.
 
-    memory_bytes: as of Child. set_up: called with a child that has just begun.
+    set_up: called with a child that has just begun.
     """
 
-    def __init__(
-        self, memory_bytes: int = MEMORY_BYTES, set_up: Callable[[Child], None] | None = None
-    ) -> None:
-        self._memory_bytes, self._set_up = memory_bytes, set_up
+    def __init__(self, set_up: Callable[[Child], None] | None = None) -> None:
+        self._set_up = set_up
         self._lock = threading.Lock()
         self._idle: list[Child] = []
         self._busy: set[Child] = set()
@@ -73,7 +66,7 @@ class Pool:
                     self._busy.add(child)
                     return child
                 child.close()
-        child = Child(self._memory_bytes)
+        child = Child()
         with self._lock:
             self._busy.add(child)
             if self._is_closed:
@@ -91,7 +84,7 @@ class Pool:
     def _keep(self, child: Child) -> None:
         with self._lock:
             self._busy.discard(child)
-            if not self._is_closed and len(self._idle) < MAX_IDLE:
+            if not self._is_closed and child.is_alive and len(self._idle) < MAX_IDLE:
                 self._idle.append(child)
                 return
         child.close()

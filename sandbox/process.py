@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import frames
 
@@ -27,14 +27,24 @@ _QUIET = {
 
 _PROGRAM = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-    "from sandbox.child import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "from sandbox.child import main; main(int(sys.argv[2]))"
 )
 
 #: Seconds that a child may take to begin, or to import what a task needs; and to read what it is sent.
 BEGIN_LIMIT_S = 60.0
 
-#: A message of a child may take so many times what the child itself may.
+#: A message of a child may take so many times what its task may.
 _MESSAGE_TIMES = 2
+
+#: What a task may take beside what its child has imported, where nothing else is said.
+MEMORY_BYTES = 128 << 20
+
+
+class Limits(NamedTuple):
+    """What a task may take: seconds for each reply, and bytes of memory."""
+
+    seconds: float
+    memory_bytes: int = MEMORY_BYTES
 
 
 class ChildFailed(Exception):
@@ -54,31 +64,23 @@ class ChildOutOfMemory(ChildFailed):
 
 
 Fetch = Callable[[Mapping[str, Any]], bytes]
-"""Gives a task the bytes that it asks its worker for; raises OSError where there are none."""
+"""Gives a task the bytes that it asks its worker for."""
 
 
 class Child:
     """A child for one thread at a time. What raises ChildFailed has ended it.
 
-    memory_bytes: that its tasks may take beside what they import. notes: for who asks it, what it knows.
+    notes: for who asks it, what it knows.
     """
 
-    def __init__(self, memory_bytes: int) -> None:
+    def __init__(self) -> None:
         self.notes: set[str] = set()
         self._imported: set[str] = set()
-        self._memory_bytes = memory_bytes
         self._channel, theirs = socket.socketpair()
         own = {name: os.environ[name] for name in _PASSED if name in os.environ}
         with theirs:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    _PROGRAM,
-                    json.dumps(sys.path),
-                    str(theirs.fileno()),
-                    str(memory_bytes),
-                ],
+                [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**own, **_QUIET},
@@ -95,73 +97,69 @@ class Child:
         return self._process.poll() is None
 
     def ask(
-        self, task: str, question: Mapping[str, Any], limit_s: float, body: bytes = b""
-    ) -> dict[str, Any]:
-        """Return the one reply of a task. Raises ChildFailed."""
-        (reply, _), *_ = self.replies(task, question, limit_s, body)
+        self, task: str, question: Mapping[str, Any], limits: Limits, body: bytes = b""
+    ) -> tuple[dict[str, Any], bytearray]:
+        """Return the one reply of a task, and the bytes behind it. Raises ChildFailed."""
+        (reply,) = self.replies(task, question, limits, body)
         return reply
 
     def replies(
         self,
         task: str,
         question: Mapping[str, Any],
-        limit_s: float,
+        limits: Limits,
         body: bytes = b"",
-        *,
         fetch: Fetch | None = None,
     ) -> Generator[tuple[dict[str, Any], bytearray], None, None]:
-        """Yield what a task replies, each within limit_s. Raises ChildFailed, and what `fetch` raises.
+        """Yield what a task replies, one by one as asked for; closing the generator ends the task.
 
-        task: "module:function". A generator that is closed before its end has ended the child.
+        task: "module:function". Raises ChildFailed, and what `fetch` raises.
         """
         is_done = False
         try:
-            module = task.partition(":")[0]
-            if module not in self._imported:
-                self._send({"task": module, "question": {}, "limit_s": BEGIN_LIMIT_S}, b"")
-                self._check_end(self._receive(BEGIN_LIMIT_S)[0])
-                self._imported.add(module)
-            self._send({"task": task, "question": question, "limit_s": limit_s}, body)
-            while True:
-                message, found = self._receive(limit_s)
+            self._import(task.partition(":")[0])
+            asked = {"task": task, "question": question, **limits._asdict()}
+            message, found = self._told(asked, limits, body)
+            while "end" not in message:
                 if "fetch" in message:
                     assert fetch is not None
-                    self._serve(fetch, message["fetch"])
-                elif "reply" in message:
+                    message, found = self._told({}, limits, fetch(message["fetch"]))
+                    continue
+                try:
                     yield message["reply"], found
-                else:
-                    break
-            self._check_end(message)
+                except GeneratorExit:
+                    message, _ = self._told({"stop": True}, limits)
+                    is_done = "end" in message
+                    raise
+                message, found = self._told({}, limits)
+            self._check_end(message, limits)
             is_done = True
         finally:
             if not is_done:
                 self.close()
 
-    def _serve(self, fetch: Fetch, wanted: Mapping[str, Any]) -> None:
-        try:
-            found = fetch(wanted)
-        except OSError as error:
-            self._send({"error": str(error)}, b"")
-        else:
-            self._send({}, found)
+    def _import(self, module: str) -> None:
+        if module not in self._imported:
+            limits = Limits(BEGIN_LIMIT_S)
+            message, _ = self._told({"task": module, "question": {}, **limits._asdict()}, limits)
+            self._check_end(message, limits)
+            self._imported.add(module)
 
-    def _check_end(self, message: Mapping[str, Any]) -> None:
+    def _check_end(self, message: Mapping[str, Any], limits: Limits) -> None:
         if message["end"] == "memory":
-            raise ChildOutOfMemory(f"took more than {self._memory_bytes >> 20} MiB of memory")
+            raise ChildOutOfMemory(f"took more than {limits.memory_bytes >> 20} MiB of memory")
         if message["end"] == "raised":
             raise ChildFailed(f"raised {message['error']}")
 
-    def _send(self, message: Mapping[str, Any], body: bytes) -> None:
+    def _told(
+        self, message: Mapping[str, Any], limits: Limits, body: bytes = b""
+    ) -> tuple[dict[str, Any], bytearray]:
+        """Say something to the child; return what it says then."""
         try:
             frames.send(self._channel, message, body, BEGIN_LIMIT_S)
-        except OSError:
-            raise self._died() from None
-
-    def _receive(self, limit_s: float) -> tuple[dict[str, Any], bytearray]:
-        try:
-            return frames.receive(self._channel, _MESSAGE_TIMES * self._memory_bytes, limit_s)
+            return frames.receive(self._channel, _MESSAGE_TIMES * limits.memory_bytes, limits.seconds)
         except frames.TooLate:
-            raise ChildTooSlow(f"went on for more than {limit_s:g} s") from None
+            raise ChildTooSlow(f"went on for more than {limits.seconds:g} s") from None
         except (EOFError, OSError):
             raise self._died() from None
 

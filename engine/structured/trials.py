@@ -12,7 +12,7 @@ from typing import Any
 from engine.errors import InvalidSampling
 from engine.sampling.structured_outputs import NAME, NAMES, StructuredOutputsParams
 from engine.structured.compiler import unusable
-from sandbox import Child, ChildFailed, Pool
+from sandbox import Child, ChildFailed, Limits, Pool
 
 #: Seconds that a form may take.
 LIMIT_S = 5.0
@@ -36,13 +36,14 @@ class Trials:
 
     def __init__(self, vocabulary: Mapping[str, Any]) -> None:
         self._vocabulary = vocabulary
-        self._pool = Pool(MEMORY_BYTES, self._begin)
+        self._pool = Pool(self._begin)
 
     def grammar_of(self, spec: StructuredOutputsParams) -> str:
         """The grammar of a form that has survived being compiled. Raises InvalidSampling, or NotTried."""
         form = {name: value for name in NAMES if (value := getattr(spec, name)) is not None}
         try:
-            reply = self._pool.call(lambda child: child.ask(_FORM, form, LIMIT_S))
+            limits = Limits(LIMIT_S, MEMORY_BYTES)
+            reply, _ = self._pool.call(lambda child: child.ask(_FORM, form, limits))
         except ChildFailed as error:
             raise unusable(spec, f"whose compilation {error}") from None
         except OSError as error:
@@ -53,7 +54,7 @@ class Trials:
 
     def _begin(self, child: Child) -> None:
         try:
-            child.ask(_VOCABULARY, self._vocabulary, BEGIN_LIMIT_S)
+            child.ask(_VOCABULARY, self._vocabulary, Limits(BEGIN_LIMIT_S))
         except ChildFailed as error:
             raise _not_tried(error) from None
 

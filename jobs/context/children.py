@@ -1,8 +1,7 @@
-"""The children of a process that runs jobs."""
+"""The children of a process that runs jobs: they render templates and read files."""
 
 from __future__ import annotations
 
 from sandbox import Pool
 
-#: What renders the templates of jobs and runs.
-RENDERERS = Pool()
+CHILDREN = Pool()

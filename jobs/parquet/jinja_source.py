@@ -8,9 +8,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from sandbox import ChildFailed
+from sandbox import ChildFailed, Limits
 
-from ..context.children import RENDERERS
+from ..context.children import CHILDREN
 from ..errors import InvalidJob, WrongColumnType
 from ..prompts.jinja_texts import LIMIT_S, JinjaTexts
 from ..prompts.template_texts import template_texts
@@ -65,8 +65,8 @@ class JinjaSource(PromptSource):
         with pa.ipc.new_stream(sink, rows.schema) as stream:
             stream.write_batch(rows)
         question = {"texts": self._template.texts, "columns": self.columns, "defaults": self._defaults}
-        with RENDERERS.lent() as child:
-            for message, _ in child.replies(_TASK, question, LIMIT_S, sink.getvalue().to_pybytes()):
+        with CHILDREN.lent() as child:
+            for message, _ in child.replies(_TASK, question, Limits(LIMIT_S), sink.getvalue().to_pybytes()):
                 yield from message["rows"]
 
     def _checked(self, found: list[str] | str) -> str | RowProblem:

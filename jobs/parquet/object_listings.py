@@ -7,7 +7,7 @@ from typing import Any
 
 from obstore import exceptions
 
-from sandbox import ChildFailed, Pool
+from sandbox import ChildFailed, Limits, Pool
 
 from .store_errors import StoreRefused
 
@@ -21,7 +21,7 @@ _VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")
 
 
 #: Of their own: these children, alone of all, hold a store's credentials, as obstore asks the store itself.
-_pool = Pool(MEMORY_BYTES)
+_pool = Pool()
 
 
 def listed(kind: str, folder: str, timeout_s: float) -> Any:
@@ -37,7 +37,7 @@ def listed(kind: str, folder: str, timeout_s: float) -> Any:
         "environment": variables,
     }  # fmt: skip
     try:
-        reply = _pool.call(lambda child: child.ask(_TASK, question, timeout_s))
+        reply, _ = _pool.call(lambda child: child.ask(_TASK, question, Limits(timeout_s, MEMORY_BYTES)))
     except ChildFailed as error:
         raise StoreRefused(folder, f"its listing {error}") from None
     if "raised" in reply:

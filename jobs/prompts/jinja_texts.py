@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sandbox import ChildFailed
+from sandbox import ChildFailed, Limits
 
-from ..context.children import RENDERERS
+from ..context.children import CHILDREN
 from ..errors import InvalidJob, InvalidValue
 
 #: Seconds that a template may take to be compiled, or for one row.
@@ -41,7 +41,7 @@ class JinjaTexts:
 
 def _asked(task: str, question: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        found = RENDERERS.call(lambda child: child.ask(f"{_TASKS}:{task}", question, LIMIT_S))
+        found, _ = CHILDREN.call(lambda child: child.ask(f"{_TASKS}:{task}", question, Limits(LIMIT_S)))
     except ChildFailed as error:
         raise TemplateProblem(f"the template {error}") from None
     if "problem" in found:

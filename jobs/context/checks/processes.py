@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from sandbox import Child, ChildFailed, ChildOutOfMemory, ChildTooSlow, Pool
+from sandbox import Child, ChildFailed, ChildOutOfMemory, ChildTooSlow, Limits, Pool
 
 from ...errors import InvalidJob
 from .options import RepairOptions
@@ -74,14 +74,15 @@ class Checks:
     def _reply(self, child: Child, options: RepairOptions, answer: Mapping[str, Any]) -> dict[str, Any]:
         question, reply = {"check": options.check_text}, dict[str, Any]()
         if options.check_text not in child.notes:
+            limit_s = BEGIN_LIMIT_S if options.function else COMPILE_LIMIT_S
             try:
-                reply = child.ask(_TASK, question, BEGIN_LIMIT_S if options.function else COMPILE_LIMIT_S)
+                reply, _ = child.ask(_TASK, question, Limits(limit_s))
             except (ChildTooSlow, ChildOutOfMemory) as error:
                 raise _useless(error) from None
         if "problem" not in reply:
             child.notes.add(options.check_text)
             if answer:
-                reply = child.ask(_TASK, {**question, **answer}, self._limit_s)
+                reply, _ = child.ask(_TASK, {**question, **answer}, Limits(self._limit_s))
         return reply
 
     def close(self) -> None:
