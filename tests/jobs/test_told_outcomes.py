@@ -20,7 +20,6 @@ from jobs.context.checks.processes import Checks
 from jobs.runs.refusals import RunFailed
 from jobs.runs.told_end import tell_failed
 from jobs.watch.runs import list_runs, list_shards, read_run
-from tests.dashboard.conftest import no_rq_pages
 from tests.dashboard.test_pages import text_of
 from tests.jobs.answering import FakeCompletion, fail, queued_jobs, score_parquet, work_off
 from tests.jobs.conftest import Invoke
@@ -31,7 +30,7 @@ MakeContext = Callable[[], JobContext]
 
 @pytest.fixture
 def page(redis: Redis) -> Iterator[TestClient]:
-    client = TestClient(Dashboard(redis, Options()).app(no_rq_pages), base_url="http://127.0.0.1:9181")
+    client = TestClient(Dashboard(redis, Options()).app(), base_url="http://127.0.0.1:9181")
     yield client
     client.close()
 
