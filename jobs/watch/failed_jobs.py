@@ -73,8 +73,8 @@ class JobSeen:
     function: its name, None where that cannot be read. arguments, meta: JSON, None unless asked for and
     readable. progress: counts that it keeps in its meta, such as rows_done. depends_on, dependents: ids of
     some of the jobs that it was enqueued to wait for, and of those that wait for it. is_failed: whether it is
-    among the failed ones of its queue, so that it can be put back. is_under_way: whether it says that it waits
-    or runs. error: the whole text, its end where that is long. error_line: its last line; "" for none.
+    among the failed ones of its queue, so that it can be put back. is_under_way: whether it says that it
+    waits or runs. error: the whole text, its end where that is long. error_line: its last line; "" for none.
     """
 
     job_id: str
