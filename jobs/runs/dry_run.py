@@ -1,21 +1,19 @@
-"""A dry run: what a run will take, from a look at its prompts and the answers of a few of them."""
+"""A dry run: what a run will take, from counts of its prompts and the answers of a few of its rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import fsum
 from secrets import token_hex
 from typing import Any
 
-from .estimate import Batch, Pick, Row, Together, Total, measured_speed, num_steps, total
 from .trials import Trial, Tried
 
-#: Requests that are tried. One of so many is in a first, smaller group, which tells what a step takes.
+#: Requests that are answered. One of so many is in a first, smaller group, which tells what a step takes.
 NUM_TRIED, FIRST_OF = 64, 4
 
-#: By which part a time may be off whatever was measured: in a run's steps prompts and rows share the
-#: processor's caches, and its rows' contexts are not those of the tried ones (ops/bench/RESULTS.md).
-MODEL_ERROR = 0.1
+Answer = Callable[[Sequence[Trial]], list[Tried]]
 
 
 @dataclass(frozen=True)
@@ -25,11 +23,11 @@ class Estimate:
     seconds: on one worker like the one that answered, with nothing beside it.
     """
 
-    prompt_tokens: Total
+    prompt_tokens: float
     saved_tokens: float
-    completion_tokens: Total
-    generated_tokens: Total
-    seconds: Total
+    completion_tokens: float
+    generated_tokens: float
+    seconds: float
     num_tried: int
     num_failed: int
 
@@ -49,125 +47,102 @@ def trial_of(picked: Mapping[str, Any], model: str | None, **changed: Any) -> Tr
     return Trial("jobs.complete", {"prompt": picked["prompt"], **values})
 
 
-def estimate(survey: Mapping[str, Any], answer: Callable[[Sequence[Trial]], list[Tried]]) -> Estimate:
+def estimate(survey: Mapping[str, Any], answer: Answer) -> Estimate:
     """Estimate a run. survey: what jobs.survey_parquet found. answer: runs jobs together."""
-    picked, scale = survey["picked"], survey["rows"] / max(1, survey["rows_read"])
-    numbers = [range(0, len(picked), FIRST_OF), [i for i in range(len(picked)) if i % FIRST_OF]]
-    groups = [_answers_of([picked[number] for number in group], survey, answer) for group in numbers]
-    found = {
-        number: each
-        for group, one in zip(numbers, groups, strict=True)
-        for number, each in zip(group, one.tried, strict=True)
-    }
-    tried = [found[number] for number in range(len(picked))]
-    lengths = [_usage(each)[1] for each in tried]
-    picks = [Pick(number, each["weight"]) for number, each in enumerate(picked)]
-    generated = total(picks, lengths).times(scale)
-    rows = [length * each["rows"] for length, each in zip(lengths, picked, strict=True)]
-    batch = Batch(survey["max_num_seqs"], survey["num_blocks"])
-    beginning = f"{token_hex(4)} "  # another one than any dry run's before, whose prompts are in the cache
-    own = [group.prompts for group in groups if group.prompts is not None]
-    speed = measured_speed(
-        [each for half in range(2) if (each := _prompts_of(picked[half::2], answer, beginning)) is not None]
-        or own,
-        [group.together for group in groups if group.together.rows],
-        batch,
-    )
+    picked, n = survey["picked"], survey["n"]
+    scale = survey["rows"] / max(1, survey["rows_read"])
+    prompt_token_s = _prompt_token_s(picked, answer)
+    most = max(1, survey["max_num_seqs"] // n)
+    answered: list[tuple[Mapping[str, Any], Tried]] = []
+    ended: list[tuple[float, float, float]] = []
+    for group in (picked[::FIRST_OF], [each for place, each in enumerate(picked) if place % FIRST_OF]):
+        for start in range(0, len(group), most):
+            asked = group[start : start + most]
+            tried = answer([trial_of(each, None) for each in asked])
+            answered += zip(asked, tried, strict=True)
+            ended += _ended(tried, n, prompt_token_s)
+    lengths = [_usage(tried)[1] for _, tried in answered]
+    weighted = [each["weight"] * length * scale for (each, _), length in zip(answered, lengths, strict=True)]
+    rows = [each["rows"] for each, _ in answered]
+    num_asked = survey["requests"] * scale * n
+    turns = max(0.0, fsum(weighted) - num_asked)
+    step_s, row_s = _step_and_row_s(ended)
+    steps = _num_steps(survey, turns, num_asked, max(lengths, default=0) / n)
     computed = (survey["request_tokens"] - survey["cached_tokens"]) * scale
-    num_rows = survey["requests"] * scale * survey["n"]
-    played = [_row(length, each, survey) for length, each in zip(lengths, picked, strict=True)]
-    steps = num_steps(picks, played, round(num_rows), batch)
-    turns = [max(0.0, tokens - num_rows) for tokens in (generated.value, generated.low, generated.high)]
-    seconds = [speed.seconds(computed, each, steps * _ratio(each, turns[0])) for each in turns]
-    error = MODEL_ERROR + speed.error
-    known = survey["prompt_tokens"] * scale
     return Estimate(
-        Total(known, known, known),
-        survey["cached_tokens"] * scale,
-        total(picks, rows).times(scale),
-        generated,
-        Total(seconds[0], seconds[1] / (1 + error), seconds[2] * (1 + error)),
-        len(tried),
-        sum(each.value is None for each in tried),
+        prompt_tokens=survey["prompt_tokens"] * scale,
+        saved_tokens=survey["cached_tokens"] * scale,
+        completion_tokens=fsum(each * count for each, count in zip(weighted, rows, strict=True)),
+        generated_tokens=fsum(weighted),
+        seconds=computed * prompt_token_s + turns * row_s + steps * step_s,
+        num_tried=len(answered),
+        num_failed=sum(tried.value is None for _, tried in answered),
     )
 
 
-@dataclass(frozen=True)
-class _Answers:
-    """What a group of picked rows got. prompts: seconds and tokens of their prompts, its first, with which a
-    worker that has just started is slower than it will be."""
+def _prompt_token_s(picked: Sequence[Mapping[str, Any]], answer: Answer) -> float:
+    """Return what a token of a prompt takes: the faster of two tries, as a new worker is slow.
 
-    tried: list[Tried]
-    together: Together
-    prompts: tuple[float, float] | None
-
-
-def _answers_of(
-    group: Sequence[Mapping[str, Any]],
-    survey: Mapping[str, Any],
-    answer: Callable[[Sequence[Trial]], list[Tried]],
-) -> _Answers:
-    """Have rows answered three times: their prompts come into the cache, then out of it, then in full.
-
-    How long first tokens take out of the cache is what the last time takes before it decodes.
+    Each try has a beginning of its own, behind which nothing is in the prefix cache.
     """
-    first = [trial_of(each, None, max_tokens=1, min_tokens=0) for each in group]
-    computed = _prompts(answer(first))
-    cached = [each for each in answer(first) if each.value is not None]
-    tried = answer([trial_of(each, None) for each in group])
-    n = survey["n"]
-    ran = [(one, each) for one, each in zip(group, tried, strict=True) if each.value is not None]
-    began_at = min((each.began_at for _, each in ran), default=0.0)
-    rows = [_row(_usage(each)[1], one, survey) for one, each in ran for _ in range(n)]
-    ends_s = [each.ended_at - began_at for _, each in ran for _ in range(n)]
-    return _Answers(tried, Together(rows, _span(cached), ends_s), computed)
+    found = []
+    for _ in range(2):
+        beginning = f"{token_hex(4)} "
+        trials = [trial_of(_begun(each, beginning), None, max_tokens=1, min_tokens=0, n=1) for each in picked]
+        ran = [each for each in answer(trials) if each.value is not None]
+        if computed := sum(_usage(each)[0] for each in ran):
+            took_s = max(each.ended_at for each in ran) - min(each.began_at for each in ran)
+            found.append(took_s / computed)
+    return min(found, default=0.0)
 
 
-def _prompts_of(
-    group: Sequence[Mapping[str, Any]], answer: Callable[[Sequence[Trial]], list[Tried]], beginning: str
-) -> tuple[float, float] | None:
-    """Return seconds and tokens of prompts like these, none of which is in the cache; None where they are.
-
-    beginning: stands before each: behind it no token of the prompt is in the prefix cache.
-    """
-    trials = [trial_of(each, None, max_tokens=1, min_tokens=0, n=1) for each in group]
-    found = answer([_begun_with(beginning, each) for each in trials])
-    prompts = _prompts(found)
-    asked = sum(each.value["usage"]["prompt_tokens"] for each in found if each.value is not None)
-    return prompts if prompts is not None and 2 * prompts[1] >= asked else None
+def _begun(picked: Mapping[str, Any], beginning: str) -> Mapping[str, Any]:
+    """Return a row whose prompt is the same but for its beginning."""
+    if not picked["is_chat"]:
+        return {**picked, "prompt": beginning + picked["prompt"]}
+    first, *others = picked["prompt"]
+    content = first.get("content")
+    parts = [{"type": "text", "text": beginning}, *content] if isinstance(content, list) else None
+    return {**picked, "prompt": [{**first, "content": parts or f"{beginning}{content or ''}"}, *others]}
 
 
-def _begun_with(beginning: str, trial: Trial) -> Trial:
-    """Return a job whose prompt is the same but for its beginning."""
-    values = dict(trial.kwargs)
-    if "messages" in values:
-        first, *others = values["messages"]
-        content = first.get("content")
-        values["messages"] = (
-            [{**first, "content": beginning + content}, *others]
-            if isinstance(content, str)
-            else values["messages"]
-        )
-    else:
-        values["prompt"] = beginning + values["prompt"]
-    return Trial(trial.function, values)
-
-
-def _prompts(tried: Sequence[Tried]) -> tuple[float, float] | None:
-    """Return how long rows took that got one token each, and how many tokens of prompts were computed."""
+def _ended(tried: Sequence[Tried], n: int, prompt_token_s: float) -> list[tuple[float, float, float]]:
+    """Return for each row of a group in which step it ended, how many turns all rows had had, and when."""
     ran = [each for each in tried if each.value is not None]
-    computed = sum(_usage(each)[0] for each in ran)
-    return (_span(ran), float(computed)) if computed else None
+    prompts_s = sum(_usage(each)[0] for each in ran) * prompt_token_s
+    began_at = min((each.began_at for each in ran), default=0.0) + prompts_s
+    steps = [max(0.0, _usage(each)[1] / n - 1) for each in ran]
+    return [
+        (own, n * fsum(min(own, other) for other in steps), max(0.0, each.ended_at - began_at))
+        for own, each in zip(steps, ran, strict=True)
+    ]
 
 
-def _row(tokens: int, picked: Mapping[str, Any], survey: Mapping[str, Any]) -> Row:
-    """Return what one completion of a picked row is in the batch. tokens: of all its completions.
+def _step_and_row_s(ended: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Return what a step and what each row in it takes, by least squares, neither less than nothing."""
+    a, b, c, p, q = (
+        fsum(each[one] * each[other] for each in ended)
+        for one, other in ((0, 0), (0, 1), (1, 1), (0, 2), (1, 2))
+    )
+    determinant = a * c - b * b
+    found = [(p / a if a else 0.0, 0.0), (0.0, q / c if c else 0.0)]
+    if determinant > 1e-9 * a * c:
+        both = (p * c - q * b) / determinant, (q * a - p * b) / determinant
+        found += [both] if min(both) >= 0 else []
+    return min(
+        found,
+        key=lambda each: fsum(
+            (taken - steps * each[0] - turns * each[1]) ** 2 for steps, turns, taken in ended
+        ),
+    )
 
-    A sequence takes the blocks of its own tokens, what it shares with others aside, and one to grow into.
-    """
-    length = round(tokens / survey["n"])
-    own = 1 - _ratio(survey["cached_tokens"], survey["request_tokens"])
-    return Row(max(0, length - 1), 2 + int((picked["prompt_tokens"] * own + length) // survey["block_size"]))
+
+def _num_steps(survey: Mapping[str, Any], turns: float, rows: float, longest: float) -> float:
+    """Return in how many steps a run decodes. While its longest row ends, the batch is half full."""
+    own = (survey["request_tokens"] - survey["cached_tokens"]) / max(1, survey["requests"])
+    blocks = 2 + (own + turns / max(1.0, rows)) // survey["block_size"]
+    slots = max(1.0, min(survey["max_num_seqs"], survey["num_blocks"] // blocks))
+    return longest if rows <= slots else turns / slots + longest / 2
 
 
 def _usage(tried: Tried) -> tuple[int, int]:
@@ -175,12 +150,3 @@ def _usage(tried: Tried) -> tuple[int, int]:
     usage = (tried.value or {}).get("usage", {})
     cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
     return usage.get("prompt_tokens", 0) - cached, usage.get("completion_tokens", 0)
-
-
-def _span(tried: Sequence[Tried]) -> float:
-    """Return the seconds from the first beginning to the last end."""
-    return max(each.ended_at for each in tried) - min(each.began_at for each in tried) if tried else 0.0
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0

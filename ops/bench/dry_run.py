@@ -30,7 +30,6 @@ from redis import Redis
 
 from jobs.runs.control import submit_run
 from jobs.runs.dry_run import Estimate, estimate
-from jobs.runs.estimate import Total
 from jobs.runs.trials import Trial, try_job, try_jobs
 from ops.bench.report import print_machine
 from tests.redis_server import running_redis_server
@@ -86,7 +85,7 @@ def main() -> None:
     print_machine()
     with running_redis_server() as url, tempfile.TemporaryDirectory() as folder, Redis.from_url(url) as redis:
         start = partial(_worker, args.model, args.threads, url, folder)
-        print(f"{'file':18} {'':14} {'estimated':>32} {'run':>12} {'off by':>8}")
+        print(f"{'file':18} {'':14} {'estimated':>12} {'run':>12} {'off by':>8}")
         for number, make in enumerate(FILES):
             _compare(redis, Path(folder) / str(number), make, args.rows, start)
 
@@ -129,9 +128,8 @@ def _listening(redis: Redis, start: Callable[[], subprocess.Popen[bytes]]) -> It
         worker.wait()
 
 
-def _print(name: str, what: str, told: Total, ran: float) -> None:
-    between = f"{told.value:,.1f} ({told.low:,.1f} to {told.high:,.1f})"
-    print(f"{name:18} {what:14} {between:>32} {ran:>12,.1f} {told.value / ran - 1:>8.1%}", flush=True)
+def _print(name: str, what: str, told: float, ran: float) -> None:
+    print(f"{name:18} {what:14} {told:>12,.1f} {ran:>12,.1f} {told / ran - 1:>8.1%}", flush=True)
 
 
 def _worker(model: str, threads: int, url: str, folder: str) -> subprocess.Popen[bytes]:
