@@ -10,8 +10,11 @@ from typing import Any
 
 from .trials import Trial, Tried
 
-#: Requests that are answered. One of so many is in a first, smaller group, which tells what a step takes.
-NUM_TRIED, FIRST_OF = 64, 4
+#: Requests that are answered.
+NUM_TRIED = 64
+
+#: How a worker's speed is measured: tokens of each row, and rows at most.
+TIMED_TOKENS, MAX_BATCH = 24, 256
 
 Answer = Callable[[Sequence[Trial]], list[Tried]]
 
@@ -51,49 +54,64 @@ def estimate(survey: Mapping[str, Any], answer: Answer) -> Estimate:
     """Estimate a run. survey: what jobs.survey_parquet found. answer: runs jobs together."""
     picked, n = survey["picked"], survey["n"]
     scale = survey["rows"] / max(1, survey["rows_read"])
-    prompt_token_s = _prompt_token_s(picked, answer)
-    most = max(1, survey["max_num_seqs"] // n)
-    answered: list[tuple[Mapping[str, Any], Tried]] = []
-    ended: list[tuple[float, float, float]] = []
-    for group in (picked[::FIRST_OF], [each for place, each in enumerate(picked) if place % FIRST_OF]):
-        for start in range(0, len(group), most):
-            asked = group[start : start + most]
-            tried = answer([trial_of(each, None) for each in asked])
-            answered += zip(asked, tried, strict=True)
-            ended += _ended(tried, n, prompt_token_s)
-    lengths = [_usage(tried)[1] for _, tried in answered]
-    weighted = [each["weight"] * length * scale for (each, _), length in zip(answered, lengths, strict=True)]
-    rows = [each["rows"] for each, _ in answered]
-    num_asked = survey["requests"] * scale * n
-    turns = max(0.0, fsum(weighted) - num_asked)
-    step_s, row_s = _step_and_row_s(ended)
-    steps = _num_steps(survey, turns, num_asked, max(lengths, default=0) / n)
+    tried = answer([trial_of(each, None) for each in picked])
+    lengths = [_usage(each)[1] for each in tried]
+    asked = [each["weight"] * length * scale for each, length in zip(picked, lengths, strict=True)]
+    num_rows = survey["requests"] * scale * n
+    turns, longest = max(0.0, fsum(asked) - num_rows), max(lengths, default=0) / n
+    slots = _slots(survey, fsum(asked) / max(1.0, num_rows))
+    steps = longest if num_rows <= slots else turns / slots + longest / 2  # it ends with a batch half full
     computed = (survey["request_tokens"] - survey["cached_tokens"]) * scale
+    speed = _speed(picked, min(slots, MAX_BATCH), answer)
     return Estimate(
         prompt_tokens=survey["prompt_tokens"] * scale,
         saved_tokens=survey["cached_tokens"] * scale,
-        completion_tokens=fsum(each * count for each, count in zip(weighted, rows, strict=True)),
-        generated_tokens=fsum(weighted),
-        seconds=computed * prompt_token_s + turns * row_s + steps * step_s,
-        num_tried=len(answered),
-        num_failed=sum(tried.value is None for _, tried in answered),
+        completion_tokens=fsum(each * one["rows"] for each, one in zip(asked, picked, strict=True)),
+        generated_tokens=fsum(asked),
+        seconds=computed * speed.prompt_token_s + turns * speed.row_s + steps * speed.step_s,
+        num_tried=len(tried),
+        num_failed=sum(each.value is None for each in tried),
     )
 
 
-def _prompt_token_s(picked: Sequence[Mapping[str, Any]], answer: Answer) -> float:
-    """Return what a token of a prompt takes: the faster of two tries, as a new worker is slow.
+@dataclass(frozen=True)
+class _Speed:
+    """What a worker takes, in seconds: for a token of a prompt, a step that decodes, each row in it."""
 
-    Each try has a beginning of its own, behind which nothing is in the prefix cache.
+    prompt_token_s: float
+    step_s: float
+    row_s: float
+
+
+def _speed(picked: Sequence[Mapping[str, Any]], slots: int, answer: Answer) -> _Speed:
+    """Measure a worker: prompts alone, then steps with a quarter of a full batch and with a full one.
+
+    Of two tries the faster counts, as a worker that has just begun is slow. Prompts have a beginning of their
+    own in each try, behind which nothing is in the prefix cache; steps are measured with prompts out of it.
     """
-    found = []
+    begun: list[Mapping[str, Any]] = []
+    prompts_s = []
     for _ in range(2):
         beginning = f"{token_hex(4)} "
-        trials = [trial_of(_begun(each, beginning), None, max_tokens=1, min_tokens=0, n=1) for each in picked]
-        ran = [each for each in answer(trials) if each.value is not None]
+        begun = [_begun(each, beginning) for each in picked]
+        ran, took_s = _timed(begun, 1, answer)
         if computed := sum(_usage(each)[0] for each in ran):
-            took_s = max(each.ended_at for each in ran) - min(each.began_at for each in ran)
-            found.append(took_s / computed)
-    return min(found, default=0.0)
+            prompts_s.append(took_s / computed)
+    found = []
+    for count in (max(1, slots // 4), slots):
+        rows = [begun[place % len(begun)] for place in range(count)] if begun else []
+        first_s = min(_timed(rows, 1, answer)[1] for _ in range(2))
+        ran, took_s = min((_timed(rows, TIMED_TOKENS, answer) for _ in range(2)), key=lambda each: each[1])
+        steps = [max(0, _usage(each)[1] - 1) for each in ran]
+        found.append((max(steps, default=0), sum(steps), max(0.0, took_s - first_s)))
+    return _Speed(min(prompts_s, default=0.0), *_step_and_row_s(*found))
+
+
+def _timed(rows: Sequence[Mapping[str, Any]], tokens: int, answer: Answer) -> tuple[list[Tried], float]:
+    """Have rows answered with so many tokens; return what was, and the seconds from first to last."""
+    exact = {"n": 1, "min_tokens": tokens, "max_tokens": tokens, "ignore_eos": True}
+    ran = [each for each in answer([trial_of(row, None, **exact) for row in rows]) if each.value is not None]
+    return ran, max(each.ended_at for each in ran) - min(each.began_at for each in ran) if ran else 0.0
 
 
 def _begun(picked: Mapping[str, Any], beginning: str) -> Mapping[str, Any]:
@@ -106,43 +124,28 @@ def _begun(picked: Mapping[str, Any], beginning: str) -> Mapping[str, Any]:
     return {**picked, "prompt": [{**first, "content": parts or f"{beginning}{content or ''}"}, *others]}
 
 
-def _ended(tried: Sequence[Tried], n: int, prompt_token_s: float) -> list[tuple[float, float, float]]:
-    """Return for each row of a group in which step it ended, how many turns all rows had had, and when."""
-    ran = [each for each in tried if each.value is not None]
-    prompts_s = sum(_usage(each)[0] for each in ran) * prompt_token_s
-    began_at = min((each.began_at for each in ran), default=0.0) + prompts_s
-    steps = [max(0.0, _usage(each)[1] / n - 1) for each in ran]
-    return [
-        (own, n * fsum(min(own, other) for other in steps), max(0.0, each.ended_at - began_at))
-        for own, each in zip(steps, ran, strict=True)
-    ]
+def _step_and_row_s(few: tuple[int, int, float], full: tuple[int, int, float]) -> tuple[float, float]:
+    """Return what a step and what each row in it takes, neither less than nothing.
+
+    few, full: of two batches, how many steps they decoded, rows in all of these, and seconds.
+    """
+    (few_steps, few_rows, few_s), (steps, rows, seconds) = few, full
+    determinant = few_steps * rows - steps * few_rows
+    if determinant > 0:
+        step_s = (few_s * rows - seconds * few_rows) / determinant
+        row_s = (few_steps * seconds - steps * few_s) / determinant
+        if step_s >= 0 and row_s >= 0:
+            return step_s, row_s
+        if row_s < 0:
+            return seconds / steps, 0.0
+    return 0.0, seconds / rows if rows else 0.0
 
 
-def _step_and_row_s(ended: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Return what a step and what each row in it takes, by least squares, neither less than nothing."""
-    a, b, c, p, q = (
-        fsum(each[one] * each[other] for each in ended)
-        for one, other in ((0, 0), (0, 1), (1, 1), (0, 2), (1, 2))
-    )
-    determinant = a * c - b * b
-    found = [(p / a if a else 0.0, 0.0), (0.0, q / c if c else 0.0)]
-    if determinant > 1e-9 * a * c:
-        both = (p * c - q * b) / determinant, (q * a - p * b) / determinant
-        found += [both] if min(both) >= 0 else []
-    return min(
-        found,
-        key=lambda each: fsum(
-            (taken - steps * each[0] - turns * each[1]) ** 2 for steps, turns, taken in ended
-        ),
-    )
-
-
-def _num_steps(survey: Mapping[str, Any], turns: float, rows: float, longest: float) -> float:
-    """Return in how many steps a run decodes. While its longest row ends, the batch is half full."""
+def _slots(survey: Mapping[str, Any], length: float) -> int:
+    """Return how many rows the run's batch holds. length: of an answer in tokens."""
     own = (survey["request_tokens"] - survey["cached_tokens"]) / max(1, survey["requests"])
-    blocks = 2 + (own + turns / max(1.0, rows)) // survey["block_size"]
-    slots = max(1.0, min(survey["max_num_seqs"], survey["num_blocks"] // blocks))
-    return longest if rows <= slots else turns / slots + longest / 2
+    blocks = 2 + (own + length) // survey["block_size"]
+    return max(1, int(min(survey["max_num_seqs"], survey["num_blocks"] // blocks)))
 
 
 def _usage(tried: Tried) -> tuple[int, int]:
