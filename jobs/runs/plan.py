@@ -205,12 +205,8 @@ class Plan:
 
     def shards_of(self, rows: Set[int]) -> list[int]:
         """Return the shards that hold any of these rows."""
-        starts = ((shard, self.first_row(shard)) for shard in range(len(self.shards)))
-        return [
-            shard
-            for shard, start in starts
-            if not rows.isdisjoint(range(start, start + self.shards[shard].rows))
-        ]
+        starts = [self.first_row(shard) for shard in range(len(self.shards))]
+        return sorted({bisect_right(starts, row) - 1 for row in rows})
 
     @cached_property
     def _first_rows(self) -> list[int]:
