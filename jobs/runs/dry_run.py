@@ -14,7 +14,7 @@ from .trials import Trial, Tried
 NUM_TRIED, FIRST_OF = 64, 4
 
 #: By which part a time may be off whatever was measured: in a run's steps prompts and rows share the
-#: processor's caches, and its rows' contexts are not those of the tried ones (ops/bench/RESULTS.md).
+#: processor's caches, and its rows' contexts are not those of the tried ones.
 MODEL_ERROR = 0.1
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine import Engine, EngineConfig, EngineError, EngineStats, SamplingParams
+from engine import Engine, EngineConfig, EngineStats, SamplingParams
 from engine.checkpoint.model_config import read_model_config
 from tests.engine.families import Family, make_family
 from tests.engine.reference import Reference
@@ -82,17 +82,3 @@ def run(
         change(engine)
         completions = engine.generate(reference.prompts, GREEDY)
         return reference.unexplained(completions), engine.stats()
-
-
-def outcome(mode: str, run_mode: Callable[[], tuple[list[str], EngineStats]]) -> str:
-    """ "ok", or in a few words what was wrong with a run in this mode; prints an error of the engine."""
-    try:
-        differences, stats = run_mode()
-    except EngineError as error:
-        print(f"\n{error}")
-        return type(error).__name__
-    if differences:
-        return f"{len(differences)} differ"
-    if "pool_blocks" in MODES[mode] and not stats.num_preemptions:
-        return "no preemption"
-    return "ok"

@@ -1,7 +1,4 @@
-"""Models of transformers with the engine's attention: the same tokens, or a refusal that says why.
-
-All architectures in all modes: `python -m ops.architectures`.
-"""
+"""Models of transformers with the engine's attention: the same tokens, or a refusal that says why."""
 
 from __future__ import annotations
 

@@ -86,10 +86,7 @@ def test_greedy_tokens_equal_transformers(name: str, settings: dict[str, Any], f
 def test_attention_features_give_transformers_tokens_through_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gemma 2 in chunks of 24 tokens: windows shorter than the prompts in some layers, soft caps, gelu gates.
-
-    All families in all modes: `python -m ops.families --backend triton`.
-    """
+    """Gemma 2 in chunks of 24 tokens: windows shorter than the prompts, soft caps, gelu gates."""
     reference = reference_of(tmp_path, FAMILIES["gemma2"])
     reference.prompts = [reference.prompts[i] for i in (1, 4)]
     capture = simulate_graphs(monkeypatch)

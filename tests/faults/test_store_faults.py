@@ -1,4 +1,4 @@
-"""A seeded sample of what hits runs in an object store; `python -m ops.s3_faults` goes on."""
+"""A seeded sample of what hits runs in an object store."""
 
 from __future__ import annotations
 

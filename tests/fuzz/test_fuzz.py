@@ -1,4 +1,4 @@
-"""Hostile input of every kind ends in a result or a named error; `python -m ops.fuzz` tries far more."""
+"""Hostile input of every kind ends in a result or a named error."""
 
 from __future__ import annotations
 

@@ -1,17 +1,11 @@
-"""Compare the sampler's kernels with its reference in torch over random rows: each must give the same token.
+"""Random rows of logits and sampling values, and where a kernel chooses otherwise than the reference.
 
-    TRITON_INTERPRET=1 python -m ops.sampler_rows --rows 10000
-    python -m ops.sampler_rows --kernel cpu --rows 10000
-
-Without a GPU its kernels run in Triton's interpreter, which takes about a tenth of a second for a row. Rows
-are of every kind that a model and a request can bring: ties, minus infinity, one-hot, all equal, huge and
-tiny numbers, and what is no distribution; temperatures from 0 to a million; cuts alone and together.
+Rows are of every kind that a model and a request can bring: ties, minus infinity, one-hot, all equal, huge
+and tiny numbers, and what is no distribution; temperatures from 0 to a million; cuts alone and together.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -184,36 +178,3 @@ def differences(case: Case, choose: Choose) -> list[str]:
         shape = f"{case.kinds[i]}, {case.logits.shape[1]} tokens, {case.logits.dtype}"
         lines.append(f"{shape}: {int(found[i])} for {int(expected[i])}, {values}")
     return lines
-
-
-def main() -> int:
-    """0 if no row differs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rows", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kernel", choices=("gpu", "cpu"), default="gpu")
-    parser.add_argument("--threads", type=int, default=1, help="torch's, which run the kernel for CPUs too")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    if args.kernel == "cpu":
-        choose = by_numba()
-    else:
-        from engine.kernels.kv_tile import INTERPRETED
-
-        device = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
-        if device.type == "cpu" and not INTERPRETED:
-            print("there is no GPU: set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter")
-            return 2
-        choose = by_triton(device)
-    num_rows = num_different = 0
-    for case in cases(args.seed, args.rows):
-        lines = differences(case, choose)
-        num_rows, num_different = num_rows + len(case.kinds), num_different + len(lines)
-        print(*lines, f"{num_rows} rows, {num_different} differ", sep="\n", flush=True)
-    return int(num_different > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The check of `python -m ops.repair`: it fails texts by their hash."""
+"""A check of answers that fails six texts of ten, by their hash."""
 
 from __future__ import annotations
 

@@ -1,25 +1,21 @@
-"""Acceptance of structured outputs: generated schemas, patterns, choices and grammars, half of them nasty.
-
-    python -m ops.structured_outputs [--cases 1000] [--seed 0] [--model ops/demo/model]
+"""Generated schemas, patterns, choices and grammars, half of them nasty, and what their answers lack.
 
 Each case is one row, at a temperature between the model's own and one at which all tokens are alike. A row
 that stops must satisfy `jsonschema` or `re`; any other must say why: its length, or an error of its own. Rows
-without a grammar run among them, and must say what they say alone. The exit status is 1 if any does not.
+without a grammar run among them, and must say what they say alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from engine import Completion, Engine, EngineConfig, SamplingParams
+from engine import Completion, Engine, SamplingParams
 
 WORDS = ("a", "name", "größe", "名前", "x-y", "a b", 'q"q', "back\\slash", "😀", "é", "__proto__", "1")
 FREE_EVERY = 10  # rows of which one has no grammar
@@ -260,28 +256,3 @@ def run(engine: Engine, cases: list[Case], seed: int) -> tuple[Counter[tuple[str
         if own.token_ids != answer.token_ids:
             wrong.append(f"a free row says {answer.text!r} beside others, and something else alone")
     return ends, wrong
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", default="ops/demo/model")
-    options = parser.parse_args()
-    config = EngineConfig(model=options.model, max_num_seqs=32, kv_cache_bytes=64 << 20)
-    with Engine(config) as engine:
-        ends, wrong = run(engine, list(generate(options.cases, options.seed)), options.seed)
-    for (kind, end), number in sorted(ends.items()):
-        print(f"{number:6} {end:8} {kind}")
-    total = Counter({end: 0 for _, end in ends})
-    for (_, end), number in ends.items():
-        total[end] += number
-    print(dict(total), f"{len(wrong)} wrong")
-    print("\n".join(wrong[:50]))
-    sys.exit(1 if wrong else 0)
-
-
-if __name__ == "__main__":
-    main()
