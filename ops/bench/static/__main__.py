@@ -5,7 +5,7 @@
 
 Each case is run on tensors without values, at row counts that would betray a launch whose arguments are
 compiled in: what it launches is compiled for sm_90, each variant once. The exit status is 1 if a kernel
-spills, does not fit, or is not what ops/bench/kernel_cases.py asks of it.
+spills, does not fit, or is not what ops/bench/static/kernel_cases.py asks of it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ os.environ["TRITON_INTERPRET"] = "0"  # before triton is imported: the interpret
 if __name__ == "__main__" and find_spec("triton") is None:
     sys.exit("python -m ops.bench.static needs the package triton: pip install triton")
 
-from ops.bench.compiled import Usage, Variant, compile_variant, recorded
-from ops.bench.kernel_cases import Case, Kernel
+from ops.bench.static.compiled import Usage, Variant, compile_variant, recorded
+from ops.bench.static.kernel_cases import Case, Kernel
 from ops.bench.table import print_table
 
 #: One, a multiple of 16 and not, few and many for a tile; each a row count that a step may have.
@@ -133,34 +133,26 @@ def compile_all(asked: Iterable[Asked]) -> dict[Variant, Usage]:
 
 
 def print_usages(asked: Sequence[Asked], usages: Mapping[Variant, Usage]) -> None:
-    """A row for each kernel and case, over its variants; cases with the same figures share one.
-
-    What is not said to be in another dtype is in bfloat16.
-    """
+    """A row for each kernel and case, over its variants."""
     by_case: dict[tuple[str, str], list[Usage]] = {}
     for each in asked:
         by_case.setdefault((each.variant.name, each.case), []).append(usages[each.variant])
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for (name, case), own in by_case.items():
-        widths = sorted({width for usage in own for width in usage.loads}, reverse=True)
-        products = sorted({kind for usage in own for kind in usage.products})
-        figures = (
+    rows = [
+        [
+            f"{name}: {case}",
             str(len(own)),
             _range(usage.registers for usage in own),
             _range(usage.spill_bytes for usage in own),
             _range(round(usage.shared_bytes / 1024) for usage in own),
             _range(usage.num_warps for usage in own),
             _range(usage.programs for usage in own),
-            ", ".join(map(str, widths)) or "-",
             f"{min(usage.wide_share for usage in own):.0%}",
-            ", ".join(products) or "-",
-        )
-        rows.setdefault((name, *figures), []).append(case.removesuffix(", bfloat16"))
-    header = [
-        "kernel: sizes", "variants", "registers", "spills, bytes", "shared, KiB", "warps", "programs per SM",
-        "loads of bytes", "by 16", "products",
-    ]  # fmt: skip
-    print_table(header, [[f"{row[0]}: {'; '.join(cases)}", *row[1:]] for row, cases in sorted(rows.items())])
+            ", ".join(sorted({kind for usage in own for kind in usage.products})) or "-",
+        ]
+        for (name, case), own in sorted(by_case.items())
+    ]
+    header = ["variants", "registers", "spills, bytes", "shared, KiB", "warps", "programs per SM", "by 16"]
+    print_table(["kernel: sizes", *header, "products"], rows)
 
 
 def _range(values: Iterable[int]) -> str:
@@ -188,7 +180,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", help="cases whose names begin with one of these")
     parser.add_argument("--no-compile", action="store_true", help="only say which variants are asked for")
     parser.add_argument("--json", type=Path, help="where to write what was found")
-    parser.add_argument("--cases", default="ops.bench.kernel_cases", help="a module with CASES and KERNELS")
+    parser.add_argument(
+        "--cases", default="ops.bench.static.kernel_cases", help="a module with CASES and KERNELS"
+    )
     options = parser.parse_args()
     module = importlib.import_module(options.cases)
     chosen = [case for case in module.CASES if case.name.startswith(tuple(options.only or ("",)))]

@@ -75,7 +75,7 @@ class Usage:
     """What a compiled variant takes, from the assembler's report, and how it moves memory, from its PTX.
 
     registers: of a thread.  spill_bytes: stored and loaded again.  shared_bytes: of a program.
-    loads, stores: instructions that touch global memory, by the bytes each moves for one thread.
+    loads: instructions that read global memory, by the bytes each moves for one thread.
     products: matrix instructions, of a warp ("mma") or of a warp group ("wgmma").
     buffers: of each tensor that a loop copies ahead to shared memory, how many.
     fused: instructions that multiply and add float32 with one rounding.
@@ -86,7 +86,6 @@ class Usage:
     shared_bytes: int
     num_warps: int
     loads: dict[int, int]
-    stores: dict[int, int]
     products: dict[str, int]
     buffers: tuple[int, ...]
     fused: int
@@ -191,8 +190,7 @@ def compile_variant(variant: Variant) -> Usage:
         + _number(r"(\d+) bytes spill loads", report.getvalue()),
         shared_bytes=compiled.metadata.shared,
         num_warps=compiled.metadata.num_warps,
-        loads=_widths(ptx, "ld"),
-        stores=_widths(ptx, "st"),
+        loads=_widths(ptx),
         products={name: count for name, count in products.items() if count},
         buffers=tuple(int(count) for count in re.findall(BUFFERS, compiled.asm["ttgir"])),
         fused=len(re.findall(r"\bfma\.rn(?:\.ftz)?\.f32", ptx)),
@@ -206,12 +204,11 @@ def _number(pattern: str, report: str) -> int:
     return int(found[1])
 
 
-def _widths(ptx: str, kind: str) -> dict[int, int]:
-    """Instructions of that kind on global memory, by their bytes; copies to shared memory count as loads."""
+def _widths(ptx: str) -> dict[int, int]:
+    """Loads of global memory by their bytes, copies to shared memory among them."""
     widths = [
         math.prod(int(n) for n in re.findall(r"\.v(\d)", modifiers)) * int(bits) // 8
-        for modifiers, bits in re.findall(kind + r"\.global((?:[.:]+\w+)*?)\.[bufs](\d+)\s", ptx)
+        for modifiers, bits in re.findall(r"ld\.global((?:[.:]+\w+)*?)\.[bufs](\d+)\s", ptx)
     ]
-    if kind == "ld":
-        widths += [int(size, 0) for size in re.findall(r"cp\.async\.c[ag]\.[^;]*?\], (0x\w+|\d+)", ptx)]
+    widths += [int(size, 0) for size in re.findall(r"cp\.async\.c[ag]\.[^;]*?\], (0x\w+|\d+)", ptx)]
     return {width: widths.count(width) for width in sorted(set(widths), reverse=True)}

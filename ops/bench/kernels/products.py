@@ -1,18 +1,12 @@
-"""Products of a decode step, the LM head and the sampler, beside the least each can take.
+"""Products of a decode step, the LM head and the sampler.
 
-    python -m ops.bench.products --json products.json
-
-Sizes are Qwen3-0.6B's in bfloat16, at 32, 128 and 256 rows: each product by torch, which calls cuBLAS, and
-with norm, gate and sum in the same launch.
+Each product by torch, which calls cuBLAS, and with norm, gate and sum in the same launch.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,12 +17,9 @@ from engine.attention import load_backend
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows, sampling_row
 from engine.sampling.sampling_rows import SamplingRows
-from ops.bench.floor import measure_ceilings
-from ops.bench.kernels import Case, run_cases
-from ops.bench.make import SHAPES, Shape
-from ops.bench.report import print_machine
+from ops.bench.kernels.timing import Case
+from ops.bench.make import Shape
 
-ROWS = (32, 128, 256)
 EPS = 1e-6
 SAMPLED = {
     "greedy": SamplingParams(temperature=0.0),
@@ -124,28 +115,3 @@ def sampler_cases(shape: Shape, rows: int, device: torch.device, dtype: torch.dt
         batch = SamplingBatch(values, np.arange(rows, dtype=np.uint64))
         on_device = SamplingRows.upload(batch, device)
         yield Case(f"sampler, {rows} rows, {name}", partial(backend.sample, logits, on_device), logits.nbytes)
-
-
-def main() -> None:
-    """Measure the ceilings and each case; print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", choices=["products", "sampler"])
-    parser.add_argument("--dry-run", action="store_true", help="tiny, in Triton's interpreter")
-    parser.add_argument("--json", type=Path, help="written anew after each case")
-    options = parser.parse_args()
-    device = torch.device("cpu" if options.dry_run else "cuda")
-    shape, dtype = (SHAPES["tiny"], torch.float32) if options.dry_run else (SHAPES["q06b"], torch.bfloat16)
-    print_machine()
-    ceilings = measure_ceilings(device, dtype)
-    print(ceilings, flush=True)
-    all_rows = (2,) if options.dry_run else ROWS
-    cases: list[Iterator[Case]] = []
-    if options.only != "sampler":
-        cases += [product_cases(shape, rows, device, dtype) for rows in all_rows]
-    if options.only != "products":
-        cases += [sampler_cases(shape, rows, device, dtype) for rows in all_rows]
-    run_cases(chain.from_iterable(cases), ceilings, device, options.json)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Whether the demo model's greedy answers depend on how many sequences run at once.
 
-    python -m ops.bench.accuracy                   # all 2,000 rows at batch 1, 8, 64 and 256
-    python -m ops.bench.accuracy --rows 300 --device cuda
+    python -m ops.bench.gpu.accuracy                   # all 2,000 rows at batch 1, 8, 64 and 256
+    python -m ops.bench.gpu.accuracy --rows 300 --device cuda
 
 In float32 every answer must be the same at every batch size, not only the share that is right: errors that
 cancel out in the average are errors.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +19,10 @@ import pyarrow.parquet as pq
 import torch
 
 from engine import Engine, EngineConfig, SamplingParams
-from engine.errors import ConfigError
 from ops.bench.report import print_machine
 from ops.bench.table import print_table
 
-DEMO = Path(__file__).resolve().parents[1] / "demo"
+DEMO = Path(__file__).resolve().parents[2] / "demo"
 BATCHES = (1, 8, 64, 256)
 LONGEST_ANSWER = 16  # tokens: a date and the end mark are 11
 POOL_BYTES = 64 * 2**20
@@ -54,7 +52,6 @@ class Outcome:
     num_rows: int
     accuracy: float
     different_rows: list[int]
-    seconds: float
 
 
 def compare(
@@ -71,25 +68,21 @@ def compare(
     outcomes: list[Outcome] = []
     reference: list[str] = []
     for batch in sorted(batches, reverse=True):
-        started = time.perf_counter()
         answers = answer(rows.texts[: (first_rows or {}).get(batch)], batch)
-        seconds = time.perf_counter() - started
         reference = reference or answers
         right = sum(a == truth for a, truth in zip(answers, rows.truths, strict=False))
         different = [i for i, (a, b) in enumerate(zip(answers, reference, strict=False)) if a != b]
-        outcomes.append(Outcome(batch, len(answers), right / len(answers), different, seconds))
+        outcomes.append(Outcome(batch, len(answers), right / len(answers), different))
     return outcomes[::-1]
 
 
-def engine_answers(
-    *, device: str = "auto", dtype: str = "float32", attention_backend: str = "auto", **changes: object
-) -> Answer:
-    """Answers of the engine, a new one for each batch size. changes: other values of EngineConfig."""
+def engine_answers(device: str = "auto", dtype: str = "float32", attention_backend: str = "auto") -> Answer:
+    """Answers of the engine, a new one for each batch size."""
 
     def answer(texts: Sequence[str], batch: int) -> list[str]:
         config = EngineConfig(
             str(DEMO / "model"), dtype, device, max_num_seqs=batch, kv_cache_bytes=POOL_BYTES,
-            attention_backend=attention_backend, **changes,  # type: ignore[arg-type]  # the caller's own
+            attention_backend=attention_backend,
         )  # fmt: skip
         with Engine(config) as engine:
             prompts = [engine.chat_token_ids([{"role": "user", "content": text}]) for text in texts]
@@ -101,44 +94,22 @@ def engine_answers(
     return answer
 
 
-def positive(text: str) -> int:
-    """Read a number of at least 1. Raises ArgumentTypeError."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 1")
-    return int(text)
-
-
 def main() -> int:
     """Compare all batch sizes; print a table. Returns 1 if any answer differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rows", type=positive, help="the first so many rows; all without it")
-    parser.add_argument("--batches", type=positive, nargs="+", default=BATCHES)
+    parser.add_argument("--rows", type=int, help="the first so many rows; all without it")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32", help="in bfloat16 logits move with the batch")
     parser.add_argument("--attention-backend", default="auto")
-    parser.add_argument("--quantization", help="int8: less exact, and answers may differ between batch sizes")
-    parser.add_argument("--kv-cache-dtype", default="auto")
     options = parser.parse_args()
     torch.set_num_threads(1)  # a million parameters: a second thread costs more than it brings
     print_machine()
-    answer = engine_answers(
-        device=options.device,
-        dtype=options.dtype,
-        attention_backend=options.attention_backend,
-        quantization=options.quantization,
-        kv_cache_dtype=options.kv_cache_dtype,
-    )
-    rows = Rows.read(options.rows)
-    try:
-        outcomes = compare(answer, rows, options.batches)
-    except ConfigError as error:
-        parser.error(str(error))
+    answer = engine_answers(options.device, options.dtype, options.attention_backend)
+    outcomes = compare(answer, Rows.read(options.rows), options.batches)
     print_table(
-        ["sequences at once", "rows", "right", f"unlike those at {max(options.batches)}", "seconds"],
-        [
-            [o.batch, o.num_rows, f"{o.accuracy:.2%}", len(o.different_rows), f"{o.seconds:.1f}"]
-            for o in outcomes
-        ],
+        ["sequences at once", "rows", "right", f"unlike those at {max(options.batches)}"],
+        [[o.batch, o.num_rows, f"{o.accuracy:.2%}", len(o.different_rows)] for o in outcomes],
     )
     return int(any(o.different_rows for o in outcomes))
 
