@@ -18,9 +18,7 @@ BLOCK_SIZE = 16
 #: all: chunks of 24 tokens, prefixes found in the cache, and a pool that holds a part of the sequences.
 MODES: dict[str, dict[str, Any]] = {
     "whole": {},
-    "uncached": {"enable_prefix_caching": False},
     "chunks": {"max_num_batched_tokens": 24, "max_num_seqs": 6},
-    "preempted": {"pool_blocks": 11, "enable_prefix_caching": False},
     "all": {"pool_blocks": 11, "max_num_batched_tokens": 24, "max_num_seqs": 6},
     "tp2": {"tensor_parallel_size": 2, "max_num_batched_tokens": 24, "max_num_seqs": 6},
 }
