@@ -27,6 +27,8 @@ from ops.sampler_rows import Case, by_triton, cases, differences, make_case
 from tests.engine.paged import DEVICE
 from tests.engine.test_sampler import sampling_rows
 
+pytestmark = pytest.mark.long
+
 
 def test_a_sample_of_random_rows() -> None:
     """Of the command's own, by a seed that it is not run with."""
