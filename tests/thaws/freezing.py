@@ -1,7 +1,7 @@
 """Freezes a thread before one of its calls to Redis or to files, and kills it a call later if asked to.
 
-What is frozen after a call and before the next is the same, but for the time that it has read: reading the clock
-counts as a call, behind which it freezes.
+What is frozen after a call and before the next is the same, but for the time that it has read: reading the
+clock counts as a call, behind which it freezes.
 """
 
 from __future__ import annotations
