@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything a change must pass: environment, lint, types, documents, tests. Arguments go to pytest.
+# Everything a change must pass: environment, lint, types, documents, tests. With --all the long tests too (faults,
+# RQ's own suite, every family on every backend, ...), which take an hour. Other arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . ops/environment.sh
@@ -19,4 +20,6 @@ NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 # One torch thread in each, more would wait for each other. tests/conftest.py says in which order files are taken.
 export OMP_NUM_THREADS=1
 processes=$(python -c 'import psutil; print(2 + psutil.cpu_count())')
-exec python -m pytest -n "$processes" --dist loadfile --no-loadscope-reorder "$@"
+if [ "${1:-}" = --all ]; then shift; else set -- -m "not long" "$@"; fi
+python -m pytest -n "$processes" --dist loadfile --no-loadscope-reorder "$@"
+echo "test.sh took $SECONDS s"

@@ -26,6 +26,8 @@ from tests.engine.paged import DEVICE
 from tests.engine.sampler_cases import Case, by_triton, cases, differences, make_case
 from tests.engine.test_sampler import sampling_rows
 
+pytestmark = pytest.mark.long
+
 
 def test_a_sample_of_random_rows() -> None:
     assert [

@@ -28,6 +28,8 @@ from tests.engine.family_runs import reference_of, run
 from tests.engine.graphs import simulate_graphs
 from tests.engine.reference import Reference, mixed_prompts
 
+pytestmark = pytest.mark.long
+
 # The interpreter takes milliseconds for each program: few prompts, those around a block and with a prefix,
 # and two layers, where other tests have up to four.
 PROMPTS = (0, 2, 3, 7, 11)

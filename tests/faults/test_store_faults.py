@@ -15,6 +15,8 @@ from tests.faults.harness import harness
 from tests.faults.store_faults import Moments, kills_in_a_store
 from tests.jobs.s3_server import FaultyProxy, running_s3
 
+pytestmark = pytest.mark.long
+
 
 def test_kills_and_a_failing_store_lose_and_double_nothing(tmp_path: Path) -> None:
     with (

@@ -20,6 +20,8 @@ from tests.fuzz.values import SAMPLING, WIDTHS
 from tests.redis_server import running_redis_server
 from tests.rq_workers import ROOT
 
+pytestmark = pytest.mark.long
+
 
 def cases(number: int) -> settings:
     """As many cases, the same ones in every run."""

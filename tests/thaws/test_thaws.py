@@ -13,6 +13,8 @@ from redis import Redis
 import jobs
 from tests.thaws.cases import ACTORS, Actor, Case, all_cases, calls_of, play, sample
 
+pytestmark = pytest.mark.long
+
 CASES_OF_EACH = 3
 SEED = 9
 
