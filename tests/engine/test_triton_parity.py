@@ -85,11 +85,12 @@ def test_greedy_tokens_equal_transformers(name: str, settings: dict[str, Any], f
     assert differences(few[name], BY_NAME[name], settings) == []
 
 
+@pytest.mark.parametrize("name", ["gemma2", "phi3"])
 def test_attention_features_give_transformers_tokens_through_graphs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gemma 2 in chunks of 24 tokens: windows shorter than the prompts, soft caps, gelu gates."""
-    reference = reference_of(tmp_path, FAMILIES["gemma2"])
+    """Windows shorter than the prompts, soft caps, gelu gates, merged weights, in chunks of 24 tokens."""
+    reference = reference_of(tmp_path, FAMILIES[name])
     reference.prompts = [reference.prompts[i] for i in (1, 4)]
     capture = simulate_graphs(monkeypatch)
     differing, _ = run(reference, "chunks", "triton")

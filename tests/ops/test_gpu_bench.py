@@ -20,6 +20,8 @@ from ops.bench.make import SHAPES, mixed_256
 from ops.bench.workload import Workload
 from tests.engine.interpreter import patch_language_once_a_launch
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 #: What the table has of a section, as parts of its rows' names.
 SUMMARIZED = {
