@@ -14,6 +14,7 @@ ruff format --check .
 mypy
 lint-imports --no-logo --no-cache
 wait
+python -m ops.size || : # the bars; some are not reached yet
 # The site of docs/: a link or an anchor that leads nowhere is an error.
 NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 # Many tests wait for processes that they have started: two processes more than there are cores keep these busy.
