@@ -244,6 +244,7 @@ def _everything_in(redis: Redis) -> Iterator[tuple[str, str]]:
         b"set": redis.smembers,
         b"zset": lambda key: redis.zrange(key, 0, -1, withscores=True),
         b"stream": redis.xrange,
+        b"none": lambda key: "expired meanwhile",
     }
     for key in sorted(redis.scan_iter(count=1000)):
         yield key.decode("utf-8", "backslashreplace"), json.dumps(repr(readers[redis.type(key)](key)))
