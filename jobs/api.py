@@ -240,7 +240,7 @@ def score_shard(run: str, plan: str, shard: int, **flags: bool) -> dict[str, Any
 def verify_rows(run: str, plan: str, sample: int | str = "1%", seed: int = 0) -> dict[str, Any]:
     """Compute a sample of a finished run's rows again and compare; enqueued by `tokenmill verify`.
 
-    The arguments and errors are those of jobs.parquet.verify_task.verify_task.
+    The arguments and errors are those of jobs.parquet.shard_task.VerifyTask.
     """
     from .stock_worker import run_task
 

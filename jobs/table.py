@@ -12,8 +12,7 @@ from typing import Any
 
 from .context import JobContext
 from .errors import InvalidJob
-from .parquet.shard_task import shard_task
-from .parquet.verify_task import verify_task
+from .parquet.shard_task import VerifyTask, shard_task
 from .prompts.embedding_task import embed_task
 from .prompts.prompt_task import chat_task, complete_task
 from .prompts.scoring_tasks import classify_task, loglikelihood_task, rerank_task
@@ -28,7 +27,7 @@ _ENGINE_JOBS: Mapping[str, Callable[..., Task]] = {
     "jobs.loglikelihood": loglikelihood_task,
     "jobs.rerank": rerank_task,
     "jobs.score_shard": shard_task,
-    "jobs.verify_rows": verify_task,
+    "jobs.verify_rows": VerifyTask,
 }
 
 

@@ -14,11 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -76,10 +75,12 @@ def environment(redis_url: str) -> dict[str, str]:
 
 
 @contextmanager
-def running(command: list[str], log: Path, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+def running(
+    command: list[str], log: Path, *, cwd: Path = ROOT, env: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """Run a process beside ours; end it, gently first, when the block ends."""
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, **options)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=cwd, env=env)
     try:
         yield process
     finally:
@@ -91,10 +92,10 @@ def running(command: list[str], log: Path, **options: Any) -> Iterator[subproces
             process.wait()
 
 
-def wait_for_worker(redis: Redis, process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_for_worker(redis: Redis, name: str, process: subprocess.Popen[bytes], log: Path) -> None:
     """Return when the worker has loaded its model. Exits with its log where it ended instead."""
     deadline = time.monotonic() + READY_S
-    while not redis.exists(f"tokenmill:worker:{WORKER}"):
+    while not redis.exists(f"tokenmill:worker:{name}"):
         if process.poll() is not None:
             sys.exit(f"the worker ended with status {process.returncode}:\n{log.read_text()}")
         if time.monotonic() > deadline:
@@ -184,7 +185,7 @@ def main() -> None:
                 Redis.from_url(url, socket_timeout=None) as redis,
             ):
                 print(f"one worker on the queues prompts and bulk, model {MODEL}", flush=True)
-                wait_for_worker(redis, process, log)
+                wait_for_worker(redis, WORKER, process, log)
                 ask_prompts(redis, env)
                 submit_file(env)
                 report(redis)

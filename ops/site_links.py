@@ -17,10 +17,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 _ROOT = Path(__file__).parents[1]
-_BESIDE = {
-    name: PurePosixPath(name).name for name in ("ops/bench/RESULTS.md", "CHANGELOG.md", "ARCHITECTURE.md")
-}
-"""Path in the clone of each page outside docs/: its name in the site."""
+_BESIDE = ("RESULTS.md", "CHANGELOG.md", "ARCHITECTURE.md")
+"""Pages outside docs/, which have the same name in the site."""
 
 _LINK = re.compile(
     r"\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>(?!\w+:|#)[^)\s#]+)(?P<anchor>#[^)\s]*)?\)"
@@ -31,15 +29,15 @@ log = logging.getLogger("mkdocs.hooks.site_links")
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that lie outside docs/."""
-    for path, name in _BESIDE.items():
-        files.append(File.generated(config, name, abs_src_path=str(_ROOT / path)))
+    for name in _BESIDE:
+        files.append(File.generated(config, name, abs_src_path=str(_ROOT / name)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Return the page with each link to a file of the clone as the site has it."""
     name = page.file.src_uri
-    source = next((path for path, beside in _BESIDE.items() if beside == name), f"docs/{name}")
+    source = name if name in _BESIDE else f"docs/{name}"
     return _LINK.sub(lambda link: _in_site(link, source, name), markdown)
 
 
@@ -47,7 +45,7 @@ def _in_site(link: re.Match[str], source: str, name: str) -> str:
     target = normpath(str(PurePosixPath(source).parent / link["target"]))
     if not (_ROOT / target).exists():
         log.warning("%s links to %s, which is not there", source, target)
-    page = _BESIDE.get(target, target.removeprefix("docs/") if target.startswith("docs/") else None)
-    if page is None:
+    if target not in _BESIDE and not target.startswith("docs/"):
         return link["text"]
+    page = target.removeprefix("docs/")
     return f"[{link['text']}]({relpath(page, PurePosixPath(name).parent)}{link['anchor'] or ''})"

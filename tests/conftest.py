@@ -32,7 +32,6 @@ LONGEST = (
     "tests/engine/test_triton_parity.py",
     "tests/thaws/test_thaws.py",
     "tests/engine/test_kernels_",
-    "tests/ops/test_load.py",
     "tests/engine/test_rank_",
     "tests/ops/test_gpu_bench.py",
     "tests/engine/test_families.py",

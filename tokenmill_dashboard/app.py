@@ -9,10 +9,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import parse_qs, quote, urlencode
 
-from a2wsgi import WSGIMiddleware
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -32,7 +31,7 @@ from jobs.doctor.server_settings import troubles
 from . import shown
 from .actions import Refused, cancel_job, cancel_run, retry_all, retry_one
 from .connections import TriesInTurn
-from .guard import METRICS_PATH, RQ_PREFIX, SESSION_COOKIE, SESSION_S, Guard, Hosts, Sessions
+from .guard import METRICS_PATH, SESSION_COOKIE, SESSION_S, Guard, Hosts, Sessions
 from .notices import notice
 from .pages import PAGES, Missing, Name, job_path, time_left
 from .queue_metrics import QueueMetrics
@@ -80,6 +79,7 @@ class Dashboard:
         )
         for name in ("number", "rate", "percent", "duration", "moment", "iso"):
             self._templates.filters[name] = getattr(shown, name)
+        self._templates.filters["safe_name"] = safe_name
         self._templates.globals.update(
             share=shown.share,
             form_token=self._form_token,
@@ -88,8 +88,8 @@ class Dashboard:
             time_left=time_left,
         )
 
-    def app(self, rq_pages: Any) -> ASGIApp:
-        """Return the application. rq_pages: rq-dashboard's, for WSGI."""
+    def app(self) -> ASGIApp:
+        """Return the application."""
         pages = [Route(path, self._page(name)) for path, name in _PATHS.items()]
         app = Starlette(
             routes=[
@@ -105,7 +105,6 @@ class Dashboard:
                 Route("/login", self._log_in, methods=["POST"]),
                 Route("/logout", self._log_out, methods=["POST"]),
                 Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
-                Mount(RQ_PREFIX, cast("ASGIApp", WSGIMiddleware(rq_pages))),
                 Route("/{path:path}", self._page("missing")),
             ],
             lifespan=self._looking,

@@ -15,8 +15,6 @@ LIMIT_S = 30.0
 NEEDED = {
     "starlette": "on which the pages rest",
     "uvicorn": "which serves them",
-    "rq-dashboard": "whose pages are mounted beside them",
-    "a2wsgi": "which carries rq-dashboard",
 }
 
 

@@ -30,16 +30,9 @@ _OPEN_FOLDER = "/static/"
 #: What is served to a program that sends the token with its request, as Prometheus does.
 METRICS_PATH = "/metrics"
 
-#: Where rq-dashboard is mounted: its pages are made of inline scripts and templates that are compiled.
-RQ_PREFIX = "/rq"
-
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
-)
-_RQ_POLICY = (
-    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
-    "img-src 'self' data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
 
 
@@ -146,8 +139,7 @@ class Guard:
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                is_rq = path == RQ_PREFIX or path.startswith(f"{RQ_PREFIX}/")
-                headers["Content-Security-Policy"] = _RQ_POLICY if is_rq else _POLICY
+                headers["Content-Security-Policy"] = _POLICY
                 headers["X-Frame-Options"] = "DENY"
                 headers["X-Content-Type-Options"] = "nosniff"
                 headers["Referrer-Policy"] = "same-origin"

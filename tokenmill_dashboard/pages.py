@@ -159,7 +159,6 @@ def job(watcher: Watcher, request: Request, *, show_prompts: bool) -> dict[str, 
     return {
         "job": found,
         "shown_id": safe_name(job_id),
-        "has_rq_page": is_plain_id(job_id),
         "show_prompts": show_prompts,
         "run": run if is_run_id(run) and (rest == "plan" or rest.isdigit()) else None,
     }

@@ -17,7 +17,6 @@ from jobs.common.log_format import AUTO, VARIABLE, checked_format, handle_all, i
 
 from .app import Dashboard, Options
 from .connections import TimedConnection
-from .rq_pages import rq_app
 
 #: With which a browser logs in. Asked for wherever it is set.
 TOKEN_VARIABLE = "TOKENMILL_DASHBOARD_TOKEN"
@@ -93,7 +92,7 @@ def make_app(
         redis_url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
     )
     dashboard = Dashboard(connection, Options(named, is_local, token, show_prompts, queues))
-    return dashboard.app(rq_app(redis_url, show_prompts=show_prompts))
+    return dashboard.app()
 
 
 def serve(

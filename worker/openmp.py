@@ -13,7 +13,7 @@ def spin_briefly(environment: MutableMapping[str, str]) -> None:
 
     libgomp spins 30 times as long by default: where others use the processors too, a waiting thread then
     holds the one that the thread it waits for needs. Without any spinning each product wakes its threads
-    anew, which costs a quarter of the speed where the machine is ours. Figures: ops/bench/RESULTS.md.
+    anew, which costs a quarter of the speed where the machine is ours.
     What the operator has set (OMP_WAIT_POLICY, GOMP_SPINCOUNT) stays.
     Source: libgomp's manual, GOMP_SPINCOUNT.
     """

@@ -13,8 +13,8 @@ from engine.checkpoint.text_part import ARCHITECTURES as WITH_IMAGES
 from engine.errors import UnsupportedModel
 from engine.models.registry import ARCHITECTURES
 
-#: Compared with transformers token by token: `python -m ops.architectures`. Those that are native by now are
-#: served natively unless model_path says otherwise.
+#: tests/engine/test_transformers_models.py compares each with transformers, token by token. Those that are
+#: native by now are served natively unless model_path says otherwise.
 TRANSFORMERS = tuple(
     """
     AXK1ForCausalLM AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM BeamForCausalLM

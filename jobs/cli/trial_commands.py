@@ -16,7 +16,6 @@ from ..common.shown import safe_name
 from ..context.served_model import parse_model
 from ..runs.dry_run import NUM_TRIED, Estimate, classification_of, estimate, trial_of
 from ..runs.embedding_options import EMBED
-from ..runs.estimate import Total
 from ..runs.spec import RunSpec, check_queue_name
 from ..runs.trials import Trial, Tried, try_job, try_jobs
 from .errors_told import errors_told
@@ -109,18 +108,17 @@ def dry_run_lines(survey: dict[str, Any], found: Estimate, price_per_hour: float
         *(f"         {line}" for line in _reasons(survey)),
         f"asked    {survey['requests'] * scale:,.0f} prompts; {survey['rows_repeated'] * scale:,.0f} rows "
         "repeat an earlier one",
-        f"prompts  {found.prompt_tokens.value:,.0f} tokens; of those asked, shared beginnings save up to "
+        f"prompts  {found.prompt_tokens:,.0f} tokens; of those asked, shared beginnings save up to "
         f"{found.saved_tokens:,.0f}",
-        f"answers  {_interval(found.completion_tokens)} tokens, of which {_interval(found.generated_tokens)} "
+        f"answers  {found.completion_tokens:,.0f} tokens, of which {found.generated_tokens:,.0f} "
         f"are computed, as {found.num_tried} rows tell",
-        f"time     {_time(found.seconds)} on one worker like this one, alone with the run",
+        f"time     about {_time(found.seconds)} on one worker like this one, alone with the run",
     ]
     if found.num_failed:
         lines.append(f"but      {found.num_failed} of the {found.num_tried} rows that were tried failed")
     if price_per_hour is not None:
-        cost = found.seconds.times(price_per_hour / 3600)
-        between = f"({cost.low:,.2f} to {cost.high:,.2f})"
-        lines.append(f"cost     {cost.value:,.2f} {between} at {price_per_hour:g} an hour")
+        cost = found.seconds / 3600 * price_per_hour
+        lines.append(f"cost     about {cost:,.2f} at {price_per_hour:g} an hour")
     return lines
 
 
@@ -174,15 +172,6 @@ def _would_fail(rows: int, first: int) -> str:
     return f"row {first} would fail" if rows == 1 else f"{rows:,} rows read would fail, row {first} the first"
 
 
-def _interval(total: Total) -> str:
-    if total.low == total.high:
-        return f"{total.value:,.0f}"
-    return f"{total.value:,.0f} ({total.low:,.0f} to {total.high:,.0f})"
-
-
-def _time(total: Total) -> str:
-    unit, seconds = next(
-        (each for each in (("h", 3600), ("min", 60)) if total.value >= 2 * each[1]), ("s", 1)
-    )
-    found = total.times(1 / seconds)
-    return f"{found.value:.1f} {unit} ({found.low:.1f} to {found.high:.1f})"
+def _time(seconds: float) -> str:
+    unit, length = next((each for each in (("h", 3600), ("min", 60)) if seconds >= 2 * each[1]), ("s", 1))
+    return f"{seconds / length:.1f} {unit}"

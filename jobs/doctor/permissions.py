@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from redis import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
 from ..common.keys import RQ, prefixed
-from .findings import Finding, fault, ok, warning
+from .findings import Finding, fault, ok
 from .redis_server import Server
 
 Role = Literal["worker", "producer"]
@@ -56,26 +57,14 @@ _WORKERS_OTHERS = (
     ("unsubscribe", _CHANNEL),
 )
 
-#: Without these RQ shows a worker without its name or address, and this command not what a restart drops.
-_SHOWS_MORE = (
-    ("client", "setname", "tokenmill-doctor"),
-    ("client", "list"),
-    ("acl", "dryrun", "default", "ping"),
-)
-
-PUBLISH = ("publish", _CHANNEL, "1")
-
-#: What is in a refusal of a key or a channel, of Redis 6 ("one of the keys") and of later ones ("a key").
-_OF_KEY, _OF_CHANNEL = " key", " channel"
-
-#: Commands that rules name with their first argument, and how.
-_WITH_ARGUMENT = {"script", "client", "memory", "acl"}
+#: Commands that rules name with their first argument.
+_WITH_ARGUMENT = {"script", "memory"}
 
 
 def commands_of(role: Role) -> list[tuple[str, ...]]:
     """Return every command that a role needs, with arguments."""
     listed = [each.split() for each in _BOTH.replace("\n", ";").split(";")]
-    others = [*_OTHERS, PUBLISH]
+    others: list[tuple[str, ...]] = [*_OTHERS, ("publish", _CHANNEL, "1")]
     if role == "worker":
         listed += [each.split() for each in _WORKERS.replace("\n", ";").split(";")]
         others += _WORKERS_OTHERS
@@ -86,63 +75,45 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
     """Name the rules that a role needs and this user lacks."""
     asked = commands_of(role)
     keyed = [("set", prefixed(key).replace("*", "tokenmill-doctor"), "1") for key in KEYS[role]]
-    refusals = _refusals(server, [*asked, *keyed, *(_SHOWS_MORE if role == "worker" else ())])
+    refusals = _refusals(server.client, [*asked, *keyed])
     if refusals is None:
         mend = f"ACL SETUSER {server.user} +@transaction +@connection, in its file too"
         yield fault("permissions", f"user {server.user!r} may not use MULTI and DISCARD", mend)
         return
-    commands = [
-        _rule(words) for words, refusal in zip(asked, refusals, strict=False) if _is_of_command(refusal)
+    missing = [
+        f"~{prefixed(key)}"
+        for key, refusal in zip(KEYS[role], refusals[len(asked) :], strict=True)
+        if " key" in refusal  # of Redis 6 ("one of the keys") and of later ones ("a key")
     ]
-    refused_keys = zip(KEYS[role], refusals[len(asked) :], strict=False)
-    keys = [f"~{prefixed(key)}" for key, refusal in refused_keys if _OF_KEY in refusal]
-    channels = [f"&{RQ}:pubsub:*"] if any(_OF_CHANNEL in refusal for refusal in refusals) else []
-    missing = [*keys, *channels, *dict.fromkeys(commands)]
-    if missing:
-        found = f"user {server.user!r} lacks what a {role} needs: {' '.join(missing)}"
-        mend = f"ACL SETUSER {server.user} {' '.join(missing)}, in its file too (ops/redis-users.acl has all)"
-        yield fault("permissions", found, mend)
-    else:
+    missing += [f"&{RQ}:pubsub:*"] if any(" channel" in refusal for refusal in refusals) else []
+    for words, refusal in zip(asked, refusals, strict=False):
+        if refusal and " key" not in refusal and " channel" not in refusal:
+            missing.append(f"+{words[0]}|{words[1]}" if words[0] in _WITH_ARGUMENT else f"+{words[0]}")
+    if not missing:
         yield ok("permissions", f"user {server.user!r} may do all that a {role} needs")
-    lacks = [
-        _rule(words)
-        for words, refusal in zip(_SHOWS_MORE, refusals[-len(_SHOWS_MORE) :], strict=True)
-        if refusal
-    ]
-    if role == "worker" and lacks:
-        found = f"without {' '.join(lacks)} less is shown: workers' names and addresses, what a restart drops"
-        yield warning("permissions", found, f"ACL SETUSER {server.user} {' '.join(lacks)}, in its file too")
+        return
+    rules = " ".join(dict.fromkeys(missing))
+    mend = f"ACL SETUSER {server.user} {rules}, in its file too (ops/redis-users.acl has all)"
+    yield fault("permissions", f"user {server.user!r} lacks what a {role} needs: {rules}", mend)
 
 
-def _rule(words: Sequence[str]) -> str:
-    return f"+{words[0]}|{words[1]}" if words[0] in _WITH_ARGUMENT else f"+{words[0]}"
-
-
-def _is_of_command(refusal: str) -> bool:
-    return bool(refusal) and _OF_KEY not in refusal and _OF_CHANNEL not in refusal
-
-
-def _refusals(server: Server, commands: Sequence[Sequence[str]]) -> list[str] | None:
+def _refusals(client: Redis, commands: Sequence[Sequence[str]]) -> list[str] | None:
     """Return how the server refuses each command to this user, "" where it does not.
 
     None where no transaction can be had; nothing is asked then, as it would be carried out.
     """
-    pool = server.client.connection_pool
+    pool = client.connection_pool
     connection: Any = pool.get_connection()
     try:
-        if _refusal(connection, ("MULTI",)) or _refusal(connection, ("DISCARD",)):
-            return None
+        for word in ("MULTI", "DISCARD"):
+            connection.send_command(word)
+            if _reply(connection):
+                return None
         connection.send_packed_command(connection.pack_commands([("MULTI",), *commands, ("DISCARD",)]))
-        replies = [_reply(connection) for _ in range(len(commands) + 2)]
+        return [_reply(connection) for _ in range(len(commands) + 2)][1:-1]
     finally:
         connection.disconnect()
         pool.release(connection)
-    return replies[1:-1]
-
-
-def _refusal(connection: Any, words: Sequence[str]) -> str:
-    connection.send_command(*words)
-    return _reply(connection)
 
 
 def _reply(connection: Any) -> str:

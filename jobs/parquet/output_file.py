@@ -7,7 +7,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -96,6 +96,25 @@ def open_part(storage: Storage, plan: Plan, shard: int) -> Iterator[Any]:
             yield file
     except CorruptParquet as error:
         raise PartDamaged(path, f"not readable as Parquet: {error.args[1]}") from error
+
+
+def part_rows(
+    storage: Storage, plan: Plan, shard: int, columns: Sequence[str], only: Set[int] | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of a part, with their numbers in the run. only: these rows. Raises PartDamaged."""
+    start = plan.first_row(shard)
+    with open_part(storage, plan, shard) as file:
+        if absent := set(columns) - set(file.schema_arrow.names):
+            raise PartDamaged(plan.part_path(shard), f"it has no column {min(absent)!r}")
+        for batch in file.iter_batches(BATCH_ROWS, columns=list(columns), use_threads=False):
+            storage.check_interrupted()
+            numbers: Sequence[int] = range(start, start + batch.num_rows)
+            start += batch.num_rows
+            if only is not None:
+                places = [place for place, row in enumerate(numbers) if row in only]
+                numbers = [numbers[place] for place in places]
+                batch = batch.take(pa.array(places, pa.int64()))
+            yield from zip(numbers, batch.to_pylist(), strict=True)
 
 
 @contextmanager

@@ -29,9 +29,9 @@ def rendered_shards(
     added = {column.name for column in plan.added_columns}
     choice = ColumnChoice(tuple(name for name in source.columns if name not in added))
     try:
-        for number, shard in enumerate(plan.shards):
-            start = plan.first_row(number)
-            if shard.rows == 0 or (only is not None and only.isdisjoint(range(start, start + shard.rows))):
+        for number in range(len(plan.shards)) if only is None else plan.shards_of(only):
+            shard, start = plan.shards[number], plan.first_row(number)
+            if shard.rows == 0:
                 continue
             planned = plan.files[shard.file]
             if reader is None or shard.file != file or not reader.reaches(shard):

@@ -20,22 +20,15 @@ import pyarrow.compute as pc
 from ..common.version import code_version
 from ..context import JobContext
 from ..context.answer import Answer
-from ..context.answer_memo import AnswerMemo
 from ..errors import PartDamaged, PathSwapped, RunBusy
 from ..runs.part_stats import PartStats
 from ..runs.state import RunState
 from .failed_rows import failed_rows
-from .filesystem import FileStat
-from .fingerprint import file_fingerprint
-from .inputs import unchanged
 from .output_file import BATCH_ROWS, open_part
 from .part import OWN_KEYS, answer_fields, write_part
-from .rendered import rendered_shards
 from .rows_task import RowsTask
 from .run_folder import RunFolder
-from .shard_texts import ShardTexts
-from .shard_work import check_model, shard_requests, trusted_plan
-from .sources import read_source
+from .shard_work import trusted_plan
 from .storage import Storage
 
 #: Of a part's columns, what its statistics are the sums of.
@@ -54,35 +47,10 @@ class RetryWork(RowsTask):
         self._temporary = folder.temporary_replacement(shard)
         self._began_at = clock()
         folder.state.begin(self._began_at)
-        check_model(plan, context.model)
-        context.checks.admit(plan.spec.repairs)
         context.shard_bytes.check_room()
         self._old = folder.part_stats(shard)
         self._rows = [row for row, _ in failed_rows(self._storage, plan, shard)]
-        source = read_source(plan.spec, context.check_sampling)
-        file = replace(self._file, path=self._storage.resolve(self._file.path))
-        self._texts = ShardTexts(file.path, source.columns, context.shard_bytes)
-
-        def fingerprint(state: FileStat) -> str:
-            return file_fingerprint(self._storage, file.path, plan.input_format)
-
-        try:
-            with unchanged(self._storage, file, fingerprint):
-                wanted = set(self._rows)
-                for start, rows in rendered_shards(context, self._storage, plan, source, wanted):
-                    self._texts.add(row for number, row in enumerate(rows, start) if number in wanted)
-            self._requests = shard_requests(
-                context,
-                plan,
-                source,
-                self._texts.gathered(),
-                self._rows.__getitem__,
-                AnswerMemo(0),
-                self._texts.let_go,
-            )
-        except BaseException:
-            self._texts.close()
-            raise
+        self.ask(context, self._storage, plan, self._rows)
 
     @classmethod
     def open(cls, context: JobContext, run: str, plan_path: str, shard: int) -> RetryWork:
@@ -128,11 +96,6 @@ class RetryWork(RowsTask):
     def close(self) -> None:
         super().close()
         self._storage.delete(self._temporary)
-
-    @property
-    def _file(self) -> Any:
-        plan = self._folder.plan
-        return plan.files[plan.shards[self._number].file]
 
     def _publish(self, answers: dict[int, Answer]) -> bool:
         """Write the part that is there with answers for its errors, and put it in place.

@@ -2,18 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 
+from ..context import JobContext
+from ..context.answer_memo import AnswerMemo
+from ..runs.plan import Plan, PlannedFile
 from ..tasks import Completion, OpenTask, Request
+from .filesystem import FileStat
+from .fingerprint import file_fingerprint
+from .inputs import unchanged
+from .rendered import rendered_shards
 from .shard_requests import ShardRequests
 from .shard_texts import ShardTexts
+from .shard_work import check_model, shard_requests
+from .sources import read_source
+from .storage import Storage
 
 
 class RowsTask(OpenTask):
-    """What a subclass makes of the answers is its own; it sets both fields when it is made."""
+    """What a subclass makes of the answers is its own; it calls `ask` when it is made."""
 
     _requests: ShardRequests
     _texts: ShardTexts
+
+    def ask(self, context: JobContext, storage: Storage, plan: Plan, rows: Sequence[int]) -> None:
+        """Read rows of a run, in their order, to ask them as the run has.
+
+        Raises RunOfAnotherModel, RunError or NoRoomYet.
+        """
+        check_model(plan, context.model)
+        context.checks.admit(plan.spec.repairs)
+        wanted, source = set(rows), read_source(plan.spec, context.check_sampling)
+        files = {plan.shards[shard].file for shard in plan.shards_of(wanted)}
+        self._texts = ShardTexts(plan.spec.output, source.columns, context.shard_bytes, "ask fewer rows")
+        try:
+            with ExitStack() as stack:
+                for number in sorted(files):
+                    file = plan.files[number]
+                    file = replace(file, path=storage.resolve(file.path))
+                    stack.enter_context(unchanged(storage, file, _fingerprint(storage, plan, file)))
+                for start, rendered in rendered_shards(context, storage, plan, source, wanted):
+                    self._texts.add(row for number, row in enumerate(rendered, start) if number in wanted)
+            texts, let_go, nothing_known = self._texts.gathered(), self._texts.let_go, AnswerMemo(0)
+            self._requests = shard_requests(
+                context, plan, source, texts, rows.__getitem__, nothing_known, let_go
+            )
+        except BaseException:
+            self._texts.close()
+            raise
 
     def requests(self) -> Iterator[Request]:
         return self._requests.requests()
@@ -39,3 +77,7 @@ class RowsTask(OpenTask):
     def close(self) -> None:
         self._requests.close()
         self._texts.close()
+
+
+def _fingerprint(storage: Storage, plan: Plan, file: PlannedFile) -> Callable[[FileStat], str]:
+    return lambda state: file_fingerprint(storage, file.path, plan.input_format)

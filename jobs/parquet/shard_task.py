@@ -1,4 +1,7 @@
-"""The task of `jobs.score_shard`: the rows of one shard in, one part out."""
+"""The tasks of `jobs.score_shard` (rows of one shard in, one part out) and `jobs.verify_rows` (a comparison).
+
+What touches files needs pyarrow and is imported when a task is opened.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,11 @@ from ..tasks import Task
 if TYPE_CHECKING:
     from .retry_work import RetryWork
     from .shard_work import ShardWork
+    from .verify_work import VerifyWork
 
 
 class ShardTask(Task):
-    """Names one shard. What touches files is in ShardWork, which needs pyarrow and is imported in open()."""
+    """Names one shard."""
 
     blocking = reads_rows = True
 
@@ -35,16 +39,28 @@ class ShardTask(Task):
         return ShardWork.open(context, self._run, self._plan, self._shard, self._redo)
 
 
+class VerifyTask(Task):
+    """Names some rows of a finished run. sample: "1%" (at least one row), 20 or "20"; seed: which of them."""
+
+    blocking = reads_rows = True
+
+    def __init__(self, run: str, plan: str, sample: int | str = "1%", seed: int = 0) -> None:
+        """Check the arguments. Raises InvalidJob."""
+        _check_run(run, plan)
+        self._run, self._plan, self._sample, self._seed = run, plan, str(sample), seed
+
+    def open(self, context: JobContext) -> VerifyWork:
+        """Read the rows and what the run has of them. Raises RunError, InvalidValue or NoRoomYet."""
+        from .verify_work import VerifyWork
+
+        return VerifyWork(context, self._run, self._plan, self._sample, self._seed)
+
+
 def shard_task(
     run: str, plan: str, shard: int, redo_damaged: bool = False, retry_errors: bool = False
 ) -> ShardTask:
     """Return the task of jobs.score_shard. Raises InvalidJob when an argument is wrong."""
-    if not is_run_id(run):
-        raise InvalidValue(
-            "run is {}, expected the id of a planned run: enqueue jobs.score_parquet instead", shown(run)
-        )
-    if not isinstance(plan, str):
-        raise InvalidJob(f"plan is {type(plan).__name__}, expected the path of a run's _plan.json")
+    _check_run(run, plan)
     if not isinstance(shard, int) or isinstance(shard, bool) or shard < 0:
         raise InvalidValue("shard is {}, expected the number of a shard", shown(shard))
     for name, value in (("redo_damaged", redo_damaged), ("retry_errors", retry_errors)):
@@ -53,3 +69,12 @@ def shard_task(
     if redo_damaged and retry_errors:
         raise InvalidJob("redo_damaged and retry_errors: a damaged part has no rows to try again")
     return ShardTask(run, plan, shard, redo_damaged, retry_errors)
+
+
+def _check_run(run: object, plan: object) -> None:
+    if not is_run_id(run):
+        raise InvalidValue(
+            "run is {}, expected the id of a planned run: enqueue jobs.score_parquet instead", shown(run)
+        )
+    if not isinstance(plan, str):
+        raise InvalidJob(f"plan is {type(plan).__name__}, expected the path of a run's _plan.json")

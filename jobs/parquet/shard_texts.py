@@ -19,9 +19,15 @@ GRAIN_BYTES = 1 << 20
 class ShardTexts:
     """Gathers a shard's rendered rows. held: where their bytes are counted, until `let_go` or `close`."""
 
-    def __init__(self, path: str, columns: tuple[str, ...], held: ShardBytes) -> None:
-        """path, columns: where the rows come from, for the error."""
-        self._path, self._columns, self._held = path, columns, held
+    def __init__(
+        self,
+        path: str,
+        columns: tuple[str, ...],
+        held: ShardBytes,
+        remedy: str = "submit with a smaller rows_per_shard",
+    ) -> None:
+        """path, columns, remedy: where the rows come from and what helps, for the error."""
+        self._path, self._columns, self._held, self._remedy = path, columns, held, remedy
         self._texts: dict[str, str] = {}
         self._bytes = self._gone = 0
         self.rows: list[str | RowProblem] = []
@@ -49,9 +55,8 @@ class ShardTexts:
         if self._bytes + num_bytes > self._held.limit:
             columns = ", ".join(map(repr, self._columns))
             found = f"the prompts of column {columns} in the first {len(self.rows)} rows of a shard"
-            remedy = "submit with a smaller rows_per_shard"
             found = f"{found} take {self._bytes + num_bytes} bytes"
-            raise ShardTooLarge(self._path, found, self._held.limit, "", remedy)
+            raise ShardTooLarge(self._path, found, self._held.limit, "", self._remedy)
         self._held.hold(num_bytes, self._bytes)
         self._bytes += num_bytes
 

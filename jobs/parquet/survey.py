@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence, Set
 from hashlib import blake2b
@@ -12,7 +13,6 @@ from ..context import JobContext
 from ..context.prompt_meter import PromptMeter
 from ..errors import InvalidJob
 from ..runs.embedding_options import EMBED
-from ..runs.estimate import Pick, Sized, pick_requests
 from ..runs.formats import OPENAI_BATCH
 from ..runs.plan import Plan
 from ..runs.reasons import Reasons
@@ -83,7 +83,7 @@ class _Survey:
         self._context, self._storage, self._plan, self._meter = context, storage, plan, meter
         self._source: PromptSource = prompt_source(plan.spec, context.check_sampling)
         self._sampling, self._chat = plan.spec.chat
-        self._requests: list[_Asked] = []
+        self._requests: list[Asked] = []
         self._known: dict[bytes, int] = {}
         self._reasons = Reasons()
         self._before: Sequence[int] = ()
@@ -96,11 +96,10 @@ class _Survey:
                 start + number: row for number, row in enumerate(rows) if (start + number) % every == 0
             }
             self._look_at(looked_at)
-        sizes = [Sized(each.tokens, each.limit, each.rows) for each in self._requests]
-        picks = pick_requests(sizes, pick)
         if first:
-            ordered = sorted(range(len(sizes)), key=lambda number: self._requests[number].row)
-            picks = [Pick(number, 1.0) for number in ordered[:pick]]
+            picks = [(each, 1.0) for each in sorted(self._requests, key=lambda each: each.row)[:pick]]
+        else:
+            picks = pick_requests(self._requests, pick)
         return {
             "rows": self._plan.rows,
             "rows_read": self._rows,
@@ -160,7 +159,7 @@ class _Survey:
         for numbers in [rows] if is_greedy else [[row] for row in rows]:
             self._cached += _shared(self._before, token_ids, self._meter.block_size)
             self._before = token_ids
-            self._requests.append(_Asked(numbers[0], len(token_ids), limit, len(numbers), is_greedy))
+            self._requests.append(Asked(numbers[0], len(token_ids), limit, len(numbers), is_greedy))
 
     def _token_ids(self, prompt: str, most: int | None) -> Sequence[int]:
         options = {} if most is None else {TRUNCATION: most}
@@ -168,32 +167,31 @@ class _Survey:
             return self._meter.token_ids(None, json.loads(prompt), {**self._chat.template, **options})
         return self._meter.token_ids(prompt, None, options)
 
-    def _picked(self, picks: Sequence[Pick]) -> list[dict[str, Any]]:
+    def _picked(self, picks: Sequence[tuple[Asked, float]]) -> list[dict[str, Any]]:
         """Read the prompts of what was picked again; those beyond MAX_PICKED_CHARS are left out."""
-        wanted = {self._requests[pick.number].row: pick for pick in picks}
+        wanted = {asked.row: (asked, weight) for asked, weight in picks}
         found: dict[int, dict[str, Any]] = {}
         left = MAX_PICKED_CHARS
         for start, rows in self._rendered(wanted.keys()):
             for row in wanted.keys() & set(range(start, start + len(rows))):
                 text = rows[row - start]
                 if isinstance(text, str) and (left := left - len(text)) >= 0:
-                    found[row] = self._told(row, text, wanted[row])
+                    found[row] = self._told(text, *wanted[row])
         return [found[row] for row in wanted if row in found]
 
-    def _told(self, row: int, text: str, pick: Pick) -> dict[str, Any]:
+    def _told(self, text: str, asked: Asked, weight: float) -> dict[str, Any]:
         prompt, own = split(text) if self._plan.spec.sampling_columns else (text, {})
         sampling = {**self._plan.spec.sampling, **own}
         if "seed" in self._plan.spec.sampling and "seed" not in own:
-            sampling["seed"] = row_seed(self._plan.seed, row)
-        asked = self._requests[pick.number]
+            sampling["seed"] = row_seed(self._plan.seed, asked.row)
         return {
-            "row": row,
+            "row": asked.row,
             "prompt": json.loads(prompt) if self._source.is_chat else prompt,
             "is_chat": self._source.is_chat,
             "sampling": sampling,
             "prompt_tokens": asked.tokens,
             "rows": asked.rows,
-            "weight": pick.weight,
+            "weight": weight,
         }
 
     def _prior(self) -> Any:
@@ -207,13 +205,35 @@ class _Survey:
         return rendered_shards(self._context, self._storage, self._plan, self._source, only)
 
 
-class _Asked:
-    """A request of the run. row: the first that it is for, counted over all files."""
+class Asked:
+    """A request of the run. row: the first of the `rows` that it is for, counted over all files. tokens: of
+    its prompt. limit: its row's max_tokens, 0 where rows do not differ in it."""
 
     __slots__ = ("is_greedy", "limit", "row", "rows", "tokens")
 
     def __init__(self, row: int, tokens: int, limit: int, rows: int, is_greedy: bool) -> None:
         self.row, self.tokens, self.limit, self.rows, self.is_greedy = row, tokens, limit, rows, is_greedy
+
+
+def pick_requests(requests: Sequence[Asked], count: int) -> list[tuple[Asked, float]]:
+    """Choose at most `count` requests that stand for all, and tell for how many each does.
+
+    Large ones are likelier to be chosen, by as much as prompt, limit and rows are above the average, and
+    count for fewer: what a few rows of a skewed file hold is seen. No chance is drawn.
+    """
+    order = sorted(requests, key=lambda each: (each.limit, each.tokens, each.row))
+    if len(order) <= count:
+        return [(each, 1.0) for each in order]
+    sizes_of = [(each.tokens, each.limit, each.rows) for each in order]
+    tokens, limit, rows = (sum(column) / len(order) or 1.0 for column in zip(*sizes_of, strict=True))
+    sizes = [1 + each.tokens / tokens + each.limit / limit + each.rows / rows for each in order]
+    step, passed, taken, picks = math.fsum(sizes) / count, 0.0, 0, []
+    for each, size in zip(order, sizes, strict=True):
+        passed += size
+        if times := math.floor(passed / step + 0.5) - taken:
+            picks.append((each, times * step / size))
+            taken += times
+    return picks
 
 
 def _shared(before: Sequence[int], token_ids: Sequence[int], block_size: int) -> int:

@@ -1,21 +1,22 @@
-"""A dry run: what a run will take, from a look at its prompts and the answers of a few of them."""
+"""A dry run: what a run will take, from counts of its prompts and the answers of a few of its rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import fsum
 from secrets import token_hex
 from typing import Any
 
-from .estimate import Batch, Pick, Row, Together, Total, measured_speed, num_steps, total
 from .trials import Trial, Tried
 
-#: Requests that are tried. One of so many is in a first, smaller group, which tells what a step takes.
-NUM_TRIED, FIRST_OF = 64, 4
+#: Requests that are answered.
+NUM_TRIED = 64
 
-#: By which part a time may be off whatever was measured: in a run's steps prompts and rows share the
-#: processor's caches, and its rows' contexts are not those of the tried ones (ops/bench/RESULTS.md).
-MODEL_ERROR = 0.1
+#: How a worker's speed is measured: tokens of each row, and rows at most.
+TIMED_TOKENS, MAX_BATCH = 24, 256
+
+Answer = Callable[[Sequence[Trial]], list[Tried]]
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,11 @@ class Estimate:
     seconds: on one worker like the one that answered, with nothing beside it.
     """
 
-    prompt_tokens: Total
+    prompt_tokens: float
     saved_tokens: float
-    completion_tokens: Total
-    generated_tokens: Total
-    seconds: Total
+    completion_tokens: float
+    generated_tokens: float
+    seconds: float
     num_tried: int
     num_failed: int
 
@@ -49,125 +50,102 @@ def trial_of(picked: Mapping[str, Any], model: str | None, **changed: Any) -> Tr
     return Trial("jobs.complete", {"prompt": picked["prompt"], **values})
 
 
-def estimate(survey: Mapping[str, Any], answer: Callable[[Sequence[Trial]], list[Tried]]) -> Estimate:
+def estimate(survey: Mapping[str, Any], answer: Answer) -> Estimate:
     """Estimate a run. survey: what jobs.survey_parquet found. answer: runs jobs together."""
-    picked, scale = survey["picked"], survey["rows"] / max(1, survey["rows_read"])
-    numbers = [range(0, len(picked), FIRST_OF), [i for i in range(len(picked)) if i % FIRST_OF]]
-    groups = [_answers_of([picked[number] for number in group], survey, answer) for group in numbers]
-    found = {
-        number: each
-        for group, one in zip(numbers, groups, strict=True)
-        for number, each in zip(group, one.tried, strict=True)
-    }
-    tried = [found[number] for number in range(len(picked))]
+    picked, n = survey["picked"], survey["n"]
+    scale = survey["rows"] / max(1, survey["rows_read"])
+    tried = answer([trial_of(each, None) for each in picked])
     lengths = [_usage(each)[1] for each in tried]
-    picks = [Pick(number, each["weight"]) for number, each in enumerate(picked)]
-    generated = total(picks, lengths).times(scale)
-    rows = [length * each["rows"] for length, each in zip(lengths, picked, strict=True)]
-    batch = Batch(survey["max_num_seqs"], survey["num_blocks"])
-    beginning = f"{token_hex(4)} "  # another one than any dry run's before, whose prompts are in the cache
-    own = [group.prompts for group in groups if group.prompts is not None]
-    speed = measured_speed(
-        [each for half in range(2) if (each := _prompts_of(picked[half::2], answer, beginning)) is not None]
-        or own,
-        [group.together for group in groups if group.together.rows],
-        batch,
-    )
+    asked = [each["weight"] * length * scale for each, length in zip(picked, lengths, strict=True)]
+    num_rows = survey["requests"] * scale * n
+    turns, longest = max(0.0, fsum(asked) - num_rows), max(lengths, default=0) / n
+    slots = _slots(survey, fsum(asked) / max(1.0, num_rows))
+    steps = longest if num_rows <= slots else turns / slots + longest / 2  # it ends with a batch half full
     computed = (survey["request_tokens"] - survey["cached_tokens"]) * scale
-    num_rows = survey["requests"] * scale * survey["n"]
-    played = [_row(length, each, survey) for length, each in zip(lengths, picked, strict=True)]
-    steps = num_steps(picks, played, round(num_rows), batch)
-    turns = [max(0.0, tokens - num_rows) for tokens in (generated.value, generated.low, generated.high)]
-    seconds = [speed.seconds(computed, each, steps * _ratio(each, turns[0])) for each in turns]
-    error = MODEL_ERROR + speed.error
-    known = survey["prompt_tokens"] * scale
+    speed = _speed(picked, min(slots, MAX_BATCH), answer)
     return Estimate(
-        Total(known, known, known),
-        survey["cached_tokens"] * scale,
-        total(picks, rows).times(scale),
-        generated,
-        Total(seconds[0], seconds[1] / (1 + error), seconds[2] * (1 + error)),
-        len(tried),
-        sum(each.value is None for each in tried),
+        prompt_tokens=survey["prompt_tokens"] * scale,
+        saved_tokens=survey["cached_tokens"] * scale,
+        completion_tokens=fsum(each * one["rows"] for each, one in zip(asked, picked, strict=True)),
+        generated_tokens=fsum(asked),
+        seconds=computed * speed.prompt_token_s + turns * speed.row_s + steps * speed.step_s,
+        num_tried=len(tried),
+        num_failed=sum(each.value is None for each in tried),
     )
 
 
 @dataclass(frozen=True)
-class _Answers:
-    """What a group of picked rows got. prompts: seconds and tokens of their prompts, its first, with which a
-    worker that has just started is slower than it will be."""
+class _Speed:
+    """What a worker takes, in seconds: for a token of a prompt, a step that decodes, each row in it."""
 
-    tried: list[Tried]
-    together: Together
-    prompts: tuple[float, float] | None
+    prompt_token_s: float
+    step_s: float
+    row_s: float
 
 
-def _answers_of(
-    group: Sequence[Mapping[str, Any]],
-    survey: Mapping[str, Any],
-    answer: Callable[[Sequence[Trial]], list[Tried]],
-) -> _Answers:
-    """Have rows answered three times: their prompts come into the cache, then out of it, then in full.
+def _speed(picked: Sequence[Mapping[str, Any]], slots: int, answer: Answer) -> _Speed:
+    """Measure a worker: prompts alone, then steps with a quarter of a full batch and with a full one.
 
-    How long first tokens take out of the cache is what the last time takes before it decodes.
+    Of two tries the faster counts, as a worker that has just begun is slow. Prompts have a beginning of their
+    own in each try, behind which nothing is in the prefix cache; steps are measured with prompts out of it.
     """
-    first = [trial_of(each, None, max_tokens=1, min_tokens=0) for each in group]
-    computed = _prompts(answer(first))
-    cached = [each for each in answer(first) if each.value is not None]
-    tried = answer([trial_of(each, None) for each in group])
-    n = survey["n"]
-    ran = [(one, each) for one, each in zip(group, tried, strict=True) if each.value is not None]
-    began_at = min((each.began_at for _, each in ran), default=0.0)
-    rows = [_row(_usage(each)[1], one, survey) for one, each in ran for _ in range(n)]
-    ends_s = [each.ended_at - began_at for _, each in ran for _ in range(n)]
-    return _Answers(tried, Together(rows, _span(cached), ends_s), computed)
+    begun: list[Mapping[str, Any]] = []
+    prompts_s = []
+    for _ in range(2):
+        beginning = f"{token_hex(4)} "
+        begun = [_begun(each, beginning) for each in picked]
+        ran, took_s = _timed(begun, 1, answer)
+        if computed := sum(_usage(each)[0] for each in ran):
+            prompts_s.append(took_s / computed)
+    found = []
+    for count in (max(1, slots // 4), slots):
+        rows = [begun[place % len(begun)] for place in range(count)] if begun else []
+        first_s = min(_timed(rows, 1, answer)[1] for _ in range(2))
+        ran, took_s = min((_timed(rows, TIMED_TOKENS, answer) for _ in range(2)), key=lambda each: each[1])
+        steps = [max(0, _usage(each)[1] - 1) for each in ran]
+        found.append((max(steps, default=0), sum(steps), max(0.0, took_s - first_s)))
+    return _Speed(min(prompts_s, default=0.0), *_step_and_row_s(*found))
 
 
-def _prompts_of(
-    group: Sequence[Mapping[str, Any]], answer: Callable[[Sequence[Trial]], list[Tried]], beginning: str
-) -> tuple[float, float] | None:
-    """Return seconds and tokens of prompts like these, none of which is in the cache; None where they are.
+def _timed(rows: Sequence[Mapping[str, Any]], tokens: int, answer: Answer) -> tuple[list[Tried], float]:
+    """Have rows answered with so many tokens; return what was, and the seconds from first to last."""
+    exact = {"n": 1, "min_tokens": tokens, "max_tokens": tokens, "ignore_eos": True}
+    ran = [each for each in answer([trial_of(row, None, **exact) for row in rows]) if each.value is not None]
+    return ran, max(each.ended_at for each in ran) - min(each.began_at for each in ran) if ran else 0.0
 
-    beginning: stands before each: behind it no token of the prompt is in the prefix cache.
+
+def _begun(picked: Mapping[str, Any], beginning: str) -> Mapping[str, Any]:
+    """Return a row whose prompt is the same but for its beginning."""
+    if not picked["is_chat"]:
+        return {**picked, "prompt": beginning + picked["prompt"]}
+    first, *others = picked["prompt"]
+    content = first.get("content")
+    parts = [{"type": "text", "text": beginning}, *content] if isinstance(content, list) else None
+    return {**picked, "prompt": [{**first, "content": parts or f"{beginning}{content or ''}"}, *others]}
+
+
+def _step_and_row_s(few: tuple[int, int, float], full: tuple[int, int, float]) -> tuple[float, float]:
+    """Return what a step and what each row in it takes, neither less than nothing.
+
+    few, full: of two batches, how many steps they decoded, rows in all of these, and seconds.
     """
-    trials = [trial_of(each, None, max_tokens=1, min_tokens=0, n=1) for each in group]
-    found = answer([_begun_with(beginning, each) for each in trials])
-    prompts = _prompts(found)
-    asked = sum(each.value["usage"]["prompt_tokens"] for each in found if each.value is not None)
-    return prompts if prompts is not None and 2 * prompts[1] >= asked else None
+    (few_steps, few_rows, few_s), (steps, rows, seconds) = few, full
+    determinant = few_steps * rows - steps * few_rows
+    if determinant > 0:
+        step_s = (few_s * rows - seconds * few_rows) / determinant
+        row_s = (few_steps * seconds - steps * few_s) / determinant
+        if step_s >= 0 and row_s >= 0:
+            return step_s, row_s
+        if row_s < 0:
+            return seconds / steps, 0.0
+    return 0.0, seconds / rows if rows else 0.0
 
 
-def _begun_with(beginning: str, trial: Trial) -> Trial:
-    """Return a job whose prompt is the same but for its beginning."""
-    values = dict(trial.kwargs)
-    if "messages" in values:
-        first, *others = values["messages"]
-        content = first.get("content")
-        values["messages"] = (
-            [{**first, "content": beginning + content}, *others]
-            if isinstance(content, str)
-            else values["messages"]
-        )
-    else:
-        values["prompt"] = beginning + values["prompt"]
-    return Trial(trial.function, values)
-
-
-def _prompts(tried: Sequence[Tried]) -> tuple[float, float] | None:
-    """Return how long rows took that got one token each, and how many tokens of prompts were computed."""
-    ran = [each for each in tried if each.value is not None]
-    computed = sum(_usage(each)[0] for each in ran)
-    return (_span(ran), float(computed)) if computed else None
-
-
-def _row(tokens: int, picked: Mapping[str, Any], survey: Mapping[str, Any]) -> Row:
-    """Return what one completion of a picked row is in the batch. tokens: of all its completions.
-
-    A sequence takes the blocks of its own tokens, what it shares with others aside, and one to grow into.
-    """
-    length = round(tokens / survey["n"])
-    own = 1 - _ratio(survey["cached_tokens"], survey["request_tokens"])
-    return Row(max(0, length - 1), 2 + int((picked["prompt_tokens"] * own + length) // survey["block_size"]))
+def _slots(survey: Mapping[str, Any], length: float) -> int:
+    """Return how many rows the run's batch holds. length: of an answer in tokens."""
+    own = (survey["request_tokens"] - survey["cached_tokens"]) / max(1, survey["requests"])
+    blocks = 2 + (own + length) // survey["block_size"]
+    return max(1, int(min(survey["max_num_seqs"], survey["num_blocks"] // blocks)))
 
 
 def _usage(tried: Tried) -> tuple[int, int]:
@@ -175,12 +153,3 @@ def _usage(tried: Tried) -> tuple[int, int]:
     usage = (tried.value or {}).get("usage", {})
     cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
     return usage.get("prompt_tokens", 0) - cached, usage.get("completion_tokens", 0)
-
-
-def _span(tried: Sequence[Tried]) -> float:
-    """Return the seconds from the first beginning to the last end."""
-    return max(each.ended_at for each in tried) - min(each.began_at for each in tried) if tried else 0.0
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0

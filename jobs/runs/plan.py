@@ -6,7 +6,7 @@ import json
 import os
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -202,6 +202,11 @@ class Plan:
         """Return the row number of a shard's first row, counted over all files."""
         planned = self.shards[shard]
         return self._first_rows[planned.file] + planned.start - self.files[planned.file].begin
+
+    def shards_of(self, rows: Set[int]) -> list[int]:
+        """Return the shards that hold any of these rows."""
+        starts = [self.first_row(shard) for shard in range(len(self.shards))]
+        return sorted({bisect_right(starts, row) - 1 for row in rows})
 
     @cached_property
     def _first_rows(self) -> list[int]:

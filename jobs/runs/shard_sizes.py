@@ -33,6 +33,14 @@ class ShardSizes:
         )
 
     @classmethod
+    def from_text(cls, text: str) -> ShardSizes:
+        """Read what `to_text` returned; anything else tells nothing."""
+        try:
+            return cls.from_value(json.loads(text))
+        except (ValueError, RecursionError):
+            return cls()
+
+    @classmethod
     def from_value(cls, value: Any) -> ShardSizes:
         """Read what `to_value` returned; anything else tells nothing."""
         if not isinstance(value, list) or len(value) != 3:

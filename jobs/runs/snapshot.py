@@ -20,7 +20,6 @@ from .part_stats import outcome_text
 from .plan import MAX_SHARDS
 from .state import PLAN_ERROR, RunState
 from .time_left import Progress, is_moment, time_left
-from .under_way import Begun
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -51,7 +50,7 @@ class RunSnapshot:
     serves it; None where one does, or may. stopped: why the run was cancelled without anyone's word.
     stopped_jobs: those of the failed ones that a cancel before the last submission stopped.
     too_many_errors: how its finished rows pass the limit of the last submission; None where they do not.
-    left_s: seconds until it ends, as its shards tell (eta.py); None where nothing does. counts: what the
+    left_s: seconds until it ends (time_left.py); None where nothing tells. counts: what the
     finished shards have together, by the names of part_stats.COUNTED.
     """
 
@@ -365,24 +364,19 @@ def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
     return [_progress(*reply) if isinstance(reply, list) else Progress(0, 0) for reply in replies]
 
 
-#: Of a shard's tokens in its job's meta, in Begun's order.
-_BEGUN = ("prompt_tokens", "prompt_tokens_open", "prompt_tokens_ahead", "tokens", "tokens_open")
-
-
 def _progress(meta: Any, started_at: bytes | None, worker: bytes | None) -> Progress:
     told = stored.json_object(meta)
-    rows, tokens, rows_open, shard_rows = (
-        stored.count(told.get(name)) or 0 for name in ("rows_done", "tokens", "rows_open", "rows")
-    )
+    rows, tokens, shard_rows = (stored.count(told.get(name)) or 0 for name in ("rows_done", "tokens", "rows"))
     tokens += stored.count(told.get("tokens_open")) or 0
-    begun = [stored.count(told.get(name)) for name in _BEGUN]
     return Progress(
         rows,
         tokens,
-        rows_open,
         shard_rows,
-        stored.moment(started_at),
+        _earliest(stored.moment(started_at), told.get("opened_at")),
         safe_name(worker or b""),
-        None if None in begun else Begun(*(each or 0 for each in begun)),
-        opened if is_moment(opened := told.get("opened_at")) else None,
     )
+
+
+def _earliest(started_at: float | None, opened_at: object) -> float | None:
+    """Return when a shard was begun: its file may be open before its first row is computed."""
+    return min(started_at, opened_at) if started_at is not None and is_moment(opened_at) else started_at

@@ -1,41 +1,39 @@
-"""How long a run goes on, from what Redis knows of its shards."""
+"""How long a run goes on: what is left of its rows and bytes, at the rate at which they were done lately."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import fsum, isfinite
+from math import exp, expm1, fsum, isfinite
 from typing import TypeGuard
 
-from .computed_share import Computed, ComputedShare
-from .eta import Done, seconds_left
-from .part_stats import PartStats
 from .plan import MAX_SHARDS
 from .recorded_parts import SeenParts
-from .shard_fit import Extent
 from .shard_sizes import ShardSizes
-from .under_way import Begun, Running, Tokens
+
+#: A worker that has ended a shard so many seconds ago is about to begin another.
+LATELY_S = 2.0
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a shard's running job says of it.
-
-    rows: that are answered. tokens: generated, for open rows too. rows_open: being answered. shard_rows: all.
-    started_at: Unix seconds. worker: the name of whose it is. begun: its tokens; None where none are told.
-    opened_at: when its file was opened, Unix seconds.
-    """
+    """What a running shard says of itself: answered rows, generated tokens, all rows, when it began."""
 
     rows: int
     tokens: int
-    rows_open: int = 0
     shard_rows: int = 0
     started_at: float | None = None
     worker: str = ""
-    begun: Begun | None = None
-    opened_at: float | None = None
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a worker did of a shard between two moments, in Unix seconds. work: in shares of the run."""
+
+    worker: str
+    began_at: float
+    ended_at: float
+    work: float
 
 
 def time_left(
@@ -48,112 +46,69 @@ def time_left(
 ) -> float | None:
     """Return how many seconds are left to a run; None where nothing tells.
 
-    sizes_text: what its planning has stored. shards, rows: of the run. parts: recorded ones. running: shards
-    under way; those of a worker that was killed wait again. now: Unix seconds.
+    sizes_text: what its planning has stored. parts: recorded ones. running: shards of workers that live.
     """
     if not shards or rows is None or shards > MAX_SHARDS:
         return None
-    sizes = _sizes(sizes_text, shards, rows, parts)
-    finished = {
-        shard: part
-        for shard, part in parts.latest.items()
-        if is_moment(part.started_at) and is_moment(part.ended_at)
-    }
-    done = [
-        Done(
-            _of_share(_extent(sizes, shard, part.rows), _share(part)),
-            part.started_at,
-            part.ended_at,
-            part.worker,
-            Tokens(part.prompt_tokens, part.completion_tokens),
-        )
-        for shard, part in finished.items()
-    ]
-    to_compute = _ToCompute(finished)
-    under_way = [
-        _running(sizes, shard, each, each.started_at, to_compute)
-        for shard, each in sorted(running.items())
-        if each.started_at is not None
-    ]
-    waiting = [
-        to_compute.of_next(_extent(sizes, shard))
-        for shard in range(shards)
-        if shard not in parts.shards and shard not in running
-    ]
-    return seconds_left(done, under_way, waiting, now)
-
-
-def _sizes(text: str | None, shards: int, rows: int, parts: SeenParts) -> ShardSizes:
-    """Return the shards' rows and bytes as planning has stored them; else as if those left were equal."""
-    sizes = ShardSizes()
-    with suppress(ValueError, RecursionError):
-        sizes = ShardSizes.from_value(json.loads(text or ""))
+    sizes = ShardSizes.from_text(sizes_text or "")
     if sizes.each * len(sizes.rows) < shards:
-        left = max(0, rows - parts.counts["rows"]) / max(1, shards - len(parts.shards))
-        sizes = ShardSizes(shards, (round(left * shards),), (round(left * shards),))
-    return sizes
+        sizes = ShardSizes(shards, (rows,), (rows,))  # as if all were equal
+    all_rows, all_bytes = sum(sizes.rows) or 1, sum(sizes.sizes) or 1
+    work = [sizes.rows_of(shard) / all_rows + sizes.size_of(shard) / all_bytes for shard in range(shards)]
+    spans = [
+        Span(part.worker, part.started_at, part.ended_at, work[shard] * _share(vars(part)))
+        for shard, part in parts.latest.items()
+        if shard < shards and is_moment(part.started_at) and is_moment(part.ended_at)
+    ]
+    new, new_later = _new_shares(parts.counts["rows"], _share(parts.counts), rows)
+    left = [work[shard] for shard in range(shards) if shard not in parts.shards and shard not in running]
+    for shard, told in running.items():
+        if told.started_at is not None and shard < shards:
+            done = min(1.0, told.rows / max(1, told.shard_rows))
+            spans.append(Span(told.worker, told.started_at, now, work[shard] * done * new))
+            left.append(work[shard] * (1 - done))
+    return seconds_left(spans, fsum(left) * new_later, now)
 
 
-def _extent(sizes: ShardSizes, shard: int, rows: float | None = None) -> Extent:
-    """Return how much a shard is, of as many rows as are said, else as planned."""
-    known, size = sizes.rows_of(shard), sizes.size_of(shard)
-    if rows is None or known <= 0:
-        return Extent(known if rows is None else rows, size)
-    return Extent(rows, size * rows / known if sizes.each > 1 else size)
+def seconds_left(spans: Sequence[Span], work: float, now: float) -> float | None:
+    """Return how long the workers that are at it take for `work`, at the rate of the last half of the run."""
+    first = min((each.began_at for each in spans), default=now)
+    rate = _rate(spans, (first + now) / 2) or _rate(spans, first)
+    workers = {each.worker for each in spans if now - each.ended_at < LATELY_S}
+    return work / rate / len(workers) if rate and workers else 0.0 if work <= 0 else None
 
 
-class _ToCompute:
-    """What shards have to compute themselves, the next one in the run's order at each call.
+def _rate(spans: Sequence[Span], since: float) -> float:
+    """Return the work of one worker in a second, while it had shards; 0 where there was none."""
+    work, busy_s, until = 0.0, 0.0, dict[str, float]()
+    for each in sorted(spans, key=lambda each: each.began_at):
+        began_at, ended_at = max(since, each.began_at), max(since, each.ended_at)
+        lasted_s = each.ended_at - each.began_at
+        work += each.work * max(0.0, ended_at - began_at) / lasted_s if lasted_s > 0 else 0.0
+        busy_s += max(0.0, ended_at - max(began_at, until.get(each.worker, began_at)))
+        until[each.worker] = max(ended_at, until.get(each.worker, ended_at))
+    return work / busy_s if busy_s > 0 else 0.0
 
-    Greedy rows that are equal are computed once, so the further a run is, the fewer of its rows are.
+
+def _new_shares(rows: int, share: float, all_rows: int) -> tuple[float, float]:
+    """Return which share of the next rows is computed, and of all that are left, where `share` of `rows` was.
+
+    Equal greedy rows are computed once. Of x rows drawn from n texts n * (1 - exp(-x / n)) are new.
     """
-
-    def __init__(self, finished: Mapping[int, PartStats]) -> None:
-        self._computed = _computed(finished)
-        self._place = fsum(part.rows for part in finished.values())
-
-    def of_next(self, whole: Extent) -> Extent:
-        """Return the part of a shard's extent that is computed."""
-        self._place += whole.rows
-        return _of_share(whole, self._computed.at(self._place - whole.rows / 2))
-
-
-def _running(
-    sizes: ShardSizes, shard: int, told: Progress, started_at: float, to_compute: _ToCompute
-) -> Running:
-    whole = _extent(sizes, shard, told.shard_rows or None)
-    opened_at = min(started_at, told.opened_at or started_at)
-    return Running(
-        to_compute.of_next(whole),
-        whole.rows,
-        opened_at,
-        told.worker,
-        told.rows,
-        told.rows_open,
-        told.begun,
-        started_at - opened_at,
-    )
+    if share >= 1 or not 0 < rows < all_rows:
+        return 1.0, 1.0
+    low, high = 0.0, 1 / max(share, 1e-9)  # of x / n
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if -expm1(-middle) > share * middle else (low, middle)
+    more = low * (all_rows - rows) / rows
+    return exp(-low), exp(-low) * -expm1(-more) / more if more > 0 else 1.0
 
 
-def _computed(parts: Mapping[int, PartStats]) -> ComputedShare:
-    """Return how the share of rows goes on that have no answer yet, of a run with equal rows."""
-    found, place = [], 0.0
-    for part in sorted(parts.values(), key=lambda part: part.started_at):
-        share = _share(part)
-        found.append(Computed(place + part.rows / 2, share * part.rows, share))
-        place += part.rows
-    return ComputedShare.of(found)
-
-
-def _share(part: PartStats) -> float:
-    """Return which share of its answers a shard had to compute; the others were those of equal rows."""
-    if not part.completion_tokens:
-        return 1.0
-    return min(1.0, part.generated_tokens / part.completion_tokens)
-
-
-def _of_share(extent: Extent, share: float) -> Extent:
-    return Extent(share * extent.rows, share * extent.size)
+def _share(counts: Mapping[str, int]) -> float:
+    """Return which share of answers was computed; the others were those of equal rows."""
+    tokens = counts["completion_tokens"]
+    return min(1.0, counts["generated_tokens"] / tokens) if tokens else 1.0
 
 
 def is_moment(value: object) -> TypeGuard[float]:

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from ..common import stored
 from ..common.job_results import error_text
-from ..common.rq_jobs import JOB_PREFIX, JobStatus, job_status, queue_keys, results_key
+from ..common.rq_jobs import (
+    JOB_PREFIX,
+    JobStatus,
+    dependency_ids,
+    job_status,
+    queue_keys,
+    relatives_keys,
+    results_key,
+)
 from ..common.shown import printable, safe_name
 from ..errors import fault_line
 from ..runs.snapshot import error_line
@@ -29,6 +37,9 @@ MAX_ERROR_CHARS = 20_000
 #: Entries of stopped jobs that are passed over where the newest failed ones are looked for: a cancel of a run
 #: may have made many.
 MAX_STOPPED = 100
+
+#: Of a job's dependencies, and of its dependents, so many are shown.
+MAX_RELATIVES = 20
 
 #: A job's name among messages: the class of an error, at the beginning of its last line.
 _CLASS = re.compile(r"(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w{0,79})(?=:|$)", re.ASCII)
@@ -59,10 +70,11 @@ class FailedJob:
 class JobSeen:
     """One job. texts, times: those fields of its hash that it has, as they may be shown; Unix seconds.
 
-    function: its name, None where that cannot be read. arguments: JSON, None unless asked for and readable.
-    progress: counts that it keeps in its meta, such as rows_done. is_failed: whether it is among the failed
-    ones of its queue, so that it can be put back. is_under_way: whether it says that it waits or runs.
-    error: the whole text, its end where that is long. error_line: its last line; "" for none.
+    function: its name, None where that cannot be read. arguments, meta: JSON, None unless asked for and
+    readable. progress: counts that it keeps in its meta, such as rows_done. depends_on, dependents: ids of
+    some of the jobs that it was enqueued to wait for, and of those that wait for it. is_failed: whether it is
+    among the failed ones of its queue, so that it can be put back. is_under_way: whether it says that it
+    waits or runs. error: the whole text, its end where that is long. error_line: its last line; "" for none.
     """
 
     job_id: str
@@ -70,7 +82,10 @@ class JobSeen:
     times: dict[str, float]
     function: str | None
     arguments: str | None
+    meta: str | None
     progress: dict[str, int]
+    depends_on: list[str]
+    dependents: list[str]
     is_failed: bool
     is_under_way: bool
     error: str
@@ -118,8 +133,9 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
         pipe.hmget(key, [*_TEXTS, *_TIMES])
         pipe.hstrlen(key, "data")
         pipe.hstrlen(key, "meta")
+        pipe.hstrlen(key, "dependency_ids")
         pipe.xrevrange(results_key(job_id), count=1)
-        fields, data_bytes, meta_bytes, results = pipe.execute(raise_on_error=False)
+        fields, data_bytes, meta_bytes, ids_bytes, results = pipe.execute(raise_on_error=False)
     if isinstance(fields, Exception) or not any(each is not None for each in fields):
         return None
     texts = dict(zip(_TEXTS, fields, strict=False))
@@ -129,19 +145,23 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
         pipe.hget(key, "data" if _fits(data_bytes) else "")
         pipe.hget(key, "meta" if _fits(meta_bytes) else "")
         pipe.zscore(_failed(queue), job_id)
-        data, meta, score = pipe.execute(raise_on_error=False)
-    called, error = _call(data), _error(results)
+        pipe.srandmember(relatives_keys(job_id)[0], MAX_RELATIVES)
+        data, meta, score, dependents = pipe.execute(raise_on_error=False)
+    called, error, kept = _call(data), _error(results), stored.json_object(meta)
     return JobSeen(
         job_id=job_id,
         texts={name: safe_name(raw) for name, raw in texts.items() if raw},
         times={name: at for name, raw in times.items() if (at := _unix(raw)) is not None},
         function=called.function if called else None,
         arguments=called.arguments if called and with_arguments else None,
+        meta=_json_text(kept) if kept and with_arguments else None,
         progress={
             safe_name(name, 40): number
-            for name, value in list(stored.json_object(meta).items())[:20]
+            for name, value in list(kept.items())[:20]
             if (number := stored.count(value)) is not None
         },
+        depends_on=dependency_ids(connection, job_id)[:MAX_RELATIVES] if _fits(ids_bytes) else [],
+        dependents=sorted(stored.text(each) for each in dependents) if isinstance(dependents, list) else [],
         is_failed=isinstance(score, float),
         is_under_way=job_status(texts["status"]) in CANCELLABLE,
         error=printable(error[-MAX_ERROR_CHARS:], kept="\n"),
@@ -226,5 +246,8 @@ def _call(data: object) -> _Call | None:
         return None
     if not isinstance(function, str):
         return None
-    arguments = json.dumps({"args": args, "kwargs": kwargs}, ensure_ascii=False, indent=2)
-    return _Call(safe_name(function, 120), printable(arguments[:MAX_ERROR_CHARS], kept="\n"))
+    return _Call(safe_name(function, 120), _json_text({"args": args, "kwargs": kwargs}))
+
+
+def _json_text(value: object) -> str:
+    return printable(json.dumps(value, ensure_ascii=False, indent=2)[:MAX_ERROR_CHARS], kept="\n")

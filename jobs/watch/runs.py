@@ -1,13 +1,13 @@
 """The runs that Redis knows: a line for each, in few round trips however many there are, and one in detail.
 
-Counts of a list come from totals beside the parts (runs/totals.py), those of one run from its parts. All of
-it is read as what anybody may have written, and bounded.
+Counts of a list come from totals beside the parts (runs/totals.py), those of one run from its parts.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from ..common import stored
 from ..common.keys import run_key, run_parts_key
 from ..common.rq_jobs import JobStatus, job_key, job_status
 from ..common.shown import MAX_TEXT_CHARS, safe_name
+from ..errors import RunKeyDamaged, UnknownRun
 from ..runs.names import shard_job_id
 from ..runs.part_reasons import recorded_reasons
 from ..runs.reasons import Reason
@@ -24,6 +25,7 @@ from ..runs.snapshot import (
     awaited_model,
     read_planned,
     read_progress,
+    read_snapshot,
     shards_of,
     too_many_errors,
 )
@@ -183,6 +185,9 @@ def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] 
             continue
         queue = queues.get(facts["queue"], NO_QUEUE)
         snapshot = _snapshot(run, facts, done, queue, running[run], statuses.get(run))
+        if snapshot.state == "running" and not running[run] and snapshot.queued > queue.length:
+            with suppress(UnknownRun, RunKeyDamaged):  # jobs of it are held by a worker, or gone
+                snapshot = read_snapshot(connection, run)
         found.append(_summary(snapshot, facts, progress[run], _submitted_at(facts) or submitted_at))
     return [each for each in found if not states or each.state in states]
 

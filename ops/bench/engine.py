@@ -34,16 +34,12 @@ def generate(
 def main() -> None:
     """Measure once and print a RESULT line, or take turns."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--attention-backend", default="auto")
-    parser.add_argument("--quantization", help="int8")
     parser.add_argument("--kv-cache-bytes", type=int)
     options = parse_options(parser)
     torch.set_num_threads(options.threads)
     config = EngineConfig(
         options.model,
         dtype=options.dtype,
-        attention_backend=options.attention_backend,
-        quantization=options.quantization,
         kv_cache_bytes=options.kv_cache_bytes,
     )
     with Engine(config) as engine:

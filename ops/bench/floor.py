@@ -22,18 +22,13 @@ MATRIX_SIZE = {"cuda": 8192, "cpu": 512}
 
 @dataclass(frozen=True)
 class Ceilings:
-    """bandwidth: bytes per second, read and written together, of a large copy.  read_bandwidth: of a sum of
-    as much, which writes nothing.  flops: of a large product."""
+    """bandwidth: bytes per second, read and written together, of a large copy.  flops: of a large product."""
 
     bandwidth: float
-    read_bandwidth: float
     flops: float
 
     def __str__(self) -> str:
-        return (
-            f"copies {self.bandwidth / 1e9:,.0f} GB/s, reads {self.read_bandwidth / 1e9:,.0f} GB/s, "
-            f"products {self.flops / 1e12:,.1f} TFLOP/s"
-        )
+        return f"copies {self.bandwidth / 1e9:,.0f} GB/s, products {self.flops / 1e12:,.1f} TFLOP/s"
 
 
 @dataclass(frozen=True)
@@ -48,6 +43,9 @@ class Floor:
     def seconds(self) -> float:
         """All of it."""
         return self.kv_reads + self.weight_reads + self.prefill
+
+    def __str__(self) -> str:
+        return f"KV reads {self.kv_reads:.2f}, weights {self.weight_reads:.2f}, prefill {self.prefill:.2f}"
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
@@ -71,19 +69,14 @@ def seconds_of(run: Callable[[], object], device: torch.device, repeats: int = 1
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Copy and sum a buffer far larger than the caches; multiply large random matrices."""
-    return Ceilings(_copy_bandwidth(device), _read_bandwidth(device), _matrix_rate(device, dtype))
+    """Copy a buffer far larger than the caches; multiply large random matrices."""
+    return Ceilings(_copy_bandwidth(device), _matrix_rate(device, dtype))
 
 
 def _copy_bandwidth(device: torch.device) -> float:
     source = torch.randint(256, (COPY_BYTES[device.type],), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / seconds_of(lambda: target.copy_(source), device)
-
-
-def _read_bandwidth(device: torch.device) -> float:
-    source = torch.ones(COPY_BYTES[device.type] // 4, dtype=torch.float32, device=device)
-    return source.nbytes / seconds_of(source.sum, device)
 
 
 def _matrix_rate(device: torch.device, dtype: torch.dtype) -> float:

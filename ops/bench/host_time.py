@@ -3,9 +3,8 @@
     python -m ops.bench.host_time
 
 The engine itself runs: it schedules, builds the batch and keeps its books; only the runner is replaced, by
-one that answers every row with the same token. Beside it, in turns, runs the bookkeeping of nano-vLLM's
-decode step: Python lists of token ids, positions, slots and padded block tables, rebuilt in each step.
-Counted is the CPU time of the thread, so that other processes on the machine disturb little.
+one that answers every row with the same token. Counted is the CPU time of the thread, so that other
+processes on the machine disturb little.
 """
 
 from __future__ import annotations
@@ -26,28 +25,20 @@ from engine.run.pending_tokens import DeviceTokens, PendingTokens, Sampled
 from engine.run.runner import PoolSize
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.step_batch import StepBatch
-from ops.bench.list_bookkeeping import TOKEN, ListEngine
 from ops.bench.report import print_machine
 from ops.bench.table import print_table, spread
 
 MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"  # for its tokenizer; no weight is read
-BLOCK_SIZE = 16
+BLOCK_SIZE, TOKEN = 16, 11
 TURNS = 5
 STEPS = 2 * BLOCK_SIZE  # in each turn: two blocks for each sequence, whenever it needs them
-BAR_MS = 0.3
 CASES = ((256, 100), (256, 500), (256, 1000), (256, 2000), (256, 3000), (1024, 100), (1024, 1000))
-RATIOS = {
-    "context 2,000 / 100, 256 sequences": ((256, 2000), (256, 100)),
-    "1,024 / 256 sequences, context 100 (bar 4)": ((1024, 100), (256, 100)),
-    "1,024 / 256 sequences, context 1,000 (bar 4)": ((1024, 1000), (256, 1000)),
-}
 
 
 class NullRunner:
     """Stands in for a ModelRunner: room for all sequences, and the same token for each row."""
 
     backend_name, has_graphs = "none", False
-    last_step: StepBatch
 
     def __init__(self, num_seqs: int, max_model_len: int) -> None:
         num_blocks = num_seqs * -(-max_model_len // BLOCK_SIZE)
@@ -55,7 +46,6 @@ class NullRunner:
 
     def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
         """One token for each row that samples."""
-        self.last_step = step
         num_samples = len(step.sample_rows)
         return DeviceTokens(Sampled(torch.full((num_samples,), TOKEN), np.arange(num_samples)))
 
@@ -69,14 +59,13 @@ def make_prompts(num_seqs: int, context: int) -> list[list[int]]:
     return [rng.choices(range(10, 500), k=context - i % BLOCK_SIZE) for i in range(num_seqs)]
 
 
-def start_engine(prompts: list[list[int]], *, overlap: bool) -> tuple[Engine, NullRunner]:
-    """An engine, and its runner, in which all prompts are computed and run on.
+def start_engine(prompts: list[list[int]], *, overlap: bool) -> Engine:
+    """An engine in which all prompts are computed and run on.
 
     overlap: schedule each step while the one before runs. There is nothing to wait for here, so that what
     this mode's own books cost shows in full.
     """
-    num_steps = (TURNS + 2) * STEPS
-    max_len = max(map(len, prompts)) + num_steps + BLOCK_SIZE
+    max_len = max(map(len, prompts)) + (TURNS + 2) * STEPS + BLOCK_SIZE
     runner = NullRunner(len(prompts), max_len)
 
     def start_runner(config: EngineConfig, model: ModelConfig, folder: Path) -> NullRunner:
@@ -95,7 +84,7 @@ def start_engine(prompts: list[list[int]], *, overlap: bool) -> tuple[Engine, Nu
         engine.add(str(i), prompt, params)
     while engine.stats().decode_tokens < len(prompts):
         engine.step()
-    return engine, runner
+    return engine
 
 
 def median_ms(step: Callable[[], object], num_steps: int) -> float:
@@ -108,69 +97,42 @@ def median_ms(step: Callable[[], object], num_steps: int) -> float:
     return 1000 * statistics.median(times)
 
 
-def measure(num_seqs: int, context: int, turns: int = TURNS) -> dict[str, list[float]]:
-    """Median milliseconds per step of each turn, for each kind of bookkeeping; the turns alternate."""
+def measure(num_seqs: int, context: int) -> dict[str, list[float]]:
+    """Median milliseconds per step of each turn, without overlap and with it, in turns."""
     prompts = make_prompts(num_seqs, context)
-    engine, _ = start_engine(prompts, overlap=False)
-    overlapping, _ = start_engine(prompts, overlap=True)
-    with engine, overlapping:
-        steps: dict[str, Callable[[], object]] = {
-            "engine": engine.step,
-            "engine, overlap": overlapping.step,
-            "lists, block 16": ListEngine(prompts, block_size=16).step,
-            "lists, block 256": ListEngine(prompts, block_size=256).step,
-        }
-        times: dict[str, list[float]] = {name: [] for name in steps}
-        for turn in range(turns + 1):
-            for name, step in steps.items():
-                took = median_ms(step, STEPS)
+    with start_engine(prompts, overlap=False) as plain, start_engine(prompts, overlap=True) as overlapping:
+        engines = {"engine": plain, "engine, overlap": overlapping}
+        times: dict[str, list[float]] = {name: [] for name in engines}
+        for turn in range(TURNS + 1):
+            for name, engine in engines.items():
+                took = median_ms(engine.step, STEPS)
                 if turn:  # the first warms up
                     times[name].append(took)
-        assert engine.stats().num_running == overlapping.stats().num_running == num_seqs
+                assert engine.stats().num_running == num_seqs
     return times
 
 
 def parse_case(text: str) -> tuple[int, int]:
-    """Read "256x1000": sequences and context. Raises ArgumentTypeError."""
-    num_seqs, _, context = text.partition("x")
-    if not (num_seqs.isdecimal() and context.isdecimal()) or not int(num_seqs) or int(context) < BLOCK_SIZE:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: expected sequences x context, as 256x1000, with a context of {BLOCK_SIZE} or more"
-        )
-    return int(num_seqs), int(context)
-
-
-def print_bars(medians: dict[tuple[int, int], float]) -> None:
-    """How the engine's medians stand to the bars, for the cases that were measured."""
-    within = [ms for (num_seqs, context), ms in medians.items() if num_seqs == 256 and context <= 2000]
-    if within:
-        print(f"  256 sequences, contexts up to 2,000: at most {max(within):.2f} ms (bar {BAR_MS})")
-    for what, (above, below) in RATIOS.items():
-        if above in medians and below in medians:
-            print(f"  {what}: {medians[above] / medians[below]:.2f} times")
+    """Read "256x1000": sequences and context."""
+    num_seqs, context = map(int, text.split("x"))
+    return num_seqs, context
 
 
 def main() -> None:
-    """Measure all cases; print the table and how the figures stand to each other."""
+    """Measure all cases; print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--cases", type=parse_case, nargs="+", default=CASES, help="sequences x context")
-    options = parser.parse_args()
+    cases: list[tuple[int, int]] = parser.parse_args().cases
     torch.set_num_threads(1)
     print_machine()
-    cases: list[tuple[int, int]] = options.cases
-    found = {case: measure(case[0], case[1], options.turns) for case in cases}
-    names = list(next(iter(found.values())))
+    found = {case: measure(*case) for case in cases}
     print_table(
-        ["CPU ms per decode step: median (least..most)", *names],
+        ["CPU ms per decode step: median (least..most)", *next(iter(found.values()))],
         [
-            [f"{num_seqs} sequences, context {context:,}", *(spread(times[name]) for name in names)]
+            [f"{num_seqs} sequences, context {context:,}", *map(spread, times.values())]
             for (num_seqs, context), times in found.items()
         ],
     )
-    for name in ("engine", "engine, overlap"):
-        print(f"{name}:")
-        print_bars({case: statistics.median(times[name]) for case, times in found.items()})
 
 
 if __name__ == "__main__":

@@ -1,18 +1,13 @@
 """Random checkpoints in the shapes of real models, and the workloads that are run on them.
 
-    python -m ops.bench.make                       # q54m, q06b and W1, W2, W3 under ops/out/bench
-    python -m ops.bench.make --models q54m --out elsewhere
-    python -m ops.bench.make --models moe98m      # 8 experts, 2 for each token; M1 is its workload
-
 These weights are for speed: they repeat a token in most steps, so equal output proves little.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +25,7 @@ END = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Qwen3 decoder with tied embeddings. intermediate_size: of each expert, if it has any."""
+    """Sizes of a Qwen3 decoder with tied embeddings."""
 
     hidden_size: int
     num_layers: int
@@ -41,14 +36,11 @@ class Shape:
     vocab_size: int
     max_positions: int
     rope_theta: float
-    num_experts: int = 0
-    num_chosen: int = 0
 
 
 SHAPES = {
     "tiny": Shape(32, 1, 2, 1, 16, 64, 512, 512, 1e4),
     "q54m": Shape(512, 12, 8, 4, 64, 1536, 32_000, 4096, 1e4),
-    "moe98m": Shape(512, 8, 8, 4, 64, 768, 32_000, 4096, 1e4, num_experts=8, num_chosen=2),
     "q06b": Shape(1024, 28, 16, 8, 128, 3072, 151_936, 40_960, 1e6),  # Qwen3-0.6B's
 }
 
@@ -67,13 +59,6 @@ def make_checkpoint(folder: Path, shape: Shape, dtype: torch.dtype = torch.float
         "bos_token_id": None, "eos_token_id": shape.vocab_size - 1, "pad_token_id": shape.vocab_size - 1,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }  # fmt: skip
-    if shape.num_experts:
-        config |= {
-            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
-            "num_experts": shape.num_experts, "num_experts_per_tok": shape.num_chosen,
-            "moe_intermediate_size": shape.intermediate_size, "norm_topk_prob": True,
-            "decoder_sparse_step": 1, "mlp_only_layers": [],
-        }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     generator = torch.Generator().manual_seed(0)
     tensors = {
@@ -87,11 +72,11 @@ def make_checkpoint(folder: Path, shape: Shape, dtype: torch.dtype = torch.float
     return folder
 
 
-def existing_checkpoint(folder: Path, shape: Shape, dtype: torch.dtype) -> Path:
-    """The folder, with a checkpoint made in it if there is none; half of one is never there."""
+def existing_checkpoint(folder: Path, shape: str, dtype: torch.dtype = torch.float32) -> Path:
+    """The folder, with a checkpoint of the shape made in it if there is none; half of one is never there."""
     if not folder.exists():
         unfinished = folder.with_name(folder.name + ".unfinished")
-        make_checkpoint(unfinished, shape, dtype).rename(folder)
+        make_checkpoint(unfinished, SHAPES[shape], dtype).rename(folder)
     return folder
 
 
@@ -110,53 +95,39 @@ def tensor_sizes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield layer + "self_attn.q_norm.weight", (shape.head_dim,)
         yield layer + "self_attn.k_norm.weight", (shape.head_dim,)
         yield layer + "post_attention_layernorm.weight", (hidden,)
-        if shape.num_experts:
-            yield layer + "mlp.gate.weight", (shape.num_experts, hidden)
-        for expert in [f"experts.{i}." for i in range(shape.num_experts)] or [""]:
-            yield layer + f"mlp.{expert}gate_proj.weight", (inner, hidden)
-            yield layer + f"mlp.{expert}up_proj.weight", (inner, hidden)
-            yield layer + f"mlp.{expert}down_proj.weight", (hidden, inner)
+        yield layer + "mlp.gate_proj.weight", (inner, hidden)
+        yield layer + "mlp.up_proj.weight", (inner, hidden)
+        yield layer + "mlp.down_proj.weight", (hidden, inner)
     yield "model.norm.weight", (hidden,)
 
 
-def make_workloads() -> list[Workload]:
-    """W1 mixed, W2 shared prefix, W3 a real model's shape, M1 a short W1 for experts: the same everywhere."""
-    return [
-        _mixed("W1", "q54m", 64, (32, 256), (32, 256), seed=100),
-        _shared_prefix(),
-        _real_shape(),
-        _mixed("M1", "moe98m", 64, (32, 256), (32, 128), seed=103),
-    ]
+def mixed() -> Workload:
+    """W1: 64 prompts and answers of 32 to 256 tokens."""
+    return _random("W1", "q54m", 64, (32, 256), seed=100)
 
 
-def mixed_256() -> Workload:
-    """nano-vLLM's benchmark, token for token: 256 prompts and answers of 100 to 1,024 tokens."""
-    return _mixed("mixed256", "q06b", 256, (100, 1024), (100, 1024), seed=0, vocab_size=PROMPT_TOKENS + 1)
-
-
-def _mixed(
-    name: str,
-    model: str,
-    num_seqs: int,
-    prompt_lens: tuple[int, int],
-    lengths: tuple[int, int],
-    *,
-    seed: int,
-    vocab_size: int = PROMPT_TOKENS,
-) -> Workload:
-    rng = random.Random(seed)
-    prompts = [_tokens(rng, rng.randint(*prompt_lens), vocab_size) for _ in range(num_seqs)]
-    return Workload(name, model, prompts, [rng.randint(*lengths) for _ in range(num_seqs)])
-
-
-def _shared_prefix() -> Workload:
+def shared_prefix() -> Workload:
+    """W2: 64 prompts of 544 tokens, of which all have the first 512, and answers of 32."""
     rng = random.Random(101)
     prefix = _tokens(rng, 512)
     return Workload("W2", "q54m", [prefix + _tokens(rng, 32) for _ in range(64)], [32] * 64)
 
 
-def _real_shape() -> Workload:
-    return _mixed("W3", "q06b", 16, (32, 128), (16, 64), seed=102)
+def mixed_256() -> Workload:
+    """nano-vLLM's benchmark, token for token: 256 prompts and answers of 100 to 1,024 tokens."""
+    return _random("mixed256", "q06b", 256, (100, 1024), seed=0, vocab_size=PROMPT_TOKENS + 1)
+
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {"W1": mixed, "W2": shared_prefix}
+
+
+def _random(
+    name: str, model: str, num_seqs: int, span: tuple[int, int], *, seed: int, vocab_size: int = PROMPT_TOKENS
+) -> Workload:
+    """Prompts and answers of lengths within the span."""
+    rng = random.Random(seed)
+    prompts = [_tokens(rng, rng.randint(*span), vocab_size) for _ in range(num_seqs)]
+    return Workload(name, model, prompts, [rng.randint(*span) for _ in range(num_seqs)])
 
 
 def _tokens(rng: random.Random, count: int, vocab_size: int = PROMPT_TOKENS) -> list[int]:
@@ -175,22 +146,3 @@ def save_tokenizer(folder: Path, shape: Shape) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-
-
-def main() -> None:
-    """Write what was asked for, and say where."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--models", nargs="*", choices=SHAPES, default=["q54m", "q06b"])
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--out", type=Path, default=OUT)
-    options = parser.parse_args()
-    for name in options.models:
-        print(make_checkpoint(options.out / name, SHAPES[name], getattr(torch, options.dtype)), flush=True)
-    for workload in make_workloads():
-        path = options.out / f"{workload.name}.json"
-        workload.write(path)
-        print(f"{path}: {workload}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,18 +1,23 @@
-"""Output tokens per second on W1, W2 and W3, ours and others' in turns, with ratios and peak memory.
+"""Output tokens per second of engines that stay loaded and take turns, with ratios within rounds.
 
-    python -m ops.bench.make
-    python -m ops.bench.peers --workloads W1 W2 --rounds 5 --peers peers.json
+    python -m ops.bench.peers --workloads W1 W2 --rounds 5 --dtypes float32 bfloat16 --peers peers.json
 
-Tokenmill and transformers' padded batch are built in. peers.json names others by a shell command that prints
-a line `RESULT {"tok_s": ..., ...}` as ops/bench/workload.py does (of several, the last counts) and may write
-its result with all output tokens to {out}:
+A shared machine drifts within minutes, and some engines take a minute to start: here each is started once,
+and in every round all of them run one after the other, a few seconds apart. The checkpoint and the workloads
+are made where they are missing. peers.json names peers by a shell command, which may have {model} and
+{threads} in it; without it the peer is transformers' `generate` on one padded batch:
 
-    {"vllm": "venv/bin/python run_vllm.py --model {model} --workload {workload} --out {out}"}
+    {"vllm bfloat16": "venv/bin/python vllm_turns.py --model {model} --dtype bfloat16"}
+
+A peer prints READY once it is loaded and warm. Then it reads lines {"workload": path, "shift": n}, adds n
+to the workload's token ids, so that no turn finds the prefixes of another in its cache, and answers each line
+with `RESULT {"tok_s": ..., "outputs": [[token ids], ...]}`. It ends when its input does.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -20,164 +25,182 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from ops.bench.make import OUT
-from ops.bench.report import gemm_ms, print_machine
+from ops.bench.make import OUT, WORKLOADS, existing_checkpoint
+from ops.bench.report import print_machine
 from ops.bench.table import print_table, spread
 from ops.bench.workload import Workload
 
 OURS = "tokenmill"
 PYTHON = shlex.quote(sys.executable)
-ARGUMENTS = "--model {model} --workload {workload} --threads {threads} --out {out}"
-BUILT_IN = {
-    OURS: f"{PYTHON} -m ops.bench.engine {ARGUMENTS}",
-    "transformers": f"{PYTHON} -m ops.bench.padded {ARGUMENTS}",
-}
-SAMPLE_S = 0.2
+RUNNER = "--model {model} --threads {threads} --turns"
+TRANSFORMERS = {"transformers": f"{PYTHON} -m ops.bench.padded {RUNNER}"}
+SHIFT = 101  # of the token ids from one round to the next
+END_S = 30.0  # for a peer to end once its input has
+
+
+class Peer:
+    """An engine in a process of its own, which waits for its turn."""
+
+    def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
+        self.name = name
+        self._process, self._log = process, log
+        self.pid = process.pid
+        self.peak_mib = 0.0
+
+    def wait_until_ready(self) -> None:
+        """Wait until it is loaded. Raises RuntimeError if it ends instead."""
+        self._line_after("READY")
+
+    def run(self, workload: Path, shift: int) -> dict[str, Any]:
+        """Let it run a workload; return its RESULT. Raises RuntimeError if it ends instead."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"workload": str(workload), "shift": shift}) + "\n")
+        self._process.stdin.flush()
+        result: dict[str, Any] = json.loads(self._line_after("RESULT "))
+        self.peak_mib = max(self.peak_mib, tree_rss_mib(psutil.Process(self.pid)))
+        return result
+
+    def _line_after(self, mark: str) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(mark):
+                return line.removeprefix(mark)
+        raise RuntimeError(f"{self.name} ended with status {self._process.wait()}; see {self._log}")
 
 
 def tree_rss_mib(process: psutil.Process) -> float:
     """Resident memory of a process and all below it; pages they share count for each."""
     total = 0
-    for each in [process, *_children(process)]:
-        try:
+    for each in [process, *process.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
             total += each.memory_info().rss
-        except psutil.NoSuchProcess:
-            continue
     return total / 2**20
 
 
-def run_peer(command: str, log: Path, timeout_s: float) -> dict[str, Any]:
-    """Run a peer's command to its end; return its last RESULT, or its error, with the tree's peak memory."""
-    started, peak_mib = time.monotonic(), 0.0
-    with log.open("w") as output:
+@contextmanager
+def started(name: str, command: str, log: Path) -> Iterator[Peer]:
+    """A peer's process, which ends with the block."""
+    with log.open("w") as errors:
         process = subprocess.Popen(
-            command, shell=True, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            shell=True,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
         )
-    try:
-        tree = psutil.Process(process.pid)
-        while process.poll() is None and time.monotonic() - started < timeout_s:
-            peak_mib = max(peak_mib, tree_rss_mib(tree))
-            time.sleep(SAMPLE_S)  # memory is sampled: no event tells of its peak
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    lines = log.read_text(errors="replace").splitlines()
-    results = [line.removeprefix("RESULT ") for line in lines if line.startswith("RESULT ")]
-    if process.returncode or not results:
-        return {"error": f"status {process.returncode} after {time.monotonic() - started:.0f} s, see {log}"}
-    return {**json.loads(results[-1]), "tree_peak_mib": round(peak_mib)}
+        try:
+            yield Peer(name, process, log)
+        finally:
+            try:
+                process.communicate(timeout=END_S)  # closes its input, and reads what it still prints
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
 
 
-def run_rounds(
-    peers: dict[str, str], workload: Path, folder: Path, *, rounds: int, threads: int, timeout_s: float
-) -> list[dict[str, Any]]:
-    """Run all peers in each round, each round beginning with another one; return a record of each run."""
-    model = workload.parent / Workload.read(workload).model
+def take_turns(peers: list[Peer], workload: Path, rounds: int) -> list[dict[str, Any]]:
+    """Run a workload with all peers in each round, each round beginning with another one."""
     records = []
     for number in range(rounds):
-        names = list(peers)
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
-            stem = folder / f"{workload.stem}-{name}-{number}"
-            values = {"model": model, "workload": workload, "out": f"{stem}.json", "threads": threads}
-            command = peers[name]
-            for key, value in values.items():
-                command = command.replace(f"{{{key}}}", shlex.quote(str(value)))
-            gemm = gemm_ms(threads)
-            found = run_peer(command, Path(f"{stem}.log"), timeout_s)
-            record = {"name": name, "round": number, "workload": workload.stem, "gemm_ms": round(gemm, 2)}
-            records.append({**record, **found, "out": f"{stem}.json"})
-            shown = {key: found[key] for key in ("tok_s", "tree_peak_mib", "error") if key in found}
-            print(json.dumps({**record, **shown}), flush=True)
+        first = number % len(peers)
+        for peer in peers[first:] + peers[:first]:
+            found = {"name": peer.name, "round": number, **peer.run(workload, SHIFT * (number + 1))}
+            records.append(found)
+            print(json.dumps({key: found[key] for key in ("name", "round", "tok_s")}), flush=True)
     return records
 
 
-def summarize(records: list[dict[str, Any]]) -> list[list[str]]:
-    """A row for each peer: tokens per second, our ratio to it within rounds, memory, failures, agreement."""
-    runs = [record for record in records if "tok_s" in record]
-    ours = {run["round"]: run for run in runs if run["name"] == OURS}
+def summarize(records: list[dict[str, Any]], peak_mib: Mapping[str, float]) -> list[list[str]]:
+    """A row for each of ours beside each peer: both speeds, the ratio within rounds, memory, agreement."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for record in sorted(records, key=lambda record: int(record["round"])):
+        runs.setdefault(record["name"], []).append(record)
     rows = []
-    for name in dict.fromkeys(record["name"] for record in records):
-        own = [run for run in runs if run["name"] == name]
-        failed = sum(record["name"] == name and "tok_s" not in record for record in records)
-        if not own:
-            rows.append([name, "-", "-", "-", "-", str(failed)])
+    for ours, other in product(runs, runs):
+        if not ours.startswith(OURS) or other.startswith(OURS):
             continue
-        ratios = [ours[run["round"]]["tok_s"] / run["tok_s"] for run in own if run["round"] in ours]
-        agreements = [_agreement(run, ours[run["round"]]) for run in own if run["round"] in ours]
+        pairs = list(zip(runs[ours], runs[other], strict=True))
+        same = [a == b for own, peer in pairs for a, b in zip(own["outputs"], peer["outputs"], strict=True)]
         rows.append(
             [
-                name,
-                spread([run["tok_s"] for run in own], 0),
-                spread(ratios) if ratios and name != OURS else "-",
-                f"{statistics.median(run['tree_peak_mib'] for run in own):,.0f}",
-                agreements[-1] if agreements and name != OURS else "-",
-                str(failed),
+                f"{ours} / {other}",
+                spread([own["tok_s"] for own, _ in pairs], 0),
+                spread([peer["tok_s"] for _, peer in pairs], 0),
+                spread([own["tok_s"] / peer["tok_s"] for own, peer in pairs]),
+                f"{peak_mib[ours]:,.0f} / {peak_mib[other]:,.0f}",
+                f"{statistics.mean(same):.0%}",
             ]
         )
     return rows
 
 
-def _agreement(run: dict[str, Any], ours: dict[str, Any]) -> str:
-    """How many sequences have the same tokens as ours, where the peer wrote its own."""
-    paths = [Path(run["out"]), Path(ours["out"])]
-    if not all(path.exists() for path in paths):
-        return "-"
-    theirs, own = (json.loads(path.read_text())["outputs"] for path in paths)
-    return f"{sum(a == b for a, b in zip(theirs, own, strict=True))} of {len(own)}"
-
-
-def _children(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        found: list[psutil.Process] = process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
+def read_peers(path: Path) -> dict[str, str]:
+    """Names and commands. Raises OSError, and ValueError for a file that is no such object of JSON."""
+    found = json.loads(path.read_text())
+    if not isinstance(found, dict) or not all(isinstance(command, str) for command in found.values()):
+        raise ValueError('expected an object of names and commands, {"name": "command", ...}')
     return found
 
 
-def main() -> int:
-    """Run the rounds of each workload; print a table for each. Returns 1 if any run failed."""
+def run_all(
+    commands: Mapping[str, str], model: Path, paths: Sequence[Path], options: argparse.Namespace
+) -> None:
+    """Start the commands by their names; print a table for each workload. Raises RuntimeError if one ends."""
+    with ExitStack() as stack:
+        peers = []
+        for name, command in commands.items():
+            command = command.replace("{model}", shlex.quote(str(model.resolve())))
+            command = command.replace("{threads}", str(options.threads))
+            log = options.folder / f"{name.replace(' ', '-')}.log"
+            peers.append(stack.enter_context(started(name, command, log)))
+            peers[-1].wait_until_ready()
+        for path in paths:
+            records = take_turns(peers, path.resolve(), options.rounds)
+            print(f"\n{path.stem}: {Workload.read(path)}; {options.rounds} rounds, {options.threads} threads")
+            print_table(
+                ["", "tok/s", "theirs", "ours / theirs", "MiB, ours / theirs", "same output"],
+                summarize(records, {peer.name: peer.peak_mib for peer in peers}),
+            )
+
+
+def main() -> None:
+    """Start all, let them take turns on each workload, print a table for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=OUT, help="what ops.bench.make wrote")
-    parser.add_argument("--workloads", nargs="+", default=["W1", "W2"])
+    parser.add_argument("--folder", type=Path, default=OUT, help="of the checkpoint, workloads and logs")
+    parser.add_argument("--workloads", nargs="+", default=["W1", "W2"], choices=WORKLOADS)
+    parser.add_argument("--dtypes", nargs="+", default=["float32"], help="those of ours")
+    parser.add_argument("--kv-cache-bytes", type=int, default=2**30, help="of ours")
     parser.add_argument("--peers", type=Path, help="JSON: names and commands")
-    parser.add_argument("--only", nargs="+", help="names to run; ours is always run")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--timeout", type=float, default=900, help="seconds of one run")
     options = parser.parse_args()
-    peers = {**BUILT_IN, **(json.loads(options.peers.read_text()) if options.peers else {})}
-    if options.only:
-        peers = {name: command for name, command in peers.items() if name == OURS or name in options.only}
-    runs = options.folder / "runs"
-    runs.mkdir(parents=True, exist_ok=True)
+    try:
+        others = read_peers(options.peers) if options.peers else TRANSFORMERS
+    except (OSError, ValueError) as error:
+        parser.error(f"--peers {options.peers}: {error}")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    model = existing_checkpoint(options.folder / "q54m", "q54m")
+    paths = [options.folder / f"{name}.json" for name in options.workloads]
+    for name, path in zip(options.workloads, paths, strict=True):
+        WORKLOADS[name]().write(path)
+    ours = f"{PYTHON} -m ops.bench.engine {RUNNER} --kv-cache-bytes {options.kv_cache_bytes} --dtype"
     print_machine()
-    failed = False
-    for name in options.workloads:
-        path = options.folder / f"{name}.json"
-        if not path.exists():
-            sys.exit(f"{path} is missing: run `python -m ops.bench.make --out {options.folder}` first")
-        records = run_rounds(
-            peers, path, runs, rounds=options.rounds, threads=options.threads, timeout_s=options.timeout
-        )
-        with (runs / "results.jsonl").open("a") as log:
-            log.writelines(json.dumps(record) + "\n" for record in records)
-        failed = failed or any("error" in record for record in records)
-        print(f"\n{name}: {Workload.read(path)}; {options.rounds} rounds, {options.threads} threads")
-        gemm = spread([record["gemm_ms"] for record in records])
-        print(f"512 x 512 product before each run: {gemm} ms; median (least..most) throughout")
-        print_table(
-            ["", "tok/s", "ours / theirs", "peak MiB", "same output", "failed runs"], summarize(records)
-        )
-    return int(failed)
+    try:
+        run_all({**{f"{OURS} {dtype}": f"{ours} {dtype}" for dtype in options.dtypes}, **others},
+                model, paths, options)  # fmt: skip
+    except RuntimeError as error:  # a peer ended
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

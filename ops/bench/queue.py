@@ -3,8 +3,7 @@
     python -m ops.bench.queue --jobs 10000 --rounds 3
 
 Each round runs the three workers one after the other, so that a busy machine slows all of them. CPU time is
-that of the worker and its children between the call of `work()` and its end. A round trip is one send on a
-socket: a pipeline counts once.
+that of the worker and its children between the call of `work()` and its end.
 """
 
 from __future__ import annotations
@@ -17,11 +16,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from redis import Redis
-from redis.connection import AbstractConnection
 from rq import Queue, SimpleWorker, Worker
 from rq.serializers import JSONSerializer
 
@@ -70,20 +67,17 @@ class InstantEngine:
     def stats(self) -> EngineStats:
         return EngineStats(self._steps, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
-    def abort(self, request_id: str) -> None:
-        self._waiting.remove(request_id)
+    def prepare(self, prompt: str | list[int], **options: Any) -> str | list[int]:
+        return prompt
+
+    def abort(self, request_id: str) -> None: ...
 
     def chat_token_ids(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         return [1]
 
-    def prepare_grammar(self, params: SamplingParams) -> None:
-        """There is none to compile."""
+    def prepare_grammar(self, params: SamplingParams) -> None: ...
 
-    def prepare(self, prompt: str | list[int], **options: Any) -> str | list[int]:
-        return prompt
-
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
 
 class NoModelWorker(BatchWorker):
@@ -102,26 +96,13 @@ KINDS: dict[str, tuple[type[Any], str]] = {
 
 def serve(kind: str, url: str) -> None:
     """Work off the queue in this process; print what it took as JSON."""
-    sends = _count_sends()
     worker = KINDS[kind][0](
         ["bench"], connection=Redis.from_url(url), serializer=JSONSerializer, prepare_for_work=True
     )
     started, cpu = time.perf_counter(), _cpu_s()
     worker.work(burst=True, logging_level="WARNING")
     seconds = time.perf_counter() - started
-    print(json.dumps({"seconds": seconds, "cpu_s": _cpu_s() - cpu, "sends": sends()}))
-
-
-def _count_sends() -> Callable[[], int]:
-    sends = [0]
-    send: Callable[..., Any] = AbstractConnection.send_packed_command
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        sends[0] += 1
-        return send(self, *args, **kwargs)
-
-    AbstractConnection.send_packed_command = counted  # type: ignore[method-assign]
-    return lambda: sends[0]
+    print(json.dumps({"seconds": seconds, "cpu_s": _cpu_s() - cpu}))
 
 
 def _cpu_s() -> float:
@@ -152,7 +133,6 @@ def measure(kind: str, url: str, jobs: int) -> dict[str, float]:
     return {
         "jobs/s": jobs / found["seconds"],
         "CPU ms/job": 1000 * found["cpu_s"] / jobs,
-        "round trips/job": found["sends"] / jobs,
         "server commands/job": commands / jobs,
     }
 

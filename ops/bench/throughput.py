@@ -24,18 +24,17 @@ import torch
 
 from engine import Engine, EngineConfig
 from ops.bench.engine import generate
-from ops.bench.estimate import GREEDY, TEMPERATURE_06, TOP_P_095
 from ops.bench.floor import Floor, floor_of, measure_ceilings
+from ops.bench.gpu.simulated import graphs_on_cpu
 from ops.bench.make import SHAPES, existing_checkpoint, mixed_256
 from ops.bench.report import print_machine
-from ops.bench.simulated import graphs_on_cpu
 from ops.bench.table import print_table, spread
 from ops.bench.workload import Workload
 
 SAMPLING = {
-    TEMPERATURE_06: {"temperature": 0.6},
-    GREEDY: {"temperature": 0.0},
-    TOP_P_095: {"temperature": 0.6, "top_p": 0.95},
+    "temperature 0.6": {"temperature": 0.6},
+    "greedy": {"temperature": 0.0},
+    "temperature 0.6, top_p 0.95": {"temperature": 0.6, "top_p": 0.95},
 }
 DEFAULT = "graphs, overlap"
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -144,8 +143,8 @@ def _kind(record: Record) -> tuple[str, str]:
     return record["variant"], record["sampling"]
 
 
-def main() -> None:
-    """Run the variants in turns until the rounds or the seconds are used up; print a table."""
+def parse_options() -> argparse.Namespace:
+    """What the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no new engine after this time")
@@ -155,8 +154,27 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="where its checkpoint is, or is to be made and left")
     parser.add_argument("--json", type=Path, help="written anew after each run")
     parser.add_argument("--dry-run", action="store_true", help="a tiny model and a few sequences, on a CPU")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def run_turns(
+    options: argparse.Namespace, model: Path, workload: Workload, settings: dict[str, Any]
+) -> Iterator[Record]:
+    """Let the variants take turns until the rounds or the seconds are used up."""
     started = time.monotonic()
+    for turn in range(1 if options.warm_up_alone else options.rounds):
+        for variant in options.variants:
+            if time.monotonic() - started > options.seconds:
+                print(f"the time is up: {options.rounds} rounds were meant")
+                return
+            yield from run_variant(
+                variant, model, workload, turn, options.sampling, options.warm_up_alone, **settings
+            )
+
+
+def main() -> None:
+    """Run the variants in turns; print a table."""
+    options = parse_options()
     device = torch.device("cpu" if options.dry_run else "cuda")
     name, dtype = ("tiny", torch.float32) if options.dry_run else ("q06b", torch.bfloat16)
     shape, workload = SHAPES[name], mixed_256()
@@ -169,39 +187,17 @@ def main() -> None:
     floor = floor_of(workload, shape, ceilings, dtype.itemsize)
     num_tokens = sum(workload.lengths)
     print(f"{workload}; {ceilings}")
-    print(
-        f"floor {floor.seconds:.2f} s, {num_tokens / floor.seconds:,.0f} tok/s: "
-        f"KV reads {floor.kv_reads:.2f}, weights {floor.weight_reads:.2f}, prefill {floor.prefill:.2f}",
-        flush=True,
-    )
-    found = {
-        "ceilings": asdict(ceilings),
-        "floor": {**asdict(floor), "seconds": floor.seconds},
-        "out_tokens": num_tokens,
-    }
+    print(f"floor {floor.seconds:.2f} s, {num_tokens / floor.seconds:,.0f} tok/s: {floor}", flush=True)
+    found = {"ceilings": asdict(ceilings), "floor_s": floor.seconds, "out_tokens": num_tokens}
     records: list[Record] = []
     with tempfile.TemporaryDirectory() as folder, graphs_on_cpu(wanted=options.dry_run):
-        model = existing_checkpoint(options.model or Path(folder) / "model", shape, dtype)
-        rounds = 1 if options.warm_up_alone else options.rounds
-        turns = [(turn, variant) for turn in range(rounds) for variant in options.variants]
-        for turn, variant in turns:
-            if time.monotonic() - started > options.seconds:
-                print(f"the time is up: {options.rounds} rounds were meant")
-                break
-            for record in run_variant(
-                variant, model, workload, turn, options.sampling, options.warm_up_alone, **settings
-            ):
-                records.append(record)
-                print(
-                    json.dumps({key: record[key] for key in ("variant", "sampling", "turn", "tok_s")}),
-                    flush=True,
-                )
-                if options.json:
-                    found = {
-                        "ceilings": asdict(ceilings),
-                        "floor": {**asdict(floor), "seconds": floor.seconds},
-                    }
-                    options.json.write_text(json.dumps({**found, "out_tokens": num_tokens, "runs": records}))
+        model = existing_checkpoint(options.model or Path(folder) / "model", name, dtype)
+        for record in run_turns(options, model, workload, settings):
+            records.append(record)
+            shown = {key: record[key] for key in ("variant", "sampling", "turn", "tok_s")}
+            print(json.dumps(shown), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps({**found, "runs": records}))
     print_results(records, floor)
 
 

@@ -72,7 +72,6 @@ def measure(generate: Generate, workload: Workload) -> dict[str, Any]:
         "cpu_s": round(cpu_s, 3),
         "out_tokens": num_tokens,
         "tok_s": round(num_tokens / wall_s, 2),
-        "short_seqs": sum(len(out) != n for out, n in zip(outputs, workload.lengths, strict=True)),
         "self_hwm_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
         "outputs": outputs,
     }
@@ -93,7 +92,7 @@ def run(
 
 
 def take_turns(generate: Generate) -> None:
-    """Be a peer of `ops.bench.turns`: a line of standard input for each turn, a RESULT for each line."""
+    """Be a peer of `ops.bench.peers`: a line of standard input for each turn, a RESULT for each line."""
     generate([[1, 2, 3]] * 4, [8] * 4)
     print("READY", flush=True)
     for line in sys.stdin:
@@ -109,7 +108,7 @@ def parse_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """What every runner of a workload takes."""
     parser.add_argument("--model", required=True)
     parser.add_argument("--workload", type=Path)
-    parser.add_argument("--turns", action="store_true", help="take the workloads from ops.bench.turns")
+    parser.add_argument("--turns", action="store_true", help="take the workloads from ops.bench.peers")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--out", type=Path, help="where to write the result with all output tokens")

@@ -31,11 +31,8 @@ def generate_answers(folder: Path, prompts: Sequence[str], dtype: torch.dtype) -
 
 
 def report(examples: Sequence[Example], answers: Sequence[str], title: str) -> str:
-    """Accuracy by exact match, in all and for each style, with the first mistakes."""
+    """Accuracy by exact match, with the first mistakes."""
     wrong = [(e, a) for e, a in zip(examples, answers, strict=True) if a != e.truth]
     lines = [f"{title}: {1 - len(wrong) / len(examples):.2%} of {len(examples)} held-out rows are right"]
-    for style in sorted({e.style for e, _ in wrong}):
-        total, bad = sum(e.style == style for e in examples), sum(e.style == style for e, _ in wrong)
-        lines.append(f"  {style}: {total - bad} of {total}")
     lines += [f"  {e.text!r}: {a!r}, true {e.truth!r}" for e, a in wrong[:20]]
     return "\n".join(lines)

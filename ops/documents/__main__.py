@@ -44,10 +44,7 @@ def checked(block: Block) -> list[str]:
     check_syntax(block)
     wrong = []
     for words in simple_commands(block):
-        unknown = unknown_options(words)
-        if unknown is None:
-            print(f"options of `{words[0]}` unchecked, as it tells none here: {block.place}")
-        elif unknown:
+        if unknown := unknown_options(words):
             wrong.append(f"{block.place}: {' '.join(words[:2])} has no {', '.join(unknown)}")
     return wrong
 

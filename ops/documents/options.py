@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
 import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
 import click
 
 from jobs.cli import main as tokenmill
-from ops.documents.blocks import ROOT, Block
-
-#: Programs whose first argument is a command with options of its own.
-_WITH_COMMANDS = {"tokenmill", "rq", "pip", "mkdocs", "honcho", "docker", "kubectl", "systemctl", "helm"}
+from ops.documents.blocks import Block
 
 #: Shell words behind which another command begins.
 _BREAKS = {"&&", "||", ";", "|", "&"}
 
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*")
-_HELP_S = 120.0
 
 
 class BadSyntax(Exception):
@@ -63,52 +56,20 @@ def simple_commands(block: Block) -> list[list[str]]:
     return found
 
 
-def unknown_options(words: list[str], *, run: bool = True) -> list[str] | None:
-    """Options of a command that its `--help` does not have; None where there is no help to ask here.
-
-    run: ask programs other than our own and RQ's too, by starting them.
-    """
-    given = [match[0] for word in words if (match := _OPTION.match(word))]
-    if not given:
+def unknown_options(words: list[str]) -> list[str]:
+    """Options of a command of ours or of RQ's that its `--help` does not have."""
+    if words[0] not in ("tokenmill", "rq") or len(words) < 2:
         return []
-    text = _help(_prefix(words), run)
-    if text is None:
-        return None
-    known = set(_OPTION.findall(re.sub(r"--\[no-\]", "--", text)))
+    given = [match[0] for word in words if (match := _OPTION.match(word))]
+    known = set(_OPTION.findall(re.sub(r"--\[no-\]", "--", _help(words[0], words[1]))))
     return [option for option in given if option not in known]
 
 
-def _prefix(words: list[str]) -> tuple[str, ...]:
-    """The words before the options: a program, or also its command."""
-    if words[0] == "python" and words[1:2] == ["-m"]:
-        return tuple(words[:3])
-    if words[0] in {"bash", "sh"}:
-        return tuple(words[:2])
-    return tuple(words[:2] if words[0] in _WITH_COMMANDS else words[:1])
-
-
 @cache
-def _help(prefix: tuple[str, ...], run: bool) -> str | None:
-    if prefix[0] in {"tokenmill", "rq"}:
-        return _click_help(prefix)
-    if not run or prefix[0] in {"bash", "sh"}:
-        return None
-    command = [sys.executable, *prefix[1:]] if prefix[0] == "python" else list(prefix)
-    beside = Path(sys.executable).parent / prefix[0]
-    if beside.exists():
-        command[0] = str(beside)
-    elif shutil.which(command[0]) is None:
-        return None
-    done = subprocess.run(
-        [*command, "--help"], capture_output=True, text=True, check=False, timeout=_HELP_S, cwd=ROOT
-    )
-    return done.stdout + done.stderr if done.returncode == 0 else None
-
-
-def _click_help(prefix: tuple[str, ...]) -> str:
-    """The help of a command of ours or of RQ's; nothing where there is no such command."""
+def _help(program: str, name: str) -> str:
+    """The help of a program's command; nothing where there is no such command."""
     from rq.cli.cli import main as rq
 
-    group: click.Group = tokenmill if prefix[0] == "tokenmill" else rq
-    command = group.commands.get(prefix[1]) if len(prefix) > 1 else group
+    group: click.Group = tokenmill if program == "tokenmill" else rq
+    command = group.commands.get(name)
     return "" if command is None else command.get_help(click.Context(command))

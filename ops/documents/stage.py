@@ -10,10 +10,8 @@ import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,9 +21,9 @@ import pyarrow.parquet as pq
 from redis import Redis
 
 from ops.documents.blocks import ROOT
+from ops.run_demo import running, wait_for_worker
 from tests.redis_server import running_redis_server
 
-READY_S = 120.0
 HUB_ID = "Qwen/Qwen3-0.6B"
 """The model that the pages name."""
 
@@ -39,10 +37,6 @@ _POOLING = {
     "1_Pooling/config.json": {"word_embedding_dimension": 128, "pooling_mode_lasttoken": True},
     "config_sentence_transformers.json": {"prompts": {"query": "Query: "}},
 }
-
-
-class WorkerEnded(Exception):
-    """The worker for the pages ended, or said nothing, before it was ready."""
 
 
 class Stage:
@@ -79,7 +73,11 @@ def running_stage() -> Iterator[Stage]:
     # On a port, as redis-cli's `-u` takes no unix socket.
     with tempfile.TemporaryDirectory(prefix="pages-") as folder, running_redis_server(_free_port()) as url:
         stage = Stage(Path(folder), url)
-        with running_worker(stage):
+        command = ["rq", "worker", "--worker-class", "worker.BatchWorker", "-S", "json", "--name", "pages"]
+        command += ["--with-scheduler", "prompts", "bulk"]
+        log, env = stage.folder / "worker.log", {**stage.environment, "TOKENMILL_MODEL": str(stage.model)}
+        with running(command, log, cwd=stage.folder, env=env) as process, Redis.from_url(url) as redis:
+            wait_for_worker(redis, "pages", process, log)
             yield stage
 
 
@@ -87,40 +85,6 @@ def _free_port() -> int:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return int(listening.getsockname()[1])
-
-
-@contextmanager
-def running_worker(stage: Stage) -> Iterator[None]:
-    """A worker named `pages`, once it is ready. Raises WorkerEnded, with its log."""
-    log = stage.folder / "worker.log"
-    command = ["rq", "worker", "--worker-class", "worker.BatchWorker", "-S", "json", "--name", "pages"]
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [*command, "--with-scheduler", "prompts", "bulk"],
-            env={**stage.environment, "TOKENMILL_MODEL": str(stage.model)},
-            cwd=stage.folder,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        _wait_until_ready(stage, process, log)
-        yield
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _wait_until_ready(stage: Stage, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + READY_S
-    with Redis.from_url(stage.environment["RQ_REDIS_URL"]) as redis:
-        while not redis.exists("tokenmill:worker:pages"):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise WorkerEnded(f"the worker is not ready; its log:\n{log.read_text()}")
-            time.sleep(0.05)
 
 
 def _make_clone(folder: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -13,7 +11,6 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from tests.rq_workers import ROOT, wait_until
 
@@ -69,18 +66,6 @@ def get(address: str, path: str) -> str:
     answer = ask(address, path)
     assert answer.status == 200, (path, answer)
     return answer.text
-
-
-def get_json(address: str, path: str) -> Any:
-    return json.loads(get(address, path))
-
-
-def act(address: str, path: str) -> Answer:
-    """Send an action as rq-dashboard's own pages do: with the value of its cookie in a header."""
-    cookie = ask(address, "/rq/").headers["set-cookie"]
-    token = re.match(r"_csrf_token=([^;]+)", cookie)
-    assert token is not None, cookie
-    return ask(address, path, "POST", X_CSRFToken=token[1])
 
 
 def _answers(address: str) -> bool:

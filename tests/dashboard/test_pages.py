@@ -266,6 +266,26 @@ def test_a_jobs_arguments_are_shown_only_where_that_was_asked_for(
     assert "rows_done 3" in text_of(html)
 
 
+@pytest.mark.parametrize("show_prompts", [False, True])
+def test_a_jobs_page_leads_to_its_dependencies_and_dependents_and_shows_its_meta_when_asked(
+    redis: Redis, open_page: Open, show_prompts: bool
+) -> None:
+    queue, page = Queue("prompts", connection=redis, serializer="json"), open_page(show_prompts=show_prompts)
+    first = queue.enqueue("jobs.complete", "a", job_id="first", meta={"customer": "blue", "tries": 2})
+    queue.enqueue("jobs.complete", "b", job_id="then", depends_on=first)
+    shown = text_of(page.get("/jobs/first").text)
+    assert re.search(r"Dependents\s+then\s", shown)
+    assert ("blue" in shown) is show_prompts
+    assert "tries 2" in shown
+    html = page.get("/jobs/then").text
+    assert re.search(r'Depends on.*href="/jobs/first"', html)
+    redis.hset("rq:job:then", "dependency_ids", b"\xff[")
+    redis.delete("rq:job:first:dependents")
+    redis.set("rq:job:first:dependents", "no set")
+    for path in ("/jobs/first", "/jobs/then"):
+        assert page.get(path).status_code == 200
+
+
 def act(page: TestClient, path: str, action: str) -> tuple[str, str]:
     """Send the form of a page as a browser does; return the path it leads to and the page's words there."""
     form = page.get(path).text.partition(f'action="{action}"')[2].partition("</form>")[0]

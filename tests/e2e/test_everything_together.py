@@ -149,6 +149,7 @@ def test_a_thousand_prompts_and_a_file_share_one_batch(
     assert "queue bulk 0, 0 executing, 505 finished, 0 failed" in info  # 500 prompts, the plan, 4 shards
 
 
+@pytest.mark.long
 def test_two_workers_share_one_run(
     workers: RealWorkers, texts: list[str], reference: dict[str, Completion]
 ) -> None:
@@ -165,6 +166,7 @@ def test_two_workers_share_one_run(
     assert min(who.count("a"), who.count("b")) >= 3, "one worker hoarded the run"
 
 
+@pytest.mark.long
 def test_kills_in_the_middle_of_prompts_and_a_file_lose_and_double_nothing(
     workers: RealWorkers, texts: list[str], reference: dict[str, Completion]
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import torch
 from rq.job import JobStatus
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -15,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ops.demo.random_model import make_model
 from tests.e2e.conftest import RealWorkers
 from tests.rq_workers import leftovers
+
+pytestmark = pytest.mark.long
 
 GREEDY: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
 TEXTS = ["the 3rd of March, '87", "Freitag, den 9. November 1989", "call 555-0199 before noon"]

@@ -9,11 +9,14 @@ from typing import Any
 
 import psutil
 import pyarrow.parquet as pq
+import pytest
 from rq.job import JobStatus
 
 from ops.demo.prompts import BARE_PROMPT
 from tests.e2e.conftest import DATES, RealWorkers
 from tests.rq_workers import leftovers, stats_of, wait_until
+
+pytestmark = pytest.mark.long
 
 GREEDY: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
 TWO_RANKS = {"TOKENMILL_TENSOR_PARALLEL_SIZE": "2", "TOKENMILL_DTYPE": "float32"}

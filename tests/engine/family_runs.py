@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine import Engine, EngineConfig, EngineError, EngineStats, SamplingParams
+from engine import Engine, EngineConfig, EngineStats, SamplingParams
 from engine.checkpoint.model_config import read_model_config
 from tests.engine.families import Family, make_family
 from tests.engine.reference import Reference
@@ -18,9 +18,7 @@ BLOCK_SIZE = 16
 #: all: chunks of 24 tokens, prefixes found in the cache, and a pool that holds a part of the sequences.
 MODES: dict[str, dict[str, Any]] = {
     "whole": {},
-    "uncached": {"enable_prefix_caching": False},
     "chunks": {"max_num_batched_tokens": 24, "max_num_seqs": 6},
-    "preempted": {"pool_blocks": 11, "enable_prefix_caching": False},
     "all": {"pool_blocks": 11, "max_num_batched_tokens": 24, "max_num_seqs": 6},
     "tp2": {"tensor_parallel_size": 2, "max_num_batched_tokens": 24, "max_num_seqs": 6},
 }
@@ -82,17 +80,3 @@ def run(
         change(engine)
         completions = engine.generate(reference.prompts, GREEDY)
         return reference.unexplained(completions), engine.stats()
-
-
-def outcome(mode: str, run_mode: Callable[[], tuple[list[str], EngineStats]]) -> str:
-    """ "ok", or in a few words what was wrong with a run in this mode; prints an error of the engine."""
-    try:
-        differences, stats = run_mode()
-    except EngineError as error:
-        print(f"\n{error}")
-        return type(error).__name__
-    if differences:
-        return f"{len(differences)} differ"
-    if "pool_blocks" in MODES[mode] and not stats.num_preemptions:
-        return "no preemption"
-    return "ok"

@@ -1,4 +1,4 @@
-"""Kernels made to fail each check of ops/bench/static.py, and one that passes all."""
+"""Kernels made to fail each check of ops/bench/static, and one that passes all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ops.bench.kernel_cases import META, Case, Kernel
+from ops.bench.static.kernel_cases import META, Case, Kernel
 
 
 @triton.jit(do_not_specialize=["num_rows"])

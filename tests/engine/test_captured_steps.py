@@ -44,7 +44,10 @@ from tests.engine.launches import LaunchCount, record_launches
 
 META = torch.device("meta")
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="about CPUs: here the kernels run on a GPU")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not INTERPRETED, reason="about CPUs: here the kernels run on a GPU"),
+]
 
 
 def mixed_step(rng: random.Random, num_blocks: int) -> StepBatch:

@@ -1,7 +1,6 @@
 """The CPU's compiled sampler chooses the tokens of the reference in torch, and weighs each token as it does.
 
-`python -m ops.sampler_rows --kernel cpu` compares ten thousand rows; here is a sample of them, and what rows
-of that kind hardly meet.
+On random rows of every kind, and on what such rows hardly meet.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from engine.cpu_kernels.token_weights import exponent, ordered_key, weight
 from engine.kernels.token_weights import FRACTION_BITS, WHOLE
 from engine.sampling import weights
 from engine.sampling.sampler import sample
-from ops.sampler_rows import Case, by_numba, cases, differences, make_case
+from tests.engine.sampler_cases import Case, by_numba, cases, differences, make_case
 from tests.engine.test_sampler import sampling_rows
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -46,7 +45,6 @@ def compare(logits: Tensor, **values: Any) -> Tensor:
 
 
 def test_a_sample_of_random_rows() -> None:
-    """Of the command's own, by a seed that it is not run with."""
     assert [line for case in cases(seed=78, num_rows=150) for line in differences(case, by_numba())] == []
 
 

@@ -33,6 +33,8 @@ from tests.engine.checkpoints import SHAPES
 from tests.engine.graphs import ReplayedTorch, SimulatedCapture, simulate_graphs
 from tests.engine.reference import Reference
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 BLOCK = 4
 FAULTY_SHAPE = next(shape for shape in SHAPES if shape.name == "gqa4_tied")

@@ -28,8 +28,8 @@ from engine.layers.row_tiles import TILES, TiledProduct, cut_rows, each_row, fin
 from engine.models.deterministic import check_deterministic
 from engine.models.load import read_supported
 from engine.run.row_logprobs import top_of_each
-from ops.determinism import Way, differing, make_requests, run_all, run_alone
 from tests.engine.checkpoints import SHAPES, VOCAB_SIZE, pool_bytes
+from tests.engine.deterministic_runs import Way, differing, make_requests, run_all, run_alone
 from tests.engine.families import FAMILIES, make_family
 
 pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
@@ -65,7 +65,7 @@ def test_bits_depend_on_the_request_alone(folders: dict[str, Path], dtype: str) 
     """Alone, and in a shuffled batch with preemption, chunks, cached prefixes and overlap."""
     small = pool_bytes(SHAPE, 28) // (1 if dtype == "float32" else 2)
     settings = {"max_num_batched_tokens": 61, "max_num_seqs": 24, "async_scheduling": True}
-    way = Way("", {**settings, "kv_cache_bytes": small}, urgent=True)
+    way = Way({**settings, "kv_cache_bytes": small}, urgent=True)
     differ, num_preemptions = others(folders[SHAPE.name], dtype, way)
     assert differ == []
     assert num_preemptions > 0
@@ -87,7 +87,7 @@ def test_windows_and_soft_caps_too(tmp_path: Path) -> None:
     differ, _ = others(
         make_family(tmp_path, family),
         "float32",
-        Way("", {"max_num_batched_tokens": 97, "max_num_seqs": 16}),
+        Way({"max_num_batched_tokens": 97, "max_num_seqs": 16}),
         12,
     )
     assert differ == []

@@ -1,7 +1,4 @@
-"""Each family's greedy tokens equal transformers', computed from no cache; and the check can fail.
-
-All families in all modes, and on other backends: `python -m ops.families`.
-"""
+"""Each family's greedy tokens equal transformers', computed from no cache; and the check can fail."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.structured.matcher import Matcher
-from ops.structured_outputs import generate
 from tests.engine.checkpoints import SHAPES, make_checkpoint
+from tests.engine.structured_cases import generate
 from tests.engine.text_models import train_sentencepiece
 
 KEYS = ["customer name", "delivery_address", "größe", "don't 1234"]

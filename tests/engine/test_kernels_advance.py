@@ -15,6 +15,8 @@ from engine.attention.triton_backend import TritonBackend
 from engine.run.static_rows import StaticRows
 from tests.engine.paged import DEVICE
 
+pytestmark = pytest.mark.long
+
 
 def filled(num_rows: int, block_size: int, seed: int) -> DecodeState:
     """Rows at any place of their sequences, some of them padding, some without a token."""

@@ -17,6 +17,8 @@ pytest.importorskip("triton", reason="triton is not installed, so its kernels ca
 from engine.kernels import decode_attention, kv_store, prefill_attention
 from tests.engine.paged import DEVICE, TOLERANCE, PagedBatch, make_batch
 
+pytestmark = pytest.mark.long
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # (head_dim, queries per KV head, block size, tokens of a tile): odd ones too
 SHAPES = [

@@ -18,6 +18,8 @@ import engine.kernels
 from tests.engine.paged import PagedBatch, make_batch
 from tests.engine.test_kernels_attention import KERNELS, counters, decode, prefill, set_tile
 
+pytestmark = pytest.mark.long
+
 # Each is one slip of the pen in a kernel: file, right, wrong.
 MUTATIONS = {
     "decode forgets its own token": (

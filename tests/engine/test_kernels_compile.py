@@ -18,8 +18,10 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot be compiled")
 
-from ops.bench.compiled import programs_per_processor
-from ops.bench.kernel_cases import KERNELS
+from ops.bench.static.compiled import programs_per_processor
+from ops.bench.static.kernel_cases import KERNELS
+
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
 COMPILED = ("Qwen3-0.6B, bfloat16", "gpt-oss-20b")

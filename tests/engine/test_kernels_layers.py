@@ -17,6 +17,8 @@ from engine.layers.rotary import RotaryEmbedding, apply_rotary
 from engine.layers.rotary_scaling import Rope
 from tests.engine.paged import DEVICE
 
+pytestmark = pytest.mark.long
+
 # One rounding of a result of a few units in each dtype; the interpreter rounds bfloat16 towards zero.
 DTYPES = {torch.float32: 4e-6, torch.float16: 6e-3, torch.bfloat16: 4e-2}
 

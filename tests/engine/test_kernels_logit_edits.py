@@ -20,6 +20,8 @@ from engine.sampling.edit_logits import edit_logits as by_torch
 from engine.sampling.logit_edits import EditParts, LogitEdits, token_mask
 from tests.engine.paged import DEVICE
 
+pytestmark = pytest.mark.long
+
 VOCABS = (67, 300)
 TILE = 128  # so that rows, and entries of a kind, are more than one
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

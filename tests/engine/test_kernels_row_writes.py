@@ -14,6 +14,8 @@ from engine.attention.row_writes import RowMemory, RowWrites, write_rows
 from engine.attention.triton_backend import TritonBackend
 from tests.engine.paged import DEVICE
 
+pytestmark = pytest.mark.long
+
 WIDE, NARROW, WIDTH = 4, 4, 7
 
 

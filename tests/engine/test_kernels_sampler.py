@@ -1,7 +1,6 @@
 """The sampler's kernels choose the tokens of the reference in torch, and weigh each token as it does.
 
-`python -m ops.sampler_rows` compares ten thousand rows; here is a sample of them, and what rows of that kind
-hardly meet.
+On random rows of every kind, and on what such rows hardly meet.
 """
 
 from __future__ import annotations
@@ -23,13 +22,14 @@ from engine.kernels.kv_tile import INTERPRETED
 from engine.kernels.sampler import weigh
 from engine.kernels.token_weights import FRACTION_BITS, WHOLE
 from engine.sampling import weights
-from ops.sampler_rows import Case, by_triton, cases, differences, make_case
 from tests.engine.paged import DEVICE
+from tests.engine.sampler_cases import Case, by_triton, cases, differences, make_case
 from tests.engine.test_sampler import sampling_rows
+
+pytestmark = pytest.mark.long
 
 
 def test_a_sample_of_random_rows() -> None:
-    """Of the command's own, by a seed that it is not run with."""
     assert [
         line for case in cases(seed=77, num_rows=40) for line in differences(case, by_triton(DEVICE))
     ] == []

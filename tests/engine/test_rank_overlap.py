@@ -22,7 +22,7 @@ from engine.tensor_parallel.messages import Kind, encode, pack_json, pack_step
 from tests.engine.test_determinism import requests as seeded_requests
 from tests.engine.two_ranks import GREEDY, SHAPE_OF, config, ranks_of
 
-pytestmark = pytest.mark.usefixtures("forked_ranks")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("forked_ranks")]
 
 NAME = "gqa2_tied_hub"
 

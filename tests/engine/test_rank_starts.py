@@ -27,6 +27,8 @@ from tests.engine.two_ranks import (
     config,
 )
 
+pytestmark = pytest.mark.long
+
 
 def test_missing_weights_are_the_error_one_process_would_raise(
     folders: dict[str, Path], tmp_path: Path

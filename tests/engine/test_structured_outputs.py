@@ -13,8 +13,8 @@ import pytest
 
 from engine import Engine, EngineConfig, InvalidSampling, SamplingParams, StructuredOutputsParams
 from engine.structured.regex_dialect import portable
-from ops.structured_outputs import generate, run
 from tests.engine.checkpoints import SHAPES, make_checkpoint
+from tests.engine.structured_cases import generate, run
 
 OBJECT = {
     "type": "object",
@@ -49,7 +49,7 @@ def texts(engine: Engine, spec: Any, num_rows: int = 4, **values: Any) -> list[t
 
 
 def test_generated_schemas_patterns_and_grammars_hold_or_say_why_not(engine: Engine) -> None:
-    """A sample of what `python -m ops.structured_outputs` runs; rows without one say what they say alone."""
+    """Rows without one say what they say alone."""
     ends, wrong = run(engine, list(generate(40, seed=5)), seed=5)
     assert wrong == []
     assert sum(number for (_, end), number in ends.items() if end == "stop") >= 20

@@ -44,7 +44,7 @@ from tests.engine.two_ranks import (
     wait_until,
 )
 
-pytestmark = pytest.mark.usefixtures("forked_ranks")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("forked_ranks")]
 
 ODD = Shape(
     "odd_vocabulary_and_bias",

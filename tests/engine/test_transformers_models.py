@@ -1,7 +1,4 @@
-"""Models of transformers with the engine's attention: the same tokens, or a refusal that says why.
-
-All architectures in all modes: `python -m ops.architectures`.
-"""
+"""Models of transformers with the engine's attention: the same tokens, or a refusal that says why."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from engine import (
 )
 from engine.models.attention_calls import features_of
 from engine.run.warm_up import make_step
-from tests.engine.architectures import Architectures, add_sizes, class_name, make_architecture, small
+from tests.engine.architectures import SERVED, Architectures, add_sizes, class_name, make_architecture, small
 from tests.engine.families import COMMON
 from tests.engine.family_runs import NUM_NEW_TOKENS
 from tests.engine.graphs import simulate_graphs
@@ -51,7 +48,9 @@ def change_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize(
+    "name", [*SAMPLE, *(pytest.param(name, marks=pytest.mark.long) for name in SERVED if name not in SAMPLE)]
+)
 def test_greedy_tokens_equal_transformers(name: str, architecture: Architectures) -> None:
     """With chunks of 24 tokens, the prefix cache, and preemptions, all at once."""
     differences, stats = architecture(name).run()

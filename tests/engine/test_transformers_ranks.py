@@ -18,6 +18,8 @@ from engine.run.model_runner import ModelRunner
 from engine.run.warm_up import make_step
 from tests.engine.architectures import Architectures, small
 
+pytestmark = pytest.mark.long
+
 
 @dataclass
 class Exchange:

@@ -28,6 +28,8 @@ from tests.engine.family_runs import reference_of, run
 from tests.engine.graphs import simulate_graphs
 from tests.engine.reference import Reference, mixed_prompts
 
+pytestmark = pytest.mark.long
+
 # The interpreter takes milliseconds for each program: few prompts, those around a block and with a prefix,
 # and two layers, where other tests have up to four.
 PROMPTS = (0, 2, 3, 7, 11)
@@ -83,14 +85,12 @@ def test_greedy_tokens_equal_transformers(name: str, settings: dict[str, Any], f
     assert differences(few[name], BY_NAME[name], settings) == []
 
 
+@pytest.mark.parametrize("name", ["gemma2", "phi3"])
 def test_attention_features_give_transformers_tokens_through_graphs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gemma 2 in chunks of 24 tokens: windows shorter than the prompts in some layers, soft caps, gelu gates.
-
-    All families in all modes: `python -m ops.families --backend triton`.
-    """
-    reference = reference_of(tmp_path, FAMILIES["gemma2"])
+    """Windows shorter than the prompts, soft caps, gelu gates, merged weights, in chunks of 24 tokens."""
+    reference = reference_of(tmp_path, FAMILIES[name])
     reference.prompts = [reference.prompts[i] for i in (1, 4)]
     capture = simulate_graphs(monkeypatch)
     differing, _ = run(reference, "chunks", "triton")

@@ -20,7 +20,7 @@ from redis import Redis
 from tests.faults.faulty_worker import STEPS, Action, Strike, WorkerPlan, serve
 from tests.faults.ledger import Findings, Ledger, Run
 from tests.faults.mounts import Mounts
-from tests.faults.servers import DurableRedis
+from tests.faults.servers import DurableRedis, SecureServer
 from tests.forking import FORK
 
 LEASE_S = 2
@@ -31,15 +31,22 @@ STUCK_S = 45.0
 class Harness:
     """One Redis, workers that come and go, and the ledger of what they were asked.
 
-    evidence: a folder that keeps the workers' logs and all of Redis where an audit finds something.
+    evidence: a folder that keeps the workers' logs and all of Redis where an audit finds something. server: a
+    durable one unless told otherwise, which faults of the server itself need.
     """
 
-    def __init__(self, folder: Path, seed: int, evidence: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        evidence: Path | None = None,
+        server: type[DurableRedis | SecureServer] = DurableRedis,
+    ) -> None:
         self.rng = random.Random(seed)
         self.folder, self._evidence = folder, evidence
         for name in ("data", "marks", "logs", "redis"):
             (folder / name).mkdir()
-        self.server = DurableRedis(folder / "redis")
+        self.server = server(folder / "redis")
         self.redis = Redis.from_url(self.server.url)
         self.ledger = Ledger(self.redis, folder / "data", self.rng)
         self.mounts = Mounts()
@@ -78,7 +85,7 @@ class Harness:
         """Start a worker; return its name. plan: further fields of WorkerPlan."""
         self._numbers += 1
         name = f"w{self._numbers}"
-        made = WorkerPlan(name, url or self.server.url, self.folder, strike, LEASE_S, **plan)
+        made = WorkerPlan(name, url or self.server.worker_url, self.folder, strike, LEASE_S, **plan)
         process = FORK.Process(target=serve, args=(made,), daemon=True)
         process.start()
         self._live[name] = made, process
@@ -237,15 +244,16 @@ def _everything_in(redis: Redis) -> Iterator[tuple[str, str]]:
         b"set": redis.smembers,
         b"zset": lambda key: redis.zrange(key, 0, -1, withscores=True),
         b"stream": redis.xrange,
+        b"none": lambda key: "expired meanwhile",
     }
     for key in sorted(redis.scan_iter(count=1000)):
         yield key.decode("utf-8", "backslashreplace"), json.dumps(repr(readers[redis.type(key)](key)))
 
 
 @contextmanager
-def harness(folder: Path, seed: int, evidence: Path | None = None) -> Iterator[Harness]:
-    """A harness that leaves no process and no mount behind."""
-    running = Harness(folder, seed, evidence)
+def harness(folder: Path, seed: int, evidence: Path | None = None, secure: bool = False) -> Iterator[Harness]:
+    """A harness that leaves no process and no mount behind. secure: workers use TLS and a user's rights."""
+    running = Harness(folder, seed, evidence, SecureServer if secure else DurableRedis)
     try:
         yield running
     finally:

@@ -388,7 +388,7 @@ class Ledger:
 
     def _audit_told(self, run: Run, found: Findings) -> None:
         """What was told of a run's end must be true, and must have been told."""
-        told = [json.loads(text) for text in self._redis.lrange(f"told:{run.output}", 0, -1)]
+        told = [json.loads(text) for text in self._redis.lrange(f"tokenmill:told:{run.output}", 0, -1)]
         finished = [each for each in told if each["state"] == "finished"]
         true = {"rows": run.rows, "rows_done": run.rows, "errors": 0, "reason": None}
         untrue = [each for each in finished if any(each[name] != value for name, value in true.items())]

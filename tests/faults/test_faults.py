@@ -25,11 +25,13 @@ def faults(tmp_path: Path) -> Iterator[Harness]:
         yield running
 
 
+@pytest.mark.long
 def test_a_kill_at_any_step_loses_and_doubles_nothing(faults: Harness) -> None:
     kills_at_every_step(faults)
     assert faults.is_clean(), faults.table()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "elsewhere"])
 def test_a_run_killed_half_way_repeats_no_more_than_the_shards_in_flight(
     faults: Harness, elsewhere: bool
@@ -43,25 +45,26 @@ def test_a_run_killed_half_way_repeats_no_more_than_the_shards_in_flight(
 @pytest.mark.parametrize(
     ("scenario", "count"),
     [
-        ("kills", 24),
-        ("freezes", 6),
-        ("stragglers", 2),
-        ("shutdowns", 4),
-        ("engine_errors", 3),
-        ("clock_jumps", 2),
-        ("thaws", 3),
-        ("two_models", 2),
-        ("two_clients", 8),
-        ("saving_code", 3),
-        ("frozen_functions", 2),
-        ("cut_connections", 9),
-        ("lost_replies", 4),
-        ("server_faults", 3),
-        ("raised_disk_full", 2),
-        ("full_disks", 1),
-        ("read_only_disks", 1),
-        ("changed_inputs", 4),
-        ("other_formats", 2),
+        ("kills", 8),
+        pytest.param("kills", 24, marks=pytest.mark.long),
+        pytest.param("freezes", 6, marks=pytest.mark.long),
+        pytest.param("stragglers", 2, marks=pytest.mark.long),
+        pytest.param("shutdowns", 4, marks=pytest.mark.long),
+        pytest.param("engine_errors", 3, marks=pytest.mark.long),
+        pytest.param("clock_jumps", 2, marks=pytest.mark.long),
+        pytest.param("thaws", 3, marks=pytest.mark.long),
+        pytest.param("two_models", 2, marks=pytest.mark.long),
+        pytest.param("two_clients", 8, marks=pytest.mark.long),
+        pytest.param("saving_code", 3, marks=pytest.mark.long),
+        pytest.param("frozen_functions", 2, marks=pytest.mark.long),
+        pytest.param("cut_connections", 9, marks=pytest.mark.long),
+        pytest.param("lost_replies", 4, marks=pytest.mark.long),
+        pytest.param("server_faults", 3, marks=pytest.mark.long),
+        pytest.param("raised_disk_full", 2, marks=pytest.mark.long),
+        pytest.param("full_disks", 1, marks=pytest.mark.long),
+        pytest.param("read_only_disks", 1, marks=pytest.mark.long),
+        pytest.param("changed_inputs", 4, marks=pytest.mark.long),
+        pytest.param("other_formats", 2, marks=pytest.mark.long),
     ],
 )
 def test_no_fault_loses_or_doubles_a_job_or_a_row(faults: Harness, scenario: str, count: int) -> None:

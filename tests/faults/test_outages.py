@@ -16,6 +16,8 @@ from tests.faults.servers import DurableRedis
 from tests.forking import ForkedWorkers
 from tests.rq_workers import Workers, leftovers, signal_until_it_ends, text_of, wait_until, wait_until_started
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def server() -> Iterator[DurableRedis]:

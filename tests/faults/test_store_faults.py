@@ -1,4 +1,4 @@
-"""A seeded sample of what hits runs in an object store; `python -m ops.s3_faults` goes on."""
+"""A seeded sample of what hits runs in an object store."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ pytest.importorskip("moto", reason="moto, a server of the S3 protocol for tests,
 from tests.faults.harness import harness
 from tests.faults.store_faults import Moments, kills_in_a_store
 from tests.jobs.s3_server import FaultyProxy, running_s3
+
+pytestmark = pytest.mark.long
 
 
 def test_kills_and_a_failing_store_lose_and_double_nothing(tmp_path: Path) -> None:

@@ -83,8 +83,6 @@ OWN_KEYS = {
 
 PAGES = ("/", "/failed?queue=bulk", "/series.json")
 
-RQ_PAGES = tuple(f"/rq/0/data/{page}.json" for page in ("queues", "workers", "jobs/bulk/failed/8/asc/1"))
-
 PLACES = ("rq:queue:{queue}", "rq:scheduled:{queue}")
 """Keys that get no time to live: what an innocent waits in would go with them."""
 
@@ -161,8 +159,6 @@ class Site:
         for path in (*PAGES, f"/runs/{RUN}", *(f"/jobs/{victim.id}" for victim in victims)):
             answer = ask(self._dashboard, path)
             assert answer.status != 500, answer
-        for path in RQ_PAGES:
-            ask(self._dashboard, path)
         told = CliRunner().invoke(cli.main, ["--url", self._workers.url, "info"])
         assert told.exception is None or isinstance(told.exception, SystemExit), told.exception
         for job in later:

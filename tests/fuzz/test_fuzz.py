@@ -1,4 +1,4 @@
-"""Hostile input of every kind ends in a result or a named error; `python -m ops.fuzz` tries far more."""
+"""Hostile input of every kind ends in a result or a named error."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from tests.fuzz.tables import FILES, Written, check_file
 from tests.fuzz.values import SAMPLING, WIDTHS
 from tests.redis_server import running_redis_server
 from tests.rq_workers import ROOT
+
+pytestmark = pytest.mark.long
 
 
 def cases(number: int) -> settings:

@@ -8,6 +8,7 @@ from threading import Thread
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from hypothesis import Phase, given, settings
 from redis import Redis
 from redis.connection import Connection
@@ -17,6 +18,8 @@ from jobs.runs.control import submit_run
 from tests.forking import ForkedWorkers
 from tests.fuzz.raw_keys import DAMAGES, NOT_DAMAGED, OWN_KEYS, PAST, SHARED_KEYS, Damage, running_site
 from tests.redis_server import running_redis_server
+
+pytestmark = pytest.mark.long
 
 ONE_KEY = ("SADD", "SREM", "HSET", "XADD", "SMEMBERS")
 NO_KEYS = ("SCRIPT", "PUBLISH", "SUBSCRIBE", "UNSUBSCRIBE", "EVALSHA")

@@ -19,19 +19,8 @@ from redis import Redis
 from jobs.context import JobContext
 from jobs.context.prompt_meter import PromptMeter
 from jobs.errors import InvalidJob, MissingColumn
+from jobs.parquet.survey import Asked, pick_requests
 from jobs.runs.dry_run import NUM_TRIED, Estimate, estimate
-from jobs.runs.estimate import (
-    Batch,
-    Pick,
-    Row,
-    Sized,
-    Speed,
-    Together,
-    measured_speed,
-    num_steps,
-    pick_requests,
-    total,
-)
 from jobs.runs.trials import Trial, Tried
 from jobs.table import own_function
 from jobs.tasks import Request
@@ -39,7 +28,6 @@ from tests.jobs.answering import FakeCompletion, queued_jobs, run_task, score_pa
 
 MakeContext = Callable[[], JobContext]
 BLOCK = 16
-ROOMY = Batch(256, 10**6)
 
 
 def token_ids(prompt: str | None, messages: Any, options: Any) -> Sequence[int]:
@@ -116,13 +104,12 @@ def test_tokens_are_estimated_within_15_percent_on_skewed_files(
     shared = context()
     work_off(redis, lambda: replace(context(), answers=shared.answers), answer=written)
     manifest = json.loads((tmp_path / "out" / "_manifest.json").read_text())
-    assert told.prompt_tokens.value == manifest["prompt_tokens"]
+    assert told.prompt_tokens == manifest["prompt_tokens"]
     for ours, theirs in (
         (told.completion_tokens, manifest["completion_tokens"]),
         (told.generated_tokens, manifest["generated_tokens"]),
     ):
-        assert abs(ours.value - theirs) <= 0.15 * theirs
-        assert ours.low <= ours.value <= ours.high
+        assert abs(ours - theirs) <= 0.15 * theirs
 
 
 def test_failing_rows_repeats_and_shared_beginnings_are_counted(context: MakeContext, tmp_path: Path) -> None:
@@ -169,7 +156,7 @@ def test_a_share_of_a_large_run_is_scaled(context: MakeContext, tmp_path: Path) 
     found = survey(context, tmp_path / "in.parquet", max_rows=100)
     assert (found["rows"], found["rows_read"]) == (1000, 100)
     told = estimate(found, answering(context, lambda request: FakeCompletion("", 0, [1, 2, 3])))
-    assert (told.prompt_tokens.value, told.completion_tokens.value) == (4000, pytest.approx(3000))
+    assert (told.prompt_tokens, told.completion_tokens) == (4000, pytest.approx(3000))
 
 
 def test_the_first_rows_are_asked_with_the_runs_own_seeds(
@@ -195,7 +182,7 @@ def test_chats_are_surveyed_as_chats(context: MakeContext, tmp_path: Path) -> No
     assert [each["prompt"][0]["content"] for each in found["picked"]] == ["hi x", "hi y"]
     assert all(each["is_chat"] for each in found["picked"])
     told = estimate(found, answering(context, lambda request: FakeCompletion("", 0, [1])))
-    assert (told.num_tried, told.num_failed, told.completion_tokens.value) == (2, 0, 2)
+    assert (told.num_tried, told.num_failed, told.completion_tokens) == (2, 0, 2)
 
 
 def test_what_a_planning_refuses_a_survey_refuses(context: MakeContext, tmp_path: Path) -> None:
@@ -213,17 +200,12 @@ def test_a_run_of_no_rows_takes_nothing(context: MakeContext, tmp_path: Path) ->
     found = survey(context, tmp_path / "in.parquet")
     told = estimate(found, answering(context, written))
     assert isinstance(told, Estimate)
-    assert (told.prompt_tokens.value, told.completion_tokens.high, told.seconds.high, told.num_tried) == (
-        0,
-        0,
-        0,
-        0,
-    )
+    assert (told.prompt_tokens, told.completion_tokens, told.seconds, told.num_tried) == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("make", [skewed_prompts, skewed_repeats, skewed_limits])
 @pytest.mark.parametrize("num_blocks", [600, 10_000])
-def test_time_is_estimated_within_15_percent_of_a_simulated_run(
+def test_time_is_estimated_within_30_percent_of_a_simulated_run(
     context: MakeContext, tmp_path: Path, make: Callable[..., Any], num_blocks: int
 ) -> None:
     columns, arguments = make(random.Random(3))
@@ -238,8 +220,7 @@ def test_time_is_estimated_within_15_percent_of_a_simulated_run(
         asked[prompt if greedy else number] = {"prompt": prompt, **arguments.get("sampling", {}), **limits}
     ran = SimulatedWorker(num_blocks, is_cold=False)
     ran.answer([Trial("jobs.complete", each) for each in asked.values()])
-    assert abs(told.seconds.value - ran.clock) <= 0.15 * ran.clock
-    assert told.seconds.low <= ran.clock <= told.seconds.high
+    assert abs(told.seconds - ran.clock) <= 0.3 * ran.clock
 
 
 class SimulatedWorker:
@@ -295,91 +276,27 @@ def usage_of(prompt: int, cached: int, answer: int) -> dict[str, Any]:
 
 
 sizes = st.lists(
-    st.builds(Sized, st.integers(0, 10_000), st.sampled_from([0, 1, 500]), st.integers(1, 5000)), max_size=300
+    st.builds(
+        Asked,
+        st.just(0),
+        st.integers(0, 10_000),
+        st.sampled_from([0, 1, 500]),
+        st.integers(1, 5000),
+        st.just(True),
+    ),
+    max_size=300,
 )
 
 
 @given(sizes, st.integers(1, 80))
-def test_picks_stand_for_all_requests_and_none_is_picked_twice(requests: list[Sized], count: int) -> None:
+def test_picks_stand_for_all_requests_and_none_is_picked_twice(requests: list[Asked], count: int) -> None:
     picks = pick_requests(requests, count)
-    numbers = [pick.number for pick in picks]
-    assert len(set(numbers)) == len(numbers) == min(count, len(requests))
-    assert all(pick.weight >= 1 - 1e-9 for pick in picks)
+    assert len({id(each) for each, _ in picks}) == len(picks) <= count
     if len(requests) <= count:
-        assert all(pick.weight == 1 for pick in picks)
-    chances = [1.0 for _ in picks]
-    found = total(picks, chances)
-    assert found.low <= found.value <= found.high
-
-
-def test_a_total_over_equal_chances_is_exact() -> None:
-    requests = [Sized(100, 0, 1)] * 1000
-    picks = pick_requests(requests, 64)
-    assert total(picks, [7.0] * 64).value == pytest.approx(7000)
-    assert total(picks, [7.0] * 64).high == pytest.approx(7000)
-
-
-PROMPTS = [(1.5, 1500.0), (0.5, 500.0)]
-
-
-@given(
-    st.floats(0, 0.1), st.floats(0, 0.01), st.lists(st.integers(1, 300), min_size=2, max_size=64, unique=True)
-)
-def test_speed_is_found_from_when_rows_of_unlike_lengths_end(
-    step_s: float, row_s: float, steps: list[int]
-) -> None:
-    true = Speed(0.001, step_s, row_s)
-    found = measured_speed(PROMPTS, [group(true, steps)], ROOMY)
-    for turns, batch in ((1000, len(steps)), (10**6, 4 * len(steps))):
-        expected = pytest.approx(true.seconds(0, turns, turns / batch), rel=0.02, abs=1e-3)
-        assert found.seconds(0, turns, turns / batch) == expected
-
-
-@given(st.floats(0, 0.1), st.floats(0, 0.01), st.integers(1, 300), st.sampled_from([ROOMY, Batch(20, 10**6)]))
-def test_groups_of_unlike_sizes_tell_it_of_rows_of_one_length(
-    step_s: float, row_s: float, steps: int, batch: Batch
-) -> None:
-    true = Speed(0.001, step_s, row_s)
-    found = measured_speed(PROMPTS, [group(true, [steps] * each, batch) for each in (16, 48)], batch)
-    assert found.seconds(10, 10**6, 4000) == pytest.approx(true.seconds(10, 10**6, 4000), rel=0.02, abs=1e-3)
-    assert found.error == pytest.approx(0, abs=1e-6)
-
-
-def test_what_was_measured_unevenly_is_told_as_an_error() -> None:
-    true = Speed(0.001, 0.01, 0.001)
-    even = measured_speed(PROMPTS, [group(true, [3, 90])], ROOMY)
-    assert measured_speed([(1.5, 1500.0), (1.0, 500.0)], [group(true, [3, 90])], ROOMY).error > 0.2
-    late = replace(group(true, [3, 90]), ends_s=[0.9, 1.0])
-    assert measured_speed(PROMPTS, [late], ROOMY).error > even.error + 0.1
-
-
-def test_steps_of_a_run_end_with_its_longest_rows() -> None:
-    picks, rows = [Pick(0, 95.0), Pick(1, 5.0)], [Row(2), Row(100)]
-    assert num_steps(picks, rows, 100, Batch(100, 10**6)) == 100
-    assert num_steps(picks, rows, 100, Batch(1, 10**6)) == 95 * 2 + 5 * 100
-    many = num_steps(picks, rows, 1_000_000, Batch(64, 10**6))
-    assert many == pytest.approx(6_900_000 / 64, rel=0.05), "of them a sample is played"
-    assert (num_steps([], [], 0, ROOMY), num_steps(picks, rows, 0, ROOMY)) == (0, 0)
-
-
-def test_a_small_pool_holds_fewer_rows_at_a_time() -> None:
-    rows = [Row(10, blocks=7)] * 100
-    assert num_steps([Pick(0, 100.0)], rows[:1], 100, Batch(256, 70)) == 100
-    assert num_steps([Pick(0, 100.0)], rows[:1], 100, Batch(256, 6)) == 1000, "one at least"
-    assert Batch(2, 100).begins([Row(3), Row(5), Row(1), Row(4)]) == [0, 0, 3, 4]
-
-
-def group(speed: Speed, steps: list[int], batch: Batch = ROOMY) -> Together:
-    """Rows as a worker of this speed answers them, the first tokens 0.2 seconds after it began."""
-    rows = [Row(each) for each in steps]
-    begins = batch.begins(rows)
-    ends = [begin + row.steps for begin, row in zip(begins, rows, strict=True)]
-    turns = [
-        sum(min(row.steps, max(0, end - begin)) for begin, row in zip(begins, rows, strict=True))
-        for end in ends
-    ]
-    seconds = [0.2 + speed.seconds(0, turn, end) for end, turn in zip(ends, turns, strict=True)]
-    return Together(rows, 0.2, seconds)
+        assert [weight for _, weight in picks] == [1.0] * len(requests)
+    else:
+        equal = pick_requests([requests[0]] * 1000, count)
+        assert sum(weight for _, weight in equal) == pytest.approx(1000)
 
 
 def test_each_dry_run_asks_prompts_that_no_other_has_brought_into_the_cache(
@@ -399,6 +316,5 @@ def test_each_dry_run_asks_prompts_that_no_other_has_brought_into_the_cache(
         estimate(found, noted)
         asked.append(seen.difference(prompts))
     heads = [{prompt.partition("prompt")[0] for prompt in each} for each in asked]
-    assert [len(each) for each in heads] == [1, 1, 1]
-    assert len(set.union(*heads)) == 3
+    assert len(set.union(*heads)) == 6, "two tries each"
     assert {prompt.partition(" ")[2] for prompt in asked[2]} == set(prompts)

@@ -20,7 +20,6 @@ from jobs.context.checks.processes import Checks
 from jobs.runs.refusals import RunFailed
 from jobs.runs.told_end import tell_failed
 from jobs.watch.runs import list_runs, list_shards, read_run
-from tests.dashboard.conftest import no_rq_pages
 from tests.dashboard.test_pages import text_of
 from tests.jobs.answering import FakeCompletion, fail, queued_jobs, score_parquet, work_off
 from tests.jobs.conftest import Invoke
@@ -31,7 +30,7 @@ MakeContext = Callable[[], JobContext]
 
 @pytest.fixture
 def page(redis: Redis) -> Iterator[TestClient]:
-    client = TestClient(Dashboard(redis, Options()).app(no_rq_pages), base_url="http://127.0.0.1:9181")
+    client = TestClient(Dashboard(redis, Options()).app(), base_url="http://127.0.0.1:9181")
     yield client
     client.close()
 
@@ -149,6 +148,7 @@ def test_shards_whose_jobs_are_gone_are_told_as_that_and_the_submit_that_mends_i
     assert "the jobs of 3 of its shards are gone from queue 'bulk'" in status
     assert "submit it again" in status
     assert [each.state for each in list_shards(redis, run)] == ["gone"] * 3
+    assert [each.state for each in list_runs(redis)] == ["failed"]
     assert "are gone from queue" in text_of(page.get(f"/runs/{run}").text)
     redis.delete("rq:queue:bulk")
     invoke(*arguments)

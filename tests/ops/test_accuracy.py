@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ops.bench.accuracy import DEMO, LONGEST_ANSWER, Rows, compare, engine_answers
+from ops.bench.gpu.accuracy import DEMO, LONGEST_ANSWER, Rows, compare, engine_answers
 from ops.bench.padded import pad_left
 from ops.demo.prompts import BARE_PROMPT
 

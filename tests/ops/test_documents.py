@@ -37,7 +37,7 @@ def test_the_commands_of_a_page_parse_and_have_options_that_exist(page: Path) ->
     for block in commands(page):
         check_syntax(block)
         for words in simple_commands(block):
-            assert not unknown_options(words, run=False), block.place
+            assert not unknown_options(words), block.place
 
 
 def test_what_does_not_run_here_is_the_smaller_part() -> None:
@@ -115,11 +115,7 @@ def test_what_is_wrong_with_a_command_is_seen_without_running_it() -> None:
     block = Block(
         "p", 1, "sh", "A=1 tokenmill submit in out \\\n  --no-such 1 && rq worker --burst | tee --append x\n"
     )
-    assert [unknown_options(words, run=False) for words in simple_commands(block)] == [
-        ["--no-such"],
-        [],
-        None,
-    ]
+    assert [unknown_options(words) for words in simple_commands(block)] == [["--no-such"], [], []]
     with pytest.raises(BadSyntax):
         check_syntax(Block("p", 1, "sh", "if true\n"))
     with pytest.raises(BadSyntax):

@@ -13,6 +13,7 @@ from tests.rq_suite.table import CHOSEN, DEPARTURES
 PAGE = Path(__file__).parents[2] / "docs/operator.md"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_rq_itself_is_content_with_batch_worker_in_the_place_of_its_workers() -> None:
     try:

@@ -1,6 +1,7 @@
 """Freezes a thread before one of its calls to Redis or to files, and kills it a call later if asked to.
 
-What is frozen after a call and before the next is the same: nothing that others see happens in between.
+What is frozen after a call and before the next is the same, but for the time that it has read: reading the
+clock counts as a call, behind which it freezes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import pkgutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -162,8 +164,9 @@ class Traced:
             return found
 
         def traced(*args: Any, **kwargs: Any) -> Any:
+            seen = found(*args, **kwargs) if self._real is time else None
             self._freezer.call(f"{self._name}.{name}")
-            return found(*args, **kwargs)
+            return found(*args, **kwargs) if seen is None else seen
 
         return traced
 
@@ -193,6 +196,8 @@ def traced_files(freezer: Freezer) -> Iterator[None]:
     for module in modules_of_jobs():
         if module.__dict__.get("os") is os:
             replace(module, "os", Traced(os, freezer, _PURE, "os"))
+        if module.__dict__.get("time") is time:
+            replace(module, "time", Traced(time, freezer, {"sleep", "monotonic"}, "time"))
         if module.__dict__.get("LocalFileSystem") is pyarrow.fs.LocalFileSystem:
             replace(module, "LocalFileSystem", local_files)
         replace(module, "open", traced_open)

@@ -12,6 +12,8 @@ pytest.importorskip("obstore", reason="the extra `cloud` is not installed")
 from tests.thaws.cases import ACTORS, Actor, Case, all_cases, calls_of, play, sample
 from tests.thaws.store_world import StoreWorld
 
+pytestmark = pytest.mark.long
+
 CASES_OF_EACH = 3
 SEED = 9
 

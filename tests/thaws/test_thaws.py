@@ -13,6 +13,8 @@ from redis import Redis
 import jobs
 from tests.thaws.cases import ACTORS, Actor, Case, all_cases, calls_of, play, sample
 
+pytestmark = pytest.mark.long
+
 CASES_OF_EACH = 3
 SEED = 9
 
@@ -41,7 +43,7 @@ def places_of(calls: list[str], function: str, kind: str) -> list[int]:
 def test_a_run_ends_wherever_one_freezes_and_whatever_others_do_meanwhile(
     redis: Redis, new_folder: Callable[[], Path], calls: dict[Actor, list[str]], actor: Actor
 ) -> None:
-    """A sample of the list that `python -m ops.thaws` goes through."""
+    """A sample of all cases."""
     for case in sample(list(all_cases(actor, calls[actor])), CASES_OF_EACH, SEED):
         play(case, redis, new_folder())
 

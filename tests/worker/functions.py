@@ -292,7 +292,7 @@ def note_end(content: dict[str, Any]) -> None:
     """Keep what is told of a run's end, for the audit."""
     job = get_current_job()
     assert job is not None
-    job.connection.rpush(f"told:{content['output']}", json.dumps(content))
+    job.connection.rpush(f"tokenmill:told:{content['output']}", json.dumps(content))
 
 
 def die_at_first(key: str) -> str:

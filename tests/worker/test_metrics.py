@@ -24,7 +24,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine import Completion, EngineStats
 from engine.schedule.outputs import RequestMetrics
 from jobs.watch.samples import Point
-from ops.watch_prometheus import RULES, board_queries
 from tests.rq_workers import ROOT, Workers, wait_until
 from worker.errors import MetricsNotServed
 from worker.io_thread.held_job import HeldJob
@@ -43,6 +42,8 @@ STATS = EngineStats(
     cached_tokens=30, decode_tokens=20, num_blocks=10, free_blocks=4, generation_tokens=25,
     step_seconds={"schedule": 0.5, "launch": 2.0}, num_scheduled=21, batch_sizes=(2, 3, 4, 0),
 )  # fmt: skip
+DEPLOY = ROOT / "ops" / "deploy"
+RULES, BOARD = DEPLOY / "prometheus" / "tokenmill.rules.yml", DEPLOY / "grafana" / "tokenmill.json"
 SHOWN = Shown("busy", Point(max_num_seqs=8), {"bulk": {"queued": 7}}, {("bulk", "engine"): 5})
 
 
@@ -135,6 +136,13 @@ def test_rows_of_a_shard_are_counted_by_whether_they_were_asked() -> None:
         ("bulk", "error", "request"): 2,
         ("bulk", "error", ""): 3,
     }
+
+
+def board_queries() -> list[str]:
+    """Every PromQL query of the Grafana board."""
+    board = json.loads(BOARD.read_text())
+    found = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    return found + [each["expr"] for each in board["annotations"]["list"]]
 
 
 def test_every_query_of_board_and_rules_names_metrics_that_a_worker_serves() -> None:
@@ -337,6 +345,6 @@ def test_a_worker_whose_port_is_taken_does_not_start_and_says_why(workers: Worke
 
 
 def test_the_board_is_json_of_panels_with_places_of_their_own() -> None:
-    board = json.loads((RULES.parents[1] / "grafana" / "tokenmill.json").read_text())
+    board = json.loads(BOARD.read_text())
     places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]]
     assert len(set(places)) == len(places) == len({panel["id"] for panel in board["panels"]})

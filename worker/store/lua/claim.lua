@@ -85,7 +85,8 @@ local function consider(id)
   if is_cancelled or is_taken(id, fields[2] or '') then return end
   local is_foreign = fields[4] and not is_served[fields[4]]
   local free = places[fields[5] or '']
-  local is_suspect = deaths_of(id) >= suspect_deaths
+  local deaths = deaths_of(id)
+  local is_suspect = deaths >= suspect_deaths
   local num_sequences = math.max(1, tonumber(fields[3]) or 1)
   if is_foreign or (free and free <= 0) then
     left[#left + 1] = id
@@ -99,7 +100,7 @@ local function consider(id)
     is_full, first_left = true, id
   else
     local eid = token .. string.format('%08x', #claimed + 1)
-    claimed[#claimed + 1] = open_execution(queue, id, eid, worker, now_ts, lease_s, far_score)
+    claimed[#claimed + 1] = open_execution(queue, id, eid, worker, now_ts, lease_s, far_score, deaths)
     claimed[#claimed][5] = last_left
     call('RPUSH', record, id, last_left)
     if free then places[fields[5]] = free - 1 end

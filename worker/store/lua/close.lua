@@ -10,7 +10,7 @@ if call('HGET', job, 'ended_by') == eid then
   local ended = call('HMGET', job, 'ended_ttl', 'next_run', 'next_repeats_left')
   call('HDEL', job, 'ended_by', 'ended_as', 'ended_ttl', 'next_run', 'next_repeats_left')
   local next_run = (ended[2] == 'front' or ended[2] == 'back') and ended[2] or whole(ended[2])
-  if is_ours then settle(whole(ended[1]), next_run, whole(ended[3])) end
+  if is_ours then settle(whole(ended[1]), next_run, whole(ended[3]), job .. ':dependents') end
 end
 let_go(queue, id, eid)
 return 'done'

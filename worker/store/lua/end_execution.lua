@@ -5,6 +5,7 @@ local job = 'rq:job:' .. id
 local results = 'rq:results:' .. id
 -- Kept for a while in the place of a job that was not to be kept, for a caller whose reply was lost.
 local removed_by, removed_by_ttl_s = 'tokenmill:removed:' .. eid, 120
+local rate_limit_key -- of a job that `not_held` found held
 
 local function was_ended_before()
   if call('EXISTS', removed_by) == 1 or call('HGET', job, 'closed_by') == eid then return true end
@@ -19,10 +20,12 @@ end
 local function not_held()
   local taken_at = holds(queue, id, eid)
   if taken_at then
-    if call('HGET', job, 'ended_by') == eid then return 'dependents' end
+    local fields = call('HMGET', job, 'ended_by', 'rate_limit_key')
+    if fields[1] == eid then return 'dependents' end
+    rate_limit_key = fields[2]
     if not is_queued_again(queue, id, taken_at) then return nil end
   end
-  let_go(queue, id, eid)
+  let_go(queue, id, eid, worker)
   return was_ended_before() and 'again' or 'lost'
 end
 
@@ -76,8 +79,7 @@ end
 
 -- Free the slot of a job with a rate limit, unless it is queued again: at the 'front' or 'back'.
 local function leave_slot(when)
-  local key = call('HGET', job, 'rate_limit_key')
-  if key and when ~= 'front' and when ~= 'back' then free_slot(key, id, ended_iso) end
+  if rate_limit_key and when ~= 'front' and when ~= 'back' then free_slot(rate_limit_key, id, ended_iso) end
 end
 
 -- Whether the job runs once more by itself: scheduled or deferred again under its id while it ran.
@@ -87,9 +89,9 @@ local function runs_later()
 end
 
 -- What becomes of an ended job: `next_run` says when it runs again ('' never), then with `repeats_left`, else
--- ttl how long it is kept.
-local function settle(ttl, next_run, repeats_left)
-  local keys = {job, job .. ':dependents', 'rq:job::' .. id .. ':dependencies'}
+-- ttl how long it is kept, and with it the key of its dependents, where it has any.
+local function settle(ttl, next_run, repeats_left, dependents)
+  local keys = {job, 'rq:job::' .. id .. ':dependencies', dependents}
   if next_run ~= '' then
     call('HSET', job, 'repeats_left', repeats_left)
     local intervals = call('HGET', job, 'repeat_intervals') -- each serves once, the last one for all that follow
@@ -106,5 +108,5 @@ local function settle(ttl, next_run, repeats_left)
       if ttl ~= '' and ttl ~= '-1' then call('EXPIRE', key, ttl) end
     end
   end
-  let_go(queue, id, eid)
+  let_go(queue, id, eid, worker)
 end

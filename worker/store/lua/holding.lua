@@ -44,12 +44,12 @@ end
 -- has died with it for a week. In the job's hash it would be its producer's word.
 local function deaths_of(id) return tonumber(call('GET', 'tokenmill:deaths:' .. id) or '') or 0 end
 
--- Leave nothing of an execution behind.
-local function let_go(queue, id, eid)
+-- Leave nothing of an execution behind. worker: whose it is, where that is known.
+local function let_go(queue, id, eid, worker)
   call('HDEL', 'tokenmill:held:' .. queue, id .. ':' .. eid)
   call('ZREM', 'rq:wip:' .. queue, id .. ':' .. eid)
   local execution = 'rq:execution:' .. id .. ':' .. eid
-  local worker = call('HGET', execution, 'worker_name')
+  worker = worker or call('HGET', execution, 'worker_name')
   if worker then call('SREM', 'rq:worker:' .. worker .. ':executions', id .. ':' .. eid) end
   call('DEL', execution)
   call('ZREM', 'rq:executions:' .. id, eid)

@@ -4,15 +4,14 @@
 -- Returns the positions (from 1) of the lost ones. A lease that ran out unnoticed is taken up again:
 -- while the execution holds the job nobody else has it.
 local worker, now_iso, now_ts, lease_s, far_score = unpack(ARGV, 1, 5)
-local executions, has_begun = 'rq:worker:' .. worker .. ':executions', false
+local begun = {}
 
 -- As RQ shows a job that runs. The score in rq:wip lies years ahead, where no stock cleanup reaches.
 local function show_begun(queue, id, eid, started_iso)
   local job = 'rq:job:' .. id
   if call('HGET', job, 'ended_by') == eid then return end -- held up on its way, until after the end
   call('ZADD', 'rq:wip:' .. queue, far_score, id .. ':' .. eid)
-  call('SADD', executions, id .. ':' .. eid)
-  has_begun = true
+  begun[#begun + 1] = id .. ':' .. eid
   call(
     'HSET', job, 'status', 'started', 'started_at', started_iso, 'last_heartbeat', now_iso, 'worker_name', worker
   )
@@ -40,5 +39,9 @@ for i = 6, #ARGV, 4 do
     lost[#lost + 1] = (i - 6) / 4 + 1
   end
 end
-if has_begun then call('EXPIRE', executions, lease_s) end -- until the worker's next heartbeat keeps it
+if begun[1] then
+  local executions = 'rq:worker:' .. worker .. ':executions'
+  for i = 1, #begun, 1000 do call('SADD', executions, unpack(begun, i, math.min(i + 999, #begun))) end
+  call('EXPIRE', executions, lease_s) -- until the worker's next heartbeat keeps it
+end
 return lost

@@ -18,5 +18,5 @@ end
 put_back(when)
 leave_slot(when)
 count('failed_job_count')
-let_go(queue, id, eid)
+let_go(queue, id, eid, worker)
 return 'done'
