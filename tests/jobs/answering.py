@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -105,11 +105,20 @@ def queued_jobs(redis: Redis, queue: str = "bulk") -> list[Job]:
 
 
 def work_off(
-    redis: Redis, make_context: Callable[[], JobContext], queue: str = "bulk", answer: Answer = shout
+    redis: Redis,
+    make_context: Callable[[], JobContext],
+    queue: str = "bulk",
+    answer: Answer = shout,
+    but: Collection[str] = (),
 ) -> list[Any]:
-    """Run every queued job in order; delete each, as the expiry of a finished job would."""
+    """Run every queued job in order; delete each, as the expiry of a finished job would.
+
+    but: functions whose jobs stay.
+    """
     results = []
     for job in queued_jobs(redis, queue):
+        if job.func_name in but:
+            continue
         context = replace(make_context(), job_id=job.id)
         if (function := own_function(job.func_name)) is not None:
             results.append(function(context, *job.args, **job.kwargs))

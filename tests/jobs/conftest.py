@@ -19,12 +19,13 @@ from jobs.context.checks.processes import Checks
 from tests import slow_files
 from tests.jobs.answering import MODEL
 from tests.jobs.checking import DIES, FUNCTION, HANGS, LIMIT_S, NOTHING, RAISES, TELLS
-from tests.jobs.growing_runs import GrowingRun, MakeContext
+from tests.jobs.runs import Runs
 
 if TYPE_CHECKING:
     from tests.jobs.s3_server import S3, FaultyProxy
 
 Invoke = Callable[..., click.testing.Result]
+MakeContext = Callable[[], JobContext]
 
 slow_files.slow_down()
 
@@ -38,7 +39,7 @@ def _no_wait_for_the_disk() -> Iterator[None]:
 
 
 @pytest.fixture
-def make_context(redis: Redis, tmp_path: Path) -> Callable[[], JobContext]:
+def make_context(redis: Redis, tmp_path: Path) -> MakeContext:
     """Contexts of successive executions whose data root is the test's folder."""
     numbers = itertools.count()
 
@@ -52,13 +53,13 @@ def make_context(redis: Redis, tmp_path: Path) -> Callable[[], JobContext]:
 
 
 @pytest.fixture
-def context(make_context: Callable[[], JobContext]) -> JobContext:
+def context(make_context: MakeContext) -> JobContext:
     return make_context()
 
 
 @pytest.fixture
-def growing(redis: Redis, make_context: MakeContext, tmp_path: Path) -> GrowingRun:
-    return GrowingRun(redis, make_context, tmp_path)
+def runs(redis: Redis, make_context: MakeContext, tmp_path: Path) -> Runs:
+    return Runs(redis, make_context, tmp_path)
 
 
 @pytest.fixture(scope="module")

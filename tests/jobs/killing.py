@@ -1,14 +1,27 @@
-"""Kills an execution before or after its n-th file operation or Redis call."""
+"""Kills an execution before or after its n-th file operation or Redis call, and recovers its run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from redis import Redis
 
+from jobs.common.keys import run_lock_key
+from jobs.context import JobContext
+from jobs.context.shared_files import SharedFiles
+from jobs.parquet.planner import Submission, plan_run
+from jobs.parquet.run_folder import RunFolder
+from jobs.parquet.shard_work import ShardWork, trusted_plan
 from jobs.parquet.storage import Storage
+from jobs.runs.names import PLAN
+from jobs.runs.spec import RunSpec
+from jobs.runs.state import RunState
+from tests.jobs.answering import queued_jobs, shout
+from tests.jobs.runs import Runs
 
 
 class Killed(BaseException):
@@ -49,22 +62,18 @@ class FusedStorage(Storage):
             super().make_folder(path)
 
     def open_output(self, path: str) -> Any:
+        return self._opened(super().open_output, path)
+
+    def reopen_output(self, path: str) -> Any:
+        return self._opened(super().reopen_output, path)
+
+    def _opened(self, open_file: Callable[[str], Any], path: str) -> Any:
         self._fuse.tick()
-        opened = super().open_output(path)
+        opened = open_file(path)
         try:
             self._fuse.tick()
         except Killed:
             opened.close()  # as the system does for a process that was killed
-            raise
-        return opened
-
-    def reopen_output(self, path: str) -> Any:
-        self._fuse.tick()
-        opened = super().reopen_output(path)
-        try:
-            self._fuse.tick()
-        except Killed:
-            opened.close()
             raise
         return opened
 
@@ -116,3 +125,69 @@ class FusedRedis(Redis):
 
         pipe.execute = fused_execute
         return pipe
+
+
+def open_work(context: JobContext, spec: RunSpec, shard: int, storage: Storage) -> ShardWork:
+    plan = trusted_plan(storage, f"{spec.output}/{PLAN}", spec.run, SharedFiles())
+    state = RunState(context.connection, spec.run)
+    return ShardWork(context, RunFolder(storage, plan, state, context.execution_id), shard)
+
+
+def finish(work: ShardWork) -> None:
+    for index, request in enumerate(work.requests()):
+        work.deliver(index, [shout(request)])
+    work.result()
+    work.close()
+
+
+class Executions:
+    """Executions of a run, each of which may see its files in a way of its own."""
+
+    def __init__(self, runs: Runs, spec: RunSpec) -> None:
+        self.runs, self.spec = runs, spec
+
+    def plan(self, storage: Callable[[tuple[str, ...]], Storage] = Storage) -> dict[str, Any]:
+        context = self.runs.context()
+        return plan_run(context, storage(context.data_roots), self.spec, Submission("bulk"))
+
+    def open(self, shard: int, storage: Callable[[tuple[str, ...]], Storage] = Storage) -> ShardWork:
+        context = self.runs.context()
+        return open_work(context, self.spec, shard, storage(context.data_roots))
+
+
+def run_until_killed(context: JobContext, spec: RunSpec, fuse: Fuse) -> int | None:
+    """Plan, then score all shards, as one process; return how many were finished if it was killed."""
+    finished = 0
+    fused = replace(context, connection=FusedRedis(context.connection, fuse))
+    storage = FusedStorage(context.data_roots, fuse)
+    try:
+        plan_run(fused, storage, spec, Submission("bulk"))
+        for shard in range(3):
+            finish(open_work(fused, spec, shard, storage))
+            finished += 1
+    except Killed:
+        return finished
+    return None
+
+
+RECOVERIES = ("unfinished jobs run again", "planned again", "planned again without redis")
+
+
+def release_lock(redis: Redis, spec: RunSpec) -> None:
+    """Let the dead process's lock expire."""
+    if redis.exists(run_lock_key(spec.run)):
+        assert 0 < redis.ttl(run_lock_key(spec.run)) <= 10
+        redis.delete(run_lock_key(spec.run))
+
+
+def recover(redis: Redis, runs: Runs, spec: RunSpec, recovery: str, finished: int) -> None:
+    """End the run of a dead process."""
+    release_lock(redis, spec)
+    for job in queued_jobs(redis)[:finished]:
+        job.delete()
+    if recovery == "planned again without redis":
+        redis.flushall()
+    planned_whole = finished > 0 or len(queued_jobs(redis)) == 3
+    if recovery != "unfinished jobs run again" or not planned_whole:
+        plan_run(runs.context(), Storage((str(Path(spec.output).parent),)), spec, Submission("bulk"))
+    runs.work()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ from jobs.context import JobContext
 from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.storage import Storage
 from jobs.runs.spec import RunSpec
+from tests.jobs.killing import finish, open_work
 from tests.jobs.s3_server import BUCKET
-from tests.jobs.test_kills import finish, open_work
 
-MakeContext = Callable[[], JobContext]
 ROOT = f"s3://{BUCKET}/data"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from redis import Redis
 
 from jobs.context import JobContext
 from jobs.context.answer import Answer
 from jobs.context.answer_memo import ENTRY_BYTES, AnswerMemo
 from jobs.parquet.shard_requests import ShardRequests
 from jobs.tasks import Request
-from tests.jobs.answering import FakeCompletion, queued_jobs, refuse, run_task, score_parquet, shout
+from tests.jobs.answering import FakeCompletion, refuse, run_task, shout
+from tests.jobs.runs import Runs
 
 GREEDY = {"temperature": 0}
 
@@ -71,11 +70,6 @@ def test_nothing_is_shared_with_another_run_or_where_tokens_are_drawn(
     assert work(open_shard(memo, "ab", **other)) == "ab"  # type: ignore[arg-type]
 
 
-def test_drawn_answers_are_not_kept(memo: AnswerMemo) -> None:
-    work(open_shard(memo, "ab", sampling={"temperature": 1}))
-    assert memo.num_bytes == 0
-
-
 def test_a_prompt_that_failed_is_asked_again(memo: AnswerMemo) -> None:
     first = open_shard(memo, "a")
     list(first.requests())
@@ -95,13 +89,6 @@ def test_a_prompt_that_another_shard_is_at_comes_last_and_may_have_its_answer_th
     second.deliver(0, [FakeCompletion("C")])
     second.deliver(1, [FakeCompletion("B")])
     assert completions(second) == "ABC"
-
-
-def test_a_shard_that_is_closed_early_leaves_its_prompts_to_others(memo: AnswerMemo) -> None:
-    stopped = open_shard(memo, "ab")
-    list(stopped.requests())
-    stopped.close()
-    assert pull(open_shard(memo, "abc").requests()) == "abc", "in order, none put off"
 
 
 def test_the_memo_keeps_what_was_used_last_within_its_bytes() -> None:
@@ -142,19 +129,18 @@ def test_shards_that_are_open_together_end_with_every_rows_answer(shards: list[s
 
 
 def test_a_run_counts_what_was_computed(
-    redis: Redis, make_context: Callable[[], JobContext], tmp_path: Path
+    runs: Runs, make_context: Callable[[], JobContext], tmp_path: Path
 ) -> None:
-    pq.write_table(pa.table({"prompt": ["x", "y", "x", "y", "z", "x"]}), tmp_path / "in.parquet")
-    score_parquet(
-        make_context(),
+    pq.write_table(pa.table({"prompt": ["x", "y", "x", "y", "z", "x"]}), runs.source)
+    runs.plan(
         str(tmp_path / "in.parquet"),
-        str(tmp_path / "out"),
+        str(runs.output),
         sampling=GREEDY,
         rows_per_shard=2,
     )
     answers = AnswerMemo()
-    for job in queued_jobs(redis):
+    for job in runs.jobs:
         run_task(replace(make_context(), answers=answers), job.func_name, *job.args)
-    manifest = json.loads((tmp_path / "out" / "_manifest.json").read_text())
+    manifest = runs.manifest
     assert (manifest["completion_tokens"], manifest["generated_tokens"]) == (6, 3)
-    assert pq.read_table(tmp_path / "out")["completion"].to_pylist() == [*"XYXYZX"]
+    assert pq.read_table(runs.output)["completion"].to_pylist() == [*"XYXYZX"]

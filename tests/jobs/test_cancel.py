@@ -1,4 +1,4 @@
-"""`tokenmill cancel` of a run that real workers are at."""
+"""A run, or one job, is cancelled: what waits goes, what runs is told to stop, and a later submit resumes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import signal
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import click.testing
@@ -13,15 +14,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from redis import Redis
+from rq import Queue, RateLimit
+from rq.executions import Execution
 from rq.job import JobStatus
 
 from jobs.cli import commands as cli
 from jobs.common.keys import held_key, worker_key
+from jobs.errors import RunCancelled
 from jobs.runs.names import part_name, shard_job_id
+from jobs.watch import cancel_job as module
+from jobs.watch.cancel_job import JobCancel, cancel_job
 from tests.forking import ForkedWorkers
+from tests.jobs.answering import score_parquet
+from tests.jobs.conftest import Invoke, MakeContext
+from tests.jobs.runs import Runs
 from tests.rq_workers import Workers, leftovers, wait_until
 
 ROWS_PER_SHARD = 3
+
+
 NUM_SHARDS = 32
 
 
@@ -91,31 +102,13 @@ def test_cancel_stops_the_shards_that_run_and_a_later_submit_resumes(
     assert workers.queue("bulk").failed_job_registry.get_job_count(cleanup=False) == 0
 
 
-def test_a_shard_that_is_stopped_while_it_opens_opens_to_its_end_and_closes(
-    workers: Workers, redis: Redis, tmp_path: Path
-) -> None:
-    """Raised into the thread that opens it, an error could leave the lock of a shared reader behind."""
-    gate, output = tmp_path / "gate", tmp_path / "out"
-    pq.write_table(pa.table({"prompt": ["a", "b"]}), tmp_path / "in.parquet")
-    worker = workers.start(OPEN_GATE=str(gate), worker_class="tests.worker.slow_files.GatedOpenWorker")
-    run = tokenmill(workers, "submit", tmp_path / "in.parquet", output).strip()
-    wait_until(lambda: held_shards(workers, run) == [0])
-    assert workers.job(shard_job_id(run, 0)).get_status() == JobStatus.QUEUED, "no row of it has begun"
-    assert "1 told to stop" in tokenmill(workers, "cancel", run)
-    wait_until(lambda: not leftovers(redis, "bulk"))
-    gate.touch()
-    worker.terminate()
-    assert worker.wait(timeout=60) == 0
-    assert [path.name for path in tmp_path.glob("gate*")] == ["gate"]
-    assert [path.name for path in output.iterdir()] == ["_plan.json"]
-
-
 def jobs_held(redis: Redis, worker: str) -> int | None:
     """What a worker's statistics say, None before it serves."""
     told = redis.get(worker_key(worker))
     return None if told is None else json.loads(told)["jobs_held"]
 
 
+@pytest.mark.long
 def test_a_run_that_is_submitted_again_outlives_the_stops_of_the_cancel_before(
     workers: Workers, redis: Redis, tmp_path: Path
 ) -> None:
@@ -142,3 +135,101 @@ def test_a_run_that_is_submitted_again_outlives_the_stops_of_the_cancel_before(
     wait_until(lambda: f"run {run}: finished" in tokenmill(workers, "status", run))
     wait_until(lambda: not leftovers(redis, "bulk"))
     assert workers.queue("bulk").failed_job_registry.get_job_count(cleanup=False) == 0
+
+
+def test_cancel_takes_waiting_jobs_stops_running_ones_and_submit_resumes(
+    runs: Runs, invoke: Invoke, redis: Redis, source: Path
+) -> None:
+    run = runs.plan(source, rows_per_shard=1)["run"]
+    done, started, *_ = runs.jobs
+    runs.run(done)
+    done.delete()
+    redis.lrem("rq:queue:bulk", 1, started.id)
+    with redis.pipeline() as pipe:
+        execution = Execution.create(started, ttl=60, pipeline=pipe, worker_name="w1")
+        pipe.execute()
+    with redis.pubsub() as listener:
+        listener.subscribe("rq:pubsub:w1")
+        assert listener.get_message(timeout=5)["type"] == "subscribe"
+        result = invoke("cancel", run)
+        message = listener.get_message(timeout=5)
+    assert "3 jobs removed, 1 told to stop" in result.stdout
+    assert json.loads(message["data"]) == {"command": "stop-job", "job_id": started.id}
+    assert runs.jobs == []
+    assert "cancelled" in invoke("status", run).stdout
+    with pytest.raises(RunCancelled):  # a shard that was claimed just before
+        runs.run(started)
+    with redis.pipeline() as pipe:
+        execution.delete(job=started, pipeline=pipe)
+        pipe.hset(started.key, "status", "stopped")
+        pipe.execute()
+    assert runs.plan(source, rows_per_shard=1)["run"] == run
+    assert len(runs.jobs) == 4
+    runs.work()
+    assert (runs.output / "_SUCCESS").exists()
+    assert "is finished: nothing was left to cancel" in invoke("cancel", run).stdout
+
+
+def test_a_cancelled_planning_that_its_workers_death_runs_again_does_not_revive_the_run(
+    runs: Runs, invoke: Invoke, make_context: MakeContext, source: Path
+) -> None:
+    arguments = (str(source), str(runs.output))
+    planning = make_context()
+    run = score_parquet(planning, *arguments, rows_per_shard=1)["run"]
+    assert "5 jobs removed" in invoke("cancel", run).stdout
+    with pytest.raises(RunCancelled):
+        score_parquet(planning, *arguments, rows_per_shard=1)
+    assert runs.jobs == []
+    assert "cancelled" in invoke("status", run).stdout
+    runs.plan(*arguments, rows_per_shard=1)
+    assert len(runs.jobs) == 5
+
+
+def held(redis: Redis, job_id: str, worker: str = "node-1") -> None:
+    """Write what a claim writes of an execution."""
+    redis.zadd(f"rq:executions:{job_id}", {"e1": 1})
+    redis.hset(f"rq:execution:{job_id}:e1", "worker_name", worker)
+
+
+def test_a_job_that_waits_is_taken_from_there_as_rq_does(redis: Redis) -> None:
+    queue = Queue("bulk", connection=redis, serializer="json")
+    first = queue.enqueue("jobs.complete", "x", job_id="first")
+    after = queue.enqueue("jobs.complete", "x", job_id="after", depends_on=first)
+    later = queue.enqueue_in(timedelta(hours=1), "jobs.complete", "x", job_id="later")
+    limit = RateLimit("one", 1)
+    slot, limited = (
+        queue.enqueue("jobs.complete", job_id=each, rate_limit=limit) for each in ("slot", "limited")
+    )
+    ready = queue.enqueue("jobs.complete", job_id="ready", depends_on=first)
+    with redis.pipeline() as pipe:
+        queue.ready_job_registry.register_jobs([ready], pipe)
+        pipe.execute()
+    redis.hset("rq:job:first", "data", b"no payload that anybody could read")
+    for job in (after, later, limited, ready, slot, first):
+        assert cancel_job(redis, job.id) is JobCancel.REMOVED
+        assert redis.hget(f"rq:job:{job.id}", "status") == b"canceled"
+        assert cancel_job(redis, job.id) is JobCancel.GONE
+    assert queue.job_ids == []
+    for registry in (queue.deferred_job_registry, queue.scheduled_job_registry, queue.ready_job_registry):
+        assert registry.get_job_ids(cleanup=False) == []
+    assert not redis.exists("rq:rl:one:rate_limited")
+    assert queue.canceled_job_registry.count == 6
+    assert cancel_job(redis, "none") is JobCancel.GONE
+
+
+def test_a_job_that_is_claimed_in_between_is_told_to_stop(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = Queue("bulk", connection=redis, serializer="json")
+    queue.enqueue("jobs.complete", "x", job_id="one")
+    take = module._take
+
+    def claimed_first(job_id: str, pipe: object) -> bool | None:
+        if not redis.exists("rq:executions:one"):
+            redis.lrem("rq:queue:bulk", 1, "one")
+            held(redis, "one")
+        return take(job_id, pipe)
+
+    monkeypatch.setattr(module, "_take", claimed_first)
+    assert cancel_job(redis, "one") is JobCancel.STOPPING
+    assert redis.zscore("rq:canceled:bulk", "one") is None

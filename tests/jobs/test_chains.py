@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,25 +10,165 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from redis import Redis
 
-from jobs.context import JobContext
+from jobs.errors import InvalidJob
+from jobs.parquet.chain import Chain, ChainSource
+from jobs.parquet.row_values import RowProblem
+from jobs.parquet.shard_requests import ShardRequests
+from jobs.runs.spec import MAX_ROWS_PER_SHARD, RunSpec
+from jobs.stock_worker import check_sampling
 from jobs.tasks import Request
-from tests.jobs.answering import FakeCompletion, opened_task, queued_jobs, refuse, score_parquet, work_off
+from tests.jobs.answering import FakeCompletion, opened_task, queued_jobs, refuse, score_parquet
 from tests.jobs.chains import GREEDY, TWO, brackets, write
+from tests.jobs.conftest import Invoke, MakeContext
+from tests.jobs.runs import Runs
 
-MakeContext = Callable[[], JobContext]
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"prompts": "short"}, "expected a list"),
+        ({"prompts": [{"name": "a"}]}, r"prompts\[0\] is"),
+        ({"prompts": [{"name": "a", "template": "{text}"}] * 2}, "there already"),
+        ({"prompts": [{"name": "a", "template": "{a}"}]}, "names 'a', which has no answer yet"),
+        ({"prompts": [{"name": "a", "template": ""}]}, "names no column"),
+        ({"prompts": [{**TWO[0], "sampling": {"seed": 3}}]}, "has seed of its own"),
+        ({"prompts": [{**TWO[0], "sampling": {"tools": [{}]}}]}, "tools belongs to a chat"),
+        ({"sampling": {"n": 2}}, "n is one"),
+        ({"template": "{text}"}, "template and prompts each say"),
+        (
+            {"prompts": [{"name": "a", "template": "{text}" * 30}], "rows_per_shard": MAX_ROWS_PER_SHARD},
+            "pieces",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name_before_anything_is_enqueued(
+    make_context: MakeContext, redis: Redis, tmp_path: Path, arguments: dict[str, Any], says: str
+) -> None:
+    write(tmp_path, ["a"])
+    context = replace(make_context(), check_sampling=check_sampling)
+    with pytest.raises(InvalidJob, match=says):
+        score_parquet(
+            context, str(tmp_path / "in.parquet"), str(tmp_path / "out"), **{"prompts": TWO, **arguments}
+        )
+    assert queued_jobs(redis) == []
+
+
+def test_the_same_prompts_are_the_same_run_and_other_ones_another(tmp_path: Path) -> None:
+    def spec(*prompts: Any, **options: Any) -> RunSpec:
+        return RunSpec.from_arguments(str(tmp_path), str(tmp_path / "out"), prompts=list(prompts), **options)
+
+    biased = {**TWO[0], "sampling": {"logit_bias": {5: 1}}}
+    assert RunSpec.from_json(spec(biased, TWO[1]).to_json()) == spec(biased, TWO[1])
+    assert spec(*TWO).run == spec({**TWO[0], "sampling": {}}, TWO[1], prompt_column="prompt").run
+    assert spec(*TWO).run != spec(TWO[0]).run
+    assert spec(*TWO).run != spec(*TWO, sampling=GREEDY).run
+
+
+def test_the_command_line_takes_prompts_by_name_or_as_json(
+    invoke: Invoke, redis: Redis, tmp_path: Path
+) -> None:
+    write(tmp_path, ["a"])
+    source, out = tmp_path / "in.parquet", tmp_path / "out"
+    named = ["--prompt", "short={text} = In short:", "--prompt", "title={short}"]
+    for options in (
+        named,
+        ["--prompts", '[{"name": "title", "template": "{text}", "sampling": {"stop": "."}}]'],
+    ):
+        result = invoke("submit", source, out, *options)
+        assert result.exit_code == 0, result.output
+    jobs = queued_jobs(redis)
+    assert [job.kwargs["prompts"] for job in jobs] == [
+        [{"name": "short", "template": "{text} = In short:"}, {"name": "title", "template": "{short}"}],
+        [{"name": "title", "template": "{text}", "sampling": {"stop": "."}}],
+    ]
+    assert "expected NAME=TEMPLATE" in invoke("submit", source, out, "--prompt", "{text}").output
+
+
+@settings(max_examples=25)
+@given(
+    rows=st.lists(st.one_of(st.text("ab", max_size=3), st.none()), max_size=20),
+    temperature=st.sampled_from([0, 0.7]),
+    draw=st.randoms(use_true_random=False),
+)
+def test_answers_are_those_of_their_rows_whatever_order_they_arrive_in(
+    rows: list[str | None], temperature: float, draw: Any
+) -> None:
+    prompts = [{"name": "x", "template": "{text}1"}, {"name": "y", "template": "{x}{text}2"}]
+    prompts.append({"name": "z", "template": "{y}{x}"})
+    spec = RunSpec.from_arguments("in", "out", prompts=prompts, sampling={"temperature": temperature})
+    source = ChainSource(spec.steps, {})
+
+    def text(row: str | None) -> str | RowProblem:
+        try:
+            return source.render({"text": row})
+        except RowProblem as problem:
+            return problem
+
+    gone: list[str] = []
+    shard = ShardRequests(
+        [text(row) for row in rows],
+        {},
+        lambda row: row,
+        False,
+        let_go=gone.append,
+        chain=Chain(spec.steps, {}),
+    )
+    pending, stream, num_asked = [], shard.requests(), 0
+    while True:
+        for _ in range(draw.randint(0, 3)):
+            request = next(stream, None)
+            if request is None and shard.has_more:
+                stream = shard.requests()
+                request = next(stream)
+            if request is not None:
+                pending.append((num_asked, request))
+                num_asked += 1
+        if pending:
+            index, request = pending.pop(draw.randrange(len(pending)))
+            shard.deliver(index, [FakeCompletion(f"<{request.prompt}>", token_ids=[1])])
+        elif shard.rows_done == len(rows):
+            break
+    valid = [row for row in rows if row is not None]
+    assert num_asked == 3 * len(set(valid) if temperature == 0 else valid) == shard.generated_tokens
+    assert len(gone) == num_asked // 3
+    for row, answer in zip(rows, shard.answers(), strict=True):
+        x = f"<{row or ''}1>"
+        y = f"<{x}{row or ''}2>"
+        found = [answer.column(name) for name in "xyz"]
+        assert found == ([x, y, f"<{y}{x}>"] if row is not None else [None] * 3), answer
+        assert (answer.error is None) == (row is not None)
+
+
+def test_a_rows_next_prompt_comes_before_other_rows() -> None:
+    spec = RunSpec.from_arguments("in", "out", prompts=TWO, sampling=GREEDY)
+    source = ChainSource(spec.steps, {})
+    texts = [source.render({"text": text, "id": 0}) for text in "cab"]
+    shard = ShardRequests(texts, {}, int, False, chain=Chain(spec.steps, {}))
+    stream = shard.requests()
+    first, second = next(stream), next(stream)
+    assert shard.num_requests == 3
+    shard.deliver(1, [brackets(second)])
+    shard.deliver(0, [brackets(first)])
+    assert shard.num_requests == 5
+    assert [str(request.prompt)[:11] for request in stream] == ["b In short:", "a In short:", "c In short:"]
+    assert not shard.has_more
+
+
 Score = Callable[..., pa.Table]
 
 
 @pytest.fixture
-def score(redis: Redis, make_context: MakeContext, tmp_path: Path) -> Score:
+def score(runs: Runs, tmp_path: Path) -> Score:
     """Runs a file to its end and returns the output."""
 
     def run(out: str = "out", answer: Any = brackets, **arguments: Any) -> pa.Table:
         arguments = {"sampling": GREEDY, "prompts": TWO, **arguments}
-        score_parquet(make_context(), str(tmp_path / "in.parquet"), str(tmp_path / out), **arguments)
-        work_off(redis, make_context, answer=answer)
+        runs.plan(str(tmp_path / "in.parquet"), str(tmp_path / out), **arguments)
+        runs.work(answer=answer)
         assert (tmp_path / out / "_SUCCESS").exists()
         return pq.read_table(tmp_path / out)
 
@@ -132,30 +270,9 @@ def test_rows_of_one_text_are_one_chain_and_drawn_ones_have_seeds_of_their_own(
     assert len({request.sampling["seed"] for request in asked}) == 12
     again = score("again", prompts=prompts, sampling={"seed": 3}, rows_per_shard=2)
     assert again["title"].equals(drawn["title"])
-    one_drawn = [prompts[0], {**prompts[1], "sampling": {"temperature": 1}}]
-    asked.clear()
-    score("half", prompts=one_drawn, answer=answer)
-    assert len(asked) == 12
 
 
-def test_dates_lists_and_defaults_stand_in_later_prompts_as_in_first_ones(
-    score: Score, tmp_path: Path
-) -> None:
-    day = [datetime.datetime(2024, 2, 3, 4), None]
-    write(tmp_path, ["a", "b"], day=day, many=[[1, None], []], real=[1.5, float("nan")])
-    asks = "{day} {many} {real}"
-    prompts = [
-        {"name": "one", "template": f"{{text}} {asks}"},
-        {"name": "two", "template": f"{{text}} {asks}"},
-    ]
-    table = score(prompts=prompts, defaults={"day": "never"})
-    assert table["one"].to_pylist() == ["<a 2024-02-03 04:00:00 [1, null] 1.5>", "<b never [] nan>"]
-    assert table["two"].equals(table["one"])
-
-
-def test_other_options_of_a_run_go_with_it(
-    score: Score, redis: Redis, make_context: MakeContext, tmp_path: Path
-) -> None:
+def test_other_options_of_a_run_go_with_it(score: Score, tmp_path: Path) -> None:
     write(tmp_path, ["a", "b", "c"], most=[7, None, 8])
     seen = []
 
@@ -168,43 +285,20 @@ def test_other_options_of_a_run_go_with_it(
     assert table.column_names[:2] == ["id", "llm_short"]
     assert table.num_rows == 2
     assert sorted(seen) == [(3, "b"), (3, "b"), (7, "a"), (7, "a")]
-    source, out = str(tmp_path / "in.parquet"), tmp_path / "one"
-    score_parquet(make_context(), source, str(out), sampling=GREEDY, prompts=TWO, single_file="jsonl")
-    work_off(redis, make_context, answer=brackets)
-    lines = [json.loads(line) for line in (out / "output.jsonl").read_text().splitlines()]
-    assert [line["title"][-2] for line in lines] == [":"] * 3
-    assert lines[2]["short"] == "<c In short:>"
-
-
-def test_calls_of_tools_are_a_column_of_their_prompt(score: Score, tmp_path: Path) -> None:
-    write(tmp_path, ["a"])
-    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
-    prompts = [
-        {"name": "plain", "template": "{text}"},
-        {"name": "call", "template": [{"role": "user", "content": "{plain}"}], "sampling": {"tools": tools}},
-    ]
-
-    def answer(request: Request) -> FakeCompletion:
-        return FakeCompletion('Now: <tool_call>{"name": "look", "arguments": {}}</tool_call>')
-
-    (row,) = score(prompts=prompts, answer=answer).to_pylist()
-    assert row["plain"].startswith("Now: <tool_call>")
-    assert (row["call"].strip(), row["call_finish_reason"]) == ("Now:", "tool_calls")
-    assert json.loads(row["call_tool_calls"])[0]["function"]["name"] == "look"
 
 
 def test_an_execution_that_died_between_two_prompts_leaves_the_same_answers_to_the_next(
-    redis: Redis, make_context: MakeContext, score: Score, tmp_path: Path
+    runs: Runs, make_context: MakeContext, score: Score, tmp_path: Path
 ) -> None:
     write(tmp_path, ["a", "b", "c", "d"])
     options = {"prompts": TWO, "sampling": {"seed": 1}, "rows_per_shard": 2}
     whole = score("whole", **options)
-    score_parquet(make_context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"), **options)
-    job, *_ = queued_jobs(redis)
+    runs.plan(**options)
+    job, *_ = runs.jobs
     died = opened_task(make_context(), job.func_name, job.args)
     for index, request in enumerate(list(died.requests())):
         died.deliver(index, [brackets(request)])
     assert died.has_more
     next(died.requests())
-    work_off(redis, make_context, answer=brackets)
-    assert pq.read_table(tmp_path / "out").equals(whole)
+    runs.work(answer=brackets)
+    assert pq.read_table(runs.output).equals(whole)

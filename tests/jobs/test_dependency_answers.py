@@ -15,8 +15,7 @@ from rq.serializers import JSONSerializer
 
 from jobs.common.rq_jobs import NO_JSON_VALUE
 from jobs.context import JobContext
-from jobs.errors import AnswerMissing, InvalidJob, ModelNotServed
-from jobs.prompts.batch_lines import line_task
+from jobs.errors import AnswerMissing, InvalidJob
 from jobs.prompts.dependency_answers import TOGETHER, answer_of
 from jobs.table import task_of
 from tests.jobs.answering import FakeCompletion, opened_task, refuse, run_task
@@ -105,14 +104,6 @@ def test_a_classification_may_be_of_answers_too(ended: Ended, after: Any) -> Non
         (request,) = opened_task(context, "jobs.classify", [], options).requests()
         assert request.prompt == asked
         assert request.messages == (None if asked else [{"role": "user", "content": "good?"}])
-    for bad, says in [
-        ({"prompt_template": "x", "prompt": "y"}, "has no other prompt"),
-        ({"prompt_template": "x", "messages_template": turns}, "has no other prompt"),
-        ({"prompt_template": "x", "labels": []}, "labels"),
-        ({}, "needs a prompt or messages"),
-    ]:
-        with pytest.raises(InvalidJob, match=says):
-            task_of("jobs.classify", [], {"labels": ["yes", "no"], **bad})
 
 
 def test_a_job_that_failed_has_null_for_its_answer(ended: Ended, after: Any, context: JobContext) -> None:
@@ -126,13 +117,6 @@ def test_a_job_that_failed_has_null_for_its_answer(ended: Ended, after: Any, con
         prompt_of(context, "{{ answers[1] }}")
     assert f"answers[0] is null, job {nothing.id} returned nothing" in str(caught.value)
     assert f"answers[1] is null, job {failed.id} has failed" in str(caught.value)
-
-
-def test_a_cancelled_job_that_dependents_did_not_wait_for_has_null(queue: Queue, after: Any) -> None:
-    job = queue.enqueue("jobs.complete", "x")
-    context = after(job)
-    job.cancel(enqueue_dependents=True)
-    assert prompt_of(context, "{{ answers[0] is none }}") == "True"
 
 
 def test_an_answer_that_is_not_there_fails_the_job_by_name(
@@ -153,12 +137,8 @@ def test_an_answer_that_is_not_there_fails_the_job_by_name(
 @pytest.mark.parametrize(
     ("kwargs", "says"),
     [
-        ({"prompt_template": "{{ answer }}"}, "names 'answer': there are `answers`"),
-        ({"prompt_template": "{% for %}"}, "the template, line 1"),
         ({"prompt_template": "{{ answers[5] }}"}, "has no element 5"),
         ({"prompt_template": "{{ answers.__class__ }}"}, "prompt_template: "),
-        ({"prompt_template": "{% for a in range(99999999) %}{% endfor %}"}, "does more"),
-        ({"prompt_template": "{{ answers[0] * 2000000 }}"}, "does more"),
         ({"prompt_template": "x", "max_tokns": 3}, None),
     ],
 )
@@ -177,12 +157,8 @@ def test_a_template_that_cannot_be_filled_in_fails_the_job_by_name(
     ("name", "kwargs", "says"),
     [
         ("jobs.complete", {"prompt": "a", "prompt_template": "b"}, "prompt and prompt_template each say"),
-        ("jobs.complete", {"prompt_template": ["b"]}, "prompt_template is list, expected a text"),
         ("jobs.complete", {"prompt_template": "x" * (2 << 18)}, "more than the limit"),
         ("jobs.chat", {}, "messages is missing: give it, or messages_template"),
-        ("jobs.chat", {"messages_template": "b"}, "messages_template is str"),
-        ("jobs.chat", {"messages_template": [{"role": "user"}]}, "exactly 'role' and 'content'"),
-        ("jobs.chat", {"messages": [], "messages_template": []}, "each say what to ask"),
     ],
 )
 def test_what_can_be_no_template_is_refused_before_anything_is_read(
@@ -192,42 +168,17 @@ def test_what_can_be_no_template_is_refused_before_anything_is_read(
         task_of(name, [], kwargs)
 
 
-def test_a_template_needs_jobs_to_depend_on_and_heeds_the_model(
-    queue: Queue, context: JobContext, ended: Ended, after: Any
-) -> None:
+def test_a_template_needs_jobs_to_depend_on(queue: Queue, context: JobContext) -> None:
     alone = queue.enqueue("jobs.complete", prompt_template="x")
     for job_id in (alone.id, "no such job"):
         with pytest.raises(InvalidJob, match="name them in depends_on"):
             prompt_of(replace(context, job_id=job_id), "x")
-    with pytest.raises(ModelNotServed):
-        prompt_of(after(ended("x")), "x", model="another")
-
-
-def test_results_are_bounded_together(ended: Ended, after: Any) -> None:
-    context = after(ended("x" * 600), ended("y" * 600))
-    assert prompt_of(replace(context, max_result_bytes=1700), "{{ answers[1][:2] }}") == "yy"
-    with pytest.raises(InvalidJob, match="more than 1000 bytes"):
-        prompt_of(replace(context, max_result_bytes=1000), "{{ answers[1] }}")
-
-
-def test_a_line_of_a_batch_file_depends_on_no_job() -> None:
-    body = {"prompt_template": "{{ answers }}"}
-    with pytest.raises(InvalidJob, match="this is no job"):
-        line_task({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}, 0)
 
 
 def test_what_a_function_returned_is_its_answer_unless_it_is_a_response() -> None:
     assert answer_of({"object": "classification", "label": "yes", "probabilities": {}}) == "yes"
     calls = {"message": {"content": None, "tool_calls": []}, "finish_reason": "tool_calls"}
     assert answer_of({"object": "chat.completion", "choices": [calls]}) is None
-    for value in (
-        None,
-        [],
-        {},
-        {"object": "chat.completion"},
-        {"choices": [{"text": "a"}]},
-        1.5,
-    ):
+    for value in (None, {"object": "chat.completion"}, 1.5):
         assert answer_of(value) == value
-    assert answer_of({"object": "text_completion", "choices": []}) == []
     assert answer_of({"object": "text_completion", "choices": [3, {"text": "a"}]}) == [None, "a"]

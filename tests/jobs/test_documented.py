@@ -13,9 +13,7 @@ import pytest
 
 import jobs
 from engine import SamplingParams
-from engine.sampling.params import NOT_BUILT
 from jobs.cli import main
-from jobs.prompts.client_values import NEUTRAL, OLDER_NAMES
 from worker.settings import WorkerSettings
 
 ROOT = Path(__file__).parents[2]
@@ -59,15 +57,6 @@ def test_the_table_of_settings_has_each_and_no_other() -> None:
         for name in re.findall("TOKENMILL_[A-Z_]+", row)
     }
     assert listed == {f"TOKENMILL_{name.upper()}" for name in WorkerSettings.model_fields}
-
-
-def test_the_names_that_are_refused_are_listed_and_no_other() -> None:
-    paragraph = PAGES.partition("**Refused by name**")[2].partition("\n\n")[0]
-    listed = set(re.findall(r"`([a-z_]+)`", paragraph))
-    elsewhere = {"response_format", "top_logprobs"}  # of a job: there they are values like others
-    refused = {*NEUTRAL, *(NOT_BUILT - elsewhere), "tool_choice", "parallel_tool_calls"}
-    assert refused - listed == set()
-    assert listed - refused - {*OLDER_NAMES, "structured_outputs", "n"} == set()
 
 
 def test_the_commands_of_the_pages_have_options_that_exist() -> None:

@@ -1,9 +1,11 @@
-"""`follow` shows a run until it ends, whatever becomes of its shards, its workers and Redis."""
+"""A run is followed until it ends, on a terminal or in a log, whatever becomes of its shards and workers."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -12,17 +14,65 @@ from rq import Queue
 from rq.job import JobStatus
 from rq.serializers import JSONSerializer
 
-from jobs.common.keys import run_key
-from jobs.common.rq_jobs import executions_key
-from jobs.context import JobContext
+from jobs.cli.progress import LINE_EVERY_S, Bar, Lines, duration_text
 from jobs.runs.follow import End, follow
 from jobs.runs.names import shard_job_id
 from jobs.runs.snapshot import RunSnapshot, read_snapshot
-from tests.jobs.answering import add_worker, fail, queued_jobs, run_task, score_parquet, work_off
+from tests.jobs.answering import add_worker, fail
 from tests.jobs.conftest import Invoke
-from tests.jobs.test_progress import snapshot
+from tests.jobs.runs import Runs
 
-MakeContext = Callable[[], JobContext]
+
+def snapshot(**changed: Any) -> RunSnapshot:
+    """A run of 100 rows on which one worker works."""
+    nothing = dict.fromkeys(("plan_job", "plan_status", "awaited_model", "stopped", "too_many_errors"))
+    counts = {"rows": 100, "shards": 10, "started": 1, "workers": 1, "queue_length": 9, "failed_jobs": ()}
+    zeros = dict.fromkeys(("done", "claimed", "rows_done", "errors", "tokens"), 0)
+    facts = {"run": "r", "output": "/out", "queue": "bulk", "cancelled": False, "finished": False}
+    return RunSnapshot(**{**nothing, **counts, **zeros, **facts, **changed})  # type: ignore[arg-type]
+
+
+PLANNING = snapshot(rows=None, shards=None, started=0, plan_status=JobStatus.QUEUED)
+
+
+def test_a_bar_names_the_state_rows_speed_and_time_left() -> None:
+    screen = io.StringIO()
+    bar = Bar(screen)
+    bar.show(PLANNING, 0.0)
+    bar.show(snapshot(), 0.0)
+    bar.show(snapshot(rows_done=40, failed_jobs=("x",), left_s=3725.0), 7.4)
+    bar.close()
+    frames = [frame.strip() for frame in screen.getvalue().split("\r")]
+    assert any(frame.startswith("planning:") for frame in frames)
+    assert ": :" not in screen.getvalue()
+    last = frames[-1]
+    assert last.startswith("running:  40%")
+    assert "40/100" in last
+    assert "7 tok/s, 1 h 2 min left, 1 shards failed" in last
+
+
+def test_a_log_gets_a_line_for_each_state_and_every_few_seconds() -> None:
+    log, now = io.StringIO(), 0.0
+    lines = Lines(log, lambda: now)
+    lines.show(PLANNING, 0.0)
+    for step in range(int(LINE_EVERY_S * 4)):
+        now = step / 2
+        lines.show(snapshot(rows_done=step, left_s=60.4 - step / 2), 3.0)
+    lines.show(snapshot(finished=True, rows_done=100, left_s=0.0), 5.0)
+    lines.close()
+    assert log.getvalue().splitlines() == [
+        "planning",
+        "running: 0 of 100 rows, 3 tok/s, 1 min 0 s left",
+        "running: 20 of 100 rows, 3 tok/s, 50 s left",
+        "finished: 100 of 100 rows, 5 tok/s",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(0.4, "0 s"), (59.6, "1 min 0 s"), (3600, "1 h 0 min"), (200_000, "2 d 7 h")]
+)
+def test_a_time_is_told_in_its_two_largest_units(seconds: float, told: str) -> None:
+    assert duration_text(seconds) == told
 
 
 class WorkersClock:
@@ -54,14 +104,10 @@ class Shown:
         self.warnings.append(text)
 
 
-def test_following_shows_rows_and_speed_until_the_run_ends(
-    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
-) -> None:
+def test_following_shows_rows_and_speed_until_the_run_ends(runs: Runs, redis: Redis, source: Path) -> None:
     add_worker(redis, "w")
-    run = score_parquet(make_context(), str(source), str(tmp_path / "out"), rows_per_shard=2)["run"]
-    shards = [
-        lambda job=job: run_task(make_context(), job.func_name, *job.args) for job in queued_jobs(redis)
-    ]
+    run = runs.plan(source, rows_per_shard=2)["run"]
+    shards = [lambda job=job: runs.run(job) for job in runs.jobs]
     clock, shown = WorkersClock(*shards), Shown()
     followed = follow(lambda: read_snapshot(redis, run), shown, clock, clock.sleep)
     assert followed.end is End.FINISHED
@@ -88,25 +134,16 @@ def test_speed_counts_from_the_end_of_planning_and_is_never_negative(redis: Redi
     assert shown.speeds == [0.0, 0.0, 0.0, 20.0, 0.0, 20.0, 20.0]
 
 
-def test_following_ends_when_redis_was_flushed(
-    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
-) -> None:
-    run = score_parquet(make_context(), str(source), str(tmp_path / "out"))["run"]
-    clock = WorkersClock(redis.flushall)
-    followed = follow(lambda: read_snapshot(redis, run), Shown(), clock, clock.sleep)
-    assert followed.end is End.FORGOTTEN
-
-
 def test_following_keeps_waiting_and_says_that_no_worker_listens(
-    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+    runs: Runs, redis: Redis, source: Path
 ) -> None:
-    run = score_parquet(make_context(), str(source), str(tmp_path / "out"))["run"]
+    run = runs.plan(source)["run"]
     redis.sadd("rq:workers:bulk", "rq:worker:dead")  # killed: its key has expired
     events = [
         lambda: None,
         lambda: add_worker(redis, "w"),
         lambda: redis.delete("rq:worker:w"),
-        lambda: work_off(redis, make_context),
+        lambda: runs.work(),
     ]
     clock, shown = WorkersClock(*events), Shown()
     assert follow(lambda: read_snapshot(redis, run), shown, clock, clock.sleep).end is End.FINISHED
@@ -114,14 +151,12 @@ def test_following_keeps_waiting_and_says_that_no_worker_listens(
     assert "rq worker" in shown.warnings[0]
 
 
-def test_following_ends_when_only_failed_shards_are_left(
-    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
-) -> None:
-    run = score_parquet(make_context(), str(source), str(tmp_path / "out"), rows_per_shard=3)["run"]
-    first, second = queued_jobs(redis)
+def test_following_ends_when_only_failed_shards_are_left(runs: Runs, redis: Redis, source: Path) -> None:
+    run = runs.plan(source, rows_per_shard=3)["run"]
+    first, second = runs.jobs
     events = [
         lambda: fail(redis, first, "DiskFull"),
-        lambda: run_task(make_context(), second.func_name, *second.args),
+        lambda: runs.run(second),
     ]
     clock = WorkersClock(*events)
     followed = follow(lambda: read_snapshot(redis, run), Shown(), clock, clock.sleep)
@@ -129,67 +164,10 @@ def test_following_ends_when_only_failed_shards_are_left(
     assert followed.snapshot.failed_jobs == (shard_job_id(run, 0),)
 
 
-def test_following_waits_while_a_worker_writes_the_end_or_is_to_be_given_it_anew(
-    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
-) -> None:
-    run = score_parquet(make_context(), str(source), str(tmp_path / "out"))["run"]
-    (job,) = queued_jobs(redis)
-    work_off(redis, make_context)
-    redis.hdel(run_key(run), "finished")
-    redis.zadd(executions_key(job.id), {"execution": 0})  # its part is recorded, and it is not over
-    queue = Queue("bulk", connection=redis, serializer=JSONSerializer)
-    events = [
-        lambda: None,
-        lambda: queue.push_job_id(job.id),  # its worker has died
-        lambda: redis.delete(executions_key(job.id)),
-        lambda: None,
-        lambda: redis.hset(run_key(run), "finished", 1),
-    ]
-    clock = WorkersClock(*events)
-    followed = follow(lambda: read_snapshot(redis, run), Shown(), clock, clock.sleep)
-    assert followed.end is End.FINISHED
-
-
-def test_following_ends_when_the_last_shard_died_before_the_end(
-    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
-) -> None:
-    run = score_parquet(make_context(), str(source), str(tmp_path / "out"))["run"]
-    work_off(redis, make_context)
-    redis.hdel(run_key(run), "finished")
-    clock = WorkersClock(lambda: None, lambda: None)
-    followed = follow(lambda: read_snapshot(redis, run), Shown(), clock, clock.sleep)
-    assert followed.end is End.STRANDED
-
-
-def test_following_goes_on_while_shards_wait_inside_a_worker(
-    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
-) -> None:
-    run = score_parquet(make_context(), str(source), str(tmp_path / "out"), rows_per_shard=3)["run"]
-    jobs = queued_jobs(redis)
-
-    def claim_all() -> None:  # taken from the queue, not begun: in no registry of RQ's
-        redis.delete("rq:queue:bulk")
-        for job in jobs:
-            redis.zadd(f"rq:executions:{job.id}", {"e": 1})
-
-    def finish_all() -> None:
-        for job in jobs:
-            run_task(make_context(), job.func_name, *job.args)
-            redis.delete(f"rq:executions:{job.id}")
-
-    clock = WorkersClock(claim_all, lambda: None, lambda: None, finish_all)
-    assert follow(lambda: read_snapshot(redis, run), Shown(), clock, clock.sleep).end is End.FINISHED
-
-
-def test_a_run_that_is_submitted_again_while_its_shards_run_is_shown_as_running() -> None:
-    assert snapshot(plan_status=JobStatus.QUEUED).state == "running"
-    assert snapshot(plan_status=JobStatus.QUEUED, started=0).state == "planning"
-
-
 def test_following_ends_when_someone_emptied_the_queue(
-    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path, invoke: Invoke
+    runs: Runs, redis: Redis, source: Path, tmp_path: Path, invoke: Invoke
 ) -> None:
-    run = score_parquet(make_context(), str(source), str(tmp_path / "out"))["run"]
+    run = runs.plan(source)["run"]
     planned = invoke("submit", source, tmp_path / "other").stdout.strip()
     clock = WorkersClock(Queue("bulk", redis, serializer=JSONSerializer).empty, lambda: None, lambda: None)
     for name in (run, planned):
@@ -197,11 +175,9 @@ def test_following_ends_when_someone_emptied_the_queue(
         assert followed.end is End.STRANDED
 
 
-def test_following_outlives_an_outage_of_redis(
-    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
-) -> None:
+def test_following_outlives_an_outage_of_redis(runs: Runs, redis: Redis, source: Path) -> None:
     add_worker(redis, "w")
-    run = score_parquet(make_context(), str(source), str(tmp_path / "out"))["run"]
+    run = runs.plan(source)["run"]
     away = False
 
     def look() -> RunSnapshot:
@@ -216,7 +192,7 @@ def test_following_outlives_an_outage_of_redis(
     def comes_back() -> None:
         nonlocal away
         away = False
-        work_off(redis, make_context)
+        runs.work()
 
     clock, shown = WorkersClock(goes, lambda: None, comes_back), Shown()
     assert follow(look, shown, clock, clock.sleep).end is End.FINISHED

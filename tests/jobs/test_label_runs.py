@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import log
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,21 +14,18 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
-from redis import Redis
 
-from jobs.context import JobContext
 from jobs.context.answer_memo import AnswerMemo
 from jobs.errors import ColumnConflict, InvalidJob
 from jobs.parquet.row_values import RowProblem
 from jobs.parquet.shard_labels import ShardLabels
 from jobs.parquet.shard_requests import ShardRequests
-from jobs.parquet.survey import survey_parquet
 from jobs.runs.spec import RunSpec
 from jobs.tasks import Request
-from tests.jobs.answering import FakeCompletion, refuse, score_parquet, work_off
+from tests.jobs.answering import FakeCompletion, refuse
 from tests.jobs.conftest import Invoke
+from tests.jobs.runs import Runs
 
-MakeContext = Callable[[], JobContext]
 Score = Callable[..., pa.Table]
 LABELS = ["yes", "no", "may, be"]
 ADDED = ["label", "probability", "probabilities", "margin"]
@@ -63,13 +59,13 @@ def expected(text: str, prior: str | None = None) -> list[float]:
 
 
 @pytest.fixture
-def score(redis: Redis, make_context: MakeContext, tmp_path: Path) -> Score:
+def score(runs: Runs, tmp_path: Path) -> Score:
     """Runs a file to its end and returns the output."""
 
     def run(out: str = "out", **arguments: Any) -> pa.Table:
         arguments = {"template": "{text}: ", "labels": LABELS, **arguments}
-        score_parquet(make_context(), str(tmp_path / "in.parquet"), str(tmp_path / out), **arguments)
-        work_off(redis, make_context, answer=likely)
+        runs.plan(str(tmp_path / "in.parquet"), str(tmp_path / out), **arguments)
+        runs.work(answer=likely)
         assert (tmp_path / out / "_SUCCESS").exists()
         return None if "single_file" in arguments else pq.read_table(tmp_path / out)
 
@@ -104,16 +100,6 @@ def test_each_row_has_the_probabilities_of_the_labels(score: Score, tmp_path: Pa
     assert [[row[name] for name in ADDED] for row in (rows[1], rows[4])] == [[None] * 4] * 2
 
 
-def test_a_prompt_without_content_that_fails_is_each_rows_error(score: Score, tmp_path: Path) -> None:
-    write(tmp_path, ["a", "b"])
-    rows = score(template="{text} is it broken? ", calibrate=True).to_pylist()
-    assert [row["error"] for row in rows] == ["it is broken"] * 2
-    labels = ShardLabels(LABELS, {}, "N/A")
-    labels.take_prior([refuse("it is too long")])
-    fine = likely(Request("a", None, labels.values, kind="score"))
-    assert labels.answer([fine]).error == "the prompt without content failed: it is too long"
-
-
 def requests_of(texts: Sequence[str | RowProblem], prior: str | None, memo: AnswerMemo) -> ShardRequests:
     labels = ShardLabels(LABELS, {}, prior)
     return ShardRequests(texts, {}, lambda row: row, False, "run", memo, measure=labels)
@@ -143,17 +129,6 @@ def test_equal_rows_are_asked_once_and_the_order_of_answers_changes_nothing(prio
     assert len(list(second.requests())) == (1 if prior else 0), "another shard has had all rows' answers"
 
 
-def test_what_labels_take_is_counted_in_the_memo() -> None:
-    memo = AnswerMemo(25_000)
-    labels = ShardLabels([str(number) for number in range(100)], {}, None)
-    likelihoods = [SimpleNamespace(logprob=-float(number)) for number in range(100)]
-    answer = labels.answer([FakeCompletion(loglikelihoods=likelihoods)])
-    for number in range(3):
-        memo.put(b"%d" % number, answer)
-    assert memo.get(b"0") is None
-    assert memo.get(b"2") == answer
-
-
 def test_a_chat_is_calibrated_with_a_chat(score: Score, tmp_path: Path) -> None:
     write(tmp_path, ["a"])
     template = [{"role": "system", "content": "Judge."}, {"role": "user", "content": "{text}?"}]
@@ -163,10 +138,6 @@ def test_a_chat_is_calibrated_with_a_chat(score: Score, tmp_path: Path) -> None:
     pq.write_table(pa.table({"messages": chats}), tmp_path / "in.parquet")
     (row,) = score("chats", template=None, messages_column="messages", calibrate=True).to_pylist()
     check(row, expected("hi", "N/A"))
-    write(tmp_path, ["a"])
-    jinja = {"template": "{{ text | upper }}", "template_format": "jinja"}
-    (row,) = score("jinja", calibrate=True, **jinja).to_pylist()
-    check(row, expected("A", "N/A"))
 
 
 def test_columns_are_chosen_named_and_written_in_all_formats(score: Score, tmp_path: Path) -> None:
@@ -185,48 +156,13 @@ def test_columns_are_chosen_named_and_written_in_all_formats(score: Score, tmp_p
         score("clash")
 
 
-def test_a_preview_asks_for_the_same_labels(make_context: MakeContext, tmp_path: Path) -> None:
-    write(tmp_path, ["a", "b"])
-
-    class Meter:
-        max_num_seqs, block_size, num_blocks = 4, 16, 64
-
-        def token_ids(self, prompt: Any, messages: Any, options: Any) -> list[int]:
-            return [1] * 5
-
-    context = replace(make_context(), meter=lambda: Meter())
-    arguments = {"template": "{text}: ", "labels": LABELS, "calibrate": True}
-    found = survey_parquet(context, str(tmp_path / "in.parquet"), **arguments)
-    assert (found["labels"], found["calibrate"], found["requests"]) == (LABELS, "N/A: ", 2)
-
-
-def test_runs_of_other_labels_are_other_runs(tmp_path: Path) -> None:
-    runs = [
-        RunSpec.from_arguments("in", str(tmp_path), labels=labels, calibrate=calibrate).run
-        for labels, calibrate in ((None, False), (["a", "b"], False), (["b", "a"], False), (["a", "b"], True))
-    ]
-    assert len(set(runs)) == 4
-    assert runs[0] == RunSpec.from_arguments("in", str(tmp_path)).run
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"labels": []}, "labels holds 0"),
         ({"labels": ["a"]}, "labels holds 1"),
         ({"labels": ["a", "a"]}, "are both 'a'"),
-        ({"labels": [*"abcde"], "rows_per_shard": 800_001}, "give at most 800000 rows_per_shard"),
-        ({"labels": "a,b"}, "expected a list"),
         ({"labels": ["a", "b"], "sampling": {"max_tokens": 4}}, "nothing is generated"),
-        ({"labels": ["a", "b"], "sampling": {"temperature": 0}}, "'temperature'"),
-        ({"labels": ["a", "b"], "sampling_columns": {"max_tokens": "n"}}, "sampling_columns and labels"),
-        (
-            {"labels": ["a", "b"], "prompts": [{"name": "x", "template": "{a}"}] * 1},
-            "prompts and labels",
-        ),
-        ({"labels": ["a", "b"], "input_format": "openai-batch"}, "labels and a batch file"),
         ({"calibrate": True}, "calibrate is for labels"),
-        ({"labels": ["a", "b"], "calibrate": "yes"}, "calibrate is 'yes'"),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(
@@ -237,13 +173,13 @@ def test_what_does_not_go_together_is_refused_by_name(
 
 
 def test_a_template_that_cannot_say_nothing_is_refused_when_the_run_is_planned(
-    make_context: MakeContext, tmp_path: Path
+    runs: Runs, tmp_path: Path
 ) -> None:
     write(tmp_path, ["a"])
     template = "{{ text.missing.more }}"
     arguments = {"template": template, "template_format": "jinja", "labels": LABELS, "calibrate": True}
     with pytest.raises(InvalidJob, match="calibrate asks the template with 'N/A' for each column"):
-        score_parquet(make_context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"), **arguments)
+        runs.plan(**arguments)
 
 
 def test_submit_takes_labels(invoke: Invoke, tmp_path: Path) -> None:
@@ -252,10 +188,5 @@ def test_submit_takes_labels(invoke: Invoke, tmp_path: Path) -> None:
     refused = invoke("submit", *files, "--template", "{text}", "--labels", "yes")
     assert refused.exit_code != 0
     assert "labels holds 1, expected 2 to 1000" in refused.output
-    quoted = invoke("submit", *files, "--template", "{text}", "--labels", 'no, "yes, please"')
-    assert quoted.exit_code != 0
-    assert "begins with a quotation mark" in quoted.output
-    dry = invoke("submit", *files, "--template", "{text}", "--labels", "yes,no", "--dry-run")
-    assert "see `tokenmill preview`" in dry.output
     options = ["--template", "{text}", "--labels", "yes, no", "--calibrate"]
     assert invoke("submit", *files, *options).exit_code == 0

@@ -13,24 +13,22 @@ import pytest
 from redis import Redis
 
 from jobs.common.keys import run_key, run_parts_key
-from jobs.context import JobContext
 from jobs.runs import recorded_parts, shard_jobs, waiting_jobs
 from jobs.runs.control import _is_nearer_to_end, cancel_run
 from jobs.runs.names import shard_job_id
 from jobs.runs.snapshot import read_snapshot
-from jobs.runs.state import RunState
 from jobs.watch.runs import RunDetail, list_shards, read_run
-from tests.jobs.answering import queued_jobs, run_task, score_parquet
+from tests.jobs.runs import Runs
 
 QUEUE_KEY = "rq:queue:bulk"
 SHARDS = 30
 
 
 @pytest.fixture
-def submit(make_context: Callable[[], JobContext], tmp_path: Path) -> Callable[[], dict[str, Any]]:
+def submit(runs: Runs, tmp_path: Path) -> Callable[[], dict[str, Any]]:
     source = tmp_path / "in.parquet"
     pq.write_table(pa.table({"prompt": [str(number) for number in range(SHARDS)]}), source)
-    return lambda: score_parquet(make_context(), str(source), str(tmp_path / "out"), rows_per_shard=1)
+    return lambda: runs.plan(source, rows_per_shard=1)
 
 
 def lists_read(redis: Redis) -> int:
@@ -50,23 +48,6 @@ def test_a_run_that_is_submitted_again_reads_its_queue_once(
         "this test's own, and pages of 20, 10, none, and none of RQ's own"
     )
     assert redis.lrange(QUEUE_KEY, 0, -1) == queued
-
-
-def test_a_shard_that_is_on_no_queue_is_enqueued_again_however_it_came_back(
-    redis: Redis, submit: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    submit()
-    lost, moved = redis.lindex(QUEUE_KEY, 5), redis.lindex(QUEUE_KEY, 7)
-    redis.lrem(QUEUE_KEY, 1, lost)
-    read = waiting_jobs.WaitingJobs.among
-
-    def among(self: waiting_jobs.WaitingJobs, job_ids: Any) -> set[str]:
-        return read(self, job_ids) - {moved.decode()}  # as if it came back after the queue was read
-
-    monkeypatch.setattr(waiting_jobs.WaitingJobs, "among", among)
-    assert submit()["shards_enqueued"] == 1
-    assert sorted(redis.lrange(QUEUE_KEY, 0, -1)).count(moved) == 1
-    assert redis.lindex(QUEUE_KEY, -1) == lost
 
 
 @pytest.mark.parametrize("others_come_first", [True, False])
@@ -89,14 +70,11 @@ def counts_of(detail: RunDetail) -> dict[str, Any]:
 
 
 def test_a_look_at_a_run_reads_no_more_than_its_last_parts_and_tells_the_same(
-    redis: Redis,
-    submit: Callable[[], dict[str, Any]],
-    make_context: Callable[[], JobContext],
-    monkeypatch: pytest.MonkeyPatch,
+    runs: Runs, redis: Redis, submit: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = str(submit()["run"])
-    for job in queued_jobs(redis)[:9]:
-        run_task(make_context(), job.func_name, *job.args)
+    for job in runs.jobs[:9]:
+        runs.run(job)
     before, detail = read_snapshot(redis, run), counts_of(read_run(redis, run))
     monkeypatch.setattr(recorded_parts, "MAX_LOOKED", 4)
     read: list[list[int]] = []
@@ -119,16 +97,11 @@ def test_a_look_at_a_run_reads_no_more_than_its_last_parts_and_tells_the_same(
 
 
 @pytest.fixture
-def half_done(
-    redis: Redis,
-    submit: Callable[[], dict[str, Any]],
-    make_context: Callable[[], JobContext],
-    monkeypatch: pytest.MonkeyPatch,
-) -> str:
+def half_done(runs: Runs, submit: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> str:
     """A run with more parts than a look reads."""
     run = str(submit()["run"])
-    for job in queued_jobs(redis)[: SHARDS // 2]:
-        run_task(make_context(), job.func_name, *job.args)
+    for job in runs.jobs[: SHARDS // 2]:
+        runs.run(job)
     monkeypatch.setattr(recorded_parts, "MAX_LOOKED", 4)
     return run
 
@@ -136,10 +109,7 @@ def half_done(
 @pytest.mark.parametrize(
     "broken",
     [
-        pytest.param({"total_rows": "x"}, id="no number"),
         pytest.param({"total_errors": None}, id="gone"),
-        pytest.param({"total_parts": None}, id="of workers that do not count parts"),
-        pytest.param({"total_parts": "4", "total_rows": "4"}, id="of a few parts"),
         pytest.param({"total_parts": "99", "total_rows": "99"}, id="of more parts"),
     ],
 )
@@ -153,38 +123,3 @@ def test_totals_that_lack_parts_are_not_believed(
     assert (after.rows_done, after.done) == (SHARDS // 2, SHARDS // 2)
     assert replace(after, left_s=None) == replace(before, left_s=None)
     assert {**counts_of(read_run(redis, half_done)), "ended_at": None} == {**detail, "ended_at": None}
-
-
-def test_rows_that_the_totals_have_twice_make_no_more_than_the_run_has(redis: Redis, half_done: str) -> None:
-    redis.hset(run_key(half_done), "total_rows", SHARDS + 1)
-    assert read_snapshot(redis, half_done).rows_done == SHARDS
-
-
-def test_the_parts_that_are_looked_at_are_those_before_the_shards_under_way(
-    redis: Redis, half_done: str
-) -> None:
-    """As of a run whose first shards are asked again: its highest ones were done long ago."""
-    state = RunState(redis, half_done)
-    assert list(state.look().latest) == [11, 12, 13, 14]
-    assert sorted(state.look({2, 9}).latest) == [6, 7, 8, 9]
-    assert sorted(state.look({2}).latest) == [0, 1, 2, 14]
-    assert sorted(state.look({10**9}).latest) == [11, 12, 13, 14]
-
-
-def test_of_a_resumed_run_the_totals_are_believed_and_parts_before_its_running_shards_looked_at(
-    redis: Redis,
-    half_done: str,
-    submit: Callable[[], dict[str, Any]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (tmp_path / "out" / "part-00007.parquet").unlink()
-    submit()
-    redis.zadd("rq:wip:bulk", {f"{shard_job_id(half_done, 7)}:abc": 9e12})
-    read: list[int] = []
-    monkeypatch.setattr(
-        recorded_parts.RecordedParts, "parts_of", lambda self, shards: read.extend(shards) or {}
-    )
-    monkeypatch.setattr(recorded_parts.RecordedParts, "parts", lambda self: pytest.fail("all are read"))
-    snapshot = read_snapshot(redis, half_done)
-    assert (snapshot.done, snapshot.started, sorted(read)) == (SHARDS // 2 - 1, 1, [3, 4, 5, 6])

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from redis import Redis
-from rq import Queue, RateLimit
+from rq import Queue
 from rq.job import Job, JobStatus
-from rq.rate_limit import RateLimitRegistry
 from rq.registry import FailedJobRegistry
 from rq.serializers import JSONSerializer
 
@@ -103,18 +102,6 @@ def test_a_requeued_job_is_as_rq_leaves_it(redis: Redis, redis_url: str, queue: 
     assert redis.ttl(ours.key) == -1, "a queued job would have gone when the failed one was to go"
 
 
-def test_a_requeued_job_with_a_rate_limit_waits_for_its_slot(
-    redis: Redis, redis_url: str, queue: Queue
-) -> None:
-    queue.enqueue("jobs.complete", "a", rate_limit=RateLimit("one", 1))
-    failed_jobs(queue, "failed")
-    redis.hset("rq:job:failed", mapping={"rate_limit_key": "one", "rate_limit_concurrency": 1})
-    assert tokenmill(redis_url, "requeue", "--queue", "bulk", "failed").exit_code == 0
-    assert Job.fetch("failed", redis, JSONSerializer).get_status() == JobStatus.RATE_LIMITED
-    assert RateLimitRegistry("one", redis).get_rate_limited_job_ids() == ["failed"]
-    assert queue.count == 1
-
-
 def test_requeue_all_takes_the_oldest_up_to_its_limit_and_names_those_that_are_gone(
     redis: Redis, redis_url: str, queue: Queue
 ) -> None:
@@ -143,7 +130,7 @@ def test_requeue_of_what_has_not_failed_changes_nothing_and_says_so(
     assert redis.hgetall("rq:job:waiting") == before
 
 
-@pytest.mark.parametrize("key", ["rq:queue:bulk", "rq:failed:bulk", "rq:queues", "rq:job:job"])
+@pytest.mark.parametrize("key", ["rq:failed:bulk", "rq:job:job"])
 def test_a_key_of_another_type_stops_a_requeue_before_anything_is_written(
     redis: Redis, redis_url: str, queue: Queue, key: str
 ) -> None:

@@ -12,9 +12,8 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from tests.dashboard.conftest import Open, open_page  # noqa: F401
-from tests.jobs.answering import score_parquet
 from tests.jobs.conftest import Invoke
-from tests.jobs.growing_runs import MakeContext
+from tests.jobs.runs import Runs
 from tests.rq_workers import wait_until
 
 
@@ -57,9 +56,9 @@ def why(request: pytest.FixtureRequest, redis: Redis, run: str) -> Iterator[str]
 
 
 @pytest.fixture
-def run(redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path) -> str:
+def run(runs: Runs, source: Path) -> str:
     """A run that waits for a worker."""
-    return str(score_parquet(make_context(), str(source), str(tmp_path / "out"))["run"])
+    return str(runs.plan(source)["run"])
 
 
 @pytest.mark.parametrize("command", ["status", "status {run}", "runs", "workers"])

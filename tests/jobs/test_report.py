@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,15 +17,14 @@ from hypothesis import strategies as st
 from redis import Redis
 
 from jobs.cli.commands import main
-from jobs.context import JobContext
 from jobs.runs.lengths import BOUNDS, count_lengths, read_lengths
 from jobs.runs.part_stats import PartStats
 from jobs.runs.reasons import Reasons
 from jobs.runs.report import report_html
 from jobs.runs.run_statistics import MAX_BINS, RunStatistics
 from tests.jobs.answering import score_parquet, work_off
+from tests.jobs.conftest import MakeContext
 
-MakeContext = Callable[[], JobContext]
 PART = PartStats("0" * 16, 0, 10, 0, 100, 50, 20, 40, 0.0, 10.0, "m", "f", "float32", "cpu", "0.1", "w-1")
 
 
@@ -106,19 +104,6 @@ def test_it_is_written_again_with_a_price(redis: Redis, make_context: MakeContex
     )
     assert again.exit_code == 0, again.output
     assert (tmp_path / "r").read_text() == report_html(manifest)
-    lengths = {"prompt_lengths": {}, "completion_lengths": {"8": 30, "64": 1}}
-    skewed = report_html({**manifest, "statistics": {**manifest["statistics"], **lengths, "timeline": {}}})
-    assert skewed.count('class="bar"') == 7, "8, 12, 16, 24, 32, 48 and 64: the gap is seen"
-    (out / "_manifest.json").write_text("[]")
-    refused = CliRunner().invoke(main, ["--url", url, "report", manifest["run"]])
-    assert refused.exit_code == 1
-    assert "is no manifest" in refused.output
-
-
-def test_an_older_part_counts_all_the_same() -> None:
-    statistics = RunStatistics()
-    statistics.add(PartStats.from_text(PART.to_text()))
-    assert statistics.to_object(Reasons())["workers"][0]["name"] == ""
 
 
 def test_a_parts_statistics_are_read_by_older_and_newer_versions_while_workers_are_replaced() -> None:
@@ -135,11 +120,6 @@ def test_a_parts_statistics_are_read_by_older_and_newer_versions_while_workers_a
     for bad, why in (("[]", "not a mapping"), ('{"worker": 1}', "no name"), ("nonsense", "Expecting value")):
         with pytest.raises(ValueError, match=why):
             PartStats.from_text(PART.to_text(), bad)
-
-
-def test_redis_keeps_no_lengths() -> None:
-    part = replace(PART, prompt_lengths={"4": 10})
-    assert PartStats.from_text(part.to_record()) == replace(part, prompt_lengths={})
 
 
 moments = st.floats(0, 1e6)
@@ -197,8 +177,3 @@ def test_each_length_is_in_the_range_that_ends_next(lengths: list[int]) -> None:
     for bound, count in found.items():
         before = BOUNDS[BOUNDS.index(bound) - 1] if bound else -1
         assert count == sum(before < length <= bound for length in lengths)
-
-
-@pytest.mark.parametrize("value", [None, [], "x", {"5": 1}, {"4": -1}, {"4": "x"}, {"4": 1e300}])
-def test_lengths_that_are_none_count_as_nothing(value: Any) -> None:
-    assert read_lengths(value) == {}

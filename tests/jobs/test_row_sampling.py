@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
-from engine.sampling.params import SamplingParams
 from jobs.context import JobContext
 from jobs.errors import InvalidJob, MissingColumn, OutputHoldsAnotherRun, WrongColumnType
 from jobs.runs.spec import RunSpec
 from jobs.stock_worker import check_sampling
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, queued_jobs, run_task, score_parquet, shout
-from tests.jobs.conftest import Invoke
+from tests.jobs.conftest import Invoke, MakeContext
 
-MakeContext = Callable[[], JobContext]
 Run = Callable[..., tuple[list[Request], list[dict[str, Any]]]]
 
 
@@ -95,24 +93,6 @@ def test_equal_greedy_prompts_with_equal_values_are_one_request(run: Run, tmp_pa
     assert len({request.sampling["seed"] for request in asked if request.sampling["temperature"]}) == 2
 
 
-def test_a_seed_in_a_column_is_the_rows_seed(run: Run, tmp_path: Path) -> None:
-    write(tmp_path / "in.parquet", s=pa.array([7, None, 2**64 - 1], pa.uint64()))
-    asked, _ = run({"seed": "s"}, sampling={"seed": 3})
-    seeds = [request.sampling["seed"] for request in asked]
-    assert (seeds[0], seeds[2]) == (7, 2**64 - 1)
-    assert seeds[1] not in (3, None)
-
-
-def test_chats_have_values_of_their_own_too(run: Run, tmp_path: Path) -> None:
-    chats = [[{"role": "user", "content": f"hi {number}\n"}] for number in range(2)]
-    pq.write_table(pa.table({"chat": chats, "limit": [1, 2]}), tmp_path / "in.parquet")
-    asked, _ = run({"max_tokens": "limit"}, messages_column="chat", prompt_column=None)
-    assert [(request.messages, request.sampling["max_tokens"]) for request in asked] == [
-        (chats[0], 1),
-        (chats[1], 2),
-    ]
-
-
 def test_numbers_as_pandas_polars_and_duckdb_write_them(run: Run, tmp_path: Path) -> None:
     """pandas makes floats of integers with a null among them, DuckDB decimals of what has a point."""
     path = tmp_path / "in.parquet"
@@ -138,17 +118,6 @@ def test_numbers_as_pandas_polars_and_duckdb_write_them(run: Run, tmp_path: Path
         assert values(run(columns, sampling={"max_tokens": 9})[0]) == expected
 
 
-def test_a_column_of_folder_names_gives_values_too(redis: Redis, run: Run, tmp_path: Path) -> None:
-    for limit in (3, 4):
-        (tmp_path / f"in.parquet/limit={limit}").mkdir(parents=True)
-        pq.write_table(
-            pa.table({"prompt": [f"p{limit}"]}), tmp_path / f"in.parquet/limit={limit}" / "a.parquet"
-        )
-    asked, rows = run({"max_tokens": "limit"}, drop=["limit"])
-    assert [request.sampling["max_tokens"] for request in asked] == [3, 4]
-    assert "limit" not in rows[0]
-
-
 def test_the_column_need_not_be_kept(run: Run, tmp_path: Path) -> None:
     write(tmp_path / "in.parquet", limit=[3, 4])
     asked, rows = run({"max_tokens": "limit"}, keep=["prompt"], sampling={"n": 2})
@@ -161,8 +130,6 @@ def test_the_column_need_not_be_kept(run: Run, tmp_path: Path) -> None:
     ("column", "kind", "name"),
     [
         (["3"], pa.string(), "max_tokens"),
-        ([b"3"], pa.binary(), "stop"),
-        ([{"a": 1}], pa.struct({"a": pa.int8()}), "max_tokens"),
         ([1], pa.timestamp("s"), "seed"),
     ],
 )
@@ -194,18 +161,11 @@ def test_what_names_no_columns_is_refused(value: Any, match: str) -> None:
         RunSpec.from_arguments("/in", "/out", sampling_columns=value)
 
 
-def test_every_sampling_value_may_come_from_a_column() -> None:
-    names = {each.name: "v" for each in fields(SamplingParams) if each.name != "n"}
-    RunSpec.from_arguments("/in", "/out", sampling_columns=names).check_sampling(check_sampling)
-
-
 def test_the_command_line_takes_columns(invoke: Invoke, redis: Redis, tmp_path: Path) -> None:
     write(tmp_path / "in.parquet", **{"a=b": [Decimal("3")], "t": [0]})
     submit = ("submit", tmp_path / "in.parquet", tmp_path / "out")
     assert "NAME=COLUMN" in invoke(*submit, "--column", "max_tokens").output
-    assert "twice" in invoke(*submit, "--column", "seed=t", "--column", "seed=t").output
     assert "MissingColumn" in invoke(*submit, "--column", "seed=x").output
-    assert "no sampling parameter" in invoke(*submit, "--column", "sed=t").output
     assert queued_jobs(redis) == []
     result = invoke(*submit, "--column", "max_tokens=a=b", "--column", "temperature=t")
     assert result.exit_code == 0, result.output

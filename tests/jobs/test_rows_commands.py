@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,32 +13,29 @@ import pytest
 from redis import Redis
 
 from jobs.cli import rows_commands
-from jobs.context import JobContext
-from tests.jobs.answering import queued_jobs, run_task, score_parquet, work_off
-from tests.jobs.conftest import Invoke
+from tests.jobs.answering import run_task
+from tests.jobs.conftest import Invoke, MakeContext
+from tests.jobs.runs import Runs
 from tests.jobs.test_verify import drawn
 
-MakeContext = Callable[[], JobContext]
 PROMPTS = [None, "broken 1", "secret"], ["broken 2", None, "broken\x1b[2J"]
 
 
 @pytest.fixture
-def planned(make_context: MakeContext, tmp_path: Path) -> str:
+def planned(runs: Runs, tmp_path: Path) -> str:
     """A run of two files and four shards, of whose rows five fail."""
     (tmp_path / "in").mkdir()
     for number, prompts in enumerate(PROMPTS):
         pq.write_table(pa.table({"prompt": prompts}), tmp_path / "in" / f"{number}.parquet")
-    return str(
-        score_parquet(make_context(), str(tmp_path / "in"), str(tmp_path / "out"), rows_per_shard=2)["run"]
-    )
+    return str(runs.plan(str(tmp_path / "in"), str(runs.output), rows_per_shard=2)["run"])
 
 
 def test_rows_that_failed_are_listed_by_reason_with_file_and_row(
-    invoke: Invoke, redis: Redis, make_context: MakeContext, planned: str, tmp_path: Path
+    runs: Runs, invoke: Invoke, planned: str, tmp_path: Path
 ) -> None:
     assert "no row has an error" in invoke("errors", planned).stdout
-    work_off(redis, make_context, answer=drawn)
-    for name in (planned, tmp_path / "out"):
+    runs.work(answer=drawn)
+    for name in (planned, runs.output):
         told = json.loads(invoke("errors", name, "--json").stdout)
         assert (told["run"], told["errors"]) == (planned, 5)
         assert told["reasons"] == [
@@ -56,7 +52,7 @@ def test_rows_that_failed_are_listed_by_reason_with_file_and_row(
     assert f"run {planned}: 5 rows with an error" in text
     assert text.count("parquet") == 1
     assert "secret" not in text
-    (tmp_path / "out").rename(tmp_path / "moved")
+    (runs.output).rename(tmp_path / "moved")
     result = invoke("errors", planned)
     assert "   3  1, 3, 5  it is broken" in result.stdout
     assert "not on this machine" in result.stderr
@@ -65,17 +61,18 @@ def test_rows_that_failed_are_listed_by_reason_with_file_and_row(
 
 
 def test_answers_are_shown_as_they_are_published_and_prompts_only_when_asked(
+    runs: Runs,
     invoke: Invoke,
     redis: Redis,
     make_context: MakeContext,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pq.write_table(pa.table({"prompt": ["a", "b", "c\x1b[2J", None]}), tmp_path / "in.parquet")
-    output = tmp_path / "out"
-    run = score_parquet(make_context(), str(tmp_path / "in.parquet"), str(output), rows_per_shard=1)["run"]
+    pq.write_table(pa.table({"prompt": ["a", "b", "c\x1b[2J", None]}), runs.source)
+    output = runs.output
+    run = runs.plan(str(tmp_path / "in.parquet"), str(output), rows_per_shard=1)["run"]
     assert invoke("tail", run).stdout == ""
-    left = queued_jobs(redis)
+    left = runs.jobs
 
     def publish(*_: Any) -> None:
         if left:
@@ -97,29 +94,3 @@ def test_answers_are_shown_as_they_are_published_and_prompts_only_when_asked(
     redis.flushall()
     assert invoke("tail", output, "-f", "-n", 1).stdout == "row 0: A\n"
     assert "no such folder" in invoke("tail", run).stderr or invoke("tail", run).exit_code == 1
-
-
-def test_following_ends_with_a_run_that_is_cancelled(
-    invoke: Invoke, redis: Redis, planned: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rows_commands.time, "sleep", lambda seconds: invoke("cancel", planned))
-    assert invoke("tail", planned, "-f").exit_code == 0
-
-
-def test_single_files_labels_and_batches_have_answers_too(
-    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
-) -> None:
-    run = score_parquet(
-        make_context(),
-        str(source),
-        str(tmp_path / "one"),
-        single_file="jsonl",
-        sampling={"n": 2},
-        drop=["prompt"],
-    )["run"]
-    assert invoke("tail", run).stdout == ""
-    work_off(redis, make_context)
-    first, *_, last = invoke("tail", run, "--prompts").stdout.splitlines()
-    assert first.startswith("row 0 [")
-    assert '["A", "A!"]' in first
-    assert last == "row 4: error: prompt is null"

@@ -1,257 +1,277 @@
-"""A run's end is told to a webhook and a function, at least once for each submission that asks for it."""
+"""The end of a run is told to a webhook and a function, once for each submission that asks for it."""
 
 from __future__ import annotations
 
-import json
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from redis import Redis
+from rq.command import send_stop_job_command
 from rq.job import Job
 
 from jobs.common.keys import run_key
-from jobs.context import JobContext
-from jobs.errors import InvalidJob, RunCancelled
+from jobs.common.rq_jobs import executions_key
+from jobs.context import Lease
+from jobs.errors import InvalidJob, OutputNotWritable, RunCancelled
 from jobs.parquet import run_folder
-from jobs.runs.control import retry_run, submit_run
+from jobs.runs import post_end
+from jobs.runs.control import submit_run
 from jobs.runs.end_calls import EndCalls
+from jobs.runs.names import plan_job_id, shard_job_id
 from jobs.runs.post_end import PAUSES_S, post_run_end
 from jobs.runs.refusals import WebhookFailed, WebhookRefused
-from jobs.table import own_function
-from tests.jobs.answering import queued_jobs, refuse, run_task, work_off
-from tests.jobs.conftest import Invoke
+from jobs.runs.told_end import tell_failed
+from tests.forking import ForkedWorkers
+from tests.jobs.answering import refuse
+from tests.jobs.conftest import Invoke, MakeContext
+from tests.jobs.runs import Runs
+from tests.rq_workers import Workers, wait_until
+from tests.worker.webhook_server import webhook_server
 
-MakeContext = Callable[[], JobContext]
 WEBHOOK, ON_END = "http://example.com/end", "mine.done"
 ENDS = ("jobs.post_run_end", ON_END)
 
 
 @pytest.fixture
 def make_context(make_context: MakeContext) -> MakeContext:
-    hosts, functions = frozenset({"example.com", "127.0.0.1"}), frozenset({ON_END})
+    hosts, functions = frozenset({"example.com"}), frozenset({ON_END})
     return lambda: replace(make_context(), webhook_hosts=hosts, allowed_functions=functions)
 
 
-def work(redis: Redis, make_context: MakeContext, **how: Any) -> list[Job]:
-    """Work off all but what is told of ends; return those jobs."""
-    while any(job.func_name not in ENDS for job in queued_jobs(redis)):
-        told = [job for job in queued_jobs(redis) if job.func_name in ENDS]
-        for job in told:
-            redis.lrem("rq:queue:bulk", 1, job.id)
+class Site:
+    """A run of three shards, and what is told of it."""
+
+    def __init__(self, redis: Redis, invoke: Invoke, runs: Runs, source: Path) -> None:
+        self.redis, self.invoke, self.runs, self.source = redis, invoke, runs, source
+        self.run = ""
+
+    def submit(self, *options: object, output: Path | None = None) -> str:
+        asked = options or ("--on-end", ON_END)
+        told = self.invoke("submit", self.source, output or self.runs.output, "--rows-per-shard", 1, *asked)
+        assert told.exit_code == 0, told.output
+        self.run = str(told.stdout.strip())
+        return self.run
+
+    def plan(self) -> Site:
+        self.submit()
+        self.work()
+        return self
+
+    def work(self, **how: Any) -> None:
+        """Run what waits, but who is told of an end."""
         with suppress(RunCancelled):  # of shards that a stop has taken from the queue
-            work_off(redis, make_context, **how)
-        for job in told:
-            redis.rpush("rq:queue:bulk", job.id)
-    return queued_jobs(redis)
+            self.runs.work(but=ENDS, **how)
+
+    def succeed(self, shard: int) -> None:
+        (job,) = [job for job in self.runs.jobs if job.id == shard_job_id(self.run, shard)]
+        self.runs.run(job)
+
+    def fail(self, job_id: str, error: str = "PartDamaged: it is cut") -> None:
+        """What a worker that holds the job does before it writes such an end."""
+        self.redis.zadd(executions_key(job_id), {"execution": 1})
+        tell_failed(self.redis, job_id, Lease(executions_key(job_id), "execution"), error)
+
+    def fail_shard(self, shard: int) -> None:
+        self.fail(shard_job_id(self.run, shard))
+
+    @property
+    def told(self) -> list[dict[str, Any]]:
+        return [job.args[0] for job in self.runs.jobs if job.func_name == ON_END]
 
 
-def submit(invoke: Invoke, source: Path, output: Path, *options: object) -> str:
-    told = invoke("submit", source, output, "--webhook", WEBHOOK, "--on-end", ON_END, *options)
-    assert told.exit_code == 0, told.output
-    return str(told.stdout.strip())
+@pytest.fixture
+def site(redis: Redis, invoke: Invoke, runs: Runs, three_rows: Path) -> Site:
+    return Site(redis, invoke, runs, three_rows)
 
 
-def test_the_end_is_told_once_for_each_submission(
-    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
-) -> None:
-    run = submit(invoke, source, tmp_path / "out", "--rows-per-shard", 2)
-    content = {
-        "run": run,
-        "state": "finished",
-        "output": str(tmp_path / "out"),
-        "rows": 5,
-        "rows_done": 5,
-        "errors": 1,
-        "shards": 3,
-        "reason": None,
-    }
-    post, call = work(redis, make_context)
+@pytest.fixture
+def planned(site: Site) -> Site:
+    return site.plan()
+
+
+def test_the_end_is_told_once_for_each_submission(site: Site) -> None:
+    asked = ("--webhook", WEBHOOK, "--on-end", ON_END)
+    run = site.submit(*asked)
+    content = {"run": run, "state": "finished", "output": str(site.runs.output), "reason": None}
+    content |= {"rows": 3, "rows_done": 3, "errors": 0, "shards": 3}
+    for _ in range(2):
+        site.work()
+    post, call = site.runs.jobs
     assert (post.func_name, *post.args) == ("jobs.post_run_end", WEBHOOK, content)
     assert (call.func_name, *call.args, call.retries_left) == (ON_END, content, 3)
-    assert (
-        submit(invoke, source, tmp_path / "out", "--rows-per-shard", 2) == run
-    )  # the same run, finished already
-    assert len(work(redis, make_context)) == 4
-    invoke("submit", source, tmp_path / "out", "--rows-per-shard", 2)  # asks for nothing
-    assert len(work(redis, make_context)) == 4
-    submit(invoke, source, tmp_path / "out", "--rows-per-shard", 2)
-    work(redis, make_context)
-    retry_run(redis, run)  # is told as the submission before
-    assert len(work(redis, make_context)) == 8
+    assert site.submit(*asked) == run  # finished already
+    site.work()
+    assert len(site.runs.jobs) == 4
+    site.submit("--max-errors", 1)  # asks for nothing
+    site.work()
+    assert len(site.runs.jobs) == 4
 
 
-def test_a_shards_result_says_how_many_of_its_errors_gave_no_prompt(
-    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
-) -> None:
-    invoke("submit", source, tmp_path / "out")
-    work_off(redis, make_context)
-    (shard,) = queued_jobs(redis)
-    for unasked in (1, None):  # None where its part is there
-        told = run_task(make_context(), shard.func_name, *shard.args, answer=lambda request: refuse("no"))
-        assert (told["rows"], told["errors"], told["rows_unasked"]) == (5, 5, unasked)
-
-
-def test_a_run_that_is_stopped_is_told_too(
-    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
-) -> None:
-    submit(invoke, source, tmp_path / "out", "--rows-per-shard", 1, "--max-errors", 0)
-    _, call = work(redis, make_context, answer=lambda request: refuse("no"))
-    (content,) = call.args
+def test_a_run_that_is_stopped_is_told_too(site: Site) -> None:
+    site.submit("--on-end", ON_END, "--max-errors", 0)
+    for _ in range(2):
+        site.work(answer=lambda request: refuse("no"))
+    (content,) = site.told
     assert (content["state"], content["errors"]) == ("stopped", 1)
     assert "1 of 1 rows have an error" in content["reason"]
 
 
-def test_a_run_that_a_person_cancels_is_told_once_planned_or_not(
-    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
-) -> None:
-    run = submit(invoke, source, tmp_path / "out", "--rows-per-shard", 1)
-    assert "1 jobs removed" in invoke("cancel", run).stdout  # its planning
-    _, call = queued_jobs(redis)
-    content = {"run": run, "state": "cancelled", "output": str(tmp_path / "out"), "reason": None}
-    unplanned = {"rows": None, "shards": None, "rows_done": 0, "errors": 0}
-    assert call.args == [{**content, **unplanned}]
-    redis.flushall()
-    submit(invoke, source, tmp_path / "out", "--rows-per-shard", 1)
-    work_off(redis, make_context)
-    shard = queued_jobs(redis)[0]
-    run_task(make_context(), shard.func_name, *shard.args)
+def test_a_run_that_a_person_cancels_is_told_once_planned_or_not(site: Site) -> None:
+    run = site.submit()
+    assert "1 jobs removed" in site.invoke("cancel", run).stdout  # its planning
+    content = {"run": run, "state": "cancelled", "output": str(site.runs.output), "reason": None}
+    assert site.told == [{**content, "rows": None, "shards": None, "rows_done": 0, "errors": 0}]
+    site.redis.flushall()
+    site.plan().succeed(0)
     for _ in range(2):
-        invoke("cancel", run)
-    post, call = [job for job in queued_jobs(redis) if job.func_name in ENDS]
-    assert post.args == [WEBHOOK, {**content, "rows": 5, "shards": 5, "rows_done": 1, "errors": 0}]
-
-
-def test_a_finished_run_has_no_cancel_to_tell_of(
-    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
-) -> None:
-    run = submit(invoke, source, tmp_path / "out")
-    work(redis, make_context)
-    redis.hdel(run_key(run), "told_submission")  # as where its worker was killed before it told
-    assert "nothing was left to cancel" in invoke("cancel", run).stdout
-    assert len(queued_jobs(redis)) == 2
+        site.invoke("cancel", run)
+    for shard in range(3):
+        site.fail_shard(shard)  # the stops reach them
+    assert site.told == [{**content, "rows": 3, "shards": 3, "rows_done": 1, "errors": 0}]
 
 
 def test_an_end_is_told_where_its_worker_was_killed_before(
-    invoke: Invoke,
-    redis: Redis,
-    make_context: MakeContext,
-    source: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    planned: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = submit(invoke, source, tmp_path / "out")
-    work_off(redis, make_context)
-    (shard,) = queued_jobs(redis)
-
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
 
+    planned.succeed(0)
+    planned.succeed(1)
     with monkeypatch.context() as patch:
         patch.setattr(run_folder, "tell_end", killed)
         with pytest.raises(KeyboardInterrupt):
-            run_task(make_context(), shard.func_name, *shard.args)
-    assert redis.hexists(run_key(run), "finished")
-    run_task(make_context(), shard.func_name, *shard.args)  # as its lease ends
-    assert [job.func_name for job in queued_jobs(redis)] == ["jobs.score_shard", *ENDS]
+            planned.succeed(2)
+    assert planned.redis.hexists(run_key(planned.run), "finished")
+    planned.succeed(2)  # as its lease ends
+    assert [content["state"] for content in planned.told] == ["finished"]
 
 
-def test_what_no_worker_may_call_is_refused_when_the_run_is_planned(
-    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
-) -> None:
-    for webhook in ("example.com", "ftp://example.com", "https://", "http://[::1", "http://a\x1b/", 7, ""):
+def test_the_last_shard_to_fail_tells_and_the_others_do_not(planned: Site) -> None:
+    planned.fail_shard(0)
+    planned.succeed(1)
+    assert planned.told == []
+    for _ in range(2):  # as where its worker was killed before it wrote the end
+        planned.fail_shard(2)
+    (content,) = planned.told
+    assert content["reason"] == "2 of 3 shards failed, the last one: PartDamaged: it is cut"
+    assert (content["state"], content["rows_done"], content["shards"]) == ("failed", 1, 3)
+
+
+def test_a_shard_that_succeeds_last_tells_of_those_that_have_failed(planned: Site) -> None:
+    planned.fail_shard(1)
+    for shard in (0, 2):
+        assert planned.told == []
+        planned.succeed(shard)
+    (content,) = planned.told
+    assert (content["state"], content["reason"]) == ("failed", "1 of 3 shards failed")
+    planned.succeed(1)  # `rq requeue`
+    assert [content["state"] for content in planned.told] == ["failed", "finished"]
+
+
+def test_planning_that_fails_is_told(site: Site) -> None:
+    run = site.submit()
+    site.fail(plan_job_id(run), "MissingColumn: no column 'prompt'")
+    site.fail(f"{plan_job_id(run)}-webhook")  # no job of a run
+    (content,) = site.told
+    assert (content["state"], content["rows"], content["shards"]) == ("failed", None, None)
+    assert content["reason"] == "its planning failed: MissingColumn: no column 'prompt'"
+
+
+def test_who_has_lost_the_job_tells_of_no_failure(planned: Site) -> None:
+    for shard in range(3):
+        job_id = shard_job_id(planned.run, shard)
+        tell_failed(planned.redis, job_id, Lease(executions_key(job_id), "another"), "x")
+    assert planned.told == []
+
+
+def test_a_run_whose_end_cannot_be_written_has_failed_and_says_why(planned: Site) -> None:
+    (planned.runs.output / "_manifest.json").mkdir()
+    planned.succeed(0)
+    planned.succeed(1)
+    with pytest.raises(OutputNotWritable) as caught:
+        planned.succeed(2)
+    error = f"{type(caught.value).__name__}: {caught.value}"
+    planned.fail(shard_job_id(planned.run, 2), error)
+    (content,) = planned.told
+    assert (content["state"], content["rows_done"]) == ("failed", 3)
+    assert content["reason"] == f"all 3 parts are there, and the run's end is not: {error}"
+
+
+def test_what_no_worker_may_call_is_refused_when_the_run_is_planned(redis: Redis, site: Site) -> None:
+    names = {"input": str(site.source), "output": str(site.runs.output)}
+    for webhook in ("example.com", "ftp://example.com", 7):
         with pytest.raises(InvalidJob, match="expected a URL"):
-            submit_run(redis, "bulk", input=str(source), output=str(tmp_path / "o"), webhook=webhook)
-    for webhook in ("https://me:s3cret@example.com/", "http://example.com@evil.org/"):
-        with pytest.raises(InvalidJob, match="a URL with user or password") as refused:
-            EndCalls.parse(webhook, None)
-        assert "s3cret" not in str(refused.value)
-    for name in ("done", "mine.", "mine.done()", "a b.c", 7):
-        with pytest.raises(InvalidJob, match=r"module\.name"):
-            EndCalls.parse(None, name)
-    assert queued_jobs(redis) == []
+            submit_run(redis, "bulk", **names, webhook=webhook)
+    with pytest.raises(InvalidJob, match="a URL with user or password") as refused:
+        EndCalls.parse("https://me:s3cret@example.com/", None)
+    assert "s3cret" not in str(refused.value)
+    with pytest.raises(InvalidJob, match=r"module\.name"):
+        EndCalls.parse(None, "done")
+    assert site.runs.jobs == []
     for arguments, text in (
         ({"webhook": "http://example.com.evil.org/"}, "TOKENMILL_ALLOWED_WEBHOOK_HOSTS"),
         ({"on_end": "os.system"}, "TOKENMILL_ALLOWED_FUNCTIONS"),
     ):
-        submit_run(redis, "bulk", input=str(source), output=str(tmp_path / "o"), **arguments)
-        (job,) = queued_jobs(redis)
+        submit_run(redis, "bulk", **names, **arguments)
         with pytest.raises(InvalidJob, match=text):
-            work_off(redis, make_context)
-        job.delete()
-    assert not (tmp_path / "o").exists()
+            site.runs.work()
+        redis.flushall()
+    assert not site.runs.output.exists()
 
 
-class Receiver:
-    """A server on this machine that answers with what it is told to."""
+def test_a_webhook_is_posted_until_it_is_taken(
+    make_context: MakeContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def post(*statuses: int) -> tuple[Any, list[float]]:
+        answers, pauses = iter(statuses), list[float]()
+        monkeypatch.setattr(post_end, "call_webhook", lambda *_, **__: next(answers))
+        return post_run_end(make_context(), WEBHOOK, {"run": "x"}, pauses.append), pauses
 
-    def __init__(self) -> None:
-        self.answers: list[int] = []
-        self.bodies: list[Any] = []
-        receiver = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                receiver.bodies.append((self.path, json.loads(body)))
-                self.send_response(receiver.answers.pop(0))
-                self.send_header("Location", "http://127.0.0.2:9/elsewhere")
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-
-            def log_message(self, *_: Any) -> None:
-                """Nobody reads it."""
-
-        self.server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/end?a=b"
-        threading.Thread(
-            target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
-        ).start()
+    assert post(503, 429, 204) == ({"status": 204}, list(PAUSES_S[:2]))
+    for status in (404, 302):  # another address may be one that is not allowed
+        with pytest.raises(WebhookRefused, match=str(status)):
+            post(status)
+    with pytest.raises(WebhookFailed) as caught:
+        post(*[500] * 5)
+    assert caught.value.fault == "server"  # so that the job's retries count
 
 
 @pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    found = Receiver()
-    yield found
-    found.server.shutdown()
-    found.server.server_close()
+def workers(redis: Redis, redis_url: str, tmp_path: Path) -> Iterator[Workers]:
+    started = ForkedWorkers(redis_url, tmp_path)
+    yield started
+    started.close()
 
 
-def test_a_webhook_is_posted_until_it_is_taken(make_context: MakeContext, receiver: Receiver) -> None:
-    pauses: list[float] = []
-    receiver.answers = [503, 429, 204]
-    assert post_run_end(make_context(), receiver.url, {"run": "x"}, pauses.append) == {"status": 204}
-    assert receiver.bodies == [("/end?a=b", {"run": "x"})] * 3
-    assert pauses == list(PAUSES_S[:2])
-    for status in (404, 302):  # another address may be one that is not allowed
-        receiver.answers = [status]
-        with pytest.raises(WebhookRefused, match=str(status)):
-            post_run_end(make_context(), receiver.url, {}, pauses.append)
-    receiver.answers = [500] * 5
-    with pytest.raises(WebhookFailed) as caught:
-        post_run_end(make_context(), receiver.url, {}, pauses.append)
-    assert caught.value.fault == "server"  # so that the job's retries count
-    with pytest.raises(WebhookFailed, match="no answer"):
-        post_run_end(make_context(), "http://127.0.0.1:9/", {}, pauses.append)
-
-
-def test_a_job_that_posts_is_held_to_the_hosts_and_to_its_size(
-    make_context: MakeContext, receiver: Receiver
+def test_a_worker_tells_of_a_planning_that_fails_and_of_a_last_shard_that_is_stopped(
+    workers: Workers, redis: Redis, invoke: Invoke, tmp_path: Path
 ) -> None:
-    function = own_function("jobs.post_run_end")
-    assert function is not None
-    for arguments in (
-        ("http://localhost:1/", {}),
-        (receiver.url, {"a": "x" * 100_000}),
-        (receiver.url, [1]),
-        (receiver.url, {}, print),
-        (receiver.url,),
-    ):
-        with pytest.raises(InvalidJob):
-            function(make_context(), *arguments)
-    assert receiver.bodies == []
+    gate, source = tmp_path / "gate", tmp_path / "in.parquet"
+    pq.write_table(pa.table({"prompt": [f"file:{gate}", "b"]}), source)
+    workers.start(TOKENMILL_ALLOWED_WEBHOOK_HOSTS="127.0.0.1")
+    with webhook_server() as server:
+        arguments = {"input": str(source), "output": str(tmp_path / "refused"), "prompt_column": "none"}
+        refused = submit_run(redis, "bulk", webhook=server.url, **arguments)
+        wait_until(lambda: server.received)
+        (content,) = server.received
+        assert (content["run"], content["state"]) == (refused, "failed")
+        assert "its planning failed: MissingColumn" in content["reason"]
+
+        ends = ("--rows-per-shard", 1, "--webhook", server.url)
+        run = invoke("submit", source, tmp_path / "out", *ends).stdout.strip()
+        stopped = shard_job_id(run, 0)
+        wait_until(lambda: (tmp_path / "out" / "part-00001.parquet").exists())
+        wait_until(lambda: workers.job(shard_job_id(run, 1)).get_status() == "finished")
+        wait_until(lambda: Job.exists(stopped, redis) and workers.job(stopped).get_status() == "started")
+        send_stop_job_command(redis, stopped)
+        wait_until(lambda: len(server.received) == 2)
+        assert server.received[1]["reason"] == "1 of 2 shards failed, the last one: it was stopped"
+        assert (server.received[1]["run"], server.received[1]["rows_done"]) == (run, 1)
+        wait_until(lambda: workers.job(stopped).get_status() == "stopped")

@@ -8,7 +8,6 @@ import decimal
 import json
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,158 +18,110 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
-from jobs.context import JobContext
-from jobs.errors import InvalidValue, PartDamaged
+from jobs.errors import InvalidValue
 from jobs.parquet import output_file
-from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.run_folder import RunFolder
-from jobs.parquet.storage import Storage
 from jobs.runs.names import PARTS, part_name
 from jobs.runs.output import named_run
 from jobs.runs.spec import RunSpec
-from tests.jobs.answering import queued_jobs, run_task, score_parquet, work_off
 from tests.jobs.conftest import Invoke
-from tests.jobs.killing import Fuse
-from tests.jobs.test_kills import ROWS, finish, open_work, recover, release_lock, run_until_killed
+from tests.jobs.killing import RECOVERIES, Executions, Fuse, finish, recover, run_until_killed
+from tests.jobs.runs import Runs
 
-MakeContext = Callable[[], JobContext]
+ROWS = 5
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> str:
+def source(tmp_path: Path) -> Path:
     table = pa.table({"prompt": [f"p{number}" for number in range(ROWS)], "id": range(ROWS)})
     pq.write_table(table.replace_schema_metadata({"own": "kept"}), tmp_path / "in.parquet", row_group_size=2)
-    return str(tmp_path / "in.parquet")
+    return tmp_path / "in.parquet"
 
 
-def make_spec(source: str, tmp_path: Path, **options: Any) -> RunSpec:
-    options = {"sampling": {"temperature": 0}, "rows_per_shard": 2, "single_file": True, **options}
-    return RunSpec.from_arguments(source, str(tmp_path / "out"), **options)
+class Site(Executions):
+    """Of a run of three shards into one file."""
+
+    def check_finished(self) -> None:
+        output = self.runs.output
+        files = {"_plan.json", "_manifest.json", "_report.html", "_SUCCESS", "output.parquet", PARTS}
+        assert {path.name for path in output.iterdir()} == files
+        assert {path.name for path in (output / PARTS).iterdir()} == {part_name(n) for n in range(3)}
+        rows = pq.read_table(output / "output.parquet").to_pylist()
+        assert [(row["id"], row["completion"]) for row in rows] == [(n, f"P{n}") for n in range(ROWS)]
+        assert self.runs.manifest["output"] == ["output.parquet"]
 
 
-def assert_finished(output: Path) -> None:
-    files = {"_plan.json", "_manifest.json", "_report.html", "_SUCCESS", "output.parquet", PARTS}
-    assert {path.name for path in output.iterdir()} == files
-    assert {path.name for path in (output / PARTS).iterdir()} == {part_name(n) for n in range(3)}
-    rows = pq.read_table(output / "output.parquet").to_pylist()
-    assert [(row["id"], row["completion"]) for row in rows] == [(n, f"P{n}") for n in range(ROWS)]
-    assert json.loads((output / "_manifest.json").read_text())["output"] == ["output.parquet"]
+@pytest.fixture
+def site(runs: Runs, source: Path) -> Site:
+    options = {"sampling": {"temperature": 0}, "rows_per_shard": 2, "single_file": True}
+    return Site(runs, RunSpec.from_arguments(str(source), str(runs.output), **options))
 
 
-RECOVERIES = ("unfinished jobs run again", "planned again without redis")
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_no_kill_leaves_a_run_without_its_file_or_a_mark_before_it(
-    redis: Redis, make_context: MakeContext, source: str, tmp_path: Path, seed: int
-) -> None:
+def test_no_kill_leaves_a_run_without_its_file_or_a_mark_before_it(redis: Redis, site: Site) -> None:
     """A sample of the points at which an execution may be killed, most of them around the file."""
-    spec = make_spec(source, tmp_path)
-    output = Path(spec.output)
-    assert run_until_killed(make_context(), spec, Fuse(None)) is None
-    rng, step = random.Random(seed), 0
-    while True:
-        redis.flushall()
-        shutil.rmtree(spec.output, ignore_errors=True)
-        finished = run_until_killed(make_context(), spec, Fuse(step))
-        if finished is None:
-            break
+    output, rng, step = site.runs.output, random.Random(1), 0
+    while (finished := run_until_killed(site.runs.context(), site.spec, Fuse(step))) is not None:
         if (output / "_SUCCESS").is_file():
             assert pq.read_metadata(output / "output.parquet").num_rows == ROWS
-        release_lock(redis, spec)
-        recover(redis, make_context, spec, rng.choice(RECOVERIES), finished)
-        assert_finished(output)
+        recover(redis, site.runs, site.spec, rng.choice(RECOVERIES), finished)
+        site.check_finished()
+        redis.flushall()
+        shutil.rmtree(output)
         step += rng.randint(8, 24) if finished < 2 else rng.randint(1, 5)
     assert step > 60
 
 
-def test_readers_of_the_folder_and_of_the_file_find_each_row_once(
-    redis: Redis, make_context: MakeContext, source: str, tmp_path: Path
-) -> None:
-    score_parquet(make_context(), source, str(tmp_path / "out"), rows_per_shard=2, single_file=True)
-    first, *_ = queued_jobs(redis)
-    run_task(make_context(), first.func_name, *first.args)
-    assert not (tmp_path / "out" / "output.parquet").exists()
-    work_off(redis, make_context)
-    assert len(pd.read_parquet(tmp_path / "out")) == ROWS
-    assert pl.read_parquet(f"{tmp_path}/out/*.parquet").height == ROWS
-    schema = pq.read_schema(tmp_path / "out" / "output.parquet")
-    assert schema.metadata == {b"own": b"kept"}
-    _, output = named_run(redis, str(tmp_path / "out"))
-    assert output is not None
-    assert (output.parts, output.finished, output.num_gone) == (3, True, 0)
+def test_readers_of_the_folder_and_of_the_file_find_each_row_once(redis: Redis, site: Site) -> None:
+    site.plan()
+    site.runs.run(site.runs.jobs[0])
+    output = site.runs.output
+    assert not (output / "output.parquet").exists()
+    site.runs.work()
+    assert len(pd.read_parquet(output)) == ROWS
+    assert pl.read_parquet(f"{output}/*.parquet").height == ROWS
+    assert pq.read_schema(output / "output.parquet").metadata == {b"own": b"kept"}
+    _, found = named_run(redis, str(output))
+    assert found is not None
+    assert (found.parts, found.finished, found.num_gone) == (3, True, 0)
 
 
-def test_a_file_that_was_removed_is_written_again_without_computing_a_row(
-    redis: Redis, make_context: MakeContext, source: str, tmp_path: Path
-) -> None:
-    arguments = {"rows_per_shard": 2, "single_file": True, "sampling": {"temperature": 0}}
-    score_parquet(make_context(), source, str(tmp_path / "out"), **arguments)
-    work_off(redis, make_context)
-    assert score_parquet(make_context(), source, str(tmp_path / "out"), **arguments)["already_finished"]
-    (tmp_path / "out" / "output.parquet").unlink()
-    again = score_parquet(make_context(), source, str(tmp_path / "out"), **arguments)
+def test_a_file_that_was_removed_is_written_again_without_computing_a_row(site: Site) -> None:
+    site.plan()
+    site.runs.work()
+    assert site.plan()["already_finished"]
+    (site.runs.output / "output.parquet").unlink()
+    again = site.plan()
     assert (again["shards_missing"], again["shards_enqueued"], again["run_finished"]) == (0, 0, True)
-    assert_finished(tmp_path / "out")
+    site.check_finished()
 
 
 def test_whoever_was_frozen_while_it_wrote_the_file_replaces_nothing(
-    redis: Redis, make_context: MakeContext, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Meanwhile a part was lost, the end withdrawn, the part computed again, and the run ended."""
-    spec = make_spec(source, tmp_path)
-    storage = Storage(make_context().data_roots)
-    plan_run(make_context(), storage, spec, Submission("bulk"))
-    write = output_file.write_output
+    site.plan()
+    write, file = output_file.write_output, site.runs.output / "output.parquet"
     published: list[int] = []
 
     def frozen(*arguments: Any) -> bool:
         monkeypatch.setattr("jobs.parquet.run_folder.write_output", write)
         monkeypatch.setattr(RunFolder, "_remove_leftovers", lambda folder: None)  # killed before it could
         written = write(*arguments)
-        (Path(spec.output) / PARTS / part_name(1)).unlink()
-        plan_run(make_context(), storage, spec, Submission("bulk"))
-        finish(open_work(make_context(), spec, 1, storage))
-        published.append((Path(spec.output) / "output.parquet").stat().st_ino)
+        (site.runs.output / PARTS / part_name(1)).unlink()
+        site.plan()
+        finish(site.open(1))
+        published.append(file.stat().st_ino)
         return written
 
     monkeypatch.setattr("jobs.parquet.run_folder.write_output", frozen)
     for shard in range(3):
-        finish(open_work(make_context(), spec, shard, storage))
-    assert [(Path(spec.output) / "output.parquet").stat().st_ino] == published
-    assert_finished(Path(spec.output))
-
-
-def test_a_part_whose_pages_are_damaged_is_named_and_leaves_no_mark(
-    redis: Redis, make_context: MakeContext, source: str, tmp_path: Path
-) -> None:
-    spec = make_spec(source, tmp_path)
-    storage = Storage(make_context().data_roots)
-    plan_run(make_context(), storage, spec, Submission("bulk"))
-    finish(open_work(make_context(), spec, 0, storage))
-    part = Path(spec.output) / PARTS / part_name(0)
-    content = bytearray(part.read_bytes())
-    content[4:200] = b"\xff" * 196
-    part.write_bytes(content)
-    finish(open_work(make_context(), spec, 1, storage))
-    with pytest.raises(PartDamaged, match=part_name(0)):
-        finish(open_work(make_context(), spec, 2, storage))
-    assert not (Path(spec.output) / "_SUCCESS").exists()
-    assert not (Path(spec.output) / "output.parquet").exists()
-
-
-def test_a_run_without_rows_has_a_file_with_its_columns(
-    redis: Redis, make_context: MakeContext, tmp_path: Path
-) -> None:
-    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "in.parquet")
-    score_parquet(make_context(), f"{tmp_path}/in.parquet", f"{tmp_path}/out", single_file=True)
-    assert pq.read_table(tmp_path / "out" / "output.parquet").column_names[:2] == ["prompt", "completion"]
+        finish(site.open(shard))
+    assert [file.stat().st_ino] == published
+    site.check_finished()
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "arrow", "parquet"])
-def test_each_format_holds_all_columns(
-    redis: Redis, make_context: MakeContext, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_format_holds_all_columns(runs: Runs, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_file, "GROUP_ROWS", 3)
     rows = 7
     table = pa.table(
@@ -184,11 +135,10 @@ def test_each_format_holds_all_columns(
             "nan": [float("nan")] * rows,
         }
     )
-    pq.write_table(table, tmp_path / "in.parquet")
-    output = tmp_path / "out"
-    score_parquet(make_context(), f"{tmp_path}/in.parquet", str(output), single_file=kind, rows_per_shard=2)
-    work_off(redis, make_context)
-    path = output / f"output.{kind}"
+    pq.write_table(table, runs.source)
+    runs.plan(single_file=kind, rows_per_shard=2)
+    runs.work()
+    path = runs.output / f"output.{kind}"
     names = [*table.column_names, "completion", "finish_reason", "prompt_tokens", "completion_tokens"]
     if kind == "parquet":
         back = pq.read_table(path)
@@ -217,22 +167,11 @@ def test_each_format_holds_all_columns(
     assert [row["completion"] or None for row in found][1:3] == [None, "É"]
 
 
-def test_a_wrong_wish_is_refused_by_name(source: str, tmp_path: Path, invoke: Invoke) -> None:
+def test_the_command_line_asks_for_one_file(runs: Runs, source: Path, invoke: Invoke) -> None:
     with pytest.raises(InvalidValue, match="single_file is 'xml', expected true, false, or one of parquet"):
-        make_spec(source, tmp_path, single_file="xml")
-    assert (
-        make_spec(source, tmp_path, single_file=False).run
-        == make_spec(source, tmp_path, single_file=None).run
-    )
-    result = invoke("submit", source, tmp_path / "out", "--output-format", "csv")
-    assert "add --single-file" in result.output
-    assert "--single-file" in invoke("submit", "--help").output
-
-
-def test_the_command_line_asks_for_one_file(
-    redis: Redis, make_context: MakeContext, source: str, tmp_path: Path, invoke: Invoke
-) -> None:
-    invoke("submit", source, tmp_path / "out", "--single-file", "--output-format", "csv")
-    work_off(redis, make_context)
-    work_off(redis, make_context)
-    assert len(pd.read_csv(tmp_path / "out" / "output.csv")) == ROWS
+        RunSpec.from_arguments(str(source), str(runs.output), single_file="xml")
+    assert "add --single-file" in invoke("submit", source, runs.output, "--output-format", "csv").output
+    invoke("submit", source, runs.output, "--single-file", "--output-format", "csv")
+    for _ in range(2):
+        runs.work()
+    assert len(pd.read_csv(runs.output / "output.csv")) == ROWS

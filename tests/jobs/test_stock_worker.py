@@ -103,29 +103,9 @@ def test_prompts_and_chats_are_answered(queue: Queue) -> None:
     assert chat.return_value()["choices"][0]["message"]["content"] == "[3]!0"
 
 
-def test_a_prompt_may_be_a_template_over_answers(queue: Queue) -> None:
-    first = queue.enqueue("jobs.complete", "a")
-    chat = queue.enqueue(
-        "jobs.chat",
-        messages_template=[{"role": "user", "content": "{{ answers[0] }}?"}],
-        depends_on=first,
-    )
-    last = queue.enqueue("jobs.complete", prompt_template="{{ answers }}", depends_on=[chat, first])
-    lonely = queue.enqueue("jobs.complete", prompt_template="x")
-    work(queue)
-    assert chat.return_value()["choices"][0]["message"]["content"] == "[4]!0"
-    assert last.return_value()["choices"][0]["text"] == '["[4]!0", "a!0"]!0'
-    assert "name them in depends_on" in last_lines(lonely)[0]
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"prompt": "a", "max_tokens": "3"}, "max_tokens:=3"),
-        (
-            {"prompt": "a", "temprature": 1},
-            "'temprature' is no sampling parameter; did you mean temperature?",
-        ),
         ({"prompt": ["", ""]}, "request 0 of this job failed: prompt is empty"),
         ({"prompt": "breaks"}, "request 0 of this job failed: it broke"),
     ],
@@ -142,14 +122,6 @@ def test_a_bad_request_fails_its_job_by_name_at_the_first_try(
     assert fault == "tokenmill: client"
     assert len(bad.results()) == 1
     assert good.get_status() == JobStatus.FINISHED
-
-
-def test_a_bad_prompt_of_a_list_fails_its_choice_alone(queue: Queue) -> None:
-    job = queue.enqueue("jobs.complete", ["a", "", "breaks"])
-    work(queue)
-    choices = job.return_value()["choices"]
-    assert [choice["text"] for choice in choices] == ["a!0", "", ""]
-    assert [choice.get("error") for choice in choices] == [None, "prompt is empty", "it broke"]
 
 
 def test_a_job_that_timed_out_leaves_nothing_to_the_next_one(queue: Queue, engine: EchoEngine) -> None:
@@ -171,19 +143,6 @@ def test_a_parquet_run_is_planned_scored_and_ended(queue: Queue, tmp_path: Path)
     rows = pq.read_table(tmp_path / "out").to_pylist()
     assert [row["completion"] for row in rows] == ["a!0", None, "b!0"] * 10
     assert (tmp_path / "out" / "_SUCCESS").exists()
-
-
-def test_sampling_that_no_request_could_use_fails_the_planning(queue: Queue, tmp_path: Path) -> None:
-    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "in.parquet")
-    plan = queue.enqueue(
-        "jobs.score_parquet",
-        str(tmp_path / "in.parquet"),
-        str(tmp_path / "out"),
-        sampling={"temperature": -1},
-    )
-    work(queue)
-    assert "temperature" in last_lines(plan)[0]
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_engine_never_holds_more_than_the_window(context: JobContext, engine: EchoEngine) -> None:

@@ -23,9 +23,10 @@ from jobs.parquet.storage import Storage
 from jobs.runs.names import PLAN, part_name
 from jobs.runs.spec import RunSpec
 from jobs.runs.state import RunState
-from tests.jobs.answering import queued_jobs, run_task, score_parquet, shout, work_off
+from tests.jobs.answering import queued_jobs, run_task, shout
+from tests.jobs.conftest import MakeContext
+from tests.jobs.runs import Runs
 
-MakeContext = Callable[[], JobContext]
 Swap = Callable[[], None]
 
 
@@ -40,14 +41,6 @@ class SwappedBefore(Storage):
         if operation == self.operation:
             self.operation = ""
             self.swap()
-
-    def stat(self, path: str) -> Any:
-        self._meet("stat")
-        return super().stat(path)
-
-    def names(self, folder: str) -> list[str]:
-        self._meet("names")
-        return super().names(folder)
 
     def make_folder(self, path: str) -> None:
         self._meet("make_folder")
@@ -113,17 +106,12 @@ def finish(work: ShardWork) -> None:
     work.close()
 
 
-@pytest.mark.parametrize("operation", ["open_output", "publish", "names", "replace", "delete"])
+@pytest.mark.parametrize("operation", ["open_output", "publish", "replace", "delete"])
 def test_nothing_of_a_shard_is_written_where_its_folder_is_swapped_for_a_link(
-    redis: Redis,
-    make_context: MakeContext,
-    source: Path,
-    tmp_path: Path,
-    outside: Path,
-    operation: str,
+    runs: Runs, make_context: MakeContext, source: Path, tmp_path: Path, outside: Path, operation: str
 ) -> None:
-    output = tmp_path / "out"
-    run = score_parquet(make_context(), str(source), str(output))["run"]
+    output = runs.output
+    run = runs.plan(source, output)["run"]
     (outside / "_tmp.precious.tmp").touch()  # as what the end of a run removes
     storage = SwappedBefore((str(tmp_path),), operation, lambda: swap_for_link(output, outside))
     work = work_on(make_context(), storage, run, output)
@@ -131,13 +119,13 @@ def test_nothing_of_a_shard_is_written_where_its_folder_is_swapped_for_a_link(
         finish(work)
     assert os.listdir(outside) == ["_tmp.precious.tmp"]
     put_back(output)
-    score_parquet(make_context(), str(source), str(output))
-    work_off(redis, make_context)
+    runs.plan(source, output)
+    runs.work()
     assert pq.read_table(output)["completion"].to_pylist() == ["A", "B", "C"]
     assert (output / "_SUCCESS").exists()
 
 
-@pytest.mark.parametrize("operation", ["stat", "make_folder", "open_output", "publish", "delete"])
+@pytest.mark.parametrize("operation", ["make_folder", "open_output"])
 def test_no_plan_is_written_where_its_folder_is_swapped_for_a_link(
     redis: Redis, context: JobContext, source: Path, tmp_path: Path, outside: Path, operation: str
 ) -> None:
@@ -151,33 +139,6 @@ def test_no_plan_is_written_where_its_folder_is_swapped_for_a_link(
     assert queued_jobs(redis) == []
 
 
-def test_a_part_whose_folder_is_moved_away_while_it_gets_its_name_is_taken_back(
-    redis: Redis,
-    make_context: MakeContext,
-    source: Path,
-    tmp_path: Path,
-    outside: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    output, moved = tmp_path / "out", outside / "moved"
-    run = score_parquet(make_context(), str(source), str(output))["run"]
-    work = work_on(make_context(), Storage((str(tmp_path),)), run, output)
-    link = os.link
-
-    def link_and_move(*names: Any, **options: Any) -> None:
-        link(*names, **options)
-        output.rename(moved)
-        shutil.copytree(moved, output, ignore=lambda *_: [part_name(0)])  # another folder, by the same name
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "link", link_and_move)
-        with pytest.raises(errors.PathSwapped, match=r"moved away"):
-            work.result()
-    work.close()
-    assert os.listdir(moved) == [PLAN]
-    assert RunState(redis, run).parts() == {}
-
-
 def swap_file(source: Path, target: Path) -> None:
     swap_for_link(source, target)
 
@@ -188,6 +149,7 @@ def swap_folder(source: Path, target: Path) -> None:
 
 @pytest.mark.parametrize("swap", [swap_file, swap_folder])
 def test_an_input_that_is_swapped_for_a_link_is_not_read(
+    runs: Runs,
     redis: Redis,
     make_context: MakeContext,
     source: Path,
@@ -197,14 +159,14 @@ def test_an_input_that_is_swapped_for_a_link_is_not_read(
 ) -> None:
     secret = outside / source.name
     shutil.copy2(source, secret)  # so alike that nothing else tells
-    spec = RunSpec.from_arguments(str(source), str(tmp_path / "out"))
+    spec = RunSpec.from_arguments(str(source), str(runs.output))
     storage = SwappedBefore((str(tmp_path),), "open_input", lambda: swap(source, secret))
     with pytest.raises(errors.PathSwapped):
         plan_run(make_context(), storage, spec, Submission("bulk"))
     put_back(source if swap is swap_file else source.parent)
-    run = score_parquet(make_context(), str(source), str(tmp_path / "out"))["run"]
+    run = runs.plan(source)["run"]
     storage = SwappedBefore((str(tmp_path),), "", lambda: swap(source, secret))
-    plan = trusted_plan(storage, str(tmp_path / "out" / PLAN), run, SharedFiles())
+    plan = trusted_plan(storage, str(runs.output / PLAN), run, SharedFiles())
     storage.operation = "open_input"
     with pytest.raises(errors.RunError):
         ShardWork(make_context(), RunFolder(storage, plan, RunState(redis, run), "e"), 0)
@@ -223,31 +185,15 @@ def test_an_input_that_becomes_a_fifo_holds_up_nobody(
         plan_run(context, SwappedBefore((str(tmp_path),), "open_input", swap), spec, Submission("bulk"))
 
 
-def test_a_part_that_is_a_link_is_no_part(
-    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path, outside: Path
-) -> None:
-    output = tmp_path / "out"
-    score_parquet(make_context(), str(source), str(output))
-    work_off(redis, make_context)
-    (output / part_name(0)).rename(outside / "part")
-    (output / part_name(0)).symlink_to(outside / "part")
-    with pytest.raises(errors.PartDamaged, match=r"part-00000\.parquet.*is a link"):
-        score_parquet(make_context(), str(source), str(output))
-    score_parquet(make_context(), str(source), str(output), redo_damaged=True)
-    work_off(redis, make_context)
-    assert not (output / part_name(0)).is_symlink()
-    assert pq.read_table(output).num_rows == 3
-
-
 @pytest.mark.timeout(10, method="thread")  # as above
 @pytest.mark.parametrize("planted", ["link", "fifo", "hard link"])
 def test_what_is_planted_under_a_temporary_name_is_replaced(
-    redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path, planted: str
+    runs: Runs, make_context: MakeContext, source: Path, tmp_path: Path, planted: str
 ) -> None:
-    output, victim = tmp_path / "out", tmp_path / "victim"
+    output, victim = runs.output, tmp_path / "victim"
     victim.write_text("kept")
-    run = score_parquet(make_context(), str(source), str(output))["run"]
-    (job,) = queued_jobs(redis)
+    run = runs.plan(source, output)["run"]
+    (job,) = runs.jobs
     context = make_context()
     temporary = output / f"_tmp.{context.execution_id}.{part_name(0)}.tmp"
     if planted == "fifo":

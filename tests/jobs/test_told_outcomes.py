@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,16 @@ from redis import Redis
 from starlette.testclient import TestClient
 
 import jobs
-from jobs.context import JobContext, Lease
+from jobs.context import Lease
 from jobs.context.checks.processes import Checks
 from jobs.runs.refusals import RunFailed
 from jobs.runs.told_end import tell_failed
 from jobs.watch.runs import list_runs, list_shards, read_run
 from tests.dashboard.test_pages import text_of
 from tests.jobs.answering import FakeCompletion, fail, queued_jobs, score_parquet, work_off
-from tests.jobs.conftest import Invoke
+from tests.jobs.conftest import Invoke, MakeContext
+from tests.jobs.runs import Runs
 from tokenmill_dashboard.app import Dashboard, Options
-
-MakeContext = Callable[[], JobContext]
 
 
 @pytest.fixture
@@ -116,30 +115,13 @@ def test_a_run_whose_planning_failed_says_so_and_why_on_every_surface(
         jobs.run(run, connection=redis).wait(sleep=lambda seconds: None)
 
 
-def test_a_run_whose_queue_was_emptied_before_it_was_planned_has_failed(
-    redis: Redis, invoke: Invoke, page: TestClient, source: Path, tmp_path: Path
-) -> None:
-    run = invoke("submit", source, tmp_path / "out").stdout.strip()
-    for job in queued_jobs(redis):
-        job.delete()  # what `rq empty` does
-    assert f"run {run}: failed" in invoke("status", run).stdout
-    assert "submit it again" in invoke("errors", run).output
-    assert "submit it again" in text_of(page.get(f"/runs/{run}").text)
-    assert [each.state for each in list_runs(redis)] == ["failed"]
-
-
 def test_shards_whose_jobs_are_gone_are_told_as_that_and_the_submit_that_mends_it(
-    redis: Redis,
-    invoke: Invoke,
-    make_context: MakeContext,
-    page: TestClient,
-    three_rows: Path,
-    tmp_path: Path,
+    runs: Runs, redis: Redis, invoke: Invoke, page: TestClient, three_rows: Path
 ) -> None:
-    arguments = ("submit", three_rows, tmp_path / "out", "--rows-per-shard", 1)
+    arguments = ("submit", three_rows, runs.output, "--rows-per-shard", 1)
     run = invoke(*arguments).stdout.strip()
-    work_off(redis, make_context)
-    for job in queued_jobs(redis):
+    runs.work()
+    for job in runs.jobs:
         job.delete()  # what `rq empty` does
     redis.rpush("rq:queue:bulk", "another's")
     status = invoke("status", run).stdout
@@ -152,19 +134,19 @@ def test_shards_whose_jobs_are_gone_are_told_as_that_and_the_submit_that_mends_i
     assert "are gone from queue" in text_of(page.get(f"/runs/{run}").text)
     redis.delete("rq:queue:bulk")
     invoke(*arguments)
-    work_off(redis, make_context)
-    work_off(redis, make_context)
+    runs.work()
+    runs.work()
     assert read_run(redis, run).summary.state == "finished"
 
 
 def test_a_refused_submit_of_a_finished_run_says_that_the_run_is_finished_as_before(
-    redis: Redis, invoke: Invoke, make_context: MakeContext, page: TestClient, source: Path, tmp_path: Path
+    runs: Runs, redis: Redis, invoke: Invoke, page: TestClient, source: Path
 ) -> None:
-    run = invoke("submit", source, tmp_path / "out").stdout.strip()
+    run = invoke("submit", source, runs.output).stdout.strip()
     for _ in range(2):
-        work_off(redis, make_context)
-    invoke("submit", source, tmp_path / "out")
-    (job,) = queued_jobs(redis)
+        runs.work()
+    invoke("submit", source, runs.output)
+    (job,) = runs.jobs
     fail(redis, job, "jobs.errors.InputChanged: it is another file")
     status = invoke("status", run)
     assert f"run {run}: finished" in status.stdout

@@ -1,23 +1,24 @@
-"""Objects of a store as a run's files: written, read and listed."""
+"""Objects of a store: written, read in blocks of which few are kept, and listed."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("obstore", reason="the extra `cloud` is not installed")
 pytest.importorskip("moto", reason="moto, a server of the S3 protocol for tests, is not installed")
 
-
 from jobs import errors
 from jobs.context import JobContext
-from jobs.parquet import listing_child, object_files, object_streams, store_errors
+from jobs.parquet import listing_child, object_files, object_streams
 from jobs.parquet.object_requests import opened_store
+from jobs.parquet.object_streams import MAX_BLOCKS, MIN_BLOCKS, ObjectReader
 from jobs.parquet.storage import Storage
-from tests.jobs.s3_server import BUCKET, S3, Fault, FaultyProxy, failing
+from tests.jobs.s3_server import BUCKET, S3, FaultyProxy
 from tests.jobs.stored_runs import ROOT, MakeContext, in_store
 
 
@@ -100,40 +101,6 @@ def test_the_names_in_a_prefix_are_those_of_its_objects_and_folders(
     assert (kinds == ["names"]) is in_pieces
 
 
-@pytest.mark.parametrize(
-    ("fault", "error"),
-    [("403", store_errors.StoreRefused), ("503", store_errors.StoreUnreachable)],
-)
-def test_names_that_a_store_does_not_tell_are_asked_for_no_longer_than_anything_else(
-    s3: S3,
-    proxy: FaultyProxy,
-    context: JobContext,
-    monkeypatch: pytest.MonkeyPatch,
-    fault: Fault,
-    error: type[Exception],
-) -> None:
-    """The other kind of listing, for what cannot be told in pieces, would have its own time."""
-    kinds, listed = set(), object_files.listed
-    monkeypatch.setattr(object_files, "listed", lambda *args: kinds.add(args[0]) or listed(*args))
-    proxy.choose = failing(fault, 10**6)
-    with pytest.raises(error):
-        Storage.of(replace(context, file_timeout_s=0.5)).names(f"{ROOT}/out")
-    assert kinds == {"names"}
-
-
-def test_names_are_not_asked_for_once_a_job_is_interrupted(s3: S3, context: JobContext) -> None:
-    def interrupted() -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        Storage.of(replace(context, check_interrupted=interrupted)).names(f"{ROOT}/out")
-
-
-def test_a_folder_whose_name_no_store_takes_is_refused_by_name(s3: S3, context: JobContext) -> None:
-    with pytest.raises(store_errors.StoreRefused, match="illegal character"):
-        Storage.of(context).names(f"{ROOT}/a\tb")
-
-
 def test_an_object_that_is_replaced_while_it_is_read_is_told(s3: S3, context: JobContext) -> None:
     s3.put("data/file", b"a" * (3 << 20))
     with Storage.of(context).open_input(f"{ROOT}/file") as file:
@@ -144,3 +111,25 @@ def test_an_object_that_is_replaced_while_it_is_read_is_told(s3: S3, context: Jo
         s3.delete("data/file")
         with pytest.raises(FileNotFoundError):
             file.read_at(10, 2 << 20)
+
+
+@given(st.lists(st.tuples(st.integers(0, 6000), st.integers(0, 300)), max_size=60), st.booleans())
+def test_any_reads_give_what_is_there_and_keep_few_blocks(
+    reads: list[tuple[int, int]], in_one_column: bool
+) -> None:
+    contents, fetched = bytes(n % 251 for n in range(6000)), list[int]()
+
+    def fetch(start: int, end: int) -> bytes:
+        fetched.append(start)
+        return contents[start:end]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(object_streams, "BLOCK_BYTES", 100)
+        reader = ObjectReader(fetch, len(contents))
+        for place, size in sorted(reads) if in_one_column else reads:
+            reader.seek(place)
+            assert reader.read(size) == contents[place : place + size]
+            assert len(reader._blocks) <= MAX_BLOCKS
+    if in_one_column:
+        assert len(fetched) == len(set(fetched)), "each once"
+        assert len(reader._blocks) <= MIN_BLOCKS

@@ -1,0 +1,62 @@
+"""Runs of files in a test's folder, planned and worked off in this process as workers would."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from redis import Redis
+from rq.job import Job
+
+from jobs.context import JobContext
+from tests.jobs.answering import Answer, queued_jobs, run_task, score_parquet, shout, work_off
+
+
+class Runs:
+    """By default of `in.parquet` into `out`."""
+
+    def __init__(self, redis: Redis, make_context: Callable[[], JobContext], folder: Path) -> None:
+        self._redis, self.context = redis, make_context
+        self.source, self.output = folder / "in.parquet", folder / "out"
+
+    def write(self, prompts: list[str | None], row_group_size: int = 3, **columns: Any) -> Path:
+        table = pa.table({"prompt": pa.array(prompts, pa.string()), "id": range(len(prompts)), **columns})
+        pq.write_table(table, self.source, row_group_size=row_group_size)
+        return self.source
+
+    def plan(self, source: Any = None, output: Path | str | None = None, **arguments: Any) -> dict[str, Any]:
+        source = source or self.source
+        named = source if isinstance(source, list) else str(source)
+        return score_parquet(self.context(), named, str(output or self.output), **arguments)
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Those that wait."""
+        return queued_jobs(self._redis)
+
+    def run(self, job: Job, answer: Answer = shout) -> Any:
+        """Run one shard; its job stays where it is."""
+        return run_task(self.context(), job.func_name, *job.args, answer=answer, **job.kwargs)
+
+    def work(self, answer: Answer = shout, but: Collection[str] = ()) -> list[Any]:
+        """Run every job that waits, but those of some functions; return what each returned."""
+        return work_off(self._redis, self.context, answer=answer, but=but)
+
+    def score(self, source: Any = None, answer: Answer = shout, **arguments: Any) -> pa.Table:
+        """Plan a run and work it off to its end; return its output."""
+        self.plan(source, **arguments)
+        self.work(answer)
+        assert (self.output / "_SUCCESS").exists()
+        return pq.read_table(self.output)
+
+    def rows(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = pq.read_table(self.output).to_pylist()
+        return found
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        return dict(json.loads((self.output / "_manifest.json").read_text()))
