@@ -22,6 +22,7 @@ from redis import Redis
 from .common.rq_jobs import current_function
 from .common.shown import shown
 from .errors import InvalidJob, InvalidValue, UnknownRun
+from .installed import check_sampling
 from .parquet.local_check import check_columns_here
 from .runs.control import Cancelled, cancel_run, describe_again, retry_run, submit_run
 from .runs.follow import End, follow
@@ -226,8 +227,6 @@ class Run:
 
 def check_here(spec: RunSpec) -> None:
     """Raise what the planning of a run would, as far as engine, pyarrow and the input are on this machine."""
-    from .stock_worker import check_sampling  # all of what jobs may be, which few programs need
-
     spec.check_sampling(check_sampling)
     check_columns_here(spec)
 

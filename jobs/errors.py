@@ -87,6 +87,13 @@ class JobsError(Exception):
         return str(self)
 
 
+class NotInstalled(JobsError):
+    """Raised when the package was copied and not installed, so that an entry point is missing: (name)."""
+
+    fault = "server"
+    message = "no entry point {0!r} of the group 'tokenmill' is installed: install Tokenmill with pip"
+
+
 class InvalidJob(JobsError):
     """Raised when the arguments of a job are wrong: (text)."""
 

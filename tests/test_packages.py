@@ -29,7 +29,7 @@ def test_light_modules_load_nothing_heavy(module: str) -> None:
 
 
 def test_what_producers_import_loads_neither_worker_nor_engine() -> None:
-    assert {"engine", "worker"} & modules_loaded_by("jobs.stock_worker") == set()
+    assert {"engine", "worker"} & modules_loaded_by("jobs.installed") == set()
 
 
 def test_the_engine_loads_nothing_of_queues_and_files() -> None:

@@ -15,7 +15,7 @@ from jobs.context.checks.processes import Checks
 from jobs.context.prompt_meter import PromptMeter
 from jobs.context.served_model import ServedModel
 from jobs.context.shard_bytes import ShardBytes
-from jobs.stock_worker import check_sampling
+from jobs.installed import check_sampling
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.admission import Admission
 from worker.engine_thread.engine_like import EngineLike

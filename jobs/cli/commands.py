@@ -11,11 +11,11 @@ import redis
 from ..client import check_here
 from ..common.version import code_version
 from ..errors import ForeignJobsPackage, UnknownRun
+from ..installed import model_table
 from ..runs.control import cancel_run, describe_again, submit_run
 from ..runs.obstacles import obstacles
 from ..runs.output import RunOutput, named_run, output_here
 from ..runs.snapshot import read_planned
-from ..stock_worker import model_table
 from .check_options import check_arguments
 from .dashboard_command import dashboard
 from .doctor_command import doctor

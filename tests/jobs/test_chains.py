@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from redis import Redis
 
 from jobs.errors import InvalidJob
+from jobs.installed import check_sampling
 from jobs.parquet.chain import Chain, ChainSource
 from jobs.parquet.row_values import RowProblem
 from jobs.parquet.shard_requests import ShardRequests
 from jobs.runs.spec import MAX_ROWS_PER_SHARD, RunSpec
-from jobs.stock_worker import check_sampling
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, opened_task, queued_jobs, refuse, score_parquet
 from tests.jobs.chains import GREEDY, TWO, brackets, write

@@ -145,7 +145,7 @@ def test_an_answer_that_is_not_there_fails_the_job_by_name(
 def test_a_template_that_cannot_be_filled_in_fails_the_job_by_name(
     ended: Ended, after: Any, kwargs: dict[str, Any], says: str | None
 ) -> None:
-    from jobs.stock_worker import check_sampling
+    from jobs.installed import check_sampling
 
     context = replace(after(ended("xyz")), check_sampling=check_sampling)
     with pytest.raises(InvalidJob, match=says) as caught:

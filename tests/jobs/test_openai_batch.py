@@ -15,8 +15,8 @@ from redis import Redis
 
 from jobs.context import JobContext
 from jobs.errors import InvalidJob
+from jobs.installed import check_sampling
 from jobs.runs.spec import RunSpec
-from jobs.stock_worker import check_sampling
 from jobs.tasks import Request
 from tests.jobs.answering import (
     FakeCompletion,

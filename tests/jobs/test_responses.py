@@ -19,13 +19,14 @@ from transformers import PreTrainedTokenizerFast
 from engine import Engine, EngineConfig, SamplingParams
 from jobs import errors
 from jobs.context import JobContext
+from jobs.installed import check_sampling
 from jobs.prompts.messages import normal_messages
 from jobs.prompts.tool_calls import parse_tool_calls
-from jobs.stock_worker import check_sampling, drive
 from jobs.tasks import Request
 from tests.engine.checkpoints import SHAPES, make_checkpoint
 from tests.jobs.answering import FakeCompletion, opened_task, run_task
 from tests.jobs.runs import Runs
+from worker.stock_worker import drive
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -18,8 +18,8 @@ from redis import Redis
 
 from jobs.context import JobContext
 from jobs.errors import InvalidJob, MissingColumn, OutputHoldsAnotherRun, WrongColumnType
+from jobs.installed import check_sampling
 from jobs.runs.spec import RunSpec
-from jobs.stock_worker import check_sampling
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, queued_jobs, run_task, score_parquet, shout
 from tests.jobs.conftest import Invoke, MakeContext

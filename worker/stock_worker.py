@@ -1,8 +1,7 @@
-"""Runs our jobs inside a stock `rq worker`, one after the other; checks sampling values for whoever asks.
+"""Runs our jobs inside a stock `rq worker`, one after the other.
 
 RQ forks a work horse for each job, so each job loads the model again: this is the slow path, kept so that a
-result never depends on the worker class. This module is the one place of this package that knows `engine` and
-`worker`, and it imports them inside functions only.
+result never depends on the worker class. jobs/installed.py finds this module as an entry point.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ from uuid import uuid4
 from rq import get_current_job
 from rq.job import Job
 
-from .context import JobContext
-from .context.checks.processes import Checks
-from .context.prompt_meter import PromptMeter
-from .context.shard_bytes import ShardBytes
-from .errors import InvalidJob, InvalidValue, JobsError
-from .table import own_function, task_of
-from .tasks import OpenTask, Request
+from jobs.context import JobContext
+from jobs.context.checks.processes import Checks
+from jobs.context.prompt_meter import PromptMeter
+from jobs.context.shard_bytes import ShardBytes
+from jobs.errors import InvalidJob, JobsError
+from jobs.installed import check_sampling
+from jobs.table import own_function, task_of
+from jobs.tasks import OpenTask, Request
 
 if TYPE_CHECKING:
     from engine import Completion, Engine, ModelIdentity, RequestParams
@@ -65,25 +65,6 @@ def _tried_once() -> Iterator[None]:
         if job is not None and error.fault != "server":
             job.retries_left = None
         raise
-
-
-def check_sampling(sampling: Mapping[str, Any]) -> None:
-    """Raise InvalidJob for sampling values that no request could use. Loads no torch."""
-    from engine import InvalidSampling, SamplingParams
-
-    try:
-        SamplingParams.from_mapping(sampling)
-    except InvalidSampling as error:
-        if error.got is None:
-            raise InvalidJob(error.problem) from None
-        raise InvalidValue(f"{error.problem}, got {{}}", error.got) from None
-
-
-def model_table() -> str:
-    """Which model architectures are served, and how, as text for people. Loads no torch."""
-    from engine import model_table as table
-
-    return table()
 
 
 def drive(task: OpenTask, engine: Engine) -> None:
