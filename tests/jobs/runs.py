@@ -13,7 +13,17 @@ from redis import Redis
 from rq.job import Job
 
 from jobs.context import JobContext
-from tests.jobs.answering import Answer, queued_jobs, run_task, score_parquet, shout, work_off
+from jobs.tasks import OpenTask
+from tests.jobs.answering import (
+    Answer,
+    feed,
+    opened_task,
+    queued_jobs,
+    run_task,
+    score_parquet,
+    shout,
+    work_off,
+)
 
 
 class Runs:
@@ -41,6 +51,12 @@ class Runs:
     def run(self, job: Job, answer: Answer = shout) -> Any:
         """Run one shard; its job stays where it is."""
         return run_task(self.context(), job.func_name, *job.args, answer=answer, **job.kwargs)
+
+    def answered(self, job: Job) -> OpenTask:
+        """Open a shard, and answer all that it asks; its part is yet to be written."""
+        task = opened_task(self.context(), job.func_name, job.args, job.kwargs)
+        feed(task)
+        return task
 
     def work(self, answer: Answer = shout, but: Collection[str] = ()) -> list[Any]:
         """Run every job that waits, but those of some functions; return what each returned."""

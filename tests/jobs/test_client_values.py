@@ -13,7 +13,6 @@ from openai.types.chat import ChatCompletion
 from engine import SamplingParams
 from jobs import errors
 from jobs.context import JobContext
-from jobs.installed import check_sampling
 from jobs.parquet.prompt_source import MessagesColumn
 from jobs.prompts.client_values import NEUTRAL, without_neutral
 from jobs.prompts.messages import UnusableMessages, normal_messages

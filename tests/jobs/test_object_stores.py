@@ -28,9 +28,10 @@ from jobs.parquet.listing_child import listing
 from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.storage import Storage
 from jobs.runs.state import RunState
+from tests.jobs.conftest import MakeContext
 from tests.jobs.killing import Fuse, finish, open_work, release_lock, run_until_killed
 from tests.jobs.s3_server import BUCKET, S3, Fault, FaultyProxy, failing
-from tests.jobs.stored_runs import ROOT, MakeContext, in_store, rows, run_all, spec_of, whole_run
+from tests.jobs.stored_runs import ROOT, in_store, rows, run_all, spec_of, whole_run
 
 
 @pytest.fixture

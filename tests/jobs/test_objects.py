@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("obstore", reason="the extra `cloud` is not installed")
@@ -18,8 +18,9 @@ from jobs.parquet import listing_child, object_files, object_streams
 from jobs.parquet.object_requests import opened_store
 from jobs.parquet.object_streams import MAX_BLOCKS, MIN_BLOCKS, ObjectReader
 from jobs.parquet.storage import Storage
+from tests.jobs.conftest import MakeContext
 from tests.jobs.s3_server import BUCKET, S3, FaultyProxy
-from tests.jobs.stored_runs import ROOT, MakeContext, in_store
+from tests.jobs.stored_runs import ROOT, in_store
 
 
 @pytest.fixture
@@ -113,23 +114,39 @@ def test_an_object_that_is_replaced_while_it_is_read_is_told(s3: S3, context: Jo
             file.read_at(10, 2 << 20)
 
 
-@given(st.lists(st.tuples(st.integers(0, 6000), st.integers(0, 300)), max_size=60), st.booleans())
-def test_any_reads_give_what_is_there_and_keep_few_blocks(
-    reads: list[tuple[int, int]], in_one_column: bool
-) -> None:
-    contents, fetched = bytes(n % 251 for n in range(6000)), list[int]()
+CONTENTS = bytes(n % 251 for n in range(6000))
+
+
+@pytest.fixture
+def fetched() -> list[int]:
+    """Where each block began that was asked for."""
+    return []
+
+
+@pytest.fixture
+def reader(fetched: list[int], monkeypatch: pytest.MonkeyPatch) -> ObjectReader:
+    """Of blocks of 100 bytes."""
 
     def fetch(start: int, end: int) -> bytes:
         fetched.append(start)
-        return contents[start:end]
+        return CONTENTS[start:end]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(object_streams, "BLOCK_BYTES", 100)
-        reader = ObjectReader(fetch, len(contents))
-        for place, size in sorted(reads) if in_one_column else reads:
-            reader.seek(place)
-            assert reader.read(size) == contents[place : place + size]
-            assert len(reader._blocks) <= MAX_BLOCKS
-    if in_one_column:
-        assert len(fetched) == len(set(fetched)), "each once"
-        assert len(reader._blocks) <= MIN_BLOCKS
+    monkeypatch.setattr(object_streams, "BLOCK_BYTES", 100)
+    return ObjectReader(fetch, len(CONTENTS))
+
+
+def test_who_reads_on_and_on_fetches_each_block_once(reader: ObjectReader, fetched: list[int]) -> None:
+    assert b"".join(iter(lambda: reader.read(30), b"")) == CONTENTS
+    assert fetched == list(range(0, 6000, 100))
+    assert len(reader._blocks) <= MIN_BLOCKS
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 6000), st.integers(0, 300)), max_size=60))
+def test_any_reads_give_what_is_there_and_keep_no_more_than_the_bound(
+    reader: ObjectReader, reads: list[tuple[int, int]]
+) -> None:
+    for place, size in reads:
+        reader.seek(place)
+        assert reader.read(size) == CONTENTS[place : place + size]
+        assert len(reader._blocks) <= MAX_BLOCKS

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from redis import Redis
@@ -23,15 +20,12 @@ from jobs.prompts.attempts import attempt_seed
 from jobs.tasks import Request
 from tests.jobs.answering import (
     FakeCompletion,
-    opened_task,
-    queued_jobs,
     refuse,
     run_task,
-    score_parquet,
-    work_off,
 )
 from tests.jobs.checking import TELLS
-from tests.jobs.conftest import Invoke
+from tests.jobs.conftest import Invoke, MakeContext
+from tests.jobs.runs import Runs
 
 
 class Answers:
@@ -215,30 +209,8 @@ def test_a_check_that_can_check_nothing_fails_its_job(
     assert says in str(error.value)
 
 
-def test_a_job_whose_stream_has_ended_has_more_where_an_answer_failed(checking: JobContext) -> None:
-    task = opened_task(checking, "jobs.complete", ["?"], {"check": {"regex": "b"}})
-    (request,) = task.requests()
-    assert (task.num_requests, task.has_more) == (1, False)
-    wrong = [FakeCompletion("a")]
-    task.inspect(0, wrong)
-    task.deliver(0, wrong)
-    assert (task.num_requests, task.has_more) == (2, True)
-    assert request.prompt == "?"
-    (again,) = task.requests()
-    assert again.prompt != "?"
-    task.inspect(1, [FakeCompletion("b")])
-    task.deliver(1, [FakeCompletion("b")])
-    assert not task.has_more
-    assert task.result()["choices"][0]["text"] == "b"
-
-
-def rows_of(tmp_path: Path, name: str = "out") -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = pq.read_table(tmp_path / name).to_pylist()
-    return found
-
-
 @pytest.fixture
-def make_checking(make_context: Callable[[], JobContext], checks: Checks) -> Callable[[], JobContext]:
+def make_context(make_context: MakeContext, checks: Checks) -> MakeContext:
     memo = AnswerMemo()
     return lambda: replace(make_context(), checks=checks, answers=memo)
 
@@ -251,52 +223,29 @@ def answer_in_time(request: Request) -> FakeCompletion:
     return FakeCompletion(text, 0, [1], "stop", len(request.prompt), 3)
 
 
-def test_every_row_of_a_run_is_valid_or_says_why_not(
-    make_checking: Callable[[], JobContext], redis: Redis, tmp_path: Path
-) -> None:
-    prompts = ["a", "B", "z", None, "a"] * 2
-    pq.write_table(pa.table({"prompt": prompts}), tmp_path / "in.parquet")
-    score_parquet(
-        make_checking(),
-        str(tmp_path / "in.parquet"),
-        str(tmp_path / "out"),
-        rows_per_shard=5,
-        check={"regex": "[A-Z]"},
-        max_attempts=2,
-        sampling={"temperature": 0},
-        keep=["prompt"],
-    )
+CAPITALS = {"check": {"regex": "[A-Z]"}, "sampling": {"temperature": 0}}
+
+
+def test_every_row_of_a_run_is_valid_or_says_why_not(runs: Runs) -> None:
+    runs.write(["a", "B", "z", None, "a"] * 2)
     asked: list[Request] = []
 
     def answer(request: Request) -> FakeCompletion:
         asked.append(request)
         return answer_in_time(request)
 
-    work_off(redis, make_checking, answer=answer)
-    rows = rows_of(tmp_path)
+    rows = runs.score(answer=answer, rows_per_shard=5, max_attempts=2, **CAPITALS).to_pylist()
     invalid = "it does not match the pattern [A-Z]"
-    assert [(row["completion"], row["attempts"], row["check_error"]) for row in rows] == [
-        ("A", 2, None), ("B", 1, None), ("z", 2, invalid), (None, 0, None), ("A", 2, None),
-    ] * 2  # fmt: skip
+    found = [(row["completion"], row["attempts"], row["check_error"]) for row in rows]
+    assert found == 2 * [("A", 2, None), ("B", 1, None), ("z", 2, invalid), (None, 0, None), ("A", 2, None)]
     assert [row["error"] for row in rows[:4]] == [None, None, None, "prompt is null"]
     assert rows[0]["prompt_tokens"] == 1 + len("aa" + PROMPT_REPAIR.replace("{reason}", invalid))
     assert (rows[0]["completion_tokens"], rows[0]["cached_tokens"]) == (2, 6)
     assert len(asked) == 5, "equal greedy rows take one way, and other shards know it"
 
 
-def test_a_row_whose_further_attempt_fails_is_an_error_and_keeps_its_answer(
-    make_checking: Callable[[], JobContext], redis: Redis, tmp_path: Path
-) -> None:
+def test_a_row_whose_further_attempt_fails_is_an_error_and_keeps_its_answer(runs: Runs) -> None:
     """The engine's failure is told, counted, and not remembered for other shards."""
-    pq.write_table(pa.table({"prompt": ["a", "B", "a"]}), tmp_path / "in.parquet")
-    score_parquet(
-        make_checking(),
-        str(tmp_path / "in.parquet"),
-        str(tmp_path / "out"),
-        rows_per_shard=2,
-        check={"regex": "[A-Z]"},
-        sampling={"temperature": 0},
-    )
     failures = ["the step failed"]
 
     def answer(request: Request) -> FakeCompletion:
@@ -304,55 +253,41 @@ def test_a_row_whose_further_attempt_fails_is_an_error_and_keeps_its_answer(
             return refuse(failures.pop())
         return answer_in_time(request)
 
-    work_off(redis, make_checking, answer=answer)
-    told = [(row["completion"], row["check_error"] is None, row["error"]) for row in rows_of(tmp_path)]
+    runs.write(["a", "B", "a"])
+    rows = runs.score(answer=answer, rows_per_shard=2, **CAPITALS).to_pylist()
+    told = [(row["completion"], row["check_error"] is None, row["error"]) for row in rows]
     assert told == [("a", False, "attempt 2 failed: the step failed"), ("B", True, None), ("A", True, None)]
-    manifest = json.loads((tmp_path / "out" / "_manifest.json").read_text())
-    assert manifest["errors"] == 1
+    assert runs.manifest["errors"] == 1
 
 
-def test_a_function_gets_the_rows_it_is_of(
-    make_checking: Callable[[], JobContext], redis: Redis, tmp_path: Path
-) -> None:
-    table = {"prompt": ["2", "3", "3"], "seed": [1, 2, 2], "more": [{"a": None}, {"a": 1.5}, {"a": 2.5}]}
-    pq.write_table(pa.table(table), tmp_path / "in.parquet")
-    score_parquet(
-        make_checking(),
-        str(tmp_path / "in.parquet"),
-        str(tmp_path / "out"),
-        check={"function": TELLS},
-        check_columns=["more"],
-        sampling_columns={"seed": "seed"},
-        sampling={"temperature": 0},
-        max_attempts=1,
-    )
-    work_off(redis, make_checking, answer=lambda request: FakeCompletion(str(request.prompt)))
-    assert [row["check_error"] for row in rows_of(tmp_path)] == [
+def test_a_function_gets_the_rows_it_is_of(runs: Runs) -> None:
+    runs.write(["2", "3", "3"], seed=[1, 2, 2], more=[{"a": None}, {"a": 1.5}, {"a": 2.5}])
+    options = {"check_columns": ["more"], "sampling_columns": {"seed": "seed"}, "max_attempts": 1}
+    options |= {"check": {"function": TELLS}, "sampling": {"temperature": 0}}
+    found = runs.score(answer=lambda request: FakeCompletion(str(request.prompt)), **options)
+    assert found["check_error"].to_pylist() == [
         "2: {'prompt': '2', 'seed': 1, 'more': {'a': None}}",
         "3: {'prompt': '3', 'seed': 2, 'more': {'a': 1.5}}",
         "3: {'prompt': '3', 'seed': 2, 'more': {'a': 2.5}}",
     ]
 
 
-def test_rows_take_the_same_way_wherever_they_are_scored(
-    make_checking: Callable[[], JobContext], redis: Redis, tmp_path: Path
-) -> None:
+def test_rows_take_the_same_way_wherever_they_are_scored(runs: Runs, tmp_path: Path) -> None:
     """Seeds of further attempts are the row's: shards of other sizes, or begun anew, ask the same."""
-    pq.write_table(pa.table({"prompt": list("abcd")}), tmp_path / "in.parquet")
-    asked: dict[str, set[tuple[str, int]]] = {"one": set(), "four": set()}
+    runs.write([*"abcd"])
+    asked: list[set[tuple[str, int]]] = []
 
-    def answer(request: Request, name: str) -> FakeCompletion:
-        asked[name].add((str(request.prompt), request.sampling["seed"]))
+    def answer(request: Request) -> FakeCompletion:
+        asked[-1].add((str(request.prompt), request.sampling["seed"]))
         return FakeCompletion("x", 0, [1], "length" if request.sampling["seed"] % 2 else "stop")
 
-    for name, size in (("one", 1), ("four", 4)):
-        score_parquet(
-            make_checking(), str(tmp_path / "in.parquet"), str(tmp_path / name), rows_per_shard=size,
-            sampling={"seed": 3}, check={"regex": "y"}, max_attempts=3, continue_on_length=True,
-        )  # fmt: skip
-        work_off(redis, make_checking, answer=partial(answer, name=name))
-    assert asked["one"] == asked["four"]
-    assert rows_of(tmp_path, "one") == rows_of(tmp_path, "four")
+    options = {"check": {"regex": "y"}, "max_attempts": 3, "continue_on_length": True}
+    for size in (1, 4):
+        asked.append(set())
+        runs.plan(output=tmp_path / str(size), rows_per_shard=size, sampling={"seed": 3}, **options)
+        runs.work(answer)
+    assert asked[0] == asked[1]
+    assert pq.read_table(tmp_path / "1").equals(pq.read_table(tmp_path / "4"))
 
 
 @pytest.mark.parametrize(
@@ -364,61 +299,45 @@ def test_rows_take_the_same_way_wherever_they_are_scored(
     ],
 )
 def test_a_run_that_cannot_be_checked_is_refused_at_planning(
-    checking: JobContext, tmp_path: Path, options: dict[str, Any], says: str
+    runs: Runs, options: dict[str, Any], says: str
 ) -> None:
-    pq.write_table(pa.table({"prompt": ["a"], "id": [1]}), tmp_path / "in.parquet")
+    runs.write(["a"])
     with pytest.raises(InvalidJob) as error:
-        score_parquet(checking, str(tmp_path / "in.parquet"), str(tmp_path / "out"), **options)
+        runs.plan(**options)
     assert says in str(error.value)
-    assert not (tmp_path / "out").exists()
+    assert not runs.output.exists()
 
 
-def test_lines_of_a_batch_file_take_their_own_ways(
-    make_checking: Callable[[], JobContext], redis: Redis, tmp_path: Path
-) -> None:
-    bodies = [
-        {"prompt": ["a", "B"], "check": {"regex": "[A-Z]"}, "max_attempts": 2},
-        {"prompt": "c"},
-        {"prompt": "d", "check": {"regex": "("}},
-        {"prompt": "z", "check": {"regex": "[A-Z]"}, "max_attempts": 3},
-    ]
+def test_lines_of_a_batch_file_take_their_own_ways(runs: Runs, tmp_path: Path) -> None:
+    capitals = {"check": {"regex": "[A-Z]"}, "max_attempts": 2}
+    bodies = [{"prompt": ["a", "B"], **capitals}, {"prompt": "c"}, {"prompt": "d", "check": {"regex": "("}}]
     lines = [
         json.dumps({"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body})
         for number, body in enumerate(bodies)
     ]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
-    score_parquet(
-        make_checking(), str(tmp_path / "in.jsonl"), str(tmp_path / "out"), input_format="openai-batch"
+    runs.plan(tmp_path / "in.jsonl", input_format="openai-batch")
+    runs.work(answer_in_time)
+    output, errors = (
+        [json.loads(line) for line in (runs.output / name).read_text().splitlines()]
+        for name in ("output.jsonl", "errors.jsonl")
     )
-    work_off(redis, make_checking, answer=answer_in_time)
-    found = [json.loads(line) for line in (tmp_path / "out" / "output.jsonl").read_text().splitlines()]
-    choices = {line["custom_id"]: line["response"]["body"]["choices"] for line in found}
-    assert [(each["text"], each["attempts"]) for each in choices["0"]] == [("A", 2), ("B", 1)]
-    assert [(each["text"], "attempts" in each) for each in choices["1"]] == [("c", False)]
-    assert choices["3"][0]["attempts"] == 3
-    assert choices["3"][0]["check_error"] == "it does not match the pattern [A-Z]"
-    (failed,) = [json.loads(line) for line in (tmp_path / "out" / "errors.jsonl").read_text().splitlines()]
-    assert "no pattern" in failed["error"]["message"]
+    first, second = (line["response"]["body"]["choices"] for line in output)
+    assert [(each["text"], each["attempts"]) for each in first] == [("A", 2), ("B", 1)]
+    assert [(each["text"], "attempts" in each) for each in second] == [("c", False)]
+    assert "no pattern" in errors[0]["error"]["message"]
 
 
-def test_the_command_line_says_the_same(invoke: Invoke, redis: Redis, tmp_path: Path) -> None:
-    pq.write_table(pa.table({"prompt": ["a"], "id": [1]}), tmp_path / "in.parquet")
+def test_the_command_line_says_the_same(invoke: Invoke, runs: Runs, redis: Redis, tmp_path: Path) -> None:
+    runs.write(["a"])
     (tmp_path / "schema.json").write_text('{"type": "object"}')
-    files = tmp_path / "in.parquet", tmp_path / "out"
-    told = {
-        ("--check-schema", tmp_path / "schema.json"): {"check": {"json": {"type": "object"}}},
-        ("--check-regex", "a+", "--max-attempts", 5): {"check": {"regex": "a+"}, "max_attempts": 5},
-        ("--check-function", "m.f", "--check-columns", "id"): {
-            "check": {"function": "m.f"},
-            "check_columns": ["id"],
-        },
-        ("--continue-on-length",): {"continue_on_length": True},
-    }
-    for options, wanted in told.items():
+    for options, wanted in [
+        (("--check-schema", tmp_path / "schema.json"), {"check": {"json": {"type": "object"}}}),
+        (("--check-regex", "a+", "--max-attempts", 5), {"check": {"regex": "a+"}, "max_attempts": 5}),
+        (("--check-function", "m.f", "--check-columns", "id"), {"check_columns": ["id"]}),
+        (("--continue-on-length",), {"continue_on_length": True}),
+    ]:
         redis.flushall()
-        found = invoke("submit", *files, *options)
+        found = invoke("submit", runs.source, runs.output, *options)
         assert found.exit_code == 0, (found.output, found.exception)
-        (job,) = queued_jobs(redis)
-        assert wanted.items() <= job.kwargs.items(), found.output
-    refused = invoke("submit", *files, "--check-regex", "a", "--check-schema", "{}")
-    assert "give one of them" in refused.output
+        assert wanted.items() <= runs.jobs[0].kwargs.items(), found.output

@@ -9,12 +9,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis import Redis
 from redis.exceptions import ConnectionError
 
-from jobs.cli.text_table import ago, left_cut, rate
 from jobs.cli.watch_commands import show_or_watch
 from jobs.common.keys import (
     RUNS_KEY,
@@ -26,8 +25,7 @@ from jobs.common.keys import (
     samples_key,
     worker_key,
 )
-from jobs.errors import RunKeyDamaged, UnknownRun
-from jobs.runs.run_index import list_in_index
+from jobs.errors import UnknownRun
 from jobs.watch.runs import list_runs, list_shards, read_run
 from jobs.watch.samples import Point, WorkerSample, read_points, read_samples, worker_names
 from tests.jobs.answering import fail
@@ -45,17 +43,7 @@ def test_status_without_a_run_shows_all_of_them(
     runs.work()
     moving = runs.plan(source, tmp_path / "two\x1b[2J")["run"]
     heads, first, second = invoke("status").stdout.splitlines()
-    assert heads.split() == [
-        "RUN",
-        "STATE",
-        "ROWS",
-        "ERRORS",
-        "SHARDS",
-        "ROWS/S",
-        "TOK/S",
-        "SUBMITTED",
-        "OUTPUT",
-    ]
+    assert heads.split()[:5] == ["RUN", "STATE", "ROWS", "ERRORS", "SHARDS"]
     assert first.split()[:5] == [moving, "running", "0/5", "0", "0/1"]
     assert first.endswith(r"two\x1b[2J")
     assert second.split()[:5] == [done, "finished", "5/5", "1", "1/1"]
@@ -63,11 +51,7 @@ def test_status_without_a_run_shows_all_of_them(
     told = json.loads(invoke("runs", "--json").stdout)
     assert [each["run"] for each in told] == [moving, done]
     assert told == json.loads(invoke("status", "--json").stdout)
-    assert [each["run"] for each in json.loads(invoke("runs", "--state", "finished", "--json").stdout)] == [
-        done
-    ]
-    assert invoke("runs", "--limit", 1).stdout.count("\n") == 2
-    assert "is not one of" in invoke("runs", "--state", "gone").stderr
+    assert invoke("runs", "--state", "finished").stdout.splitlines()[1].startswith(done)
 
 
 def test_status_of_one_run_is_json_too_also_where_redis_lost_it(
@@ -88,16 +72,9 @@ def test_status_of_one_run_is_json_too_also_where_redis_lost_it(
 def test_workers_are_listed_with_what_they_serve_and_hold(invoke: Invoke, redis: Redis) -> None:
     assert "no worker" in invoke("workers").stdout
     redis.sadd("rq:workers", "rq:worker:w1", "rq:worker:w2", "rq:worker:stock")
-    sample = {
-        "state": "draining",
-        "model": "q54m",
-        "dtype": "bfloat16",
-        "version": "0.1.0",
-        "queues": ["high", "bulk"],
-        "held": {"bulk": 3},
-        "num_requests_running": 7,
-        "max_num_seqs": 64,
-    }
+    sample = {"state": "draining", "model": "q54m", "dtype": "bfloat16", "version": "0.1.0"}
+    sample |= {"queues": ["high", "bulk"], "held": {"bulk": 3}}
+    sample |= {"num_requests_running": 7, "max_num_seqs": 64}
     redis.set("tokenmill:worker:w1", json.dumps(sample), ex=3600)
     redis.set("tokenmill:worker:w2", json.dumps({**sample, "model": "\x1b[2J"}), ex=3500)
     _, first, second = invoke("workers").stdout.splitlines()
@@ -131,21 +108,12 @@ def test_a_table_is_shown_anew_until_it_is_interrupted(capsys: pytest.CaptureFix
     assert capsys.readouterr().out == "one\nno answer from Redis (gone); still trying\ntwo\n"
 
 
-def test_numbers_and_times_are_short() -> None:
-    assert [rate(each) for each in (None, 0.26, 9.94, 1234.5)] == ["-", "0.3", "9.9", "1234"]
-    assert [ago(each) for each in (None, -3, 59, 119, 7000, 10**5, 10**6)] == [
-        *("-", "0 s", "59 s", "119 s", "117 min", "28 h", "12 d"),
-    ]
-    assert (left_cut("/a/long/path", 8), left_cut("/a", 8)) == (".../path"[:8], "/a")
-
-
+@settings(max_examples=25)
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(), lambda each: (
     st.lists(each) | st.dictionaries(st.text() | st.sampled_from(["at", "rows", "depth", "queues"]), each)
 )))  # fmt: skip
 def test_whatever_was_written_gives_a_sample_that_can_be_shown(value: object) -> None:
-    found = (
-        value if isinstance(value, dict) else {"depth": value, "queues": value, "at": value, "rows": value}
-    )
+    found = value if isinstance(value, dict) else dict.fromkeys(("depth", "queues", "at", "rows"), value)
     sample = WorkerSample.of_worker("w", {**found, "updated_at": value}, 1.0)
     assert all(type(number) is int and number >= 0 for number in (sample.rows, *sample.depth.values()))
     assert math.isfinite(sample.at)
@@ -161,7 +129,7 @@ def test_speed_is_told_between_two_points_of_one_life_of_a_worker() -> None:
 
 
 def test_workers_are_read_in_the_order_of_their_names_without_those_that_tell_nothing(redis: Redis) -> None:
-    names = [f"w{i:03}" for i in range(450)]
+    names = [f"w{i:03}" for i in range(250)]
     with redis.pipeline() as pipe:
         pipe.sadd("rq:workers", "rq:worker:rq's own", *(f"rq:worker:{name}" for name in names))
         for name in names:
@@ -179,20 +147,10 @@ def test_workers_are_read_in_the_order_of_their_names_without_those_that_tell_no
 
 
 def test_points_come_in_the_order_of_time_and_bad_ones_are_left_out(redis: Redis) -> None:
-    redis.lpush(
-        samples_key("w"),
-        "[" * 20_000,
-        "no json",
-        "[]",
-        '{"at": "x"}',
-        json.dumps({"at": 1, "x": "y" * 20_000}),
-    )
+    redis.lpush(samples_key("w"), "no json", "[]", '{"at": "x"}', json.dumps({"at": 1, "x": "y" * 20_000}))
     for at in (1.0, 2.0, 3.0):
         redis.lpush(samples_key("w"), Point(at=at).to_text())
-    redis.set(samples_key("typed"), "x")
-    points = read_points(redis, ["w", "typed", "none"])
-    assert [point.at for point in points["w"]] == [1.0, 2.0, 3.0]
-    assert (points["typed"], points["none"]) == ([], [])
+    assert [point.at for point in read_points(redis, ["w"])["w"]] == [1.0, 2.0, 3.0]
     assert [point.at for point in read_points(redis, ["w"], most=2)["w"]] == [2.0, 3.0]
 
 
@@ -221,10 +179,7 @@ def test_each_run_has_a_line_with_its_state_counts_and_rates(
     one = found[done]
     assert (one.rows, one.rows_done, one.errors, one.shards, one.shards_done) == (5, 5, 1, 3, 3)
     assert (one.tokens, one.prompt_tokens, one.model) == (4, 4, "m (float32, fingerpr)")
-    assert one.began_at is not None
-    assert one.ended_at is not None
-    assert one.worked_s is not None
-    assert 0 < one.worked_s <= one.ended_at - one.began_at
+    assert one.worked_s
     assert one.rows_per_s == pytest.approx(5 / one.worked_s)
     two = found[moving]
     assert (two.rows_done, two.tokens, two.shards_done, two.shards_started) == (2, 10, 1, 1)
@@ -237,21 +192,17 @@ def test_each_run_has_a_line_with_its_state_counts_and_rates(
         detail = read_run(redis, each.run).summary
         assert json.loads(json.dumps(detail.to_object())).keys() == each.to_object().keys()
         assert (detail.state, detail.rows_done, detail.tokens) == (each.state, each.rows_done, each.tokens)
-    list_in_index(redis, done)  # as planning does when it ends
-    again = list_runs(redis)[0]
-    assert (again.run, again.submitted_at) == (done, one.submitted_at), "planning is no submission"
 
 
 def test_a_list_reads_no_part_and_takes_few_commands(runs: Runs, redis: Redis, tmp_path: Path) -> None:
-    pq.write_table(pa.table({"prompt": ["a"] * 300}), runs.source)
+    pq.write_table(pa.table({"prompt": ["a"] * 60}), runs.source)
     for number in range(3):
-        output = str(tmp_path / f"out{number}")
-        runs.plan(str(tmp_path / "in.parquet"), output, rows_per_shard=1)
-    for job in runs.jobs[:50]:
+        runs.plan(output=tmp_path / f"out{number}", rows_per_shard=1)
+    for job in runs.jobs[:20]:
         runs.run(job)
     before, whole = commands(redis), redis.info("commandstats")["cmdstat_hgetall"]["calls"]
     found = list_runs(redis)
-    assert sum(each.shards_done for each in found) == sum(each.rows_done for each in found) == 50
+    assert sum(each.shards_done for each in found) == sum(each.rows_done for each in found) == 20
     assert commands(redis) - before < 25
     assert redis.info("commandstats")["cmdstat_hgetall"]["calls"] == whole
 
@@ -265,10 +216,7 @@ def test_errors_are_told_by_reason_with_row_numbers(runs: Runs, redis: Redis) ->
     assert found == [("it is broken", 4, [1, 3, 6]), ("prompt is null", 2, [0, 4])]
     redis.delete(run_key(run), run_parts_key(run), run_errors_key(run))
     runs.plan(rows_per_shard=2)
-    assert [(each.text, each.rows) for each in read_run(redis, run).reasons] == [
-        ("it is broken", 4),
-        ("prompt is null", 2),
-    ]
+    assert [each.rows for each in read_run(redis, run).reasons] == [4, 2]
     assert (list_runs(redis)[0].errors, list_runs(redis)[0].rows_done) == (6, 9)
 
 
@@ -297,9 +245,7 @@ def test_of_a_cancelled_run_no_shard_has_failed_and_the_rest_is_left(
     assert [each.state for each in list_shards(redis, run)] == ["done", *["left"] * 4]
 
 
-def test_what_others_write_into_the_keys_harms_no_list(
-    runs: Runs, invoke: Invoke, redis: Redis, source: Path, tmp_path: Path
-) -> None:
+def test_what_others_write_into_the_keys_harms_no_list(runs: Runs, redis: Redis, source: Path) -> None:
     run = runs.plan(source, rows_per_shard=2)["run"]
     gone, damaged = "1" * 16, "2" * 16
     redis.zadd(RUNS_KEY, {"no run\n": 9e15, b"\xff": 8e15, gone: 7e15, damaged: 6e15})
@@ -316,11 +262,3 @@ def test_what_others_write_into_the_keys_harms_no_list(
     assert [(each.text, each.examples) for each in read_run(redis, run).reasons] == [("r", [])]
     with pytest.raises(UnknownRun):
         read_run(redis, gone)
-    redis.set(RUNS_KEY, "no sorted set")
-    with pytest.raises(RunKeyDamaged, match="index is a string"):
-        list_runs(redis)
-    again = invoke("submit", source, tmp_path / "other").stdout.strip()  # begins a new index
-    assert [each.run for each in list_runs(redis)] == [again]
-    redis.delete(RUNS_KEY)
-    list_in_index(redis, run)
-    assert redis.ttl(RUNS_KEY) > 0
