@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,16 +16,31 @@ from hypothesis import strategies as st
 from redis import Redis
 
 from jobs.errors import InvalidJob
-from jobs.installed import check_sampling
 from jobs.parquet.chain import Chain, ChainSource
 from jobs.parquet.row_values import RowProblem
 from jobs.parquet.shard_requests import ShardRequests
-from jobs.runs.spec import MAX_ROWS_PER_SHARD, RunSpec
+from jobs.runs.spec import RunSpec
 from jobs.tasks import Request
-from tests.jobs.answering import FakeCompletion, opened_task, queued_jobs, refuse, score_parquet
-from tests.jobs.chains import GREEDY, TWO, brackets, write
+from tests.jobs.answering import FakeCompletion, opened_task, queued_jobs, refuse
 from tests.jobs.conftest import Invoke, MakeContext
 from tests.jobs.runs import Runs
+
+GREEDY = {"temperature": 0}
+TWO = [
+    {"name": "short", "template": "{text} In short:"},
+    {"name": "title", "template": "{text} In short: {short} A title of {id}:"},
+]
+
+
+def brackets(request: Request) -> FakeCompletion:
+    """Answer with what was asked in brackets, which of sampled answers the seed stands in."""
+    asked = request.prompt if request.messages is None else request.messages[-1]["content"]
+    seed = request.sampling.get("seed", "")
+    return FakeCompletion(f"<{asked}{seed}>", 0, [1, 2], "stop", len(str(asked)), 3)
+
+
+def write(folder: Path, texts: list[str | None], **columns: Any) -> None:
+    pq.write_table(pa.table({"id": range(len(texts)), "text": texts, **columns}), folder / "in.parquet")
 
 
 @pytest.mark.parametrize(
@@ -39,22 +55,15 @@ from tests.jobs.runs import Runs
         ({"prompts": [{**TWO[0], "sampling": {"tools": [{}]}}]}, "tools belongs to a chat"),
         ({"sampling": {"n": 2}}, "n is one"),
         ({"template": "{text}"}, "template and prompts each say"),
-        (
-            {"prompts": [{"name": "a", "template": "{text}" * 30}], "rows_per_shard": MAX_ROWS_PER_SHARD},
-            "pieces",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name_before_anything_is_enqueued(
-    make_context: MakeContext, redis: Redis, tmp_path: Path, arguments: dict[str, Any], says: str
+    runs: Runs, tmp_path: Path, arguments: dict[str, Any], says: str
 ) -> None:
     write(tmp_path, ["a"])
-    context = replace(make_context(), check_sampling=check_sampling)
     with pytest.raises(InvalidJob, match=says):
-        score_parquet(
-            context, str(tmp_path / "in.parquet"), str(tmp_path / "out"), **{"prompts": TWO, **arguments}
-        )
-    assert queued_jobs(redis) == []
+        runs.plan(**{"prompts": TWO, **arguments})
+    assert runs.jobs == []
 
 
 def test_the_same_prompts_are_the_same_run_and_other_ones_another(tmp_path: Path) -> None:
@@ -74,17 +83,12 @@ def test_the_command_line_takes_prompts_by_name_or_as_json(
     write(tmp_path, ["a"])
     source, out = tmp_path / "in.parquet", tmp_path / "out"
     named = ["--prompt", "short={text} = In short:", "--prompt", "title={short}"]
-    for options in (
-        named,
-        ["--prompts", '[{"name": "title", "template": "{text}", "sampling": {"stop": "."}}]'],
-    ):
+    written = [{"name": "title", "template": "{text}", "sampling": {"stop": "."}}]
+    for options in (named, ["--prompts", json.dumps(written)]):
         result = invoke("submit", source, out, *options)
         assert result.exit_code == 0, result.output
-    jobs = queued_jobs(redis)
-    assert [job.kwargs["prompts"] for job in jobs] == [
-        [{"name": "short", "template": "{text} = In short:"}, {"name": "title", "template": "{short}"}],
-        [{"name": "title", "template": "{text}", "sampling": {"stop": "."}}],
-    ]
+    by_name = [{"name": "short", "template": "{text} = In short:"}, {"name": "title", "template": "{short}"}]
+    assert [job.kwargs["prompts"] for job in queued_jobs(redis)] == [by_name, written]
     assert "expected NAME=TEMPLATE" in invoke("submit", source, out, "--prompt", "{text}").output
 
 
@@ -109,14 +113,8 @@ def test_answers_are_those_of_their_rows_whatever_order_they_arrive_in(
             return problem
 
     gone: list[str] = []
-    shard = ShardRequests(
-        [text(row) for row in rows],
-        {},
-        lambda row: row,
-        False,
-        let_go=gone.append,
-        chain=Chain(spec.steps, {}),
-    )
+    texts, chain = [text(row) for row in rows], Chain(spec.steps, {})
+    shard = ShardRequests(texts, {}, lambda row: row, False, let_go=gone.append, chain=chain)
     pending, stream, num_asked = [], shard.requests(), 0
     while True:
         for _ in range(draw.randint(0, 3)):
@@ -185,11 +183,7 @@ def test_each_prompt_is_over_columns_and_the_answers_before_it(score: Score, tmp
     assert first["short"] == "<a In short:>"
     assert first["title"] == "<a In short: <a In short:> A title of 0:>"
     assert second["title"] == "<ü {id} In short: <ü {id} In short:> A title of 1:>"
-    assert (first["short_finish_reason"], first["title_finish_reason"], first["error"]) == (
-        "stop",
-        "stop",
-        None,
-    )
+    assert (first["short_finish_reason"], first["title_finish_reason"]) == ("stop", "stop")
     assert first["prompt_tokens"] == len("a In short:") + len(first["title"]) - 2
     assert (first["completion_tokens"], first["cached_tokens"]) == (4, 6)
 
@@ -214,12 +208,8 @@ def test_a_prompt_that_fails_costs_the_later_ones_of_its_row_alone(score: Score,
         "prompt 'mid': column 'more' is null",
     ]
     assert rows[3]["short"] == "<late In short:>"
-    assert [rows[3][f"{name}_finish_reason"] for name in ("short", "mid", "last")] == [
-        "stop",
-        "error",
-        "error",
-    ]
-    assert [rows[3][name] for name in ("mid", "last")] == [None, None]
+    reasons = [rows[3][f"{name}_finish_reason"] for name in ("short", "mid", "last")]
+    assert reasons == ["stop", "error", "error"]
     assert [rows[1][name] for name in ("short", "mid", "last")] == [None] * 3
 
 
@@ -233,11 +223,8 @@ def test_a_prompt_may_be_a_chat_and_have_sampling_values_of_its_own(score: Score
         return replace(found, reasoning="hm") if request.messages else found
 
     turns = [{"role": "user", "content": "{text}?"}, {"role": "assistant", "content": "{first}"}]
-    chat = {
-        "separate_reasoning": True,
-        "max_completion_tokens": 5,
-        "response_format": {"type": "json_object"},
-    }
+    form = {"response_format": {"type": "json_object"}}
+    chat = {"separate_reasoning": True, "max_completion_tokens": 5, **form}
     prompts = [
         {"name": "first", "template": "{text}?"},
         {"name": "chat", "template": [*turns, {"role": "user", "content": "Sure?"}], "sampling": chat},
@@ -270,21 +257,6 @@ def test_rows_of_one_text_are_one_chain_and_drawn_ones_have_seeds_of_their_own(
     assert len({request.sampling["seed"] for request in asked}) == 12
     again = score("again", prompts=prompts, sampling={"seed": 3}, rows_per_shard=2)
     assert again["title"].equals(drawn["title"])
-
-
-def test_other_options_of_a_run_go_with_it(score: Score, tmp_path: Path) -> None:
-    write(tmp_path, ["a", "b", "c"], most=[7, None, 8])
-    seen = []
-
-    def answer(request: Request) -> FakeCompletion:
-        seen.append((request.sampling["max_tokens"], str(request.prompt)[0]))
-        return brackets(request)
-
-    columns = {"sampling_columns": {"max_tokens": "most"}, "sampling": {**GREEDY, "max_tokens": 3}}
-    table = score(answer=answer, keep=["id"], output_prefix="llm_", limit=2, **columns)
-    assert table.column_names[:2] == ["id", "llm_short"]
-    assert table.num_rows == 2
-    assert sorted(seen) == [(3, "b"), (3, "b"), (7, "a"), (7, "a")]
 
 
 def test_an_execution_that_died_between_two_prompts_leaves_the_same_answers_to_the_next(

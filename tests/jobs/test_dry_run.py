@@ -12,13 +12,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from redis import Redis
 
 from jobs.context.prompt_meter import PromptMeter
 from jobs.errors import InvalidJob, MissingColumn
-from jobs.parquet.survey import Asked, pick_requests
 from jobs.runs.dry_run import NUM_TRIED, estimate
 from jobs.runs.trials import Trial, Tried
 from jobs.table import own_function
@@ -62,20 +59,20 @@ def answering(
 
 def skewed_prompts(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
     """Few long texts hold most of the tokens, and have most of the answers'."""
-    lengths = [min(4000, int(rng.lognormvariate(3, 1.2)) + 1) for _ in range(3000)]
+    lengths = [min(4000, int(rng.lognormvariate(3, 1.2)) + 1) for _ in range(1500)]
     return {"prompt": [f"{number} " + "x" * length for number, length in enumerate(lengths)]}, {}
 
 
 def skewed_repeats(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
     """A handful of texts are most of the rows."""
     texts = [f"{number} " + "y" * rng.randint(1, 500) for number in range(600)]
-    rows = [texts[min(599, int(rng.paretovariate(0.7)) - 1)] for _ in range(3000)]
+    rows = [texts[min(599, int(rng.paretovariate(0.7)) - 1)] for _ in range(1500)]
     return {"prompt": rows}, {"sampling": {"temperature": 0}}
 
 
 def skewed_limits(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
     """One row in a hundred may write a hundred times as much."""
-    limits = [1000 if rng.random() < 0.01 else rng.randint(1, 20) for _ in range(3000)]
+    limits = [1000 if rng.random() < 0.01 else rng.randint(1, 20) for _ in range(1500)]
     columns = {"prompt": [f"{rng.random()}" for _ in limits], "limit": limits}
     return columns, {"sampling_columns": {"max_tokens": "limit"}, "sampling": {"n": 2}}
 
@@ -117,27 +114,12 @@ def test_failing_rows_repeats_and_shared_beginnings_are_counted(context: MakeCon
     pq.write_table(pa.table({"prompt": prompts}), tmp_path / "in.parquet")
     found = survey(context, tmp_path / "in.parquet", sampling={"temperature": 0})
     assert (found["rows"], found["rows_read"], found["rows_failing"]) == (11, 11, 4)
-    assert (
-        found["reasons"][0]
-        == {
-            "rows": 2,
-            "row": 8,
-            "reason": "the prompt has 6000 tokens; this engine takes at most 5000",
-        }
-        or found["reasons"][0]["row"] == 9
-    )
+    assert (found["reasons"][0]["rows"], found["reasons"][0]["row"]) in ((2, 8), (2, 9))
     assert (found["rows_repeated"], found["requests"]) == (1, 6)
     assert (found["prompt_tokens"], found["request_tokens"]) == (5 * 43 + 2, 5 * 43 + 1)
     assert found["cached_tokens"] == 4 * 32, "two blocks of 16 of each prompt but the first"
-    drawn = survey(context, tmp_path / "in.parquet")
+    drawn = survey(context, tmp_path / "in.parquet", rows_per_shard=3)
     assert (drawn["rows_repeated"], drawn["requests"]) == (1, 7), "drawn anew, they are not one request"
-
-
-def test_repeats_in_other_shards_are_repeats_too(context: MakeContext, tmp_path: Path) -> None:
-    pq.write_table(pa.table({"prompt": ["a", "b"] * 5}), tmp_path / "in.parquet")
-    found = survey(context, tmp_path / "in.parquet", sampling={"temperature": 0}, rows_per_shard=3)
-    assert (found["rows_repeated"], found["requests"], found["prompt_tokens"]) == (8, 2, 10)
-    assert [each["rows"] for each in found["picked"]] == [5, 5]
 
 
 def test_a_share_of_a_large_run_is_scaled(context: MakeContext, tmp_path: Path) -> None:
@@ -172,27 +154,3 @@ def test_what_a_planning_refuses_a_survey_refuses(context: MakeContext, tmp_path
         survey(context, tmp_path / "in.parquet", colum="a")
     with pytest.raises(InvalidJob, match="no engine"):
         survey(lambda: replace(context(), meter=None), tmp_path / "in.parquet", prompt_column="a")
-
-
-sizes = st.lists(
-    st.builds(
-        Asked,
-        st.just(0),
-        st.integers(0, 10_000),
-        st.sampled_from([0, 1, 500]),
-        st.integers(1, 5000),
-        st.just(True),
-    ),
-    max_size=300,
-)
-
-
-@given(sizes, st.integers(1, 80))
-def test_picks_stand_for_all_requests_and_none_is_picked_twice(requests: list[Asked], count: int) -> None:
-    picks = pick_requests(requests, count)
-    assert len({id(each) for each, _ in picks}) == len(picks) <= count
-    if len(requests) <= count:
-        assert [weight for _, weight in picks] == [1.0] * len(requests)
-    else:
-        equal = pick_requests([requests[0]] * 1000, count)
-        assert sum(weight for _, weight in equal) == pytest.approx(1000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,17 @@ from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
 from redis import Redis
 
-from jobs.context import JobContext
 from jobs.errors import InvalidJob
 from jobs.installed import check_sampling
 from jobs.runs.spec import RunSpec
 from jobs.tasks import Request
 from tests.jobs.answering import (
+    Answer,
     FakeCompletion,
     opened_task,
     queued_jobs,
     refuse,
-    score_parquet,
     shout,
-    work_off,
 )
 from tests.jobs.conftest import Invoke, MakeContext
 from tests.jobs.runs import Runs
@@ -48,15 +47,33 @@ def embed(name: str, text: Any = "hi", **values: Any) -> dict[str, Any]:
     return {"custom_id": name, "method": "POST", "url": EMBEDDINGS, "body": body}
 
 
-def write(path: Path, lines: list[Any]) -> str:
+def write(path: Path, lines: list[Any]) -> Path:
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     path.write_text("".join(f"{text}\n" for text in texts))
-    return str(path)
+    return path
 
 
-def score(context: JobContext, source: str, tmp_path: Path, **options: Any) -> dict[str, Any]:
-    options = {"input_format": "openai-batch", "rows_per_shard": 2, **options}
-    return score_parquet(context, source, str(tmp_path / "out"), **options)
+@pytest.fixture
+def make_context(make_context: MakeContext) -> MakeContext:
+    return lambda: replace(make_context(), check_sampling=check_sampling)
+
+
+Score = Callable[..., tuple[list[dict[str, Any]], list[dict[str, Any]]]]
+
+
+@pytest.fixture
+def score(runs: Runs, tmp_path: Path) -> Score:
+    """Runs lines to their end; returns those of the output file and of the error file."""
+
+    def run(lines: list[Any] | Path, answer: Answer = shout, **options: Any) -> Any:
+        source = lines if isinstance(lines, Path) else write(tmp_path / "in.jsonl", lines)
+        planned = runs.plan(source, input_format="openai-batch", rows_per_shard=2, **options)
+        assert planned["shards"] > 0
+        assert not (runs.output / "output.jsonl").exists()
+        runs.work(answer)
+        return read(tmp_path)
+
+    return run
 
 
 def read(tmp_path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -68,7 +85,7 @@ def read(tmp_path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return output, errors
 
 
-def test_openais_types_read_what_its_lines_get(runs: Runs, make_context: MakeContext, tmp_path: Path) -> None:
+def test_openais_types_read_what_its_lines_get(score: Score) -> None:
     lines = [
         chat("c-1", "hello", model="m", temperature=0, max_completion_tokens=5, stream=False, user="u"),
         complete("t-1", "a text", max_tokens=3),
@@ -76,11 +93,7 @@ def test_openais_types_read_what_its_lines_get(runs: Runs, make_context: MakeCon
         complete("t-3", [1, 2, 3]),
         chat("ünï/ 4", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
     ]
-    planned = score(make_context(), write(tmp_path / "requests.jsonl", lines), tmp_path)
-    assert (planned["rows"], planned["shards"]) == (5, 3)
-    assert not (runs.output / "output.jsonl").exists()
-    runs.work()
-    output, errors = read(tmp_path)
+    output, errors = score(lines)
     assert errors == []
     assert [line["custom_id"] for line in output] == ["c-1", "t-1", "t-2", "t-3", "ünï/ 4"]
     assert len({line["id"] for line in output}) == 5
@@ -96,14 +109,13 @@ def test_openais_types_read_what_its_lines_get(runs: Runs, make_context: MakeCon
     assert len({body["id"] for body in bodies}) == 5
 
 
-def test_each_line_has_values_of_its_own_and_a_seed_that_stays(
-    make_context: MakeContext, redis: Redis, tmp_path: Path
-) -> None:
+def test_each_line_has_values_of_its_own_and_a_seed_that_stays(runs: Runs, tmp_path: Path) -> None:
     lines = [complete("a", "p", temperature=0.5), complete("b", "p", seed=3), complete("c", "p", seed=None)]
-    score(make_context(), write(tmp_path / "in.jsonl", lines), tmp_path, sampling={"seed": 1})
+    source = write(tmp_path / "in.jsonl", lines)
+    runs.plan(source, input_format="openai-batch", rows_per_shard=2, sampling={"seed": 1})
 
     def requests() -> list[Request]:
-        opened = [opened_task(make_context(), job.func_name, job.args) for job in queued_jobs(redis)]
+        opened = [opened_task(runs.context(), job.func_name, job.args) for job in runs.jobs]
         found = [request for task in opened for request in task.requests()]
         for task in opened:
             task.close()
@@ -117,18 +129,14 @@ def test_each_line_has_values_of_its_own_and_a_seed_that_stays(
     assert first[0].sampling["temperature"] == 0.5
 
 
-def test_lines_of_embeddings_are_what_openais_types_read(
-    runs: Runs, make_context: MakeContext, tmp_path: Path
-) -> None:
+def test_lines_of_embeddings_are_what_openais_types_read(score: Score) -> None:
     lines = [embed("a", "x"), complete("b", "p"), embed("c", [[5, 6], "yz"], encoding_format="base64")]
-    score(make_context(), write(tmp_path / "in.jsonl", lines), tmp_path)
     numbers = [0.5, -1.25]
 
     def answer(request: Request) -> FakeCompletion:
         return replace(shout(request), embedding=numbers if request.kind == "embed" else None)
 
-    runs.work(answer=answer)
-    found = [json.loads(line) for line in (runs.output / "output.jsonl").read_text().splitlines()]
+    found, _ = score(lines, answer)
     bodies = {line["custom_id"]: line["response"]["body"] for line in found}
     read = CreateEmbeddingResponse.model_validate(bodies["a"], strict=True)
     assert read.data[0].embedding == numbers
@@ -137,9 +145,7 @@ def test_lines_of_embeddings_are_what_openais_types_read(
     assert bodies["b"]["object"] == "text_completion"
 
 
-def test_a_bad_line_costs_that_line_and_says_why(
-    redis: Redis, make_context: MakeContext, tmp_path: Path
-) -> None:
+def test_a_bad_line_costs_that_line_and_says_why(runs: Runs, score: Score) -> None:
     bad: list[tuple[Any, str]] = [
         ("{no json", "line 2 is not JSON"),
         ("[1]", "line 3 is JSON, but no object"),
@@ -159,13 +165,7 @@ def test_a_bad_line_costs_that_line_and_says_why(
         return refuse("too long for me") if refused else shout(request)
 
     lines = [complete("ok"), *(line for line, _ in bad), complete("last")]
-
-    def checked() -> JobContext:
-        return replace(make_context(), check_sampling=check_sampling)
-
-    score(checked(), write(tmp_path / "in.jsonl", lines), tmp_path)
-    work_off(redis, checked, answer=answer)
-    output, errors = read(tmp_path)
+    output, errors = score(lines, answer)
     assert [line["custom_id"] for line in output] == ["ok", "last"]
     assert len(errors) == len(bad)
     for line, (asked, reason) in zip(errors, bad, strict=True):
@@ -174,32 +174,24 @@ def test_a_bad_line_costs_that_line_and_says_why(
         assert reason in line["error"]["message"], (reason, line)
         name = asked.get("custom_id") if isinstance(asked, dict) else None
         assert line["custom_id"] == (name if isinstance(name, str) else None)
-    manifest = json.loads((tmp_path / "out" / "_manifest.json").read_text())
-    assert (manifest["rows"], manifest["errors"]) == (len(lines), len(bad))
-    assert manifest["output"] == ["output.jsonl", "errors.jsonl"]
+    assert (runs.manifest["rows"], runs.manifest["errors"]) == (len(lines), len(bad))
+    assert runs.manifest["output"] == ["output.jsonl", "errors.jsonl"]
 
 
-def test_a_custom_id_is_known_again_in_another_file_and_shard(
-    runs: Runs, make_context: MakeContext, tmp_path: Path
-) -> None:
+def test_a_custom_id_is_known_again_in_another_file_and_shard(score: Score, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     write(tmp_path / "in" / "a.jsonl", [complete(f"{number}") for number in range(5)])
     packed = json.dumps(complete("3")) + "\n{bad\n" + json.dumps(complete("new")) + "\n"
     (tmp_path / "in" / "b.jsonl.gz").write_bytes(gzip.compress(packed.encode()))
-    score(make_context(), str(tmp_path / "in"), tmp_path)
-    runs.work()
-    output, errors = read(tmp_path)
+    output, errors = score(tmp_path / "in")
     assert [line["custom_id"] for line in output] == ["0", "1", "2", "3", "4", "new"]
     assert [line["custom_id"] for line in errors] == ["3", None]
 
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"template": "{body}"}, {"keep": ["url"]},
-        {"sampling": {"max_tokens": 4}},
-    ],
-)  # fmt: skip
+    [{"template": "{body}"}, {"keep": ["url"]}, {"sampling": {"max_tokens": 4}}, {"single_file": "csv"}],
+)
 def test_what_the_lines_say_is_not_said_twice(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidJob, match=f"{next(iter(options))} and a batch file"):
         RunSpec.from_arguments("in.jsonl", str(tmp_path), input_format="openai-batch", **options)
@@ -213,20 +205,17 @@ def test_the_command_line_takes_a_batch(runs: Runs, tmp_path: Path, invoke: Invo
     runs.work()
     output, errors = read(tmp_path)
     assert ([line["custom_id"] for line in output], errors) == (["a", "b"], [])
-    assert "openai-batch" in invoke("submit", "--help").output
     refused = invoke("submit", source, tmp_path / "o", "--format", "openai-batch", "--max-tokens", "5")
     assert "sampling and a batch file" in refused.output
 
 
 @pytest.mark.parametrize("alias", [["gpt-4o-mini", "gpt-4o"], ["*"]])
 def test_lines_that_name_a_model_are_answered_by_the_served_one_where_that_is_asked_for(
-    runs: Runs, make_context: MakeContext, tmp_path: Path, alias: list[str]
+    score: Score, alias: list[str]
 ) -> None:
     lines = [complete("a", model="gpt-4o"), chat("b", "hello", model="gpt-4o-mini"), complete("c", model="m")]
     lines += [complete("d", model="other"), complete("e", model=5)]
-    score(make_context(), write(tmp_path / "in.jsonl", lines), tmp_path, model_alias=alias)
-    runs.work()
-    output, errors = read(tmp_path)
+    output, errors = score(lines, model_alias=alias)
     others = [] if alias == ["*"] else ["d"]
     assert [line["custom_id"] for line in output] == [each for each in "abcd" if each not in others]
     assert {line["response"]["body"]["model"] for line in output} == {"m"}

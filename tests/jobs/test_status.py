@@ -166,16 +166,6 @@ def test_submit_waits_for_the_verdict_of_a_planning_that_is_soon_there(
     assert result.stdout == ""
 
 
-def test_a_column_that_is_not_there_is_refused_before_anything_is_queued(
-    invoke: Invoke, redis: Redis, source: Path, tmp_path: Path
-) -> None:
-    for options in (["--prompt-column", "text"], ["--template", "{text}"], ["--messages-column", "text"]):
-        result = invoke("submit", source, tmp_path / "out", *options)
-        assert result.exit_code == 1
-        assert "MissingColumn: no column 'text'" in result.output
-    assert queued_jobs(redis) == []
-
-
 def plan_as_a_worker(redis: Redis, make_context: MakeContext) -> None:
     """Carry out the planning that waits, and leave its result."""
     (job,) = queued_jobs(redis)
@@ -186,21 +176,14 @@ def plan_as_a_worker(redis: Redis, make_context: MakeContext) -> None:
     Result.create(job, Result.Type.SUCCESSFUL, ttl=600, return_value=value)
 
 
-@pytest.mark.parametrize("options", [(), ("--wait",)])
 def test_submitting_a_finished_run_says_that_it_is_already_finished(
-    runs: Runs,
-    invoke: Invoke,
-    redis: Redis,
-    make_context: MakeContext,
-    source: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: tuple[str, ...],
+    runs: Runs, invoke: Invoke, redis: Redis, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs.plan(source)
     runs.work()
     add_worker(redis, "w")
-    monkeypatch.setattr(waiting.time, "sleep", lambda seconds: plan_as_a_worker(redis, make_context))
-    result = invoke("submit", source, runs.output, *options)
+    monkeypatch.setattr(waiting.time, "sleep", lambda seconds: plan_as_a_worker(redis, runs.context))
+    result = invoke("submit", source, runs.output)
     assert result.exit_code == 0
     assert "the run is already finished: its 5 rows are in" in result.stderr
 
