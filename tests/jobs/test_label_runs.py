@@ -64,7 +64,7 @@ def score(runs: Runs, tmp_path: Path) -> Score:
 
     def run(out: str = "out", **arguments: Any) -> pa.Table:
         arguments = {"template": "{text}: ", "labels": LABELS, **arguments}
-        runs.plan(str(tmp_path / "in.parquet"), str(tmp_path / out), **arguments)
+        runs.plan(output=tmp_path / out, **arguments)
         runs.work(answer=likely)
         assert (tmp_path / out / "_SUCCESS").exists()
         return None if "single_file" in arguments else pq.read_table(tmp_path / out)
@@ -134,13 +134,9 @@ def test_a_chat_is_calibrated_with_a_chat(score: Score, tmp_path: Path) -> None:
     template = [{"role": "system", "content": "Judge."}, {"role": "user", "content": "{text}?"}]
     (row,) = score(template=template, calibrate=True).to_pylist()
     check(row, expected("a?", "N/A?"))
-    chats = [json.dumps([{"role": "user", "content": "hi"}])]
-    pq.write_table(pa.table({"messages": chats}), tmp_path / "in.parquet")
-    (row,) = score("chats", template=None, messages_column="messages", calibrate=True).to_pylist()
-    check(row, expected("hi", "N/A"))
 
 
-def test_columns_are_chosen_named_and_written_in_all_formats(score: Score, tmp_path: Path) -> None:
+def test_columns_are_chosen_named_and_written_as_json(score: Score, tmp_path: Path) -> None:
     write(tmp_path, ["a", None])
     table = score(keep=["id"], output_prefix="x_", limit=1)
     assert table.column_names == ["id", *("x_" + name for name in (*ADDED, *TOKENS))]
@@ -148,9 +144,6 @@ def test_columns_are_chosen_named_and_written_in_all_formats(score: Score, tmp_p
     lines = [json.loads(line) for line in (tmp_path / "json" / "output.jsonl").read_text().splitlines()]
     assert lines[0]["probabilities"] == pytest.approx(dict(zip(LABELS, expected("a: "), strict=True)))
     assert lines[1]["probabilities"] is None
-    score("csv", single_file="csv")
-    rows = pyarrow.csv.read_csv(tmp_path / "csv" / "output.csv").to_pylist()
-    assert json.loads(rows[0]["probabilities"]) == pytest.approx(lines[0]["probabilities"])
     pq.write_table(pa.table({"text": ["a"], "label": ["b"]}), tmp_path / "in.parquet")
     with pytest.raises(ColumnConflict, match="label"):
         score("clash")
@@ -172,21 +165,8 @@ def test_what_does_not_go_together_is_refused_by_name(
         RunSpec.from_arguments("in", str(tmp_path), **arguments)
 
 
-def test_a_template_that_cannot_say_nothing_is_refused_when_the_run_is_planned(
-    runs: Runs, tmp_path: Path
-) -> None:
+def test_submit_takes_labels(invoke: Invoke, runs: Runs, tmp_path: Path) -> None:
     write(tmp_path, ["a"])
-    template = "{{ text.missing.more }}"
-    arguments = {"template": template, "template_format": "jinja", "labels": LABELS, "calibrate": True}
-    with pytest.raises(InvalidJob, match="calibrate asks the template with 'N/A' for each column"):
-        runs.plan(**arguments)
-
-
-def test_submit_takes_labels(invoke: Invoke, tmp_path: Path) -> None:
-    write(tmp_path, ["a"])
-    files = [str(tmp_path / "in.parquet"), str(tmp_path / "out")]
-    refused = invoke("submit", *files, "--template", "{text}", "--labels", "yes")
-    assert refused.exit_code != 0
-    assert "labels holds 1, expected 2 to 1000" in refused.output
     options = ["--template", "{text}", "--labels", "yes, no", "--calibrate"]
-    assert invoke("submit", *files, *options).exit_code == 0
+    assert invoke("submit", runs.source, runs.output, *options).exit_code == 0
+    assert runs.jobs[0].kwargs["labels"] == ["yes", "no"]

@@ -5,74 +5,56 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from redis import Redis
 
 from jobs import errors
-from jobs.context import JobContext
-from jobs.context.shared_files import SharedFiles
-from jobs.parquet.planner import Submission, plan_run
-from jobs.parquet.run_folder import RunFolder
-from jobs.parquet.shard_work import ShardWork, trusted_plan
 from jobs.parquet.storage import Storage
 from jobs.runs.names import PLAN, part_name
 from jobs.runs.spec import RunSpec
-from jobs.runs.state import RunState
-from tests.jobs.answering import queued_jobs, run_task, shout
-from tests.jobs.conftest import MakeContext
+from tests.jobs.answering import run_task
+from tests.jobs.killing import Executions, finish
 from tests.jobs.runs import Runs
-
-Swap = Callable[[], None]
 
 
 class SwappedBefore(Storage):
     """Calls `swap` once, when a file operation has been asked for and every check before it was made."""
 
-    def __init__(self, roots: tuple[str, ...], operation: str, swap: Swap) -> None:
+    def __init__(self, roots: tuple[str, ...], operation: str, swap: Callable[[], None]) -> None:
         super().__init__(roots)
         self.operation, self.swap = operation, swap
 
-    def _meet(self, operation: str) -> None:
-        if operation == self.operation:
+
+def _swapping(operation: str) -> Callable[..., Any]:
+    def swap_and_go_on(self: SwappedBefore, *arguments: Any) -> Any:
+        if operation == self.operation and not arguments[0].endswith(f"/{PLAN}"):
             self.operation = ""
             self.swap()
+        return getattr(super(SwappedBefore, self), operation)(*arguments)
 
-    def make_folder(self, path: str) -> None:
-        self._meet("make_folder")
-        super().make_folder(path)
+    return swap_and_go_on
 
-    def open_input(self, path: str) -> Any:
-        self._meet("open_input")
-        return super().open_input(path)
 
-    def open_output(self, path: str) -> Any:
-        self._meet("open_output")
-        return super().open_output(path)
-
-    def publish(self, temporary: str, target: str) -> bool:
-        self._meet("publish")
-        return super().publish(temporary, target)
-
-    def replace(self, temporary: str, target: str) -> bool:
-        self._meet("replace")
-        return super().replace(temporary, target)
-
-    def delete(self, path: str) -> None:
-        self._meet("delete")
-        super().delete(path)
+for _operation in ("make_folder", "open_input", "open_output", "publish", "replace", "delete"):
+    setattr(SwappedBefore, _operation, _swapping(_operation))
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
-    path = tmp_path / "in" / "in.parquet"
-    path.parent.mkdir()
-    pq.write_table(pa.table({"prompt": ["a", "b", "c"]}), path)
-    return path
+def runs(runs: Runs) -> Runs:
+    runs.source = runs.source.parent / "in" / "in.parquet"
+    runs.source.parent.mkdir()
+    pq.write_table(pa.table({"prompt": ["a", "b", "c"]}), runs.source)
+    return runs
+
+
+@pytest.fixture
+def executions(runs: Runs) -> Executions:
+    return Executions(runs, RunSpec.from_arguments(str(runs.source), str(runs.output)))
 
 
 @pytest.fixture
@@ -91,120 +73,76 @@ def put_back(path: Path) -> None:
     Path(f"{path}.real").rename(path)
 
 
-def work_on(context: JobContext, storage: Storage, run: str, output: Path) -> ShardWork:
-    """Open the one shard of a run and answer its requests."""
-    plan = trusted_plan(storage, str(output / PLAN), run, SharedFiles())
-    folder = RunFolder(storage, plan, RunState(context.connection, run), context.execution_id)
-    work = ShardWork(context, folder, 0)
-    for index, request in enumerate(work.requests()):
-        work.deliver(index, [shout(request)])
-    return work
-
-
-def finish(work: ShardWork) -> None:
-    work.result()
-    work.close()
-
-
 @pytest.mark.parametrize("operation", ["open_output", "publish", "replace", "delete"])
 def test_nothing_of_a_shard_is_written_where_its_folder_is_swapped_for_a_link(
-    runs: Runs, make_context: MakeContext, source: Path, tmp_path: Path, outside: Path, operation: str
+    runs: Runs, executions: Executions, outside: Path, operation: str
 ) -> None:
-    output = runs.output
-    run = runs.plan(source, output)["run"]
+    executions.plan()
     (outside / "_tmp.precious.tmp").touch()  # as what the end of a run removes
-    storage = SwappedBefore((str(tmp_path),), operation, lambda: swap_for_link(output, outside))
-    work = work_on(make_context(), storage, run, output)
+    swap = partial(swap_for_link, runs.output, outside)
+    work = executions.open(0, partial(SwappedBefore, operation=operation, swap=swap))
     with pytest.raises(errors.PathSwapped, match=r"out.*is a link now"):
         finish(work)
     assert os.listdir(outside) == ["_tmp.precious.tmp"]
-    put_back(output)
-    runs.plan(source, output)
-    runs.work()
-    assert pq.read_table(output)["completion"].to_pylist() == ["A", "B", "C"]
-    assert (output / "_SUCCESS").exists()
+    put_back(runs.output)
+    work.close()
+    assert runs.score()["completion"].to_pylist() == ["A", "B", "C"]
 
 
 @pytest.mark.parametrize("operation", ["make_folder", "open_output"])
 def test_no_plan_is_written_where_its_folder_is_swapped_for_a_link(
-    redis: Redis, context: JobContext, source: Path, tmp_path: Path, outside: Path, operation: str
+    runs: Runs, tmp_path: Path, outside: Path, operation: str
 ) -> None:
     above = tmp_path / "team"
     above.mkdir()
-    spec = RunSpec.from_arguments(str(source), str(above / "runs" / "out"))
-    storage = SwappedBefore((str(tmp_path),), operation, lambda: swap_for_link(above, outside))
+    executions = Executions(runs, RunSpec.from_arguments(str(runs.source), str(above / "runs" / "out")))
+    swap = partial(swap_for_link, above, outside)
     with pytest.raises(errors.PathSwapped, match=r"'team' is a link now"):
-        plan_run(context, storage, spec, Submission("bulk"))
+        executions.plan(partial(SwappedBefore, operation=operation, swap=swap))
     assert os.listdir(outside) == []
-    assert queued_jobs(redis) == []
+    assert runs.jobs == []
 
 
-def swap_file(source: Path, target: Path) -> None:
-    swap_for_link(source, target)
-
-
-def swap_folder(source: Path, target: Path) -> None:
-    swap_for_link(source.parent, target.parent)
-
-
-@pytest.mark.parametrize("swap", [swap_file, swap_folder])
+@pytest.mark.parametrize("is_folder", [False, True])
 def test_an_input_that_is_swapped_for_a_link_is_not_read(
-    runs: Runs,
-    redis: Redis,
-    make_context: MakeContext,
-    source: Path,
-    tmp_path: Path,
-    outside: Path,
-    swap: Callable[[Path, Path], None],
+    runs: Runs, executions: Executions, outside: Path, is_folder: bool
 ) -> None:
-    secret = outside / source.name
-    shutil.copy2(source, secret)  # so alike that nothing else tells
-    spec = RunSpec.from_arguments(str(source), str(runs.output))
-    storage = SwappedBefore((str(tmp_path),), "open_input", lambda: swap(source, secret))
+    shutil.copy2(runs.source, outside / runs.source.name)  # so alike that nothing else tells
+    path = runs.source.parent if is_folder else runs.source
+    target = outside if is_folder else outside / runs.source.name
+    swapped = partial(SwappedBefore, operation="open_input", swap=partial(swap_for_link, path, target))
     with pytest.raises(errors.PathSwapped):
-        plan_run(make_context(), storage, spec, Submission("bulk"))
-    put_back(source if swap is swap_file else source.parent)
-    run = runs.plan(source)["run"]
-    storage = SwappedBefore((str(tmp_path),), "", lambda: swap(source, secret))
-    plan = trusted_plan(storage, str(runs.output / PLAN), run, SharedFiles())
-    storage.operation = "open_input"
+        executions.plan(swapped)
+    put_back(path)
+    executions.plan()
     with pytest.raises(errors.RunError):
-        ShardWork(make_context(), RunFolder(storage, plan, RunState(redis, run), "e"), 0)
+        executions.open(0, swapped)
 
 
 @pytest.mark.timeout(10, method="thread")  # a wait in C ends by no signal
-def test_an_input_that_becomes_a_fifo_holds_up_nobody(
-    context: JobContext, source: Path, tmp_path: Path
-) -> None:
+def test_an_input_that_becomes_a_fifo_holds_up_nobody(runs: Runs, executions: Executions) -> None:
     def swap() -> None:
-        source.unlink()
-        os.mkfifo(source)
+        runs.source.unlink()
+        os.mkfifo(runs.source)
 
-    spec = RunSpec.from_arguments(str(source), str(tmp_path / "out"))
     with pytest.raises(errors.InputNotFound):
-        plan_run(context, SwappedBefore((str(tmp_path),), "open_input", swap), spec, Submission("bulk"))
+        executions.plan(partial(SwappedBefore, operation="open_input", swap=swap))
 
 
 @pytest.mark.timeout(10, method="thread")  # as above
-@pytest.mark.parametrize("planted", ["link", "fifo", "hard link"])
+@pytest.mark.parametrize("plant", [Path.symlink_to, Path.hardlink_to, lambda path, _: os.mkfifo(path)])
 def test_what_is_planted_under_a_temporary_name_is_replaced(
-    runs: Runs, make_context: MakeContext, source: Path, tmp_path: Path, planted: str
+    runs: Runs, tmp_path: Path, plant: Callable[[Path, Path], None]
 ) -> None:
-    output, victim = runs.output, tmp_path / "victim"
+    victim = tmp_path / "victim"
     victim.write_text("kept")
-    run = runs.plan(source, output)["run"]
+    runs.plan()
     (job,) = runs.jobs
-    context = make_context()
-    temporary = output / f"_tmp.{context.execution_id}.{part_name(0)}.tmp"
-    if planted == "fifo":
-        os.mkfifo(temporary)
-    elif planted == "link":
-        temporary.symlink_to(victim)
-    else:
-        temporary.hardlink_to(victim)
-    assert run_task(context, job.func_name, *job.args)["run"] == run
+    context = runs.context()
+    plant(runs.output / f"_tmp.{context.execution_id}.{part_name(0)}.tmp", victim)
+    run_task(context, job.func_name, *job.args)
     assert victim.read_text() == "kept"
-    assert pq.read_table(output).num_rows == 3
+    assert len(runs.rows()) == 3
 
 
 def test_a_path_with_dots_is_confined_as_what_it_means(tmp_path: Path, outside: Path) -> None:
