@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.context import JobContext
 from jobs.context.answer import Answer
 from jobs.context.answer_memo import ENTRY_BYTES, AnswerMemo
 from jobs.parquet.shard_requests import ShardRequests
@@ -128,19 +125,15 @@ def test_shards_that_are_open_together_end_with_every_rows_answer(shards: list[s
     assert [completions(shard) for shard in opened] == [prompts.upper() for prompts in shards]
 
 
-def test_a_run_counts_what_was_computed(
-    runs: Runs, make_context: Callable[[], JobContext], tmp_path: Path
-) -> None:
-    pq.write_table(pa.table({"prompt": ["x", "y", "x", "y", "z", "x"]}), runs.source)
+def test_a_run_counts_what_was_computed(runs: Runs) -> None:
+    runs.write(["x", "y", "x", "y", "z", "x"])
     runs.plan(
-        str(tmp_path / "in.parquet"),
-        str(runs.output),
         sampling=GREEDY,
         rows_per_shard=2,
     )
     answers = AnswerMemo()
     for job in runs.jobs:
-        run_task(replace(make_context(), answers=answers), job.func_name, *job.args)
+        run_task(replace(runs.context(), answers=answers), job.func_name, *job.args)
     manifest = runs.manifest
     assert (manifest["completion_tokens"], manifest["generated_tokens"]) == (6, 3)
     assert pq.read_table(runs.output)["completion"].to_pylist() == [*"XYXYZX"]

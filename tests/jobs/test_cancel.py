@@ -37,7 +37,7 @@ NUM_SHARDS = 32
 
 
 @pytest.fixture
-def workers(redis: Redis, redis_url: str, tmp_path: Path) -> Iterator[Workers]:
+def workers(redis_url: str, tmp_path: Path) -> Iterator[Workers]:
     started = ForkedWorkers(redis_url, tmp_path)
     yield started
     started.close()

@@ -165,7 +165,7 @@ def score(runs: Runs, tmp_path: Path) -> Score:
 
     def run(out: str = "out", answer: Any = brackets, **arguments: Any) -> pa.Table:
         arguments = {"sampling": GREEDY, "prompts": TWO, **arguments}
-        runs.plan(str(tmp_path / "in.parquet"), str(tmp_path / out), **arguments)
+        runs.plan(output=tmp_path / out, **arguments)
         runs.work(answer=answer)
         assert (tmp_path / out / "_SUCCESS").exists()
         return pq.read_table(tmp_path / out)
@@ -273,4 +273,4 @@ def test_an_execution_that_died_between_two_prompts_leaves_the_same_answers_to_t
     assert died.has_more
     next(died.requests())
     runs.work(answer=brackets)
-    assert pq.read_table(runs.output).equals(whole)
+    assert pq.read_tableruns.output.equals(whole)

@@ -9,9 +9,8 @@ from redis import Redis
 from jobs.cli import commands as cli
 from jobs.cli import waiting
 from jobs.common.version import code_version
-from jobs.runs.snapshot import read_snapshot
 from tests.jobs.answering import fail, queued_jobs
-from tests.jobs.conftest import Invoke, MakeContext
+from tests.jobs.conftest import Invoke
 from tests.jobs.runs import Runs
 
 
@@ -29,9 +28,7 @@ def test_submit_prints_the_run_and_enqueues_only_its_planning(
     assert len(runs.jobs) == 1
 
 
-def test_every_common_sampling_value_is_an_option(
-    invoke: Invoke, redis: Redis, source: Path, tmp_path: Path
-) -> None:
+def test_every_common_sampling_value_is_an_option(runs: Runs, invoke: Invoke, source: Path) -> None:
     """It goes before the same value of --sampling, as JSON, and one that is not given is not there."""
     options = [
         *("--sampling", '{"presence_penalty": 2, "min_tokens": 1}', "--presence-penalty", 0.5),
@@ -40,33 +37,29 @@ def test_every_common_sampling_value_is_an_option(
         *("--structured-outputs", '{"json": {"b": 1, "a": 2}}'),
         *("--include-stop-str-in-output", "--no-skip-special-tokens", "--truncate-prompt-tokens", -1),
     ]
-    result = invoke("submit", source, tmp_path / "out", *options)
+    result = invoke("submit", source, runs.output, *options)
     assert result.exit_code == 0, result.output
-    (job,) = queued_jobs(redis)
+    (job,) = runs.jobs
     assert job.kwargs["sampling"] == {
         "presence_penalty": 0.5, "min_tokens": 1, "frequency_penalty": -1.0, "repetition_penalty": 1.2,
         "logit_bias": {"5": 2.5}, "allowed_token_ids": [5, 6], "bad_words": ["no, never", "maybe"],
         "structured_outputs": {"json": {"b": 1, "a": 2}},
         "include_stop_str_in_output": True, "skip_special_tokens": False, "truncate_prompt_tokens": -1,
     }  # fmt: skip
-    shown = invoke("submit", "--help").output
-    assert all(
-        f"--{name.replace('_', '-')} " in shown for name in job.kwargs["sampling"].keys() - {"min_tokens"}
-    )
 
 
 def test_relative_paths_start_at_the_callers_folder(
-    invoke: Invoke, redis: Redis, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, invoke: Invoke, source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert invoke("submit", "in.parquet", "out").exit_code == 0
-    (job,) = queued_jobs(redis)
+    (job,) = runs.jobs
     assert job.kwargs["input"] == [str(source)]
-    assert job.kwargs["output"] == str(tmp_path / "out")
+    assert job.kwargs["output"] == str(runs.output)
 
 
 def test_submitting_twice_plans_once_and_again_after_the_end(
-    invoke: Invoke, redis: Redis, make_context: MakeContext, source: Path, tmp_path: Path
+    invoke: Invoke, redis: Redis, source: Path, tmp_path: Path
 ) -> None:
     for _ in range(2):
         assert invoke("submit", source, tmp_path / "out").exit_code == 0
@@ -90,32 +83,34 @@ def test_submitting_twice_plans_once_and_again_after_the_end(
     ],
 )
 def test_wrong_options_fail_before_anything_is_enqueued(
-    invoke: Invoke, redis: Redis, source: Path, tmp_path: Path, options: list[str], says: str
+    runs: Runs, invoke: Invoke, source: Path, options: list[str], says: str
 ) -> None:
-    result = invoke("submit", source, tmp_path / "out", *options)
+    result = invoke("submit", source, runs.output, *options)
     assert result.exit_code != 0
     assert says in result.output
-    assert queued_jobs(redis) == []
+    assert runs.jobs == []
     assert "Traceback" not in result.output
 
 
-def test_a_template_may_come_from_a_file(invoke: Invoke, redis: Redis, source: Path, tmp_path: Path) -> None:
+def test_a_template_may_come_from_a_file(
+    runs: Runs, invoke: Invoke, source: Path, redis: Redis, tmp_path: Path
+) -> None:
     template = tmp_path / "template.txt"
     for text in ("Is this good?\n\n{prompt}\n", "\ufeffIs this good?\n\n{prompt}\r\n"):  # as editors save it
         template.write_bytes(text.encode())
-        assert invoke("submit", source, tmp_path / "out", "--template-file", template).exit_code == 0
-        (job,) = queued_jobs(redis)
+        assert invoke("submit", source, runs.output, "--template-file", template).exit_code == 0
+        (job,) = runs.jobs
         assert job.kwargs["template"] == "Is this good?\n\n{prompt}"
         redis.flushall()
 
 
 def test_a_forgotten_output_folder_is_named_before_an_input_is_taken_for_it(
-    invoke: Invoke, redis: Redis, source: Path, tmp_path: Path
+    runs: Runs, invoke: Invoke, source: Path, tmp_path: Path
 ) -> None:
     result = invoke("submit", tmp_path / "more.parquet", source)
     assert result.exit_code == 2
     assert f"OUT is the file {source}" in result.output
-    assert queued_jobs(redis) == []
+    assert runs.jobs == []
 
 
 def test_an_unknown_run_is_said_clearly(invoke: Invoke) -> None:
@@ -142,27 +137,14 @@ def test_a_bad_url_is_refused_without_its_password(url: str) -> None:
     assert "s3cret" not in result.output
 
 
-def test_submitting_a_finished_run_again_finds_it_finished(
-    runs: Runs, invoke: Invoke, redis: Redis, source: Path
-) -> None:
-    runs.plan(source)
-    runs.work()
-    run = invoke("submit", source, runs.output).stdout.strip()
-    assert read_snapshot(redis, run).state == "planning"
-    assert runs.work()[0]["shards_enqueued"] == 0
-    assert runs.jobs == []
-    snapshot = read_snapshot(redis, run)
-    assert (snapshot.state, snapshot.rows_done) == ("finished", 5)
-
-
 def test_a_failed_planning_is_told_with_exit_status_1(
-    invoke: Invoke, redis: Redis, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, invoke: Invoke, source: Path, monkeypatch: pytest.MonkeyPatch, redis: Redis
 ) -> None:
     def planning_fails(seconds: float) -> None:
-        fail(redis, queued_jobs(redis)[0], "jobs.errors.MissingColumn: no column 'prompt'")
+        fail(redis, runs.jobs[0], "jobs.errors.MissingColumn: no column 'prompt'")
 
     monkeypatch.setattr(waiting.time, "sleep", planning_fails)
-    result = invoke("submit", source, tmp_path / "out", "--wait")
+    result = invoke("submit", source, runs.output, "--wait")
     assert result.exit_code == 1
     assert "planning: jobs.errors.MissingColumn: no column 'prompt'" in result.stderr
     assert "planning failed" in result.stderr
@@ -183,25 +165,19 @@ def test_wait_runs_to_success_and_logs_a_line_for_each_state(
 
 
 def test_ctrl_c_leaves_the_run_going_and_says_how_to_follow_it(
-    invoke: Invoke, redis: Redis, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, invoke: Invoke, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(waiting.time, "sleep", interrupt)
-    result = invoke("submit", source, tmp_path / "out", "--wait")
+    result = invoke("submit", source, runs.output, "--wait")
     assert result.exit_code == 130
     assert "tokenmill status" in result.stderr
-    assert len(queued_jobs(redis)) == 1
+    assert len(runs.jobs) == 1
 
 
 def test_the_version_is_told() -> None:
     result = click.testing.CliRunner().invoke(cli.main, ["--version"])
     assert result.exit_code == 0
     assert result.output.strip() == f"tokenmill, version {code_version()}"
-
-
-def test_the_help_shows_each_commands_whole_summary(invoke: Invoke) -> None:
-    commands = invoke("--help").stdout.partition("Commands:")[2]
-    assert commands.count("\n  ") == len(cli.main.commands)
-    assert "..." not in commands

@@ -62,7 +62,9 @@ def test_answers_stand_in_the_order_of_depends_on_whatever_the_job_returned(
     context: JobContext, ended: Ended, after: Any
 ) -> None:
     completion = run_task(context, "jobs.complete", "a")
-    chat = run_task(context, "jobs.chat", [{"role": "user", "content": "b"}], answer=lambda _: text("B"))
+    chat = run_task(
+        context, "jobs.chat", [{"role": "user", "content": "b"}], answer=lambda _: FakeCompletion("B")
+    )
     several = run_task(context, "jobs.complete", ["c", "d"], n=2)
     jobs = [ended(value) for value in (several, chat, completion, {"n": 3}, "plain", [1, None], 7)]
     context = after(*jobs)
@@ -71,10 +73,6 @@ def test_answers_stand_in_the_order_of_depends_on_whatever_the_job_returned(
     assert prompt_of(context, "{{ answers | length }}: {{ answers[2] }} {{ answers[3].n + 1 }}") == "7: A 4"
     assert prompt_of(context, "{{ results[2].usage.prompt_tokens }} {{ results[4] }}") == "1 plain"
     assert prompt_of(context, "{{ answers[0] | join(', ') }}") == "C, C!, D, D!"
-
-
-def text(content: str) -> FakeCompletion:
-    return FakeCompletion(content)
 
 
 def test_more_jobs_than_are_read_at_a_time_keep_their_order(ended: Ended, after: Any) -> None:
@@ -96,19 +94,17 @@ def test_contents_of_messages_are_templates_and_an_answer_is_never_one(ended: En
 
 def test_a_classification_may_be_of_answers_too(ended: Ended, after: Any) -> None:
     context, turns = after(ended("good")), [{"role": "user", "content": "{{ answers[0] }}?"}]
-    for given, asked in [
-        ({"prompt_template": "{{ answers[0] }}!"}, "good!"),
-        ({"messages_template": turns}, None),
-    ]:
-        options = {"labels": ["yes", "no"], **given}
-        (request,) = opened_task(context, "jobs.classify", [], options).requests()
-        assert request.prompt == asked
-        assert request.messages == (None if asked else [{"role": "user", "content": "good?"}])
+    options = {"labels": ["yes", "no"], "messages_template": turns}
+    (request,) = opened_task(context, "jobs.classify", [], options).requests()
+    assert request.messages == [{"role": "user", "content": "good?"}]
 
 
 def test_a_job_that_failed_has_null_for_its_answer(ended: Ended, after: Any, context: JobContext) -> None:
     partly = run_task(
-        context, "jobs.complete", ["a", "b"], answer=lambda r: refuse("no") if r.prompt == "b" else text("A")
+        context,
+        "jobs.complete",
+        ["a", "b"],
+        answer=lambda r: refuse("no") if r.prompt == "b" else FakeCompletion("A"),
     )
     nothing, failed = ended(None), ended(kind=Result.Type.FAILED)
     context = after(Dependency([nothing, failed, ended(partly)], allow_failure=True))

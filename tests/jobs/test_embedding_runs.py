@@ -13,12 +13,12 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from redis import Redis
 
+from jobs.context import JobContext
 from jobs.errors import ColumnConflict, InvalidJob
 from jobs.runs.spec import RunSpec
 from jobs.tasks import Request
-from tests.jobs.answering import MODEL, FakeCompletion, refuse, score_parquet, work_off
+from tests.jobs.answering import MODEL, FakeCompletion, refuse, score_parquet
 from tests.jobs.conftest import MakeContext
 from tests.jobs.runs import Runs
 
@@ -34,17 +34,17 @@ def numbers(text: str, size: int) -> list[float]:
 
 
 @pytest.fixture
-def context(make_context: MakeContext) -> MakeContext:
+def make_context(make_context: MakeContext) -> MakeContext:
     model = replace(MODEL, embedding_size=SIZE, embedding_prompts=("document", "query"))
     return lambda: replace(make_context(), model=model)
 
 
 @pytest.fixture
-def embed(redis: Redis, context: MakeContext, tmp_path: Path) -> Embed:
+def embed(runs: Runs) -> Embed:
     """Runs the texts to their end; returns what the engine was asked."""
-    pq.write_table(pa.table({"id": range(len(TEXTS)), "prompt": TEXTS}), tmp_path / "in.parquet")
+    runs.write(TEXTS)
 
-    def run(out: str = "out", **arguments: Any) -> list[Request]:
+    def run(**arguments: Any) -> list[Request]:
         asked: list[Request] = []
 
         def answer(request: Request) -> FakeCompletion:
@@ -55,9 +55,9 @@ def embed(redis: Redis, context: MakeContext, tmp_path: Path) -> Embed:
             return FakeCompletion(num_prompt_tokens=3, embedding=numbers(str(request.prompt), size))
 
         arguments = {"task": "embed", "rows_per_shard": 3, **arguments}
-        score_parquet(context(), str(tmp_path / "in.parquet"), str(tmp_path / out), **arguments)
-        work_off(redis, context, answer=answer)
-        assert (tmp_path / out / "_SUCCESS").exists()
+        runs.plan(**arguments)
+        runs.work(answer)
+        assert (runs.output / "_SUCCESS").exists()
         return asked
 
     return run
@@ -111,13 +111,12 @@ def test_what_does_not_go_together_is_named(values: dict[str, Any], problem: str
 
 
 def test_a_run_that_this_model_cannot_do_fails_once_at_planning(
-    runs: Runs, embed: Embed, context: MakeContext, tmp_path: Path
+    runs: Runs, embed: Embed, context: JobContext
 ) -> None:
-    source, out = str(tmp_path / "in.parquet"), str(runs.output)
     with pytest.raises(InvalidJob, match="gives no embeddings"):
-        runs.plan(source, out, task="embed")
+        score_parquet(replace(context, model=MODEL), str(runs.source), str(runs.output), task="embed")
     with pytest.raises(InvalidJob, match="dimensions is 7, and embeddings of 'm' have 6"):
-        score_parquet(context(), source, out, task="embed", dimensions=7)
-    pq.write_table(pa.table({"prompt": ["a"], "embedding": [1]}), source)
+        runs.plan(task="embed", dimensions=7)
+    runs.write(["a"], embedding=[1])
     with pytest.raises(ColumnConflict, match="embedding"):
-        score_parquet(context(), source, out, task="embed")
+        runs.plan(task="embed")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from click import ClickException
 from redis import Redis
@@ -18,11 +15,9 @@ from jobs.runs.error_limit import ErrorLimit
 from jobs.runs.refusals import RunFailed
 from jobs.tasks import Request
 from jobs.watch.runs import list_runs
-from tests.jobs.answering import FakeCompletion, queued_jobs, refuse, shout, work_off
-from tests.jobs.conftest import Invoke, MakeContext
+from tests.jobs.answering import FakeCompletion, refuse, shout
+from tests.jobs.conftest import Invoke
 from tests.jobs.runs import Runs
-
-ON_END = "mine.done"
 
 
 def refuse_all(request: object) -> FakeCompletion:
@@ -30,10 +25,8 @@ def refuse_all(request: object) -> FakeCompletion:
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
-    path = tmp_path / "in.parquet"
-    pq.write_table(pa.table({"prompt": [f"{row}" for row in range(500)]}), path)
-    return path
+def source(runs: Runs) -> Path:
+    return runs.write([f"{row}" for row in range(500)])
 
 
 def submit(invoke: Invoke, source: Path, *options: object) -> str:
@@ -68,16 +61,15 @@ def test_a_stopped_run_is_resumed_with_a_higher_limit(
     assert (source.parent / "out" / "_SUCCESS").exists()
 
 
-@pytest.mark.parametrize("rows_per_shard", [100, 500])
 def test_a_finished_run_that_passes_the_limit_says_so_with_exit_status_1(
-    runs: Runs, invoke: Invoke, source: Path, monkeypatch: pytest.MonkeyPatch, rows_per_shard: int
+    runs: Runs, invoke: Invoke, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def answer(request: Request) -> FakeCompletion:  # the run's last rows alone fail: nothing is left to stop
         return refuse("x") if int(str(request.prompt)) >= 400 else shout(request)
 
     monkeypatch.setattr(waiting.time, "sleep", lambda seconds: runs.work(answer=answer))
     for limit, status in (("99", 1), ("99", 1), ("100", 0)):
-        options = ("--wait", "--rows-per-shard", rows_per_shard, "--max-errors", limit)
+        options = ("--wait", "--rows-per-shard", 100, "--max-errors", limit)
         result = invoke("submit", source, source.parent / "out", *options)
         assert "finished" in result.stdout
         assert result.exit_code == status, result.output
@@ -119,18 +111,12 @@ def test_a_limit_that_is_none_is_refused(limit: object) -> None:
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_run_all_of_whose_rows_fail_has_failed_however_few_they_are(
-    invoke: Invoke, redis: Redis, make_context: MakeContext, tmp_path: Path, rows: int
+    runs: Runs, invoke: Invoke, redis: Redis, rows: int
 ) -> None:
-    pq.write_table(pa.table({"prompt": ["a"] * rows}), tmp_path / "in.parquet")
-    submit = ("submit", tmp_path / "in.parquet", tmp_path / "out", "--on-end", ON_END)
-    run = invoke(*submit).stdout.strip()
-    allowing = lambda: replace(make_context(), allowed_functions=frozenset({ON_END}))  # noqa: E731
-    work_off(redis, allowing)
-    work_off(redis, allowing, answer=refuse_all)
-    (told,) = queued_jobs(redis)
-    assert (told.args[0]["state"], told.args[0]["errors"]) == ("failed", rows)
-    assert f"all its {rows} rows have an error" in told.args[0]["reason"]
-    redis.lrem("rq:queue:bulk", 1, told.id)
+    runs.write(["a"] * rows)
+    run = invoke("submit", runs.source, runs.output).stdout.strip()
+    for _ in range(2):
+        runs.work(refuse_all)
     assert f"run {run}: failed" in invoke("status", run).stdout
     assert [each.state for each in list_runs(redis)] == ["failed"]
     with pytest.raises(ClickException, match=f"all its {rows} rows have an error"):  # exit status 1

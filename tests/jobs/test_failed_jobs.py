@@ -116,7 +116,7 @@ def test_the_reason_is_the_class_at_the_beginning_of_the_last_line(line: str, re
     assert reason_of(line) == reason
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     fields=st.dictionaries(
         st.sampled_from(["data", "meta", "origin", "status", "ended_at", "created_at", "worker_name"]),

@@ -14,7 +14,7 @@ from rq import Queue
 from rq.job import JobStatus
 from rq.serializers import JSONSerializer
 
-from jobs.cli.progress import LINE_EVERY_S, Bar, Lines, duration_text
+from jobs.cli.progress import LINE_EVERY_S, Bar, Lines
 from jobs.runs.follow import End, follow
 from jobs.runs.names import shard_job_id
 from jobs.runs.snapshot import RunSnapshot, read_snapshot
@@ -68,13 +68,6 @@ def test_a_log_gets_a_line_for_each_state_and_every_few_seconds() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "told"), [(0.4, "0 s"), (59.6, "1 min 0 s"), (3600, "1 h 0 min"), (200_000, "2 d 7 h")]
-)
-def test_a_time_is_told_in_its_two_largest_units(seconds: float, told: str) -> None:
-    assert duration_text(seconds) == told
-
-
 class WorkersClock:
     """A clock whose sleep lets one thing happen at a time, as workers would meanwhile."""
 
@@ -117,18 +110,10 @@ def test_following_shows_rows_and_speed_until_the_run_ends(runs: Runs, redis: Re
     assert shown.warnings == []
 
 
-def test_speed_counts_from_the_end_of_planning_and_is_never_negative(redis: Redis) -> None:
-    looks = iter(
-        [
-            snapshot(tokens=9000, plan_status=JobStatus.STARTED),
-            snapshot(tokens=0, plan_status=JobStatus.STARTED),
-            snapshot(tokens=5000, plan_status=JobStatus.STARTED),
-            snapshot(tokens=5010),
-            snapshot(tokens=4000),
-            snapshot(tokens=4010),
-            snapshot(tokens=4020, finished=True),
-        ]
-    )
+def test_speed_counts_from_the_end_of_planning_and_is_never_negative() -> None:
+    planning = [snapshot(tokens=tokens, plan_status=JobStatus.STARTED) for tokens in (9000, 0, 5000)]
+    running = [snapshot(tokens=tokens) for tokens in (5010, 4000, 4010)]
+    looks = iter([*planning, *running, snapshot(tokens=4020, finished=True)])
     clock, shown = WorkersClock(*[lambda: None] * 6), Shown()
     follow(lambda: next(looks), shown, clock, clock.sleep)
     assert shown.speeds == [0.0, 0.0, 0.0, 20.0, 0.0, 20.0, 20.0]

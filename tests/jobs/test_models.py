@@ -6,31 +6,26 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import click.testing
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
-from jobs.cli import commands as cli
 from jobs.common.keys import MODEL_FIELD, SILENT_S, WORKER_STATS_TTL_S, worker_key
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
 from jobs.errors import ModelNotServed, RunOfAnotherModel
 from jobs.runs.control import submit_run
 from jobs.runs.snapshot import read_snapshot
-from tests.jobs.answering import MODEL, queued_jobs, run_task, score_parquet
-from tests.jobs.conftest import MakeContext
+from tests.jobs.answering import MODEL, run_task, score_parquet
+from tests.jobs.conftest import Invoke, MakeContext
 from tests.jobs.runs import Runs
 
 OTHER = ServedModel("other", "fingerprint of other", "bfloat16", "none")
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
-    path = tmp_path / "in.parquet"
-    pq.write_table(pa.table({"prompt": [*"abcdef"]}), path)
-    return path
+def source(runs: Runs) -> Path:
+    return runs.write([*"abcdef"])
 
 
 @pytest.fixture
@@ -57,7 +52,7 @@ def test_a_worker_with_another_model_computes_no_row_of_a_run(
     runs.run(first)
     with pytest.raises(RunOfAnotherModel, match=r"of model m \(float32, .*not of other \(bfloat16, "):
         run_task(serving_other(), second.func_name, *second.args)
-    assert [path.name for path in (runs.output).glob("part-*")] == ["part-00000.parquet"]
+    assert [path.name for path in runs.output.glob("part-*")] == ["part-00000.parquet"]
     # Of a part that is there no row is computed: any worker may count it, or end the run with it.
     assert not run_task(serving_other(), first.func_name, *first.args)["run_finished"]
     assert runs.run(second)["run_finished"]
@@ -91,7 +86,7 @@ def test_parts_and_manifest_say_what_answered(runs: Runs, source: Path) -> None:
 def test_only_the_named_model_plans_a_new_run(runs: Runs, serving_other: MakeContext, source: Path) -> None:
     with pytest.raises(ModelNotServed, match="'other'"):
         runs.plan(source, model="other")
-    assert not (runs.output).exists()
+    assert not runs.output.exists()
     score_parquet(serving_other(), str(source), str(runs.output), model="other")
     with pytest.raises(RunOfAnotherModel, match=r"of model other \(.*not of 'm'"):
         runs.plan(source, model="m")
@@ -100,40 +95,32 @@ def test_only_the_named_model_plans_a_new_run(runs: Runs, serving_other: MakeCon
 
 
 def test_status_names_the_model_that_a_run_awaits(
-    redis: Redis, redis_url: str, serving_other: MakeContext, source: Path, tmp_path: Path
+    redis: Redis, runs: Runs, invoke: Invoke, serving_other: MakeContext, source: Path
 ) -> None:
-    def invoke(*arguments: object) -> str:
-        result = click.testing.CliRunner().invoke(cli.main, ["--url", redis_url, *map(str, arguments)])
-        assert result.exit_code == 0, result.output
-        return result.output
-
     def start_worker(name: str, model: ServedModel) -> None:
         redis.sadd("rq:workers:bulk", f"rq:worker:{name}")
         redis.hset(f"rq:worker:{name}", "state", "idle")
         redis.set(worker_key(name), json.dumps({"models": model.names}))
 
     start_worker("w", MODEL)
-    run = invoke("submit", source, tmp_path / "out", "--model", "other").splitlines()[0]
-    (plan_job,) = queued_jobs(redis)
+    run = invoke("submit", source, runs.output, "--model", "other").output.splitlines()[0]
+    (plan_job,) = runs.jobs
     assert redis.hget(plan_job.key, MODEL_FIELD) == b"other"
-    assert "serves model other; none of the 1 there does" in invoke("status", run)
+    assert "serves model other; none of the 1 there does" in invoke("status", run).output
     plan_job.delete()
     score_parquet(serving_other(), **plan_job.kwargs)
-    assert "serves model other (bfloat16, " in invoke("status", run)
+    assert "serves model other (bfloat16, " in invoke("status", run).output
     start_worker("x", OTHER)
-    assert "awaits" not in invoke("status", run)
+    assert "awaits" not in invoke("status", run).output
     redis.expire(worker_key("x"), WORKER_STATS_TTL_S - 2 * SILENT_S)  # killed: RQ's key of it lives on
-    assert "serves model other (bfloat16, " in invoke("status", run)
+    assert "serves model other (bfloat16, " in invoke("status", run).output
 
 
 def test_a_waiting_planning_for_another_model_is_not_taken_for_this_submission(
-    redis: Redis, redis_url: str, source: Path, tmp_path: Path
+    redis: Redis, runs: Runs, invoke: Invoke, source: Path
 ) -> None:
-    def invoke(*arguments: str) -> click.testing.Result:
-        return click.testing.CliRunner().invoke(cli.main, ["--url", redis_url, *arguments])
-
-    submission = ["submit", str(source), str(tmp_path / "out"), "--model"]
-    run = submit_run(redis, "bulk", input=str(source), output=str(tmp_path / "out"), model="mispelt")
+    submission = ["submit", source, runs.output, "--model"]
+    run = submit_run(redis, "bulk", input=str(source), output=str(runs.output), model="mispelt")
     refused = invoke(*submission, "other")
     assert refused.exit_code == 1
     assert f"is being planned already, for model 'mispelt': wait for that, or `tokenmill cancel {run}`" in (

@@ -46,22 +46,6 @@ def test_info_counts_what_workers_have_set_aside(redis: Redis, redis_url: str) -
     assert "quarantine" not in tokenmill(redis_url, "info").stdout
     redis.xadd("tokenmill:quarantine", {"key": "rq:wip:bulk", "entry": b"\xff", "reason": "no text"})
     assert "quarantine: 1 entries or keys" in tokenmill(redis_url, "info").stdout
-    redis.delete("tokenmill:quarantine")
-    redis.set("tokenmill:quarantine", "of another type")
-    assert "quarantine" not in tokenmill(redis_url, "info").stdout
-
-
-def test_info_says_that_a_named_queue_does_not_exist(redis: Redis, redis_url: str, queue: Queue) -> None:
-    queue.enqueue("jobs.complete", "a")
-    redis.rpush("rq:queue:unregistered", "id")
-    seen = tokenmill(redis_url, "info", "nosuch", "bulk", "unregistered")
-    assert seen.exit_code == 1
-    assert "queue bulk: 1 waiting" in seen.output
-    assert "queue unregistered: 1 waiting" in seen.output
-    assert "no queue is named nosuch: there are bulk" in seen.output
-    assert "queue nosuch" not in seen.output
-    queue.delete()
-    assert tokenmill(redis_url, "info").exit_code == 0
 
 
 def test_a_pickle_written_as_a_job_runs_under_rqs_commands_and_not_under_ours(

@@ -14,7 +14,7 @@ from redis import Redis
 
 from jobs.cli import rows_commands
 from tests.jobs.answering import run_task
-from tests.jobs.conftest import Invoke, MakeContext
+from tests.jobs.conftest import Invoke
 from tests.jobs.runs import Runs
 from tests.jobs.test_verify import drawn
 
@@ -52,7 +52,7 @@ def test_rows_that_failed_are_listed_by_reason_with_file_and_row(
     assert f"run {planned}: 5 rows with an error" in text
     assert text.count("parquet") == 1
     assert "secret" not in text
-    (runs.output).rename(tmp_path / "moved")
+    runs.output.rename(tmp_path / "moved")
     result = invoke("errors", planned)
     assert "   3  1, 3, 5  it is broken" in result.stdout
     assert "not on this machine" in result.stderr
@@ -61,23 +61,18 @@ def test_rows_that_failed_are_listed_by_reason_with_file_and_row(
 
 
 def test_answers_are_shown_as_they_are_published_and_prompts_only_when_asked(
-    runs: Runs,
-    invoke: Invoke,
-    redis: Redis,
-    make_context: MakeContext,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    runs: Runs, invoke: Invoke, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pq.write_table(pa.table({"prompt": ["a", "b", "c\x1b[2J", None]}), runs.source)
+    runs.write(["a", "b", "c\x1b[2J", None])
     output = runs.output
-    run = runs.plan(str(tmp_path / "in.parquet"), str(output), rows_per_shard=1)["run"]
+    run = runs.plan(output=output, rows_per_shard=1)["run"]
     assert invoke("tail", run).stdout == ""
     left = runs.jobs
 
     def publish(*_: Any) -> None:
         if left:
             job = left.pop()
-            run_task(replace(make_context(), job_id=job.id), job.func_name, *job.args)
+            run_task(replace(runs.context(), job_id=job.id), job.func_name, *job.args)
             job.delete()
 
     publish()

@@ -244,7 +244,7 @@ def test_a_webhook_is_posted_until_it_is_taken(
 
 
 @pytest.fixture
-def workers(redis: Redis, redis_url: str, tmp_path: Path) -> Iterator[Workers]:
+def workers(redis_url: str, tmp_path: Path) -> Iterator[Workers]:
     started = ForkedWorkers(redis_url, tmp_path)
     yield started
     started.close()

@@ -64,7 +64,7 @@ def test_bad_rows_get_an_error_and_the_rest_goes_on(runs: Runs) -> None:
 
 def test_a_text_that_is_not_utf8_is_its_rows_error(runs: Runs) -> None:
     broken = pa.array([b"fine", b"\xff\xfe"], pa.binary()).view(pa.string())
-    pq.write_table(pa.table({"prompt": broken}), runs.source)
+    runs.write(broken)
     table = runs.score()
     assert table["completion"].to_pylist() == ["FINE", None]
     assert "UTF-8" in table["error"].to_pylist()[1]

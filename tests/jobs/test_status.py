@@ -129,7 +129,7 @@ def test_what_an_earlier_cancel_stopped_is_no_failure_of_the_run_that_is_resumed
 
 
 def test_a_folder_names_its_run_before_it_is_planned_and_however_it_is_written(
-    invoke: Invoke, redis: Redis, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    invoke: Invoke, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = invoke("submit", source, tmp_path / "out").stdout.strip()
     monkeypatch.chdir(tmp_path)

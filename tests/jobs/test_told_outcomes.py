@@ -21,8 +21,8 @@ from jobs.runs.refusals import RunFailed
 from jobs.runs.told_end import tell_failed
 from jobs.watch.runs import list_runs, list_shards, read_run
 from tests.dashboard.test_pages import text_of
-from tests.jobs.answering import FakeCompletion, fail, queued_jobs, score_parquet, work_off
-from tests.jobs.conftest import Invoke, MakeContext
+from tests.jobs.answering import FakeCompletion, fail, queued_jobs
+from tests.jobs.conftest import Invoke
 from tests.jobs.runs import Runs
 from tokenmill_dashboard.app import Dashboard, Options
 
@@ -41,32 +41,19 @@ def answered(request: Any) -> FakeCompletion:
 
 
 def test_rows_that_failed_their_check_or_were_cut_are_counted_on_every_surface(
-    redis: Redis,
-    make_context: MakeContext,
-    checks: Checks,
-    invoke: Invoke,
-    page: TestClient,
-    tmp_path: Path,
+    redis: Redis, runs: Runs, checks: Checks, invoke: Invoke, page: TestClient
 ) -> None:
-    prompts = ["good", "bad", "bad too", "long", None]
-    pq.write_table(pa.table({"prompt": prompts}), tmp_path / "in.parquet")
-    output = tmp_path / "out"
-    check = {"regex": "yes"}
-    context = replace(make_context(), checks=checks)
-    run = score_parquet(context, str(tmp_path / "in.parquet"), str(output), rows_per_shard=2, check=check)
-    work_off(redis, lambda: replace(make_context(), checks=checks), answer=answered)
+    runs.write(["good", "bad", "bad too", "long", None])
+    runs.context = lambda: replace(runs.context(), checks=checks)
+    name, output = runs.plan(rows_per_shard=2, check={"regex": "yes"})["run"], runs.output
+    runs.work(answered)
     told = "1 with an error, 3 failed their check, 1 cut at their limit of tokens"
-    name = run["run"]
     assert f"rows     5 of 5, {told}" in invoke("status", name).stdout
-    assert {"failed_checks": 3, "cut": 1}.items() <= json.loads(
-        invoke("status", name, "--json").stdout
-    ).items()
     assert told.replace("with", "rows with", 1) in invoke("errors", name).stdout
-    assert {"failed_checks": 3, "cut": 1}.items() <= json.loads(
-        invoke("errors", output, "--json").stdout
-    ).items()
-    manifest = json.loads((output / "_manifest.json").read_text())
-    assert (manifest["errors"], manifest["failed_checks"], manifest["cut"]) == (1, 3, 1)
+    for command in (("status", name), ("errors", output)):
+        as_json = json.loads(invoke(*command, "--json").stdout)
+        assert (as_json["errors"], as_json["failed_checks"], as_json["cut"]) == (1, 3, 1)
+    assert (runs.manifest["errors"], runs.manifest["failed_checks"], runs.manifest["cut"]) == (1, 3, 1)
     assert told in (output / "_report.html").read_text()
     shown = text_of(page.get(f"/runs/{name}").text)
     assert "Failed their check 3" in shown

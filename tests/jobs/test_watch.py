@@ -6,8 +6,6 @@ import json
 import math
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -195,7 +193,7 @@ def test_each_run_has_a_line_with_its_state_counts_and_rates(
 
 
 def test_a_list_reads_no_part_and_takes_few_commands(runs: Runs, redis: Redis, tmp_path: Path) -> None:
-    pq.write_table(pa.table({"prompt": ["a"] * 60}), runs.source)
+    runs.write(["a"] * 60)
     for number in range(3):
         runs.plan(output=tmp_path / f"out{number}", rows_per_shard=1)
     for job in runs.jobs[:20]:
@@ -209,7 +207,7 @@ def test_a_list_reads_no_part_and_takes_few_commands(runs: Runs, redis: Redis, t
 
 def test_errors_are_told_by_reason_with_row_numbers(runs: Runs, redis: Redis) -> None:
     prompts = [None, "broken 1", "a", "broken 22", None, "b", "broken 333", "broken 4", "c"]
-    pq.write_table(pa.table({"prompt": prompts}), runs.source)
+    runs.write(prompts)
     run = runs.plan(rows_per_shard=2)["run"]
     runs.work(answer=drawn)
     found = [(each.text, each.rows, each.examples) for each in read_run(redis, run).reasons]
