@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.context.answer import Answer
@@ -102,6 +102,7 @@ def test_the_memo_keeps_what_was_used_last_within_its_bytes() -> None:
     assert memo.num_bytes == 0, "an answer that does not fit is not kept"
 
 
+@settings(max_examples=40)
 @given(st.lists(st.text("abcd", max_size=8), min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_shards_that_are_open_together_end_with_every_rows_answer(shards: list[str], shuffle: object) -> None:
     memo = AnswerMemo(8 * ENTRY_BYTES)

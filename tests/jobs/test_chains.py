@@ -273,4 +273,4 @@ def test_an_execution_that_died_between_two_prompts_leaves_the_same_answers_to_t
     assert died.has_more
     next(died.requests())
     runs.work(answer=brackets)
-    assert pq.read_tableruns.output.equals(whole)
+    assert pq.read_table(runs.output).equals(whole)

@@ -245,7 +245,7 @@ def test_no_kill_point_strands_a_run_in_a_store(
         assert "finished" in RunState(redis, spec.run).facts()
         redis.flushall()
         obstore.delete(memory, names)
-        step += 7
+        step += 11
     assert step > 60
 
 

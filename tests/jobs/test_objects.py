@@ -141,7 +141,7 @@ def test_who_reads_on_and_on_fetches_each_block_once(reader: ObjectReader, fetch
     assert len(reader._blocks) <= MIN_BLOCKS
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 6000), st.integers(0, 300)), max_size=60))
 def test_any_reads_give_what_is_there_and_keep_no_more_than_the_bound(
     reader: ObjectReader, reads: list[tuple[int, int]]

@@ -152,7 +152,7 @@ def test_lists_of_completions_explode_in_pandas_polars_and_duckdb(runs: Runs) ->
     runs.score(sampling={"n": 2}, keep=["id"])
     expected = [(0, "AB"), (0, "AB!"), (1, None), (1, None)]
     lists = ["completion", "finish_reason", "completion_tokens"]
-    frame = pd.read_parquetruns.output.explode(lists).astype({"completion": object})
+    frame = pd.read_parquet(runs.output).explode(lists).astype({"completion": object})
     found = frame["completion"].where(frame["completion"].notna(), None)
     assert list(zip(frame["id"], found, strict=True)) == expected
     parts = str(runs.output / "*.parquet")

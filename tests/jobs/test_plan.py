@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.errors import InvalidJob, UnsupportedScheme
@@ -14,6 +14,7 @@ from jobs.runs.spec import RunSpec
 layouts = st.lists(st.lists(st.integers(0, 30), max_size=8), min_size=1, max_size=5)
 
 
+@settings(max_examples=50)
 @given(layouts, st.integers(1, 70))
 def test_every_row_is_in_exactly_one_shard_in_order(layout: list[list[int]], rows_per_shard: int) -> None:
     rows = [
@@ -24,6 +25,7 @@ def test_every_row_is_in_exactly_one_shard_in_order(layout: list[list[int]], row
     assert rows == [(file, row) for file, groups in enumerate(layout) for row in range(sum(groups))]
 
 
+@settings(max_examples=50)
 @given(layouts, st.integers(1, 70))
 def test_a_shard_names_just_the_row_groups_that_hold_its_rows(
     layout: list[list[int]], rows_per_shard: int

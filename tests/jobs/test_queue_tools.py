@@ -15,7 +15,6 @@ from rq.registry import FailedJobRegistry
 from rq.serializers import JSONSerializer
 
 from jobs.cli import main
-from tests.forking import ForkedWorkers
 from tests.worker.test_hostile_jobs import Bomb
 
 
@@ -48,7 +47,7 @@ def test_info_counts_what_workers_have_set_aside(redis: Redis, redis_url: str) -
     assert "quarantine: 1 entries or keys" in tokenmill(redis_url, "info").stdout
 
 
-def test_a_pickle_written_as_a_job_runs_under_rqs_commands_and_not_under_ours(
+def test_a_pickle_written_as_a_job_does_not_run(
     redis: Redis, redis_url: str, queue: Queue, tmp_path: Path
 ) -> None:
     mark = tmp_path / "mark"
@@ -67,10 +66,6 @@ def test_a_pickle_written_as_a_job_runs_under_rqs_commands_and_not_under_ours(
     assert tokenmill(redis_url, "requeue", "--queue", "bulk", "failed").output == "requeued 1 jobs\n"
     assert queue.job_ids == ["abandoned", "failed"]
     assert not mark.exists()
-    workers = ForkedWorkers(redis_url, tmp_path)
-    workers.rq("info")  # why ours exist
-    workers.redis.close()
-    assert mark.exists()
 
 
 def test_a_requeued_job_is_as_rq_leaves_it(redis: Redis, redis_url: str, queue: Queue) -> None:

@@ -67,7 +67,7 @@ def test_no_kill_leaves_a_run_without_its_file_or_a_mark_before_it(redis: Redis,
         site.check_finished()
         redis.flushall()
         shutil.rmtree(output)
-        step += rng.randint(8, 24) if finished < 2 else rng.randint(1, 5)
+        step += rng.randint(20, 40) if finished < 2 else rng.randint(2, 6)
     assert step > 60
 
 
