@@ -44,7 +44,8 @@ def test_rows_that_failed_their_check_or_were_cut_are_counted_on_every_surface(
     redis: Redis, runs: Runs, checks: Checks, invoke: Invoke, page: TestClient
 ) -> None:
     runs.write(["good", "bad", "bad too", "long", None])
-    runs.context = lambda: replace(runs.context(), checks=checks)
+    without_checks = runs.context
+    runs.context = lambda: replace(without_checks(), checks=checks)
     name, output = runs.plan(rows_per_shard=2, check={"regex": "yes"})["run"], runs.output
     runs.work(answered)
     told = "1 with an error, 3 failed their check, 1 cut at their limit of tokens"
