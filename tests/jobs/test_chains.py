@@ -66,17 +66,6 @@ def test_what_cannot_be_is_refused_by_name_before_anything_is_enqueued(
     assert runs.jobs == []
 
 
-def test_the_same_prompts_are_the_same_run_and_other_ones_another(tmp_path: Path) -> None:
-    def spec(*prompts: Any, **options: Any) -> RunSpec:
-        return RunSpec.from_arguments(str(tmp_path), str(tmp_path / "out"), prompts=list(prompts), **options)
-
-    biased = {**TWO[0], "sampling": {"logit_bias": {5: 1}}}
-    assert RunSpec.from_json(spec(biased, TWO[1]).to_json()) == spec(biased, TWO[1])
-    assert spec(*TWO).run == spec({**TWO[0], "sampling": {}}, TWO[1], prompt_column="prompt").run
-    assert spec(*TWO).run != spec(TWO[0]).run
-    assert spec(*TWO).run != spec(*TWO, sampling=GREEDY).run
-
-
 def test_the_command_line_takes_prompts_by_name_or_as_json(
     invoke: Invoke, redis: Redis, tmp_path: Path
 ) -> None:
@@ -139,21 +128,6 @@ def test_answers_are_those_of_their_rows_whatever_order_they_arrive_in(
         found = [answer.column(name) for name in "xyz"]
         assert found == ([x, y, f"<{y}{x}>"] if row is not None else [None] * 3), answer
         assert (answer.error is None) == (row is not None)
-
-
-def test_a_rows_next_prompt_comes_before_other_rows() -> None:
-    spec = RunSpec.from_arguments("in", "out", prompts=TWO, sampling=GREEDY)
-    source = ChainSource(spec.steps, {})
-    texts = [source.render({"text": text, "id": 0}) for text in "cab"]
-    shard = ShardRequests(texts, {}, int, False, chain=Chain(spec.steps, {}))
-    stream = shard.requests()
-    first, second = next(stream), next(stream)
-    assert shard.num_requests == 3
-    shard.deliver(1, [brackets(second)])
-    shard.deliver(0, [brackets(first)])
-    assert shard.num_requests == 5
-    assert [str(request.prompt)[:11] for request in stream] == ["b In short:", "a In short:", "c In short:"]
-    assert not shard.has_more
 
 
 Score = Callable[..., pa.Table]

@@ -199,9 +199,3 @@ def test_a_response_format_is_what_the_text_must_be(
     sampling = request_of(context, "jobs.chat", HI, response_format=response_format).sampling
     assert sampling == {**expected, "separate_reasoning": True}
     SamplingParams.from_mapping(sampling)
-
-
-def test_older_names_of_structured_outputs_say_what_they_are_called_now(context: JobContext) -> None:
-    with pytest.raises(errors.InvalidJob) as refused:
-        request_of(context, "jobs.complete", "hi", guided_regex="a")
-    assert 'structured_outputs={"regex": ...}' in str(refused.value)

@@ -110,15 +110,6 @@ def test_following_shows_rows_and_speed_until_the_run_ends(runs: Runs, redis: Re
     assert shown.warnings == []
 
 
-def test_speed_counts_from_the_end_of_planning_and_is_never_negative() -> None:
-    planning = [snapshot(tokens=tokens, plan_status=JobStatus.STARTED) for tokens in (9000, 0, 5000)]
-    running = [snapshot(tokens=tokens) for tokens in (5010, 4000, 4010)]
-    looks = iter([*planning, *running, snapshot(tokens=4020, finished=True)])
-    clock, shown = WorkersClock(*[lambda: None] * 6), Shown()
-    follow(lambda: next(looks), shown, clock, clock.sleep)
-    assert shown.speeds == [0.0, 0.0, 0.0, 20.0, 0.0, 20.0, 20.0]
-
-
 def test_following_keeps_waiting_and_says_that_no_worker_listens(
     runs: Runs, redis: Redis, source: Path
 ) -> None:

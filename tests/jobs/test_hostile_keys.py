@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from redis import Redis
 
-from jobs.common.keys import run_key, run_lock_key, run_parts_key
+from jobs.common.keys import run_key, run_lock_key
 from jobs.errors import RunKeyDamaged
 from jobs.runs import state as run_state
 from jobs.runs.names import shard_job_id
@@ -136,10 +136,3 @@ def test_a_parts_errors_count_once_however_often_it_is_recorded(redis: Redis, ru
     assert not state.is_cancelled()
     runs.run(second, answer=lambda request: refuse("x"))
     assert state.is_cancelled()
-
-
-def test_a_count_that_is_none_keeps_no_part_from_being_counted(redis: Redis, runs: Runs, run: str) -> None:
-    redis.hset(run_key(run), mapping={"judged_rows": ODD, "total_rows": "x"})
-    redis.hset(run_parts_key(run), "total", ODD)
-    runs.work()
-    assert read_snapshot(redis, run).finished

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
-from redis import Redis
 
 from jobs.errors import InvalidJob
 from jobs.installed import check_sampling
@@ -22,7 +21,6 @@ from tests.jobs.answering import (
     Answer,
     FakeCompletion,
     opened_task,
-    queued_jobs,
     refuse,
     shout,
 )
@@ -220,13 +218,3 @@ def test_lines_that_name_a_model_are_answered_by_the_served_one_where_that_is_as
     assert [line["custom_id"] for line in output] == [each for each in "abcd" if each not in others]
     assert {line["response"]["body"]["model"] for line in output} == {"m"}
     assert [line["custom_id"] for line in errors] == [*others, "e"]
-
-
-def test_an_alias_is_for_batch_files(invoke: Invoke, redis: Redis, source: Path, tmp_path: Path) -> None:
-    options = ("--model-alias", "gpt-4o", "--model-alias", "gpt-4")
-    refused = invoke("submit", source, tmp_path / "out", *options)
-    assert "model_alias is for batch files" in refused.output
-    path = write(tmp_path / "in.jsonl", [complete("a", model="gpt-4o")])
-    assert invoke("submit", path, tmp_path / "out", "--format", "openai-batch", *options).exit_code == 0
-    (planning,) = queued_jobs(redis)
-    assert planning.kwargs["model_alias"] == ["gpt-4o", "gpt-4"]

@@ -125,15 +125,6 @@ def test_a_search_among_too_many_names_is_refused_where_they_are(
         check_columns_here(spec)
 
 
-def test_folders_that_give_more_columns_than_the_limit_are_refused(tmp_path: Path) -> None:
-    deep = tmp_path / "in" / "/".join(f"k{number}=1" for number in range(101))
-    deep.mkdir(parents=True)
-    (deep / "x.parquet").touch()
-    for pattern in ("in", "in/**/*.parquet"):
-        with pytest.raises(errors.SchemaMismatch, match="more columns than the limit of 100"):
-            found(tmp_path, pattern)
-
-
 def test_planning_stops_between_any_two_steps_and_starts_anew(runs: Runs, tmp_path: Path) -> None:
     for name in ("k=1/a", "k=1/b", "k=2/plain/c"):
         write(tmp_path / "in" / f"{name}.parquet")

@@ -108,14 +108,6 @@ def test_numbers_as_pandas_polars_and_duckdb_write_them(run: Run, tmp_path: Path
         (tmp_path / "out").rename(tmp_path / f"out of {writer}")
 
 
-def test_the_column_need_not_be_kept(run: Run, tmp_path: Path) -> None:
-    write(tmp_path / "in.parquet", limit=[3, 4])
-    asked, rows = run({"max_tokens": "limit"}, keep=["prompt"], sampling={"n": 2})
-    assert [request.sampling["max_tokens"] for request in asked] == [3, 4]
-    assert "limit" not in rows[0]
-    assert rows[1]["completion"] == ["P1", "P1!"]
-
-
 @pytest.mark.parametrize(
     ("column", "kind", "name"),
     [

@@ -138,19 +138,6 @@ def test_a_folder_names_its_run_before_it_is_planned_and_however_it_is_written(
     assert "1 jobs removed" in invoke("cancel", "out/").stdout
 
 
-def test_a_folder_can_be_cancelled_that_redis_has_lost_all_but_the_jobs_of(
-    runs: Runs, invoke: Invoke, redis: Redis, source: Path
-) -> None:
-    run = runs.plan(source, rows_per_shard=2)["run"]
-    redis.delete(run_key(run), run_parts_key(run))
-    assert "3 jobs removed" in invoke("cancel", runs.output).stdout
-    assert "cancelled" in invoke("status", runs.output).stdout
-    redis.flushall()
-    result = invoke("cancel", runs.output)
-    assert result.exit_code == 1
-    assert "knows no run" in result.output
-
-
 def test_submit_waits_for_the_verdict_of_a_planning_that_is_soon_there(
     invoke: Invoke, redis: Redis, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

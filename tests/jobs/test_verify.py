@@ -141,21 +141,6 @@ def test_a_value_that_was_changed_on_disk_is_found(site: Site) -> None:
     assert (tokens["row"], tokens["column"], tokens["recorded"]) == (8, "completion_tokens", 99)
 
 
-def test_labels_are_compared_and_their_probabilities_are_not(site: Site) -> None:
-    class Likelihood:
-        num_tokens, is_greedy = 1, False
-
-        def __init__(self, logprob: float) -> None:
-            self.logprob = logprob
-
-    def likely(*logprobs: float) -> Callable[[Request], FakeCompletion]:
-        return lambda request: FakeCompletion(loglikelihoods=[Likelihood(each) for each in logprobs])
-
-    run = site.run(likely(-1, -2), labels=["yes", "no"])
-    assert site.counts(run, 5, likely(-1.01, -2))[2] == 0
-    assert site.verify(run, 2, likely(-2, -1))["differences"][0]["computed"] == "no"
-
-
 def test_the_same_sample_comes_again() -> None:
     def rows(sample: str, seed: str, total: int) -> list[int]:
         return sorted(sampled_rows(sample, seed, total, 1000))
@@ -189,17 +174,6 @@ def test_an_input_that_changed_is_told(site: Site) -> None:
     pq.write_table(pq.read_table(site.input).slice(1), site.input)
     with pytest.raises(InputChanged):
         site.verify(run, 3)
-
-
-def test_a_function_that_is_not_allowed_here_is_not_called(site: Site) -> None:
-    run = site.run(check={"function": TELLS}, max_attempts=2)
-    assert site.counts(run, "30%")[2] == 0
-
-    def never(request: Request) -> FakeCompletion:
-        raise AssertionError("it was asked")
-
-    with pytest.raises(InvalidJob, match="tells_row"):
-        site.verify(run, checks=Checks(), answer=never)
 
 
 @pytest.fixture

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from redis import Redis
 from redis.exceptions import ConnectionError
 
 from jobs.cli.watch_commands import show_or_watch
 from jobs.common.keys import (
-    RUNS_KEY,
     SILENT_S,
     WORKER_STATS_TTL_S,
     run_errors_key,
@@ -23,9 +19,8 @@ from jobs.common.keys import (
     samples_key,
     worker_key,
 )
-from jobs.errors import UnknownRun
 from jobs.watch.runs import list_runs, list_shards, read_run
-from jobs.watch.samples import Point, WorkerSample, read_points, read_samples, worker_names
+from jobs.watch.samples import Point, read_points, read_samples, worker_names
 from tests.jobs.answering import fail
 from tests.jobs.conftest import Invoke
 from tests.jobs.runs import Runs
@@ -104,18 +99,6 @@ def test_a_table_is_shown_anew_until_it_is_interrupted(capsys: pytest.CaptureFix
     turns: list[float] = []
     show_or_watch(show, True, sleep)
     assert capsys.readouterr().out == "one\nno answer from Redis (gone); still trying\ntwo\n"
-
-
-@settings(max_examples=25)
-@given(st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(), lambda each: (
-    st.lists(each) | st.dictionaries(st.text() | st.sampled_from(["at", "rows", "depth", "queues"]), each)
-)))  # fmt: skip
-def test_whatever_was_written_gives_a_sample_that_can_be_shown(value: object) -> None:
-    found = value if isinstance(value, dict) else dict.fromkeys(("depth", "queues", "at", "rows"), value)
-    sample = WorkerSample.of_worker("w", {**found, "updated_at": value}, 1.0)
-    assert all(type(number) is int and number >= 0 for number in (sample.rows, *sample.depth.values()))
-    assert math.isfinite(sample.at)
-    assert all(name.isprintable() for name in (sample.model, *sample.queues, *sample.depth))
 
 
 def test_speed_is_told_between_two_points_of_one_life_of_a_worker() -> None:
@@ -241,22 +224,3 @@ def test_of_a_cancelled_run_no_shard_has_failed_and_the_rest_is_left(
         assert (found.state, found.shards_done, found.shards_failed) == ("cancelled", 1, 0)
         assert (found.shards_queued, found.shards_left) == (0, 4)
     assert [each.state for each in list_shards(redis, run)] == ["done", *["left"] * 4]
-
-
-def test_what_others_write_into_the_keys_harms_no_list(runs: Runs, redis: Redis, source: Path) -> None:
-    run = runs.plan(source, rows_per_shard=2)["run"]
-    gone, damaged = "1" * 16, "2" * 16
-    redis.zadd(RUNS_KEY, {"no run\n": 9e15, b"\xff": 8e15, gone: 7e15, damaged: 6e15})
-    redis.set(run_key(damaged), "no hash")
-    hostile = {"total_rows": "x", "began_at": "nan", "rows": "1e9", "model_text": "\x1b[2J", "output": "a\nb"}
-    redis.hset(run_key(run), mapping=hostile)
-    redis.hset(
-        run_errors_key(run), mapping={"0": "[" * 5000, "1": '{"reasons": [[1, 2, 3], ["r", 2, ["x"]]]}'}
-    )
-    first, second = list_runs(redis)
-    assert (first.run, first.state) == (damaged, "damaged")
-    assert (second.run, second.rows, second.rows_done) == (run, None, 0)
-    assert (second.output, second.model) == (r"a\nb", r"\x1b[2J")
-    assert [(each.text, each.examples) for each in read_run(redis, run).reasons] == [("r", [])]
-    with pytest.raises(UnknownRun):
-        read_run(redis, gone)
