@@ -21,10 +21,10 @@ from jobs.context.checks.processes import DEFAULT_LIMIT_S
 from jobs.context.served_model import MAX_MODEL_CHARS, ServedModel
 from jobs.context.shard_bytes import DEFAULT_BYTES as SHARD_BYTES
 from jobs.errors import JobsError
-from jobs.runs.paths import is_stored, run_path, split_roots
+from jobs.runs.plans.paths import is_stored, run_path, split_roots
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.errors import SettingsError
-from worker.store.bounds import DEFAULT_MAX_HELD_BYTES, DEFAULT_MAX_JOB_BYTES
+from worker.store.records.bounds import DEFAULT_MAX_HELD_BYTES, DEFAULT_MAX_JOB_BYTES
 
 if TYPE_CHECKING:
     from engine import EngineConfig, ModelIdentity

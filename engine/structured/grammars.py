@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from engine.errors import InvalidSampling
-from engine.sampling.params import SamplingParams
+from engine.sampling.parameters.sampling import SamplingParams
+from engine.sampling.parameters.structured_outputs import NAME, StructuredOutputsParams
 from engine.sampling.request_edits import allowed_mask
-from engine.sampling.structured_outputs import NAME, StructuredOutputsParams
 from engine.structured.compiler import STACK_BYTES, Compiler, stacks_of
 from engine.structured.matcher import Matcher
 from engine.structured.trials import NotTried, Trials

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from engine import ConfigError, ModelIdentity
-from engine.run import device
-from engine.run.device import resolve_device
+from engine.run.machine import device
+from engine.run.machine.device import resolve_device
 from worker.errors import FunctionNotFound, SettingsError
-from worker.imports import load_functions
 from worker.settings import WorkerSettings, name_variables, with_variables
+from worker.start.imports import load_functions
 
 
 def test_an_env_file_that_is_no_text_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

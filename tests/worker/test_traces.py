@@ -17,9 +17,9 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.trace import TracerProvider
 
 from engine import Completion
-from engine.schedule.outputs import RequestMetrics
+from engine.schedule.sequences.outputs import RequestMetrics
 from tests.rq_workers import Workers, wait_until
-from worker.io_thread.held_jobs import _moment
+from worker.io_thread.held.held_jobs import _moment
 from worker.settings import SettingsError, WorkerSettings
 from worker.traces import otel
 from worker.traces.job_trace import TracedEnd
