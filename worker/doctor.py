@@ -27,10 +27,11 @@ NEEDED = {
     "jinja2": "which renders chats",
     "jsonschema": "by which answers are checked",
     "xxhash": "by which prompts find their cached beginnings",
+    "llguidance": "which holds structured outputs to their form",
+    "obstore": "which reads and writes object stores",
 }
 OPTIONAL = {
     "hiredis": ("replies of Redis are read in Python, a fifth more of a small job", "pip install hiredis"),
-    "llguidance": ("structured outputs are refused", "pip install 'tokenmill[worker,structured]'"),
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -114,10 +113,6 @@ class Grammars:
 
     def _vocabulary(self) -> dict[str, Any]:
         """The arguments of a Compiler."""
-        if find_spec("llguidance") is None:
-            raise InvalidSampling(
-                f"{NAME} needs llguidance: pip install 'tokenmill[structured]' on the worker"
-            )
         if self._backend is None:
             raise InvalidSampling(
                 f"{NAME} needs a tokenizer of the tokenizers package, which this model has not"

@@ -122,9 +122,6 @@ def test_object_stores_stand_among_the_folders_of_the_data_roots(
     )
     with pytest.raises(SettingsError, match="is no object's path"):
         load(monkeypatch, tmp_path, TOKENMILL_DATA_ROOTS="s3://bucket/a?key")
-    monkeypatch.setattr("worker.settings.find_spec", lambda name: None)
-    with pytest.raises(SettingsError, match=r"pip install 'tokenmill\[worker,cloud\]'"):
-        load(monkeypatch, tmp_path, TOKENMILL_DATA_ROOTS="s3://bucket/a")
 
 
 @pytest.mark.parametrize("name", ["jobs.mine.f", "worker.tasks.f", "engine.f"])
