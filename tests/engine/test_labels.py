@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from engine import Engine, InvalidPrompt, InvalidSampling, PromptTooLong, ScoringParams
-from engine.run import requests
-from engine.schedule.score_tree import shape_of
+from engine.run.intake import requests
+from engine.schedule.sequences.score_tree import shape_of
 from engine.text.continuations import Continuations
 from jobs.context import JobContext
 from jobs.errors import InvalidJob, RequestFailed

@@ -11,7 +11,7 @@ import pyarrow as pa
 from jobs.context import JobContext
 from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.storage import Storage
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.spec import RunSpec
 from tests.jobs.killing import finish, open_work
 from tests.jobs.s3_server import BUCKET
 

@@ -21,7 +21,7 @@ from rq.job import JobStatus
 from jobs.cli import commands as cli
 from jobs.common.keys import held_key, worker_key
 from jobs.errors import RunCancelled
-from jobs.runs.names import part_name, shard_job_id
+from jobs.runs.plans.names import part_name, shard_job_id
 from jobs.watch import cancel_job as module
 from jobs.watch.cancel_job import JobCancel, cancel_job
 from tests.forking import ForkedWorkers

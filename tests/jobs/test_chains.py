@@ -19,7 +19,7 @@ from jobs.errors import InvalidJob
 from jobs.parquet.chain import Chain, ChainSource
 from jobs.parquet.row_values import RowProblem
 from jobs.parquet.shard_requests import ShardRequests
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, opened_task, queued_jobs, refuse
 from tests.jobs.conftest import Invoke, MakeContext

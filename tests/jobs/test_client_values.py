@@ -15,7 +15,7 @@ from jobs.context import JobContext
 from jobs.parquet.prompt_source import MessagesColumn
 from jobs.prompts.client_values import NEUTRAL, without_neutral
 from jobs.prompts.messages import UnusableMessages, normal_messages
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 from tests.jobs.answering import opened_task
 

@@ -16,7 +16,7 @@ import pytest
 
 from jobs.context import JobContext
 from jobs.errors import ColumnConflict, InvalidJob
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 from tests.jobs.answering import MODEL, FakeCompletion, refuse, score_parquet
 from tests.jobs.conftest import MakeContext

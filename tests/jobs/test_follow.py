@@ -15,9 +15,9 @@ from rq.job import JobStatus
 from rq.serializers import JSONSerializer
 
 from jobs.cli.progress import LINE_EVERY_S, Bar, Lines
-from jobs.runs.follow import End, follow
-from jobs.runs.names import shard_job_id
-from jobs.runs.snapshot import RunSnapshot, read_snapshot
+from jobs.runs.plans.names import shard_job_id
+from jobs.runs.watching.follow import End, follow
+from jobs.runs.watching.snapshot import RunSnapshot, read_snapshot
 from tests.jobs.answering import add_worker, fail
 from tests.jobs.conftest import Invoke
 from tests.jobs.runs import Runs

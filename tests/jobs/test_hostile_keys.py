@@ -12,10 +12,10 @@ from redis import Redis
 
 from jobs.common.keys import run_key, run_lock_key
 from jobs.errors import RunKeyDamaged
-from jobs.runs import state as run_state
-from jobs.runs.names import shard_job_id
-from jobs.runs.snapshot import read_snapshot
-from jobs.runs.state import RunState
+from jobs.runs.plans.names import shard_job_id
+from jobs.runs.redis_state import state as run_state
+from jobs.runs.redis_state.state import RunState
+from jobs.runs.watching.snapshot import read_snapshot
 from tests.jobs.answering import refuse
 from tests.jobs.conftest import Invoke
 from tests.jobs.runs import Runs

@@ -17,10 +17,10 @@ from redis.lock import Lock
 from jobs.common.keys import run_lock_key
 from jobs.errors import RunBusy, RunCancelled
 from jobs.parquet.storage import Storage
-from jobs.runs.names import PLAN, part_name
-from jobs.runs.shard_jobs import enqueue_shards
-from jobs.runs.spec import RunSpec
-from jobs.runs.state import RunState
+from jobs.runs.plans.names import PLAN, part_name
+from jobs.runs.plans.spec import RunSpec
+from jobs.runs.redis_state.shard_jobs import enqueue_shards
+from jobs.runs.redis_state.state import RunState
 from tests.jobs.answering import run_task, shout
 from tests.jobs.killing import RECOVERIES, Executions, Fuse, Killed, finish, recover, run_until_killed
 from tests.jobs.runs import Runs

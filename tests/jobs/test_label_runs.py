@@ -20,7 +20,7 @@ from jobs.errors import ColumnConflict, InvalidJob
 from jobs.parquet.row_values import RowProblem
 from jobs.parquet.shard_labels import ShardLabels
 from jobs.parquet.shard_requests import ShardRequests
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, refuse
 from tests.jobs.conftest import Invoke

@@ -22,8 +22,8 @@ from jobs.parquet import local_files
 from jobs.parquet.part import part_stats, write_part
 from jobs.parquet.storage import Storage
 from jobs.parquet.store_errors import NotExclusive
-from jobs.runs.names import PLAN, part_name
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.names import PLAN, part_name
+from jobs.runs.plans.spec import RunSpec
 from tests.jobs.answering import MODEL, fails
 from tests.jobs.killing import Executions, finish
 from tests.jobs.runs import Runs

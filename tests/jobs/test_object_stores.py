@@ -27,7 +27,7 @@ from jobs.parquet.find_files import find_files
 from jobs.parquet.listing_child import listing
 from jobs.parquet.planner import Submission, plan_run
 from jobs.parquet.storage import Storage
-from jobs.runs.state import RunState
+from jobs.runs.redis_state.state import RunState
 from tests.jobs.conftest import MakeContext
 from tests.jobs.killing import Fuse, finish, open_work, release_lock, run_until_killed
 from tests.jobs.s3_server import BUCKET, S3, Fault, FaultyProxy, failing

@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletion
 
 from jobs.errors import InvalidJob
 from jobs.installed import check_sampling
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 from tests.jobs.answering import (
     Answer,

@@ -18,8 +18,8 @@ from redis import Redis
 from jobs.context.shard_bytes import ShardBytes
 from jobs.errors import ColumnConflict, InvalidJob, MissingColumn, OutputHoldsAnotherRun, ShardTooLarge
 from jobs.parquet.part import OUTPUT_FIELDS
-from jobs.runs.plan import cut_shards
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.plan import cut_shards
+from jobs.runs.plans.spec import RunSpec
 from tests.jobs.answering import FakeCompletion, refuse, shout, work_off
 from tests.jobs.conftest import Invoke
 from tests.jobs.runs import Runs

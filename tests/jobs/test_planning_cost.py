@@ -23,8 +23,8 @@ from jobs.parquet.find_files import find_files
 from jobs.parquet.local_check import check_columns_here
 from jobs.parquet.storage import Storage
 from jobs.parquet.walk import Walk
-from jobs.runs.spec import RunSpec
-from jobs.runs.template import MAX_SHARD_PIECES
+from jobs.runs.plans.spec import RunSpec
+from jobs.runs.plans.template import MAX_SHARD_PIECES
 from tests.jobs.answering import run_task, score_parquet
 from tests.jobs.runs import Runs
 

@@ -15,9 +15,9 @@ from redis import Redis
 from jobs import errors
 from jobs.parquet.fingerprint import WHOLE_BYTES, file_fingerprint
 from jobs.parquet.storage import Storage
-from jobs.runs.names import PLAN, part_name
-from jobs.runs.snapshot import read_snapshot
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.names import PLAN, part_name
+from jobs.runs.plans.spec import RunSpec
+from jobs.runs.watching.snapshot import read_snapshot
 from tests.jobs.conftest import Invoke
 from tests.jobs.killing import Executions, finish
 from tests.jobs.runs import Runs

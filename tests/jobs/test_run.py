@@ -22,7 +22,7 @@ from jobs.context import JobContext
 from jobs.parquet.prompt_source import RowProblem
 from jobs.parquet.shard_requests import ShardRequests
 from jobs.parquet.shard_work import row_seed
-from jobs.runs.names import part_name, shard_job_id
+from jobs.runs.plans.names import part_name, shard_job_id
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, opened_task, score_parquet, shout
 from tests.jobs.runs import Runs
@@ -60,7 +60,7 @@ def test_a_planning_that_is_interrupted_ends_between_two_files_or_two_chunks(
 
     for number in range(3):
         runs.write(["a", "b"]).rename(tmp_path / f"{number}.parquet")
-    monkeypatch.setattr("jobs.runs.shard_jobs.CHUNK", 1)
+    monkeypatch.setattr("jobs.runs.redis_state.shard_jobs.CHUNK", 1)
     for checks in itertools.count():
         countdown = iter(range(checks))
 

@@ -22,11 +22,11 @@ from jobs.errors import InvalidJob, OutputNotWritable, RunCancelled
 from jobs.parquet import run_folder
 from jobs.runs import post_end
 from jobs.runs.control import submit_run
-from jobs.runs.end_calls import EndCalls
-from jobs.runs.names import plan_job_id, shard_job_id
+from jobs.runs.end_notices import tell_failed
+from jobs.runs.plans.names import plan_job_id, shard_job_id
 from jobs.runs.post_end import PAUSES_S, post_run_end
+from jobs.runs.redis_state.end_calls import EndCalls
 from jobs.runs.refusals import WebhookFailed, WebhookRefused
-from jobs.runs.told_end import tell_failed
 from tests.forking import ForkedWorkers
 from tests.jobs.answering import refuse
 from tests.jobs.conftest import Invoke, MakeContext

@@ -21,9 +21,9 @@ from redis import Redis
 from jobs.errors import InvalidValue
 from jobs.parquet import output_file
 from jobs.parquet.run_folder import RunFolder
-from jobs.runs.names import PARTS, part_name
 from jobs.runs.output import named_run
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.names import PARTS, part_name
+from jobs.runs.plans.spec import RunSpec
 from tests.jobs.conftest import Invoke
 from tests.jobs.killing import RECOVERIES, Executions, Fuse, finish, recover, run_until_killed
 from tests.jobs.runs import Runs

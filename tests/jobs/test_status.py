@@ -13,7 +13,7 @@ from rq.results import Result
 
 from jobs.cli import waiting
 from jobs.common.keys import SUBMISSION_FIELD, WORKER_STATS_TTL_S, run_key, run_parts_key
-from jobs.runs.snapshot import read_snapshot
+from jobs.runs.watching.snapshot import read_snapshot
 from tests.jobs.answering import add_worker, fail, queued_jobs, score_parquet
 from tests.jobs.conftest import Invoke, MakeContext
 from tests.jobs.runs import Runs

@@ -15,8 +15,8 @@ import pytest
 
 from jobs import errors
 from jobs.parquet.storage import Storage
-from jobs.runs.names import PLAN, part_name
-from jobs.runs.spec import RunSpec
+from jobs.runs.plans.names import PLAN, part_name
+from jobs.runs.plans.spec import RunSpec
 from tests.jobs.answering import run_task
 from tests.jobs.killing import Executions, finish
 from tests.jobs.runs import Runs

@@ -22,13 +22,13 @@ from redis import Redis
 from rq.utils import utcformat
 
 from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
-from jobs.runs.part_stats import PartStats
-from jobs.runs.plan import Plan
-from jobs.runs.recorded_parts import SeenParts
-from jobs.runs.shard_sizes import MAX_SIZES, ShardSizes
-from jobs.runs.snapshot import read_snapshot
-from jobs.runs.state import RunState
-from jobs.runs.time_left import Progress, Span, seconds_left, time_left
+from jobs.runs.plans.plan import Plan
+from jobs.runs.plans.shard_sizes import MAX_SIZES, ShardSizes
+from jobs.runs.redis_state.recorded_parts import SeenParts
+from jobs.runs.redis_state.state import RunState
+from jobs.runs.statistics.part_stats import PartStats
+from jobs.runs.watching.snapshot import read_snapshot
+from jobs.runs.watching.time_left import Progress, Span, seconds_left, time_left
 from tests.jobs.answering import run_task
 from tests.jobs.conftest import Invoke
 from tests.jobs.runs import Runs

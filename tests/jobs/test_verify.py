@@ -23,7 +23,7 @@ from jobs.errors import (
     TrialFailed,
 )
 from jobs.parquet.verify_work import sampled_rows
-from jobs.runs.trials import Trial
+from jobs.runs.watching.trials import Trial
 from jobs.tasks import Request
 from tests.jobs.answering import MODEL, Answer, FakeCompletion, refuse, run_task
 from tests.jobs.conftest import Invoke, MakeContext
