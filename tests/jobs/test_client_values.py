@@ -199,3 +199,9 @@ def test_a_response_format_is_what_the_text_must_be(
     sampling = request_of(context, "jobs.chat", HI, response_format=response_format).sampling
     assert sampling == {**expected, "separate_reasoning": True}
     SamplingParams.from_mapping(sampling)
+
+
+@pytest.mark.parametrize("value", ["json_object", {"type": "structural_tag"}, {"type": "json_schema"}])
+def test_another_response_format_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(errors.InvalidJob, match="response_format"):
+        without_neutral({"response_format": value})

@@ -154,3 +154,12 @@ def test_what_a_planning_refuses_a_survey_refuses(context: MakeContext, tmp_path
         survey(context, tmp_path / "in.parquet", colum="a")
     with pytest.raises(InvalidJob, match="no engine"):
         survey(lambda: replace(context(), meter=None), tmp_path / "in.parquet", prompt_column="a")
+
+
+def test_chats_are_surveyed_as_chats(context: MakeContext, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": ["x", "y"]}), tmp_path / "in.parquet")
+    template = [{"role": "user", "content": "hi {a}"}]
+    found = survey(context, tmp_path / "in.parquet", template=template, pick=5, first=True)
+    assert [each["prompt"][0]["content"] for each in found["picked"]] == ["hi x", "hi y"]
+    told = estimate(found, answering(context, lambda request: FakeCompletion("", 0, [1])))
+    assert (told.num_tried, told.num_failed, told.completion_tokens) == (2, 0, 2)

@@ -14,6 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
+import jobs as tokenmill
+from tests.jobs.answering import refuse, score_parquet, shout, work_off
+from tests.jobs.conftest import Invoke
+
 pytest.importorskip("obstore", reason="the extra `cloud` is not installed")
 pytest.importorskip("moto", reason="moto, a server of the S3 protocol for tests, is not installed")
 
@@ -276,3 +280,16 @@ def test_an_end_that_was_withdrawn_while_its_files_are_written_puts_none_in_plac
 
     mark = f"{ROOT}/out/_tmp.{context.execution_id}._SUCCESS.tmp"
     assert run_all(context, spec, Withdrawn(context.data_roots))["run_finished"]
+
+
+def test_commands_read_a_run_in_a_store(s3: S3, redis: Redis, context: JobContext, invoke: Invoke) -> None:
+    s3.put_rows("data/in.parquet", rows(3))
+    output = f"{ROOT}/out"
+    run = score_parquet(context, f"{ROOT}/in.parquet", output, rows_per_shard=2)["run"]
+    work_off(redis, lambda: context, answer=lambda each: refuse("no") if each.prompt == "p1" else shout(each))
+    told = json.loads(invoke("errors", run, "--json").stdout)
+    assert [(each["row"], each["reason"]) for each in told["rows"]] == [(1, "no")]
+    assert invoke("tail", output, "--lines", 1).stdout == "row 2: P2\n"
+    assert invoke("report", run, "--price-per-hour", 3).stdout == f"{output}/_report.html\n"
+    assert b"3 an hour" in s3.get("data/out/_report.html")
+    assert tokenmill.run(output, connection=redis).table()["completion"].to_pylist() == ["P0", None, "P2"]

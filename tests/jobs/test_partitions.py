@@ -154,3 +154,9 @@ def test_folders_that_do_not_agree_on_their_keys_are_refused(score: Score, tmp_p
     write(tmp_path / "in" / "year=1" / "lang=de" / "x.parquet")
     with pytest.raises(errors.SchemaMismatch, match="lang"):
         score(str(tmp_path / "in"))
+
+
+def test_a_link_that_leads_back_ends_the_search(score: Score, tmp_path: Path) -> None:
+    write(tmp_path / "in" / "k=1" / "x.parquet")
+    (tmp_path / "in" / "k=2").symlink_to(tmp_path / "in")
+    assert len(score(str(tmp_path / "in"))) == 1

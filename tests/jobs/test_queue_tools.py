@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from redis import Redis
-from rq import Queue
+from rq import Queue, RateLimit
 from rq.job import Job, JobStatus
 from rq.registry import FailedJobRegistry
 from rq.serializers import JSONSerializer
@@ -136,3 +136,13 @@ def test_info_shows_names_that_others_chose_escaped_and_cut_and_odd_keys_as_unkn
     assert r"worker w: busy\r on ?, job \x9b2J; 0 finished" in shown
     assert len(shown.splitlines()) == 2
     assert all(line.isprintable() for line in shown.splitlines())
+
+
+def test_a_requeued_job_with_a_rate_limit_waits_for_its_slot(
+    redis: Redis, redis_url: str, queue: Queue
+) -> None:
+    queue.enqueue("jobs.complete", "a", rate_limit=RateLimit("one", 1))
+    failed_jobs(queue, "failed")
+    redis.hset("rq:job:failed", mapping={"rate_limit_key": "one", "rate_limit_concurrency": 1})
+    assert tokenmill(redis_url, "requeue", "--queue", "bulk", "failed").exit_code == 0
+    assert Job.fetch("failed", redis, JSONSerializer).get_status() == JobStatus.RATE_LIMITED

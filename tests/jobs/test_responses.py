@@ -233,3 +233,10 @@ def test_a_run_of_chats_has_columns_for_reasoning_and_calls(runs: Runs, n: int) 
     assert called == {"completion": "", "reasoning": "why", "finish_reason": "tool_calls"}
     assert talked == {"completion": "yes", "reasoning": "why", "tool_calls": None, "finish_reason": "stop"}
     assert (failed["completion"], failed["finish_reason"]) in ((None, "error"), ([None] * n, "error"))
+
+
+def test_prompt_log_probabilities_by_vllms_name(context: JobContext, engine: Engine) -> None:
+    response = answered(context, engine, "jobs.complete", "The quick", prompt_logprobs=1, **GREEDY)
+    first, *rest = response["choices"][0]["prompt_logprobs"]
+    assert first is None
+    assert all(entry["rank"] >= 1 for row in rest for entry in row.values())

@@ -27,6 +27,7 @@ from jobs.runs.plans.names import plan_job_id, shard_job_id
 from jobs.runs.post_end import PAUSES_S, post_run_end
 from jobs.runs.redis_state.end_calls import EndCalls
 from jobs.runs.refusals import WebhookFailed, WebhookRefused
+from jobs.table import own_function
 from tests.forking import ForkedWorkers
 from tests.jobs.answering import refuse
 from tests.jobs.conftest import Invoke, MakeContext
@@ -275,3 +276,11 @@ def test_a_worker_tells_of_a_planning_that_fails_and_of_a_last_shard_that_is_sto
         assert server.received[1]["reason"] == "1 of 2 shards failed, the last one: it was stopped"
         assert (server.received[1]["run"], server.received[1]["rows_done"]) == (run, 1)
         wait_until(lambda: workers.job(stopped).get_status() == "stopped")
+
+
+def test_a_job_that_posts_is_held_to_the_hosts_and_to_its_size(make_context: MakeContext) -> None:
+    function = own_function("jobs.post_run_end")
+    assert function is not None
+    for arguments in (("http://localhost:1/", {}), (WEBHOOK, {"a": "x" * 100_000}), (WEBHOOK, {}, print)):
+        with pytest.raises(InvalidJob):
+            function(make_context(), *arguments)

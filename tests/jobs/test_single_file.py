@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
-from jobs.errors import InvalidValue
+from jobs.errors import InvalidValue, PartDamaged
 from jobs.parquet import output_file
 from jobs.parquet.run_folder import RunFolder
 from jobs.runs.output import named_run
@@ -175,3 +175,17 @@ def test_the_command_line_asks_for_one_file(runs: Runs, source: Path, invoke: In
     for _ in range(2):
         runs.work()
     assert len(pd.read_csv(runs.output / "output.csv")) == ROWS
+
+
+def test_a_part_whose_pages_are_damaged_is_named_and_leaves_no_mark(site: Site) -> None:
+    site.plan()
+    first, second, third = site.runs.jobs
+    site.runs.run(first)
+    site.runs.run(second)
+    part = site.runs.output / PARTS / part_name(0)
+    content = bytearray(part.read_bytes())
+    content[4:200] = b"\xff" * 196
+    part.write_bytes(content)
+    with pytest.raises(PartDamaged, match=part_name(0)):
+        site.runs.run(third)
+    assert not (site.runs.output / "_SUCCESS").exists()

@@ -151,3 +151,22 @@ def test_a_path_with_dots_is_confined_as_what_it_means(tmp_path: Path, outside: 
     for path in (f"{tmp_path}/../{outside.name}/x", str(outside / "x")):
         with pytest.raises(errors.PathOutsideRoots):
             storage.open_input(path)
+
+
+def test_a_part_whose_folder_is_moved_away_while_it_gets_its_name_is_taken_back(
+    runs: Runs, outside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs.plan()
+    work, moved, link = runs.answered(runs.jobs[0]), outside / "moved", os.link
+
+    def link_and_move(*names: Any, **options: Any) -> None:
+        link(*names, **options)
+        runs.output.rename(moved)
+        shutil.copytree(moved, runs.output, ignore=lambda *_: [part_name(0)])  # another one of the same name
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "link", link_and_move)
+        with pytest.raises(errors.PathSwapped, match=r"moved away"):
+            work.result()
+    work.close()
+    assert os.listdir(moved) == [PLAN]

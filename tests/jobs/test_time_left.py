@@ -22,6 +22,7 @@ from redis import Redis
 from rq.utils import utcformat
 
 from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
+from jobs.parquet import shard_lengths
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.shard_sizes import MAX_SIZES, ShardSizes
 from jobs.runs.redis_state.recorded_parts import SeenParts
@@ -55,6 +56,15 @@ def test_planning_counts_what_the_shards_of_a_small_input_ask(redis: Redis, plan
     assert found[3] == pytest.approx(88 * 25, abs=400), "the prompts' bytes and offsets, not other columns'"
     stored = RunState(redis, plan.run).facts()["sizes"]
     assert ShardSizes.from_value(json.loads(stored)) == plan.sizes
+
+
+def test_of_larger_inputs_row_groups_tell(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_lengths, "MAX_READ_BYTES", 10)
+    pq.write_table(TABLE, runs.source, row_group_size=50, compression="none", use_dictionary=False)
+    runs.plan(rows_per_shard=25)
+    first, second, third, fourth = sizes(Plan.from_text((runs.output / "_plan.json").read_text()))
+    assert (first, third) == (second, fourth)
+    assert third - first == pytest.approx(50 * 25, rel=0.1), "of 50 tokens more a row"
 
 
 def test_a_run_under_way_tells_what_is_left(redis: Redis, runs: Runs, invoke: Invoke, plan: Plan) -> None:
