@@ -46,7 +46,7 @@ COMPUTING = ("tests/engine/", "tests/ops/test_gpu_bench.py")
 #: What Redis has promised us: tests that run with every kind of server that the machine has.
 REDIS_CONTRACTS = (
     "tests.doctor.test_redis_faults",
-    "tests.jobs.test_refused_writes",
+    "tests.jobs.cli.test_refused_writes",
     "tests.ops.test_redis_users",
     "tests.worker.test_claim",
     "tests.worker.test_fence",

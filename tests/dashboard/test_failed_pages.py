@@ -10,7 +10,7 @@ from redis import Redis
 from starlette.testclient import TestClient
 
 from tests.dashboard.test_pages import RUN, act, text_of
-from tests.jobs.test_failed_jobs import end, fail
+from tests.jobs.cli.test_failed_jobs import end, fail
 
 ODD_IDS = ["a\nb", "\r\nb\n", "a/../b", "..", "?a=b", "a#b", "a%2Fb", "a&b=c+d", "\x1b[2J \u202eé", "%"]
 

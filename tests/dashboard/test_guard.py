@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from tests.dashboard.conftest import TOKEN, Open
 from tests.dashboard.dashboard_process import ask, running_dashboard
-from tests.jobs.test_failed_jobs import fail
+from tests.jobs.cli.test_failed_jobs import fail
 from tokenmill_dashboard.connections import MAX_CONNECTIONS, TriesInTurn
 from tokenmill_dashboard.guard import SESSION_COOKIE, SESSION_S, Hosts, Sessions
 from tokenmill_dashboard.serve import NotServed, check_token

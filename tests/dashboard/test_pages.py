@@ -18,7 +18,7 @@ from jobs.common.keys import RUN_TTL_S, WORKER_STATS_TTL_S
 from jobs.runs.redis_state.run_index import list_in_index
 from jobs.watch.runs import RunSummary
 from tests.dashboard.conftest import Open
-from tests.jobs.test_failed_jobs import end, fail
+from tests.jobs.cli.test_failed_jobs import end, fail
 from tokenmill_dashboard.pages import time_left
 
 HOSTILE = "<img src=x onerror=alert(1)>'\"&\x1b[2J\u202e"

@@ -19,7 +19,7 @@ from jobs.context.checks.processes import Checks
 from tests import slow_files
 from tests.jobs.answering import MODEL
 from tests.jobs.checking import DIES, FUNCTION, HANGS, LIMIT_S, NOTHING, RAISES, TELLS
-from tests.jobs.runs import Runs
+from tests.jobs.local_runs import Runs
 
 if TYPE_CHECKING:
     from tests.jobs.s3_server import S3, FaultyProxy

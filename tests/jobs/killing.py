@@ -21,7 +21,7 @@ from jobs.runs.plans.names import PLAN
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.state import RunState
 from tests.jobs.answering import queued_jobs, shout
-from tests.jobs.runs import Runs
+from tests.jobs.local_runs import Runs
 
 
 class Killed(BaseException):

@@ -1,0 +1,235 @@
+"""A run, or one job, is cancelled: what waits goes, what runs is told to stop, and a later submit resumes."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import click.testing
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from redis import Redis
+from rq import Queue, RateLimit
+from rq.executions import Execution
+from rq.job import JobStatus
+
+from jobs.cli import commands as cli
+from jobs.common.keys import held_key, worker_key
+from jobs.errors import RunCancelled
+from jobs.runs.plans.names import part_name, shard_job_id
+from jobs.watch import cancel_job as module
+from jobs.watch.cancel_job import JobCancel, cancel_job
+from tests.forking import ForkedWorkers
+from tests.jobs.answering import score_parquet
+from tests.jobs.conftest import Invoke, MakeContext
+from tests.jobs.local_runs import Runs
+from tests.rq_workers import Workers, leftovers, wait_until
+
+ROWS_PER_SHARD = 3
+
+
+NUM_SHARDS = 32
+
+
+@pytest.fixture
+def workers(redis_url: str, tmp_path: Path) -> Iterator[Workers]:
+    started = ForkedWorkers(redis_url, tmp_path)
+    yield started
+    started.close()
+
+
+def tokenmill(workers: Workers, *arguments: object) -> str:
+    result = click.testing.CliRunner().invoke(cli.main, ["--url", workers.url, *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def held_shards(workers: Workers, run: str) -> list[int]:
+    """What a worker holds of a run."""
+    held = {member.decode().partition(":")[0] for member in workers.redis.hkeys(held_key("bulk"))}
+    return [shard for shard in range(NUM_SHARDS) if shard_job_id(run, shard) in held]
+
+
+def test_cancel_stops_the_shards_that_run_and_a_later_submit_resumes(
+    workers: Workers, redis: Redis, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    gates = [tmp_path / f"gate-{shard}" for shard in range(NUM_SHARDS)]
+    prompts = [f"file:{gate}" for gate in gates for _ in range(ROWS_PER_SHARD)]
+    pq.write_table(pa.table({"prompt": prompts, "id": range(len(prompts))}), tmp_path / "in.parquet")
+    submit = ("submit", tmp_path / "in.parquet", output, "--rows-per-shard", ROWS_PER_SHARD)
+    workers.start(TOKENMILL_MAX_NUM_SEQS="12", TOKENMILL_PREFETCH="0")
+    run = tokenmill(workers, *submit).strip()
+    # Of the shards that are claimed together any may fill the batch first: let them all end.
+    wait_until(lambda: held_shards(workers, run))
+    first = held_shards(workers, run)
+    for shard in first:
+        gates[shard].touch()
+    wait_until(lambda: all((output / part_name(shard)).exists() for shard in first))
+    wait_until(lambda: len(set(held_shards(workers, run)) - set(first)) >= 4)  # as many fill the batch
+    wait_until(lambda: not set(held_shards(workers, run)) & set(first))
+
+    cancelled = tokenmill(workers, "cancel", output)
+    left = NUM_SHARDS - len(first)
+    removed, stopped = map(int, re.findall(r"\d+", cancelled))
+    assert removed + stopped == left, cancelled
+    assert stopped >= 4, "four fill the batch, and as many more may be claimed ahead"
+    assert removed >= 4, "a worker claimed the whole run"
+    wait_until(lambda: not leftovers(redis, "bulk"))
+    assert f"{len(first)} of {NUM_SHARDS} done, 0 started, {left} left" in tokenmill(workers, "status", run)
+    statuses = [redis.hget(f"rq:job:{shard_job_id(run, shard)}", "status") for shard in range(NUM_SHARDS)]
+    assert statuses.count(JobStatus.STOPPED.encode()) == stopped
+    assert workers.queue("bulk").job_ids == []
+    assert sorted(path.name for path in output.iterdir()) == ["_plan.json", *map(part_name, first)]
+    assert "cancelled" in tokenmill(workers, "status", run)
+
+    written = {shard: (output / part_name(shard)).stat().st_mtime_ns for shard in first}
+    for gate in gates:
+        gate.touch()
+    assert tokenmill(workers, *submit).strip() == run
+    wait_until((output / "_SUCCESS").exists)
+    table = pq.read_table(output)
+    assert table["id"].to_pylist() == list(range(len(prompts)))
+    assert table["completion"].to_pylist() == [f"echo:{prompt}" for prompt in prompts]
+    assert {shard: (output / part_name(shard)).stat().st_mtime_ns for shard in first} == written
+    wait_until(lambda: "finished" in tokenmill(workers, "status", run))
+    wait_until(lambda: not leftovers(redis, "bulk"))
+    assert workers.queue("bulk").failed_job_registry.get_job_count(cleanup=False) == 0
+
+
+def jobs_held(redis: Redis, worker: str) -> int | None:
+    """What a worker's statistics say, None before it serves."""
+    told = redis.get(worker_key(worker))
+    return None if told is None else json.loads(told)["jobs_held"]
+
+
+@pytest.mark.long
+def test_a_run_that_is_submitted_again_outlives_the_stops_of_the_cancel_before(
+    workers: Workers, redis: Redis, tmp_path: Path
+) -> None:
+    """A worker that is frozen in between hears of the cancel after the planner has counted its shards."""
+    gate, output = tmp_path / "gate", tmp_path / "out"
+    pq.write_table(pa.table({"prompt": [f"file:{gate}"] * 4, "id": range(4)}), tmp_path / "in.parquet")
+    submit = ("submit", tmp_path / "in.parquet", output, "--rows-per-shard", 2)
+    frozen = workers.start("--name", "frozen", TOKENMILL_LEASE_S="120")
+    run = tokenmill(workers, *submit).strip()
+    wait_until(lambda: jobs_held(redis, "frozen") == 2)
+    frozen.send_signal(signal.SIGSTOP)
+    assert "0 jobs removed, 2 told to stop" in tokenmill(workers, "cancel", run)
+    workers.start("--name", "other", TOKENMILL_LEASE_S="120")
+    tokenmill(workers, *submit)
+    wait_until(lambda: workers.job(f"{run}-plan").get_status() == JobStatus.FINISHED)
+    # All of it, or the frozen one would claim its share when it wakes, and hold that.
+    keys = [f"rq:job:{shard_job_id(run, shard)}" for shard in range(2)]
+    wait_until(lambda: [redis.hget(key, "worker_name") for key in keys] == [b"other"] * 2)
+    frozen.send_signal(signal.SIGCONT)
+    wait_until(lambda: jobs_held(redis, "frozen") == 0)
+    gate.touch()
+    wait_until((output / "_SUCCESS").exists)
+    assert pq.read_table(output)["id"].to_pylist() == [*range(4)]
+    wait_until(lambda: f"run {run}: finished" in tokenmill(workers, "status", run))
+    wait_until(lambda: not leftovers(redis, "bulk"))
+    assert workers.queue("bulk").failed_job_registry.get_job_count(cleanup=False) == 0
+
+
+def test_cancel_takes_waiting_jobs_stops_running_ones_and_submit_resumes(
+    runs: Runs, invoke: Invoke, redis: Redis, source: Path
+) -> None:
+    run = runs.plan(source, rows_per_shard=1)["run"]
+    done, started, *_ = runs.jobs
+    runs.run(done)
+    done.delete()
+    redis.lrem("rq:queue:bulk", 1, started.id)
+    with redis.pipeline() as pipe:
+        execution = Execution.create(started, ttl=60, pipeline=pipe, worker_name="w1")
+        pipe.execute()
+    with redis.pubsub() as listener:
+        listener.subscribe("rq:pubsub:w1")
+        assert listener.get_message(timeout=5)["type"] == "subscribe"
+        result = invoke("cancel", run)
+        message = listener.get_message(timeout=5)
+    assert "3 jobs removed, 1 told to stop" in result.stdout
+    assert json.loads(message["data"]) == {"command": "stop-job", "job_id": started.id}
+    assert runs.jobs == []
+    assert "cancelled" in invoke("status", run).stdout
+    with pytest.raises(RunCancelled):  # a shard that was claimed just before
+        runs.run(started)
+    with redis.pipeline() as pipe:
+        execution.delete(job=started, pipeline=pipe)
+        pipe.hset(started.key, "status", "stopped")
+        pipe.execute()
+    assert runs.plan(source, rows_per_shard=1)["run"] == run
+    assert len(runs.jobs) == 4
+    runs.work()
+    assert (runs.output / "_SUCCESS").exists()
+    assert "is finished: nothing was left to cancel" in invoke("cancel", run).stdout
+
+
+def test_a_cancelled_planning_that_its_workers_death_runs_again_does_not_revive_the_run(
+    runs: Runs, invoke: Invoke, make_context: MakeContext, source: Path
+) -> None:
+    arguments = (str(source), str(runs.output))
+    planning = make_context()
+    run = score_parquet(planning, *arguments, rows_per_shard=1)["run"]
+    assert "5 jobs removed" in invoke("cancel", run).stdout
+    with pytest.raises(RunCancelled):
+        score_parquet(planning, *arguments, rows_per_shard=1)
+    assert runs.jobs == []
+    assert "cancelled" in invoke("status", run).stdout
+    runs.plan(*arguments, rows_per_shard=1)
+    assert len(runs.jobs) == 5
+
+
+def held(redis: Redis, job_id: str, worker: str = "node-1") -> None:
+    """Write what a claim writes of an execution."""
+    redis.zadd(f"rq:executions:{job_id}", {"e1": 1})
+    redis.hset(f"rq:execution:{job_id}:e1", "worker_name", worker)
+
+
+def test_a_job_that_waits_is_taken_from_there_as_rq_does(redis: Redis) -> None:
+    queue = Queue("bulk", connection=redis, serializer="json")
+    first = queue.enqueue("jobs.complete", "x", job_id="first")
+    after = queue.enqueue("jobs.complete", "x", job_id="after", depends_on=first)
+    later = queue.enqueue_in(timedelta(hours=1), "jobs.complete", "x", job_id="later")
+    limit = RateLimit("one", 1)
+    slot, limited = (
+        queue.enqueue("jobs.complete", job_id=each, rate_limit=limit) for each in ("slot", "limited")
+    )
+    ready = queue.enqueue("jobs.complete", job_id="ready", depends_on=first)
+    with redis.pipeline() as pipe:
+        queue.ready_job_registry.register_jobs([ready], pipe)
+        pipe.execute()
+    redis.hset("rq:job:first", "data", b"no payload that anybody could read")
+    for job in (after, later, limited, ready, slot, first):
+        assert cancel_job(redis, job.id) is JobCancel.REMOVED
+        assert redis.hget(f"rq:job:{job.id}", "status") == b"canceled"
+        assert cancel_job(redis, job.id) is JobCancel.GONE
+    assert queue.job_ids == []
+    for registry in (queue.deferred_job_registry, queue.scheduled_job_registry, queue.ready_job_registry):
+        assert registry.get_job_ids(cleanup=False) == []
+    assert not redis.exists("rq:rl:one:rate_limited")
+    assert queue.canceled_job_registry.count == 6
+    assert cancel_job(redis, "none") is JobCancel.GONE
+
+
+def test_a_job_that_is_claimed_in_between_is_told_to_stop(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = Queue("bulk", connection=redis, serializer="json")
+    queue.enqueue("jobs.complete", "x", job_id="one")
+    take = module._take
+
+    def claimed_first(job_id: str, pipe: object) -> bool | None:
+        if not redis.exists("rq:executions:one"):
+            redis.lrem("rq:queue:bulk", 1, "one")
+            held(redis, "one")
+        return take(job_id, pipe)
+
+    monkeypatch.setattr(module, "_take", claimed_first)
+    assert cancel_job(redis, "one") is JobCancel.STOPPING
+    assert redis.zscore("rq:canceled:bulk", "one") is None

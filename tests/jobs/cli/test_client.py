@@ -1,0 +1,200 @@
+"""`jobs.submit` and `jobs.run`: what the command line does, from Python."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+from redis import Redis
+
+import jobs
+from jobs import errors
+from jobs.runs.refusals import RunFailed, RunNotHere
+from tests.jobs.answering import add_worker, queued_jobs
+from tests.jobs.conftest import Invoke
+from tests.jobs.local_runs import Runs
+
+ROWS = {"prompt": ["b", "a", None], "id": [1, 2, 3]}
+
+
+def finish(runs: Runs) -> None:
+    while runs.jobs:
+        runs.work()
+
+
+@pytest.fixture(autouse=True)
+def _server(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RQ_REDIS_URL", redis_url)
+
+
+def test_a_run_is_submitted_awaited_and_read(runs: Runs, redis: Redis, source: Path, invoke: Invoke) -> None:
+    output = runs.output
+    run = jobs.submit(source, output, max_tokens=3, temperature=0, rows_per_shard=2)
+    assert run.status().state == "planning"
+    with pytest.raises(RunNotHere, match="no such folder"):
+        run.table()
+    arguments = ["--max-tokens", 3, "--temperature", 0, "--rows-per-shard", 2]
+    assert invoke("submit", source, output, *arguments).stdout.strip() == run.id  # the same run
+    with pytest.raises(TimeoutError, match="goes on"):
+        run.wait(timeout=0)
+    runs.work()
+    with pytest.raises(RunNotHere, match="_SUCCESS"):
+        run.table()
+    finish(runs)
+    found = run.wait(timeout=5)
+    assert (found.state, found.rows_done, found.errors) == ("finished", 5, 1)
+    assert run.table()["completion"].to_pylist() == [*"ABCD", None]
+    (row,) = run.errors()
+    assert (row.row, row.file, row.file_row, row.reason) == (4, str(source), 4, "prompt is null")
+    again = jobs.run(output)
+    assert (again.id, again.output, again.table()) == (run.id, str(output), run.table())
+    assert jobs.run(run.id, connection=redis).status().state == "finished"
+    redis.flushall()
+    assert jobs.run(str(output)).errors() == [row]
+    with pytest.raises(errors.UnknownRun):
+        jobs.run(run.id)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pd.DataFrame(ROWS),
+        pl.DataFrame(ROWS),
+        pa.table(ROWS),
+        pa.RecordBatchReader.from_batches(pa.table(ROWS).schema, pa.table(ROWS).to_batches()),
+    ],
+    ids=["pandas", "polars", "arrow", "reader"],
+)
+def test_tables_are_written_beside_the_output_and_scored(given: Any, runs: Runs, tmp_path: Path) -> None:
+    run = jobs.submit(given, runs.output)
+    (file,) = (tmp_path / "out.input").iterdir()
+    assert file.suffix == ".parquet"
+    finish(runs)
+    run.wait(timeout=5)
+    assert run.table()["id"].to_pylist() == [1, 2, 3]
+    assert run.table()["completion"].to_pylist() == ["B", "A", None]
+
+
+def test_the_same_table_is_the_same_run_and_another_is_refused(runs: Runs, tmp_path: Path) -> None:
+    frame = pd.DataFrame(ROWS)
+    first = jobs.submit(frame, runs.output)
+    finish(runs)
+    assert jobs.submit(frame.copy(), runs.output).id == first.id
+    finish(runs)
+    assert first.wait(timeout=5).state == "finished"
+    assert jobs.submit(frame.head(1), runs.output).id != first.id
+    with pytest.raises(errors.OutputHoldsAnotherRun):
+        runs.work()
+    assert jobs.submit(frame, tmp_path / "b", input_folder=tmp_path / "mine").id
+    assert len(list((tmp_path / "mine").iterdir())) == 1
+
+
+def test_what_cannot_be_is_refused_before_anything_is_queued_or_written(
+    redis: Redis, source: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    refused: list[tuple[Any, dict[str, Any], str]] = [
+        (source, {"max_tokens": "64"}, "max_tokens"),
+        (source, {"prompt_column": "text"}, "no column 'text'"),
+        (pl.LazyFrame(ROWS), {}, "collect"),
+        (7, {}, "expected paths, a pandas"),
+        ([], {}, "empty list"),
+    ]
+    for given, arguments, text in refused:
+        with pytest.raises(errors.JobsError, match=text):
+            jobs.submit(given, output, **arguments)
+    assert queued_jobs(redis) == []
+    assert not list(tmp_path.rglob("_tmp*"))
+
+
+def test_options_have_the_command_lines_names(source: Path, tmp_path: Path, invoke: Invoke) -> None:
+    run = jobs.submit(
+        source,
+        tmp_path / "out",
+        messages_template=[{"role": "user", "content": "{prompt}"}],
+        check_regex="a+",
+        output_format="csv",
+        default={"prompt": "-"},
+        stop=["x"],
+    )
+    options = ["--messages-template", '[{"role": "user", "content": "{prompt}"}]', "--check-regex", "a+"]
+    options += ["--single-file", "--output-format", "csv", "--default", "prompt=-", "--stop", "x"]
+    assert invoke("submit", source, tmp_path / "out", *options).stdout.strip() == run.id
+
+
+def test_a_run_that_ended_otherwise_says_how(runs: Runs, redis: Redis, source: Path) -> None:
+    add_worker(redis, "w")
+    run = jobs.submit(source, runs.output, rows_per_shard=1)
+    runs.work()
+    assert run.cancel().removed == 5
+    with pytest.raises(RunFailed, match="it was cancelled"):
+        run.wait(timeout=5)
+    jobs.submit(source, runs.output, rows_per_shard=1, max_errors=0)
+    runs.work()
+    finish(runs)
+    with pytest.raises(RunFailed, match="1 of 5 rows have an error"):
+        run.wait(timeout=5)
+
+
+def test_without_pyarrow_runs_are_submitted_and_what_needs_it_says_so(
+    redis_url: str, redis: Redis, source: Path, tmp_path: Path
+) -> None:
+    code = f"""
+import sys
+sys.modules["pyarrow"] = None
+import jobs
+run = jobs.submit({str(source)!r}, {str(tmp_path / "out")!r})
+assert run.status().state == "planning"
+for call in (run.table, run.errors, lambda: jobs.submit(object(), {str(tmp_path / "o")!r})):
+    try:
+        call()
+    except ImportError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.count("needs pyarrow") == 3, done.stderr
+    assert [job.func_name for job in queued_jobs(redis)] == ["jobs.score_parquet"]
+
+
+def test_a_misspelt_argument_is_refused_with_the_one_that_is_like_it(source: Path, tmp_path: Path) -> None:
+    for name, told in (
+        ("temperatur", "did you mean temperature"),
+        ("zzz", "its arguments are .*temperature"),
+    ):
+        with pytest.raises(errors.InvalidJob, match=told):
+            jobs.submit(source, tmp_path / "out", **{name: 0})
+
+
+def every_extension_type() -> pd.DataFrame:
+    """A frame with nulls in a column of each of pandas' own types, and an index."""
+    big = 2**60 + 1
+    days = pd.to_datetime(["2020-01-01", None, "2020-03-01"])
+    columns: dict[str, Any] = {
+        "id": pd.array([big, None, 3], dtype="Int64"),
+        "Float64": pd.array([1.5, None, 3], dtype="Float64"),
+        "boolean": pd.array([True, None, False], dtype="boolean"),
+        "bool": [True, False, True],
+        "string": pd.array(["a", None, "c"], dtype="string"),
+        "category": pd.Categorical(["x", None, "y"], categories=["y", "x"], ordered=True),
+        "datetimetz": days.tz_localize("Europe/Berlin"),
+        "period": days.to_period("M"),
+    }
+    return pd.DataFrame({"prompt": ["b", "a", "c"], **columns}, index=pd.Index([7, 5, 3], name="key"))
+
+
+def test_a_frame_comes_back_with_its_types_and_index(runs: Runs) -> None:
+    given = every_extension_type()
+    run = jobs.submit(given, runs.output, rows_per_shard=2)
+    finish(runs)
+    frame = run.frame()
+    assert frame["id"][7] == 2**60 + 1
+    pd.testing.assert_frame_equal(frame[given.columns], given)
+    pd.testing.assert_frame_equal(run.table().to_pandas(), frame)
+    assert frame["completion"].tolist() == ["B", "A", "C"]
+    assert not [key for key in run.table().schema.metadata if key.startswith(b"tokenmill")]

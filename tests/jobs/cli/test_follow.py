@@ -1,0 +1,175 @@
+"""A run is followed until it ends, on a terminal or in a log, whatever becomes of its shards and workers."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+from redis import exceptions as redis_errors
+from rq import Queue
+from rq.job import JobStatus
+from rq.serializers import JSONSerializer
+
+from jobs.cli.progress import LINE_EVERY_S, Bar, Lines
+from jobs.runs.plans.names import shard_job_id
+from jobs.runs.watching.follow import End, follow
+from jobs.runs.watching.snapshot import RunSnapshot, read_snapshot
+from tests.jobs.answering import add_worker, fail
+from tests.jobs.conftest import Invoke
+from tests.jobs.local_runs import Runs
+
+
+def snapshot(**changed: Any) -> RunSnapshot:
+    """A run of 100 rows on which one worker works."""
+    nothing = dict.fromkeys(("plan_job", "plan_status", "awaited_model", "stopped", "too_many_errors"))
+    counts = {"rows": 100, "shards": 10, "started": 1, "workers": 1, "queue_length": 9, "failed_jobs": ()}
+    zeros = dict.fromkeys(("done", "claimed", "rows_done", "errors", "tokens"), 0)
+    facts = {"run": "r", "output": "/out", "queue": "bulk", "cancelled": False, "finished": False}
+    return RunSnapshot(**{**nothing, **counts, **zeros, **facts, **changed})  # type: ignore[arg-type]
+
+
+PLANNING = snapshot(rows=None, shards=None, started=0, plan_status=JobStatus.QUEUED)
+
+
+def test_a_bar_names_the_state_rows_speed_and_time_left() -> None:
+    screen = io.StringIO()
+    bar = Bar(screen)
+    bar.show(PLANNING, 0.0)
+    bar.show(snapshot(), 0.0)
+    bar.show(snapshot(rows_done=40, failed_jobs=("x",), left_s=3725.0), 7.4)
+    bar.close()
+    frames = [frame.strip() for frame in screen.getvalue().split("\r")]
+    assert any(frame.startswith("planning:") for frame in frames)
+    assert ": :" not in screen.getvalue()
+    last = frames[-1]
+    assert last.startswith("running:  40%")
+    assert "40/100" in last
+    assert "7 tok/s, 1 h 2 min left, 1 shards failed" in last
+
+
+def test_a_log_gets_a_line_for_each_state_and_every_few_seconds() -> None:
+    log, now = io.StringIO(), 0.0
+    lines = Lines(log, lambda: now)
+    lines.show(PLANNING, 0.0)
+    for step in range(int(LINE_EVERY_S * 4)):
+        now = step / 2
+        lines.show(snapshot(rows_done=step, left_s=60.4 - step / 2), 3.0)
+    lines.show(snapshot(finished=True, rows_done=100, left_s=0.0), 5.0)
+    lines.close()
+    assert log.getvalue().splitlines() == [
+        "planning",
+        "running: 0 of 100 rows, 3 tok/s, 1 min 0 s left",
+        "running: 20 of 100 rows, 3 tok/s, 50 s left",
+        "finished: 100 of 100 rows, 5 tok/s",
+    ]
+
+
+class WorkersClock:
+    """A clock whose sleep lets one thing happen at a time, as workers would meanwhile."""
+
+    def __init__(self, *events: Callable[[], object]) -> None:
+        self.now = 0.0
+        self._events: Iterator[Callable[[], object]] = iter(events)
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        next(self._events)()
+
+
+class Shown:
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.warnings: list[str] = []
+        self.speeds: list[float] = []
+
+    def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
+        self.rows.append(snapshot.rows_done)
+        self.speeds.append(tokens_per_s)
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+def test_following_shows_rows_and_speed_until_the_run_ends(runs: Runs, redis: Redis, source: Path) -> None:
+    add_worker(redis, "w")
+    run = runs.plan(source, rows_per_shard=2)["run"]
+    shards = [lambda job=job: runs.run(job) for job in runs.jobs]
+    clock, shown = WorkersClock(*shards), Shown()
+    followed = follow(lambda: read_snapshot(redis, run), shown, clock, clock.sleep)
+    assert followed.end is End.FINISHED
+    assert followed.seconds == 1.5
+    assert shown.rows == [0, 2, 4, 5]
+    assert shown.speeds == [0.0, 4.0, 4.0, pytest.approx(4 / 1.5)]
+    assert shown.warnings == []
+
+
+def test_following_keeps_waiting_and_says_that_no_worker_listens(
+    runs: Runs, redis: Redis, source: Path
+) -> None:
+    run = runs.plan(source)["run"]
+    redis.sadd("rq:workers:bulk", "rq:worker:dead")  # killed: its key has expired
+    events = [
+        lambda: None,
+        lambda: add_worker(redis, "w"),
+        lambda: redis.delete("rq:worker:w"),
+        lambda: runs.work(),
+    ]
+    clock, shown = WorkersClock(*events), Shown()
+    assert follow(lambda: read_snapshot(redis, run), shown, clock, clock.sleep).end is End.FINISHED
+    assert ["no worker" in text for text in shown.warnings] == [True, False, True]
+    assert "rq worker" in shown.warnings[0]
+
+
+def test_following_ends_when_only_failed_shards_are_left(runs: Runs, redis: Redis, source: Path) -> None:
+    run = runs.plan(source, rows_per_shard=3)["run"]
+    first, second = runs.jobs
+    events = [
+        lambda: fail(redis, first, "DiskFull"),
+        lambda: runs.run(second),
+    ]
+    clock = WorkersClock(*events)
+    followed = follow(lambda: read_snapshot(redis, run), Shown(), clock, clock.sleep)
+    assert followed.end is End.SHARDS_FAILED
+    assert followed.snapshot.failed_jobs == (shard_job_id(run, 0),)
+
+
+def test_following_ends_when_someone_emptied_the_queue(
+    runs: Runs, redis: Redis, source: Path, tmp_path: Path, invoke: Invoke
+) -> None:
+    run = runs.plan(source)["run"]
+    planned = invoke("submit", source, tmp_path / "other").stdout.strip()
+    clock = WorkersClock(Queue("bulk", redis, serializer=JSONSerializer).empty, lambda: None, lambda: None)
+    for name in (run, planned):
+        followed = follow(lambda name=name: read_snapshot(redis, name), Shown(), clock, clock.sleep)
+        assert followed.end is End.STRANDED
+
+
+def test_following_outlives_an_outage_of_redis(runs: Runs, redis: Redis, source: Path) -> None:
+    add_worker(redis, "w")
+    run = runs.plan(source)["run"]
+    away = False
+
+    def look() -> RunSnapshot:
+        if away:
+            raise redis_errors.ConnectionError("refused")
+        return read_snapshot(redis, run)
+
+    def goes() -> None:
+        nonlocal away
+        away = True
+
+    def comes_back() -> None:
+        nonlocal away
+        away = False
+        runs.work()
+
+    clock, shown = WorkersClock(goes, lambda: None, comes_back), Shown()
+    assert follow(look, shown, clock, clock.sleep).end is End.FINISHED
+    assert ["no answer" in text for text in shown.warnings] == [True]

@@ -1,0 +1,226 @@
+"""Lists of runs and workers, for people and for programs, whatever others wrote into their keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from redis.exceptions import ConnectionError
+
+from jobs.cli.watch_commands import show_or_watch
+from jobs.common.keys import (
+    SILENT_S,
+    WORKER_STATS_TTL_S,
+    run_errors_key,
+    run_key,
+    run_parts_key,
+    samples_key,
+    worker_key,
+)
+from jobs.watch.runs import list_runs, list_shards, read_run
+from jobs.watch.samples import Point, read_points, read_samples, worker_names
+from tests.jobs.answering import fail
+from tests.jobs.conftest import Invoke
+from tests.jobs.local_runs import Runs
+from tests.jobs.runs.test_verify import drawn
+
+
+def test_status_without_a_run_shows_all_of_them(
+    runs: Runs, invoke: Invoke, source: Path, tmp_path: Path
+) -> None:
+    assert "no run" in invoke("status").stdout
+    assert json.loads(invoke("status", "--json").stdout) == []
+    done = runs.plan(source, tmp_path / "one")["run"]
+    runs.work()
+    moving = runs.plan(source, tmp_path / "two\x1b[2J")["run"]
+    heads, first, second = invoke("status").stdout.splitlines()
+    assert heads.split()[:5] == ["RUN", "STATE", "ROWS", "ERRORS", "SHARDS"]
+    assert first.split()[:5] == [moving, "running", "0/5", "0", "0/1"]
+    assert first.endswith(r"two\x1b[2J")
+    assert second.split()[:5] == [done, "finished", "5/5", "1", "1/1"]
+    assert first.index("running") == second.index("finished") == heads.index("STATE")
+    told = json.loads(invoke("runs", "--json").stdout)
+    assert [each["run"] for each in told] == [moving, done]
+    assert told == json.loads(invoke("status", "--json").stdout)
+    assert invoke("runs", "--state", "finished").stdout.splitlines()[1].startswith(done)
+
+
+def test_status_of_one_run_is_json_too_also_where_redis_lost_it(
+    runs: Runs, invoke: Invoke, redis: Redis, source: Path
+) -> None:
+    run = runs.plan(source)["run"]
+    runs.work()
+    told = json.loads(invoke("status", runs.output, "--json").stdout)
+    assert (told["run"], told["state"], told["rows_done"]) == (run, "finished", 5)
+    assert told["reasons"] == [{"text": "prompt is null", "rows": 1, "examples": [4]}]
+    redis.flushall()
+    told = json.loads(invoke("status", runs.output, "--json").stdout)
+    assert (told["run"], told["state"], told["rows"], told["errors"]) == (run, "finished", 5, 1)
+    assert invoke("status", run, "--json").exit_code == 1
+    assert "--wait" in invoke("status", run, "--watch").stderr
+
+
+def test_workers_are_listed_with_what_they_serve_and_hold(invoke: Invoke, redis: Redis) -> None:
+    assert "no worker" in invoke("workers").stdout
+    redis.sadd("rq:workers", "rq:worker:w1", "rq:worker:w2", "rq:worker:stock")
+    sample = {"state": "draining", "model": "q54m", "dtype": "bfloat16", "version": "0.1.0"}
+    sample |= {"queues": ["high", "bulk"], "held": {"bulk": 3}}
+    sample |= {"num_requests_running": 7, "max_num_seqs": 64}
+    redis.set("tokenmill:worker:w1", json.dumps(sample), ex=3600)
+    redis.set("tokenmill:worker:w2", json.dumps({**sample, "model": "\x1b[2J"}), ex=3500)
+    _, first, second = invoke("workers").stdout.splitlines()
+    assert first.split() == [
+        *("w1", "draining", "q54m", "bfloat16", "0.1.0", "high", "bulk", "bulk", "3", "7/64", "0", "0%"),
+        *(first.split()[-2:]),
+    ]
+    assert second.split()[:3] == ["w2", "silent", r"\x1b[2J"]
+    assert second.split()[7:11] == ["-"] * 4, "nobody knows what it still holds"
+    one, two = json.loads(invoke("workers", "--json").stdout)
+    assert (one["name"], one["draining"], one["held"]) == ("w1", True, {"bulk": 3})
+    assert (two["name"], two["silent"], two["held"]) == ("w2", True, {"bulk": 3})
+
+
+def test_a_table_is_shown_anew_until_it_is_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
+    looks = iter(["one", ConnectionError("gone"), "two"])
+
+    def show() -> str:
+        found = next(looks)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def sleep(seconds: float) -> None:
+        turns.append(seconds)
+        if len(turns) > 2:
+            raise KeyboardInterrupt
+
+    turns: list[float] = []
+    show_or_watch(show, True, sleep)
+    assert capsys.readouterr().out == "one\nno answer from Redis (gone); still trying\ntwo\n"
+
+
+def test_speed_is_told_between_two_points_of_one_life_of_a_worker() -> None:
+    older, newer = Point(at=10.0, rows=5), Point(at=12.0, rows=9)
+    assert newer.per_second(older, "rows") == 2.0
+    assert older.per_second(newer, "rows") is None, "the clock was set back"
+    assert Point(at=14.0).per_second(newer, "rows") is None, "it was started anew"
+    assert newer.per_second(newer, "rows") is None
+
+
+def test_workers_are_read_in_the_order_of_their_names_without_those_that_tell_nothing(redis: Redis) -> None:
+    names = [f"w{i:03}" for i in range(250)]
+    with redis.pipeline() as pipe:
+        pipe.sadd("rq:workers", "rq:worker:rq's own", *(f"rq:worker:{name}" for name in names))
+        for name in names:
+            told = {"state": "draining", "queues": ["a"], "max_num_seqs": 4, "num_requests_running": 3}
+            pipe.set(worker_key(name), json.dumps(told), ex=WORKER_STATS_TTL_S)
+        pipe.execute()
+    redis.expire(worker_key("w007"), WORKER_STATS_TTL_S - 2 * SILENT_S)
+    samples = read_samples(redis)
+    assert worker_names(redis) == ["rq's own", *names]
+    assert [sample.name for sample in samples] == names
+    assert [sample.name for sample in samples if sample.is_silent] == ["w007"]
+    assert samples[0].is_draining
+    assert (samples[0].queues, samples[0].batch_fill) == (("a",), 0.75)
+    assert [sample.name for sample in read_samples(redis, ["w001", "gone"])] == ["w001"]
+
+
+def test_points_come_in_the_order_of_time_and_bad_ones_are_left_out(redis: Redis) -> None:
+    redis.lpush(samples_key("w"), "no json", "[]", '{"at": "x"}', json.dumps({"at": 1, "x": "y" * 20_000}))
+    for at in (1.0, 2.0, 3.0):
+        redis.lpush(samples_key("w"), Point(at=at).to_text())
+    assert [point.at for point in read_points(redis, ["w"])["w"]] == [1.0, 2.0, 3.0]
+    assert [point.at for point in read_points(redis, ["w"], most=2)["w"]] == [2.0, 3.0]
+
+
+def commands(redis: Redis) -> int:
+    found = redis.info("commandstats")
+    return sum(each["calls"] for name, each in found.items() if name != "cmdstat_info")
+
+
+def test_each_run_has_a_line_with_its_state_counts_and_rates(
+    runs: Runs, invoke: Invoke, redis: Redis, source: Path, tmp_path: Path
+) -> None:
+    done = runs.plan(source, tmp_path / "one", rows_per_shard=2)["run"]
+    runs.work()
+    moving = runs.plan(source, tmp_path / "two", rows_per_shard=1)["run"]
+    first, started, failed, *_ = runs.jobs
+    runs.run(first)
+    first.delete()
+    redis.lrem("rq:queue:bulk", 1, started.id)
+    redis.hset(started.key, mapping={"status": "started", "meta": '{"rows_done": 1, "tokens": 9}'})
+    redis.zadd("rq:wip:bulk", {f"{started.id}:abc": 9e12})
+    fail(redis, failed, "jobs.errors.InputChanged: it changed")
+    waiting = invoke("submit", source, tmp_path / "three").stdout.strip()
+    found = {each.run: each for each in list_runs(redis)}
+    assert list(found) == [waiting, moving, done]  # the last submission first
+    assert [each.state for each in found.values()] == ["planning", "running", "finished"]
+    one = found[done]
+    assert (one.rows, one.rows_done, one.errors, one.shards, one.shards_done) == (5, 5, 1, 3, 3)
+    assert (one.tokens, one.prompt_tokens, one.model) == (4, 4, "m (float32, fingerpr)")
+    assert one.worked_s
+    assert one.rows_per_s == pytest.approx(5 / one.worked_s)
+    two = found[moving]
+    assert (two.rows_done, two.tokens, two.shards_done, two.shards_started) == (2, 10, 1, 1)
+    assert (two.shards_failed, two.shards_queued, two.is_active) == (1, 2, True)
+    assert two.tokens_per_s
+    assert (found[waiting].rows, found[waiting].rows_per_s) == (None, None)
+    assert [each.run for each in list_runs(redis, states=["finished"])] == [done]
+    assert [each.run for each in list_runs(redis, limit=1)] == [waiting]
+    for each in found.values():
+        detail = read_run(redis, each.run).summary
+        assert json.loads(json.dumps(detail.to_object())).keys() == each.to_object().keys()
+        assert (detail.state, detail.rows_done, detail.tokens) == (each.state, each.rows_done, each.tokens)
+
+
+def test_a_list_reads_no_part_and_takes_few_commands(runs: Runs, redis: Redis, tmp_path: Path) -> None:
+    runs.write(["a"] * 60)
+    for number in range(3):
+        runs.plan(output=tmp_path / f"out{number}", rows_per_shard=1)
+    for job in runs.jobs[:20]:
+        runs.run(job)
+    before, whole = commands(redis), redis.info("commandstats")["cmdstat_hgetall"]["calls"]
+    found = list_runs(redis)
+    assert sum(each.shards_done for each in found) == sum(each.rows_done for each in found) == 20
+    assert commands(redis) - before < 25
+    assert redis.info("commandstats")["cmdstat_hgetall"]["calls"] == whole
+
+
+def test_errors_are_told_by_reason_with_row_numbers(runs: Runs, redis: Redis) -> None:
+    prompts = [None, "broken 1", "a", "broken 22", None, "b", "broken 333", "broken 4", "c"]
+    runs.write(prompts)
+    run = runs.plan(rows_per_shard=2)["run"]
+    runs.work(answer=drawn)
+    found = [(each.text, each.rows, each.examples) for each in read_run(redis, run).reasons]
+    assert found == [("it is broken", 4, [1, 3, 6]), ("prompt is null", 2, [0, 4])]
+    redis.delete(run_key(run), run_parts_key(run), run_errors_key(run))
+    runs.plan(rows_per_shard=2)
+    assert [each.rows for each in read_run(redis, run).reasons] == [4, 2]
+    assert (list_runs(redis)[0].errors, list_runs(redis)[0].rows_done) == (6, 9)
+
+
+def test_shards_are_told_one_by_one(runs: Runs, redis: Redis, source: Path) -> None:
+    run = runs.plan(source, rows_per_shard=1)["run"]
+    *_, failed, last = runs.jobs
+    runs.run(last)
+    fail(redis, failed, "ValueError")
+    redis.hset(failed.key, "worker_name", "w\x1b[2J")
+    shards = list_shards(redis, run, 2)
+    assert [(each.shard, each.state) for each in shards] == [(2, "queued"), (3, "failed"), (4, "done")]
+    assert (shards[-1].rows, shards[-1].errors, shards[1].worker) == (1, 1, r"w\x1b[2J")
+
+
+def test_of_a_cancelled_run_no_shard_has_failed_and_the_rest_is_left(
+    runs: Runs, invoke: Invoke, redis: Redis, source: Path
+) -> None:
+    run = runs.plan(source, rows_per_shard=1)["run"]
+    first, stopped, *_ = runs.jobs
+    runs.run(first)
+    fail(redis, stopped, "jobs.errors.RunCancelled")  # as RQ keeps what is stopped
+    assert invoke("cancel", run).exit_code == 0
+    for found in (list_runs(redis)[0], read_run(redis, run).summary):
+        assert (found.state, found.shards_done, found.shards_failed) == ("cancelled", 1, 0)
+        assert (found.shards_queued, found.shards_left) == (0, 4)
+    assert [each.state for each in list_shards(redis, run)] == ["done", *["left"] * 4]

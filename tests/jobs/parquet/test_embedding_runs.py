@@ -1,0 +1,122 @@
+"""Runs of embeddings: a fixed-size list of float32 for each row, whoever reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jobs.context import JobContext
+from jobs.errors import ColumnConflict, InvalidJob
+from jobs.runs.plans.spec import RunSpec
+from jobs.tasks import Request
+from tests.jobs.answering import MODEL, FakeCompletion, refuse, score_parquet
+from tests.jobs.conftest import MakeContext
+from tests.jobs.local_runs import Runs
+
+Embed = Callable[..., list[Request]]
+SIZE = 6
+TEXTS = ["a", "b", "a", "broken", None, "ü ☃", " ", "a" * 50]
+
+
+def numbers(text: str, size: int) -> list[float]:
+    """An embedding of float32's numbers."""
+    rng = np.random.default_rng(list(text.encode()) or [0])
+    return rng.standard_normal(size).astype(np.float32).tolist()
+
+
+@pytest.fixture
+def make_context(make_context: MakeContext) -> MakeContext:
+    model = replace(MODEL, embedding_size=SIZE, embedding_prompts=("document", "query"))
+    return lambda: replace(make_context(), model=model)
+
+
+@pytest.fixture
+def embed(runs: Runs) -> Embed:
+    """Runs the texts to their end; returns what the engine was asked."""
+    runs.write(TEXTS)
+
+    def run(**arguments: Any) -> list[Request]:
+        asked: list[Request] = []
+
+        def answer(request: Request) -> FakeCompletion:
+            asked.append(request)
+            if request.prompt == "broken":
+                return refuse("it is broken")
+            size = request.sampling.get("dimensions", SIZE)
+            return FakeCompletion(num_prompt_tokens=3, embedding=numbers(str(request.prompt), size))
+
+        arguments = {"task": "embed", "rows_per_shard": 3, **arguments}
+        runs.plan(**arguments)
+        runs.work(answer)
+        assert (runs.output / "_SUCCESS").exists()
+        return asked
+
+    return run
+
+
+@pytest.mark.parametrize("dimensions", [None, 4])
+def test_each_row_has_its_embedding_and_equal_texts_one(
+    embed: Embed, tmp_path: Path, dimensions: int | None
+) -> None:
+    asked = embed(dimensions=dimensions, prompt_name="query")
+    size = dimensions or SIZE
+    found = pq.read_table(tmp_path / "out").sort_by("id")
+    added = ["embedding", "prompt_tokens", "completion_tokens", "cached_tokens", "error"]
+    assert set(found.column_names) == {"id", "prompt", *added}
+    assert found.schema.field("embedding").type == pa.list_(pa.float32(), size)
+    for text, row in zip(TEXTS, found.to_pylist(), strict=True):
+        is_bad = text in ("broken", None)
+        assert row["embedding"] == (None if is_bad else numbers(text or "", size)), text
+        assert (row["error"] is not None) == is_bad
+    assert found["error"][3].as_py() == "it is broken"
+    assert sorted(str(request.prompt) for request in asked) == sorted({text for text in TEXTS if text})
+    values = {"prompt_name": "query"} | ({} if dimensions is None else {"dimensions": dimensions})
+    assert all((request.kind, request.sampling) == ("embed", values) for request in asked)
+
+
+def test_pandas_polars_and_duckdb_read_them(embed: Embed, tmp_path: Path) -> None:
+    embed(single_file=True, keep=["id"])
+    path = tmp_path / "out" / "output.parquet"
+    expected = [None if text in ("broken", None) else numbers(text or "", SIZE) for text in TEXTS]
+    frame = pl.read_parquet(path)
+    assert frame.schema["embedding"] == pl.Array(pl.Float32, SIZE)
+    assert frame["embedding"].to_list() == expected
+    rows = duckdb.sql(f"select embedding from '{path}' order by id").fetchall()
+    assert [None if row is None else list(row) for (row,) in rows] == expected
+    pandas = pq.read_table(path).to_pandas()["embedding"]
+    assert [None if each is None else each.tolist() for each in pandas] == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"dimensions": "3"}, "dimensions:=256"),
+        ({"template": [{"role": "user", "content": "{prompt}"}]}, "embeddings are of texts"),
+        ({"sampling": {"temperature": 0}}, "'temperature', and for embeddings nothing is generated"),
+        ({"labels": ["a", "b"]}, "labels and task 'embed' do not go together"),
+    ],
+)
+def test_what_does_not_go_together_is_named(values: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidJob, match=problem):
+        RunSpec.from_arguments("/in.parquet", "/out", **{"task": "embed", **values})
+
+
+def test_a_run_that_this_model_cannot_do_fails_once_at_planning(
+    runs: Runs, embed: Embed, context: JobContext
+) -> None:
+    with pytest.raises(InvalidJob, match="gives no embeddings"):
+        score_parquet(replace(context, model=MODEL), str(runs.source), str(runs.output), task="embed")
+    with pytest.raises(InvalidJob, match="dimensions is 7, and embeddings of 'm' have 6"):
+        runs.plan(task="embed", dimensions=7)
+    runs.write(["a"], embedding=[1])
+    with pytest.raises(ColumnConflict, match="embedding"):
+        runs.plan(task="embed")

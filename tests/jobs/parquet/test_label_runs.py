@@ -1,0 +1,172 @@
+"""Labels of a run's rows: a column for each part of what was found, in any order of answers."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from math import log
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+
+from jobs.context.answer_memo import AnswerMemo
+from jobs.errors import ColumnConflict, InvalidJob
+from jobs.parquet.row_values import RowProblem
+from jobs.parquet.shard_labels import ShardLabels
+from jobs.parquet.shard_requests import ShardRequests
+from jobs.runs.plans.spec import RunSpec
+from jobs.tasks import Request
+from tests.jobs.answering import FakeCompletion, refuse
+from tests.jobs.conftest import Invoke
+from tests.jobs.local_runs import Runs
+
+Score = Callable[..., pa.Table]
+LABELS = ["yes", "no", "may, be"]
+ADDED = ["label", "probability", "probabilities", "margin"]
+TOKENS = ["prompt_tokens", "completion_tokens", "cached_tokens", "error"]
+
+
+def asked(request: Request) -> str:
+    return request.prompt if isinstance(request.prompt, str) else request.messages[-1]["content"]
+
+
+def weights(text: str) -> list[float]:
+    """How likely each label is behind a text."""
+    rng = random.Random(text)
+    return [rng.uniform(0.1, 1) for _ in LABELS]
+
+
+def likely(request: Request) -> FakeCompletion:
+    assert request.kind == "score"
+    assert request.sampling["continuations"] == LABELS
+    if "broken" in asked(request):
+        return refuse("it is broken")
+    likelihoods = [SimpleNamespace(logprob=log(weight)) for weight in weights(asked(request))]
+    return FakeCompletion(num_prompt_tokens=7, num_cached_tokens=3, loglikelihoods=likelihoods)
+
+
+def expected(text: str, prior: str | None = None) -> list[float]:
+    found = weights(text)
+    if prior is not None:
+        found = [own / before for own, before in zip(found, weights(prior), strict=True)]
+    return [each / sum(found) for each in found]
+
+
+@pytest.fixture
+def score(runs: Runs, tmp_path: Path) -> Score:
+    """Runs a file to its end and returns the output."""
+
+    def run(out: str = "out", **arguments: Any) -> pa.Table:
+        arguments = {"template": "{text}: ", "labels": LABELS, **arguments}
+        runs.plan(output=tmp_path / out, **arguments)
+        runs.work(answer=likely)
+        assert (tmp_path / out / "_SUCCESS").exists()
+        return None if "single_file" in arguments else pq.read_table(tmp_path / out)
+
+    return run
+
+
+def write(folder: Path, texts: Sequence[str | None]) -> None:
+    pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), folder / "in.parquet")
+
+
+def check(row: dict[str, Any], probabilities: Sequence[float]) -> None:
+    found = dict(row["probabilities"])
+    assert list(found) == LABELS
+    assert list(found.values()) == pytest.approx(probabilities)
+    first, second = sorted(probabilities, reverse=True)[:2]
+    assert row["label"] == LABELS[probabilities.index(first)]
+    assert (row["probability"], row["margin"]) == (pytest.approx(first), pytest.approx(first - second))
+    assert [row[name] for name in TOKENS] == [7, 0, 3, None]
+
+
+@pytest.mark.parametrize("calibrate", [False, True])
+def test_each_row_has_the_probabilities_of_the_labels(score: Score, tmp_path: Path, calibrate: bool) -> None:
+    write(tmp_path, ["a", None, "ü", "a", "broken", ""])
+    table = score(calibrate=calibrate, rows_per_shard=4)
+    assert table.column_names == ["id", "text", *ADDED, *TOKENS]
+    assert table.schema.field("probabilities").type == pa.map_(pa.string(), pa.float64())
+    rows = table.to_pylist()
+    for number in (0, 2, 3, 5):
+        check(rows[number], expected(f"{rows[number]['text']}: ", "N/A: " if calibrate else None))
+    assert rows[1]["error"] == "column 'text' is null"
+    assert rows[4]["error"] == "it is broken"
+    assert [[row[name] for name in ADDED] for row in (rows[1], rows[4])] == [[None] * 4] * 2
+
+
+def requests_of(texts: Sequence[str | RowProblem], prior: str | None, memo: AnswerMemo) -> ShardRequests:
+    labels = ShardLabels(LABELS, {}, prior)
+    return ShardRequests(texts, {}, lambda row: row, False, "run", memo, measure=labels)
+
+
+@pytest.mark.parametrize("prior", [None, "N/A"])
+def test_equal_rows_are_asked_once_and_the_order_of_answers_changes_nothing(prior: str | None) -> None:
+    texts = [f"text {number % 4}" for number in range(10)]
+    memo = AnswerMemo()
+    for seed in range(3):
+        requests = requests_of([*texts, RowProblem("none"), "broken"], prior, AnswerMemo())
+        sent = list(requests.requests())
+        assert sorted(map(asked, sent)) == sorted({*texts, "broken", *([prior] if prior else [])})
+        order = list(range(len(sent)))
+        random.Random(seed).shuffle(order)
+        for index in order:
+            requests.deliver(index, [likely(sent[index])])
+        answers = requests.answers()
+        for text, answer in zip(texts, answers, strict=False):
+            found = dict(answer.column("probabilities"))
+            assert list(found.values()) == pytest.approx(expected(text, prior))
+        assert [answers[-2].error, answers[-1].error] == ["none", "it is broken"]
+        assert (requests.rows_done, requests.generated_tokens) == (12, 0)
+    first, second = requests_of(texts, prior, memo), requests_of(texts, prior, memo)
+    for index, request in enumerate(first.requests()):
+        first.deliver(index, [likely(request)])
+    assert len(list(second.requests())) == (1 if prior else 0), "another shard has had all rows' answers"
+
+
+def test_a_chat_is_calibrated_with_a_chat(score: Score, tmp_path: Path) -> None:
+    write(tmp_path, ["a"])
+    template = [{"role": "system", "content": "Judge."}, {"role": "user", "content": "{text}?"}]
+    (row,) = score(template=template, calibrate=True).to_pylist()
+    check(row, expected("a?", "N/A?"))
+
+
+def test_columns_are_chosen_named_and_written_as_json(score: Score, tmp_path: Path) -> None:
+    write(tmp_path, ["a", None])
+    table = score(keep=["id"], output_prefix="x_", limit=1)
+    assert table.column_names == ["id", *("x_" + name for name in (*ADDED, *TOKENS))]
+    score("json", single_file="jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "json" / "output.jsonl").read_text().splitlines()]
+    assert lines[0]["probabilities"] == pytest.approx(dict(zip(LABELS, expected("a: "), strict=True)))
+    assert lines[1]["probabilities"] is None
+    pq.write_table(pa.table({"text": ["a"], "label": ["b"]}), tmp_path / "in.parquet")
+    with pytest.raises(ColumnConflict, match="label"):
+        score("clash")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"labels": ["a"]}, "labels holds 1"),
+        ({"labels": ["a", "a"]}, "are both 'a'"),
+        ({"labels": ["a", "b"], "sampling": {"max_tokens": 4}}, "nothing is generated"),
+        ({"calibrate": True}, "calibrate is for labels"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(
+    tmp_path: Path, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidJob, match=message):
+        RunSpec.from_arguments("in", str(tmp_path), **arguments)
+
+
+def test_submit_takes_labels(invoke: Invoke, runs: Runs, tmp_path: Path) -> None:
+    write(tmp_path, ["a"])
+    options = ["--template", "{text}", "--labels", "yes, no", "--calibrate"]
+    assert invoke("submit", runs.source, runs.output, *options).exit_code == 0
+    assert runs.jobs[0].kwargs["labels"] == ["yes", "no"]

@@ -1,0 +1,140 @@
+"""Greedy prompts that are the same are computed once for all the shards of a run on one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jobs.context.answer import Answer
+from jobs.context.answer_memo import ENTRY_BYTES, AnswerMemo
+from jobs.parquet.shard_requests import ShardRequests
+from jobs.tasks import Request
+from tests.jobs.answering import FakeCompletion, refuse, run_task, shout
+from tests.jobs.local_runs import Runs
+
+GREEDY = {"temperature": 0}
+
+
+@pytest.fixture
+def memo() -> AnswerMemo:
+    return AnswerMemo()
+
+
+def open_shard(
+    memo: AnswerMemo, prompts: str, run: str = "run", sampling: Mapping[str, object] = GREEDY
+) -> ShardRequests:
+    return ShardRequests(list(prompts), sampling, lambda row: row, is_chat=False, run=run, memo=memo)
+
+
+def pull(requests: Iterator[Request]) -> str:
+    return "".join(str(request.prompt) for request in requests)
+
+
+def work(shard: ShardRequests) -> str:
+    """Deliver all that a shard asks for; return the prompts it sent."""
+    requests = list(shard.requests())
+    for index, request in enumerate(requests):
+        shard.deliver(index, [shout(request)])
+    shard.close()
+    return pull(iter(requests))
+
+
+def completions(shard: ShardRequests) -> str:
+    return "".join(str(answer.completion) for answer in shard.answers())
+
+
+def test_a_shard_takes_the_answers_of_earlier_ones_of_its_run(memo: AnswerMemo) -> None:
+    first, second = open_shard(memo, "abab"), None
+    assert (work(first), first.generated_tokens) == ("ab", 2)
+    second = open_shard(memo, "bcab")
+    assert (second.num_requests, second.rows_done) == (1, 3), "known when it is opened"
+    assert work(second) == "c"
+    assert completions(second) == "BCAB"
+    assert second.generated_tokens == 1, "what was computed, not what was answered"
+    assert [answer.completion_tokens for answer in second.answers()] == [1] * 4
+
+
+@pytest.mark.parametrize("other", [{"run": "other"}, {"sampling": {"temperature": 1}}])
+def test_nothing_is_shared_with_another_run_or_where_tokens_are_drawn(
+    memo: AnswerMemo, other: dict[str, object]
+) -> None:
+    work(open_shard(memo, "ab"))
+    assert work(open_shard(memo, "ab", **other)) == "ab"  # type: ignore[arg-type]
+
+
+def test_a_prompt_that_failed_is_asked_again(memo: AnswerMemo) -> None:
+    first = open_shard(memo, "a")
+    list(first.requests())
+    first.deliver(0, [refuse("too long")])
+    assert work(open_shard(memo, "a")) == "a"
+
+
+def test_a_prompt_that_another_shard_is_at_comes_last_and_may_have_its_answer_then(memo: AnswerMemo) -> None:
+    first, second = open_shard(memo, "ab"), open_shard(memo, "abc")
+    firsts = list(first.requests())
+    seconds = second.requests()
+    assert next(seconds).prompt == "c"
+    first.deliver(0, [shout(firsts[0])])
+    assert next(seconds).prompt == "b", "still not answered: no shard waits for another"
+    assert next(seconds, None) is None, "of the other prompt the answer has come"
+    first.deliver(1, [shout(firsts[1])])
+    second.deliver(0, [FakeCompletion("C")])
+    second.deliver(1, [FakeCompletion("B")])
+    assert completions(second) == "ABC"
+
+
+def test_the_memo_keeps_what_was_used_last_within_its_bytes() -> None:
+    def answer(text: str) -> Answer:
+        return Answer(text, "stop", 1, 1, 0, None)
+
+    memo = AnswerMemo(4 * ENTRY_BYTES)
+    for key in (b"a", b"b", b"c"):
+        memo.put(key, answer(key.decode()))
+    assert memo.get(b"a") is not None
+    memo.put(b"d", answer("d"))
+    assert [memo.get(key) is not None for key in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
+    memo.put(b"e", answer("x" * 4 * ENTRY_BYTES))
+    assert memo.num_bytes == 0, "an answer that does not fit is not kept"
+
+
+@settings(max_examples=40)
+@given(st.lists(st.text("abcd", max_size=8), min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_shards_that_are_open_together_end_with_every_rows_answer(shards: list[str], shuffle: object) -> None:
+    memo = AnswerMemo(8 * ENTRY_BYTES)
+    opened = [open_shard(memo, prompts) for prompts in shards]
+    streams = [shard.requests() for shard in opened]
+    sent: list[list[Request]] = [[] for _ in shards]
+    undelivered: list[tuple[int, int]] = []
+    live = set(range(len(shards)))
+    while live or undelivered:
+        number = shuffle.choice(sorted(live) or [None])  # type: ignore[attr-defined]
+        if number is not None and shuffle.random() < 0.6:  # type: ignore[attr-defined]
+            request = next(streams[number], None)
+            if request is None:
+                live.discard(number)
+            else:
+                undelivered.append((number, len(sent[number])))
+                sent[number].append(request)
+        elif undelivered:
+            number, index = undelivered.pop(shuffle.randrange(len(undelivered)))  # type: ignore[attr-defined]
+            opened[number].deliver(index, [shout(sent[number][index])])
+    assert [completions(shard) for shard in opened] == [prompts.upper() for prompts in shards]
+
+
+def test_a_run_counts_what_was_computed(runs: Runs) -> None:
+    runs.write(["x", "y", "x", "y", "z", "x"])
+    runs.plan(
+        sampling=GREEDY,
+        rows_per_shard=2,
+    )
+    answers = AnswerMemo()
+    for job in runs.jobs:
+        run_task(replace(runs.context(), answers=answers), job.func_name, *job.args)
+    manifest = runs.manifest
+    assert (manifest["completion_tokens"], manifest["generated_tokens"]) == (6, 3)
+    assert pq.read_table(runs.output)["completion"].to_pylist() == [*"XYXYZX"]

@@ -1,0 +1,242 @@
+"""OpenAI's response shapes of real completions: log probabilities, echo, reasoning, calls of tools."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from openai.types import Completion as TextCompletion
+from openai.types.chat import ChatCompletion
+from transformers import PreTrainedTokenizerFast
+
+from engine import Engine, EngineConfig, SamplingParams
+from jobs import errors
+from jobs.context import JobContext
+from jobs.installed import check_sampling
+from jobs.prompts.answers.tool_calls import parse_tool_calls
+from jobs.prompts.messages import normal_messages
+from jobs.tasks import Request
+from tests.engine.checkpoints import SHAPES, make_checkpoint
+from tests.jobs.answering import FakeCompletion, opened_task, run_task
+from tests.jobs.local_runs import Runs
+from worker.stock_worker import drive
+
+HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n<think>\n"
+)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder: Path = make_checkpoint(tmp_path_factory.mktemp("model") / "m", SHAPES[0])
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    with Engine(EngineConfig(str(folder), dtype="float32", kv_cache_bytes=1 << 22)) as built:
+        yield built
+
+
+def answered(context: JobContext, engine: Engine, name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    task = opened_task(replace(context, check_sampling=check_sampling), name, args, kwargs)
+    drive(task, engine)
+    response = task.result()
+    assert isinstance(response, dict)
+    assert json.loads(json.dumps(response, allow_nan=False)) == response
+    return response
+
+
+def test_log_probabilities_of_a_completion_have_openais_shape(context: JobContext, engine: Engine) -> None:
+    response = answered(context, engine, "jobs.complete", ["The quick", "März"], logprobs=5, n=2, **GREEDY)
+    for choice in TextCompletion.model_validate(response).choices:
+        found = choice.logprobs
+        assert found is not None
+        assert found.tokens is not None
+        assert found.token_logprobs is not None
+        assert found.top_logprobs is not None
+        assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == 6
+        assert found.text_offset == [sum(map(len, found.tokens[:i])) for i in range(6)]
+        for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+            assert top[token] == logprob == max(top.values()) < 0
+            assert 1 <= len(top) <= 5
+
+
+def test_log_probabilities_of_a_chat_have_openais_shape(context: JobContext, engine: Engine) -> None:
+    options = GREEDY | {"temperature": 2.0, "seed": 3}
+    response = answered(context, engine, "jobs.chat", HI, logprobs=True, top_logprobs=4, **options)
+    found = ChatCompletion.model_validate(response).choices[0].logprobs
+    assert found is not None
+    assert found.content is not None
+    assert len(found.content) == 6
+    for entry in found.content:
+        likeliest = [top.logprob for top in entry.top_logprobs]
+        assert len(likeliest) == 4
+        assert likeliest == sorted(likeliest, reverse=True)
+        assert entry.logprob <= likeliest[0]
+        assert entry.bytes is None or bytes(entry.bytes).decode() == entry.token
+    nothing = answered(context, engine, "jobs.chat", HI, logprobs=False, **GREEDY)
+    assert nothing["choices"][0]["logprobs"] is None
+
+
+def test_echo_gives_the_prompt_and_its_log_probabilities(context: JobContext, engine: Engine) -> None:
+    prompt = "The quick brown"
+    (choice,) = answered(context, engine, "jobs.complete", prompt, echo=True, logprobs=2, **GREEDY)["choices"]
+    token_ids = engine.prepare(prompt).token_ids
+    text = engine._tokenizer.decode(token_ids)
+    assert choice["text"].startswith(text)
+    (scored,) = engine.generate([token_ids], SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
+    assert scored.prompt_logprobs is not None
+    found = choice["logprobs"]
+    assert len(found["tokens"]) == len(found["text_offset"]) == len(token_ids) + 6
+    assert (found["token_logprobs"][0], found["top_logprobs"][0]) == (None, None)
+    for token_id, logprob, wanted in zip(
+        token_ids[1:], found["token_logprobs"][1:], scored.prompt_logprobs[1:], strict=False
+    ):
+        assert wanted is not None
+        assert math.isclose(logprob, wanted[token_id].logprob, abs_tol=1e-5)
+    alone = answered(context, engine, "jobs.complete", prompt, echo=True, **GREEDY | {"max_tokens": 0})
+    assert alone["choices"][0]["text"] == text
+    assert alone["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("jobs.complete", {"logprobs": True}, "logprobs is True, expected a number"),
+        ("jobs.complete", {"top_logprobs": 2}, "top_logprobs belongs to a chat"),
+        ("jobs.chat", {"top_logprobs": 2}, "needs logprobs=true"),
+        ("jobs.chat", {"echo": True}, "echo belongs to jobs.complete"),
+    ],
+)
+def test_what_cannot_be_asked_is_named(
+    context: JobContext, name: str, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(errors.InvalidJob) as refused:
+        opened_task(
+            replace(context, check_sampling=check_sampling), name, [HI if "chat" in name else "a"], options
+        )
+    assert says in str(refused.value)
+
+
+def test_a_chats_reasoning_stands_apart(context: JobContext, engine: Engine) -> None:
+    options = GREEDY | {"thinking_token_budget": 3}
+    message = answered(context, engine, "jobs.chat", HI, **options)["choices"][0]["message"]
+    whole = answered(context, engine, "jobs.chat", HI, separate_reasoning=False, **options)["choices"][0][
+        "message"
+    ]
+    assert "reasoning" not in whole
+    inner, _, after = whole["content"].partition("</think>")
+    assert (message["reasoning"], message["content"]) == (inner.strip("\n"), after.lstrip("\n"))
+    assert normal_messages([message])[0]["reasoning"] == message["reasoning"] or not message["reasoning"]
+
+
+HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": "</tool_call> {"}}\n</tool_call>'
+CALL = {"name": "add", "arguments": '{"a": "</tool_call> {"}'}
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "content"),
+    [
+        (HERMES, [CALL], ""),
+        (f"So:\n{HERMES}\n{HERMES}", [CALL, CALL], "So:"),
+        ('<tool_call>{"name": "f", "arguments": "{\\"ä\\": 1}"}</tool_call>', [("f", '{"ä": 1}')], ""),
+        ('{"name": "f", "parameters": {"a": [1]}}', [("f", '{"a": [1]}')], ""),
+        ('[{"name": "f", "arguments": {}}]', [("f", "{}")], ""),
+        ("plain", [], None),
+        ('{"name": "f", "parameters": {}} and text', [], None),
+        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', [], None),
+        ("<tool_call>" + "[" * 100_000, [], None),
+        ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', [], None),
+        (
+            '{"name": "f", "parameters": {"\\ud800": "\\ud83d\\ude00"}}',
+            [("f", '{"\\ud800": "\\ud83d\\ude00"}')],
+            "",
+        ),
+    ],
+)
+def test_calls_of_tools_are_read_and_what_is_none_stays(
+    text: str, calls: list[Any], content: str | None
+) -> None:
+    wanted = [
+        call if isinstance(call, dict) else dict(zip(("name", "arguments"), call, strict=True))
+        for call in calls
+    ]
+    assert parse_tool_calls(text) == (wanted, text if content is None else content)
+
+
+def test_calls_become_tool_calls_and_go_back_through_the_template(
+    context: JobContext, engine: Engine
+) -> None:
+    text = f"Let me see.{HERMES}{HERMES}"
+    response = run_task(
+        context, "jobs.chat", HI, tools=[TOOL], answer=lambda _: FakeCompletion(text, reasoning="why")
+    )
+    choice = ChatCompletion.model_validate(response).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me see."
+    assert choice.message.tool_calls is not None
+    ids = [call.id for call in choice.message.tool_calls]
+    assert len(set(ids)) == 2
+    answers = [{"role": "tool", "content": "3", "tool_call_id": each} for each in ids]
+    messages = [*HI, choice.message.model_dump(), *answers]
+    found = engine._tokenizer.decode_all(engine.chat_token_ids(normal_messages(messages), tools=[TOOL]))
+    function = '{"arguments": {"a": "</tool_call> {"}, "name": "add"}'
+    assert f"Let me see.<tool_call>{function}</tool_call><tool_call>{function}</tool_call>" in found.replace(
+        '{"name": "add", "arguments": {"a": "</tool_call> {"}}', function
+    )
+    assert found.count("<|im_start|>tool\n3") == 2
+    assert answered(context, engine, "jobs.chat", messages, tools=[TOOL], **GREEDY)["choices"]
+
+
+@pytest.mark.parametrize("options", [{}, {"tools": [TOOL], "tool_choice": "none"}])
+def test_without_tools_a_text_stays_a_text(context: JobContext, options: dict[str, Any]) -> None:
+    response = run_task(context, "jobs.chat", HI, answer=lambda _: FakeCompletion(HERMES), **options)
+    (choice,) = response["choices"]
+    assert (choice["message"], choice["finish_reason"]) == ({"role": "assistant", "content": HERMES}, "stop")
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_run_of_chats_has_columns_for_reasoning_and_calls(runs: Runs, n: int) -> None:
+    chats = [[{"role": "user", "content": text}] for text in ("call", "talk")]
+    pq.write_table(pa.table({"chat": [*chats, None]}), runs.source)
+    sampling = {"separate_reasoning": True, "tools": [TOOL], "n": n, "temperature": 0}
+    runs.plan(messages_column="chat", sampling=sampling)
+    seen = []
+
+    def answer(request: Request) -> FakeCompletion:
+        seen.append(request)
+        text = HERMES if "call" in str(request.messages) else "yes"
+        return FakeCompletion(text, 0, [1], reasoning="why")
+
+    runs.work(answer)
+    assert all(request.chat_options == {"tools": [TOOL]} for request in seen)
+    assert all(request.sampling["separate_reasoning"] for request in seen)
+    names = ("completion", "reasoning", "tool_calls", "finish_reason")
+    called, talked, failed = [
+        {name: row[name][0] if n > 1 and row[name] else row[name] for name in names} for row in runs.rows()
+    ]
+    calls = json.loads(called.pop("tool_calls"))
+    assert [call["function"] for call in calls] == [CALL]
+    assert called == {"completion": "", "reasoning": "why", "finish_reason": "tool_calls"}
+    assert talked == {"completion": "yes", "reasoning": "why", "tool_calls": None, "finish_reason": "stop"}
+    assert (failed["completion"], failed["finish_reason"]) in ((None, "error"), ([None] * n, "error"))
+
+
+def test_prompt_log_probabilities_by_vllms_name(context: JobContext, engine: Engine) -> None:
+    response = answered(context, engine, "jobs.complete", "The quick", prompt_logprobs=1, **GREEDY)
+    first, *rest = response["choices"][0]["prompt_logprobs"]
+    assert first is None
+    assert all(entry["rank"] >= 1 for row in rest for entry in row.values())

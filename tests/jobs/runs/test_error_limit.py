@@ -1,0 +1,125 @@
+"""A run of which too many rows fail is stopped, says so, and can be resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click import ClickException
+from redis import Redis
+
+import jobs
+from jobs.cli import waiting
+from jobs.errors import InvalidValue
+from jobs.runs.redis_state.error_limit import ErrorLimit
+from jobs.runs.refusals import RunFailed
+from jobs.tasks import Request
+from jobs.watch.runs import list_runs
+from tests.jobs.answering import FakeCompletion, refuse, shout
+from tests.jobs.conftest import Invoke
+from tests.jobs.local_runs import Runs
+
+
+def refuse_all(request: object) -> FakeCompletion:
+    return refuse("too long")
+
+
+@pytest.fixture
+def source(runs: Runs) -> Path:
+    return runs.write([f"{row}" for row in range(500)])
+
+
+def submit(invoke: Invoke, source: Path, *options: object) -> str:
+    result = invoke("submit", source, source.parent / "out", "--rows-per-shard", 100, *options)
+    assert result.exit_code == 0, result.output
+    return str(result.stdout.strip())
+
+
+def test_a_run_whose_rows_all_fail_is_stopped_and_named(runs: Runs, invoke: Invoke, source: Path) -> None:
+    run = submit(invoke, source)
+    runs.work()  # the planning
+    first = runs.jobs[0]
+    runs.run(first, answer=refuse_all)
+    assert [job.id for job in runs.jobs] == [first.id]  # what waited is gone; this one runs
+    text = invoke("status", run).stdout
+    assert f"run {run}: stopped" in text
+    assert "100 of 100 rows have an error, more than --max-errors 90% allows" in text
+    first.delete()
+
+
+def test_a_stopped_run_is_resumed_with_a_higher_limit(
+    runs: Runs, invoke: Invoke, redis: Redis, source: Path
+) -> None:
+    submit(invoke, source)
+    runs.work()
+    first = runs.jobs[0]
+    runs.run(first, answer=refuse_all)
+    redis.delete("rq:queue:bulk")
+    submit(invoke, source, "--max-errors", "100%")
+    assert runs.work()[0]["shards_missing"] == 4
+    runs.work(answer=refuse_all)
+    assert (source.parent / "out" / "_SUCCESS").exists()
+
+
+def test_a_finished_run_that_passes_the_limit_says_so_with_exit_status_1(
+    runs: Runs, invoke: Invoke, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(request: Request) -> FakeCompletion:  # the run's last rows alone fail: nothing is left to stop
+        return refuse("x") if int(str(request.prompt)) >= 400 else shout(request)
+
+    monkeypatch.setattr(waiting.time, "sleep", lambda seconds: runs.work(answer=answer))
+    for limit, status in (("99", 1), ("99", 1), ("100", 0)):
+        options = ("--wait", "--rows-per-shard", 100, "--max-errors", limit)
+        result = invoke("submit", source, source.parent / "out", *options)
+        assert "finished" in result.stdout
+        assert result.exit_code == status, result.output
+        told = "100 of 500 rows have an error, more than --max-errors 99 allows"
+        shown = invoke("status", source.parent / "out").stdout
+        assert (told in result.stderr, told in shown) == (bool(status), bool(status))
+
+
+def test_fewer_errors_than_the_limit_stop_nothing(runs: Runs, invoke: Invoke, source: Path) -> None:
+    submit(invoke, source, "--max-errors", 20)
+    runs.work()
+    some = lambda request: refuse("x") if request.prompt.endswith("00") else shout(request)  # noqa: E731
+    runs.work(answer=some)
+    assert (source.parent / "out" / "_SUCCESS").exists()
+
+
+@pytest.mark.parametrize(
+    ("limit", "rows", "errors", "passed"),
+    [
+        (None, 1000, 900, False),
+        (None, 1000, 901, True),
+        (None, 99, 99, False),  # too few to judge
+        ("5%", 100, 6, True),
+        ("3", 4, 4, True),
+    ],
+)
+def test_the_limit_is_a_number_of_rows_or_a_share(
+    limit: int | str | None, rows: int, errors: int, passed: bool
+) -> None:
+    assert ErrorLimit.parse(limit).is_passed(rows, errors) is passed
+    assert ErrorLimit.parse(str(ErrorLimit.parse(limit))) == ErrorLimit.parse(limit)
+
+
+@pytest.mark.parametrize("limit", ["many", -1, "120%", 0.5, True])
+def test_a_limit_that_is_none_is_refused(limit: object) -> None:
+    with pytest.raises(InvalidValue, match=r"max_errors is .*, expected a number of rows, or a share"):
+        ErrorLimit.parse(limit)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_run_all_of_whose_rows_fail_has_failed_however_few_they_are(
+    runs: Runs, invoke: Invoke, redis: Redis, rows: int
+) -> None:
+    runs.write(["a"] * rows)
+    run = invoke("submit", runs.source, runs.output).stdout.strip()
+    for _ in range(2):
+        runs.work(refuse_all)
+    assert f"run {run}: failed" in invoke("status", run).stdout
+    assert [each.state for each in list_runs(redis)] == ["failed"]
+    with pytest.raises(ClickException, match=f"all its {rows} rows have an error"):  # exit status 1
+        waiting.wait_for_end(redis, run)
+    with pytest.raises(RunFailed, match="rows have an error"):
+        jobs.run(run, connection=redis).wait(timeout=0)

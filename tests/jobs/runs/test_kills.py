@@ -1,0 +1,262 @@
+"""Wherever an execution is killed, or met by another, each row is written once and the run ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from redis import Redis
+from redis.lock import Lock
+
+from jobs.common.keys import run_lock_key
+from jobs.errors import RunBusy, RunCancelled
+from jobs.parquet.storage import Storage
+from jobs.runs.plans.names import PLAN, part_name
+from jobs.runs.plans.spec import RunSpec
+from jobs.runs.redis_state.shard_jobs import enqueue_shards
+from jobs.runs.redis_state.state import RunState
+from tests.jobs.answering import run_task, shout
+from tests.jobs.killing import RECOVERIES, Executions, Fuse, Killed, finish, recover, run_until_killed
+from tests.jobs.local_runs import Runs
+
+ENDED = {"_plan.json", "_manifest.json", "_report.html", "_SUCCESS"}
+ROWS = 5
+
+
+@pytest.fixture
+def spec(runs: Runs) -> RunSpec:
+    source = runs.write([f"p{number}" for number in range(ROWS)], row_group_size=2)
+    greedy = {"temperature": 0}
+    return RunSpec.from_arguments(str(source), str(runs.output), sampling=greedy, rows_per_shard=2)
+
+
+class Site(Executions):
+    """Of a run of three shards."""
+
+    def check_finished(self) -> None:
+        names = {path.name for path in self.runs.output.iterdir()}
+        assert names == {part_name(n) for n in range(3)} | ENDED
+        rows = [(row["id"], row["completion"]) for row in self.runs.rows()]
+        assert rows == [(n, f"P{n}") for n in range(ROWS)]
+        assert (self.runs.manifest["rows"], len(self.runs.manifest["parts"])) == (ROWS, 3)
+
+
+@pytest.fixture
+def site(runs: Runs, spec: RunSpec) -> Site:
+    return Site(runs, spec)
+
+
+@pytest.fixture
+def planned(site: Site) -> Site:
+    site.plan()
+    return site
+
+
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.long)])
+def test_no_kill_point_strands_a_run(redis: Redis, site: Site, stride: int) -> None:
+    step = 0
+    while (finished := run_until_killed(site.runs.context(), site.spec, Fuse(step))) is not None:
+        recover(redis, site.runs, site.spec, RECOVERIES[step // stride % 3], finished)
+        site.check_finished()
+        assert "finished" in RunState(redis, site.spec.run).facts()
+        redis.flushall()
+        shutil.rmtree(site.spec.output)
+        step += stride
+    assert step > 60
+
+
+def test_of_two_executions_the_first_one_wins(planned: Site) -> None:
+    slow, fast = planned.open(0), planned.open(0)
+    finish(fast)
+    part = planned.runs.output / part_name(0)
+    before = part.stat()
+    for index, request in enumerate(slow.requests()):
+        slow.deliver(index, [replace(shout(request), text="late")])
+    slow.result()
+    slow.close()
+    assert (part.stat().st_ino, part.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    planned.runs.work()
+    planned.check_finished()
+
+
+def test_a_loser_whose_file_the_finisher_removed_gives_way(planned: Site) -> None:
+    class RunEndsBeforePublishing(Storage):
+        def publish(self, temporary: str, target: str) -> bool:
+            planned.runs.work()
+            return super().publish(temporary, target)
+
+    finish(planned.open(0, RunEndsBeforePublishing))
+    planned.check_finished()
+
+
+@pytest.mark.parametrize("next_one", ["a submitter", "a straggler"])
+def test_the_file_of_a_straggler_killed_after_its_run_ended_is_removed_by_the_next_to_look(
+    planned: Site, next_one: str
+) -> None:
+    class KilledInAFinishedRun(Storage):
+        def open_output(self, path: str) -> Any:
+            planned.runs.work()
+            return super().open_output(path)
+
+        def publish(self, temporary: str, target: str) -> bool:
+            raise Killed
+
+    killed, straggler = planned.open(0, KilledInAFinishedRun), planned.open(1)
+    with pytest.raises(Killed):
+        finish(killed)
+    assert len(list(planned.runs.output.glob("_tmp.*"))) == 1
+    if next_one == "a submitter":
+        planned.plan()
+    else:
+        finish(straggler)
+    planned.check_finished()
+
+
+def test_a_planner_that_slept_while_another_planned_and_parts_came_takes_its_plan(site: Site) -> None:
+    class SleepsBeforeTheFolder(Storage):
+        def make_folder(self, path: str) -> None:
+            super().make_folder(path)
+            site.plan()
+            site.runs.run(site.runs.jobs[0])
+
+    assert site.plan(SleepsBeforeTheFolder)["shards_missing"] == 2
+    site.runs.work()
+    site.check_finished()
+
+
+def test_of_two_that_end_a_run_at_once_neither_trips_over_the_others_cleaning(planned: Site) -> None:
+    cleaned: list[str] = []
+
+    class CleanedByAnother(Storage):
+        def replace(self, temporary: str, target: str) -> bool:
+            if len(cleaned) < 2:
+                cleaned.append(temporary)
+                self.delete(temporary)
+            return super().replace(temporary, target)
+
+    for shard in range(3):
+        finish(planned.open(shard, CleanedByAnother))
+    assert len(cleaned) == 2
+    planned.check_finished()
+
+
+def test_a_part_that_is_there_is_not_computed_again(planned: Site) -> None:
+    finish(planned.open(1))
+    again = planned.open(1)
+    assert list(again.requests()) == []
+    assert again.progress() == {"rows": 2, "rows_done": 2, "rows_open": 0, "prompt_tokens": 0, "tokens": 0}
+    finish(again)
+
+
+def test_a_part_deleted_by_hand_is_scored_again(redis: Redis, planned: Site) -> None:
+    planned.runs.work()
+    (planned.runs.output / part_name(1)).unlink()
+    assert planned.plan()["shards_enqueued"] == 1
+    assert RunState(redis, planned.spec.run).parts().keys() == {0, 2}
+    assert not (planned.runs.output / "_SUCCESS").exists()
+    planned.runs.work()
+    planned.check_finished()
+
+
+def test_contents_reach_the_disk_before_their_name_and_the_name_before_the_count(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, str]] = []
+    sync = os.fsync
+
+    def note_sync(descriptor: int) -> None:
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")).removesuffix(".tmp")
+        calls.append(("sync", name.split(".", 2)[-1]))
+        sync(descriptor)
+
+    def noted(move: Callable[..., None]) -> Callable[..., None]:
+        def note(temporary: str, target: str, **options: Any) -> None:
+            calls.append(("name", target))
+            move(temporary, target, **options)
+
+        return note
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "link", noted(os.link))
+    monkeypatch.setattr(os, "replace", noted(os.replace))
+    site.plan()
+    site.runs.work()
+    names = [PLAN, *map(part_name, range(3)), "_report.html", "_manifest.json", "_SUCCESS"]
+    assert calls == [step for name in names for step in (("sync", name), ("name", name), ("sync", "out"))]
+
+
+def test_planners_at_once_agree_on_one_plan_and_enqueue_each_shard_once(runs: Runs) -> None:
+    runs.write([f"p{number}" for number in range(60)], row_group_size=7)
+    together = threading.Barrier(4)
+
+    def plan(_: int) -> int:
+        together.wait(timeout=30)
+        return int(runs.plan(rows_per_shard=2)["shards_enqueued"])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(plan, range(4))) == 30
+    assert len({job.id for job in runs.jobs}) == len(runs.jobs) == 30
+
+
+def test_workers_that_share_a_run_and_repeat_each_others_shards_write_each_row_once(runs: Runs) -> None:
+    runs.write([f"p{number}" for number in range(60)], row_group_size=7)
+    runs.plan(rows_per_shard=3)
+    jobs = runs.jobs
+    with ThreadPoolExecutor(4) as pool:
+        work = [
+            pool.submit(run_task, runs.context(), job.func_name, *job.args)
+            for job in (*jobs, *reversed(jobs), *jobs)
+        ]
+        assert any(future.result(timeout=60)["run_finished"] for future in work)
+    assert [(row["id"], row["completion"]) for row in runs.rows()] == [(n, f"P{n}") for n in range(60)]
+    assert (runs.output / "_SUCCESS").exists()
+    assert not list(runs.output.glob("_tmp.*"))
+
+
+def enqueue_again(redis: Redis, planned: Site, state: type[RunState]) -> int:
+    """Empty the queue of a run, and enqueue its first shard with another kind of state."""
+    redis.delete("rq:queue:bulk")
+    plan = planned.open(0)._folder.plan
+    return enqueue_shards(planned.runs.context(), "bulk", plan, state(redis, plan.run), [0])
+
+
+def test_a_planner_that_lost_its_lock_enqueues_nothing_more(redis: Redis, planned: Site) -> None:
+    class LosesTheLock(RunState):
+        def keep(self, lock: Lock) -> None:
+            redis.set(run_lock_key(self.run), "another planner's")
+            super().keep(lock)
+
+    with pytest.raises(RunBusy):
+        enqueue_again(redis, planned, LosesTheLock)
+    assert planned.runs.jobs == []
+    assert redis.get(run_lock_key(planned.spec.run)) == b"another planner's"
+
+
+def test_a_planner_whose_lock_ran_out_goes_on_where_nobody_has_it(redis: Redis, planned: Site) -> None:
+    class IsSlow(RunState):
+        def keep(self, lock: Lock) -> None:
+            redis.delete(run_lock_key(self.run))
+            super().keep(lock)
+
+    assert enqueue_again(redis, planned, IsSlow) == 1
+    assert not redis.exists(run_lock_key(planned.spec.run))
+
+
+def test_a_slow_planner_sees_what_was_cancelled_meanwhile(redis: Redis, planned: Site) -> None:
+    class IsSlow(RunState):
+        def keep(self, lock: Lock) -> None:
+            redis.delete(run_lock_key(self.run))
+            canceller = RunState(redis, self.run)
+            with canceller.lock() as theirs:
+                canceller.cancel(theirs, canceller.submission())
+            super().keep(lock)
+
+    with pytest.raises(RunCancelled):
+        enqueue_again(redis, planned, IsSlow)
+    assert planned.runs.jobs == []

@@ -1,0 +1,109 @@
+"""What is done with each shard of a run does not grow with how many jobs stand on the queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from jobs.common.keys import run_key, run_parts_key
+from jobs.runs.control import _is_nearer_to_end, cancel_run
+from jobs.runs.plans.names import shard_job_id
+from jobs.runs.redis_state import recorded_parts, shard_jobs, waiting_jobs
+from jobs.runs.watching.snapshot import read_snapshot
+from jobs.watch.runs import RunDetail, list_shards, read_run
+from tests.jobs.local_runs import Runs
+
+QUEUE_KEY = "rq:queue:bulk"
+SHARDS = 30
+
+
+@pytest.fixture
+def submit(runs: Runs) -> Callable[[], dict[str, Any]]:
+    runs.write([str(number) for number in range(SHARDS)])
+    return lambda: runs.plan(rows_per_shard=1)
+
+
+def lists_read(redis: Redis) -> int:
+    info: Any = redis.info("commandstats")
+    return int(info.get("cmdstat_lrange", {"calls": 0})["calls"])
+
+
+def test_a_run_that_is_submitted_again_reads_its_queue_once(
+    redis: Redis, submit: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_jobs, "CHUNK", 3)
+    monkeypatch.setattr(waiting_jobs, "PAGE", 20)
+    submit()
+    before, queued = lists_read(redis), redis.lrange(QUEUE_KEY, 0, -1)
+    assert submit()["shards_enqueued"] == 0
+    assert lists_read(redis) - before == 1 + 4, "this test's own, and pages of 20, 10 and none"
+    assert redis.lrange(QUEUE_KEY, 0, -1) == queued
+
+
+@pytest.mark.parametrize("others_come_first", [True, False])
+def test_a_cancel_seeks_its_jobs_from_the_nearer_end(
+    redis: Redis, submit: Callable[[], dict[str, Any]], others_come_first: bool
+) -> None:
+    run = str(submit()["run"])
+    others = [f"other {number}" for number in range(2 * SHARDS)]
+    redis.lpush(QUEUE_KEY, *others) if others_come_first else redis.rpush(QUEUE_KEY, *others)
+    ids = [shard_job_id(run, shard) for shard in range(SHARDS)]
+    assert _is_nearer_to_end(redis, QUEUE_KEY, ids) is others_come_first
+    assert cancel_run(redis, run).removed == SHARDS
+    assert redis.llen(QUEUE_KEY) == len(others)
+
+
+def counts_of(detail: RunDetail) -> dict[str, Any]:
+    """All but what depends on the moment of the look."""
+    moving = ("left_s", "rows_per_s", "tokens_per_s")
+    return {name: value for name, value in asdict(detail.summary).items() if name not in moving}
+
+
+def test_a_look_at_a_run_reads_no_more_than_its_last_parts_and_tells_the_same(
+    runs: Runs, redis: Redis, submit: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = str(submit()["run"])
+    for job in runs.jobs[:9]:
+        runs.run(job)
+    before, detail = read_snapshot(redis, run), counts_of(read_run(redis, run))
+    monkeypatch.setattr(recorded_parts, "MAX_LOOKED", 4)
+    read: list[list[int]] = []
+    parts_of = recorded_parts.RecordedParts.parts_of
+
+    def noted(self: Any, shards: Any) -> Any:
+        read.append(list(shards))
+        return parts_of(self, shards)
+
+    monkeypatch.setattr(recorded_parts.RecordedParts, "parts_of", noted)
+    monkeypatch.setattr(recorded_parts.RecordedParts, "parts", lambda self: pytest.fail("all are read"))
+    redis.hset(run_parts_key(run), mapping={"9" * 5000: "x", "-1": "x", "x": "x"})
+    after = read_snapshot(redis, run)
+    assert read == [[5, 6, 7, 8]]
+    assert (before.done, before.rows_done) == (9, 9)
+    assert before.tokens == before.counts["generated_tokens"] > 0
+    assert replace(after, left_s=None) == replace(before, left_s=None)
+    assert counts_of(read_run(redis, run)) == detail
+    assert [each.state for each in list_shards(redis, run)] == ["done"] * 9 + ["queued"] * (SHARDS - 9)
+
+
+@pytest.fixture
+def half_done(runs: Runs, submit: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> str:
+    """A run with more parts than a look reads."""
+    run = str(submit()["run"])
+    for job in runs.jobs[: SHARDS // 2]:
+        runs.run(job)
+    monkeypatch.setattr(recorded_parts, "MAX_LOOKED", 4)
+    return run
+
+
+def test_totals_that_lack_parts_are_not_believed(redis: Redis, half_done: str) -> None:
+    before, detail = read_snapshot(redis, half_done), counts_of(read_run(redis, half_done))
+    redis.hset(run_key(half_done), mapping={"total_parts": "99", "total_rows": "99"})
+    after = read_snapshot(redis, half_done)
+    assert (after.rows_done, after.done) == (SHARDS // 2, SHARDS // 2)
+    assert replace(after, left_s=None) == replace(before, left_s=None)
+    assert {**counts_of(read_run(redis, half_done)), "ended_at": None} == {**detail, "ended_at": None}
