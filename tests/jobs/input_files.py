@@ -85,11 +85,5 @@ def score(context: JobContext, source: Any, folder: Path, **options: Any) -> dic
     return score_parquet(context, source, str(folder / "out"), **options)
 
 
-def write_prompts(path: Path, prompts: list[str | None], row_group_size: int = 4, **columns: Any) -> str:
-    table = pa.table({"prompt": pa.array(prompts, pa.string()), "id": range(len(prompts)), **columns})
-    pq.write_table(table, path, row_group_size=row_group_size)
-    return str(path)
-
-
 def read_rows(output: Path) -> list[dict[str, Any]]:
     return pq.read_table(output).to_pylist()

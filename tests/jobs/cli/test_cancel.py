@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +18,7 @@ from rq.executions import Execution
 from rq.job import JobStatus
 
 from jobs.cli import commands as cli
-from jobs.common.keys import held_key, worker_key
+from jobs.common.keys import held_key
 from jobs.errors import RunCancelled
 from jobs.runs.plans.names import part_name, shard_job_id
 from jobs.watch import cancel_job as module
@@ -98,41 +97,6 @@ def test_cancel_stops_the_shards_that_run_and_a_later_submit_resumes(
     assert table["completion"].to_pylist() == [f"echo:{prompt}" for prompt in prompts]
     assert {shard: (output / part_name(shard)).stat().st_mtime_ns for shard in first} == written
     wait_until(lambda: "finished" in tokenmill(workers, "status", run))
-    wait_until(lambda: not leftovers(redis, "bulk"))
-    assert workers.queue("bulk").failed_job_registry.get_job_count(cleanup=False) == 0
-
-
-def jobs_held(redis: Redis, worker: str) -> int | None:
-    """What a worker's statistics say, None before it serves."""
-    told = redis.get(worker_key(worker))
-    return None if told is None else json.loads(told)["jobs_held"]
-
-
-@pytest.mark.long
-def test_a_run_that_is_submitted_again_outlives_the_stops_of_the_cancel_before(
-    workers: Workers, redis: Redis, tmp_path: Path
-) -> None:
-    """A worker that is frozen in between hears of the cancel after the planner has counted its shards."""
-    gate, output = tmp_path / "gate", tmp_path / "out"
-    pq.write_table(pa.table({"prompt": [f"file:{gate}"] * 4, "id": range(4)}), tmp_path / "in.parquet")
-    submit = ("submit", tmp_path / "in.parquet", output, "--rows-per-shard", 2)
-    frozen = workers.start("--name", "frozen", TOKENMILL_LEASE_S="120")
-    run = tokenmill(workers, *submit).strip()
-    wait_until(lambda: jobs_held(redis, "frozen") == 2)
-    frozen.send_signal(signal.SIGSTOP)
-    assert "0 jobs removed, 2 told to stop" in tokenmill(workers, "cancel", run)
-    workers.start("--name", "other", TOKENMILL_LEASE_S="120")
-    tokenmill(workers, *submit)
-    wait_until(lambda: workers.job(f"{run}-plan").get_status() == JobStatus.FINISHED)
-    # All of it, or the frozen one would claim its share when it wakes, and hold that.
-    keys = [f"rq:job:{shard_job_id(run, shard)}" for shard in range(2)]
-    wait_until(lambda: [redis.hget(key, "worker_name") for key in keys] == [b"other"] * 2)
-    frozen.send_signal(signal.SIGCONT)
-    wait_until(lambda: jobs_held(redis, "frozen") == 0)
-    gate.touch()
-    wait_until((output / "_SUCCESS").exists)
-    assert pq.read_table(output)["id"].to_pylist() == [*range(4)]
-    wait_until(lambda: f"run {run}: finished" in tokenmill(workers, "status", run))
     wait_until(lambda: not leftovers(redis, "bulk"))
     assert workers.queue("bulk").failed_job_registry.get_job_count(cleanup=False) == 0
 

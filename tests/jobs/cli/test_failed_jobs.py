@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis import Redis
 
-from jobs.watch.failed_jobs import MAX_ERROR_CHARS, failed_page, newest_failed, read_job, reason_of
+from jobs.watch.failed_jobs import MAX_ERROR_CHARS, failed_page, newest_failed, read_job
 from jobs.watch.requeue import requeue
 
 ERROR = 'Traceback (most recent call last):\n  File "x.py"\njobs.errors.PromptTooLong: 9 tokens\n'
@@ -101,19 +101,6 @@ def test_a_long_error_is_cut_at_its_beginning_and_shows_nothing_that_a_page_may_
     assert len(seen.error) == MAX_ERROR_CHARS
     assert seen.error.endswith("line\nValueError: the end")
     assert "\x1b" not in seen.error
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("jobs.errors.PromptTooLong: 9 tokens", "PromptTooLong"),
-        ("KeyboardInterrupt", "KeyboardInterrupt"),
-        ("it went: wrong", ""),
-        ("E" * 5000, ""),
-    ],
-)
-def test_the_reason_is_the_class_at_the_beginning_of_the_last_line(line: str, reason: str) -> None:
-    assert reason_of(line) == reason
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])

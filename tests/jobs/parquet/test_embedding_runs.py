@@ -7,9 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import numpy as np
-import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -81,19 +79,6 @@ def test_each_row_has_its_embedding_and_equal_texts_one(
     assert sorted(str(request.prompt) for request in asked) == sorted({text for text in TEXTS if text})
     values = {"prompt_name": "query"} | ({} if dimensions is None else {"dimensions": dimensions})
     assert all((request.kind, request.sampling) == ("embed", values) for request in asked)
-
-
-def test_pandas_polars_and_duckdb_read_them(embed: Embed, tmp_path: Path) -> None:
-    embed(single_file=True, keep=["id"])
-    path = tmp_path / "out" / "output.parquet"
-    expected = [None if text in ("broken", None) else numbers(text or "", SIZE) for text in TEXTS]
-    frame = pl.read_parquet(path)
-    assert frame.schema["embedding"] == pl.Array(pl.Float32, SIZE)
-    assert frame["embedding"].to_list() == expected
-    rows = duckdb.sql(f"select embedding from '{path}' order by id").fetchall()
-    assert [None if row is None else list(row) for (row,) in rows] == expected
-    pandas = pq.read_table(path).to_pandas()["embedding"]
-    assert [None if each is None else each.tolist() for each in pandas] == expected
 
 
 @pytest.mark.parametrize(

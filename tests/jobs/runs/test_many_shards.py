@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from jobs.common.keys import run_key, run_parts_key
+from jobs.common.keys import run_parts_key
 from jobs.runs.control import _is_nearer_to_end, cancel_run
 from jobs.runs.plans.names import shard_job_id
 from jobs.runs.redis_state import recorded_parts, shard_jobs, waiting_jobs
@@ -88,22 +88,3 @@ def test_a_look_at_a_run_reads_no_more_than_its_last_parts_and_tells_the_same(
     assert replace(after, left_s=None) == replace(before, left_s=None)
     assert counts_of(read_run(redis, run)) == detail
     assert [each.state for each in list_shards(redis, run)] == ["done"] * 9 + ["queued"] * (SHARDS - 9)
-
-
-@pytest.fixture
-def half_done(runs: Runs, submit: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> str:
-    """A run with more parts than a look reads."""
-    run = str(submit()["run"])
-    for job in runs.jobs[: SHARDS // 2]:
-        runs.run(job)
-    monkeypatch.setattr(recorded_parts, "MAX_LOOKED", 4)
-    return run
-
-
-def test_totals_that_lack_parts_are_not_believed(redis: Redis, half_done: str) -> None:
-    before, detail = read_snapshot(redis, half_done), counts_of(read_run(redis, half_done))
-    redis.hset(run_key(half_done), mapping={"total_parts": "99", "total_rows": "99"})
-    after = read_snapshot(redis, half_done)
-    assert (after.rows_done, after.done) == (SHARDS // 2, SHARDS // 2)
-    assert replace(after, left_s=None) == replace(before, left_s=None)
-    assert {**counts_of(read_run(redis, half_done)), "ended_at": None} == {**detail, "ended_at": None}

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis import Redis
 
-from jobs.runs.statistics.lengths import BOUNDS, count_lengths, read_lengths
 from jobs.runs.statistics.part_stats import PartStats
 from jobs.runs.statistics.reasons import Reasons
 from jobs.runs.statistics.report import report_html
@@ -142,13 +141,3 @@ def test_time_in_which_no_worker_had_a_shard_is_left_out_and_told() -> None:
     text = Page(report_html({**counts, **served, **whole, "statistics": told})).text
     assert "Time25 sRows a second2" in text
     assert "leave out 71 h 59 min during which no worker had a shard" in text
-
-
-@settings(max_examples=25)
-@given(st.lists(st.integers(0, 10**9)))
-def test_each_length_is_in_the_range_that_ends_next(lengths: list[int]) -> None:
-    found = read_lengths(count_lengths(lengths))
-    assert sum(found.values()) == len(lengths)
-    for bound, count in found.items():
-        before = BOUNDS[BOUNDS.index(bound) - 1] if bound else -1
-        assert count == sum(before < length <= bound for length in lengths)
