@@ -1,4 +1,4 @@
-"""Mixture of experts: a router, and the gated MLPs of which it chooses a few for each token."""
+"""Mixture of experts: a router chooses a few gated MLPs for each token."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class DecoderParts:
         return StreamProducts(fused if fused is not None and self.dtype in fused.dtypes else None)
 
     def parallel_norm(self, share: Share) -> RMSNorm:
-        """A norm over features of which each rank has a share."""
+        """Make a norm over features that ranks share out."""
         return ParallelRMSNorm(
             share,
             self.config.rms_norm_eps,
@@ -79,7 +79,7 @@ class DecoderParts:
 
 
 class NormPair(NamedTuple):
-    """The norms around attention or MLP, None where there is none.
+    """The norms before and after attention or MLP; None for one that the model lacks.
 
     before: of the residual stream that goes in.  after: of the output, before it joins the stream.
     """

@@ -1,4 +1,4 @@
-"""ScoreTree: continuations of one prompt, of which each token is computed, and scored, once.
+"""ScoreTree: continuations of one prompt; tokens that several share are computed and scored once.
 
 What the continuations share is a node of a tree; a sequence for each way through it computes what no other
 does. The token behind a node is scored by the row of the node's last token, and is not computed for that: of
