@@ -103,7 +103,7 @@ class Scheduler:
         seq.finish_reason = "abort"
 
     def fail(self, seq: Sequence, error: Exception) -> None:
-        """As `abort`, for a sequence that cannot go on because of `error`."""
+        """Abort a sequence that cannot go on because of `error`."""
         self.abort(seq)
         seq.fail(error)
 
