@@ -43,7 +43,7 @@ class DecoderParts:
 
     @property
     def norm_dtype(self) -> torch.dtype:
-        """Of norm weights: it says when they multiply."""
+        """Return the dtype of norm weights, which says when they multiply."""
         return torch.float32 if self.config.flags.float32_norms else self.dtype
 
     def norm(self, dim: int) -> RMSNorm:
@@ -340,7 +340,7 @@ class DecoderForCausalLM(CausalModel):
         return hidden
 
     def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """The same for all rows, as a recorded step needs them."""
+        """Return the hidden states of all rows, as a recorded step needs them."""
         hidden: Tensor = self.model(batch, cache, self._rotations(batch))
         return hidden
 

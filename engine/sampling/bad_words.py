@@ -11,7 +11,7 @@ TokenIds = tuple[int, ...]
 
 
 class BadWords:
-    """Of one request, for all its samples. A word's last token is banned where the others of it stand.
+    """One request's bad words. A word's last token is banned behind its other tokens.
 
     What is looked at for each token does not grow with the completion, nor with words that have not begun.
     """

@@ -41,7 +41,7 @@ class LogLikelihood:
 
     @classmethod
     def of(cls, token_logprobs: tuple[float, ...], greedy_tokens: tuple[bool, ...]) -> LogLikelihood:
-        """Of these tokens."""
+        """Sum up these tokens' log probabilities."""
         return cls(
             fsum(token_logprobs), len(token_logprobs), all(greedy_tokens), token_logprobs, greedy_tokens
         )
