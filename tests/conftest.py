@@ -43,7 +43,7 @@ LONGEST = (
 #: Where tests compute. Most others wait for processes that they have started.
 COMPUTING = ("tests/engine/", "tests/ops/test_gpu_bench.py")
 
-#: What Redis has promised us: tests that run with every kind of server that the machine has.
+#: What Redis has promised us: tests that run, among the long ones, with every kind of server on the machine.
 REDIS_CONTRACTS = (
     "tests.doctor.test_redis_faults",
     "tests.jobs.test_raw_keys",
@@ -51,7 +51,6 @@ REDIS_CONTRACTS = (
     "tests.ops.test_redis_users",
     "tests.worker.test_claim",
     "tests.worker.test_fence",
-    "tests.worker.test_next_step",
     "tests.worker.test_ownership",
     "tests.worker.test_secure_redis",
 )
@@ -61,8 +60,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.module.__name__ in REDIS_CONTRACTS and "redis_executable" in metafunc.fixturenames:
         from tests.redis_server import redis_server_kinds
 
-        kinds = redis_server_kinds()
-        metafunc.parametrize("redis_executable", kinds.values(), ids=kinds, scope="session")
+        first, *others = redis_server_kinds().items()
+        kinds = [pytest.param(first[1], id=first[0])]
+        kinds += [pytest.param(path, id=name, marks=pytest.mark.long) for name, path in others]
+        metafunc.parametrize("redis_executable", kinds, scope="session")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import socket
 from contextlib import ExitStack, suppress
@@ -15,7 +14,7 @@ from starlette.testclient import TestClient
 from tests.dashboard.conftest import TOKEN, Open
 from tests.dashboard.dashboard_process import ask, running_dashboard
 from tests.jobs.test_failed_jobs import fail
-from tokenmill_dashboard.connections import MAX_CONNECTIONS, TriesInTurn
+from tokenmill_dashboard.connections import MAX_CONNECTIONS
 from tokenmill_dashboard.guard import SESSION_COOKIE, SESSION_S, Hosts, Sessions
 from tokenmill_dashboard.serve import NotServed, check_token
 
@@ -32,16 +31,12 @@ def form_token(client: TestClient) -> str:
     ("host", "local", "elsewhere"),
     [
         ("127.0.0.1:9181", True, True),
-        ("localhost:8080", True, True),
         ("LOCALHOST", True, True),
         ("[::1]:9181", True, True),
         ("10.0.0.7:9181", False, True),
-        ("jobs.example", True, True),
         ("jobs.example:443", True, True),
         ("evil.example", False, False),
         ("127.0.0.1.evil.example", False, False),
-        ("localhost.evil.example:9181", False, False),
-        ("evil@127.0.0.1.example", False, False),
         ("[", False, False),
         ("", False, False),
     ],
@@ -77,19 +72,6 @@ def test_an_action_needs_post_the_pages_token_and_no_other_sites_origin(
     done = page.post("/retry", data={**RETRY, "form_token": token}, headers={"Origin": origin})
     assert (done.status_code, done.headers["location"]) == (303, "/failed?done=retried-1")
     assert redis.lrange("rq:queue:bulk", 0, -1) == [b"one"]
-
-
-def test_a_proxys_name_is_an_origin_of_ours(redis: Redis, open_page: Open) -> None:
-    fail(redis, "one")
-    page = open_page(hosts=["jobs.example"])
-    sent = {**RETRY, "form_token": form_token(page)}
-    assert page.post("/retry", data=sent, headers={"Origin": "https://jobs.example"}).status_code == 303
-
-
-def test_another_dashboards_page_cannot_act_here(redis: Redis, open_page: Open) -> None:
-    fail(redis, "one")
-    sent = {**RETRY, "form_token": form_token(open_page())}
-    assert open_page().post("/retry", data=sent).status_code == 403
 
 
 @pytest.mark.parametrize("back", ["//evil.example", "https://evil.example", "/\\evil.example", "x", "/a\nb"])
@@ -186,31 +168,6 @@ def test_the_page_loads_nothing_from_elsewhere_and_holds_no_script_of_its_own(pa
     assert re.findall(r"<script(?![^>]* src=)|<style| style=| on[a-z]+=", html) == []
     for path in (each for each in loaded if each.startswith("/static/")):
         assert page.get(path).status_code == 200
-
-
-def test_only_whole_names_of_open_paths_are_open(redis: Redis, open_page: Open) -> None:
-    page = open_page(token=TOKEN)
-    for path in ("/loginx", "/livezz", "/login/x", "/livez/"):
-        assert page.get(path).status_code == 401, path
-        assert page.get(path, headers={"Accept": "text/html"}).status_code == 303, path
-
-
-def test_after_ten_wrong_tokens_a_login_waits_for_its_turn() -> None:
-    async def tries() -> list[bool]:
-        turns = TriesInTurn(pause_s=0.001)
-        for _ in range(10):
-            assert await turns.take()
-            turns.note(is_right=False)
-        return await asyncio.gather(*(turns.take() for _ in range(12)))
-
-    assert asyncio.run(tries()) == [True] * 10 + [False] * 2
-
-
-def test_a_login_that_follows_wrong_ones_still_opens_the_page(open_page: Open) -> None:
-    page = open_page(token=TOKEN)
-    for _ in range(10):
-        assert page.post("/login", data={"token": "wrong"}).status_code == 403
-    assert page.post("/login", data={"token": TOKEN}).status_code == 303
 
 
 def test_connections_that_hang_take_nobodys_place() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
 from rq.job import JobStatus
 
 from tests.e2e.conftest import RealWorkers
@@ -13,6 +14,7 @@ from tests.engine.test_form_trials import chain, references
 GREEDY: dict[str, Any] = {"max_tokens": 4, "temperature": 0}
 
 
+@pytest.mark.long
 def test_hostile_forms_fail_by_name_and_prompts_beside_them_wait_for_none(workers: RealWorkers) -> None:
     """Urgent ones, and those of their own lane; in an order in which the forms come first."""
     hostile = [

@@ -24,11 +24,8 @@ class HalfWay:
     repeated: int
 
 
-def kill_half_way_through_a_run(faults: Harness, elsewhere: bool = False) -> HalfWay:
-    """One Parquet run of 200 shards of two rows, its worker killed at half.
-
-    elsewhere: it is resumed by workers in another working directory, as on another machine.
-    """
+def kill_half_way_through_a_run(faults: Harness) -> HalfWay:
+    """One Parquet run of 200 shards of two rows, its worker killed at half."""
     answers, rows = faults.folder / "answers", 2 * NUM_HALF_WAY_SHARDS
     source = write_rows(faults.folder / "data" / "half-way.parquet", rows)
     run = faults.ledger.ask_run(rows_per_shard=2, source=source, rows=rows)
@@ -37,28 +34,10 @@ def kill_half_way_through_a_run(faults: Harness, elsewhere: bool = False) -> Hal
     faults.end(first)
     in_flight = answers.stat().st_size - 2 * len(run.parts())
     faults.count("SIGKILL half-way through a run")
-    cwd = None
-    if elsewhere:
-        cwd = faults.folder / "elsewhere"
-        cwd.mkdir()
-        faults.count("resumed from another working directory")
     for _ in range(2):
-        faults.start(answers=answers, cwd=cwd)
+        faults.start(answers=answers)
     faults.settle("half-way")
     return HalfWay(rows, in_flight, answers.stat().st_size - rows)
-
-
-def raised_disk_full(faults: Harness, count: int) -> None:
-    """ENOSPC raised at any step of writing, then for ever; the run is submitted again and completes."""
-    steps = ["file opened", "part published", "manifest text", "manifest renamed"]
-    for _ in range(count):
-        faults.ledger.ask_run()
-        faults.top_up()
-        name = faults.start(faults.random_strike("disk full", steps))
-        time.sleep(faults.rng.uniform(0.3, 0.8))
-        faults.end_cleanly(name, (0, -signal.SIGTERM))
-        faults.count("disk full (raised)")
-    faults.settle("disk full (raised)", resume=True)
 
 
 def full_disks(faults: Harness, count: int) -> None:

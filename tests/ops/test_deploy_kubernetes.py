@@ -75,14 +75,6 @@ def test_each_manifest_is_of_its_schema() -> None:
     ("kind", "name", "path"),
     [
         ("Deployment", "worker", "spec.template.spec.terminationGracePeriodSeconds"),
-        ("Deployment", "worker", "spec.template.spec.containers.0.startupProbe.failureThreshold"),
-        ("Deployment", "dashboard", "spec.template.spec.containers.0.securityContext.readOnlyRootFilesystem"),
-        ("PodDisruptionBudget", "", "spec.unhealthyPodEvictionPolicy"),
-        ("NetworkPolicy", "worker", "spec.ingress.0.from.0.namespaceSelector"),
-        ("Secret", "redis", "stringData"),
-        ("ScaledObject", "", "spec.fallback.behavior"),
-        ("ScaledObject", "", "spec.triggers.0.metadata.ignoreNullValues"),
-        ("ScaledObject", "", "spec.advanced.horizontalPodAutoscalerConfig.behavior.scaleDown"),
         ("PodMonitor", "dashboard", "spec.podMetricsEndpoints.0.authorization"),
     ],
 )

@@ -11,9 +11,9 @@ from typing import Any
 
 from redis import Redis
 
-from jobs.errors import JobsError, PlanningUnderWay
-from tests.thaws.freezing import Freezer, Killed
-from tests.thaws.world import ROWS, Worker, World
+from jobs.errors import JobsError
+from tests.thaws.freezing import Freezer, Killed, traced_files
+from tests.thaws.world import Worker, World
 from worker.store.claimed_job import ClaimedJob
 
 # What the one that freezes is at: each leaves a job at the head of the queue, or a person's wish.
@@ -29,12 +29,6 @@ def _part_deleted(world: World) -> None:
     world.submit()
 
 
-def _part_damaged(world: World) -> None:
-    world.finish()
-    world.damage_part()
-    world.submit()
-
-
 def _cancelled_and_submitted(world: World) -> None:
     world.submit()
     _run_next(world)
@@ -47,19 +41,9 @@ def _first_shard(world: World) -> None:
     _run_next(world)
 
 
-def _first_shard_with_errors(world: World) -> None:
-    _first_shard(world)
-    world.unanswered = {0}
-
-
 def _last_shard(world: World) -> None:
     _first_shard(world)
     _run_next(world)
-    _run_next(world)
-
-
-def _redone_shard(world: World) -> None:
-    _part_damaged(world)
     _run_next(world)
 
 
@@ -67,27 +51,6 @@ def _failing_shard(world: World) -> None:
     world.all_fail = True
     world.submit(max_errors=1)
     _run_next(world)
-
-
-def _retried_run(world: World) -> None:
-    world.finish_with_errors()
-    world.retry()
-
-
-def _retried_shard(world: World) -> None:
-    _retried_run(world)
-    _run_next(world)
-
-
-def _last_retried_shard(world: World) -> None:
-    _retried_shard(world)
-    _run_next(world)
-
-
-def _grown_run(world: World) -> None:
-    world.finish()
-    world.grow()
-    world.submit()
 
 
 def _run_next(world: World) -> None:
@@ -115,7 +78,6 @@ class Actor:
     name: str
     prepare: Callable[[World], None]
     work: Callable[[World, Redis], Any] | None = None
-    refused: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -132,17 +94,10 @@ def _cancels(world: World, client: Redis) -> None:
 ACTORS = [
     Actor("planner of a new run", _new_run),
     Actor("planner of a run whose part was deleted", _part_deleted),
-    Actor("planner that redoes a damaged part", _part_damaged),
     Actor("planner of a run that was cancelled before", _cancelled_and_submitted),
     Actor("first shard", _first_shard),
-    Actor("first shard, with errors", _first_shard_with_errors, refused=("p0",)),
     Actor("last shard", _last_shard),
-    Actor("shard that replaces a damaged part", _redone_shard),
     Actor("shard whose errors stop the run", _failing_shard),
-    Actor("planner of a retry", _retried_run),
-    Actor("planner that extends a run", _grown_run),
-    Actor("retried shard", _retried_shard, refused=("p0",)),
-    Actor("last retried shard", _last_retried_shard, refused=("p3",)),
     Actor("submitter of a new run", lambda world: None, _submits),
     Actor("submitter of a cancelled run", _submitted_before, _submits),
     Actor("submitter of a run whose part was deleted", _finished_without_part, _submits),
@@ -200,32 +155,10 @@ def _finished_and_resumed(world: World, held: ClaimedJob | None) -> None:
     _run_next(world)
 
 
-def _extended(world: World, held: ClaimedJob | None) -> None:
-    world.let_locks_lapse()
-    if world.num_rows > ROWS:
-        return
-    world.grow()
-    try:
-        world.submit()
-    except PlanningUnderWay:  # by the one that is frozen
-        world.shrink()
-    world.other.drain()
-
-
-def _finished_and_retried(world: World, held: ClaimedJob | None) -> None:
-    """What had errors has answers now, where it can have."""
-    _finished(world, held)
-    if not world.all_fail and world.is_known():
-        world.retry()
-        world.other.drain()
-
-
 EVENTS: dict[str, Callable[[World, ClaimedJob | None], None]] = {
     "nothing": _nothing,
     "taken over and finished": _finished,
     "taken over and its job done": _its_job_done,
-    "taken over, finished and retried": _finished_and_retried,
-    "extended": _extended,
     "cancelled": _cancelled,
     "cancelled and submitted again": _submitted_again,
     "cancelled, submitted again and finished": _cancelled_and_finished,
@@ -242,21 +175,15 @@ class Case:
     at: int
     dies: bool
 
-    def is_beyond_a_store(self, calls: Sequence[str]) -> bool:
-        """Whether it freezes within the request that removes the mark of the end: a store takes no condition
-        for that, so that the mark of an end that came meanwhile goes. Submitting again writes it."""
-        call = calls[self.at] if self.at < len(calls) else ""
-        return "_withdraw_success" in call.split() and "rename" in call.split() and call.endswith(".delete")
-
     def __str__(self) -> str:
         fate = "killed a call later" if self.dies else "goes on"
         return f"{self.actor.name}, frozen before call {self.at}, {self.event}, {fate}"
 
 
-def calls_of(actor: Actor, redis: Redis, folder: Path, kind: type[World] = World) -> list[str]:
+def calls_of(actor: Actor, redis: Redis, folder: Path) -> list[str]:
     """What the actor calls where nothing freezes it, as it comes."""
     freezer = Freezer()
-    with closing(kind(redis, folder)) as world, kind.traced(freezer):
+    with closing(World(redis, folder)) as world, traced_files(freezer):
         actor.prepare(world)
         _act(actor, world, freezer)
         freezer.thaw()
@@ -273,15 +200,14 @@ def all_cases(actor: Actor, calls: Sequence[str]) -> Iterator[Case]:
                 yield Case(actor, event, at, dies)
 
 
-def play(case: Case, redis: Redis, folder: Path, kind: type[World] = World) -> None:
+def play(case: Case, redis: Redis, folder: Path) -> None:
     """Play a case to its end. Raises AssertionError where the run neither ends nor says why."""
     freezer = Freezer(case.at, case.dies)
-    with closing(kind(redis, folder)) as world, kind.traced(freezer):
+    with closing(World(redis, folder)) as world, traced_files(freezer):
         case.actor.prepare(world)
         worker, held = _act(case.actor, world, freezer)
         try:
             EVENTS[case.event](world, held)
-            world.note_answers()
             if worker is not None and held is not None:
                 worker.heed(held)
         finally:
@@ -298,7 +224,6 @@ def _act(actor: Actor, world: World, freezer: Freezer) -> tuple[Worker | None, C
         freezer.start(lambda: work(world, client))
         return None, None
     worker = Worker(world, "frozen", client)
-    worker.refused = set(actor.refused)
     held = worker.claim()
     assert held is not None
     freezer.start(lambda: worker.run(held))
@@ -333,11 +258,6 @@ def _check(case: Case, world: World, freezer: Freezer) -> None:
     world.submit(max_errors="100%")  # whatever came of it: this finishes it
     world.other.drain()
     world.check_finished()
-    if world.unanswered:
-        world.retry()
-        world.other.drain()
-        world.unanswered.clear()
-        world.check_finished()
 
 
 def sample(cases: Sequence[Case], count: int, seed: int) -> list[Case]:

@@ -23,7 +23,7 @@ from jobs.runs.spec import RunSpec
 from jobs.table import own_function
 from jobs.tasks import Request
 from tests.jobs.answering import MODEL, FakeCompletion, feed, opened_task, refuse, shout
-from tests.thaws.freezing import Killed, traced_files
+from tests.thaws.freezing import Killed
 from worker.store.claimed_job import ClaimedJob, Wanted
 from worker.store.function_call import parse_call
 from worker.store.job_store import JobStore
@@ -48,7 +48,6 @@ class Worker:
         self.commands.subscribe(f"rq:pubsub:{name}")
         self.commands.get_message(timeout=5)
         self.stopped: set[str] = set()
-        self.refused: set[str] = set()
         world.redis.set(worker_key(name), "{}")
         world.workers.append(self)
 
@@ -75,8 +74,7 @@ class Worker:
             opened.close()
 
     def _answer(self, request: Request) -> FakeCompletion:
-        fails = self.world.all_fail or request.prompt in self.refused
-        return refuse("too long") if fails else shout(request)
+        return refuse("too long") if self.world.all_fail else shout(request)
 
     def context(self, claimed: ClaimedJob) -> JobContext:
         def check() -> None:
@@ -128,17 +126,12 @@ class Worker:
 class World:
     """A folder, a server, a second worker that never freezes, and people who submit, cancel and delete."""
 
-    #: What makes each call to its files one before which somebody may freeze.
-    traced = staticmethod(traced_files)
-
     def __init__(self, redis: Redis, folder: Path) -> None:
         self.redis, self.folder, self.numbers = redis, folder, itertools.count(1)
         redis.flushall()
         folder.mkdir(parents=True)
-        self.all_fail, self.is_damaged = False, False
+        self.all_fail = False
         self.workers: list[Worker] = []
-        self.unanswered: set[int] = set()
-        self.num_rows, self.num_shards = ROWS, SHARDS
         self.place_files(folder)
         self.other = Worker(self, "other", redis)
 
@@ -158,7 +151,6 @@ class World:
         self.run = RunSpec.from_arguments(**self.arguments).run
 
     def submit(self, redis: Redis | None = None, **options: Any) -> None:
-        options = {"redo_damaged": self.is_damaged, "extend": self.num_rows > ROWS, **options}
         assert run_control.submit_run(redis or self.redis, QUEUE, **self.arguments, **options) == self.run
 
     def close(self) -> None:
@@ -184,16 +176,6 @@ class World:
         self.other.drain()
         self.check_finished()
 
-    def finish_with_errors(self) -> None:
-        """From nothing to a finished run of which these rows have errors."""
-        self.unanswered = {0, 2, 3}
-        self.other.refused = {f"p{row}" for row in self.unanswered}
-        self.finish()
-        self.other.refused = set()
-
-    def retry(self) -> None:
-        run_control.retry_run(self.redis, self.run)
-
     def names(self) -> set[str]:
         """What the output holds."""
         return {path.name for path in self.output.iterdir()}
@@ -211,37 +193,8 @@ class World:
         parts = sorted(self.output.glob("part-*.parquet"))
         return [row for part in parts for row in pq.read_table(part).to_pylist()]
 
-    def note_answers(self) -> None:
-        """Rows that have an answer by now have it for ever."""
-        if self.unanswered:
-            self.unanswered -= {row["id"] for row in self.rows() if row["completion"] is not None}
-
-    def grow(self) -> None:
-        """The input gains two rows, which a shard has; it is submitted so from now on."""
-        self.num_rows, self.num_shards = ROWS + 2, SHARDS + 1
-        self.add_input(range(ROWS, self.num_rows))
-
-    def add_input(self, rows: range) -> None:
-        table = pa.table({"prompt": [f"p{row}" for row in rows], "id": rows})
-        pq.write_table(table, self.input / "b.parquet")
-
-    def remove_input(self) -> None:
-        (self.input / "b.parquet").unlink()
-
-    def shrink(self) -> None:
-        """As if it had not grown."""
-        self.num_rows, self.num_shards = ROWS, SHARDS
-        self.remove_input()
-
     def delete_part(self, shard: int = 1) -> None:
         (self.output / part_name(shard)).unlink()
-
-    def damage_part(self, shard: int = 1) -> None:
-        self.is_damaged = True
-        path = self.output / part_name(shard)
-        content = path.read_bytes()
-        path.unlink()
-        path.write_bytes(content[: len(content) // 2])
 
     def let_locks_lapse(self) -> None:
         """Whoever holds a run's lock and sleeps has lost it."""
@@ -261,9 +214,9 @@ class World:
         """Every row once and right, the marks of the end in files and in Redis, and nothing left to run."""
         snapshot = self.snapshot()
         assert snapshot.state == "finished", self.why()
-        assert snapshot.done == self.num_shards, f"{snapshot.done} of {self.num_shards} parts are recorded"
+        assert snapshot.done == SHARDS, f"{snapshot.done} of {SHARDS} parts are recorded"
         names = {name for name in self.names() if not name.startswith("_tmp.")}
-        expected = {part_name(shard) for shard in range(self.num_shards)} | {
+        expected = {part_name(shard) for shard in range(SHARDS)} | {
             "_plan.json",
             "_manifest.json",
             "_report.html",
@@ -272,15 +225,14 @@ class World:
         assert names == expected, names ^ expected
         assert self.read("_SUCCESS") == b""
         rows = self.rows()
-        assert [row["id"] for row in rows] == list(range(self.num_rows))
+        assert [row["id"] for row in rows] == list(range(ROWS))
         for number, row in enumerate(rows):
-            may_fail = self.all_fail or number in self.unanswered
-            assert row["completion"] == f"P{number}" or (may_fail and row["error"]), row
+            assert row["completion"] == f"P{number}" or (self.all_fail and row["error"]), row
         errors = sum(row["error"] is not None for row in rows)
         assert snapshot.errors == errors, f"{snapshot.errors} errors are recorded, the parts have {errors}"
         manifest = json.loads(self.read("_manifest.json"))
         found = (manifest["rows"], manifest["errors"], len(manifest["parts"]))
-        assert found == (self.num_rows, errors, self.num_shards), found
+        assert found == (ROWS, errors, SHARDS), found
         assert self.redis.llen(f"rq:queue:{QUEUE}") == 0
         assert not self.holds_jobs()
 

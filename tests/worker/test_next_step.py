@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rq.job import Retry as RetryWish
 
-from worker.store.next_step import End, Policy, Repeat, Retry, next_step
+from worker.store.next_step import End, Policy, Retry, next_step
 
 YEAR_S = 365 * 86_400
 
@@ -29,25 +29,6 @@ def test_a_failed_job_that_has_retries_takes_one_and_waits_the_interval_of_its_t
     assert waits == [10, 20, 30]
 
 
-def test_tries_beyond_the_intervals_wait_the_first_one() -> None:
-    assert failed(Policy(retries_left=5, retry_intervals=[10, 20])).wait_s == 10
-
-
-def test_a_retry_without_an_interval_is_at_once_and_at_the_front_only_where_the_job_says_so() -> None:
-    assert failed(Policy(retries_left=1)) == Retry(0, False, "retries_left", 0, False, None)
-    front = Policy(retries_left=1, enqueue_at_front_on_retry=True, failure_ttl=60)
-    assert failed(front) == Retry(0, True, "retries_left", 0, False, 60)
-
-
-@pytest.mark.parametrize("retries_left", [None, 0, -1])
-def test_a_failed_job_without_retries_has_ended(retries_left: int | None) -> None:
-    assert failed(Policy(retries_left=retries_left)) == End(YEAR_S)
-
-
-def test_a_failure_that_another_try_would_repeat_takes_no_retry() -> None:
-    assert next_step(Policy(retries_left=3), is_finished=False, may_retry=False) == End(YEAR_S)
-
-
 def test_a_job_that_returns_a_retry_runs_again_until_it_has_had_them_all() -> None:
     wish = RetryWish(2, interval=[5, 7])
     tries = [finished(Policy(number_of_retries=done), wish=wish) for done in (None, 1, 2)]
@@ -57,31 +38,11 @@ def test_a_job_that_returns_a_retry_runs_again_until_it_has_had_them_all() -> No
     assert finished(Policy(), wish=RetryWish(2, enqueue_at_front=True)).at_front
 
 
-def test_a_returned_retry_counts_for_itself_and_not_against_the_retries_left() -> None:
-    policy = Policy(retries_left=4, repeats_left=4)
-    assert finished(policy, wish=RetryWish(1)).counter == "number_of_retries"
-    used_up = Policy(retries_left=4, repeats_left=4, number_of_retries=1)
-    assert finished(used_up, wish=RetryWish(1), may_retry=True) == End(YEAR_S, has_used_up_retries=True)
-
-
-def test_a_finished_job_repeats_as_often_as_it_says() -> None:
-    policy = Policy(repeats_left=3, repeat_intervals=[10, 20], result_ttl=60)
-    assert finished(policy) == Repeat(10, 2, 60)
-    assert finished(Policy(repeats_left=1, repeat_intervals=[20])) == Repeat(20, 0, 500)
-    assert finished(Policy(repeats_left=1)) == Repeat(0, 0, 500)
-    assert failed(policy) == End(YEAR_S)
-
-
 @pytest.mark.parametrize(
     ("ttl", "kept_s"), [(None, 77), (0, 0), (60, 60), (-1, -1), (-5, -1), (10**12, 10 * YEAR_S)]
 )
 def test_a_result_is_kept_as_long_as_its_job_says(ttl: int | None, kept_s: int) -> None:
     assert finished(Policy(result_ttl=ttl), default_result_ttl_s=77) == End(kept_s)
-
-
-@pytest.mark.parametrize(("ttl", "kept_s"), [(None, YEAR_S), (0, 0), (60, 60), (-1, -1)])
-def test_a_failed_job_is_kept_as_long_as_it_says(ttl: int | None, kept_s: int) -> None:
-    assert failed(Policy(failure_ttl=ttl, result_ttl=5)) == End(kept_s)
 
 
 @pytest.mark.parametrize(

@@ -124,10 +124,6 @@ class Memory:
             return False
         return True
 
-    def _read(self) -> None:
-        give_back = lambda held: self.shard_bytes.reserve_reading(-held, held)  # noqa: E731
-        give_back(self._take(self.shard_bytes.reserve_reading, give_back))
-
     def _take(self, take: Callable[[int, int], bool], give_back: Callable[[int], Any]) -> int:
         """Take half of the memory twice; return how much that is. Raises NoRoomYet, and holds nothing."""
         held, found = 0, True
@@ -157,28 +153,3 @@ def test_shards_that_hold_what_the_other_waits_for_are_opened_one_after_the_othe
     memory.submit(4)  # memory is not short any more
     memory.submit(5)
     assert memory.pool.run() == 2
-
-
-def test_a_part_is_written_before_a_file_is_opened_that_waits_for_memory() -> None:
-    memory = Memory()
-    memory.submit(2)
-    assert memory.pool.run() == 1
-    memory.submit(3)
-    memory.submit(1, opens=False)
-    memory.submit(2, opens=False)
-    assert memory.pool.run() == 3
-    assert memory.ends == [2]  # is open; of the others none had room
-    memory.submit(0)
-    assert [memory.pass_time(), memory.ends] == [1, [2, 1]]
-    assert [memory.pass_time(), memory.ends] == [1, [2, 1, 2]]
-
-
-def test_a_job_that_was_withdrawn_while_it_waits_for_memory_leaves_the_line() -> None:
-    memory = Memory()
-    for number in (1, 2, 3):
-        memory.submit(number)
-    assert memory.pool.run() == 3
-    for number in (1, 3):
-        memory.jobs[number].withdraw(InterruptedError)
-    assert [memory.pass_time(), memory.ends] == [1, [2]]
-    assert memory.pass_time() == 0

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from redis import Redis
 from rq.job import JobStatus
 
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
-from jobs.context.shard_bytes import ShardBytes
-from jobs.parquet.local_files import LocalFiles
-from jobs.parquet.shard_task import shard_task
-from jobs.parquet.shard_work import ShardWork
 from jobs.runs.names import shard_job_id
 from jobs.tasks import Completion, OpenTask, Request, Task
-from tests.jobs.answering import MODEL, queued_jobs, score_parquet
+from tests.jobs.answering import score_parquet
 from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until
-from tests.slow_files import slow
 from worker.errors import FileTimeout
 from worker.io_thread.held_job import HeldJob
 from worker.io_thread.packing import Packer
@@ -128,17 +118,6 @@ class Files:
         while len(self.reports) < number:
             self._events.get(timeout=30)()
 
-    def try_until(self, reports: int) -> None:
-        """Let half a second pass again and again until there are so many reports."""
-        for _ in range(100):
-            with suppress(Empty):
-                self._events.get(timeout=0.1)()
-            if len(self.reports) >= reports:
-                return
-            self.now += 0.5
-            self.calls.try_again()
-        pytest.fail(f"{self.reports} are all reports after 100 tries")
-
     def pass_time(self, seconds: float) -> list[str]:
         self.now += seconds
         self.files.check()
@@ -208,22 +187,6 @@ def test_files_that_hang_fail_by_name_at_their_limit_and_are_closed_when_they_th
     wait_until(lambda: files.files.num_stuck == 0)
 
 
-def test_a_file_that_opens_for_too_long_stops_at_its_next_safe_point(files: Files) -> None:
-    began = threading.Event()
-
-    def walk() -> None:
-        while True:
-            began.set()
-            check_interrupted()
-
-    files.open(FileTask(open=walk))
-    assert began.wait(30)
-    files.pass_time(LIMIT_S + 1)
-    files.wait_for_reports(1)
-    assert isinstance(files.reports[0][2], FileTimeout)
-    assert files.files.num_stuck == 0
-
-
 def test_a_part_may_take_long_to_write_while_it_gives_signs_of_life(files: Files) -> None:
     """Whoever writes a run's last part looks into all the others."""
     turn, hang = Hang(), Hang()
@@ -246,50 +209,6 @@ def test_a_part_may_take_long_to_write_while_it_gives_signs_of_life(files: Files
     files.wait_for_reports(1)
     assert "writing its part went on without a sign of life for more than 60 s" in str(files.reports[0][2])
     hang.let_go(1)
-
-
-def test_tasks_whose_closing_hangs_keep_no_part_from_being_written(files: Files) -> None:
-    hang = Hang()
-    for _ in range(THREADS):
-        files.close(files.job(close=hang))
-        assert hang.began.acquire(timeout=30)
-    files.files.finish(files.job(result=lambda: "written"), files.note)
-    files.pass_time(SLOW_S + 1)
-    files.wait_for_reports(1)
-    assert files.reports[0][1:] == ("written", None)
-    files.pass_time(LIMIT_S)
-    assert len(files.pass_time(GRACE_S + 1)) == THREADS
-    hang.let_go(THREADS)
-
-
-def test_parts_that_wait_to_be_written_keep_further_files_away_until_one_is(files: Files) -> None:
-    hang = Hang()
-    for _ in range(MAX_OPENING):
-        assert files.packer.claimable_files(0) == MAX_OPENING
-        job = files.job(result=hang)
-        job.next_index = 8  # a batch of requests
-        files.files.finish(job, files.note)
-    assert files.packer.claimable_files(0) == 0
-    hang.let_go(1)
-    files.wait_for_reports(1)
-    assert files.packer.claimable_files(0) == MAX_OPENING
-    hang.let_go(MAX_OPENING)
-
-
-def test_what_is_closed_is_let_go_of_at_once(files: Files) -> None:
-    """The worker's callbacks refer to each other: what they still hold waits for the garbage collector."""
-    gc.disable()
-    try:
-        job = files.open(FileTask(result=lambda: "written"))
-        files.wait_for_reports(1)
-        opened = weakref.ref(job.open_task)
-        files.files.finish(job, files.note)
-        files.wait_for_reports(2)
-        files.reports.clear()
-        files.close(job)
-        wait_until(lambda: opened() is None)
-    finally:
-        gc.enable()
 
 
 def plan(workers: Workers, folder: Path, name: str, rows: int) -> str:
@@ -363,42 +282,3 @@ def test_a_shard_that_opens_keeps_no_prompt_waiting_and_its_runs_next_ones_in_th
     assert bulk.job_ids == sorted(bulk.job_ids)
     gate.touch()
     wait_until((tmp_path / "in" / "_SUCCESS").exists)
-
-
-def test_a_disk_slower_than_the_model_leaves_further_shards_to_other_workers_and_prompts_go_on(
-    workers: Workers, tmp_path: Path
-) -> None:
-    """What is answered and not yet written fills the memory, and is repeated where the worker dies."""
-    plan(workers, tmp_path, "in", rows=100)
-    gate, parts = tmp_path / "gate", tmp_path / "in"
-    settings = {"TOKENMILL_MAX_NUM_SEQS": "8", "TOKENMILL_PREFETCH": "8", "WRITE_GATE": str(gate)}
-    workers.start(queues=("bulk",), worker_class="tests.worker.slow_files.GatedWriteWorker", **settings)
-    bulk = workers.queue("bulk")
-    wait_until(lambda: len(bulk.job_ids) <= 100 - 8)
-    for text in ("a", "b"):
-        prompt = bulk.enqueue("jobs.complete", text, max_tokens=1)
-        assert text_of(workers.result(prompt)) == f"echo:{text}"
-    assert not list(parts.glob("part-*"))
-    workers.start(queues=("bulk",))
-    wait_until(lambda: len(list(parts.glob("part-*"))) >= 100 - 2 * 8 - 2 * MAX_OPENING)
-    gate.touch()
-    wait_until((parts / "_SUCCESS").exists)
-
-
-def test_two_shards_whose_prompts_exceed_the_memory_together_are_opened_though_their_store_is_slow(
-    redis: Redis, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    context = JobContext(redis, "bulk", "job", "execution", (str(tmp_path.resolve()),), MODEL)
-    rows, memory = 10 << 10, ShardBytes(16 << 20)
-    for name in ("a", "b"):
-        pq.write_table(pa.table({"prompt": [name * 1024 + str(row) for row in range(rows)]}), tmp_path / name)
-        score_parquet(context, str(tmp_path / name), str(tmp_path / f"{name}-out"), rows_per_shard=rows)
-    monkeypatch.setattr(LocalFiles, "stat", slow(LocalFiles.stat, 0.05))
-    context = replace(context, shard_bytes=memory)
-    jobs = [files.open(shard_task(*job.args, **job.kwargs), context) for job in queued_jobs(redis)]
-    for number in range(1, 3):
-        files.try_until(number)
-        job = jobs[files.reports[-1][0]]
-        assert isinstance(job.open_task, ShardWork)
-        list(job.open_task.requests())  # its prompts are the engine's from here on
-        files.close(job)

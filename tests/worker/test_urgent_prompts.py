@@ -162,30 +162,3 @@ def test_bulk_gets_one_admission_in_twenty_under_a_flood_of_urgent_prompts(overl
     places = [place for place, name in enumerate(firsts) if name.startswith("b")]
     assert max(np.diff([0, *places])) <= 20
     assert sum(name.startswith("b") for name in batch.done) >= len(batch.done) // 20 - 4
-
-
-@pytest.mark.parametrize(("blocks_per_slot", "what"), [(12, "slots"), (6, "blocks")])
-def test_urgent_prompts_make_bulk_work_compute_a_tenth_again_at_most(
-    blocks_per_slot: int, what: str, overlap: bool
-) -> None:
-    """Every tenth step brings an urgent prompt that takes a slot and blocks from bulk for sixteen steps."""
-
-    def again_and_needed(urgent_every: int | None) -> tuple[int, int]:
-        """Tokens that bulk sequences computed more than once, and those they had to compute."""
-        batch = Batch(num_blocks=SLOTS * blocks_per_slot, overlap=overlap)
-        lengths = (50 + n * 37 % 101 for n in count())
-        for step in range(800):
-            fill(batch, lengths)
-            if urgent_every and step % urgent_every == 0:
-                batch.claim(HIGH, 60, max_tokens=16)
-            batch.step()
-        stats = batch.engine.stats()
-        ended = {name: done.num_prompt_tokens + len(done.token_ids) - 1 for name, done in batch.done.items()}
-        running = sum(seq.num_computed_tokens for seq in batch.engine._scheduler.running)
-        again = stats.prefill_tokens + stats.decode_tokens - sum(ended.values()) - running
-        return again, running + sum(tokens for name, tokens in ended.items() if name.startswith("b"))
-
-    calm, needed = again_and_needed(None)
-    assert calm <= 0.05 * needed
-    again, needed = again_and_needed(10)
-    assert 0 < again - calm <= 0.1 * needed

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from rq import Callback, Queue
+from typing import Any
+
+from rq import Callback, Queue, Retry
 from rq.webhook import Webhook
 
 from tests.rq_workers import Workers, wait_until
-from tests.worker.webhook_server import trickling_server, webhook_server
+from tests.worker.webhook_server import WebhookServer, trickling_server, webhook_server
 
 F = "tests.worker.functions."
 ALLOWED = {"TOKENMILL_ALLOWED_WEBHOOK_HOSTS": "127.0.0.1"}
@@ -45,3 +47,45 @@ def test_webhooks_that_trickle_hold_up_neither_dependents_nor_callbacks(workers:
         second = high.enqueue(F + "add", 3, 4, depends_on=first, on_success=Callback(F + "on_success_state"))
         assert workers.result(second).return_value == 7
         wait_until(lambda: not workers.redis.zcard("rq:wip:bulk"))  # jobs do not wait for their webhooks
+
+
+def enqueue_with_webhooks(queue: Queue, url: str) -> None:
+    hooks = [Webhook(url, status, method="POST") for status in ("finished", "failed")]
+    queue.enqueue(F + "add", 1, 1, job_id="finishes", webhooks=hooks)
+    queue.enqueue(F + "boom", "no", job_id="fails", webhooks=hooks)
+    queue.enqueue(F + "boom", "no", job_id="retried", webhooks=hooks, retry=Retry(max=2))
+    queue.enqueue(F + "ask_for_retry", 1, job_id="asks-for-retry", webhooks=hooks)
+    queue.enqueue(F + "always_ask_for_retry", 2, job_id="asks-too-often", webhooks=hooks)
+    queue.enqueue(F + "always_ask_for_retry", 2, interval=600, job_id="asks-for-later", webhooks=hooks)
+
+
+def webhooks_sent(workers: Workers, server: WebhookServer, **options: Any) -> list[dict[str, Any]]:
+    """What the webhooks of the same jobs say, but for moments and all lines but the last of a traceback."""
+    workers.redis.flushall()
+    server.received.clear()
+    enqueue_with_webhooks(workers.queue("bulk"), server.url)
+    workers.burst(TOKENMILL_ALLOWED_WEBHOOK_HOSTS="127.0.0.1", **options)
+    return sorted(
+        (
+            {
+                **{name: bool(value) if name.endswith("_at") else value for name, value in sent.items()},
+                "exc_info": (sent.get("exc_info") or "").strip().splitlines()[-1:],
+            }
+            for sent in server.received
+        ),
+        key=str,
+    )
+
+
+def test_webhooks_say_what_those_of_rqs_own_worker_say(workers: Workers) -> None:
+    with webhook_server() as server:
+        ours = webhooks_sent(workers, server)
+        assert ours == webhooks_sent(workers, server, worker_class="rq.worker.SimpleWorker")
+    ends = sorted((sent["job_id"], sent["status"]) for sent in ours)
+    assert ends == [
+        ("asks-for-retry", "finished"),
+        ("asks-too-often", "failed"),
+        ("fails", "failed"),
+        ("finishes", "finished"),
+        ("retried", "failed"),
+    ]
