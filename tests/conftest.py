@@ -30,13 +30,13 @@ LONGEST = (
     "tests/engine/test_tensor_parallel.py",
     "tests/e2e/",
     "tests/engine/test_triton_parity.py",
-    "tests/thaws/test_thaws.py",
+    "tests/faults/test_thaws.py",
     "tests/engine/test_kernels_",
     "tests/engine/test_rank_",
     "tests/ops/test_gpu_bench.py",
     "tests/engine/test_families.py",
     "tests/worker/test_deaths.py",
-    "tests/worker/test_rate_limits.py",
+    "tests/worker/test_rq_semantics.py",
     "tests/engine/test_parity.py",
 )
 

@@ -153,17 +153,6 @@ def test_a_job_that_was_retried_meanwhile_is_told_as_such(redis: Redis, page: Te
         assert "<b>" not in page.get("/failed", params={"done": odd}).text
 
 
-def test_all_failed_jobs_of_a_queue_are_retried_at_once(redis: Redis, page: TestClient) -> None:
-    for i in range(120):
-        fail(redis, f"job-{i}", score=1e12 + i)
-    redis.sadd("rq:queues", "rq:queue:bulk")
-    found = re.search(r'name="form_token" value="([^"]+)"', page.get("/failed").text)
-    assert found is not None
-    done = page.post("/retry-all", data={"form_token": found[1], "queue": "bulk", "back": "/failed"})
-    assert done.headers["location"] == "/failed?done=retried-120"
-    assert redis.llen("rq:queue:bulk") == 120
-
-
 def test_many_workers_and_failed_jobs_come_in_pages_and_those_in_trouble_first(
     redis: Redis, page: TestClient
 ) -> None:

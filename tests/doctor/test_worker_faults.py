@@ -16,7 +16,6 @@ from engine import EngineConfig, Observation, check_up
 from engine.checkpoint.folder import INDEX, WHOLE
 from engine.run import check_machine
 from jobs.doctor.findings import Examination, Finding, Level, examine, ok
-from jobs.doctor.installation import check_installation
 from jobs.doctor.places import check_places
 from tests.doctor.test_redis_faults import bad
 from tests.rq_workers import ROOT
@@ -140,14 +139,6 @@ def test_wrong_settings_are_found(
         monkeypatch.setenv(name, value)
     (told,) = bad(worker_checks._check_settings())
     assert found in told.found + told.mend
-
-
-def test_another_package_named_jobs_is_found(tmp_path: Path) -> None:
-    assert bad(check_installation()) == []
-    (tmp_path / "jobs.py").write_text("")
-    (told,) = bad(check_installation([str(tmp_path), str(ROOT)]))
-    assert str(tmp_path / "jobs.py") in told.found
-    assert bad(check_installation([str(ROOT), str(tmp_path)])) == []
 
 
 def test_a_check_that_hangs_or_fails_hides_no_other() -> None:

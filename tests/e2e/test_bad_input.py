@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 from rq.job import Job, JobStatus
 
 from tests.e2e.conftest import RealWorkers
-from tests.e2e.poisoned_worker import POISON
 from tests.rq_workers import leftovers
 
 GREEDY: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
@@ -62,23 +61,6 @@ def test_bad_jobs_fail_by_name_and_a_file_with_bad_rows_is_scored(workers: RealW
     assert rows[0]["error"] is None
     assert all(row["error"] for row in rows[1:])
     assert (workers.folder / "out" / "_SUCCESS").exists()
-    assert leftovers(workers.redis, "bulk") == []
-
-
-def test_a_request_that_makes_a_step_raise_fails_alone(workers: RealWorkers) -> None:
-    """No worker ends for it, no neighbour notices, and its own error says what it was."""
-    queue = workers.queue("bulk")
-    seeds = [1, POISON, 2, 3, POISON, 4, 5, 6]
-    jobs = [queue.enqueue("jobs.complete", "4 May 2001", max_tokens=9, seed=seed) for seed in seeds]
-    log = workers.burst(worker_class="tests.e2e.poisoned_worker.PoisonedWorker")
-    for seed, job in zip(seeds, jobs, strict=True):
-        if seed == POISON:
-            assert job.get_status() == JobStatus.FAILED
-            error = str(workers.result(job).exc_string)
-            assert "cannot go on with this request, and can with others: OverflowError" in error
-        else:
-            assert job.get_status() == JobStatus.FINISHED, log
-    assert "4 May" not in log
     assert leftovers(workers.redis, "bulk") == []
 
 

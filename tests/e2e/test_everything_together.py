@@ -141,23 +141,6 @@ def test_hundreds_of_prompts_and_a_file_share_one_batch(
 
 
 @pytest.mark.long
-def test_two_workers_share_one_run(
-    workers: RealWorkers, texts: list[str], reference: dict[str, Completion]
-) -> None:
-    source, output = write_input(workers.folder, texts), workers.folder / "out"
-    for name in ("a", "b"):
-        workers.start("--name", name, TOKENMILL_DTYPE="float32")
-    wait_until(lambda: stats_of(workers, "a") and stats_of(workers, "b"), timeout_s=60)
-    score(workers, source, output, rows_per_shard=15)
-    wait_until(lambda: (output / "_SUCCESS").exists(), timeout_s=120)
-    check_rows(output, texts, reference)
-    registry = FinishedJobRegistry("bulk", connection=workers.redis, serializer=JSONSerializer)
-    wait_until(lambda: registry.get_job_count(cleanup=False) == 21)
-    who = [workers.job(job_id).latest_result().worker_name for job_id in registry.get_job_ids()]  # type: ignore[union-attr]
-    assert min(who.count("a"), who.count("b")) >= 3, "one worker hoarded the run"
-
-
-@pytest.mark.long
 def test_kills_in_the_middle_of_prompts_and_a_file_lose_and_double_nothing(
     workers: RealWorkers, texts: list[str], reference: dict[str, Completion]
 ) -> None:

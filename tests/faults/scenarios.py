@@ -20,7 +20,6 @@ SCENARIOS: dict[str, Callable[[Harness, int], None]] = {
     "server_faults": server_faults.server_faults,
     "full_disks": file_faults.full_disks,
     "read_only_disks": file_faults.read_only_disks,
-    "changed_inputs": file_faults.changed_inputs,
 }
 _SHARE = {"kills": 1.0, "cut_connections": 0.1}
 """Faults of a scenario for each kill of a round, but at least 3; 0.015 for those that are not named."""

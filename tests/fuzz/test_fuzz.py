@@ -11,7 +11,6 @@ from redis import Redis
 
 from engine.text.tokenizer import Tokenizer
 from tests.forking import ForkedWorkers
-from tests.fuzz.paths import ARGUMENTS, SHARDS, check_arguments, check_shard, make_tree
 from tests.fuzz.payloads import CASES, Hash, check_hashes
 from tests.fuzz.requests import CHATS, check_chat, check_sampling
 from tests.fuzz.tables import FILES, Written, check_file
@@ -67,23 +66,6 @@ def test_parquet_files(redis: Redis, folder: Path, case: Written) -> None:
     files = folder / "files"
     files.mkdir(exist_ok=True)
     check_file(redis, files, case)
-
-
-@pytest.fixture(scope="module")
-def tree(folder: Path) -> Path:
-    return make_tree(folder)
-
-
-@cases(300)
-@given(ARGUMENTS)
-def test_arguments_of_runs(tree: Path, case: tuple[object, object, dict[str, object]]) -> None:
-    check_arguments(tree, case)
-
-
-@cases(200)
-@given(SHARDS)
-def test_arguments_of_shards(tree: Path, case: tuple[object, object, object]) -> None:
-    check_shard(tree, case)
 
 
 def test_payloads(redis: Redis, tmp_path: Path) -> None:

@@ -120,19 +120,6 @@ def test_what_is_started_takes_its_arguments_and_its_settings(
     assert list(WorkerSettings.load().metrics_port) == [container("worker")["ports"][0]["containerPort"]]
 
 
-@pytest.mark.parametrize("name", ["worker", "dashboard"])
-def test_pods_are_closed(name: str) -> None:
-    security = container(name)["securityContext"]
-    assert security["readOnlyRootFilesystem"]
-    assert security["capabilities"] == {"drop": ["ALL"]}
-    assert security["allowPrivilegeEscalation"] is False
-    assert pod(name)["securityContext"]["runAsNonRoot"]
-    assert pod(name)["securityContext"]["runAsUser"] == 10001, "the image's user"
-    written = {each["name"]: each["mountPath"] for each in container(name)["volumeMounts"]}
-    assert "tmp" in written
-    assert set(written) == {each["name"] for each in pod(name)["volumes"]}
-
-
 def test_secrets_settings_ports_and_selectors_are_those_that_there_are() -> None:
     secrets = {each["metadata"]["name"]: each for each in manifests() if each["kind"] == "Secret"}
     for name in ("worker", "dashboard"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from engine import ConfigError, InvalidRequest, InvalidSampling, SamplingParams
+from engine import ConfigError, InvalidRequest, InvalidSampling
 from tests.engine.checkpoints import SHAPES, make_checkpoint
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: the extra [eval]")
@@ -100,21 +100,6 @@ def test_answers_are_those_of_the_hf_class(
     right = hf.generate_until(asked("generate_until", *((text, hf_values) for text in contexts)))
     assert found == right
     assert any(found)
-
-
-def test_an_answer_begins_behind_the_reasoning(models: Any) -> None:
-    own, hf = models()
-    request = asked("generate_until", ("gives 1987", {"max_gen_toks": 12}))
-    (whole,) = own.generate_until(request)
-    (answer,) = own.engine.generate(
-        [own.tok_encode("gives 1987")], SamplingParams(max_tokens=4, temperature=0)
-    )
-    end_id = answer.token_ids[3]
-    for end in (whole[2:4], end_id, str(end_id)):
-        own, hf = models(think_end_token=end)
-        found = own.generate_until(request)
-        assert found == hf.generate_until(request)
-        assert len(found[0]) < len(whole)
 
 
 def test_what_cannot_be_asked_is_refused(models: Any, folder: Path) -> None:

@@ -164,18 +164,8 @@ def on_success_saves(job: Job, connection: Redis, result: Any) -> None:
     job.save()
 
 
-def on_success_refreshes(job: Job, connection: Redis, result: Any) -> None:
-    job.refresh()
-    job.save()
-
-
 def on_failure_saves(job: Job, connection: Redis, kind: Any, value: Any, trace: Any) -> None:
     job.meta["seen"] = "failure"
-    job.save()
-
-
-def on_failure_refreshes(job: Job, connection: Redis, kind: Any, value: Any, trace: Any) -> None:
-    job.refresh()
     job.save()
 
 

@@ -14,8 +14,8 @@ F = "tests.worker.functions."
 
 
 ENDS: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
-    ((F + "alter", "failure_ttl", "soon"), {}, "altered"),
-    ((F + "alter", "retries_left", "soon"), {}, "altered"),
+    ((F + "alter", "failure_ttl", "soon"), {}, "'soon'"),
+    ((F + "alter", "retries_left", "soon"), {}, "'str' and 'int'"),
     ((F + "alter", "result_ttl", "soon", "go"), {}, "soon"),
     ((F + "alter", "repeats_left", "soon", "go"), {}, ""),
     ((F + "ask_for_retry_at_no_time",), {}, "cannot convert float NaN"),

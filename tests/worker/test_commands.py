@@ -65,23 +65,6 @@ def test_what_runs_goes_on_while_suspended_and_nothing_is_claimed(workers: Worke
     assert text_of(workers.result(held)) == "echo:b", "it did not resume by itself"
 
 
-def test_no_worker_starts_while_suspended_and_a_burst_worker_leaves(workers: Workers, tmp_path: Path) -> None:
-    workers.rq("suspend")
-    process = workers.start()
-    assert process.wait(timeout=60) == 1
-    assert "suspended" in workers.log(process)
-    workers.rq("resume")
-    gated = workers.queue("bulk").enqueue("jobs.complete", f"file:{tmp_path}/go")
-    burst = workers.start("--burst")
-    wait_until_started(gated)
-    workers.rq("suspend")
-    left = workers.queue("bulk").enqueue("jobs.complete", "b", max_tokens=1)
-    (tmp_path / "go").touch()
-    assert burst.wait(timeout=60) == 0
-    assert gated.get_status() == JobStatus.FINISHED
-    assert left.get_status() == JobStatus.QUEUED
-
-
 @pytest.mark.long
 @pytest.mark.usefixtures("new_interpreters")
 def test_rq_info_loads_no_model(workers: Workers, tmp_path: Path) -> None:

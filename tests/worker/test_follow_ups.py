@@ -150,19 +150,3 @@ def test_answers_are_looked_at_in_threads_and_their_job_is_not_complete_before()
         assert task.answers == {"a1": "a1!", "a0": "a0!"}
     finally:
         served.inspections.end()
-
-
-def test_a_job_fails_alone_whose_answers_cannot_be_looked_at_and_a_lost_one_gets_none() -> None:
-    served, bad, lost = Served(), Inspected("bad0"), Inspected("x0")
-    jobs = served.hold(bad), served.hold(lost)
-    try:
-        served.answer(*served.asked())
-        jobs[1].withdraw(Exception)
-        for _ in jobs:
-            served.events.get(timeout=30)()
-        served.asked()
-        assert isinstance(jobs[0].error, InvalidJob)
-        assert jobs[0] in served.changed
-        assert lost.answers == {}
-    finally:
-        served.inspections.end()

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rq import Callback, Queue
 from rq.job import Job, JobStatus
 
@@ -173,17 +174,6 @@ def test_a_damaged_hash_fails_its_own_job_and_no_other(workers: Workers) -> None
     assert leftovers(workers.redis, "bulk") == []
 
 
-def test_times_to_live_that_redis_refuses_are_bounded(workers: Workers) -> None:
-    queue, ttls = workers.queue("bulk"), (10**30, -7)
-    good = [queue.enqueue("jobs.complete", "a", max_tokens=1, result_ttl=ttl) for ttl in ttls]
-    bad = [queue.enqueue("jobs.complete", "refuse", failure_ttl=ttl) for ttl in ttls]
-    workers.burst()
-    for fine, refused in zip(good, bad, strict=True):
-        assert workers.result(fine).return_value["choices"][0]["text"] == "echo:a"
-        assert "refused" in failure_of(workers, refused)
-    assert leftovers(workers.redis, "bulk") == []
-
-
 def test_an_id_or_a_command_that_would_steer_a_terminal_is_escaped_and_cut_in_the_log(
     workers: Workers,
 ) -> None:
@@ -206,6 +196,7 @@ def test_an_id_or_a_command_that_would_steer_a_terminal_is_escaped_and_cut_in_th
     assert not [line for line in shown.split("\n") if line.startswith("12:00:00 job good")]
 
 
+@pytest.mark.long
 def test_invented_dependents_of_some_jobs_keep_those_of_another_waiting_for_a_moment_only(
     workers: Workers,
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -19,7 +19,6 @@ from tests.worker.fake_engine import FakeEngine
 from worker.engine_thread.engine_loop import EngineLoop
 from worker.engine_thread.intake import LONG, OVERHEAD, SHORT, TURN
 from worker.engine_thread.orders import Abort, Add, Halt, Stepped
-from worker.engine_thread.preparer import MAX_OVERTAKES, Preparer
 
 HIGH, BULK = 0, 1
 MEDIUM_CHARS, LONG_CHARS = SHORT + 1, LONG + 1
@@ -223,42 +222,6 @@ def test_a_turn_tokenizes_so_much_and_urgent_lanes_first(loop: Loop) -> None:
         loop.send(name, HIGH, chars)
     loop.loop.turn()
     assert loop.engine.entered[most:] == [bulk[most], *urgent[:most]]
-
-
-@dataclass
-class Noted:
-    """Something to prepare, which waits for a gate."""
-
-    lane: int
-    note: Callable[[int], None]
-
-    def prepare(self) -> None:
-        self.note(self.lane)
-
-
-def test_threads_take_urgent_lanes_first_and_others_once_in_twenty() -> None:
-    gate, begun = threading.Event(), threading.Event()
-    order: list[int] = []
-    reports: SimpleQueue[None] = SimpleQueue()
-    preparer = Preparer(1, "test", lambda: reports.put(None))
-
-    def note(lane: int) -> None:
-        begun.set()
-        assert gate.wait(WAIT_S)
-        order.append(lane)
-
-    lanes = [BULK] * 4 + [HIGH] * 3 * (MAX_OVERTAKES + 1)
-    preparer.submit(Noted(BULK, note))
-    assert begun.wait(WAIT_S)
-    for lane in lanes:
-        preparer.submit(Noted(lane, note))
-    gate.set()
-    for _ in range(len(lanes) + 1):
-        reports.get(timeout=WAIT_S)
-    preparer.close()
-    preparer.join(WAIT_S)
-    places = [place for place, lane in enumerate(order[1:]) if lane == BULK]
-    assert places[:3] == [MAX_OVERTAKES, 2 * MAX_OVERTAKES + 1, 3 * MAX_OVERTAKES + 2]
 
 
 def test_a_worker_answers_prompts_of_every_length(workers: Workers) -> None:

@@ -73,15 +73,6 @@ def test_any_hash_is_read_as_rq_reads_it(found: dict[str, bytes]) -> None:
         assert getattr(job, name) == getattr(expected, name), name
 
 
-def test_a_record_without_its_payload_still_says_what_its_job_calls() -> None:
-    record, _ = read_record("j", {b"data": CALL, b"meta": b'{"a": 1}', b"description": b"x" * 99}, MAX_BYTES)
-    small = record.without_payload(keeps_meta=True)
-    assert small.hash_bytes == len(b'{"a": 1}')
-    assert small.meta == {"a": 1}
-    assert job_of(claimed(small), Redis(), "mine.add").func_name == "mine.add"
-    assert record.without_payload(keeps_meta=False).meta == {}
-
-
 def test_the_end_of_a_job_whose_policy_is_damaged_is_not_written_with_it() -> None:
     values = {b"data": CALL, b"retries_left": b"1", b"retry_intervals": b'["x"]'}
     record, damage = read_record("j", values, MAX_BYTES)

@@ -8,7 +8,6 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from tests.rq_workers import ROOT, Workers, wait_until
 from worker.errors import MetricsNotServed
 from worker.metrics.exporter import Exporter
 from worker.metrics.health import LIVE_S, REACHED_S, Health
-from worker.metrics.server import MAX_REQUESTS, MetricsServer
+from worker.metrics.server import MetricsServer
 from worker.metrics.shown import Shown, WatchedWorker
 from worker.metrics.tally import Counts, EndedJob
 from worker.settings import SettingsError, WorkerSettings
@@ -180,19 +179,6 @@ def test_a_taken_port_is_named_and_of_several_ports_the_next_free_one_is_taken(s
     second.close()
 
 
-def test_clients_that_send_half_a_request_keep_nobody_from_being_answered(server: MetricsServer) -> None:
-    hanging = []
-    for _ in range(MAX_REQUESTS * 3):
-        hanging.append(socket.create_connection(("127.0.0.1", server.port)))
-        hanging[-1].sendall(b"GET /livez HTTP/1.1\r\n")
-    assert get(server.port, "/livez") == (200, "ok\n")
-    hanging[0].settimeout(60)
-    with suppress(ConnectionResetError):
-        assert hanging[0].recv(1) == b"", "the oldest has made room"
-    for client in hanging:
-        client.close()
-
-
 @pytest.mark.parametrize(("text", "ports"), [("0", range(0)), ("9464-9466", range(9464, 9467))])
 def test_ports_are_one_or_several_or_none(monkeypatch: pytest.MonkeyPatch, text: str, ports: range) -> None:
     monkeypatch.setenv("TOKENMILL_MODEL", "m")
@@ -231,12 +217,3 @@ def test_a_worker_serves_what_it_does_and_is_not_ready_as_it_drains(workers: Wor
     (tmp_path / "go").touch()
     workers.result(holds)
     assert process.wait(timeout=60) == 0
-
-
-def test_a_worker_whose_port_is_taken_does_not_start_and_says_why(workers: Workers) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        process = workers.start(TOKENMILL_METRICS_PORT=str(taken.getsockname()[1]))
-        assert process.wait(timeout=60) == 1
-    assert "set TOKENMILL_METRICS_PORT to a free one" in workers.log(process)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jobs.errors import ModelNotServed
 from jobs.runs.control import submit_run
 from jobs.runs.snapshot import read_snapshot
 from tests.rq_workers import Workers, stats_of, wait_until
@@ -37,11 +36,3 @@ def test_a_run_is_planned_and_scored_by_the_model_that_it_names(workers: Workers
     facts = stats_of(workers, "serves-a")
     assert facts["models"] == ["fingerprint of a", "a"]
     assert (facts["dtype"], facts["attention_backend"]) == ("auto", "none")
-
-
-def test_a_prompt_for_a_model_that_is_not_served_fails_with_the_served_name(workers: Workers) -> None:
-    job = workers.queue("bulk").enqueue("jobs.complete", "x", model="b")
-    workers.burst(TOKENMILL_MODEL="a")
-    result = workers.result(job)
-    assert ModelNotServed.__name__ in result.exc_string
-    assert "serves 'a'" in result.exc_string

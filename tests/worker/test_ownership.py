@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from rq import Callback, Queue, Retry
+from rq import Queue, Retry
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
-from tests.rq_workers import Workers, leftovers
+from tests.rq_workers import leftovers
 from tests.worker.stores import claim, failed, succeeded, worker_store
 from worker.store.function_call import parse_call
 from worker.store.job_store import JobStore
@@ -156,14 +156,3 @@ def test_a_copy_that_is_saved_changes_no_number_of_tries_left(
         job.save()  # the producer's copy has all of its retries left
         store.finish([failed(each) for each in held])
     assert runs == 3
-
-
-def test_a_callback_that_reads_its_job_anew_does_not_change_how_it_ends(workers: Workers) -> None:
-    """RQ's own worker fails such a job with a TypeError of its own: it loses the time at which it ended."""
-    queue = workers.queue("bulk")
-    good = queue.enqueue(F + "add", 1, 1, on_success=Callback(F + "on_success_refreshes"))
-    bad = queue.enqueue(F + "boom", "no", on_failure=Callback(F + "on_failure_refreshes"))
-    workers.burst("--results-ttl", "900")
-    assert [good.get_status(), bad.get_status()] == [JobStatus.FINISHED, JobStatus.FAILED]
-    assert 500 < workers.redis.ttl(good.key) <= 900
-    assert workers.job(bad.id).ended_at is not None

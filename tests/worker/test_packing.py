@@ -211,10 +211,3 @@ def test_a_batch_stays_full_from_one_job_to_the_next(rows_per_job: int) -> None:
     one = steps_for([ROWS], uneven)
     assert one <= ROWS * TOKENS / ENGINE_SLOTS * 1.03
     assert steps_for([rows_per_job] * (ROWS // rows_per_job), uneven) <= one * 1.03
-
-
-@pytest.mark.parametrize("rows_per_job", [1, ROWS])
-def test_answers_that_end_together_are_replaced_together(rows_per_job: int) -> None:
-    """Once a whole batch has left at once, the reserve bridges that."""
-    steps = steps_for([rows_per_job] * (ROWS // rows_per_job), lambda row: TOKENS)
-    assert steps <= ROWS * TOKENS / ENGINE_SLOTS * 1.0125

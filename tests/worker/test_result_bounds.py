@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,19 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 from rq import Retry
 from rq.job import JobStatus
 
-from jobs.errors import ResultTooLarge
 from tests.rq_workers import Workers, leftovers, text_of
 from worker.io_thread.end_writer import EndWriter
 from worker.io_thread.held_job import HeldJob
 from worker.store.outcome import Outcome
-from worker.store.results import pack
 
 F = "tests.worker.functions."
 MIB = 1 << 20
@@ -77,19 +72,6 @@ def test_a_long_traceback_keeps_its_ends(workers: Workers) -> None:
     assert text.startswith("Traceback")
     assert "characters are left out here]" in text
     assert text.endswith("the end\n")
-
-
-PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9)
-JSON = st.recursive(PLAIN, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=4), inner))
-
-
-@settings(max_examples=30)
-@given(JSON.filter(lambda value: value is not None), st.booleans())
-def test_a_value_is_packed_as_its_json_up_to_its_bound(value: Any, known_small: bool) -> None:
-    text = json.dumps(value).encode()
-    assert pack(value, len(text), known_small) == text
-    with pytest.raises(ResultTooLarge):
-        pack(value, len(text) - 1, known_small)
 
 
 class Server:

@@ -15,15 +15,11 @@ from tests.rq_workers import Workers
 CLIENT = Path(__file__).parent / "rq_client.py"
 
 SEEN = {
-    "results": "echo:a",
-    "many": ["echo:a", "echo:b"],
     "retries": ["failed", 0],
-    "returned_retry": True,
     "callbacks": [["finished", "failed"], ["failure", "success"]],
     "dependents": ["echo:child", "echo:late"],
     "cancelled": "canceled",
     "stopped": "stopped",
-    "meta": ["finished", {"done": 3}],
     "scheduled": "echo:later",
     "repeated": 3,
     "grouped": [["finished", "finished"], 2],

@@ -98,22 +98,6 @@ def test_an_id_that_is_enqueued_again_while_it_waits_runs_once_with_the_newest_a
     assert texts == ["echo:again", "echo:new"], "a finished id was not run again"
 
 
-@pytest.mark.parametrize("second_queue", ["bulk", "high"])
-def test_an_id_that_is_enqueued_again_while_it_runs_is_answered_for_the_newest_arguments(
-    workers: Workers, second_queue: str
-) -> None:
-    """RQ's own worker answers both, one after the other; here what runs is dropped."""
-    old = workers.queue("bulk").enqueue("jobs.complete", "hang", job_id="same")
-    process = workers.start("--name", "w")
-    wait_until_started(old)
-    new = workers.queue(second_queue).enqueue("jobs.complete", "new", job_id="same", max_tokens=1)
-    assert text_of(workers.result(new)) == "echo:new"
-    wait_until(lambda: stats_of(workers, "w").get("jobs_held") == 0)
-    process.terminate()
-    assert process.wait(timeout=60) == 0
-    assert len(new.results()) == 1
-
-
 def test_the_high_queue_is_answered_before_the_bulk_queue_drains(workers: Workers) -> None:
     bulk = [workers.queue("bulk").enqueue("jobs.complete", f"b{i}", max_tokens=5) for i in range(300)]
     high = [workers.queue("high").enqueue("jobs.complete", f"h{i}", max_tokens=5) for i in range(50)]

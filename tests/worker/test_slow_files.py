@@ -27,7 +27,6 @@ from worker.io_thread.held_job import HeldJob
 from worker.io_thread.packing import Packer
 from worker.io_thread.pool_calls import PoolCalls
 from worker.io_thread.task_files import MAX_OPENING, SLOW_S, THREADS, TaskFiles
-from worker.threads.interrupts import check_interrupted
 
 LIMIT_S, GRACE_S = 60.0, 5.0
 WORKER = "tests.worker.slow_files.HangingFilesWorker"
@@ -48,22 +47,21 @@ class Hang:
 
 
 class FileTask(Task):
-    """Whose blocking calls are what the test says."""
+    """Opened by what the test says."""
 
     blocking = True
 
-    def __init__(self, **calls: Callable[[], Any]) -> None:
-        self.calls = calls
-        self.closed = threading.Event()
+    def __init__(self, opening: Callable[[], Any] = lambda: None) -> None:
+        self.opening, self.closed = opening, threading.Event()
 
     def open(self, context: JobContext) -> OpenFile:
-        self.calls.get("open", lambda: None)()
-        return OpenFile(self.calls, self.closed)
+        self.opening()
+        return OpenFile(self.closed)
 
 
 class OpenFile(OpenTask):
-    def __init__(self, calls: dict[str, Callable[[], Any]], closed: threading.Event) -> None:
-        self._calls, self.closed = calls, closed
+    def __init__(self, closed: threading.Event) -> None:
+        self.closed = closed
 
     def requests(self) -> Iterator[Request]:
         return iter(())
@@ -72,10 +70,9 @@ class OpenFile(OpenTask):
         raise AssertionError
 
     def result(self) -> Any:
-        return self._calls["result"]()
+        raise AssertionError
 
     def close(self) -> None:
-        self._calls.get("close", lambda: None)()
         self.closed.set()
 
 
@@ -95,21 +92,9 @@ class Files:
     def _clock(self) -> float:
         return self.now
 
-    def job(self, **calls: Callable[[], Any]) -> HeldJob:
-        """With an open task."""
+    def open(self, task: Task) -> None:
         job = HeldJob(next(self._numbers), cast(Any, SimpleNamespace(job_id="a")), 0, is_file=True)
-        job.open_task = OpenFile(calls, threading.Event())
-        return job
-
-    def open(self, task: Task, context: Any = None) -> HeldJob:
-        job = self.job()
-        self.files.open(job, task, context, self.note)
-        return job
-
-    def close(self, job: HeldJob) -> None:
-        opened, job.open_task = job.open_task, None
-        assert opened is not None
-        self.files.close(job.claimed.job_id, opened)
+        self.files.open(job, task, cast(Any, None), self.note)
 
     def note(self, job: HeldJob, value: Any, error: BaseException | None) -> None:
         self.reports.append((job.number, value, error))
@@ -141,7 +126,7 @@ def num_threads(kind: str) -> int:
 def test_a_slow_file_holds_up_no_other_and_never_are_there_more_threads_than_the_bound(files: Files) -> None:
     hang = Hang()
     for held in range(1, MAX_OPENING):
-        files.open(FileTask(open=hang))
+        files.open(FileTask(hang))
         assert hang.began.acquire(timeout=30)
         assert files.packer.claimable_files(0) == 0
         files.pass_time(SLOW_S + 1)
@@ -149,7 +134,7 @@ def test_a_slow_file_holds_up_no_other_and_never_are_there_more_threads_than_the
         files.open(FileTask())
         files.wait_for_reports(held)
     assert num_threads("files") == MAX_OPENING
-    files.open(FileTask(open=hang))
+    files.open(FileTask(hang))
     assert hang.began.acquire(timeout=30)
     files.pass_time(SLOW_S + 1)
     assert files.packer.claimable_files(0) == 0
@@ -163,7 +148,7 @@ def test_a_slow_file_holds_up_no_other_and_never_are_there_more_threads_than_the
 
 def test_files_that_hang_fail_by_name_at_their_limit_and_are_closed_when_they_thaw(files: Files) -> None:
     hang = Hang()
-    tasks = [FileTask(open=hang) for _ in range(MAX_OPENING)]
+    tasks = [FileTask(hang) for _ in range(MAX_OPENING)]
     for task in tasks:
         files.open(task)
     for _ in range(MAX_OPENING // THREADS):
@@ -185,30 +170,6 @@ def test_files_that_hang_fail_by_name_at_their_limit_and_are_closed_when_they_th
     hang.let_go(MAX_OPENING)
     assert all(task.closed.wait(30) for task in tasks), "opened by a thread that was given up, and left open"
     wait_until(lambda: files.files.num_stuck == 0)
-
-
-def test_a_part_may_take_long_to_write_while_it_gives_signs_of_life(files: Files) -> None:
-    """Whoever writes a run's last part looks into all the others."""
-    turn, hang = Hang(), Hang()
-
-    def write() -> str:
-        for _ in range(3):
-            turn()
-            check_interrupted()
-        hang()
-        return "written"
-
-    files.files.finish(files.job(result=write), files.note)
-    for _ in range(3):
-        assert turn.began.acquire(timeout=30)
-        assert files.pass_time(LIMIT_S - 1) == []
-        turn.let_go(1)
-    assert hang.began.acquire(timeout=30)
-    files.pass_time(LIMIT_S + 1)
-    assert len(files.pass_time(GRACE_S + 1)) == 1
-    files.wait_for_reports(1)
-    assert "writing its part went on without a sign of life for more than 60 s" in str(files.reports[0][2])
-    hang.let_go(1)
 
 
 def plan(workers: Workers, folder: Path, name: str, rows: int) -> str:
@@ -258,27 +219,3 @@ def test_a_planning_that_hangs_ends_by_name_whatever_its_own_timeout(
     failure = str(workers.result(planning).exc_string)
     assert "FileTimeout: planning went on without a sign of life for more than 0.5 s" in failure
     assert workers.result(bulk.enqueue("tests.worker.functions.add", 1, 2)).return_value == 3
-
-
-def test_a_shard_that_opens_keeps_no_prompt_waiting_and_its_runs_next_ones_in_the_queue(
-    workers: Workers, tmp_path: Path
-) -> None:
-    """Also shards of which nothing says that they are some."""
-    run = plan(workers, tmp_path, "in", rows=40)
-    for shard in range(40):
-        workers.redis.hset(f"rq:job:{shard_job_id(run, shard)}", "sequences", 1000)
-    for shard in range(20, 40):
-        workers.redis.hdel(f"rq:job:{shard_job_id(run, shard)}", "tokenmill_kind")
-    gate = tmp_path / "gate"
-    workers.start(
-        queues=("bulk",), worker_class="tests.worker.slow_files.GatedOpenWorker", OPEN_GATE=str(gate)
-    )
-    bulk = workers.queue("bulk")
-    wait_until(lambda: len(bulk.job_ids) < 40)
-    for text in ("a", "b"):
-        prompt = bulk.enqueue("jobs.complete", text, max_tokens=1)
-        assert text_of(workers.result(prompt)) == f"echo:{text}"
-    wait_until(lambda: len(bulk.job_ids) >= 40 - MAX_OPENING)
-    assert bulk.job_ids == sorted(bulk.job_ids)
-    gate.touch()
-    wait_until((tmp_path / "in" / "_SUCCESS").exists)

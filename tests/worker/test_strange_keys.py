@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
 from uuid import uuid4
 
@@ -14,7 +13,7 @@ from rq import Queue
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
-from tests.rq_workers import ROOT, Workers, leftovers, text_of, wait_until, wait_until_started
+from tests.rq_workers import Workers, leftovers, text_of, wait_until, wait_until_started
 from worker.store.claimed_job import Wanted
 from worker.store.job_store import JobStore
 from worker.store.quarantine import Quarantine
@@ -93,14 +92,6 @@ def test_a_key_of_another_type_costs_no_job_its_result(workers: Workers, tmp_pat
     process.terminate()
     assert process.wait(60) == 0
     assert leftovers(workers.redis, "bulk") == []
-
-
-def test_no_script_makes_a_command_that_a_key_of_another_type_ends_half_way() -> None:
-    scripts = list((ROOT / "worker" / "store" / "lua").glob("*.lua"))
-    assert len(scripts) > 10
-    for script in scripts:
-        if script.name != "quarantine.lua":
-            assert not re.search(r"redis\.p?call", script.read_text()), f"{script.name} goes round `call`"
 
 
 def test_the_quarantine_is_bounded_and_its_log_is_too(redis: Redis, caplog: pytest.LogCaptureFixture) -> None:
