@@ -28,7 +28,7 @@ from jobs.runs.names import PLAN, part_name
 from jobs.runs.spec import RunSpec
 from jobs.runs.state import RunState
 from tests.jobs.answering import MODEL, shout, work_off
-from tests.jobs.killing import Fuse, FusedRedis, FusedStorage
+from tests.jobs.killing import Fuse, FusedRedis, FusedStorage, Killed
 
 pytestmark = pytest.mark.long
 
@@ -36,16 +36,19 @@ ROWS, SHARDS = 5, 3
 
 
 class Sleeper(Fuse):
-    """Lets others go on before its n-th step, counted from 0, and then takes that step."""
+    """Lets others go on before its n-th step, counted from 0, then takes that step. dies: and no other."""
 
-    def __init__(self, sleeps_at: int, meanwhile: Callable[[], None]) -> None:
+    def __init__(self, sleeps_at: int, meanwhile: Callable[[], None], dies: bool) -> None:
         super().__init__(None)
-        self.left, self._meanwhile = sleeps_at, meanwhile
+        self.left, self._meanwhile, self._dies = sleeps_at, meanwhile, dies
 
     def tick(self) -> None:
         self.left -= 1
         if self.left == -1:
             self._meanwhile()
+        elif self._dies and self.left < -1:
+            self.burnt = True
+            raise Killed
 
 
 class Scene:
@@ -96,7 +99,7 @@ class Scene:
 
     def check_finished(self) -> None:
         """Every row once, and the marks of the end in files and in Redis."""
-        names = {path.name for path in self.output.iterdir()}
+        names = {path.name for path in self.output.iterdir() if not path.name.startswith("_tmp.")}
         parts = {part_name(number) for number in range(SHARDS)}
         assert names == parts | {"_plan.json", "_manifest.json", "_report.html", "_SUCCESS"}
         rows = [(row["id"], row["completion"]) for row in pq.read_table(self.output).to_pylist()]
@@ -144,18 +147,22 @@ ACTORS = {
 }
 
 
-@pytest.mark.parametrize("meanwhile", [finished, cancelled_and_finished])
+@pytest.mark.parametrize(
+    ("meanwhile", "dies"),
+    [(finished, False), (finished, True), (cancelled_and_finished, False)],
+    ids=["finished", "finished, then dies", "cancelled and finished"],
+)
 @pytest.mark.parametrize("actor", ACTORS)
 def test_an_end_that_comes_while_somebody_sleeps_holds_when_he_wakes(
-    redis: Redis, tmp_path: Path, actor: str, meanwhile: Callable[[Scene], None]
+    redis: Redis, tmp_path: Path, actor: str, meanwhile: Callable[[Scene], None], dies: bool
 ) -> None:
     prepare, act = ACTORS[actor]
     scene = Scene(redis, tmp_path)
     for step in itertools.count():
         scene.begin()
         prepare(scene)
-        sleeper = Sleeper(step, lambda: meanwhile(scene))
-        with suppress(JobsError):  # by which it says that it is late
+        sleeper = Sleeper(step, lambda: meanwhile(scene), dies)
+        with suppress(JobsError, Killed):  # an error by which it says that it is late
             act(scene, sleeper)
         if sleeper.left >= 0:
             break

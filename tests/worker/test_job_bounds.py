@@ -94,6 +94,8 @@ def test_jobs_beyond_their_bounds_fail_by_name_and_no_other(workers: Workers) ->
         "bytes in Redis": enqueue(redis, meta=b"x" * 10 * MIB),
         "meta has": enqueue(redis, meta=b"x" * 2 * MIB),
     }
+    long = workers.queue("bulk").enqueue("jobs.complete", "a", job_id="x" * 256)
+    bad["the job's id has 256 characters, more than the limit of 255"] = long.id
     good = workers.queue("bulk").enqueue("jobs.complete", "x" * MIB, max_tokens=1, meta={"a": 1})
     workers.burst()
     assert len(text_of(workers.result(good))) == MIB + len("echo:")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,9 +13,7 @@ from jobs.common.json_log import MAX_EXCEPTION_CHARS, JsonLine
 from jobs.common.plain_log import MAX_ARGUMENT_CHARS, PlainLine
 from jobs.runs.names import run_and_shard, shard_job_id
 from tests.rq_workers import Workers
-from worker.errors import SettingsError
-from worker.logs import LogStyle, _more_of
-from worker.settings import name_variables
+from worker.logs import _more_of
 
 RUN = "0123456789abcdef"
 
@@ -102,47 +99,3 @@ def test_an_exception_is_told_without_the_values_of_its_variables() -> None:
     assert len(error["exc_value"]) == MAX_EXCEPTION_CHARS
     assert [frame["name"] for frame in error["frames"]][-1] == "fails"
     assert "secret" not in json.dumps(line)
-
-
-@pytest.fixture
-def bare_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """To call in a test: takes all handlers away, pytest's too, and levels that other tests have set; all are
-    put back."""
-    loggers = [logging.getLogger(name) for name in (None, "rq.worker", "engine", "uvicorn", "uvicorn.error")]
-    levels = [logger.level for logger in loggers]
-
-    def strip() -> None:
-        for logger in loggers:
-            monkeypatch.setattr(logger, "handlers", [])
-        for logger in loggers[1:]:
-            logger.setLevel(logging.NOTSET)
-        monkeypatch.setattr(logging, "captureWarnings", lambda on: None)
-
-    yield strip
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
-
-
-def test_libraries_come_out_alike_and_settings_by_their_variables(
-    bare_logging: Callable[[], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    bare_logging()
-    LogStyle("json").start("w")
-    name_variables(logging.getLogger("engine"))
-    logging.getLogger("engine.run").warning("lower max_num_seqs")
-    logging.getLogger("urllib3").error("no max_num_seqs here")
-    out, err = capsys.readouterr()
-    assert [line["event"] for line in lines_of(out)] == ["lower TOKENMILL_MAX_NUM_SEQS"]
-    assert [line["event"] for line in lines_of(err)] == ["no max_num_seqs here"]
-
-
-def test_without_structlog_the_log_is_text_unless_json_was_asked_for(
-    bare_logging: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "structlog", None)
-    monkeypatch.delitem(sys.modules, "jobs.common.json_log")
-    bare_logging()
-    LogStyle("auto").start("w")
-    assert "structlog is not installed" in capsys.readouterr().out
-    with pytest.raises(SettingsError, match="needs structlog"):
-        LogStyle("json").start("w")

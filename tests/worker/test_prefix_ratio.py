@@ -11,7 +11,7 @@ from jobs.parquet.shard_requests import ShardRequests
 from tests.e2e.conftest import MODEL
 from tests.worker.test_urgent_prompts import BLOCK_SIZE, DrawingRunner
 
-ROWS, SLOTS = 1000, 32
+ROWS, SLOTS = 300, 32
 TEMPLATE = (
     "Read the date in the following text and write it as year, month and day, with nothing else beside. "
 )

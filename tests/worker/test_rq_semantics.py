@@ -98,14 +98,6 @@ def test_an_id_that_is_enqueued_again_while_it_waits_runs_once_with_the_newest_a
     assert texts == ["echo:again", "echo:new"], "a finished id was not run again"
 
 
-def test_the_high_queue_is_answered_before_the_bulk_queue_drains(workers: Workers) -> None:
-    bulk = [workers.queue("bulk").enqueue("jobs.complete", f"b{i}", max_tokens=5) for i in range(300)]
-    high = [workers.queue("high").enqueue("jobs.complete", f"h{i}", max_tokens=5) for i in range(50)]
-    workers.burst()
-    ends = {job.id: job.ended_at for job in (workers.job(j.id) for j in bulk + high)}
-    assert max(ends[job.id] for job in high) < max(ends[job.id] for job in bulk)
-
-
 def test_a_stopped_callback_that_raises_is_told_in_the_result_and_harms_nobody(workers: Workers) -> None:
     queue = workers.queue("bulk")
     hang = queue.enqueue("jobs.complete", "hang", on_stopped=Callback(F + "on_stopped_raises"))
