@@ -8,10 +8,10 @@ from uuid import uuid4
 from redis import Redis
 from rq.utils import now
 
-from worker.store.claimed_job import ClaimedJob, Wanted
 from worker.store.job_store import JobStore
-from worker.store.outcome import Outcome
-from worker.store.results import pack
+from worker.store.records.claimed_job import ClaimedJob, Wanted
+from worker.store.records.outcome import Outcome
+from worker.store.records.results import pack
 
 
 def worker_store(redis: Redis, name: str = "w", **options: Any) -> JobStore:

@@ -11,7 +11,7 @@ from rq.suspension import resume, suspend
 from jobs.common.keys import KIND_FIELD, MODEL_FIELD
 from tests.rq_workers import Workers
 from tests.worker.stores import wanted, worker_store
-from worker.store.claimed_job import Claim
+from worker.store.records.claimed_job import Claim
 
 PROMPT = "jobs.complete"
 

@@ -17,8 +17,8 @@ from rq.serializers import JSONSerializer
 from tests.rq_workers import leftovers
 from tests.worker.redis_state import state_of
 from tests.worker.stores import claim, end_leases, failed, succeeded, wanted, worker_store
-from worker.store.claimed_job import ClaimedJob
-from worker.store.outcome import Outcome
+from worker.store.records.claimed_job import ClaimedJob
+from worker.store.records.outcome import Outcome
 
 END = Callable[[Queue], Job]
 

@@ -11,7 +11,7 @@ import pytest
 
 from jobs.common.json_log import MAX_EXCEPTION_CHARS, JsonLine
 from jobs.common.plain_log import MAX_ARGUMENT_CHARS, PlainLine
-from jobs.runs.names import run_and_shard, shard_job_id
+from jobs.runs.plans.names import run_and_shard, shard_job_id
 from tests.rq_workers import Workers
 from worker.logs import _more_of
 

@@ -14,15 +14,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine import Completion, EngineStats
-from engine.schedule.outputs import RequestMetrics
+from engine.schedule.sequences.outputs import RequestMetrics
 from jobs.watch.samples import Point
 from tests.rq_workers import ROOT, Workers, wait_until
 from worker.errors import MetricsNotServed
 from worker.metrics.exporter import Exporter
 from worker.metrics.health import LIVE_S, REACHED_S, Health
 from worker.metrics.server import MetricsServer
-from worker.metrics.shown import Shown, WatchedWorker
 from worker.metrics.tally import Counts, EndedJob
+from worker.metrics.watched_worker import Shown, WatchedWorker
 from worker.settings import SettingsError, WorkerSettings
 
 STATS = EngineStats(

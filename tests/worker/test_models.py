@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jobs.runs.control import submit_run
-from jobs.runs.snapshot import read_snapshot
+from jobs.runs.watching.snapshot import read_snapshot
 from tests.rq_workers import Workers, stats_of, wait_until
 
 

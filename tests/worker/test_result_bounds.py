@@ -16,9 +16,9 @@ from rq import Retry
 from rq.job import JobStatus
 
 from tests.rq_workers import Workers, leftovers, text_of
-from worker.io_thread.end_writer import EndWriter
-from worker.io_thread.held_job import HeldJob
-from worker.store.outcome import Outcome
+from worker.io_thread.held.end_writer import EndWriter
+from worker.io_thread.held.held_job import HeldJob
+from worker.store.records.outcome import Outcome
 
 F = "tests.worker.functions."
 MIB = 1 << 20

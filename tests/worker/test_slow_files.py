@@ -18,15 +18,15 @@ from rq.job import JobStatus
 
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
-from jobs.runs.names import shard_job_id
+from jobs.runs.plans.names import shard_job_id
 from jobs.tasks import Completion, OpenTask, Request, Task
 from tests.jobs.answering import score_parquet
 from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until
 from worker.errors import FileTimeout
-from worker.io_thread.held_job import HeldJob
-from worker.io_thread.packing import Packer
-from worker.io_thread.pool_calls import PoolCalls
-from worker.io_thread.task_files import MAX_OPENING, SLOW_S, THREADS, TaskFiles
+from worker.io_thread.held.held_job import HeldJob
+from worker.io_thread.held.packing import Packer
+from worker.io_thread.pool.pool_calls import PoolCalls
+from worker.io_thread.pool.task_files import MAX_OPENING, SLOW_S, THREADS, TaskFiles
 
 LIMIT_S, GRACE_S = 60.0, 5.0
 WORKER = "tests.worker.slow_files.HangingFilesWorker"

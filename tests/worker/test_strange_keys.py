@@ -14,9 +14,9 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from tests.rq_workers import Workers, leftovers, text_of, wait_until, wait_until_started
-from worker.store.claimed_job import Wanted
 from worker.store.job_store import JobStore
 from worker.store.quarantine import Quarantine
+from worker.store.records.claimed_job import Wanted
 
 NAME = "strange"
 QUARANTINE = "tokenmill:quarantine"
