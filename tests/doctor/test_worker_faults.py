@@ -19,6 +19,7 @@ from jobs.doctor.findings import Examination, Finding, Level, examine, ok
 from jobs.doctor.places import check_places
 from tests.doctor.test_redis_faults import bad
 from tests.rq_workers import ROOT
+from worker import doctor as worker_checks
 
 MODEL = ROOT / "ops" / "demo" / "model"
 
