@@ -54,31 +54,6 @@ def full_disks(faults: Harness, count: int) -> None:
     faults.settle("disk full (tmpfs)", resume=True)
 
 
-def read_only_disks(faults: Harness, count: int) -> None:
-    """The output's disk becomes read-only in the middle of a run, and writable again. Raises MountRefused."""
-    for turn in range(count):
-        disk = faults.mounts.tmpfs(_new_folder(faults, "disk"), 4096)
-        run = faults.ledger.ask_run(output=disk / "out")
-        faults.top_up()
-        name = faults.start()
-        if turn:
-            faults.wait_for_parts(run, faults.rng.randrange(0, 12))
-        faults.mounts.change(disk, "ro")
-        parts = run.parts()
-        _wait_for_failure(faults, run)
-        faults.count("disk read-only")
-        if faults.rng.random() < 0.5:
-            faults.end(name)
-            faults.count("SIGKILL on a read-only disk")
-        else:
-            faults.end_cleanly(name, (0, -signal.SIGTERM))
-        _expect(faults, run, ("OutputNotWritable",))
-        faults.mounts.change(disk, "rw")
-        if run.parts() != parts:
-            faults.wrong(f"{disk}: parts changed while the disk was read-only")
-    faults.settle("disk read-only", resume=True)
-
-
 def _expect(faults: Harness, run: Run, kinds: tuple[str, ...]) -> None:
     """Every failure of a run must be one of these errors."""
     for text in faults.ledger.failures(run):

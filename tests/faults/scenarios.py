@@ -11,7 +11,6 @@ from tests.faults.mounts import MountRefused
 SCENARIOS: dict[str, Callable[[Harness, int], None]] = {
     "kills": worker_faults.kills,
     "freezes": worker_faults.freezes,
-    "stragglers": worker_faults.stragglers,
     "shutdowns": worker_faults.shutdowns,
     "engine_errors": worker_faults.engine_errors,
     "clock_jumps": worker_faults.clock_jumps,
@@ -19,7 +18,6 @@ SCENARIOS: dict[str, Callable[[Harness, int], None]] = {
     "lost_replies": server_faults.lost_replies,
     "server_faults": server_faults.server_faults,
     "full_disks": file_faults.full_disks,
-    "read_only_disks": file_faults.read_only_disks,
 }
 _SHARE = {"kills": 1.0, "cut_connections": 0.1}
 """Faults of a scenario for each kill of a round, but at least 3; 0.015 for those that are not named."""

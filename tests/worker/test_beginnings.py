@@ -12,7 +12,6 @@ from rq.job import Job, JobStatus
 
 from tests.rq_workers import leftovers
 from tests.worker.by_hand import ByHand
-from worker.io_thread.job_runner import JobRunner
 
 F = "tests.worker.functions."
 
@@ -98,18 +97,3 @@ def test_a_function_is_shown_as_started_before_it_runs(redis: Redis, bulk: Queue
     worker.run_out()
     state = ["started", True, "w", 1]
     assert job.latest_result().return_value == [state, state]  # type: ignore[union-attr]
-
-
-def test_functions_that_are_no_longer_ours_are_not_run_and_free_their_places(
-    redis: Redis, bulk: Queue, worker: ByHand, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    jobs = [bulk.enqueue(F + "add", 1, 1) for _ in range(2)]
-    with monkeypatch.context() as patch:
-        patch.setattr(JobRunner, "show_begun", lambda *_: None)
-        worker.claim()
-    assert worker.packer.free_functions == 0
-    jobs[0].cancel()
-    worker.runner.show_begun(worker.store)
-    worker.run_out()
-    assert worker.packer.free_functions == 2
-    assert [job.get_status() for job in jobs] == [JobStatus.CANCELED, JobStatus.FINISHED]

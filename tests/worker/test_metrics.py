@@ -23,7 +23,6 @@ from worker.metrics.health import LIVE_S, REACHED_S, Health
 from worker.metrics.server import MetricsServer
 from worker.metrics.tally import Counts, EndedJob
 from worker.metrics.watched_worker import Shown, WatchedWorker
-from worker.settings import SettingsError, WorkerSettings
 
 STATS = EngineStats(
     num_steps=9, num_running=3, max_running=4, num_waiting=2, num_preemptions=1, prefill_tokens=70,
@@ -177,21 +176,6 @@ def test_a_taken_port_is_named_and_of_several_ports_the_next_free_one_is_taken(s
     second = MetricsServer("127.0.0.1", [server.port, other])
     assert second.port == other
     second.close()
-
-
-@pytest.mark.parametrize(("text", "ports"), [("0", range(0)), ("9464-9466", range(9464, 9467))])
-def test_ports_are_one_or_several_or_none(monkeypatch: pytest.MonkeyPatch, text: str, ports: range) -> None:
-    monkeypatch.setenv("TOKENMILL_MODEL", "m")
-    monkeypatch.setenv("TOKENMILL_METRICS_PORT", text)
-    assert WorkerSettings.load().metrics_port == ports
-
-
-@pytest.mark.parametrize("text", ["", "x", "70000", "9466-9464"])
-def test_what_is_no_port_is_refused_by_the_variables_name(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv("TOKENMILL_MODEL", "m")
-    monkeypatch.setenv("TOKENMILL_METRICS_PORT", text)
-    with pytest.raises(SettingsError, match="TOKENMILL_METRICS_PORT"):
-        WorkerSettings.load()
 
 
 def test_a_worker_serves_what_it_does_and_is_not_ready_as_it_drains(workers: Workers, tmp_path: Path) -> None:

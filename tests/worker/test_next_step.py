@@ -5,37 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rq.job import Retry as RetryWish
 
-from worker.store.records.next_step import End, Policy, Retry, next_step
+from worker.store.records.next_step import End, Policy, next_step
 
 YEAR_S = 365 * 86_400
 
 
-def failed(policy: Policy, **how: Any) -> Any:
-    return next_step(policy, is_finished=False, may_retry=True, **how)
-
-
 def finished(policy: Policy, **how: Any) -> Any:
     return next_step(policy, is_finished=True, **how)
-
-
-def test_a_failed_job_that_has_retries_takes_one_and_waits_the_interval_of_its_turn() -> None:
-    waits = []
-    for left in (3, 2, 1):
-        step = failed(Policy(retries_left=left, retry_intervals=[10, 20, 30]))
-        assert (step.counter, step.count, step.is_on_wish) == ("retries_left", left - 1, False)
-        waits.append(step.wait_s)
-    assert waits == [10, 20, 30]
-
-
-def test_a_job_that_returns_a_retry_runs_again_until_it_has_had_them_all() -> None:
-    wish = RetryWish(2, interval=[5, 7])
-    tries = [finished(Policy(number_of_retries=done), wish=wish) for done in (None, 1, 2)]
-    assert tries[0] == Retry(5, False, "number_of_retries", 1, True, None)
-    assert tries[1] == Retry(7, False, "number_of_retries", 2, True, None)
-    assert tries[2] == End(YEAR_S, has_used_up_retries=True)
-    assert finished(Policy(), wish=RetryWish(2, enqueue_at_front=True)).at_front
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from opentelemetry.sdk.trace import TracerProvider
 from engine import Completion
 from engine.schedule.sequences.outputs import RequestMetrics
 from tests.rq_workers import Workers, wait_until
-from worker.settings import SettingsError, WorkerSettings
 from worker.traces.job_trace import TracedEnd
 from worker.traces.otel import OtelTraces
 
@@ -194,13 +193,6 @@ def test_where_all_are_traced_a_job_begins_a_trace_and_its_children_are_of_it(
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
     never = OtelTraces("node-1", "m", "1", begins=True, exporter=exporter)
     assert never.begin(EXECUTION, META) is None
-
-
-def test_what_is_to_be_traced_is_one_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOKENMILL_MODEL", "m")
-    monkeypatch.setenv("TOKENMILL_TRACES", "some")
-    with pytest.raises(SettingsError, match="'off', 'producers' or 'all'"):
-        WorkerSettings.load()
 
 
 def test_a_prompt_and_a_run_are_traced_by_a_real_worker(
