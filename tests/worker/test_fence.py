@@ -133,3 +133,21 @@ def test_a_job_enqueued_again_while_it_is_held_belongs_to_the_newest_execution_a
     results = Job.fetch("same", redis, JSONSerializer).results()
     assert [result.return_value for result in results] == ["new"]
     assert leftovers(redis, "bulk", "high") == []
+
+
+def test_a_lease_that_is_renewed_lives_and_one_that_ran_out_puts_its_job_back_once(
+    redis: Redis, bulk: Queue
+) -> None:
+    for _ in range(2):
+        bulk.enqueue("f")
+    mine, other = worker_store(redis), worker_store(redis, "other")
+    renewed, silent = claim(mine)
+    for key in redis.scan_iter("rq:execution:*"):
+        redis.expire(key, 5)
+    assert mine.renew([renewed]) == []
+    assert redis.ttl(f"rq:execution:{renewed.job_id}:{renewed.execution_id}") > 5
+    redis.delete(f"rq:execution:{silent.job_id}:{silent.execution_id}")
+    for _ in range(2):
+        redis.delete("tokenmill:maintenance:bulk")
+        assert other.reclaim_abandoned(["bulk"], 1.0, max_deaths=5) == []
+    assert bulk.job_ids == [silent.job_id]
