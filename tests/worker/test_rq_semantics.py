@@ -25,6 +25,8 @@ from tests.rq_workers import (
     wait_until,
     wait_until_started,
 )
+from worker import BatchWorker
+from worker.store.scheduler import Scheduler
 
 F = "tests.worker.functions."
 
@@ -254,3 +256,17 @@ def test_groups_are_cleaned_of_jobs_that_are_gone_and_of_empty_groups(workers: W
     workers.burst()
     assert workers.redis.smembers("rq:groups") == {b"some-gone"}
     assert workers.redis.smembers("rq:group:some-gone") == {b"some-gone-1"}
+
+
+def test_a_burst_in_which_the_scheduler_raises_keeps_none_of_its_locks(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def boom(scheduler: Scheduler) -> None:
+        assert workers.redis.keys("rq:scheduler*"), "it has none to keep"
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(Scheduler, "enqueue_scheduled_jobs", boom)
+    worker = BatchWorker(["bulk"], connection=workers.redis, serializer=JSONSerializer)
+    with pytest.raises(RuntimeError, match="boom"):
+        worker._start_scheduler(burst=True)
+    assert workers.redis.keys("rq:scheduler*") == []
