@@ -1,4 +1,4 @@
-"""What hits the files of Parquet runs: full and read-only disks, and input that changes under the reader."""
+"""What hits the files of Parquet runs: a kill half-way, and disks that are full."""
 
 from __future__ import annotations
 

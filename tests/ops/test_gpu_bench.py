@@ -1,4 +1,4 @@
-"""The one command for a GPU machine: its dry run, and that a failing or hanging section stops no other."""
+"""The one command for a GPU machine: each of its sections runs dry, and what it finds is in the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RQ's command line with our worker: pools, flags, suspend, requeue, empty, info."""
+"""RQ's command line with our worker: pools, flags, suspend, info, and starts that cannot work."""
 
 from __future__ import annotations
 

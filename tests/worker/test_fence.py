@@ -1,4 +1,4 @@
-"""What a worker writes in Redis at a job's end, called twice, too late, or beside damaged keys."""
+"""What a worker writes in Redis at a job's end, called twice or too late, and its lease until then."""
 
 from __future__ import annotations
 

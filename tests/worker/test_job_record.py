@@ -1,4 +1,4 @@
-"""What the worker reads of a job's hash is what RQ's own client reads of it, and what user code then gets."""
+"""What the worker reads of a job's hash is what RQ's own client reads of it, and what follows from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rq.serializers import JSONSerializer
 
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.job_record import CALLBACKS, JobRecord, read_record
-from worker.store.records.next_step import Policy
+from worker.store.records.next_step import End, Policy, next_step
 from worker.store.records.outcome import Outcome
 from worker.store.records.stored_job import job_of
 
@@ -81,3 +81,26 @@ def test_the_end_of_a_job_whose_policy_is_damaged_is_not_written_with_it() -> No
     )
     with pytest.raises(ValueError, match="invalid literal"):
         failed.as_left_by(None)
+
+
+@pytest.mark.parametrize(
+    ("ttl", "kept_s"), [(None, 77), (0, 0), (60, 60), (-1, -1), (-5, -1), (10**12, 3650 * 86_400)]
+)
+def test_a_result_is_kept_as_long_as_its_job_says(ttl: int | None, kept_s: int) -> None:
+    step = next_step(Policy(result_ttl=ttl), is_finished=True, default_result_ttl_s=77)
+    assert step == End(kept_s)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(result_ttl="soon"),  # type: ignore[arg-type]
+        Policy(failure_ttl={"soon": 1}),  # type: ignore[arg-type]
+        Policy(retries_left=1, retry_intervals=[]),
+        Policy(retries_left=1, retry_intervals=["soon"]),  # type: ignore[list-item]
+        Policy(repeats_left=1, repeat_intervals=[None]),  # type: ignore[list-item]
+    ],
+)
+def test_a_policy_that_no_end_can_be_written_with_is_told_before(policy: Policy) -> None:
+    with pytest.raises((TypeError, ValueError, IndexError)):
+        policy.check()

@@ -1,4 +1,4 @@
-"""Webhooks of jobs: what a worker sends, and what hosts that answer badly cost others."""
+"""Webhooks of jobs: what a worker sends, and to whom it sends nothing."""
 
 from __future__ import annotations
 
