@@ -154,16 +154,13 @@ class Tokenizer:
         )
         behind = partial(decode, follows_text=True)
         is_joined = not skip_special_tokens and not spaces_between_special_tokens
-        return StopStrings(
-            stop,
+        text = IncrementalText(
             behind if follows_text else decode,
-            min_tokens=min_tokens,
-            include=include,
             behind=behind,
             num_open=self._num_open,
             joined=self._added_ids if is_joined else (),
-            may_end=may_end,
         )
+        return StopStrings(stop, text, min_tokens=min_tokens, include=include, may_end=may_end)
 
     def bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Token ids of each word, as it is at the beginning of a text and behind a space.

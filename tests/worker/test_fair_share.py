@@ -11,11 +11,10 @@ from rq import Queue
 
 from jobs.common.keys import SEQUENCES_FIELD
 from tests.worker.by_hand import ByHand
-from worker.assembly import LEASE_MARGIN_S
 from worker.io_thread.claimer import Claimer
 from worker.io_thread.fair_share import FORGET_S, FairShare
 from worker.io_thread.held.payload_budget import PayloadBudget
-from worker.io_thread.limits import Limits
+from worker.io_thread.limits import LEASE_MARGIN_S, Limits
 from worker.io_thread.poll_rates import LONGEST_POLL_S, POLL_S, PollRates
 from worker.io_thread.releaser import Releaser
 from worker.store.job_store import JobStore

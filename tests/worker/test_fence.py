@@ -17,6 +17,7 @@ from rq.serializers import JSONSerializer
 from tests.rq_workers import leftovers
 from tests.worker.redis_state import state_of
 from tests.worker.stores import claim, end_leases, failed, succeeded, wanted, worker_store
+from worker.store.ends import Keeping
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.outcome import Outcome
 
@@ -61,7 +62,7 @@ ENDS: dict[str, tuple[Callable[[Queue], Any], Callable[[ClaimedJob], Outcome], d
     "repeat later": (lambda bulk: bulk.enqueue("f", repeat=Repeat(2, interval=[600, 900])), succeeded, {}),
     "failure": (lambda bulk: bulk.enqueue("f"), failed, {}),
     "failure, not kept": (lambda bulk: bulk.enqueue("f", failure_ttl=0), failed, {}),
-    "failure, not recorded": (lambda bulk: bulk.enqueue("f"), failed, {"records_failures": False}),
+    "failure, not recorded": (lambda bulk: bulk.enqueue("f"), failed, {"keeping": Keeping(False)}),
     "retry": (lambda bulk: bulk.enqueue("f", retry=Retry(2)), failed, {}),
     "retry later": (lambda bulk: bulk.enqueue("f", retry=Retry(2, interval=600)), failed, {}),
     "returned retry": (lambda bulk: bulk.enqueue("f"), lambda held: succeeded(held, Retry(3)), {}),
