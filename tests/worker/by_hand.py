@@ -20,6 +20,7 @@ from worker.io_thread.held.payload_budget import PayloadBudget
 from worker.io_thread.job_runner import JobRunner
 from worker.job_environment import JobEnvironment
 from worker.metrics.tally import Tally
+from worker.store.client import Clients
 from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import Wanted
 from worker.store.user_code import Callbacks
@@ -51,8 +52,7 @@ class ByHand:
             orders=self.orders,
             functions=functions,
             enders=enders,
-            pool_client=redis,
-            user_client=redis,
+            clients=Clients(redis, redis, redis),
             callbacks=Callbacks([], redis, redis, Webhooks(webhooks, (), log)),
             ends_store=self.store,
             post=self.events.put,
