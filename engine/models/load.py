@@ -54,7 +54,7 @@ def read_supported(folder: Path, model_path: str) -> tuple[ModelConfig, ModelPat
 
 
 def _lacks_head(architecture: str) -> bool:
-    """By its name: what transformers' AutoModel makes, an encoder for example."""
+    """Whether the name is one of transformers' AutoModel, such as an encoder's."""
     return architecture.endswith("Model") and not architecture.endswith("HeadModel")
 
 

@@ -78,7 +78,7 @@ class TransformersModel(CausalModel):
         return logits
 
     def reference_logits(self, token_ids: Tensor) -> Tensor:
-        """By transformers alone, with its own attention and without any cache."""
+        """Compute logits by transformers alone, with its own attention and without a cache."""
         with _attending(self.model, OWN):
             logits: Tensor = self.model(input_ids=token_ids[None], use_cache=False).logits[0]
         return logits.float()

@@ -208,7 +208,7 @@ class Tokenizer:
         return text
 
     def _cut_between_added(self, token_ids: list[int]) -> list[list[int]]:
-        """The tokens in parts, of which one ends wherever two added tokens stand side by side."""
+        """Cut the tokens wherever two added tokens stand side by side."""
         is_added = [token_id in self._added_ids for token_id in token_ids]
         cuts = [i for i in range(1, len(token_ids)) if is_added[i - 1] and is_added[i]]
         return [token_ids[start:end] for start, end in pairwise([0, *cuts, len(token_ids)])]

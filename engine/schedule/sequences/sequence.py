@@ -36,10 +36,10 @@ class Forcing(Protocol):
     """Says of one sequence which tokens must come next. It is told of each token once, in order."""
 
     def first(self) -> Iterable[int]:
-        """Those that must come first."""
+        """Return the tokens that must come first."""
 
     def after(self, token_id: int) -> Iterable[int]:
-        """Those that must come behind this one, which was sampled or forced itself; () for none."""
+        """Return the tokens that must follow this one, which was sampled or forced itself."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -165,7 +165,7 @@ class Sequence:
 
     @property
     def wants_logprobs(self) -> bool:
-        """Of any of its tokens."""
+        """Whether log probabilities of any of its tokens are wanted."""
         return self.sample_top != NOT_WANTED or self.score_top != NOT_WANTED
 
     @property
