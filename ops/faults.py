@@ -1,7 +1,7 @@
 """Thousands of faults under real workers, with an audit after each scenario: `python -m ops.faults`.
 
 Needs the test suite's dependencies and a Redis server's executable, and runs from the repository's root.
-Full and read-only disks are small tmpfs mounts and need the right to mount; elsewhere they are left out.
+Full disks are small tmpfs mounts and need the right to mount; elsewhere they are left out.
 """
 
 from __future__ import annotations
