@@ -1,7 +1,7 @@
 """Thousands of faults under real workers, with an audit after each scenario: `python -m ops.faults`.
 
 Needs the test suite's dependencies and a Redis server's executable, and runs from the repository's root.
-Full and read-only disks are small tmpfs mounts and need the right to mount; elsewhere they are left out.
+Full disks are small tmpfs mounts and need the right to mount; elsewhere they are left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--only", choices=SCENARIOS, help="one scenario again and again")
     parser.add_argument("--count", type=int, default=20, help="faults in each turn of --only")
-    parser.add_argument("--secure", action="store_true", help="users and TLS; with --only kills")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, _leave)
     evidence = Path(gettempdir()) / f"tokenmill-faults-{options.seed}"
@@ -36,7 +35,7 @@ def main() -> int:
     place = MEMORY if MEMORY.is_dir() else None
     with (
         TemporaryDirectory(prefix="f", dir=place) as folder,
-        harness(Path(folder), options.seed, evidence, options.secure) as faults,
+        harness(Path(folder), options.seed, evidence) as faults,
     ):
         print(f"seed {options.seed}", flush=True)
         while faults.is_clean() and (left := options.kills - faults.num_kills) > 0:
@@ -45,7 +44,7 @@ def main() -> int:
             if options.only:
                 SCENARIOS[options.only](faults, options.count)
             else:
-                refused = one_of_each(faults, min(left, 400), slow=not faults.faults)
+                refused = one_of_each(faults, min(left, 400))
             now = time.monotonic()
             longest_s = max(longest_s, now - round_started)
             print(faults.table(), *refused, f"{now - started:.0f} s so far\n", sep="\n", flush=True)

@@ -30,27 +30,26 @@ LONGEST = (
     "tests/engine/test_tensor_parallel.py",
     "tests/e2e/",
     "tests/engine/test_triton_parity.py",
-    "tests/thaws/test_thaws.py",
+    "tests/faults/test_thaws.py",
     "tests/engine/test_kernels_",
     "tests/engine/test_rank_",
     "tests/ops/test_gpu_bench.py",
     "tests/engine/test_families.py",
     "tests/worker/test_deaths.py",
-    "tests/worker/test_rate_limits.py",
+    "tests/worker/test_rq_semantics.py",
     "tests/engine/test_parity.py",
 )
 
 #: Where tests compute. Most others wait for processes that they have started.
 COMPUTING = ("tests/engine/", "tests/ops/test_gpu_bench.py")
 
-#: What Redis has promised us: tests that run with every kind of server that the machine has.
+#: What Redis has promised us: tests that run, among the long ones, with every kind of server on the machine.
 REDIS_CONTRACTS = (
     "tests.doctor.test_redis_faults",
     "tests.jobs.cli.test_refused_writes",
     "tests.ops.test_redis_users",
     "tests.worker.test_claim",
     "tests.worker.test_fence",
-    "tests.worker.test_next_step",
     "tests.worker.test_ownership",
     "tests.worker.test_secure_redis",
 )
@@ -60,8 +59,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.module.__name__ in REDIS_CONTRACTS and "redis_executable" in metafunc.fixturenames:
         from tests.redis_server import redis_server_kinds
 
-        kinds = redis_server_kinds()
-        metafunc.parametrize("redis_executable", kinds.values(), ids=kinds, scope="session")
+        first, *others = redis_server_kinds().items()
+        kinds = [pytest.param(first[1], id=first[0])]
+        kinds += [pytest.param(path, id=name, marks=pytest.mark.long) for name, path in others]
+        metafunc.parametrize("redis_executable", kinds, scope="session")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

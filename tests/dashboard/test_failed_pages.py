@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from tests.dashboard.test_pages import RUN, act, text_of
 from tests.jobs.cli.test_failed_jobs import end, fail
 
-ODD_IDS = ["a\nb", "\r\nb\n", "a/../b", "..", "?a=b", "a#b", "a%2Fb", "a&b=c+d", "\x1b[2J \u202eé", "%"]
+ODD_IDS = ["\r\nb\n", "a/../b", "a&b=c+d#%2F", "\x1b[2J \u202eé"]
 
 
 @pytest.mark.parametrize("job_id", ODD_IDS)
@@ -78,17 +78,3 @@ def test_shards_that_a_cancel_stopped_are_told_as_that_and_hide_no_failed_job(
     last = text_of(page.get("/failed?page=2").text)
     assert "ValueError: tokenmill: cancelled" in last
     assert last.count("stopped by cancel") == 11
-
-
-@pytest.mark.parametrize("others", [0, 1])
-def test_the_overview_lists_what_failed_below_what_was_stopped(
-    redis: Redis, page: TestClient, others: int
-) -> None:
-    for number in range(60):
-        fail(redis, f"{RUN}-{number:05}", score=2e12 + number, status="stopped")
-    for number in range(others):
-        fail(redis, f"really-{number}", score=1e12)
-    text = text_of(page.get("/").text)
-    assert ("really-0 bulk" in text) is bool(others)
-    assert ("Of the newest, each was stopped by a cancel: all 60 ." in text) is not bool(others)
-    assert f"Failed {60 + others} " in text

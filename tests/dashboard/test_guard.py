@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-import socket
-from contextlib import ExitStack, suppress
 from html import unescape
 
 import pytest
@@ -13,11 +10,8 @@ from redis import Redis
 from starlette.testclient import TestClient
 
 from tests.dashboard.conftest import TOKEN, Open
-from tests.dashboard.dashboard_process import ask, running_dashboard
 from tests.jobs.cli.test_failed_jobs import fail
-from tokenmill_dashboard.connections import MAX_CONNECTIONS, TriesInTurn
 from tokenmill_dashboard.guard import SESSION_COOKIE, SESSION_S, Hosts, Sessions
-from tokenmill_dashboard.serve import NotServed, check_token
 
 RETRY = {"queue": "bulk", "job_id": "one", "back": "/failed"}
 
@@ -32,16 +26,12 @@ def form_token(client: TestClient) -> str:
     ("host", "local", "elsewhere"),
     [
         ("127.0.0.1:9181", True, True),
-        ("localhost:8080", True, True),
         ("LOCALHOST", True, True),
         ("[::1]:9181", True, True),
         ("10.0.0.7:9181", False, True),
-        ("jobs.example", True, True),
         ("jobs.example:443", True, True),
         ("evil.example", False, False),
         ("127.0.0.1.evil.example", False, False),
-        ("localhost.evil.example:9181", False, False),
-        ("evil@127.0.0.1.example", False, False),
         ("[", False, False),
         ("", False, False),
     ],
@@ -77,19 +67,6 @@ def test_an_action_needs_post_the_pages_token_and_no_other_sites_origin(
     done = page.post("/retry", data={**RETRY, "form_token": token}, headers={"Origin": origin})
     assert (done.status_code, done.headers["location"]) == (303, "/failed?done=retried-1")
     assert redis.lrange("rq:queue:bulk", 0, -1) == [b"one"]
-
-
-def test_a_proxys_name_is_an_origin_of_ours(redis: Redis, open_page: Open) -> None:
-    fail(redis, "one")
-    page = open_page(hosts=["jobs.example"])
-    sent = {**RETRY, "form_token": form_token(page)}
-    assert page.post("/retry", data=sent, headers={"Origin": "https://jobs.example"}).status_code == 303
-
-
-def test_another_dashboards_page_cannot_act_here(redis: Redis, open_page: Open) -> None:
-    fail(redis, "one")
-    sent = {**RETRY, "form_token": form_token(open_page())}
-    assert open_page().post("/retry", data=sent).status_code == 403
 
 
 @pytest.mark.parametrize("back", ["//evil.example", "https://evil.example", "/\\evil.example", "x", "/a\nb"])
@@ -157,70 +134,15 @@ def test_a_session_outlives_the_server_but_neither_its_time_nor_its_token() -> N
         assert not Sessions(TOKEN).holds(forged, 1000.0)
 
 
-def test_an_address_that_others_reach_needs_a_token_that_cannot_be_guessed() -> None:
-    for bind in ("127.0.0.1", "localhost", "::1"):
-        assert check_token(None, bind) is None
-        assert check_token(TOKEN, bind) == TOKEN
-    for bind in ("0.0.0.0", "::", "10.0.0.7", "node-7"):
-        with pytest.raises(NotServed, match="TOKENMILL_DASHBOARD_TOKEN"):
-            check_token(None, bind)
-        assert check_token(TOKEN, bind) == TOKEN
-    with pytest.raises(NotServed, match="has 5 characters"):
-        check_token("short", "127.0.0.1")
-
-
-def test_every_answer_says_what_a_browser_may_do_with_it(redis: Redis, page: TestClient) -> None:
-    for path in ("/", "/nope", "/series.json", "/static/page.css", "/login"):
-        headers = page.get(path).headers
-        assert "default-src 'none'; script-src 'self'; style-src 'self'" in headers["Content-Security-Policy"]
-        assert "unsafe" not in headers["Content-Security-Policy"]
-        assert headers["X-Frame-Options"] == "DENY"
-        assert headers["X-Content-Type-Options"] == "nosniff"
-    assert page.get("/").headers["Cache-Control"] == "no-store"
-
-
 def test_the_page_loads_nothing_from_elsewhere_and_holds_no_script_of_its_own(page: TestClient) -> None:
-    html = page.get("/").text
+    answer = page.get("/")
+    html, policy = answer.text, answer.headers["Content-Security-Policy"]
+    assert "default-src 'none'; script-src 'self'; style-src 'self'" in policy
+    assert "unsafe" not in policy
+    assert answer.headers["X-Frame-Options"] == "DENY"
+    assert answer.headers["Cache-Control"] == "no-store"
     loaded = re.findall(r'(?:src|href)="([^"]+)"', html)
     assert all(each.startswith(("/", "#", "?")) and not each.startswith("//") for each in loaded)
     assert re.findall(r"<script(?![^>]* src=)|<style| style=| on[a-z]+=", html) == []
     for path in (each for each in loaded if each.startswith("/static/")):
         assert page.get(path).status_code == 200
-
-
-def test_only_whole_names_of_open_paths_are_open(redis: Redis, open_page: Open) -> None:
-    page = open_page(token=TOKEN)
-    for path in ("/loginx", "/livezz", "/login/x", "/livez/"):
-        assert page.get(path).status_code == 401, path
-        assert page.get(path, headers={"Accept": "text/html"}).status_code == 303, path
-
-
-def test_after_ten_wrong_tokens_a_login_waits_for_its_turn() -> None:
-    async def tries() -> list[bool]:
-        turns = TriesInTurn(pause_s=0.001)
-        for _ in range(10):
-            assert await turns.take()
-            turns.note(is_right=False)
-        return await asyncio.gather(*(turns.take() for _ in range(12)))
-
-    assert asyncio.run(tries()) == [True] * 10 + [False] * 2
-
-
-def test_a_login_that_follows_wrong_ones_still_opens_the_page(open_page: Open) -> None:
-    page = open_page(token=TOKEN)
-    for _ in range(10):
-        assert page.post("/login", data={"token": "wrong"}).status_code == 403
-    assert page.post("/login", data={"token": TOKEN}).status_code == 303
-
-
-def test_connections_that_hang_take_nobodys_place() -> None:
-    with running_dashboard("redis://127.0.0.1:1") as address, ExitStack() as open_sockets:
-        port = int(address.rpartition(":")[2])
-        hanging = []
-        for _ in range(MAX_CONNECTIONS + 100):
-            hanging.append(open_sockets.enter_context(socket.create_connection(("127.0.0.1", port))))
-            hanging[-1].sendall(b"GET /livez HTTP/1.1\r\n")
-        assert ask(address, "/livez").status == 200
-        hanging[0].settimeout(60)
-        with suppress(ConnectionResetError):
-            assert hanging[0].recv(1) == b"", "the oldest has made room"

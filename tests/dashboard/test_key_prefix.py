@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from redis import Redis
 
 from tests.dashboard.dashboard_process import get, running_dashboard
@@ -18,6 +19,7 @@ from tests.rq_workers import ROOT, RQ
 TOKENMILL = (sys.executable, "-c", "from jobs.cli import main; main()")
 
 
+@pytest.mark.long
 def test_all_that_shows_queues_and_runs_shows_those_of_the_prefix(
     redis: Redis, redis_url: str, tmp_path: Path
 ) -> None:

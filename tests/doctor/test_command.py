@@ -46,16 +46,6 @@ def test_a_worker_whose_set_up_is_right_has_no_fault(
     assert "-> redis-cli CONFIG SET maxmemory-policy noeviction" in result.stdout
 
 
-def test_a_key_of_another_type_is_a_line_of_its_own(redis: Redis, redis_url: str) -> None:
-    redis.set("rq:workers", "text")
-    result = run(redis_url, "--role", "producer")
-    lines = [line for line in result.stdout.splitlines() if "rq:workers" in line]
-    assert result.exit_code == 1
-    assert "fault    keys          the key rq:workers is of type string, expected set" in lines[0]
-    assert "-> `redis-cli DEL rq:workers`" in lines[1]
-    assert "cannot be checked" not in result.stdout
-
-
 def test_the_dashboard_is_looked_at(redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(redis_url, "--role", "dashboard").exit_code == 0
     monkeypatch.setenv("TOKENMILL_DASHBOARD_TOKEN", "short")

@@ -14,13 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from engine import EngineConfig, Observation, check_up
 from engine.checkpoint.folder import INDEX, WHOLE
-from engine.run.machine import device
 from engine.run.start import check_machine
 from jobs.doctor.findings import Examination, Finding, Level, examine, ok
-from jobs.doctor.installation import check_installation
 from jobs.doctor.places import check_places
 from tests.doctor.test_redis_faults import bad
-from tests.faults.mounts import MountRefused, Mounts
 from tests.rq_workers import ROOT
 from worker import doctor
 
@@ -58,12 +55,6 @@ def cut_short(folder: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
 
-def without_a_tensor(folder: Path) -> None:
-    tensors = load_file(folder / "model-1.safetensors")
-    del tensors[min(tensors)]
-    save_file(tensors, folder / "model-1.safetensors", metadata={"format": "pt"})
-
-
 def of_architecture(name: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -82,13 +73,11 @@ def of_architecture(name: str) -> Callable[[Path], None]:
             "fetch them again",
         ),
         (cut_short, "model", "bytes, and its header names", "fetch it again"),
-        (without_a_tensor, "model", "lacks model.", "fetch it again"),
         (of_architecture("JambaForCausalLM"), "model", "layers with a state outside", "MixtralForCausalLM"),
-        (of_architecture("NobodysForCausalLM"), "model", "no model of transformers", "tokenmill models"),
         (lambda folder: (folder / "config.json").write_text("{"), "model", "cannot be read as JSON", ""),
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer", "cannot be loaded", ""),
     ],
-    ids=["shard", "truncated", "tensor", "refused", "unknown", "config", "tokenizer"],
+    ids=["shard", "truncated", "refused", "config", "tokenizer"],
 )
 def test_a_broken_model_is_found(
     model: Path, spoil: Callable[[Path], None], subject: str, found: str, mend: str
@@ -124,70 +113,18 @@ def test_a_configuration_that_does_not_fit_is_found(
     assert mend in told[0].mend
 
 
-def test_a_model_that_is_nowhere_is_told_without_a_download(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "there is no folder '/nowhere'" in faults(EngineConfig("/nowhere"))[0].found
-    (told,) = faults(EngineConfig("nobody/no-such-model"))
-    assert (told.grade, "hf download nobody/no-such-model" in told.mend) == ("warning", True)
-
-
-def test_a_gpu_that_torch_cannot_use_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker does not start with it; one that is told to take the CPU does."""
-    monkeypatch.setattr(device, "sign_of_gpu", lambda: "NVIDIA 550.54")
-    monkeypatch.setattr(device.torch.cuda, "is_available", lambda: False)
-    (told,) = check_machine.check_machine(EngineConfig("m"))
-    assert (told.grade, "NVIDIA 550.54" in told.found) == ("fault", True)
-    assert "set device=cpu" in told.mend
-    assert {each.grade for each in check_machine.check_machine(EngineConfig("m", device="cpu"))} == {"ok"}
-
-
-def test_kernels_that_cannot_be_kept_are_told(tmp_path: Path) -> None:
-    (told,) = check_machine._check_folder(tmp_path / "kernels", private=True)
-    assert told.grade == "ok"
-    tmp_path.chmod(0o777)
-    (told,) = check_machine._check_folder(tmp_path / "kernels", private=True)
-    assert "may be written by others" in told.found
-    assert not (tmp_path / "kernels").exists()
-
-
-@pytest.fixture
-def mounts() -> Iterator[Mounts]:
-    found = Mounts()
-    yield found
-    found.close()
-
-
-def test_a_root_that_takes_no_part_is_found(tmp_path: Path, mounts: Mounts) -> None:
+def test_a_root_that_takes_no_part_is_found_and_a_good_one_left_as_it_was(tmp_path: Path) -> None:
     (told,) = bad(check_places([str(tmp_path / "gone")]))
     assert f"mkdir -p {tmp_path}/gone" in told.mend
     assert "cannot be written to" in bad(check_places(["/proc/self"]))[-1].found  # not even as root
-    try:
-        disk = mounts.tmpfs(tmp_path / "disk", 64)
-        (disk / "filler").write_bytes(b"x" * (60 << 10))
-        assert any("no part of a run fits" in each.found for each in bad(check_places([str(disk)])))
-        mounts.change(disk, "ro")
-    except MountRefused as error:
-        pytest.skip(f"no mounts here: {error}")
-    assert any("Read-only file system" in each.found for each in bad(check_places([str(disk)])))
-
-
-def test_a_good_root_is_left_as_it_was_and_one_beside_it_may_be_closed(tmp_path: Path) -> None:
-    found = list(check_places([str(tmp_path), str(tmp_path / "gone")]))
-    assert sorted(each.level for each in found) == ["ok", "warning"]
+    assert {each.level for each in check_places([str(tmp_path)])} == {Level.OK}
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_disk_that_is_full_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    full = os.statvfs_result((4096, 4096, 10**6, 100, 100, 10**6, 50, 50, 0, 255))
-    monkeypatch.setattr(os, "statvfs", lambda path: full)
-    (told,) = bad(check_places([str(tmp_path)]))
-    assert "no part of a run fits" in told.found
 
 
 @pytest.mark.parametrize(
     ("variables", "found"),
     [
         ({"TOKENMILL_MAX_NUM_SEQ": "4"}, "did you mean TOKENMILL_MAX_NUM_SEQS?"),
-        ({"TOKENMILL_KV_CACHE_BYTES": "4 gigs"}, "TOKENMILL_KV_CACHE_BYTES='4 gigs'"),
         ({"TOKENMILL_MAX_NUM_BATCHED_TOKENS": "8"}, "TOKENMILL_MAX_NUM_BATCHED_TOKENS=8 must exceed"),
         ({"TOKENMILL_DATA_ROOTS": "/nowhere"}, "'/nowhere' is not a folder"),
         ({"TOKENMILL_ALLOWED_FUNCTIONS": "nowhere.at_all"}, "nowhere.at_all"),
@@ -202,20 +139,6 @@ def test_wrong_settings_are_found(
         monkeypatch.setenv(name, value)
     (told,) = bad(doctor._check_settings())
     assert found in told.found + told.mend
-
-
-def test_variables_of_rq_that_stand_in_the_way_are_found() -> None:
-    environ = {"RQ_JOB_CLASS": "my.Job", "RQ_WORKER_CLASS": "rq.Worker"}
-    one, other = bad(check_installation(environ=environ), Level.WARNING)
-    assert (one.mend, "rq.Worker" in other.found) == ("unset RQ_JOB_CLASS", True)
-
-
-def test_another_package_named_jobs_is_found(tmp_path: Path) -> None:
-    assert bad(check_installation()) == []
-    (tmp_path / "jobs.py").write_text("")
-    (told,) = bad(check_installation([str(tmp_path), str(ROOT)]))
-    assert str(tmp_path / "jobs.py") in told.found
-    assert bad(check_installation([str(ROOT), str(tmp_path)])) == []
 
 
 def test_a_check_that_hangs_or_fails_hides_no_other() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,10 +30,6 @@ class RealWorkers(Workers):
                 **extra,
             }
         )
-
-    def tokenmill(self, *args: str) -> list[str]:
-        """The command line of `tokenmill`, for subprocess calls."""
-        return [sys.executable, "-c", "from jobs.cli import main; main()", *args]
 
 
 class ForkedRealWorkers(ForkedWorkers, RealWorkers):

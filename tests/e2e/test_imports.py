@@ -46,6 +46,7 @@ class ImportWatcher(BatchWorker):
         super().register_death()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("new_interpreters")
 def test_a_worker_imports_nothing_of_ours_once_it_serves(workers: RealWorkers, tmp_path: Path) -> None:
     queue = workers.queue("bulk")

@@ -12,6 +12,7 @@ from tests.e2e.conftest import RealWorkers
 from tests.rq_workers import RQ
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("new_interpreters")
 def test_a_stock_worker_runs_complete_and_chat(workers: RealWorkers) -> None:
     text = "the 3rd of March, '87"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import faulthandler
 import functools
 import os
 import signal
-import sys
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +25,6 @@ from jobs.runs.redis_state import state as run_state
 from jobs.runs.redis_state.state import RunState
 from tests.faults import clock
 from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
-from worker import BatchWorker
 from worker.io_thread.job_runner import JobRunner
 from worker.store.dependents import Dependents
 from worker.store.job_store import JobStore
@@ -63,18 +60,9 @@ STEPS: dict[str, tuple[Any, str]] = {
 }
 """The steps of a worker at which a fault can strike, before or after the call."""
 
-Action = Literal["kill", "freeze", "disk full", "engine error", "clock jump"]
+Action = Literal["kill", "freeze", "engine error", "clock jump"]
 
-FUNCTIONS = (
-    "add",
-    "ask_for_retry",
-    "ignore",
-    "hang_in_c",
-    "save_producers_copy",
-    "on_success_saves",
-    "on_failure_saves",
-    "note_end",
-)
+FUNCTIONS = ("add", "ask_for_retry", "ignore", "note_end")
 """Those of tests.worker.functions that jobs may name."""
 
 SLOTS, PREFETCH = 8, 8
@@ -102,24 +90,8 @@ class WorkerPlan:
     lease_s: int = 2
     answers: Path | None = None
     """A file that grows by one byte for each sequence that the engine completes."""
-    cwd: Path | None = None
-    """Where it works, if not in `folder`; its data root is `folder` in any case."""
     jump_s: float = 0.0
     """How far the wall clock jumps where the strike is a clock jump."""
-    model: Path | None = None
-    """A checkpoint to run instead of the fake engine."""
-    kv_cache_bytes: int = 0
-    """The pool of the real engine."""
-    ranks: int = 1
-    """Its tensor-parallel ranks."""
-    served: str = "fake"
-    """What the fake engine's model is called; another name also answers with it, in the place of `echo`."""
-    store: str = ""
-    """An object store's prefix, which is a data root too."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Further variables, such as where the store is."""
-    fresh: bool = False
-    """Under RQ's own command in a new interpreter, into which nothing was imported beforehand."""
 
     @property
     def mark(self) -> Path:
@@ -142,33 +114,17 @@ def serve(plan: WorkerPlan) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.register(signal.SIGUSR1)
-    os.chdir(plan.cwd or plan.folder)
+    os.chdir(plan.folder)
     os.environ.update(
-        TOKENMILL_MODEL=str(plan.model or plan.served),
+        TOKENMILL_MODEL="fake",
         TOKENMILL_LEASE_S=str(plan.lease_s),
         TOKENMILL_MAX_NUM_SEQS=str(SLOTS),
         TOKENMILL_PREFETCH=str(PREFETCH),
         TOKENMILL_MAX_WORKER_DEATHS="1000000",
         TOKENMILL_DATA_ROOTS=str(plan.folder),
         TOKENMILL_ALLOWED_FUNCTIONS=",".join(f"tests.worker.functions.{name}" for name in FUNCTIONS),
-        TOKENMILL_FUNCTION_GRACE_S="0.5",
         FAKE_STEP_S="0.02",
     )
-    if plan.store:
-        os.environ["TOKENMILL_DATA_ROOTS"] += f":{plan.store}"
-    os.environ.update(plan.environment)
-    if plan.model is not None:
-        os.environ.update(
-            TOKENMILL_KV_CACHE_BYTES=str(plan.kv_cache_bytes),
-            TOKENMILL_DTYPE="float32",
-            TOKENMILL_DEVICE="cpu",
-            TOKENMILL_TORCH_THREADS="1",
-            TOKENMILL_TENSOR_PARALLEL_SIZE=str(plan.ranks),
-        )
-    if plan.fresh:
-        _become_fresh(plan)
-    if plan.served != "fake":
-        _answer_as(plan.served)
     run_state.LOCK_TTL_S = plan.lease_s  # a planner's lease, as short as a job's
     _before(JobRunner, "begin", plan.has_work.touch)
     if plan.strike is not None:
@@ -177,29 +133,10 @@ def serve(plan: WorkerPlan) -> None:
         _arm(plan.strike, plan.mark, plan.jump_s)
     if plan.answers is not None:
         _count_answers(plan.answers)
-    worker_class = FakeEngineWorker if plan.model is None else BatchWorker
-    worker = worker_class(
+    worker = FakeEngineWorker(
         ["high", "bulk"], name=plan.name, connection=Redis.from_url(plan.url), serializer=JSONSerializer
     )
     worker.work(logging_level="INFO")
-
-
-def _become_fresh(plan: WorkerPlan) -> None:
-    """Go on as `rq worker`, under the same process id."""
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
-    program = [sys.executable, "-m", "rq.cli", "worker", "--worker-class", "tests.faults.fresh.FreshWorker"]
-    how = ["-S", "json", "--url", plan.url, "--name", plan.name, "high", "bulk"]
-    os.execv(sys.executable, [*program, *how])
-
-
-def _answer_as(served: str) -> None:
-    answer = FakeEngine._answer
-
-    def answered(self: FakeEngine, *args: Any) -> Any:
-        completion = answer(self, *args)
-        return replace(completion, text=completion.text.replace("echo:", f"{served}:", 1))
-
-    FakeEngine._answer = answered  # type: ignore[method-assign]
 
 
 def _before(owner: Any, name: str, call: Callable[[], None]) -> None:
@@ -223,8 +160,7 @@ def _arm(strike: Strike, mark: Path, jump_s: float) -> None:
     def count_down() -> None:
         with lock:
             left[0] -= 1
-            lasts = strike.action == "disk full"
-            if left[0] > 0 or (left[0] < 0 and not lasts):
+            if left[0]:
                 return
         mark.touch()
         if strike.action == "clock jump":
@@ -255,10 +191,6 @@ def _count_answers(path: Path) -> None:
     FakeEngine._answer = counted  # type: ignore[method-assign]
 
 
-def _disk_full() -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def _engine_error() -> None:
     raise RuntimeError("the engine was told to fail")
 
@@ -266,6 +198,5 @@ def _engine_error() -> None:
 _ACTIONS: dict[Action, Callable[[], None]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "freeze": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "disk full": _disk_full,
     "engine error": _engine_error,
 }

@@ -1,16 +1,14 @@
-"""What hits the files of Parquet runs: full and read-only disks, and input that changes under the reader."""
+"""What hits the files of Parquet runs: a kill half-way, and disks that are full."""
 
 from __future__ import annotations
 
-import os
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults.harness import Harness
-from tests.faults.ledger import ROWS, Run, write_rows
+from tests.faults.ledger import Run, write_rows
 
 NUM_HALF_WAY_SHARDS = 200
 
@@ -24,11 +22,8 @@ class HalfWay:
     repeated: int
 
 
-def kill_half_way_through_a_run(faults: Harness, elsewhere: bool = False) -> HalfWay:
-    """One Parquet run of 200 shards of two rows, its worker killed at half.
-
-    elsewhere: it is resumed by workers in another working directory, as on another machine.
-    """
+def kill_half_way_through_a_run(faults: Harness) -> HalfWay:
+    """One Parquet run of 200 shards of two rows, its worker killed at half."""
     answers, rows = faults.folder / "answers", 2 * NUM_HALF_WAY_SHARDS
     source = write_rows(faults.folder / "data" / "half-way.parquet", rows)
     run = faults.ledger.ask_run(rows_per_shard=2, source=source, rows=rows)
@@ -37,28 +32,10 @@ def kill_half_way_through_a_run(faults: Harness, elsewhere: bool = False) -> Hal
     faults.end(first)
     in_flight = answers.stat().st_size - 2 * len(run.parts())
     faults.count("SIGKILL half-way through a run")
-    cwd = None
-    if elsewhere:
-        cwd = faults.folder / "elsewhere"
-        cwd.mkdir()
-        faults.count("resumed from another working directory")
     for _ in range(2):
-        faults.start(answers=answers, cwd=cwd)
+        faults.start(answers=answers)
     faults.settle("half-way")
     return HalfWay(rows, in_flight, answers.stat().st_size - rows)
-
-
-def raised_disk_full(faults: Harness, count: int) -> None:
-    """ENOSPC raised at any step of writing, then for ever; the run is submitted again and completes."""
-    steps = ["file opened", "part published", "manifest text", "manifest renamed"]
-    for _ in range(count):
-        faults.ledger.ask_run()
-        faults.top_up()
-        name = faults.start(faults.random_strike("disk full", steps))
-        time.sleep(faults.rng.uniform(0.3, 0.8))
-        faults.end_cleanly(name, (0, -signal.SIGTERM))
-        faults.count("disk full (raised)")
-    faults.settle("disk full (raised)", resume=True)
 
 
 def full_disks(faults: Harness, count: int) -> None:
@@ -75,108 +52,6 @@ def full_disks(faults: Harness, count: int) -> None:
         faults.count("disk full (tmpfs)")
         faults.mounts.change(disk, "size=4m")
     faults.settle("disk full (tmpfs)", resume=True)
-
-
-def read_only_disks(faults: Harness, count: int) -> None:
-    """The output's disk becomes read-only in the middle of a run, and writable again. Raises MountRefused."""
-    for turn in range(count):
-        disk = faults.mounts.tmpfs(_new_folder(faults, "disk"), 4096)
-        run = faults.ledger.ask_run(output=disk / "out")
-        faults.top_up()
-        name = faults.start()
-        if turn:
-            faults.wait_for_parts(run, faults.rng.randrange(0, 12))
-        faults.mounts.change(disk, "ro")
-        parts = run.parts()
-        _wait_for_failure(faults, run)
-        faults.count("disk read-only")
-        if faults.rng.random() < 0.5:
-            faults.end(name)
-            faults.count("SIGKILL on a read-only disk")
-        else:
-            faults.end_cleanly(name, (0, -signal.SIGTERM))
-        _expect(faults, run, ("OutputNotWritable",))
-        faults.mounts.change(disk, "rw")
-        if run.parts() != parts:
-            faults.wrong(f"{disk}: parts changed while the disk was read-only")
-    faults.settle("disk read-only", resume=True)
-
-
-def changed_inputs(faults: Harness, count: int) -> None:
-    """An input is removed, truncated, overwritten or replaced while a run reads it.
-
-    The run fails by name, finished parts stay, a new submission is refused while the file is another one,
-    and completes once it is back.
-    """
-    kinds = list(_CHANGES)
-    for turn in range(count):
-        source = write_rows(_new_folder(faults, "source.parquet"))
-        run = faults.ledger.ask_run(source=source, submitters=faults.rng.choice((1, 2)))
-        name = faults.start()
-        faults.wait_for_parts(run, faults.rng.randrange(1, 12))
-        content, stat = source.read_bytes(), source.stat()
-        what = kinds[turn % len(kinds)]
-        _CHANGES[what](source)
-        faults.count(f"input {what} while read")
-        _wait_for_failure(faults, run)
-        if faults.rng.random() < 0.5:
-            faults.end(name)
-            faults.count("SIGKILL after an input changed")
-        else:
-            faults.end_cleanly(name, (0, -signal.SIGTERM))
-        parts = run.parts()
-        _expect_refusal(faults, run)
-        source.unlink(missing_ok=True)
-        source.write_bytes(content)
-        os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-        if run.parts().items() < parts.items():
-            faults.wrong(f"{source.name} was {what}: finished parts are gone")
-    faults.settle("input changed", resume=True)
-
-
-def _remove(path: Path) -> None:
-    path.unlink()
-
-
-def _truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def _overwrite(path: Path) -> None:
-    """In place and of the same size: readers that have it open see it."""
-    with path.open("r+b") as file:
-        file.seek(4)
-        file.write(os.urandom(path.stat().st_size // 2))
-
-
-def _replace(path: Path) -> None:
-    """By renaming another file over it: readers that have it open do not see it."""
-    other = write_rows(path.with_suffix(".new"), ROWS, "other")
-    os.replace(other, path)
-
-
-_CHANGES: dict[str, Callable[[Path], None]] = {
-    "removed": _remove,
-    "truncated": _truncate,
-    "overwritten": _overwrite,
-    "replaced": _replace,
-}
-
-
-def _expect_refusal(faults: Harness, run: Run) -> None:
-    """Submit a run whose input is another one now: the planning fails by name."""
-    if run.has_ended:
-        return
-    job = faults.ledger.submit(run)
-    name = faults.start()
-    deadline = time.monotonic() + 20
-    while not job.is_failed and not job.is_finished and time.monotonic() < deadline:
-        time.sleep(0.02)
-    faults.end_cleanly(name, (0, -signal.SIGTERM))
-    result = job.latest_result()
-    text = str(result.exc_string) if result else "no result"
-    if not any(f"errors.{kind}" in text for kind in ("InputChanged", "InputNotFound", "CorruptParquet")):
-        faults.wrong(f"a changed input was not refused: {job.get_status()}, {text[-500:]}")
 
 
 def _expect(faults: Harness, run: Run, kinds: tuple[str, ...]) -> None:

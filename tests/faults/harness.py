@@ -20,7 +20,7 @@ from redis import Redis
 from tests.faults.faulty_worker import STEPS, Action, Strike, WorkerPlan, serve
 from tests.faults.ledger import Findings, Ledger, Run
 from tests.faults.mounts import Mounts
-from tests.faults.servers import DurableRedis, SecureServer
+from tests.faults.servers import DurableRedis
 from tests.forking import FORK
 
 LEASE_S = 2
@@ -31,8 +31,7 @@ STUCK_S = 45.0
 class Harness:
     """One Redis, workers that come and go, and the ledger of what they were asked.
 
-    evidence: a folder that keeps the workers' logs and all of Redis where an audit finds something. server: a
-    durable one unless told otherwise, which faults of the server itself need.
+    evidence: a folder that keeps the workers' logs and all of Redis where an audit finds something.
     """
 
     def __init__(
@@ -40,13 +39,12 @@ class Harness:
         folder: Path,
         seed: int,
         evidence: Path | None = None,
-        server: type[DurableRedis | SecureServer] = DurableRedis,
     ) -> None:
         self.rng = random.Random(seed)
         self.folder, self._evidence = folder, evidence
         for name in ("data", "marks", "logs", "redis"):
             (folder / name).mkdir()
-        self.server = server(folder / "redis")
+        self.server = DurableRedis(folder / "redis")
         self.redis = Redis.from_url(self.server.url)
         self.ledger = Ledger(self.redis, folder / "data", self.rng)
         self.mounts = Mounts()
@@ -85,7 +83,7 @@ class Harness:
         """Start a worker; return its name. plan: further fields of WorkerPlan."""
         self._numbers += 1
         name = f"w{self._numbers}"
-        made = WorkerPlan(name, url or self.server.worker_url, self.folder, strike, LEASE_S, **plan)
+        made = WorkerPlan(name, url or self.server.url, self.folder, strike, LEASE_S, **plan)
         process = FORK.Process(target=serve, args=(made,), daemon=True)
         process.start()
         self._live[name] = made, process
@@ -251,9 +249,9 @@ def _everything_in(redis: Redis) -> Iterator[tuple[str, str]]:
 
 
 @contextmanager
-def harness(folder: Path, seed: int, evidence: Path | None = None, secure: bool = False) -> Iterator[Harness]:
-    """A harness that leaves no process and no mount behind. secure: workers use TLS and a user's rights."""
-    running = Harness(folder, seed, evidence, SecureServer if secure else DurableRedis)
+def harness(folder: Path, seed: int, evidence: Path | None = None) -> Iterator[Harness]:
+    """A harness that leaves no process and no mount behind."""
+    running = Harness(folder, seed, evidence)
     try:
         yield running
     finally:

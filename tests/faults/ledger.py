@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,9 +21,6 @@ from rq.serializers import JSONSerializer
 from jobs.common.keys import held_key
 from tests.fuzz.named import NAMED
 from tests.rq_workers import leftovers
-
-if TYPE_CHECKING:
-    from tests.faults.older_client import OlderClient
 
 F = "tests.worker.functions."
 QUEUES = ("high", "bulk")
@@ -79,11 +75,7 @@ class Run:
     output: Path
     rows: int
     rows_per_shard: int
-    models: tuple[str, ...] = ()
-    """Any of these may compute the run, if it does so alone; a single one is asked for by name."""
     planning: list[str] = field(default_factory=list)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of jobs.score_parquet."""
 
     @property
     def has_ended(self) -> bool:
@@ -95,12 +87,6 @@ class Run:
 
     def answers(self) -> list[tuple[int, str]]:
         """What was delivered: `id` and completion of each row."""
-        if self.options.get("input_format") == "openai-batch":
-            lines = (self.output / "output.jsonl").read_text().splitlines()
-            found = [json.loads(line) for line in lines]
-            return [
-                (int(line["custom_id"]), line["response"]["body"]["choices"][0]["text"]) for line in found
-            ]
         table = pq.read_table(self.output, columns=["id", "completion"]).to_pydict()
         return list(zip(table["id"], table["completion"], strict=True))
 
@@ -121,9 +107,6 @@ class Ledger:
         self._runs: list[Run] = []
         self._unnamed: list[str] = []
         self._count = self._num_runs = 0
-        self.older: OlderClient | None = None
-        """Another producer, who enqueues and audits half of the jobs."""
-        self._asked_there: set[str] = set()
         self._source = write_rows(folder / "in.parquet")
 
     def backlog(self) -> int:
@@ -145,18 +128,14 @@ class Ledger:
         parts = sum(len(run.parts()) for run in self._runs)
         return self.backlog(), *(self._redis.zcard(key) for key in registries), parts
 
-    def ask_jobs(self, count: int) -> list[str]:
-        """Enqueue jobs: one of each kind after the other, on both queues. Return the ids of all expected."""
-        if self.older is not None:
-            self._asked_there.update(self.older.ask_jobs(count // 2))
-            count -= count // 2
+    def ask_jobs(self, count: int) -> None:
+        """Enqueue jobs: one of each kind after the other, on both queues."""
         with self._redis.pipeline() as pipe:
             for _ in range(count):
                 self._count += 1
                 number, name = self._count, self._rng.choice(QUEUES)
                 self._ask(number, Queue(name, connection=self._redis, serializer=JSONSerializer), pipe)
             pipe.execute()
-        return list(self._expected)
 
     def _ask(self, number: int, queue: Queue, pipe: Pipeline) -> None:
         prompt, kind = f"prompt {number}", number % 11
@@ -191,43 +170,6 @@ class Ledger:
         )
         self._expected[child.id] = Expected(f"echo:{prompt}")
 
-    def ask_saving_jobs(self, count: int) -> list[Job]:
-        """Enqueue jobs whose code saves them; return the copies that their producer keeps."""
-        copies = []
-        saves = {
-            "on_success": Callback(F + "on_success_saves"),
-            "on_failure": Callback(F + "on_failure_saves"),
-        }
-        for _ in range(count):
-            self._count += 1
-            queue = Queue(self._rng.choice(QUEUES), connection=self._redis, serializer=JSONSerializer)
-            prompt, kind = f"prompt {self._count}", self._count % 4
-            arguments, answer = [("jobs.complete", prompt), ("jobs.complete", "refuse")][kind % 2], "failed"
-            if kind == 0:
-                answer = f"echo:{prompt}"
-            if kind == 2:
-                arguments, answer = (F + "save_producers_copy",), "saved"
-            options: dict[str, Any] = {"retry": Retry(max=2)} if kind == 3 else {}
-            options |= {"result_ttl": -1, "failure_ttl": -1, "timeout": -1, **saves}
-            job = queue.create_job(arguments[0], arguments[1:], **options)
-            self._expected[job.id] = Expected(answer)
-            if kind == 0:
-                self._ask_child(job, queue, f"after {self._count}")
-            copies.append(queue.enqueue_job(job))
-        return copies
-
-    def ask_frozen_functions(self, count: int) -> None:
-        """Enqueue functions that hang where nothing can interrupt them, beyond their timeout of a second."""
-        queue = Queue(self._rng.choice(QUEUES), connection=self._redis, serializer=JSONSerializer)
-        for _ in range(count):
-            where = self._rng.choice(("sleep", "lock", "socket"))
-            job = queue.enqueue(F + "hang_in_c", where, job_timeout=1, failure_ttl=-1)
-            self._expected[job.id] = Expected("failed")
-
-    def expect_job(self, job_id: str, answer: str) -> None:
-        """Audit also a job that a scenario has enqueued itself."""
-        self._expected[job_id] = Expected(answer)
-
     def ask_run(
         self,
         rows_per_shard: int = ROWS_PER_SHARD,
@@ -235,46 +177,31 @@ class Ledger:
         output: Path | None = None,
         rows: int = ROWS,
         submitters: int = 1,
-        models: tuple[str, ...] = (),
-        options: Mapping[str, Any] | None = None,
     ) -> Run:
         """Enqueue the planning of a Parquet run into a new folder, by several submitters at once."""
         self._num_runs += 1
         output = output or self._folder / f"out-{self._num_runs}"
-        run = Run(source or self._source, output, rows, rows_per_shard, models, options=options or {})
+        run = Run(source or self._source, output, rows, rows_per_shard)
         self._runs.append(run)
         for _ in range(submitters):
             self.submit(run)
-        return run
-
-    def follow(self, run: Run) -> Run:
-        """Audit a run again that was audited already."""
-        self._runs.append(run)
         return run
 
     def submit(self, run: Run) -> Job:
         """Enqueue the planning of a run, or submit it again: that forgets how its jobs have failed."""
         self._unnamed += [f"{run.output.name}: {text}" for text in self._without_name(run)]
         queue = Queue("bulk", connection=self._redis, serializer=JSONSerializer)
-        wanted = {"model": run.models[0]} if len(run.models) == 1 else {}
-        with self._redis.pipeline() as pipe:
-            job = queue.enqueue(
-                "jobs.score_parquet",
-                str(run.source),
-                str(run.output),
-                **({} if "input_format" in run.options else {"sampling": {"max_tokens": 2}}),
-                **run.options,
-                rows_per_shard=run.rows_per_shard,
-                **wanted,
-                on_end=F + "note_end",
-                job_timeout=-1,
-                result_ttl=-1,
-                failure_ttl=-1,
-                pipeline=pipe,
-            )
-            if wanted:  # as `tokenmill submit --model` does
-                pipe.hset(Job.key_for(job.id), "tokenmill_model", wanted["model"])
-            pipe.execute()
+        job = queue.enqueue(
+            "jobs.score_parquet",
+            str(run.source),
+            str(run.output),
+            sampling={"max_tokens": 2},
+            rows_per_shard=run.rows_per_shard,
+            on_end=F + "note_end",
+            job_timeout=-1,
+            result_ttl=-1,
+            failure_ttl=-1,
+        )
         run.planning.append(job.id)
         return job
 
@@ -300,15 +227,13 @@ class Ledger:
         """Whether every job has an end and every run its mark; orphans are the audit's."""
         if not self.is_idle() or not all(run.has_ended for run in self._runs):
             return False
-        if (
-            self._expected.keys() | self._asked_there
-        ) - self._listed().keys():  # a job's status is whatever was saved last
+        if self._expected.keys() - self._listed().keys():  # a job's status is whatever was saved last
             return False
         return not leftovers(self._redis, *QUEUES)
 
     def audit(self) -> Findings:
         """Compare everything asked since the last audit with what was delivered; start a new page."""
-        found = Findings() if self.older is None else self.older.audit()
+        found = Findings()
         self._audit_jobs(found)
         for run in self._runs:
             self._audit_run(run, found)
@@ -319,7 +244,6 @@ class Ledger:
         found.details += [f"failed without a named error: {text}" for text in self._unnamed]
         self._unnamed = []
         self._expected.clear()
-        self._asked_there.clear()
         self._runs = []
         return found
 
@@ -373,9 +297,7 @@ class Ledger:
         times = Counter(row for row, _ in answered)
         lost = sum(times[i] == 0 for i in range(run.rows))
         doubled = sum(count - 1 for count in times.values())
-        wrong = min(
-            sum(text != f"{word}:row {i}" for i, text in answered) for word in (run.models or ("echo",))
-        )
+        wrong = sum(text != f"echo:row {i}" for i, text in answered)
         found.delivered += run.rows - lost - wrong
         found.lost += lost + wrong
         found.doubled += doubled

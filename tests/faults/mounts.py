@@ -1,4 +1,4 @@
-"""Small file systems of their own, to fill up or to make read-only. Needs the right to mount."""
+"""Small file systems of their own, to fill up. Needs the right to mount."""
 
 from __future__ import annotations
 

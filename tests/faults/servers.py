@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from contextlib import ExitStack
 from pathlib import Path
 
 from tests.redis_server import redis_server_executable, wait_until_ready
-from tests.worker.secure_redis import ADMIN_PASSWORD, WORKER_PASSWORD, running_secure_redis
 
 
 class DurableRedis:
@@ -17,7 +15,7 @@ class DurableRedis:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.url = self.worker_url = f"unix://{folder / 's'}"
+        self.url = f"unix://{folder / 's'}"
         self._process = self._launch()
 
     def _launch(self) -> subprocess.Popen[bytes]:
@@ -51,17 +49,3 @@ class DurableRedis:
         if self._process.poll() is None:
             self.thaw()
             self.kill()
-
-
-class SecureServer:
-    """Workers use TLS and the user `worker` of ops/redis-users.acl; the ledger is an administrator."""
-
-    def __init__(self, folder: Path) -> None:
-        self._running = ExitStack()
-        secure = self._running.enter_context(running_secure_redis(redis_server_executable(), folder, folder))
-        self.url = f"unix://admin:{ADMIN_PASSWORD}@{folder / 's'}"
-        self.worker_url = secure.url("worker", WORKER_PASSWORD)
-
-    def close(self) -> None:
-        """End the server."""
-        self._running.close()

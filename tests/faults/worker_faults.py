@@ -89,41 +89,6 @@ def freezes(faults: Harness, count: int) -> None:
     faults.settle("SIGSTOP")
 
 
-def stragglers(faults: Harness, count: int) -> None:
-    """A worker is frozen around the writing of its part, and comes back when the run has ended.
-
-    One in four is killed then; what it leaves is for the next to look at the run, who submits it again.
-    """
-    places = [("part written", False), ("part published", False), ("shard open", True)]
-    places += [("part counted", False), ("part written", True), ("part published", True)]
-    for turn in range(count):
-        run = faults.ledger.ask_run()
-        step, after = places[turn % len(places)]
-        name = faults.start(Strike(step, after, faults.rng.randrange(1, 6), "freeze"))
-        deadline = time.monotonic() + 10
-        while not faults.has_struck(name) and not run.has_ended and time.monotonic() < deadline:
-            time.sleep(0.005)
-        faults.count("shard redone, then its straggler")
-        others = [faults.start(), faults.start()]
-        deadline = time.monotonic() + 30
-        while not run.has_ended and time.monotonic() < deadline:
-            time.sleep(0.02)
-        parts = run.parts()
-        faults.send(name, signal.SIGCONT)
-        if turn % 4 == 0:
-            faults.a_moment(0.02)
-            faults.count("SIGKILL of a thawed straggler")
-            faults.end(name)
-            faults.ledger.submit(run)
-        else:
-            others.insert(0, name)
-        for each in others:
-            faults.end_cleanly(each, (0, -signal.SIGTERM))
-        if run.parts() != parts or len(parts) < 25:
-            faults.wrong(f"{name} came back ({faults.folder}) and the parts are others than before")
-    faults.settle("straggler")
-
-
 def shutdowns(faults: Harness, count: int) -> None:
     """SIGTERM, or SIGINT twice, in the middle of work."""
     for turn in range(count):

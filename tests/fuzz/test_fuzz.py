@@ -11,12 +11,10 @@ from redis import Redis
 
 from engine.text.tokenizer import Tokenizer
 from tests.forking import ForkedWorkers
-from tests.fuzz.paths import ARGUMENTS, SHARDS, check_arguments, check_shard, make_tree
 from tests.fuzz.payloads import CASES, Hash, check_hashes
 from tests.fuzz.requests import CHATS, check_chat, check_sampling
-from tests.fuzz.settings_values import ENVIRONMENTS, check_settings
 from tests.fuzz.tables import FILES, Written, check_file
-from tests.fuzz.values import SAMPLING, WIDTHS
+from tests.fuzz.values import SAMPLING
 from tests.redis_server import running_redis_server
 from tests.rq_workers import ROOT
 
@@ -57,12 +55,6 @@ def test_sampling_values(values: dict[str, object]) -> None:
 
 
 @cases(300)
-@given(WIDTHS)
-def test_sampling_values_at_each_width(values: dict[str, object]) -> None:
-    check_sampling(values)
-
-
-@cases(300)
 @given(CHATS)
 def test_chats(tokenizer: Tokenizer, case: tuple[object, dict[str, object]]) -> None:
     check_chat(tokenizer, case)
@@ -74,29 +66,6 @@ def test_parquet_files(redis: Redis, folder: Path, case: Written) -> None:
     files = folder / "files"
     files.mkdir(exist_ok=True)
     check_file(redis, files, case)
-
-
-@cases(200)
-@given(ENVIRONMENTS)
-def test_settings(folder: Path, case: tuple[dict[str, str], bytes | None]) -> None:
-    check_settings(folder, case)
-
-
-@pytest.fixture(scope="module")
-def tree(folder: Path) -> Path:
-    return make_tree(folder)
-
-
-@cases(300)
-@given(ARGUMENTS)
-def test_arguments_of_runs(tree: Path, case: tuple[object, object, dict[str, object]]) -> None:
-    check_arguments(tree, case)
-
-
-@cases(200)
-@given(SHARDS)
-def test_arguments_of_shards(tree: Path, case: tuple[object, object, object]) -> None:
-    check_shard(tree, case)
 
 
 def test_payloads(redis: Redis, tmp_path: Path) -> None:

@@ -43,17 +43,6 @@ SAMPLING = st.dictionaries(
     max_size=4,
 )
 
-_EDGES = [
-    *(sign * 2**bits + beside for bits in range(7, 65) for sign in (1, -1) for beside in (-1, 0, 1)),
-    *(float(value) for value in ("inf", "-inf", "nan", "-0.0", "5e-324", "1e308")),
-]
-WIDTHS = st.dictionaries(
-    st.sampled_from([field.name for field in fields(SamplingParams)]),
-    st.sampled_from(_EDGES) | st.sampled_from(_EDGES).map(lambda edge: [edge]),
-    min_size=1,
-    max_size=2,
-)
-"""Numbers at and beside the ends of each integer's width, and floats that are no numbers."""
 
 _GOOD_MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["system", "user", "assistant", "tool", ""]), "content": TEXTS}

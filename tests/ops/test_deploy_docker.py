@@ -74,14 +74,6 @@ def test_what_is_copied_is_there_and_not_kept_out() -> None:
     assert {*packages, project["project"]["readme"], *project["project"]["license-files"]} <= copied
 
 
-def test_what_is_installed_are_extras_and_a_version_that_is_pinned() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = re.findall(r"'\.\[([\w,]+)\]'", DOCKERFILE.read_text())
-    assert len(named) == 2
-    assert {each for names in named for each in names.split(",")} <= set(extras)
-    assert re.search(r"^torch==", (ROOT / "ops" / "constraints.txt").read_text(), re.MULTILINE)
-
-
 def test_the_image_starts_a_worker_that_is_not_root_and_gets_the_signals_itself() -> None:
     assert json.loads(one("ENTRYPOINT")) == ["tini", "--"]
     assert_is_a_command(json.loads(one("CMD")))

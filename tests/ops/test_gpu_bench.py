@@ -1,4 +1,4 @@
-"""The one command for a GPU machine: its dry run, and that a failing or hanging section stops no other."""
+"""The one command for a GPU machine: each of its sections runs dry, and what it finds is in the table."""
 
 from __future__ import annotations
 
@@ -11,13 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ops.bench.floor import Ceilings, floor_of
-from ops.bench.gpu import __main__ as gpu
-from ops.bench.gpu.sections import Section, gpu_tests, sections
-from ops.bench.gpu.step_profile import Profile
+from ops.bench.gpu.sections import sections
 from ops.bench.gpu.summary import summarize
-from ops.bench.make import SHAPES, mixed_256
-from ops.bench.workload import Workload
 from tests.engine.interpreter import patch_language_once_a_launch
 
 pytestmark = pytest.mark.long
@@ -63,13 +58,6 @@ def test_the_dry_run_writes_a_table_and_files(tmp_path: Path) -> None:
     assert "\nok: kernels, tests\nfailed or not run: none\n" in done.stdout
 
 
-def test_sections_for_which_there_is_no_time_are_named(tmp_path: Path) -> None:
-    done = dry_run(tmp_path, "--budget", "1", "--only", "profile", "host time")
-    assert done.returncode == 1
-    assert set(statuses(tmp_path).values()) == {"not run: the time is up"}
-    assert "\nok: none\nfailed or not run: profile, host time\n" in done.stdout
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -99,95 +87,3 @@ def test_each_other_section_runs_dry(
     rows = dict(summarize(tmp_path, {}))
     for wanted in SUMMARIZED.get(name, ()):
         assert any(wanted in row for row in rows), (wanted, rows)
-
-
-def test_kernels_are_compiled_first_and_apart(tmp_path: Path) -> None:
-    """The run's time is its own; what is cut off at the end is what is wanted least."""
-    compiled, run, *_ = sections(tmp_path, tmp_path)
-    assert (compiled.name, compiled.limit_s, run.name) == ("compile", 200, "run")
-    assert compiled.limit_s + run.limit_s < gpu.TOTAL_S < 600
-
-
-def test_a_section_that_fails_or_hangs_stops_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What the hanging one wrote before its time was up is kept."""
-    kernel = {"name": "a kernel", "seconds": 2.0, "floor_s": 1.0, "bandwidth": 1.0}
-    rates = {"bandwidth": 1e9, "flops": 1e12}
-    text = json.dumps({"ceilings": rates, "kernels": [kernel]})
-    write = f"open({str(tmp_path / 'kernels.json')!r}, 'w').write({text!r})"
-    hang = f"exec({write + '; import signal; signal.pause()'!r})"
-    (tmp_path / "hang.py").write_text(hang)
-    (tmp_path / "crash.py").write_text("import os; os.abort()")
-    (tmp_path / "well.py").write_text("print('well')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    made = [
-        Section("fails", 60, ("no_such_module",), ()),
-        Section("hangs", 1, ("hang",), ()),
-        Section("crashes", 60, ("crash",), ()),
-        Section("well", 60, ("well",), ()),
-    ]
-    monkeypatch.setattr(gpu, "sections", lambda out, models: made)
-    monkeypatch.setattr(sys, "argv", ["gpu", "--out", str(tmp_path)])
-    assert gpu.main() == 1
-    assert list(statuses(tmp_path).values()) == ["failed (1)", "failed (-9)", "failed (-6)", "ok"]
-    summary = dict(json.loads((tmp_path / "gpu.json").read_text())["summary"])
-    assert summary["a kernel"].endswith("50% of its floor's speed")
-    printed = capsys.readouterr().out
-    assert "No module named no_such_module" in printed
-    assert "\nok: well\nfailed or not run: fails, hangs, crashes\n" in printed
-
-
-def test_a_profile_knows_when_the_device_waits_and_which_kernels_take_most() -> None:
-    """Overlapping kernels count once."""
-    found = Profile([("decode", 0.0, 4.0), ("small", 3.0, 5.0), ("small", 6.0, 7.0), ("large", 8.0, 28.0)])
-    assert found.busy_s == 5 + 1 + 20
-    assert found.idle_share == pytest.approx(2 / 28)
-    assert list(found.by_kernel()) == ["large", "decode", "small"]
-
-
-def test_all_tests_of_kernels_run_on_a_gpu() -> None:
-    """They are found by what they import; those that compile for one need none."""
-    found = gpu_tests()
-    kernels = {str(path.relative_to(ROOT)) for path in (ROOT / "tests/engine").glob("test_kernels_*.py")}
-    assert kernels - {"tests/engine/test_kernels_compile.py"} <= set(found)
-    assert {"tests/engine/test_gpu.py", "tests/engine/test_fused_product.py"} <= set(found)
-
-
-def test_missing_packages_are_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(gpu, "find_spec", lambda name: None if name in ("xxhash", "jinja2") else True)
-    monkeypatch.setattr(sys, "argv", ["gpu"])
-    assert gpu.main() == 2
-    assert (
-        "lacks the packages xxhash, jinja2: pip install '.[worker]' '.[dev]' triton"
-        in capsys.readouterr().out
-    )
-
-
-def test_the_static_table_names_what_it_lacks(tmp_path: Path) -> None:
-    """In one line, before anything is imported that needs it."""
-    script = (
-        "import importlib.util as u, runpy; real = u.find_spec; "
-        "u.find_spec = lambda name, *more: None if name == 'triton' else real(name, *more); "
-        "runpy.run_module('ops.bench.static', run_name='__main__')"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 1
-    assert ran.stderr == "python -m ops.bench.static needs the package triton: pip install triton\n"
-
-
-def test_the_floor_is_the_bytes_and_operations_of_the_run() -> None:
-    """By hand on one sequence; and the H200's run has nano-vLLM's number of tokens."""
-    shape, workload = SHAPES["tiny"], Workload("one", "tiny", [[1, 2, 3]], [3])
-    floor = floor_of(workload, shape, Ceilings(bandwidth=1.0, flops=1.0), itemsize=2)
-    # K and V of one layer with one head of 16; the second and third token read 4 and 5 tokens
-    assert floor.kv_reads == (2 * 16 * 2) * (4 + 5)
-    # queries 32 x 32, keys and values 16 x 32, output 32 x 32, three of 64 x 32; the head 512 x 32
-    layer = 32 * 32 + 2 * 16 * 32 + 32 * 32 + 3 * 64 * 32
-    assert floor.weight_reads == 2 * 2 * (layer + 512 * 32)
-    assert floor.prefill == 2 * layer * 3 + 4 * 2 * 16 * (1 + 2 + 3)
-    assert sum(mixed_256().lengths) == 133_966

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 from redis import Redis
-from redis.exceptions import RedisError
 from rq import Queue
 from rq.job import JobStatus
 from rq.worker_registration import REDIS_WORKER_KEYS
@@ -104,36 +102,6 @@ def test_the_procfile_sends_worker_and_dashboard_to_its_own_server_unless_told_o
             assert urlsplit(shown) == urlsplit(expected)
 
 
-def test_a_second_server_does_not_take_the_folder_of_the_first(short_folder: Path) -> None:
-    with running_server(short_folder), Redis.from_url(socket_url(socket_in(short_folder))) as client:
-        client.set("kept", "1")
-        assert "runs in" in refusal(short_folder)
-        assert client.get("kept") == b"1"
-
-
-def test_a_folder_of_another_user_or_a_link_is_refused(short_folder: Path) -> None:
-    link = short_folder / "link"
-    link.symlink_to(short_folder)
-    assert "cannot hold Redis' socket" in refusal(link)
-    if os.getuid() == 0:  # only root can give a folder away
-        foreign = short_folder / "foreign"
-        foreign.mkdir()
-        os.chown(foreign, 65534, 65534)
-        assert "belongs to another user" in refusal(foreign)
-
-
-def test_a_path_too_long_for_a_socket_is_refused_by_name(short_folder: Path) -> None:
-    assert "longer than a socket's path may be (103 bytes)" in refusal(short_folder / ("x" * 100))
-
-
-def is_up(folder: Path) -> bool:
-    try:
-        with Redis.from_url(socket_url(socket_in(folder))) as client:
-            return bool(client.ping())
-    except RedisError:
-        return False
-
-
 def test_a_server_that_is_told_to_stop_stays_until_its_workers_have_left(short_folder: Path) -> None:
     with (
         running_server(short_folder) as process,
@@ -150,17 +118,6 @@ def test_a_server_that_is_told_to_stop_stays_until_its_workers_have_left(short_f
         assert process.wait(timeout=30) == 0
     with running_server(short_folder), Redis.from_url(socket_url(socket_in(short_folder))) as client:
         assert client.get("drained") == b"1"
-
-
-def test_a_second_signal_and_a_kill_stop_the_server_whoever_is_connected(short_folder: Path) -> None:
-    for numbers in ((signal.SIGTERM, signal.SIGINT), (signal.SIGKILL,)):
-        with running_server(short_folder) as process:
-            with Redis.from_url(socket_url(socket_in(short_folder))) as worker:
-                worker.sadd(REDIS_WORKER_KEYS, "rq:worker:w")
-                for number in numbers:
-                    process.send_signal(number)
-                process.wait(timeout=30)
-            wait_until(lambda: not is_up(short_folder))
 
 
 @contextmanager
@@ -186,27 +143,7 @@ def running_honcho(folder: Path, **variables: str) -> Iterator[subprocess.Popen[
         honcho.wait(timeout=30)
 
 
-def test_under_honcho_redis_outlives_a_worker_that_is_killed_and_a_port_that_is_taken(
-    short_folder: Path,
-) -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as taken,
-        running_honcho(short_folder, DASHBOARD_PORT=str(taken.getsockname()[1])) as honcho,
-        Redis.from_url(socket_url(socket_in(short_folder))) as client,
-    ):
-        wait_until(lambda: client.scard(REDIS_WORKER_KEYS) == 1 and client.exists(*workers(client)))
-        [killed] = workers(client)
-        os.kill(int(client.hget(killed, "pid")), signal.SIGKILL)
-        wait_until(lambda: [key for key in workers(client) if key != killed and client.exists(key)])
-        wait_until(lambda: "cannot be listened on" in (short_folder / "log").read_text())
-        assert honcho.poll() is None
-        client.srem(REDIS_WORKER_KEYS, killed)  # else Redis waits for it
-
-
-def workers(client: Redis) -> list[bytes]:
-    return sorted(client.smembers(REDIS_WORKER_KEYS))
-
-
+@pytest.mark.long
 def test_under_honcho_a_worker_that_drains_finds_its_redis_until_it_has_left(short_folder: Path) -> None:
     """honcho tells every process to stop at the same moment."""
     url, log = socket_url(socket_in(short_folder)), short_folder / "log"

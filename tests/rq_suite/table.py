@@ -21,7 +21,7 @@ NOT_APPLICABLE: dict[str, tuple[str, ...]] = {
         "test_queue.py::*::test_intermediate_queue",
         "test_rate_limit.py::*::test_release_after_aborted_immediate_repeat",
         "test_repeat.py::*::test_repeat_state_survives_transaction_retry",
-        "test_scheduler.py::*::test_work_burst_scheduler_cleans_up_on_error",  # ours: test_rq_duties.py
+        "test_scheduler.py::*::test_work_burst_scheduler_cleans_up_on_error",  # ours: test_rq_semantics.py
         "test_worker.py::*::test_heartbeat_survives_lost_connection",
         "test_worker.py::*::test_heartbeat_survives_redis_timeout",
         "test_worker.py::*::test_horse_fails",

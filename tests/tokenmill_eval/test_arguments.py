@@ -31,14 +31,6 @@ def test_arguments_are_the_engines_and_the_hf_class_names_of_them() -> None:
     assert config(model="m", max_model_len=64, max_length=64) == EngineConfig(model="m", max_model_len=64)
 
 
-def test_the_harness_own_device_is_the_one_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gives each model cuda:0, asked for or not; that stays where there is a GPU, and so does another."""
-    for is_there, device in ((False, "auto"), (True, "cuda:0")):
-        monkeypatch.setattr("torch.cuda.is_available", lambda found=is_there: found)
-        assert config(model="m", device="cuda:0").device == device
-        assert config(model="m", device="cpu").device == "cpu"
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from engine import ConfigError, InvalidRequest, InvalidSampling, SamplingParams
+from engine import ConfigError, InvalidRequest, InvalidSampling
 from tests.engine.checkpoints import SHAPES, make_checkpoint
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: the extra [eval]")
 pytest.importorskip("accelerate", reason="accelerate is not installed, which the harness's hf class needs")
 
 from lm_eval.api.instance import Instance
-from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 
 from tokenmill_eval.model import TokenmillLM
@@ -103,38 +102,6 @@ def test_answers_are_those_of_the_hf_class(
     assert any(found)
 
 
-def test_chats_are_rendered_as_by_the_hf_class(models: Any) -> None:
-    own, hf = models()
-    chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "fox"}]
-    begun = [*chat, {"role": "assistant", "content": "dog"}]
-    assert own.apply_chat_template(chat) == hf.apply_chat_template(chat)
-    assert own.apply_chat_template(begun, False) == hf.apply_chat_template(begun, False)
-    assert own.chat_template(True) == hf.chat_template(True)
-    assert own.tokenizer_name == hf.tokenizer_name
-
-
-def test_an_answer_begins_behind_the_reasoning(models: Any) -> None:
-    own, hf = models()
-    request = asked("generate_until", ("gives 1987", {"max_gen_toks": 12}))
-    (whole,) = own.generate_until(request)
-    (answer,) = own.engine.generate(
-        [own.tok_encode("gives 1987")], SamplingParams(max_tokens=4, temperature=0)
-    )
-    end_id = answer.token_ids[3]
-    for end in (whole[2:4], end_id, str(end_id)):
-        own, hf = models(think_end_token=end)
-        found = own.generate_until(request)
-        assert found == hf.generate_until(request)
-        assert len(found[0]) < len(whole)
-
-
-def test_blanks_alone_are_no_context_but_part_of_what_follows(models: Any) -> None:
-    """Of these the hf class makes an empty context, which it cannot score, where the tokenizer adds none."""
-    own, _ = models()
-    blank, empty = own.loglikelihood(asked("loglikelihood", ("  ", "dog"), ("", "  dog")))
-    assert blank == empty
-
-
 def test_what_cannot_be_asked_is_refused(models: Any, folder: Path) -> None:
     own, _ = models(max_length=24)
     with pytest.raises(InvalidRequest, match="has 0 tokens of its own"):
@@ -147,7 +114,3 @@ def test_what_cannot_be_asked_is_refused(models: Any, folder: Path) -> None:
         own.generate_until(asked("generate_until", ("The", {"num_beams": 2, "max_gen_toks": 2})))
     with pytest.raises(ConfigError, match="think_end_token"):
         TokenmillLM(str(folder), enable_thinking=True)
-
-
-def test_the_registry_knows_its_name() -> None:
-    assert get_model("tokenmill") is TokenmillLM

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from redis import Redis
+from rq import Queue
+from rq.serializers import JSONSerializer
 
 from tests.forking import ForkedWorkers
 from tests.rq_workers import Workers, assert_nothing_held
@@ -21,6 +24,11 @@ def workers(redis_url: str, tmp_path: Path) -> Iterator[Workers]:
     if running.processes and all_left:
         assert_nothing_held(running.redis)
     running.redis.close()
+
+
+@pytest.fixture
+def bulk(redis: Redis) -> Queue:
+    return Queue("bulk", connection=redis, serializer=JSONSerializer)
 
 
 @pytest.fixture

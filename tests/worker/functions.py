@@ -63,12 +63,8 @@ def raise_unshowable() -> None:
     raise Unshowable
 
 
-def on_success_alters(job: Job, connection: Redis, result: Any) -> None:
-    job.result_ttl = "soon"  # type: ignore[assignment]
-
-
 def on_success_alters_and_saves(job: Job, connection: Redis, result: Any) -> None:
-    on_success_alters(job, connection, result)
+    job.result_ttl = "soon"  # type: ignore[assignment]
     job.save()
 
 
@@ -168,23 +164,8 @@ def on_success_saves(job: Job, connection: Redis, result: Any) -> None:
     job.save()
 
 
-def on_success_saves_meta(job: Job, connection: Redis, result: Any) -> None:
-    job.meta["seen"] = "success"
-    job.save_meta()
-
-
-def on_success_refreshes(job: Job, connection: Redis, result: Any) -> None:
-    job.refresh()
-    job.save()
-
-
 def on_failure_saves(job: Job, connection: Redis, kind: Any, value: Any, trace: Any) -> None:
     job.meta["seen"] = "failure"
-    job.save()
-
-
-def on_failure_refreshes(job: Job, connection: Redis, kind: Any, value: Any, trace: Any) -> None:
-    job.refresh()
     job.save()
 
 
@@ -311,18 +292,3 @@ def give(kind: str, size: int) -> Any:
         value.append(value)
         return value
     return {"text": "x" * size, "numbers": [1] * (size // 3), "nested": {"a": [["x" * size]]}}[kind]
-
-
-def raise_what_waits_to_be_shown(key: str) -> None:
-    """Raise an error whose text comes only once somebody has pushed to a key."""
-    job = get_current_job()
-    assert job is not None
-    connection = job.connection
-
-    class Waits(Exception):
-        def __str__(self) -> str:
-            connection.rpush(f"{key}:asked", "")
-            connection.blpop([key], timeout=0)
-            return "shown"
-
-    raise Waits

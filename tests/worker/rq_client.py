@@ -50,22 +50,9 @@ def hanging(prompt: str = "hang") -> Job:
     return job
 
 
-def results() -> Any:
-    return text_of(queue.enqueue("jobs.complete", "a"))
-
-
-def many() -> Any:
-    data = [Queue.prepare_data("jobs.complete", args=(text,)) for text in "ab"]
-    return [text_of(job) for job in queue.enqueue_many(data)]
-
-
 def retries() -> Any:
     job = queue.enqueue(F + "boom", "no", retry=Retry(max=2))
     return end_of(job), Job.fetch(job.id, redis, serializer="json").retries_left
-
-
-def returned_retry() -> Any:
-    return queue.enqueue(F + "ask_for_retry", 1).latest_result(timeout=WAIT_S) is not None
 
 
 def callbacks() -> Any:
@@ -102,11 +89,6 @@ def stopped_execution() -> Any:
     (execution,) = ExecutionRegistry(job.id, connection=redis).get_execution_ids()
     send_stop_execution_command(redis, job.id, execution)
     return end_of(job)
-
-
-def meta() -> Any:
-    job = queue.enqueue(F + "report", done=3)
-    return end_of(job), job.get_meta(refresh=True)
 
 
 def scheduled() -> Any:
@@ -160,15 +142,11 @@ def workers_shown() -> Any:
 
 
 FEATURES = (
-    results,
-    many,
     retries,
-    returned_retry,
     callbacks,
     dependents,
     cancelled,
     stopped,
-    meta,
     scheduled,
     repeated,
     grouped,

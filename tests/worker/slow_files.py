@@ -18,27 +18,6 @@ from jobs.parquet.storage import Storage
 from tests.worker.fake_engine import FakeEngine, FakeEngineWorker
 from worker.settings import WorkerSettings
 
-LATE_S = 0.5
-
-
-class LateClosingWorker(FakeEngineWorker):
-    """FakeEngineWorker whose shards are closed LATE_S after their end, and never where it did not wait."""
-
-    def load_engine(self, settings: WorkerSettings) -> FakeEngine:
-        self._left = threading.Event()
-        close = ShardWork.close
-
-        def close_late(work: ShardWork) -> None:
-            if not self._left.wait(LATE_S):
-                close(work)
-
-        ShardWork.close = close_late  # type: ignore[method-assign]
-        return super().load_engine(settings)
-
-    def register_death(self) -> None:
-        self._left.set()
-        super().register_death()
-
 
 class GatedOpenWorker(FakeEngineWorker):
     """FakeEngineWorker whose shards open once the file OPEN_GATE is there; an error that is raised meanwhile
@@ -61,22 +40,6 @@ class GatedOpenWorker(FakeEngineWorker):
         return super().load_engine(settings)
 
 
-class GatedWriteWorker(FakeEngineWorker):
-    """FakeEngineWorker whose shards write their parts once the file WRITE_GATE is there."""
-
-    def load_engine(self, settings: WorkerSettings) -> FakeEngine:
-        gate = Path(os.environ["WRITE_GATE"])
-        write_now = ShardWork.result
-
-        def write_gated(work: ShardWork) -> Any:
-            while not gate.exists():
-                time.sleep(0.01)
-            return write_now(work)
-
-        ShardWork.result = write_gated  # type: ignore[method-assign]
-        return super().load_engine(settings)
-
-
 class HangingFilesWorker(FakeEngineWorker):
     """FakeEngineWorker with inputs that hang in the kernel as on a dead mount: those beside which a FIFO of
     their name and ".hangs" stands into which nobody writes."""
@@ -93,33 +56,12 @@ class HangingFilesWorker(FakeEngineWorker):
         return super().load_engine(settings)
 
 
-class ImpatientWorker(FakeEngineWorker):
-    """FakeEngineWorker that leaves a job on its last life to itself for a moment only."""
-
-    def load_engine(self, settings: WorkerSettings) -> FakeEngine:
-        from worker.io_thread import claimer
-
-        claimer.ISOLATION_S = 0.2
-        return super().load_engine(settings)
-
-
 class SlowLoadingWorker(FakeEngineWorker):
     """FakeEngineWorker that makes the file LOADING and then loads for ever."""
 
     def load_engine(self, settings: WorkerSettings) -> FakeEngine:
         Path(os.environ["LOADING"]).touch()
         threading.Event().wait()
-        return super().load_engine(settings)
-
-
-class DeafLoadingWorker(FakeEngineWorker):
-    """FakeEngineWorker that gets SIGTERM in code that keeps every error to itself, as some extensions do."""
-
-    def load_engine(self, settings: WorkerSettings) -> FakeEngine:
-        try:
-            signal.raise_signal(signal.SIGTERM)
-        except SystemExit:
-            Path(os.environ["LOADING"]).touch()
         return super().load_engine(settings)
 
 

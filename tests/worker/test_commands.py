@@ -1,42 +1,17 @@
-"""RQ's command line with our worker: pools, flags, suspend, requeue, empty, info."""
+"""RQ's command line with our worker: pools, flags, suspend, info, and starts that cannot work."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 from pathlib import Path
 
 import pytest
-from rq import Retry
-from rq.cron import get_cron_job_ids
 from rq.job import JobStatus
-from rq.serializers import JSONSerializer
-from rq.worker import DequeueStrategy
 
 from tests.rq_workers import Workers, stats_of, text_of, wait_until, wait_until_started
-from worker import BatchWorker
-from worker.errors import StartupError
 
 F = "tests.worker.functions."
-
-CRON = """
-import jobs
-import rq.serializers
-from rq.cron import register
-
-rq.serializers.PickleSerializer = rq.serializers.JSONSerializer
-register(jobs.complete, "bulk", ("good morning",), {"max_tokens": 3}, interval=86400, name="daily")
-"""
-
-
-def test_a_pool_of_workers_serves_and_leaves_when_done(workers: Workers) -> None:
-    jobs = [workers.queue(name).enqueue("jobs.complete", name) for name in ("high", "bulk")]
-    jobs.append(workers.queue("bulk").enqueue(F + "boom", "no", retry=Retry(max=1)))
-    pool = workers.start("--num-workers", "2", "--burst", command="worker-pool")
-    assert pool.wait(timeout=60) == 0, workers.log(pool)
-    assert [text_of(workers.result(job)) for job in jobs[:2]] == ["echo:high", "echo:bulk"]
-    assert jobs[2].get_status() == JobStatus.FAILED
 
 
 def test_a_pool_replaces_a_dead_worker_and_stops_warm(workers: Workers, tmp_path: Path) -> None:
@@ -59,6 +34,7 @@ def test_a_pool_replaces_a_dead_worker_and_stops_warm(workers: Workers, tmp_path
 @pytest.mark.parametrize(
     ("serializer", "environment", "message"),
     [((), {}, "-S json"), (("-S", "json"), {"TOKENMILL_MAX_NUM_SEQS": "many"}, "TOKENMILL_MAX_NUM_SEQS")],
+    ids=["pickle", "setting"],
 )
 def test_a_pool_whose_workers_cannot_start_stops_with_the_reason(
     workers: Workers, serializer: tuple[str, ...], environment: dict[str, str], message: str
@@ -89,57 +65,7 @@ def test_what_runs_goes_on_while_suspended_and_nothing_is_claimed(workers: Worke
     assert text_of(workers.result(held)) == "echo:b", "it did not resume by itself"
 
 
-def test_no_worker_starts_while_suspended_and_a_burst_worker_leaves(workers: Workers, tmp_path: Path) -> None:
-    workers.rq("suspend")
-    process = workers.start()
-    assert process.wait(timeout=60) == 1
-    assert "suspended" in workers.log(process)
-    workers.rq("resume")
-    gated = workers.queue("bulk").enqueue("jobs.complete", f"file:{tmp_path}/go")
-    burst = workers.start("--burst")
-    wait_until_started(gated)
-    workers.rq("suspend")
-    left = workers.queue("bulk").enqueue("jobs.complete", "b", max_tokens=1)
-    (tmp_path / "go").touch()
-    assert burst.wait(timeout=60) == 0
-    assert gated.get_status() == JobStatus.FINISHED
-    assert left.get_status() == JobStatus.QUEUED
-
-
-def test_requeue_runs_a_failed_job_again(workers: Workers) -> None:
-    failed = workers.queue("bulk").enqueue("jobs.complete", "refuse")
-    workers.burst()
-    assert "Requeueing 1 jobs" in workers.rq("requeue", "-S", "json", "--queue", "bulk", "--all")
-    assert failed.get_status() == JobStatus.QUEUED
-    workers.burst()
-    assert failed.get_status() == JobStatus.FAILED
-    assert len(failed.results()) == 2
-
-
-def test_what_rq_cron_enqueues_runs(workers: Workers, tmp_path: Path) -> None:
-    (tmp_path / "cron.py").write_text(CRON)
-    workers.start()
-    cron = workers.run_command(["cron", "cron.py"], tmp_path / "log", tmp_path, workers.environment())
-    workers.processes.append(cron)
-    wait_until(lambda: get_cron_job_ids("daily", workers.redis))
-    (job_id,) = get_cron_job_ids("daily", workers.redis)
-    assert text_of(workers.result(workers.job(job_id))) == "echo:good morning"
-    cron.terminate()
-    assert cron.wait(timeout=60) == 0, (tmp_path / "log").read_text()
-
-
-def test_emptying_a_queue_leaves_what_runs(workers: Workers, tmp_path: Path) -> None:
-    gate = f"file:{tmp_path}/go"
-    running = workers.queue("bulk").enqueue(F + "meet", "gate")
-    workers.start(TOKENMILL_FUNCTION_THREADS="1")
-    workers.wait_for("gate:waiting")
-    late = workers.queue("late").enqueue("jobs.complete", gate)
-    assert "1 jobs removed from late queue" in workers.rq("empty", "-S", "json", "late", "bulk")
-    workers.redis.rpush("gate", "go")
-    assert workers.result(running).return_value == "go"
-    assert not workers.redis.exists(late.key)
-
-
+@pytest.mark.long
 @pytest.mark.usefixtures("new_interpreters")
 def test_rq_info_loads_no_model(workers: Workers, tmp_path: Path) -> None:
     poison = tmp_path / "poison"
@@ -167,43 +93,34 @@ def test_flags_set_what_they_set_in_rq(workers: Workers, monkeypatch: pytest.Mon
     assert workers.log(process) == ""
 
 
-@pytest.mark.parametrize("worker_class", ["rq.SimpleWorker", None], ids=["RQ's own", "ours"])
-def test_the_logging_level_is_what_rqs_own_worker_makes_of_it(
-    workers: Workers, worker_class: str | None
-) -> None:
-    logs = {}
-    for level in ("DEBUG", "INFO", "WARNING"):
-        workers.queue("bulk").enqueue("tests.worker.functions.add", 1, 2)
-        logs[level] = workers.burst("--logging_level", level, worker_class=worker_class)
+def test_the_logging_level_is_what_rqs_own_worker_makes_of_it(workers: Workers) -> None:
+    logs = {level: workers.burst("--logging_level", level) for level in ("INFO", "WARNING")}
     assert "started with PID" in logs["INFO"]
     assert "Listening on high, bulk" in logs["INFO"]
-    assert len(logs["DEBUG"].splitlines()) > len(logs["INFO"].splitlines())
     assert logs["WARNING"] == ""
 
 
-def test_a_job_class_is_refused_because_prompts_are_not_performed(workers: Workers) -> None:
-    process = workers.start("--burst", "--job-class", "tests.worker.functions.OwnJob")
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--job-class", F + "OwnJob"), "--job-class tests.worker.functions.OwnJob is not supported"),
+        (("--queue-class", F + "OwnQueue"), "tests.worker.functions.OwnQueue names its keys otherwise"),
+        (("--dequeue-strategy", "random"), "--dequeue-strategy"),
+    ],
+    ids=["job class", "queue class", "dequeue strategy"],
+)
+def test_what_rq_offers_and_a_batch_cannot_do_is_refused(
+    workers: Workers, flags: tuple[str, ...], says: str
+) -> None:
+    process = workers.start("--burst", *flags)
     assert process.wait(timeout=60) == 1
-    assert "--job-class tests.worker.functions.OwnJob is not supported" in workers.log(process)
-
-
-def test_a_queue_class_with_other_keys_is_refused_as_its_jobs_would_wait_for_ever(workers: Workers) -> None:
-    process = workers.start("--burst", "--queue-class", "tests.worker.functions.OwnQueue")
-    assert process.wait(timeout=60) == 1
-    assert "--queue-class tests.worker.functions.OwnQueue names its keys otherwise" in workers.log(process)
-
-
-def test_a_dequeue_strategy_is_refused_because_queues_are_lanes(workers: Workers) -> None:
-    worker = BatchWorker(["bulk"], connection=workers.redis, serializer=JSONSerializer)
-    with pytest.raises(StartupError, match="--dequeue-strategy"):
-        worker.work(dequeue_strategy=DequeueStrategy.ROUND_ROBIN)
+    assert says in workers.log(process)
 
 
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
         ({"TOKENMILL_MAX_NUM_SEQ": "8"}, "did you mean TOKENMILL_MAX_NUM_SEQS?"),
-        ({"TOKENMILL_MAX_NUM_SEQS": "many"}, "TOKENMILL_MAX_NUM_SEQS"),
         ({"TOKENMILL_MODEL": "/no/such/model"}, "/no/such/model"),
     ],
 )
@@ -223,7 +140,6 @@ def test_what_a_user_can_mend_ends_the_start_with_one_line(
     [
         (None, "No module named 'my_functions'"),
         ("def other(): pass", "my_function"),
-        ("import not_installed_here", "No module named 'not_installed_here'"),
         ("raise RuntimeError('no database')", "RuntimeError: no database"),
     ],
 )
@@ -239,9 +155,3 @@ def test_an_allowed_function_that_cannot_be_imported_stops_the_start(
     assert "TOKENMILL_ALLOWED_FUNCTIONS names 'my_functions.my_function'" in log
     assert reason in log
     assert "Traceback" not in log
-
-
-def test_the_log_names_model_dtype_backend_and_version(workers: Workers) -> None:
-    log = workers.burst()
-    (line,) = [line for line in log.splitlines() if "model ready after" in line]
-    assert re.search(r"s: fake \(\w+, \w+\), attention backend \w+, Tokenmill \S+$", line)

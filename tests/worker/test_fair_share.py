@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterator
 from dataclasses import replace
 from uuid import uuid4
 
 import pytest
-from redis import Redis
 from rq import Queue
-from rq.serializers import JSONSerializer
 
 from jobs.common.keys import SEQUENCES_FIELD
-from jobs.watch.samples import Point
-from tests.worker.test_beginnings import ByHand
+from tests.worker.by_hand import ByHand
 from worker.io_thread.claimer import Claimer
 from worker.io_thread.fair_share import FORGET_S, FairShare
 from worker.io_thread.held.payload_budget import PayloadBudget
-from worker.io_thread.limits import Limits
+from worker.io_thread.limits import LEASE_MARGIN_S, Limits
 from worker.io_thread.poll_rates import LONGEST_POLL_S, POLL_S, PollRates
 from worker.io_thread.releaser import Releaser
 from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import Claim, Wanted
 from worker.store.registries import Registries
-from worker.store.worker_record import WorkerRecord
 
 LIMITS = Limits(
     burst=False,
@@ -36,13 +30,6 @@ LIMITS = Limits(
     max_stuck_threads=16,
     drain_s=None,
 )
-
-
-@pytest.fixture
-def bulk(redis_url: str) -> Iterator[Queue]:
-    with Redis.from_url(redis_url) as client:
-        client.flushall()
-        yield Queue("bulk", connection=client, serializer=JSONSerializer)
 
 
 def enqueue(bulk: Queue, number: int, sequences: int = 1) -> list[str]:
@@ -104,21 +91,6 @@ def test_jobs_that_others_leave_are_taken_by_and_by() -> None:
     assert share.among(8, 6 + FORGET_S) == (8, False)
 
 
-def test_jobs_that_others_take_are_left_to_them() -> None:
-    share = FairShare()
-    for look in range(10):
-        share.left(f"job {look}", look, 1.0)
-    assert share.among(8, 10) == (8, False)
-
-
-def test_jobs_that_only_this_worker_takes_are_left_to_others_in_vain() -> None:
-    share, moment = FairShare(), 0.0
-    for job in range(40):  # one at a time, each over before the others look again
-        share.left(f"job {job + 1}", moment, 1.0, [f"job {job}"])
-        moment += 0.25
-    assert share.among(300, moment) == (1, True)
-
-
 def test_a_worker_claims_its_share_and_what_nobody_else_takes(bulk: Queue) -> None:
     hand = ByHand(bulk.connection, slots=64)
     poll_rates = PollRates(["bulk"], LIMITS, jitter=lambda: 1.0)
@@ -159,11 +131,9 @@ def test_many_workers_together_ask_no_more_often_than_a_few() -> None:
     assert short.renew_s == 0.5, "a lease outlives two renewals that failed"
 
 
-def test_workers_that_are_invented_or_silent_throttle_nobody(redis: Redis) -> None:
-    redis.sadd("rq:workers:bulk", *(f"rq:worker:{number}" for number in range(1000)))
-    records = [
-        WorkerRecord(redis, name, ["bulk"], lambda *_: None, {}) for name in ("alive", "too", "silent")
-    ]
-    for record, silent_s in zip(records, (0, 5, 60), strict=True):
-        record.show("busy", None, {}, Point(at=time.time() - silent_s))
-    assert records[0].count().workers == {"bulk": 2}
+@pytest.mark.parametrize("interval_s", [1, 600])
+def test_lease_and_sweep_keep_the_promised_time_to_recovery(interval_s: int) -> None:
+    """At worst a worker dies right after it renewed, and its lease ends right after a sweep."""
+    limits = replace(LIMITS, lease_s=interval_s + LEASE_MARGIN_S)
+    assert limits.lease_s + limits.sweep_period_s + LONGEST_POLL_S <= interval_s + 60
+    assert limits.renew_period_s * 2 < limits.lease_s

@@ -64,17 +64,6 @@ def test_a_worker_at_fault_gives_back_its_jobs_and_leaves_with_the_reason(
     assert (tmp_path / "out" / "_SUCCESS").exists()
 
 
-def test_a_worker_at_fault_uses_up_no_retry_and_counts_once_against_a_job(
-    workers: Workers, tmp_path: Path
-) -> None:
-    planning = submit(workers, tmp_path, retry=Retry(max=1))
-    for deaths in (1, 2):
-        meet_a_fault(workers, "memory", "plan")
-        assert workers.redis.get(f"tokenmill:deaths:{planning.id}") == str(deaths).encode()
-    planning.refresh()
-    assert planning.retries_left == 1
-
-
 def test_a_job_that_meets_a_fault_on_every_worker_is_set_aside_with_the_reason(
     workers: Workers, tmp_path: Path
 ) -> None:

@@ -9,9 +9,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
-
-from engine import Completion, SamplingParams
+from engine import Completion
 from jobs.context.checks.processes import Checks
 from jobs.errors import InvalidJob
 from jobs.tasks import OpenTask, Request
@@ -23,7 +21,6 @@ from worker.io_thread.held.inspections import Inspections
 from worker.io_thread.held.packing import Packer
 from worker.io_thread.held.streams import Streams
 from worker.metrics.tally import Tally
-from worker.stock_worker import drive
 from worker.traces.job_trace import Traces
 
 SLOTS, PREFETCH = 4, 1
@@ -118,38 +115,6 @@ def test_a_stream_that_had_ended_goes_on_before_those_of_later_jobs() -> None:
     assert served.packer.in_engine == (0,)
 
 
-def test_what_answers_lead_to_while_the_stream_goes_on_is_asked_before_the_rest() -> None:
-    served = Served()
-    task = Counting("a1", "b0", "c0", "d0", "e0", "f0", "g0")
-    served.hold(task)
-    adds = served.asked()
-    assert prompts(adds) == ["a1", "b0", "c0", "d0", "e0"]
-    served.answer(*adds[:2])
-    assert prompts(served.asked())[0] == "a0"
-
-
-def test_a_job_that_is_withdrawn_is_not_streamed_again() -> None:
-    served = Served()
-    job = served.hold(Counting("a1"))
-    adds = served.asked()
-    served.streams.withdraw(job)
-    job.withdraw(Exception)
-    served.answer(*adds)
-    assert not any(isinstance(order, Add) for order in served.asked())
-    assert job.state is JobState.WITHDRAWN
-
-
-def test_a_task_that_cannot_say_whether_there_is_more_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    served, task = Served(), Counting("a1")
-    job = served.hold(task)
-    adds = served.asked()
-    monkeypatch.setattr(Counting, "has_more", property(lambda _: 1 // 0))
-    served.answer(*adds)
-    served.asked()
-    assert isinstance(job.error, ZeroDivisionError)
-    assert job in served.changed
-
-
 class Inspected(Counting):
     """Looks at its answers before it takes them; "bad..." cannot be looked at."""
 
@@ -185,75 +150,3 @@ def test_answers_are_looked_at_in_threads_and_their_job_is_not_complete_before()
         assert task.answers == {"a1": "a1!", "a0": "a0!"}
     finally:
         served.inspections.end()
-
-
-def test_a_job_fails_alone_whose_answers_cannot_be_looked_at_and_a_lost_one_gets_none() -> None:
-    served, bad, lost = Served(), Inspected("bad0"), Inspected("x0")
-    jobs = served.hold(bad), served.hold(lost)
-    try:
-        served.answer(*served.asked())
-        jobs[1].withdraw(Exception)
-        for _ in jobs:
-            served.events.get(timeout=30)()
-        served.asked()
-        assert isinstance(jobs[0].error, InvalidJob)
-        assert jobs[0] in served.changed
-        assert lost.answers == {}
-    finally:
-        served.inspections.end()
-
-
-class Slow(Inspected):
-    """Looks at an answer as soon as the test lets it."""
-
-    def __init__(self, *prompts: str) -> None:
-        super().__init__(*prompts)
-        self.may_look = threading.Semaphore(0)
-
-    def inspect(self, index: int, completions: Sequence[Any]) -> None:
-        assert self.may_look.acquire(timeout=30)
-        super().inspect(index, completions)
-
-
-def test_a_job_whose_answers_take_long_to_look_at_holds_up_no_other_one() -> None:
-    served, slow = Served(), Slow(*(f"{letter}0" for letter in "abcdefgh"))
-    quick = Inspected("x0", "y0")
-    jobs = served.hold(slow), served.hold(quick)
-    try:
-        while adds := served.asked():
-            served.answer(*adds)
-        slow.may_look.release(4)
-        while not jobs[1].is_complete:
-            served.events.get(timeout=30)()
-            served.asked()
-        assert quick.answers == {"x0": "x0!", "y0": "y0!"}
-        jobs[0].withdraw(Exception)
-        slow.may_look.release(2)
-        while served.inspections.num_running:
-            served.events.get(timeout=30)()
-        assert len(slow.seen) <= 6, "what waits of a job that has ended is not looked at"
-    finally:
-        served.inspections.end()
-
-
-class Echo:
-    """An engine that answers the last request first."""
-
-    def __init__(self) -> None:
-        self.waiting: list[tuple[str, str]] = []
-
-    def add(self, request_id: str, prompt: str, params: SamplingParams, **_: Any) -> None:
-        self.waiting.append((request_id, prompt))
-
-    def step(self) -> list[Completion]:
-        request_id, prompt = self.waiting.pop()
-        return [Completion(request_id, 0, [1], f"{prompt}!", "stop", 1, 0)]
-
-    def abort(self, request_id: str) -> None:
-        self.waiting = [each for each in self.waiting if each[0] != request_id]
-
-
-def test_a_stock_worker_follows_too() -> None:
-    task = Counting("a3", "b0")
-    drive(task, cast(Any, Echo()))
-    assert task.answers == {prompt: f"{prompt}!" for prompt in ("a3", "b0", "a2", "a1", "a0")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 from rq.job import JobStatus
 
-from engine import Completion, EngineClosed, InvalidPrompt, SamplingParams
+from engine import Completion, InvalidPrompt, SamplingParams
 from tests.rq_workers import Workers, text_of
 from tests.worker.fake_engine import FakeEngine
-from worker.engine_thread import intake
 from worker.engine_thread.engine_loop import EngineLoop
 from worker.engine_thread.intake import LONG, OVERHEAD, SHORT, TURN
-from worker.engine_thread.orders import Abort, Add, EngineDied, Halt, Stepped
-from worker.engine_thread.preparer import MAX_OVERTAKES, Preparer
+from worker.engine_thread.orders import Abort, Add, Halt, Stepped
 
 HIGH, BULK = 0, 1
 MEDIUM_CHARS, LONG_CHARS = SHORT + 1, LONG + 1
@@ -129,17 +127,6 @@ def numbered(kind: str, count: int) -> list[str]:
     return [f"{kind}{number}" for number in range(count)]
 
 
-@pytest.mark.parametrize("chars", [5, MEDIUM_CHARS, LONG_CHARS])
-@pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
-def test_a_prompt_is_truncated_where_it_is_tokenized(loop: Loop, chars: int, chat: bool) -> None:
-    """Before it could be too long: of a chat when it is rendered. The engine itself truncates short texts."""
-    loop.start()
-    loop.send("long", BULK, chars, chat, truncate_prompt_tokens=7)
-    loop.wait_for("long")
-    assert len(loop.engine.options) == chat + (chars > SHORT)
-    assert all(options == {"truncate_prompt_tokens": 7} for options in loop.engine.options)
-
-
 @pytest.mark.parametrize("chars", [MEDIUM_CHARS, LONG_CHARS])
 @pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
 def test_an_urgent_prompt_is_answered_while_forty_of_another_lane_are_tokenized(
@@ -157,15 +144,6 @@ def test_an_urgent_prompt_is_answered_while_forty_of_another_lane_are_tokenized(
     loop.let_go()
     loop.wait_for(*bulk)
     assert loop.engine.entered == ["urgent", *bulk]
-
-
-def test_an_urgent_prompt_that_is_not_short_waits_for_no_long_one(loop: Loop) -> None:
-    loop.hold("bulk")
-    loop.start()
-    loop.send("bulk", BULK, LONG_CHARS)
-    assert loop.engine.begun.get(timeout=WAIT_S) == "bulk"
-    loop.send("urgent", HIGH, LONG)
-    loop.wait_for("urgent")
 
 
 def test_requests_of_a_lane_enter_the_engine_in_the_order_they_came(loop: Loop) -> None:
@@ -200,21 +178,6 @@ def test_who_waits_for_a_form_is_overtaken_by_the_others_of_its_lane(loop: Loop)
     assert loop.engine.entered == ["known", "medium", "short", "first", "second"]
 
 
-def test_who_waits_for_a_form_counts_as_waiting_and_may_be_aborted(loop: Loop) -> None:
-    loop.send("dropped", BULK, structured_outputs={"regex": "a"})
-    loop.send("kept", BULK, structured_outputs={"regex": "a"})
-    loop.send("short", BULK)
-    loop.start()
-    loop.wait_for("short")
-    loop.orders.put(Abort(["dropped"]))
-    loop.send("next", BULK)
-    loop.wait_for("next")
-    assert len(loop.loop._intake) == 1
-    loop.engine.forms["a"].set_result(None)
-    loop.wait_for("kept")
-    assert loop.engine.entered == ["short", "next", "kept"]
-
-
 def test_a_request_is_aborted_while_it_is_tokenized_or_waits_for_that(loop: Loop) -> None:
     loop.hold("begun")
     loop.start()
@@ -247,40 +210,6 @@ def test_what_tokenizing_raises_fails_that_request_alone(loop: Loop) -> None:
     assert loop.engine.entered == ["before", "after"]
 
 
-def test_an_error_of_the_engine_in_a_thread_ends_the_engine(loop: Loop) -> None:
-    loop.engine.raised = {"any": EngineClosed("closed")}
-    loop.start()
-    loop.send("any", BULK, MEDIUM_CHARS)
-    report = loop.reports.get(timeout=WAIT_S)
-    while isinstance(report, Stepped):
-        report = loop.reports.get(timeout=WAIT_S)
-    assert isinstance(report, EngineDied)
-    assert isinstance(report.error, EngineClosed)
-
-
-def test_the_loop_ends_while_a_prompt_is_tokenized(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without waiting for it, and the others that wait are never begun."""
-    monkeypatch.setattr(intake, "LEAVE_S", 0.01)
-    loop.hold("begun")
-    loop.start()
-    loop.send("begun", BULK, LONG_CHARS)
-    loop.send("waiting", BULK, LONG_CHARS)
-    assert loop.engine.begun.get(timeout=WAIT_S) == "begun"
-    loop.halt()
-    assert loop.engine.entered == []
-    assert loop.engine.begun.empty()
-
-
-def test_requests_that_are_tokenized_count_as_waiting(loop: Loop) -> None:
-    loop.hold("a", "b")
-    loop.send("a", BULK, MEDIUM_CHARS)
-    loop.send("b", BULK, LONG_CHARS)
-    loop.send("urgent", HIGH)
-    loop.loop.turn()
-    report = loop.reports.get(timeout=WAIT_S)
-    assert report.stats["num_waiting"] == 2
-
-
 def test_a_turn_tokenizes_so_much_and_urgent_lanes_first(loop: Loop) -> None:
     chars = 1000
     bulk, urgent = numbered("bulk", 200), numbered("urgent", 100)
@@ -293,49 +222,6 @@ def test_a_turn_tokenizes_so_much_and_urgent_lanes_first(loop: Loop) -> None:
         loop.send(name, HIGH, chars)
     loop.loop.turn()
     assert loop.engine.entered[most:] == [bulk[most], *urgent[:most]]
-
-
-def test_the_smallest_prompts_are_bounded_in_number(loop: Loop) -> None:
-    for number in range(3 * TURN // OVERHEAD):
-        loop.send(str(number), BULK)
-    loop.loop.turn()
-    assert TURN // OVERHEAD // 2 <= len(loop.engine.entered) <= TURN // OVERHEAD
-
-
-@dataclass
-class Noted:
-    """Something to prepare, which waits for a gate."""
-
-    lane: int
-    note: Callable[[int], None]
-
-    def prepare(self) -> None:
-        self.note(self.lane)
-
-
-def test_threads_take_urgent_lanes_first_and_others_once_in_twenty() -> None:
-    gate, begun = threading.Event(), threading.Event()
-    order: list[int] = []
-    reports: SimpleQueue[None] = SimpleQueue()
-    preparer = Preparer(1, "test", lambda: reports.put(None))
-
-    def note(lane: int) -> None:
-        begun.set()
-        assert gate.wait(WAIT_S)
-        order.append(lane)
-
-    lanes = [BULK] * 4 + [HIGH] * 3 * (MAX_OVERTAKES + 1)
-    preparer.submit(Noted(BULK, note))
-    assert begun.wait(WAIT_S)
-    for lane in lanes:
-        preparer.submit(Noted(lane, note))
-    gate.set()
-    for _ in range(len(lanes) + 1):
-        reports.get(timeout=WAIT_S)
-    preparer.close()
-    preparer.join(WAIT_S)
-    places = [place for place, lane in enumerate(order[1:]) if lane == BULK]
-    assert places[:3] == [MAX_OVERTAKES, 2 * MAX_OVERTAKES + 1, 3 * MAX_OVERTAKES + 2]
 
 
 def test_a_worker_answers_prompts_of_every_length(workers: Workers) -> None:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from jobs.common.json_log import MAX_EXCEPTION_CHARS, JsonLine
-from jobs.common.log_format import is_json
 from jobs.common.plain_log import MAX_ARGUMENT_CHARS, PlainLine
 from jobs.runs.plans.names import run_and_shard, shard_job_id
 from tests.rq_workers import Workers
-from tokenmill_dashboard.serve import NotServed, start_log
-from worker.errors import SettingsError
-from worker.logs import LogStyle, _more_of
-from worker.settings import name_variables
+from worker.logs import _more_of
 
 RUN = "0123456789abcdef"
 
@@ -71,22 +65,6 @@ def test_what_cannot_be_meant_stops_the_start(
     assert says in line
 
 
-def test_a_format_of_rqs_flags_is_one_of_text(workers: Workers) -> None:
-    log = workers.burst("--log-format", "mine: %(message)s", TOKENMILL_LOG_FORMAT="auto")
-    assert all(line.startswith("mine: ") for line in log.splitlines())
-
-
-def test_a_stream_decides_where_nobody_does() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    streams = (Terminal(), io.StringIO())
-    assert [is_json("auto", each) for each in streams] == [False, True]
-    assert [is_json("json", each) for each in streams] == [True, True]
-    assert [is_json("text", each) for each in streams] == [False, False]
-
-
 def test_a_record_says_of_which_job_run_and_shard_it_is() -> None:
     job_id = shard_job_id(RUN, 12)
     line = written("rq.worker", "%s: job %s failed: %s", "bulk", job_id, "no")
@@ -121,99 +99,3 @@ def test_an_exception_is_told_without_the_values_of_its_variables() -> None:
     assert len(error["exc_value"]) == MAX_EXCEPTION_CHARS
     assert [frame["name"] for frame in error["frames"]][-1] == "fails"
     assert "secret" not in json.dumps(line)
-
-
-def noted() -> Exception:
-    error = ValueError("noted")
-    error.add_note("n" * 10**6)
-    return error
-
-
-def chained() -> Exception:
-    error = ValueError("0")
-    for number in range(1, 500):
-        try:
-            raise ValueError(str(number)) from error
-        except ValueError as later:
-            error = later
-    return error
-
-
-@pytest.mark.parametrize(
-    "error", [noted(), ExceptionGroup("all", [noted()] * 3), chained()], ids=["notes", "a group", "a chain"]
-)
-def test_no_exception_makes_a_line_long(error: Exception) -> None:
-    line = written("rq.worker", "it failed", exc_info=(type(error), error, None))
-    assert str(error) == line["exception"][0]["exc_value"]
-    assert len(json.dumps(line)) < 3 * MAX_EXCEPTION_CHARS
-
-
-@pytest.fixture
-def bare_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """To call in a test: takes all handlers away, pytest's too, and levels that other tests have set; all are
-    put back."""
-    loggers = [logging.getLogger(name) for name in (None, "rq.worker", "engine", "uvicorn", "uvicorn.error")]
-    levels = [logger.level for logger in loggers]
-
-    def strip() -> None:
-        for logger in loggers:
-            monkeypatch.setattr(logger, "handlers", [])
-        for logger in loggers[1:]:
-            logger.setLevel(logging.NOTSET)
-        monkeypatch.setattr(logging, "captureWarnings", lambda on: None)
-
-    yield strip
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
-
-
-def test_libraries_come_out_alike_and_settings_by_their_variables(
-    bare_logging: Callable[[], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    bare_logging()
-    LogStyle("json").start("w")
-    name_variables(logging.getLogger("engine"))
-    logging.getLogger("engine.run").warning("lower max_num_seqs")
-    logging.getLogger("urllib3").error("no max_num_seqs here")
-    out, err = capsys.readouterr()
-    assert [line["event"] for line in lines_of(out)] == ["lower TOKENMILL_MAX_NUM_SEQS"]
-    assert [line["event"] for line in lines_of(err)] == ["no max_num_seqs here"]
-
-
-def test_logging_that_a_program_has_set_up_is_left_alone(
-    bare_logging: Callable[[], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    stream = io.StringIO()
-    bare_logging()
-    logging.getLogger().addHandler(logging.StreamHandler(stream))
-    LogStyle("json").start("w")
-    logging.getLogger("engine").warning("here")
-    assert (stream.getvalue(), capsys.readouterr().out) == ("here\n", "")
-
-
-def test_without_structlog_the_log_is_text_unless_json_was_asked_for(
-    bare_logging: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "structlog", None)
-    monkeypatch.delitem(sys.modules, "jobs.common.json_log")
-    bare_logging()
-    LogStyle("auto").start("w")
-    assert "structlog is not installed" in capsys.readouterr().out
-    with pytest.raises(SettingsError, match="needs structlog"):
-        LogStyle("json").start("w")
-
-
-def test_the_dashboards_log_follows_the_same_variable(
-    bare_logging: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TOKENMILL_LOG_FORMAT", "text")
-    bare_logging()
-    assert not start_log()
-    monkeypatch.setenv("TOKENMILL_LOG_FORMAT", "yaml")
-    with pytest.raises(NotServed, match="TOKENMILL_LOG_FORMAT='yaml'"):
-        start_log()
-    monkeypatch.delenv("TOKENMILL_LOG_FORMAT")
-    assert start_log()
-    logging.getLogger("uvicorn.error").warning("odd request")
-    (line,) = lines_of(capsys.readouterr().out)
-    assert (line["event"], line["logger"]) == ("odd request", "uvicorn.error")

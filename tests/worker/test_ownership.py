@@ -4,46 +4,25 @@ from __future__ import annotations
 
 from datetime import timedelta
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from redis import Redis
-from rq import Callback, Queue, Retry
+from rq import Queue, Retry
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
-from rq.utils import now
 
-from tests.rq_workers import Workers, leftovers
+from tests.rq_workers import leftovers
+from tests.worker.stores import claim, failed, succeeded, worker_store
 from worker.store.job_store import JobStore
-from worker.store.records.claimed_job import ClaimedJob, Wanted
 from worker.store.records.function_call import parse_call
-from worker.store.records.outcome import Outcome
-from worker.store.records.results import pack
 
 F = "tests.worker.functions."
-STATUSES = list(JobStatus)
-
-
-@pytest.fixture
-def bulk(redis: Redis) -> Queue:
-    return Queue("bulk", connection=redis, serializer=JSONSerializer)
+STATUSES = (JobStatus.QUEUED, JobStatus.FINISHED, JobStatus.CANCELED)
 
 
 @pytest.fixture
 def store(redis: Redis) -> JobStore:
-    return JobStore(redis, "w", lease_s=30)
-
-
-def claim(store: JobStore, most: int = 10) -> list[ClaimedJob]:
-    return store.claim([Wanted("bulk", most, uuid4().hex[:24], takes_suspects=True)], float("inf"))[0].jobs
-
-
-def succeeded(claimed: ClaimedJob, value: Any = 1) -> Outcome:
-    return Outcome(claimed, "finished", value, now(), 1.0, packed=pack(value, 1 << 20))
-
-
-def failed(claimed: ClaimedJob) -> Outcome:
-    return Outcome(claimed, "failed", "ValueError: no", now(), 1.0, retries=True)
+    return worker_store(redis)
 
 
 def values(job: Job) -> list[Any]:
@@ -119,18 +98,6 @@ def test_a_cancelled_job_is_dropped_also_where_a_copy_was_saved_before(
     assert leftovers(redis, "bulk") == []
 
 
-def test_a_cancelled_job_that_is_enqueued_again_runs_and_can_be_cancelled_again(
-    redis: Redis, bulk: Queue, store: JobStore
-) -> None:
-    bulk.enqueue("f", job_id="same").cancel()
-    redis.zadd("rq:canceled:bulk", {"same": 1e9})  # some time ago
-    job = bulk.enqueue("f", job_id="same")
-    (held,) = claim(store)
-    assert store.renew([held]) == []
-    job.cancel()
-    assert store.renew([held]) == [held]
-
-
 @pytest.mark.parametrize("result_ttl", [0, 500])
 @pytest.mark.parametrize("queue", ["bulk", "other"])
 def test_what_is_enqueued_again_runs_also_where_the_run_before_it_ends_first(
@@ -145,38 +112,12 @@ def test_what_is_enqueued_again_runs_also_where_the_run_before_it_ends_first(
     assert store.finish([succeeded(old, "old")]) == ["lost"]
     assert again.job_ids == ["same"]
     assert redis.ttl(job.key) == -1
-    new = store.claim([Wanted(queue, 10, uuid4().hex[:24], takes_suspects=True)], float("inf"))[0].jobs
+    new = claim(store, queue)
     calls = [parse_call(each.record.payload(), 1 << 20) for each in new]
     assert [call.args for call in calls] == [["new"]]
     assert store.finish([succeeded(new[0], "new")]) == ["done"]
     assert values(job) == ["new"]
     assert leftovers(redis, "bulk", "other") == []
-
-
-def test_a_job_that_is_given_back_after_it_was_enqueued_again_stands_in_the_queue_once(
-    redis: Redis, bulk: Queue, store: JobStore
-) -> None:
-    bulk.enqueue("f", "old", job_id="same")
-    held = claim(store)
-    bulk.enqueue("f", "new", job_id="same")
-    redis.delete(*redis.scan_iter("rq:execution:*"))  # the worker died
-    assert store.reclaim_abandoned(["bulk"], 1.0, 5) == []
-    assert bulk.job_ids == ["same"]
-    assert store.renew(held) == held
-    assert leftovers(redis, "bulk") == []
-
-
-def test_who_looks_for_abandoned_jobs_of_one_queue_holds_up_no_other_queues(
-    redis: Redis, bulk: Queue, store: JobStore
-) -> None:
-    bulk.enqueue("f", job_id="left")
-    claim(store)
-    redis.delete(*redis.scan_iter("rq:execution:*"))  # the worker died
-    other = JobStore(redis, "other", lease_s=30)
-    assert other.reclaim_abandoned(["elsewhere"], 100.0, 5) == []
-    assert bulk.job_ids == []
-    assert store.reclaim_abandoned(["bulk", "elsewhere"], 100.0, 5) == []
-    assert bulk.job_ids == ["left"]
 
 
 def test_a_second_entry_of_the_same_enqueueing_does_not_interrupt_the_run(
@@ -189,16 +130,6 @@ def test_a_second_entry_of_the_same_enqueueing_does_not_interrupt_the_run(
     assert claim(store) == []
     assert bulk.job_ids == []
     assert store.finish([succeeded(held)]) == ["done"]
-
-
-def test_an_id_that_is_pushed_again_after_its_end_runs_again(
-    redis: Redis, bulk: Queue, store: JobStore
-) -> None:
-    job = bulk.enqueue("f")
-    for value in (1, 2):
-        assert store.finish([succeeded(each, value) for each in claim(store)]) == ["done"]
-        bulk.push_job_id(job.id)
-    assert values(job) == [1, 2]
 
 
 @pytest.mark.parametrize("result_ttl", [0, 500])
@@ -214,19 +145,6 @@ def test_a_job_that_is_scheduled_again_while_it_runs_ends_and_runs_again(
     assert Job.fetch("same", redis, JSONSerializer).args == ["new"]
 
 
-def test_a_failed_job_whose_copy_was_saved_is_requeued_and_runs(
-    redis: Redis, bulk: Queue, store: JobStore
-) -> None:
-    job = bulk.enqueue("f")
-    (held,) = claim(store)
-    job.save()
-    assert store.finish([failed(held)]) == ["done"]
-    job.save()
-    bulk.failed_job_registry.requeue(job.id)
-    assert store.finish([succeeded(each) for each in claim(store)]) == ["done"]
-    assert job.get_status() == JobStatus.FINISHED
-
-
 def test_a_copy_that_is_saved_changes_no_number_of_tries_left(
     redis: Redis, bulk: Queue, store: JobStore
 ) -> None:
@@ -238,14 +156,3 @@ def test_a_copy_that_is_saved_changes_no_number_of_tries_left(
         job.save()  # the producer's copy has all of its retries left
         store.finish([failed(each) for each in held])
     assert runs == 3
-
-
-def test_a_callback_that_reads_its_job_anew_does_not_change_how_it_ends(workers: Workers) -> None:
-    """RQ's own worker fails such a job with a TypeError of its own: it loses the time at which it ended."""
-    queue = workers.queue("bulk")
-    good = queue.enqueue(F + "add", 1, 1, on_success=Callback(F + "on_success_refreshes"))
-    bad = queue.enqueue(F + "boom", "no", on_failure=Callback(F + "on_failure_refreshes"))
-    workers.burst("--results-ttl", "900")
-    assert [good.get_status(), bad.get_status()] == [JobStatus.FINISHED, JobStatus.FAILED]
-    assert 500 < workers.redis.ttl(good.key) <= 900
-    assert workers.job(bad.id).ended_at is not None

@@ -61,27 +61,6 @@ def test_a_job_larger_than_the_budget_is_opened_by_itself_and_one_withdrawn_neve
     assert numbers(budget) == [2]
 
 
-def test_what_a_job_holds_no_more_is_room_for_others() -> None:
-    budget = PayloadBudget(1, 3 * MIB)
-    jobs = [job(number, 0, 2 * MIB) for number in range(3)]
-    for each in jobs:
-        budget.add(each)
-    assert [numbers(budget) for _ in range(3)] == [[0], [1], []]
-    budget.keep(jobs[0], MIB // 2)
-    assert numbers(budget) == [2]
-
-
-def test_large_jobs_that_are_in_the_batch_keep_no_other_out_of_it(workers: Workers) -> None:
-    queue = workers.queue("bulk")
-    large = [queue.enqueue("jobs.complete", "hang", description="x" * MIB) for _ in range(2)]
-    large += [queue.enqueue("jobs.complete", "hang", meta={"note": "x" * (MIB - 100)}) for _ in range(2)]
-    large.append(queue.enqueue("jobs.complete", ["x" * MIB, "hang"], max_tokens=1))
-    small = queue.enqueue("jobs.complete", "a", max_tokens=1)
-    workers.start(TOKENMILL_MAX_HELD_BYTES="1MiB")
-    assert text_of(workers.result(small)) == "echo:a"
-    assert [each.get_status() for each in large] == [JobStatus.STARTED] * len(large)
-
-
 def test_jobs_beyond_the_budget_wait_for_those_before_them_and_for_no_other_lane(workers: Workers) -> None:
     queue = workers.queue("bulk")
     callback = Callback("tests.worker.functions.ignore")  # which may ask for the prompts when the job ends

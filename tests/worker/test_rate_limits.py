@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import pytest
 from rq import Queue, RateLimit, Retry
 from rq.job import Job, JobStatus
 
@@ -33,10 +31,8 @@ def assert_no_limit_is_left(workers: Workers) -> None:
     assert workers.redis.zcard("rq:rl:key:rate_limited") == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"result_ttl": 0}, {"failure_ttl": 0}], ids=str)
-def test_jobs_of_one_limit_follow_each_other_whatever_becomes_of_them(
-    workers: Workers, options: dict[str, int]
-) -> None:
+def test_jobs_of_one_limit_follow_each_other_whatever_becomes_of_them(workers: Workers) -> None:
+    options = {"result_ttl": 0, "failure_ttl": 0}
     queue = workers.queue("bulk")
     enqueue_rate_limited(queue, "add", 1, 1, **options)
     enqueue_rate_limited(queue, "boom", "no", **options)
@@ -46,15 +42,6 @@ def test_jobs_of_one_limit_follow_each_other_whatever_becomes_of_them(
     workers.burst()
     assert workers.result(last).return_value == 3
     assert_no_limit_is_left(workers)
-
-
-def test_a_job_that_is_retried_later_gives_its_slot_to_the_next(workers: Workers) -> None:
-    queue = workers.queue("bulk")
-    later = enqueue_rate_limited(queue, "boom", "no", retry=Retry(max=1, interval=600))
-    last = enqueue_rate_limited(queue, "add", 1, 2)
-    workers.burst()
-    assert later.get_status() == JobStatus.SCHEDULED
-    assert workers.result(last).return_value == 3
 
 
 def test_no_more_jobs_of_a_limit_run_than_it_allows(workers: Workers) -> None:
@@ -68,59 +55,28 @@ def test_no_more_jobs_of_a_limit_run_than_it_allows(workers: Workers) -> None:
         assert workers.result(job).return_value == f"go{number}"
 
 
-@pytest.mark.parametrize("how", ["cancel", "delete"])
-def test_the_slot_of_a_running_job_that_is_given_up_goes_to_the_next(workers: Workers, how: str) -> None:
+def test_the_slot_of_a_running_job_that_is_cancelled_goes_to_the_next(workers: Workers) -> None:
     queue = workers.queue("bulk")
     running, waiting = (enqueue_rate_limited(queue, "linger"), enqueue_rate_limited(queue, "add", 1, 2))
     workers.start()
     wait_until_started(running)
-    getattr(running, how)()
+    running.cancel()
     assert workers.result(waiting).return_value == 3
-
-
-def test_a_dependent_with_a_limit_waits_for_its_slot(workers: Workers) -> None:
-    queue = workers.queue("bulk")
-    parent = queue.enqueue(F + "add", 1, 1)
-    child = enqueue_rate_limited(queue, "add", 1, 2, depends_on=parent)
-    blocking = enqueue_rate_limited(workers.queue("other"), "add", 1, 1)
-    workers.burst()
-    assert workers.redis.hget(child.key, "status") == b"rate_limited"
-    assert workers.redis.zrange("rq:rl:key:rate_limited", 0, -1) == [child.id.encode()]
-    workers.burst(queues=("bulk", "other"))
-    assert workers.result(blocking).return_value == 2
-    assert workers.result(child).return_value == 3
-    wait_until(lambda: workers.redis.zcard("rq:rl:key:allowed") == 0)
-
-
-def test_jobs_whose_time_comes_at_once_wait_for_their_slots(workers: Workers) -> None:
-    for _ in range(2):
-        workers.queue("bulk").enqueue_in(timedelta(0), F + "meet", "gate", rate_limit=LIMIT)
-    workers.start("--with-scheduler")
-    for _ in range(2):
-        workers.wait_for("gate:waiting")
-        assert workers.redis.zcard("rq:rl:key:allowed") == 1
-        assert workers.redis.llen("gate:waiting") == 0
-        workers.redis.rpush("gate", "go")
-    wait_until(lambda: workers.redis.zcard("rq:rl:key:allowed") == 0)
 
 
 def test_a_killed_workers_job_keeps_its_slot_until_another_worker_ends_it(workers: Workers) -> None:
     queue = workers.queue("bulk")
-    jobs = [enqueue_rate_limited(queue, "meet", "gate") for _ in range(3)]
-    for job in jobs:
-        for _ in range(2):
-            worker = workers.start()
-            assert workers.wait_for("gate:waiting") == job.id
-            assert workers.redis.zrange("rq:rl:key:allowed", 0, -1) == [job.id.encode()]
-            worker.kill()
-            worker.wait()
-        worker = workers.start()
-        assert workers.wait_for("gate:waiting") == job.id
-        workers.redis.rpush("gate", "go")
-        assert workers.result(job).return_value == "go"
-        worker.kill()
-        worker.wait()
-    assert_no_limit_is_left(workers)
+    killed, following = (enqueue_rate_limited(queue, "meet", "gate") for _ in range(2))
+    worker = workers.start()
+    assert workers.wait_for("gate:waiting") == killed.id
+    worker.kill()
+    worker.wait()
+    workers.start()
+    assert workers.wait_for("gate:waiting") == killed.id
+    assert workers.redis.zrange("rq:rl:key:allowed", 0, -1) == [killed.id.encode()]
+    workers.redis.rpush("gate", "go", "go")
+    assert [workers.result(job).return_value for job in (killed, following)] == ["go"] * 2
+    wait_until(lambda: workers.redis.zcard("rq:rl:key:allowed") == 0)
 
 
 def test_a_worker_that_thaws_gives_no_slot_back_a_second_time(workers: Workers, tmp_path: Path) -> None:
@@ -140,29 +96,3 @@ def test_a_worker_that_thaws_gives_no_slot_back_a_second_time(workers: Workers, 
     workers.redis.rpush("gate", "go", "go")
     assert workers.result(waiting).return_value == "go"
     assert len(first.results()) == 1
-
-
-def test_a_job_that_its_killed_queuer_left_ready_is_queued(workers: Workers) -> None:
-    queue = workers.queue("bulk")
-    parent = queue.enqueue(F + "add", 1, 1)
-    child = queue.enqueue(F + "add", 1, 2, depends_on=parent)
-    stale = queue.enqueue(F + "add", 1, 3)
-    with workers.redis.pipeline() as pipe:
-        queue.ready_job_registry.register_jobs([child], pipe)  # RQ's worker does, and then queues them
-        queue.ready_job_registry.add(stale, pipeline=pipe)
-        pipe.execute()
-    queue.remove(parent)
-    workers.start()
-    assert workers.result(child).return_value == 3
-    assert workers.result(stale).return_value == 4
-    wait_until(lambda: queue.ready_job_registry.count == 0)
-    assert [len(job.results()) for job in (child, stale)] == [1, 1]
-
-
-def test_a_limit_without_jobs_is_forgotten(workers: Workers) -> None:
-    gone = enqueue_rate_limited(workers.queue("bulk"), "add", 1, 1)
-    workers.redis.delete(gone.key, "rq:queue:bulk")
-    process = workers.start()
-    wait_until(lambda: workers.redis.keys("rq:rl*") == [])
-    process.terminate()
-    assert process.wait(timeout=60) == 0

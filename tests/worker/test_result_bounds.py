@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,19 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
-from rq import Callback, Retry
+from rq import Retry
 from rq.job import JobStatus
 
-from jobs.errors import ResultTooLarge
-from tests.rq_workers import Workers, leftovers, text_of, wait_until
+from tests.rq_workers import Workers, leftovers, text_of
 from worker.io_thread.held.end_writer import EndWriter
 from worker.io_thread.held.held_job import HeldJob
 from worker.store.records.outcome import Outcome
-from worker.store.records.results import pack
 
 F = "tests.worker.functions."
 MIB = 1 << 20
@@ -54,16 +49,6 @@ def test_a_result_that_the_server_does_not_take_fails_its_own_job_and_no_other(w
     assert leftovers(workers.redis, "bulk") == []
 
 
-@pytest.mark.usefixtures("small_server")
-def test_a_worker_told_to_stop_ends_while_the_server_does_not_take_a_result(workers: Workers) -> None:
-    bad = workers.queue("bulk").enqueue(F + "give", "text", 2 * MIB)
-    process = workers.start()
-    wait_until(lambda: f"job {bad.id}: Redis does not take its end" in workers.log(process))
-    process.terminate()
-    assert process.wait(timeout=60) == 0
-    assert bad.get_status() == JobStatus.FAILED
-
-
 def test_a_result_beyond_its_bound_fails_its_own_job_at_once(workers: Workers) -> None:
     queue = workers.queue("bulk")
     kinds = ("text", "numbers", "nested", "itself")
@@ -79,14 +64,6 @@ def test_a_result_beyond_its_bound_fails_its_own_job_at_once(workers: Workers) -
     assert [job.get_status() for job in good] == [JobStatus.FINISHED] * 2
 
 
-def test_a_failure_callback_hears_of_a_result_beyond_its_bound(workers: Workers) -> None:
-    hook = Callback(F + "on_failure")
-    job = workers.queue("bulk").enqueue(F + "give", "text", 2000, on_failure=hook)
-    workers.burst(TOKENMILL_MAX_RESULT_BYTES="1024")
-    assert "more than the limit of 1024 bytes" in str(workers.result(job).exc_string)
-    assert workers.wait_for("callbacks") == f"failure:{job.id}:ResultTooLarge"
-
-
 def test_a_long_traceback_keeps_its_ends(workers: Workers) -> None:
     job = workers.queue("bulk").enqueue(F + "boom", "x" * 200_000 + " the end")
     workers.burst()
@@ -95,38 +72,6 @@ def test_a_long_traceback_keeps_its_ends(workers: Workers) -> None:
     assert text.startswith("Traceback")
     assert "characters are left out here]" in text
     assert text.endswith("the end\n")
-
-
-def test_an_error_that_takes_long_to_show_holds_up_no_other_job(workers: Workers) -> None:
-    bad = workers.queue("bulk").enqueue(F + "raise_what_waits_to_be_shown", "go")
-    process = workers.start()
-    workers.wait_for("go:asked")
-    prompt = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
-    assert text_of(workers.result(prompt)) == "echo:a"
-    workers.redis.rpush("go", "")
-    assert "Waits: shown" in str(workers.result(bad).exc_string)
-    process.terminate()
-    assert process.wait(timeout=60) == 0
-
-
-PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9)
-JSON = st.recursive(PLAIN, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=4), inner))
-
-
-@settings(max_examples=30)
-@given(JSON.filter(lambda value: value is not None), st.booleans())
-def test_a_value_is_packed_as_its_json_up_to_its_bound(value: Any, known_small: bool) -> None:
-    text = json.dumps(value).encode()
-    assert pack(value, len(text), known_small) == text
-    with pytest.raises(ResultTooLarge):
-        pack(value, len(text) - 1, known_small)
-
-
-def test_a_value_of_many_is_packed_like_one_of_few() -> None:
-    value = [{"a": [number, None, "é"]} for number in range(5000)]
-    assert pack(value, MIB) == json.dumps(value).encode()
-    with pytest.raises(ResultTooLarge):
-        pack(value, 100_000)
 
 
 class Server:
@@ -186,19 +131,3 @@ def test_an_outage_turns_no_end_into_a_failure() -> None:
     ends.server.is_out = False
     ends.flush()
     assert ends.server.taken == [("a", "finished"), ("b", "finished")]
-
-
-def test_a_small_end_is_never_to_blame_for_a_connection_that_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{__name__}.MIB", 5)
-    ends = Ends(Server(RedisConnectionError("reset")), 10)
-    ends.flush(20)
-    monkeypatch.setattr(f"{__name__}.MIB", 50)
-    ends.flush()
-    assert ends.server.taken == [("a", "finished")]
-
-
-def test_a_failure_that_is_not_taken_either_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{__name__}.MIB", 5)
-    ends = Ends(Server(ResponseError("no")), 10)
-    ends.flush(8)
-    assert ends.replies == {"a": "refused"}

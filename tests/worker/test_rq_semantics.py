@@ -9,8 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from rq import Callback, Retry
+from rq import Callback, Queue, Retry
 from rq.command import send_stop_job_command
+from rq.group import Group
 from rq.job import JobStatus
 from rq.registry import FailedJobRegistry, FinishedJobRegistry
 from rq.serializers import JSONSerializer
@@ -24,6 +25,8 @@ from tests.rq_workers import (
     wait_until,
     wait_until_started,
 )
+from worker import BatchWorker
+from worker.store.scheduler import Scheduler
 
 F = "tests.worker.functions."
 
@@ -97,107 +100,6 @@ def test_an_id_that_is_enqueued_again_while_it_waits_runs_once_with_the_newest_a
     assert texts == ["echo:again", "echo:new"], "a finished id was not run again"
 
 
-@pytest.mark.parametrize("second_queue", ["bulk", "high"])
-def test_an_id_that_is_enqueued_again_while_it_runs_is_answered_for_the_newest_arguments(
-    workers: Workers, second_queue: str
-) -> None:
-    """RQ's own worker answers both, one after the other; here what runs is dropped."""
-    old = workers.queue("bulk").enqueue("jobs.complete", "hang", job_id="same")
-    process = workers.start("--name", "w")
-    wait_until_started(old)
-    new = workers.queue(second_queue).enqueue("jobs.complete", "new", job_id="same", max_tokens=1)
-    assert text_of(workers.result(new)) == "echo:new"
-    wait_until(lambda: stats_of(workers, "w").get("jobs_held") == 0)
-    process.terminate()
-    assert process.wait(timeout=60) == 0
-    assert len(new.results()) == 1
-
-
-def test_the_high_queue_is_answered_before_the_bulk_queue_drains(workers: Workers) -> None:
-    bulk = [workers.queue("bulk").enqueue("jobs.complete", f"b{i}", max_tokens=5) for i in range(300)]
-    high = [workers.queue("high").enqueue("jobs.complete", f"h{i}", max_tokens=5) for i in range(50)]
-    workers.burst()
-    ends = {job.id: job.ended_at for job in (workers.job(j.id) for j in bulk + high)}
-    assert max(ends[job.id] for job in high) < max(ends[job.id] for job in bulk)
-
-
-def test_a_plain_function_on_the_allow_list_runs_beside_the_engine(workers: Workers) -> None:
-    queue = workers.queue("bulk")
-    hang = queue.enqueue("jobs.complete", "hang")
-    job = queue.enqueue(F + "add", 2, b=3)
-    workers.start()
-    assert workers.result(job).return_value == 5
-    wait_until_started(hang)
-
-
-def test_functions_beyond_the_threads_stay_queued_in_order_for_other_workers(workers: Workers) -> None:
-    jobs = [workers.queue("bulk").enqueue(F + "meet", "gate") for _ in range(20)]
-    workers.start(TOKENMILL_FUNCTION_THREADS="1")
-    workers.wait_for("gate:waiting")
-    wait_until(lambda: workers.queue("bulk").job_ids == [job.id for job in jobs[1:]])
-    workers.redis.rpush("gate", *(f"go{i}" for i in range(20)))
-    assert [workers.result(job).return_value for job in jobs] == [f"go{i}" for i in range(20)]
-    assert leftovers(workers.redis, "bulk") == []
-
-
-def test_result_ttl_zero_keeps_nothing_and_minus_one_keeps_for_ever(workers: Workers) -> None:
-    queue = workers.queue("bulk")
-    gone = queue.enqueue("jobs.complete", "a", max_tokens=1, result_ttl=0)
-    kept = queue.enqueue("jobs.complete", "b", max_tokens=1, result_ttl=-1)
-    short = queue.enqueue("jobs.complete", "c", max_tokens=1, result_ttl=77)
-    default = queue.enqueue("jobs.complete", "d", max_tokens=1)
-    workers.burst("--results-ttl", "99")
-    redis = workers.redis
-    assert not redis.exists(gone.key)
-    assert redis.ttl(kept.key) == -1
-    assert redis.ttl(f"rq:results:{kept.id}") == -1
-    assert 0 < redis.ttl(short.key) <= 77
-    assert 77 < redis.ttl(default.key) <= 99
-    assert redis.zscore("rq:finished:bulk", kept.id) == float("inf")
-    assert leftovers(redis, "bulk") == []
-
-
-def test_failure_ttl_bounds_a_failed_job(workers: Workers) -> None:
-    job = workers.queue("bulk").enqueue("jobs.complete", "refuse", failure_ttl=55)
-    workers.burst()
-    assert 0 < workers.redis.ttl(job.key) <= 55
-    assert "refused" in (workers.result(job).exc_string or "")
-
-
-def test_a_stopped_job_is_classed_as_cancelled(workers: Workers) -> None:
-    hang = workers.queue("bulk").enqueue("jobs.complete", "hang")
-    workers.start("--name", "w")
-    wait_until_started(hang)
-    send_stop_job_command(workers.redis, hang.id, serializer=JSONSerializer)
-    assert (workers.result(hang).exc_string or "").splitlines()[-1] == "tokenmill: cancelled"
-
-
-def test_callbacks_run_for_success_failure_and_stop(workers: Workers) -> None:
-    queue = workers.queue("bulk")
-    good = queue.enqueue("jobs.complete", "a", max_tokens=1, on_success=Callback(F + "on_success"))
-    bad = queue.enqueue("jobs.complete", "refuse", on_failure=Callback(F + "on_failure"))
-    hang = queue.enqueue("jobs.complete", "hang", on_stopped=Callback(F + "on_stopped"))
-    workers.start("--name", "w")
-    assert {workers.wait_for("callbacks"), workers.wait_for("callbacks")} == {
-        f"success:{good.id}",
-        f"failure:{bad.id}:RequestFailed",
-    }
-    wait_until_started(hang)
-    send_stop_job_command(workers.redis, hang.id, serializer=JSONSerializer)
-    assert workers.wait_for("callbacks") == f"stopped:{hang.id}"
-
-
-def test_ends_with_callbacks_do_not_wait_for_busy_functions(workers: Workers) -> None:
-    queue = workers.queue("bulk")
-    for _ in range(2):
-        queue.enqueue(F + "meet", "gate")
-    good = workers.queue("high").enqueue(
-        "jobs.complete", "a", max_tokens=1, on_success=Callback(F + "on_success")
-    )
-    workers.start(TOKENMILL_FUNCTION_THREADS="1")
-    assert text_of(workers.result(good)) == "echo:a"
-
-
 def test_a_stopped_callback_that_raises_is_told_in_the_result_and_harms_nobody(workers: Workers) -> None:
     queue = workers.queue("bulk")
     hang = queue.enqueue("jobs.complete", "hang", on_stopped=Callback(F + "on_stopped_raises"))
@@ -213,56 +115,19 @@ def test_a_stopped_callback_that_raises_is_told_in_the_result_and_harms_nobody(w
     assert text_of(workers.result(good)) == "echo:a"
 
 
-def test_a_success_callback_that_raises_fails_the_job(workers: Workers) -> None:
-    job = workers.queue("bulk").enqueue(
-        "jobs.complete", "a", max_tokens=1, on_success=Callback(F + "on_success_raises")
-    )
-    workers.burst()
-    assert job.get_status() == JobStatus.FAILED
-    assert "the success callback raised" in (workers.result(job).exc_string or "")
-
-
-def test_dependents_run_after_their_job_also_on_another_queue(workers: Workers) -> None:
-    first = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=3)
-    second = workers.queue("high").enqueue("jobs.complete", "b", max_tokens=1, depends_on=first)
-    third = workers.queue("bulk").enqueue(F + "add", 1, 1, depends_on=[first, second])
-    workers.burst()
-    assert text_of(workers.result(second)) == "echo:b"
-    assert workers.result(third).return_value == 2
-    assert leftovers(workers.redis, "bulk", "high") == []
-
-
-def test_a_failed_job_holds_its_dependents_back_unless_they_allow_it(workers: Workers) -> None:
-    from rq.job import Dependency
-
-    bad = workers.queue("bulk").enqueue("jobs.complete", "refuse")
-    held = workers.queue("bulk").enqueue(F + "add", 1, 1, depends_on=bad)
-    free = workers.queue("bulk").enqueue(F + "add", 2, 2, depends_on=Dependency(bad, allow_failure=True))
-    workers.burst()
-    assert workers.result(free).return_value == 4
-    assert held.get_status() == JobStatus.DEFERRED
-
-
 def test_stop_job_ends_one_of_many(workers: Workers) -> None:
     queue = workers.queue("bulk")
     hang = [queue.enqueue("jobs.complete", "hang", retry=Retry(max=3)) for _ in range(3)]
     workers.start("--name", "w")
     wait_until_started(*hang)
     send_stop_job_command(workers.redis, hang[1].id, serializer=JSONSerializer)
-    assert "stopped by user" in (workers.result(hang[1]).exc_string or "")
+    text = workers.result(hang[1]).exc_string or ""
+    assert "stopped by user" in text
+    assert text.splitlines()[-1] == "tokenmill: cancelled"
     assert hang[1].get_status() == JobStatus.STOPPED
     assert [hang[0].get_status(), hang[2].get_status()] == [JobStatus.STARTED] * 2
     failed = FailedJobRegistry("bulk", connection=workers.redis, serializer=JSONSerializer)
     assert failed.get_job_ids() == [hang[1].id]
-
-
-def test_stop_job_interrupts_a_function(workers: Workers) -> None:
-    job = workers.queue("bulk").enqueue(F + "meet", "gate")
-    workers.start()
-    workers.wait_for("gate:waiting")
-    send_stop_job_command(workers.redis, job.id, serializer=JSONSerializer)
-    assert "stopped by user" in (workers.result(job).exc_string or "")
-    assert job.get_status() == JobStatus.STOPPED
 
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])
@@ -276,16 +141,6 @@ def test_a_running_job_that_is_cancelled_or_deleted_is_dropped(workers: Workers,
     assert [key for key in leftovers(workers.redis, "bulk") if gone.id in key] == []
     assert stays.get_status() == JobStatus.STARTED
     assert workers.redis.exists(gone.key) == (how == "cancel")
-
-
-def test_a_cancelled_queued_job_is_never_run(workers: Workers) -> None:
-    job = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
-    workers.redis.lpush("rq:queue:bulk", job.id)  # a second entry for it, as a lost reply may leave
-    job.cancel()
-    workers.redis.rpush("rq:queue:bulk", job.id)
-    workers.burst()
-    assert job.get_status() == JobStatus.CANCELED
-    assert job.latest_result() is None
 
 
 def test_a_job_that_passes_its_timeout_fails_and_the_others_go_on(workers: Workers) -> None:
@@ -316,39 +171,6 @@ def test_scheduled_jobs_are_enqueued_by_the_scheduler_which_dies_with_its_worker
     assert alive == []
 
 
-def test_rq_info_shows_the_worker_and_its_jobs_and_harms_none(workers: Workers) -> None:
-    job = workers.queue("bulk").enqueue("jobs.complete", "hang")
-    workers.start("--name", "w")
-    wait_until(lambda: workers.redis.hget("rq:worker:w", "state") == b"busy")
-    for _ in range(2):
-        shown = workers.rq("info", "--raw", "--worker-class", "worker.BatchWorker")
-    assert "queue bulk 0, 1 executing, 0 finished, 0 failed" in shown
-    assert "worker w" in shown
-    assert "busy" in shown
-    assert job.get_status() == JobStatus.STARTED
-
-
-def test_the_worker_needs_the_json_serializer(workers: Workers) -> None:
-    process = workers.start(serializer=())
-    assert process.wait(timeout=60) == 1
-    assert "-S json" in workers.log(process)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("TOKENMILL_MAX_NUM_SEQS", "many"),
-        ("TOKENMILL_LEASE_S", "0"),
-        ("TOKENMILL_DATA_ROOTS", "/does/not/exist"),
-        ("TOKENMILL_MODEL", ""),
-    ],
-)
-def test_a_bad_setting_stops_the_start_and_is_named(workers: Workers, name: str, value: str) -> None:
-    process = workers.start(**{name: value})
-    assert process.wait(timeout=60) == 1
-    assert name in workers.log(process)
-
-
 def test_job_meta_survives_and_descriptions_stay_out_of_the_log(workers: Workers) -> None:
     meta: dict[str, Any] = {"who": "me"}
     job = workers.queue("bulk").enqueue("jobs.complete", "secret words", max_tokens=1, meta=meta)
@@ -374,3 +196,77 @@ def test_a_running_shard_shows_its_progress_in_its_meta(workers: Workers, tmp_pa
     )
     (tmp_path / "go").touch()
     wait_until(lambda: (tmp_path / "out" / "_SUCCESS").exists())
+
+
+def test_a_failure_that_no_other_try_can_mend_uses_up_no_retry(workers: Workers) -> None:
+    queue, retry = workers.queue("bulk"), Retry(max=2)
+    jobs = [
+        queue.enqueue("jobs.complete", "refuse", retry=retry),
+        queue.enqueue("jobs.complete", "a", max_tokns=5, retry=retry),
+        queue.enqueue("jobs.score_parquet", "no/such.parquet", "out", retry=retry),
+    ]
+    log = workers.burst()
+    for job in jobs:
+        job.refresh()
+        assert (job.get_status(), job.retries_left) == (JobStatus.FAILED, 2)
+        assert (workers.result(job).exc_string or "").splitlines()[-1] == "tokenmill: client"
+    assert f"job {jobs[0].id} failed: RequestFailed: request 0 of this job failed: the prompt is empty" in log
+    assert f"job {jobs[1].id} failed: InvalidJob: 'max_tokns' is no sampling parameter; did you mean" in log
+    assert f"job {jobs[2].id} failed: InputNotFound: no input file at" in log
+
+
+def test_a_failure_of_the_servers_is_tried_again_and_classed(workers: Workers) -> None:
+    job = workers.queue("bulk").enqueue("jobs.complete", "hang", job_timeout=1, retry=Retry(max=1))
+    log = workers.burst()
+    job.refresh()
+    assert (job.get_status(), job.retries_left) == (JobStatus.FAILED, 0)
+    assert (workers.result(job).exc_string or "").splitlines()[-1] == "tokenmill: server"
+    assert "JobTimeoutException: Task exceeded maximum timeout value (1 seconds)" in log
+
+
+def test_what_a_users_function_raises_is_neither_classed_nor_logged_in_its_words(workers: Workers) -> None:
+    job = workers.queue("bulk").enqueue(F + "boom", "secret words")
+    log = workers.burst()
+    assert (workers.result(job).exc_string or "").splitlines()[-1] == "ValueError: secret words"
+    assert f"job {job.id} failed: ValueError" in log
+    assert "secret words" not in log
+
+
+def test_a_scheduler_that_is_killed_is_started_again(workers: Workers) -> None:
+    import psutil
+
+    worker = workers.start("--with-scheduler")
+    wait_until(lambda: workers.redis.keys("rq:scheduler:*"))
+    [scheduler] = psutil.Process(worker.pid).children()
+    scheduler.kill()
+    job = workers.queue("bulk").enqueue_in(timedelta(seconds=1), F + "add", 1, 2)
+    assert workers.result(job).return_value == 3
+    assert "The scheduler ended (exit status -9): starting it again" in workers.log(worker)
+    worker.terminate()
+    assert worker.wait(timeout=60) == 0
+
+
+def test_groups_are_cleaned_of_jobs_that_are_gone_and_of_empty_groups(workers: Workers) -> None:
+    bulk = workers.queue("bulk")
+    for name in ("some-gone", "all-gone"):
+        Group(workers.redis, name).enqueue_many(
+            bulk, [Queue.prepare_data(F + "add", (1, 1), job_id=f"{name}-{n}") for n in range(2)]
+        )
+    workers.redis.delete("rq:job:some-gone-0", "rq:job:all-gone-0", "rq:job:all-gone-1")
+    workers.burst()
+    assert workers.redis.smembers("rq:groups") == {b"some-gone"}
+    assert workers.redis.smembers("rq:group:some-gone") == {b"some-gone-1"}
+
+
+def test_a_burst_in_which_the_scheduler_raises_keeps_none_of_its_locks(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def boom(scheduler: Scheduler) -> None:
+        assert workers.redis.keys("rq:scheduler*"), "it has none to keep"
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(Scheduler, "enqueue_scheduled_jobs", boom)
+    worker = BatchWorker(["bulk"], connection=workers.redis, serializer=JSONSerializer)
+    with pytest.raises(RuntimeError, match="boom"):
+        worker._start_scheduler(burst=True)
+    assert workers.redis.keys("rq:scheduler*") == []

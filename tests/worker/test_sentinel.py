@@ -62,6 +62,7 @@ def workers(start: Start, tmp_path: Path) -> Iterator[ForkedWorkers]:
     running.close()
 
 
+@pytest.mark.long
 def test_a_failover_during_work_loses_no_job_that_the_replica_has(
     start: Start, workers: ForkedWorkers, tmp_path: Path
 ) -> None:

@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from redis import Redis
 from rq.job import JobStatus
 
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
-from jobs.context.shard_bytes import ShardBytes
-from jobs.parquet.local_files import LocalFiles
-from jobs.parquet.shard_task import shard_task
-from jobs.parquet.shard_work import ShardWork
 from jobs.runs.plans.names import shard_job_id
 from jobs.tasks import Completion, OpenTask, Request, Task
-from tests.jobs.answering import MODEL, queued_jobs, score_parquet
+from tests.jobs.answering import score_parquet
 from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until
-from tests.slow_files import slow
 from worker.errors import FileTimeout
 from worker.io_thread.held.held_job import HeldJob
 from worker.io_thread.held.packing import Packer
 from worker.io_thread.pool.pool_calls import PoolCalls
 from worker.io_thread.pool.task_files import MAX_OPENING, SLOW_S, THREADS, TaskFiles
-from worker.threads.interrupts import check_interrupted
 
 LIMIT_S, GRACE_S = 60.0, 5.0
 WORKER = "tests.worker.slow_files.HangingFilesWorker"
@@ -58,22 +47,21 @@ class Hang:
 
 
 class FileTask(Task):
-    """Whose blocking calls are what the test says."""
+    """Opened by what the test says."""
 
     blocking = True
 
-    def __init__(self, **calls: Callable[[], Any]) -> None:
-        self.calls = calls
-        self.closed = threading.Event()
+    def __init__(self, opening: Callable[[], Any] = lambda: None) -> None:
+        self.opening, self.closed = opening, threading.Event()
 
     def open(self, context: JobContext) -> OpenFile:
-        self.calls.get("open", lambda: None)()
-        return OpenFile(self.calls, self.closed)
+        self.opening()
+        return OpenFile(self.closed)
 
 
 class OpenFile(OpenTask):
-    def __init__(self, calls: dict[str, Callable[[], Any]], closed: threading.Event) -> None:
-        self._calls, self.closed = calls, closed
+    def __init__(self, closed: threading.Event) -> None:
+        self.closed = closed
 
     def requests(self) -> Iterator[Request]:
         return iter(())
@@ -82,10 +70,9 @@ class OpenFile(OpenTask):
         raise AssertionError
 
     def result(self) -> Any:
-        return self._calls["result"]()
+        raise AssertionError
 
     def close(self) -> None:
-        self._calls.get("close", lambda: None)()
         self.closed.set()
 
 
@@ -105,21 +92,9 @@ class Files:
     def _clock(self) -> float:
         return self.now
 
-    def job(self, **calls: Callable[[], Any]) -> HeldJob:
-        """With an open task."""
+    def open(self, task: Task) -> None:
         job = HeldJob(next(self._numbers), cast(Any, SimpleNamespace(job_id="a")), 0, is_file=True)
-        job.open_task = OpenFile(calls, threading.Event())
-        return job
-
-    def open(self, task: Task, context: Any = None) -> HeldJob:
-        job = self.job()
-        self.files.open(job, task, context, self.note)
-        return job
-
-    def close(self, job: HeldJob) -> None:
-        opened, job.open_task = job.open_task, None
-        assert opened is not None
-        self.files.close(job.claimed.job_id, opened)
+        self.files.open(job, task, cast(Any, None), self.note)
 
     def note(self, job: HeldJob, value: Any, error: BaseException | None) -> None:
         self.reports.append((job.number, value, error))
@@ -127,17 +102,6 @@ class Files:
     def wait_for_reports(self, number: int) -> None:
         while len(self.reports) < number:
             self._events.get(timeout=30)()
-
-    def try_until(self, reports: int) -> None:
-        """Let half a second pass again and again until there are so many reports."""
-        for _ in range(100):
-            with suppress(Empty):
-                self._events.get(timeout=0.1)()
-            if len(self.reports) >= reports:
-                return
-            self.now += 0.5
-            self.calls.try_again()
-        pytest.fail(f"{self.reports} are all reports after 100 tries")
 
     def pass_time(self, seconds: float) -> list[str]:
         self.now += seconds
@@ -162,7 +126,7 @@ def num_threads(kind: str) -> int:
 def test_a_slow_file_holds_up_no_other_and_never_are_there_more_threads_than_the_bound(files: Files) -> None:
     hang = Hang()
     for held in range(1, MAX_OPENING):
-        files.open(FileTask(open=hang))
+        files.open(FileTask(hang))
         assert hang.began.acquire(timeout=30)
         assert files.packer.claimable_files(0) == 0
         files.pass_time(SLOW_S + 1)
@@ -170,7 +134,7 @@ def test_a_slow_file_holds_up_no_other_and_never_are_there_more_threads_than_the
         files.open(FileTask())
         files.wait_for_reports(held)
     assert num_threads("files") == MAX_OPENING
-    files.open(FileTask(open=hang))
+    files.open(FileTask(hang))
     assert hang.began.acquire(timeout=30)
     files.pass_time(SLOW_S + 1)
     assert files.packer.claimable_files(0) == 0
@@ -184,7 +148,7 @@ def test_a_slow_file_holds_up_no_other_and_never_are_there_more_threads_than_the
 
 def test_files_that_hang_fail_by_name_at_their_limit_and_are_closed_when_they_thaw(files: Files) -> None:
     hang = Hang()
-    tasks = [FileTask(open=hang) for _ in range(MAX_OPENING)]
+    tasks = [FileTask(hang) for _ in range(MAX_OPENING)]
     for task in tasks:
         files.open(task)
     for _ in range(MAX_OPENING // THREADS):
@@ -206,90 +170,6 @@ def test_files_that_hang_fail_by_name_at_their_limit_and_are_closed_when_they_th
     hang.let_go(MAX_OPENING)
     assert all(task.closed.wait(30) for task in tasks), "opened by a thread that was given up, and left open"
     wait_until(lambda: files.files.num_stuck == 0)
-
-
-def test_a_file_that_opens_for_too_long_stops_at_its_next_safe_point(files: Files) -> None:
-    began = threading.Event()
-
-    def walk() -> None:
-        while True:
-            began.set()
-            check_interrupted()
-
-    files.open(FileTask(open=walk))
-    assert began.wait(30)
-    files.pass_time(LIMIT_S + 1)
-    files.wait_for_reports(1)
-    assert isinstance(files.reports[0][2], FileTimeout)
-    assert files.files.num_stuck == 0
-
-
-def test_a_part_may_take_long_to_write_while_it_gives_signs_of_life(files: Files) -> None:
-    """Whoever writes a run's last part looks into all the others."""
-    turn, hang = Hang(), Hang()
-
-    def write() -> str:
-        for _ in range(3):
-            turn()
-            check_interrupted()
-        hang()
-        return "written"
-
-    files.files.finish(files.job(result=write), files.note)
-    for _ in range(3):
-        assert turn.began.acquire(timeout=30)
-        assert files.pass_time(LIMIT_S - 1) == []
-        turn.let_go(1)
-    assert hang.began.acquire(timeout=30)
-    files.pass_time(LIMIT_S + 1)
-    assert len(files.pass_time(GRACE_S + 1)) == 1
-    files.wait_for_reports(1)
-    assert "writing its part went on without a sign of life for more than 60 s" in str(files.reports[0][2])
-    hang.let_go(1)
-
-
-def test_tasks_whose_closing_hangs_keep_no_part_from_being_written(files: Files) -> None:
-    hang = Hang()
-    for _ in range(THREADS):
-        files.close(files.job(close=hang))
-        assert hang.began.acquire(timeout=30)
-    files.files.finish(files.job(result=lambda: "written"), files.note)
-    files.pass_time(SLOW_S + 1)
-    files.wait_for_reports(1)
-    assert files.reports[0][1:] == ("written", None)
-    files.pass_time(LIMIT_S)
-    assert len(files.pass_time(GRACE_S + 1)) == THREADS
-    hang.let_go(THREADS)
-
-
-def test_parts_that_wait_to_be_written_keep_further_files_away_until_one_is(files: Files) -> None:
-    hang = Hang()
-    for _ in range(MAX_OPENING):
-        assert files.packer.claimable_files(0) == MAX_OPENING
-        job = files.job(result=hang)
-        job.next_index = 8  # a batch of requests
-        files.files.finish(job, files.note)
-    assert files.packer.claimable_files(0) == 0
-    hang.let_go(1)
-    files.wait_for_reports(1)
-    assert files.packer.claimable_files(0) == MAX_OPENING
-    hang.let_go(MAX_OPENING)
-
-
-def test_what_is_closed_is_let_go_of_at_once(files: Files) -> None:
-    """The worker's callbacks refer to each other: what they still hold waits for the garbage collector."""
-    gc.disable()
-    try:
-        job = files.open(FileTask(result=lambda: "written"))
-        files.wait_for_reports(1)
-        opened = weakref.ref(job.open_task)
-        files.files.finish(job, files.note)
-        files.wait_for_reports(2)
-        files.reports.clear()
-        files.close(job)
-        wait_until(lambda: opened() is None)
-    finally:
-        gc.enable()
 
 
 def plan(workers: Workers, folder: Path, name: str, rows: int) -> str:
@@ -339,66 +219,3 @@ def test_a_planning_that_hangs_ends_by_name_whatever_its_own_timeout(
     failure = str(workers.result(planning).exc_string)
     assert "FileTimeout: planning went on without a sign of life for more than 0.5 s" in failure
     assert workers.result(bulk.enqueue("tests.worker.functions.add", 1, 2)).return_value == 3
-
-
-def test_a_shard_that_opens_keeps_no_prompt_waiting_and_its_runs_next_ones_in_the_queue(
-    workers: Workers, tmp_path: Path
-) -> None:
-    """Also shards of which nothing says that they are some."""
-    run = plan(workers, tmp_path, "in", rows=40)
-    for shard in range(40):
-        workers.redis.hset(f"rq:job:{shard_job_id(run, shard)}", "sequences", 1000)
-    for shard in range(20, 40):
-        workers.redis.hdel(f"rq:job:{shard_job_id(run, shard)}", "tokenmill_kind")
-    gate = tmp_path / "gate"
-    workers.start(
-        queues=("bulk",), worker_class="tests.worker.slow_files.GatedOpenWorker", OPEN_GATE=str(gate)
-    )
-    bulk = workers.queue("bulk")
-    wait_until(lambda: len(bulk.job_ids) < 40)
-    for text in ("a", "b"):
-        prompt = bulk.enqueue("jobs.complete", text, max_tokens=1)
-        assert text_of(workers.result(prompt)) == f"echo:{text}"
-    wait_until(lambda: len(bulk.job_ids) >= 40 - MAX_OPENING)
-    assert bulk.job_ids == sorted(bulk.job_ids)
-    gate.touch()
-    wait_until((tmp_path / "in" / "_SUCCESS").exists)
-
-
-def test_a_disk_slower_than_the_model_leaves_further_shards_to_other_workers_and_prompts_go_on(
-    workers: Workers, tmp_path: Path
-) -> None:
-    """What is answered and not yet written fills the memory, and is repeated where the worker dies."""
-    plan(workers, tmp_path, "in", rows=100)
-    gate, parts = tmp_path / "gate", tmp_path / "in"
-    settings = {"TOKENMILL_MAX_NUM_SEQS": "8", "TOKENMILL_PREFETCH": "8", "WRITE_GATE": str(gate)}
-    workers.start(queues=("bulk",), worker_class="tests.worker.slow_files.GatedWriteWorker", **settings)
-    bulk = workers.queue("bulk")
-    wait_until(lambda: len(bulk.job_ids) <= 100 - 8)
-    for text in ("a", "b"):
-        prompt = bulk.enqueue("jobs.complete", text, max_tokens=1)
-        assert text_of(workers.result(prompt)) == f"echo:{text}"
-    assert not list(parts.glob("part-*"))
-    workers.start(queues=("bulk",))
-    wait_until(lambda: len(list(parts.glob("part-*"))) >= 100 - 2 * 8 - 2 * MAX_OPENING)
-    gate.touch()
-    wait_until((parts / "_SUCCESS").exists)
-
-
-def test_two_shards_whose_prompts_exceed_the_memory_together_are_opened_though_their_store_is_slow(
-    redis: Redis, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    context = JobContext(redis, "bulk", "job", "execution", (str(tmp_path.resolve()),), MODEL)
-    rows, memory = 10 << 10, ShardBytes(16 << 20)
-    for name in ("a", "b"):
-        pq.write_table(pa.table({"prompt": [name * 1024 + str(row) for row in range(rows)]}), tmp_path / name)
-        score_parquet(context, str(tmp_path / name), str(tmp_path / f"{name}-out"), rows_per_shard=rows)
-    monkeypatch.setattr(LocalFiles, "stat", slow(LocalFiles.stat, 0.05))
-    context = replace(context, shard_bytes=memory)
-    jobs = [files.open(shard_task(*job.args, **job.kwargs), context) for job in queued_jobs(redis)]
-    for number in range(1, 3):
-        files.try_until(number)
-        job = jobs[files.reports[-1][0]]
-        assert isinstance(job.open_task, ShardWork)
-        list(job.open_task.requests())  # its prompts are the engine's from here on
-        files.close(job)

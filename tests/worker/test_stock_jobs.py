@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import pytest
 from redis import Redis
 from rq import Callback, Queue, Retry
 from rq.job import Dependency, JobStatus
@@ -101,29 +100,9 @@ def test_a_stock_worker_that_lives_keeps_its_job_beside_ours(workers: Workers) -
     assert len(job.results()) == 1
 
 
-@pytest.mark.parametrize("status", ["queued", "finished"])
-def test_a_stale_copy_that_was_saved_hides_no_abandoned_job(workers: Workers, status: str) -> None:
+def test_a_stale_copy_that_was_saved_hides_no_abandoned_job(workers: Workers) -> None:
     job = workers.queue("bulk").enqueue(F + "die_at_first", "key")
     kill_stock_workers(workers, 1)
-    job.set_status(status)
+    job.set_status(JobStatus.FINISHED)
     workers.burst(queues=("bulk",))
     assert job.get_status() == JobStatus.FAILED
-
-
-def test_an_abandoned_job_that_was_enqueued_again_runs_once(workers: Workers) -> None:
-    job = workers.queue("bulk").enqueue(F + "die_at_first", "key", job_id="same")
-    kill_stock_workers(workers, 1)
-    workers.queue("bulk").enqueue(F + "die_at_first", "key", job_id="same")
-    workers.burst(queues=("bulk",))
-    assert [result.type.name for result in job.results()] == ["SUCCESSFUL"]
-    assert workers.redis.get("key") == b"2"
-
-
-def test_a_callback_outside_the_allow_list_is_not_called_for_an_abandoned_job(workers: Workers) -> None:
-    job = workers.queue("bulk").enqueue(
-        F + "die_at_first", "key", retry=Retry(max=1), on_failure=Callback("tests.worker.poison.touch")
-    )
-    kill_stock_workers(workers, 1)
-    workers.burst(queues=("bulk",))
-    assert job.get_status() == JobStatus.FAILED, "its callback refuses it when it runs again"
-    assert "not on this worker's allow list" in str(workers.result(job).exc_string)

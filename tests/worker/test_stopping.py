@@ -8,11 +8,20 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rq.command import send_shutdown_command
 from rq.job import JobStatus
 
 from jobs.common.keys import WORKER_STATS_TTL_S
 from jobs.watch.samples import read_samples, worker_names
-from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until, wait_until_started
+from tests.rq_workers import (
+    Workers,
+    leftovers,
+    signal_until_it_ends,
+    stats_of,
+    text_of,
+    wait_until,
+    wait_until_started,
+)
 
 F = "tests.worker.functions."
 
@@ -29,7 +38,7 @@ def test_a_worker_that_drains_says_so_in_its_log_in_rq_info_and_in_its_key(
     wait_until(lambda: stats_of(workers, "w").get("state") == "draining")
     shown = workers.rq("info", "--raw", "-w", "worker.BatchWorker")
     assert ") draining high, bulk" in shown.partition("worker w ")[2]
-    assert "draining" in workers.rq("info", "--by-queue")
+    late = workers.queue("bulk").enqueue("jobs.complete", "b", max_tokens=1)
     assert (
         "stopping: 2 jobs that have begun are finished, 0 that have not are given back now, nothing more is "
         "claimed; what still runs is given back at a second signal"
@@ -38,6 +47,7 @@ def test_a_worker_that_drains_says_so_in_its_log_in_rq_info_and_in_its_key(
     assert process.wait(timeout=60) == 0
     assert [text_of(workers.result(job)) for job in jobs] == [f"echo:{gate}"] * 2
     assert stats_of(workers, "w")["state"] == "stopped"
+    assert late.get_status() == JobStatus.QUEUED
 
 
 def test_what_has_not_begun_is_given_back_at_once_and_in_order(workers: Workers, tmp_path: Path) -> None:
@@ -92,14 +102,6 @@ def test_shards_that_are_handed_back_are_done_by_others_and_their_rows_once(
     assert leftovers(workers.redis, "bulk") == []
 
 
-def test_a_worker_with_nothing_left_to_do_does_not_wait_for_its_time_to_drain(workers: Workers) -> None:
-    process = workers.start("--name", "w", TOKENMILL_DRAIN_S="600")
-    wait_until(lambda: stats_of(workers, "w").get("state") == "idle")
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 0
-    assert stats_of(workers, "w")["state"] == "stopped"
-
-
 def test_a_worker_that_loads_is_listed_as_that_for_as_long_as_it_may_take_and_a_signal_ends_it_at_once(
     workers: Workers, tmp_path: Path
 ) -> None:
@@ -116,17 +118,37 @@ def test_a_worker_that_loads_is_listed_as_that_for_as_long_as_it_may_take_and_a_
     assert worker_names(workers.redis) == []
 
 
-def test_a_signal_that_loading_code_keeps_to_itself_ends_the_worker_before_it_serves(
-    workers: Workers, tmp_path: Path
-) -> None:
-    loading, job = tmp_path / "loading", workers.queue("high").enqueue("jobs.complete", prompt="x")
-    process = workers.start(worker_class="tests.worker.slow_files.DeafLoadingWorker", LOADING=str(loading))
-    assert process.wait(timeout=60) == 0
-    assert loading.exists()
-    assert job.get_status() == JobStatus.QUEUED
-
-
 @pytest.mark.usefixtures("new_interpreters")
 def test_a_signal_while_the_worker_imports_its_own_modules_ends_it_at_once(workers: Workers) -> None:
     process = workers.start(worker_class="tests.worker.slow_files.SignalledWhileImporting")
     assert process.wait(timeout=60) == 0, workers.log(process)
+
+
+def test_a_second_signal_gives_back_what_runs(workers: Workers) -> None:
+    jobs = [workers.queue("bulk").enqueue("jobs.complete", "hang") for _ in range(3)]
+    process = workers.start("--name", "w")
+    wait_until_started(*jobs)
+    assert signal_until_it_ends(process, signal.SIGINT) == 0
+    assert [job.get_status() for job in jobs] == [JobStatus.QUEUED] * 3
+    assert workers.queue("bulk").job_ids == [job.id for job in jobs]
+    assert leftovers(workers.redis, "bulk") == []
+
+
+def test_the_shutdown_command_is_a_warm_shutdown(workers: Workers) -> None:
+    process = workers.start("--name", "w")
+    wait_until(lambda: workers.redis.exists("tokenmill:worker:w"))
+    send_shutdown_command(workers.redis, "w")
+    assert process.wait(timeout=60) == 0
+
+
+def test_max_jobs_is_kept_also_when_many_wait(workers: Workers) -> None:
+    jobs = [workers.queue("bulk").enqueue("jobs.complete", f"p{i}", max_tokens=2) for i in range(20)]
+    process = workers.start("--max-jobs", "7")
+    assert process.wait(timeout=60) == 0
+    assert [job.get_status() for job in jobs] == [JobStatus.FINISHED] * 7 + [JobStatus.QUEUED] * 13
+
+
+def test_max_idle_time_ends_an_idle_worker(workers: Workers) -> None:
+    process = workers.start("--max-idle-time", "1")
+    assert process.wait(timeout=60) == 0
+    assert "idle for 1 seconds" in workers.log(process)

@@ -19,9 +19,6 @@ from opentelemetry.sdk.trace import TracerProvider
 from engine import Completion
 from engine.schedule.sequences.outputs import RequestMetrics
 from tests.rq_workers import Workers, wait_until
-from worker.io_thread.held.held_jobs import _moment
-from worker.settings import SettingsError, WorkerSettings
-from worker.traces import otel
 from worker.traces.job_trace import TracedEnd
 from worker.traces.otel import OtelTraces
 
@@ -154,22 +151,6 @@ def test_a_job_is_one_tree_of_spans_below_its_producers(traces: OtelTraces, coll
     assert SECRET.encode() not in b"".join(collector.bodies)
 
 
-@pytest.mark.parametrize("is_function", [False, True])
-def test_names_that_no_collector_can_be_sent_lose_no_span(collector: Collector, is_function: bool) -> None:
-    """A lone surrogate is in what JSON, an exception's class or a worker's name may hold."""
-    exporter = OTLPSpanExporter(endpoint=f"{collector.url}/v1/traces")
-    traces = OtelTraces("node\ud800", "m\udcff", "1", begins=False, exporter=exporter)
-    how = {"outcome": "failed", "reason": "Bad\ud800Error", "is_function": is_function}
-    spans = sent(traces, collector, function="user.f\udfff", job_id="one\ud800", queue="bulk\ud800", **how)
-    assert len(spans) == (5 if is_function else 7)
-    (root,) = [span for span in spans if span.parent_span_id.hex() == PARENT]
-    assert (root.name, root.status.message) == ("user.f\\udfff", "Bad\\ud800Error")
-    found = values(root)
-    assert (found["error.type"], found["messaging.message.id"]) == ("Bad\\ud800Error", "one\\ud800")
-    assert found["messaging.destination.name"] == "bulk\\ud800"
-    assert collector.resources[0]["service.instance.id"] == "node\\ud800"
-
-
 def test_a_job_that_fails_says_by_what_and_clocks_that_differ_turn_no_span_around(
     traces: OtelTraces, collector: Collector
 ) -> None:
@@ -183,30 +164,11 @@ def test_a_job_that_fails_says_by_what_and_clocks_that_differ_turn_no_span_aroun
 
 
 @pytest.mark.parametrize(
-    ("written", "read"),
-    [
-        (b"2026-11-23T04:00:00.000000Z", 1795406400.0),
-        (b"1970-01-01T00:00:00Z", 0.0),
-        (b"0001-01-01T00:00:00Z", None),
-        (b"2026-11-23T04:00:00", None),
-        (b"\xff", None),
-    ],
-)
-def test_a_date_that_no_span_can_have_is_none(written: bytes, read: float | None) -> None:
-    """OTLP has no time before 1970: of one such job no span of its whole batch would be sent."""
-    assert _moment(written) == read
-
-
-@pytest.mark.parametrize(
     "meta",
     [
-        {},
         None,
-        [1],
         UNSAMPLED,
-        {"traceparent": 7},
         {"traceparent": "x" * 10_000},
-        {"traceparent": "00-0-0-01"},
     ],
 )
 def test_without_a_producers_word_or_against_it_nothing_is_traced(traces: OtelTraces, meta: Any) -> None:
@@ -231,23 +193,6 @@ def test_where_all_are_traced_a_job_begins_a_trace_and_its_children_are_of_it(
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
     never = OtelTraces("node-1", "m", "1", begins=True, exporter=exporter)
     assert never.begin(EXECUTION, META) is None
-
-
-def test_a_collector_that_does_not_answer_costs_the_spans_alone(
-    collector: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(otel, "FLUSH_S", 0.1)
-    collector.close()
-    exporter = OTLPSpanExporter(endpoint=f"{collector.url}/v1/traces")
-    dead = OtelTraces("node-1", "m", "1", begins=False, exporter=exporter)
-    assert sent(dead, collector) == []
-
-
-def test_what_is_to_be_traced_is_one_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOKENMILL_MODEL", "m")
-    monkeypatch.setenv("TOKENMILL_TRACES", "some")
-    with pytest.raises(SettingsError, match="'off', 'producers' or 'all'"):
-        WorkerSettings.load()
 
 
 def test_a_prompt_and_a_run_are_traced_by_a_real_worker(

@@ -68,9 +68,7 @@ class Batch:
         self.orders: SimpleQueue[Any] = SimpleQueue()
         self.loop = EngineLoop(self.engine, self.orders, self._take)
         self.done: dict[str, Completion] = {}
-        self.sent: list[str] = []
         self.ran: list[set[str]] = []
-        self.admitted: list[str] = []
         self._rng = np.random.default_rng(0)
         self._numbers = count()
         self._watch()
@@ -80,10 +78,8 @@ class Batch:
         schedule = scheduler.schedule
 
         def watched() -> Any:
-            running = {seq.request_id for seq in scheduler.running}
             batch = schedule()
             self.ran.append({seq.request_id for seq in batch.seqs})
-            self.admitted += [seq.request_id for seq in batch.prefills if seq.request_id not in running]
             return batch
 
         scheduler.schedule = watched  # type: ignore[method-assign]
@@ -95,16 +91,10 @@ class Batch:
     def claim(self, lane: int, prompt_tokens: int, max_tokens: int) -> str:
         """Send a prompt as the I/O thread does when it has claimed it."""
         request_id = f"{'hb'[lane]}{next(self._numbers)}"
-        self.sent.append(request_id)
         prompt = [int(token) for token in self._rng.integers(10, 500, prompt_tokens)]
         sampling = {"max_tokens": max_tokens, "ignore_eos": True}
         self.orders.put(Add(request_id, prompt, None, sampling, lane))
         return request_id
-
-    def unfinished(self, kind: str) -> list[str]:
-        """What was sent and is not done, of the high lane ("h") or the bulk lane ("b")."""
-        self.sent = [name for name in self.sent if name not in self.done]
-        return [name for name in self.sent if name.startswith(kind)]
 
     def step(self) -> None:
         assert self.loop.turn()
@@ -148,44 +138,3 @@ def test_an_urgent_prompt_is_in_the_step_after_its_claim_and_in_every_one_until_
             fill(batch, lengths)
         assert all(urgent in ran for ran in batch.ran[first : first + tokens])
         assert batch.engine.stats().num_preemptions > preempted
-
-
-def test_bulk_gets_one_admission_in_twenty_under_a_flood_of_urgent_prompts(overlap: bool) -> None:
-    batch = Batch(num_blocks=SLOTS * 8, overlap=overlap)
-    for _ in range(200):
-        while len(batch.unfinished("b")) < 4:
-            batch.claim(BULK, 40, max_tokens=20)
-        while len(batch.unfinished("h")) < 2 * SLOTS:
-            batch.claim(HIGH, 30, max_tokens=8)
-        batch.step()
-    firsts = list(dict.fromkeys(batch.admitted))
-    places = [place for place, name in enumerate(firsts) if name.startswith("b")]
-    assert max(np.diff([0, *places])) <= 20
-    assert sum(name.startswith("b") for name in batch.done) >= len(batch.done) // 20 - 4
-
-
-@pytest.mark.parametrize(("blocks_per_slot", "what"), [(12, "slots"), (6, "blocks")])
-def test_urgent_prompts_make_bulk_work_compute_a_tenth_again_at_most(
-    blocks_per_slot: int, what: str, overlap: bool
-) -> None:
-    """Every tenth step brings an urgent prompt that takes a slot and blocks from bulk for sixteen steps."""
-
-    def again_and_needed(urgent_every: int | None) -> tuple[int, int]:
-        """Tokens that bulk sequences computed more than once, and those they had to compute."""
-        batch = Batch(num_blocks=SLOTS * blocks_per_slot, overlap=overlap)
-        lengths = (50 + n * 37 % 101 for n in count())
-        for step in range(800):
-            fill(batch, lengths)
-            if urgent_every and step % urgent_every == 0:
-                batch.claim(HIGH, 60, max_tokens=16)
-            batch.step()
-        stats = batch.engine.stats()
-        ended = {name: done.num_prompt_tokens + len(done.token_ids) - 1 for name, done in batch.done.items()}
-        running = sum(seq.num_computed_tokens for seq in batch.engine._scheduler.running)
-        again = stats.prefill_tokens + stats.decode_tokens - sum(ended.values()) - running
-        return again, running + sum(tokens for name, tokens in ended.items() if name.startswith("b"))
-
-    calm, needed = again_and_needed(None)
-    assert calm <= 0.05 * needed
-    again, needed = again_and_needed(10)
-    assert 0 < again - calm <= 0.1 * needed
