@@ -18,7 +18,7 @@ JobsError
     │   ├── CorruptParquet     a file is not readable Parquet
     │   ├── CorruptTable       a file is not readable in its other format
     │   ├── MixedFormats       the files of a run have several formats
-    │   ├── FooterTooLarge     a Parquet file describes more row groups and columns than are read
+    │   ├── TableNotRead       a file takes more to read than a child process may, or ends it
     │   ├── SchemaMismatch     input files, or columns of one file, contradict each other
     │   ├── MissingColumn      a named column is not in the input
     │   ├── WrongColumnType    a column cannot be rendered as a prompt
@@ -223,12 +223,12 @@ class MixedFormats(InputError):
     )
 
 
-class FooterTooLarge(InputError):
-    """Raised when a Parquet file describes too much: (path, what its footer has or does, what is allowed)."""
+class TableNotRead(InputError):
+    """Raised when a file takes more to be read than it may: (path, what reading it did)."""
 
     message = (
-        "{0}: its footer {1}, more than {2}: write the file anew with larger row groups or fewer columns, or "
-        "as several files"
+        "{0}: reading it {1}: write it anew with shorter values, smaller pages or fewer columns, or raise "
+        "the worker's setting TOKENMILL_MAX_SHARD_BYTES"
     )
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from ..common.shown import shown
 from ..context.shard_bytes import DEFAULT_BYTES
@@ -27,15 +26,10 @@ from ..runs.refusals import InputBeingWritten
 from .added_columns import with_added_fields
 from .filesystem import FileStat
 from .fingerprint import file_fingerprint
-from .footer import MAX_FOOTER_BYTES, check_footer
-from .footer_cost import MAX_FOOTER_ITEMS
-from .formats.arrow_decoder import look_at_arrow
 from .formats.kinds import Kind, arrow_type, merged, text_kind
 from .formats.line_scan import read_header, repeated_rows, scan_lines
-from .storage import Storage, reading
-
-#: Bytes read at once of each column: without a limit pyarrow holds a whole row group's compressed columns.
-READ_BYTES = 1 << 16
+from .storage import Storage
+from .table_reading import Table, look_at
 
 #: Of a file to which others write, before it is told.
 MAX_LOOKS = 3
@@ -83,8 +77,8 @@ def read_inputs(
     """Look at each file: at its footer or its record batches, or at all lines; and at its fingerprint.
 
     check_interrupted: called before each file, and before lines; what it raises ends the reading. limit: see
-    parquet_file. max_rows: files behind that many rows are left out, and not looked at. input_format: where
-    names do not tell it. Raises CorruptParquet, CorruptTable, FooterTooLarge, MixedFormats, SchemaMismatch
+    look_at. max_rows: files behind that many rows are left out, and not looked at. input_format: where
+    names do not tell it. Raises CorruptParquet, CorruptTable, TableNotRead, MixedFormats, SchemaMismatch
     when the files differ, or ColumnConflict for the filename column.
     """
     file_format = one_format((file.named or file.path for file in found), input_format)
@@ -115,7 +109,7 @@ def read_columns(
     """Return what a look at the first file alone tells of the run's columns, the added ones included.
 
     None for lines of text, whose columns are known when all were read; but a CSV file's header is looked at.
-    limit: see parquet_file. Raises CorruptParquet, CorruptTable, FooterTooLarge, MixedFormats, SchemaMismatch
+    limit: see look_at. Raises CorruptParquet, CorruptTable, TableNotRead, MixedFormats, SchemaMismatch
     when the folders differ, or ColumnConflict for the filename column.
     """
     file_format = one_format((file.named or file.path for file in found), input_format)
@@ -190,45 +184,6 @@ def _check_unchanged(storage: Storage, file: PlannedFile, fingerprint: Fingerpri
         raise InputChanged(file.path, f"it has the same {file.size} bytes, but other contents")
 
 
-@contextmanager
-def open_parquet(storage: Storage, path: str, limit: int = DEFAULT_BYTES) -> Iterator[Any]:
-    """Open a file as pyarrow's ParquetFile; what the body reads from it raises CorruptParquet as well.
-
-    limit: see parquet_file.
-    """
-    with open_source(storage, path, limit=limit) as (_, file):
-        yield file
-
-
-@contextmanager
-def open_source(
-    storage: Storage, path: str, footer: Any = None, limit: int = DEFAULT_BYTES
-) -> Iterator[tuple[Any, Any]]:
-    """Open a file as open_parquet does; yield it as it is, too. footer, limit: see parquet_file."""
-    with reading(path), storage.open_input(path) as source, parquet_file(path, source, footer, limit) as file:
-        yield source, file
-
-
-@contextmanager
-def parquet_file(path: str, source: Any, footer: Any = None, limit: int = DEFAULT_BYTES) -> Iterator[Any]:
-    """Read what is open at a path as pyarrow's ParquetFile.
-
-    footer: the file's FileMetaData where it was parsed before. limit: bytes that one takes in memory.
-    Raises FooterTooLarge beyond it, CorruptParquet, and whatever pyarrow raises.
-    """
-    if footer is None:
-        check_footer(path, source, limit)
-    with pq.ParquetFile(
-        source,
-        metadata=footer,
-        buffer_size=READ_BYTES,
-        pre_buffer=False,
-        thrift_string_size_limit=MAX_FOOTER_BYTES,
-        thrift_container_size_limit=MAX_FOOTER_ITEMS,
-    ) as file:
-        yield file
-
-
 def _read_footers(
     storage: Storage,
     found: Sequence[FoundFile],
@@ -265,16 +220,11 @@ def _read_footer(
 def _look_at_footer(
     storage: Storage, path: str, stat: FileStat, file_format: str, limit: int
 ) -> tuple[PlannedFile, list[tuple[int, int]], pa.Schema]:
+    found = look_at(storage, path, Table(file_format), limit)
+    schema, groups = found.schema, found.groups
     if file_format == ARROW:
-        with reading(path, file_format), storage.open_input(path) as source:
-            messages, schema = look_at_arrow(path, source)
-        counts = [each.rows or 0 for each in messages.batches]
-        groups = [(rows, stat.size * rows // max(1, sum(counts))) for rows in counts]
-    else:
-        with open_parquet(storage, path, limit) as file:
-            schema, metadata = file.schema_arrow, file.metadata
-            found = map(metadata.row_group, range(metadata.num_row_groups))
-            groups = [(group.num_rows, group.total_byte_size) for group in found]
+        all_rows = sum(rows for rows, _ in groups)
+        groups = [(rows, stat.size * rows // max(1, all_rows)) for rows, _ in groups]
     twice = [name for name, count in Counter(schema.names).items() if count > 1]
     if twice:
         raise SchemaMismatch(path, f"it has two columns named {twice[0]!r}")

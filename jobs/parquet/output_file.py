@@ -14,17 +14,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..errors import CorruptParquet, PartDamaged
+from ..errors import CorruptParquet, PartDamaged, TableNotRead
 from ..prompts.batch_lines import output_line
 from ..runs.formats import ARROW, CSV, JSONL, OPENAI_BATCH, PARQUET
 from ..runs.plan import Plan
-from .inputs import open_parquet
+from .column_choice import ALL_COLUMNS, ColumnChoice
 from .part import OWN_KEYS
 from .row_values import RowProblem, row_values
 from .storage import Storage
-
-#: Rows that are read, and for a format of lines are Python's, at a time.
-BATCH_ROWS = 1024
+from .table_reading import TableReading, look_at
 
 #: What a row group of the file holds: parts of a thousand short rows are put together.
 GROUP_BYTES, GROUP_ROWS = 1 << 25, 1 << 17
@@ -74,7 +72,7 @@ def _part_rows(storage: Storage, plan: Plan) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a run's parts in order. Raises PartDamaged."""
     for shard in range(len(plan.shards)):
         with open_part(storage, plan, shard) as file:
-            for batch in file.iter_batches(BATCH_ROWS, use_threads=False):
+            for batch in file.batches():
                 storage.check_interrupted()
                 yield batch
 
@@ -82,19 +80,35 @@ def _part_rows(storage: Storage, plan: Plan) -> Iterator[pa.RecordBatch]:
 def _schema(storage: Storage, plan: Plan) -> pa.Schema:
     """Return what all parts have: the first one's, without its statistics, which are of its rows alone."""
     with open_part(storage, plan, 0) as file:
-        schema = file.schema_arrow
+        schema = file.schema
     kept = {key: value for key, value in (schema.metadata or {}).items() if key not in OWN_KEYS}
     return schema.with_metadata(kept or None)
 
 
+class PartRows:
+    """A part that is there. schema: with its statistics."""
+
+    def __init__(self, storage: Storage, path: str) -> None:
+        self._storage, self._path = storage, path
+        self.schema = look_at(storage, path).schema
+
+    def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+        """Yield its rows in batches. columns: only these."""
+        choice = ALL_COLUMNS if columns is None else ColumnChoice(tuple(columns))
+        reading = TableReading(self._storage, self._path, choice)
+        try:
+            yield from reading.batches()
+        finally:
+            reading.close()
+
+
 @contextmanager
-def open_part(storage: Storage, plan: Plan, shard: int) -> Iterator[Any]:
-    """Open a part as pyarrow's ParquetFile. Raises PartDamaged, also for what the body cannot read."""
+def open_part(storage: Storage, plan: Plan, shard: int) -> Iterator[PartRows]:
+    """Lend a part. Raises PartDamaged, also for what the body cannot read."""
     path = plan.part_path(shard)
     try:
-        with open_parquet(storage, path) as file:
-            yield file
-    except CorruptParquet as error:
+        yield PartRows(storage, path)
+    except (CorruptParquet, TableNotRead) as error:
         raise PartDamaged(path, f"not readable as Parquet: {error.args[1]}") from error
 
 
@@ -104,9 +118,9 @@ def part_rows(
     """Yield the rows of a part, with their numbers in the run. only: these rows. Raises PartDamaged."""
     start = plan.first_row(shard)
     with open_part(storage, plan, shard) as file:
-        if absent := set(columns) - set(file.schema_arrow.names):
+        if absent := set(columns) - set(file.schema.names):
             raise PartDamaged(plan.part_path(shard), f"it has no column {min(absent)!r}")
-        for batch in file.iter_batches(BATCH_ROWS, columns=list(columns), use_threads=False):
+        for batch in file.batches(columns):
             storage.check_interrupted()
             numbers: Sequence[int] = range(start, start + batch.num_rows)
             start += batch.num_rows

@@ -9,13 +9,13 @@ from ..context.shard_bytes import ShardBytes
 from ..runs.plan import Plan
 from .added_columns import with_added_values
 from .column_choice import ColumnChoice
-from .decoders import Table
 from .formats.problems import split_problems
 from .prompt_source import PromptSource, render_rows
 from .row_reader import RowReader
 from .row_values import RowProblem
 from .shard_texts import ShardTexts
 from .storage import Storage
+from .table_reading import Table
 
 
 def rendered_shards(
@@ -38,7 +38,7 @@ def rendered_shards(
                 if reader is not None:
                     reader.close()
                 table = Table.of(plan, planned)
-                reader = RowReader(storage, planned.path, shard, choice, used=choice, table=table)
+                reader = RowReader(storage, planned.path, shard, choice, table)
                 file = shard.file
             texts = ShardTexts(planned.path, source.columns, ShardBytes(context.shard_bytes.limit))
             for batch in reader.read(shard, context.check_interrupted):

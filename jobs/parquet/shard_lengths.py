@@ -12,11 +12,11 @@ from ..errors import RunError
 from ..runs.plan import Plan, PlannedFile
 from ..runs.shard_sizes import ShardSizes
 from .column_choice import ColumnChoice
-from .decoders import Table
 from .inputs import Inputs
 from .prompt_source import PromptSource
 from .row_reader import RowReader
 from .storage import Storage
+from .table_reading import Table
 
 #: Input of at most so many bytes, unpacked, is read: in less than a second.
 MAX_READ_BYTES = 1 << 25
@@ -87,7 +87,7 @@ def _read(context: JobContext, storage: Storage, plan: Plan, source: PromptSourc
                 planned = plan.files[shard.file]
                 table = Table.of(plan, planned)
                 reader, file = (
-                    RowReader(storage, planned.path, shard, choice, used=choice, table=table),
+                    RowReader(storage, planned.path, shard, choice, table),
                     shard.file,
                 )
             batches = reader.read(shard, context.check_interrupted)

@@ -30,8 +30,7 @@ from ..tasks import Completion, OpenTask, Request
 from .added_columns import with_added_fields, with_added_values
 from .batch_requests import BatchRequests
 from .chain import Chain
-from .column_choice import ColumnChoice, kept, used
-from .decoders import Table
+from .column_choice import ColumnChoice, kept
 from .filesystem import FileStat
 from .fingerprint import file_fingerprint
 from .formats.problems import split_problems
@@ -39,7 +38,6 @@ from .inputs import unchanged
 from .part import embedding_size, output_schema, part_stats, with_answers, write_part
 from .plan_file import load_plan
 from .prompt_source import PromptSource, render_rows
-from .read_room import ReadRoom
 from .row_reader import RowReader
 from .row_values import RowProblem
 from .run_folder import RunFolder
@@ -49,6 +47,7 @@ from .shard_requests import ShardRequests
 from .shard_texts import ShardTexts
 from .sources import read_source
 from .storage import Storage
+from .table_reading import Table
 
 
 class ShardWork(OpenTask):
@@ -308,16 +307,14 @@ class ShardWork(OpenTask):
 
         Raises InputChanged when the file is not the one that was planned, or no longer when the body ends.
         """
-        spec = self._folder.plan.spec
-        in_use = used(spec, self._source.columns, self._added)
         own = self._folder.plan.run if self._folder.plan.columns else None  # its view of what lines hold
-        key = ReaderKey(self._planned_file.path, (file.size, file.mtime_ns), (columns, in_use, own))
-        room = ReadRoom(self._held, self._files.close_idle)
+        key = ReaderKey(self._planned_file.path, (file.size, file.mtime_ns), (columns, own))
         storage, shard, plan = self._folder.storage, self._shard, self._folder.plan
         table = Table.of(plan, file)
 
-        def open_reader(footer: Any) -> RowReader:
-            return RowReader(storage, file.path, shard, columns, footer, room, in_use, table)
+        def open_reader() -> RowReader:
+            make_room = self._files.close_idle
+            return RowReader(storage, file.path, shard, columns, table, self._held, make_room=make_room)
 
         def fingerprint(state: FileStat) -> str:
             return self._files.fingerprint(

@@ -11,10 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ...errors import CorruptTable, SchemaMismatch, ShardTooLarge
+from ...errors import CorruptTable, SchemaMismatch
 from ..column_choice import ColumnChoice
-from ..read_room import ReadRoom
-from ..row_bounds import BATCH_ROWS, PAGES_TIMES
 from .arrow_messages import Message, Messages, read_messages
 
 #: Types that few readers know, and what takes their place.
@@ -53,51 +51,29 @@ def look_at_arrow(path: str, source: Any) -> tuple[Messages, pa.Schema]:
 class ArrowDecoder:
     """Decodes an open file once, from a record batch to its end.
 
-    source: the caller closes it. columns: those that are read. footer: of another decoder of
-    the same file. room: where a record batch is reserved before it is read.
+    source: the caller closes it. columns: those that are read. rows: of a batch at most.
     """
 
-    row_bytes, widest = 0.0, ""
-
-    def __init__(self, path: str, source: Any, columns: ColumnChoice, footer: Any, room: ReadRoom) -> None:
-        self._path, self._source, self._room = path, source, room
-        #: The file's messages and schema.
-        self.footer: tuple[Messages, pa.Schema] = footer or look_at_arrow(path, source)
-        self._messages = self.footer[0]
-        self.schema = self.footer[1]
+    def __init__(self, path: str, source: Any, columns: ColumnChoice, rows: int) -> None:
+        self._path, self._source, self._rows = path, source, rows
+        self._messages, self.schema = look_at_arrow(path, source)
         self._names = columns.of(self.schema.names) or self.schema.names
 
-    def batch_bytes(self, batch: pa.RecordBatch) -> int:
-        """Return what a batch takes of buffers that others may share."""
-        return int(batch.nbytes)
-
     def batches(self, first_group: int) -> Iterator[pa.RecordBatch]:
-        """Yield the rows. Raises ShardTooLarge, NoRoomYet, CorruptTable, and whatever pyarrow raises."""
+        """Yield the rows. Raises CorruptTable, and whatever pyarrow raises."""
         wanted = self._messages.batches[first_group:]
-        self._check(wanted)
-        self._room.reserve(self._messages.dictionaries)
         with arrow_damage(self._path):
             for message, batch in zip(wanted, self._read(first_group, wanted), strict=True):
                 batch.validate(full=True)  # offsets and indices of a file may lead anywhere
                 if batch.num_rows != message.rows:
                     raise ValueError(f"a record batch has {batch.num_rows} rows, expected {message.rows}")
-                for start in range(0, batch.num_rows, BATCH_ROWS):
-                    yield self._plain(batch.slice(start, BATCH_ROWS))
-
-    def _check(self, wanted: Sequence[Message]) -> None:
-        limit = PAGES_TIMES * self._room.limit
-        most = max((each.size for each in wanted), default=0) + self._messages.dictionaries
-        if most > limit:
-            what = f"a record batch, with the dictionaries, takes {most} bytes"
-            remedy = "write the file with smaller record batches"
-            raise ShardTooLarge(self._path, what, limit, f"{PAGES_TIMES} times ", remedy)
+                for start in range(0, batch.num_rows, self._rows):
+                    yield self._plain(batch.slice(start, self._rows))
 
     def _read(self, first_group: int, wanted: Sequence[Message]) -> Iterator[pa.RecordBatch]:
-        held = self._messages.dictionaries
         if self._messages.is_file:
             file = pa.ipc.open_file(self._source)
-            for number, message in enumerate(wanted, first_group):
-                self._room.reserve(held + 2 * message.size)
+            for number in range(first_group, first_group + len(wanted)):
                 yield file.get_batch(number)
             return
         skipped = {each.offset for each in self._messages.batches[:first_group]}
@@ -106,8 +82,7 @@ class ArrowDecoder:
             pa.PythonFile(_Spliced(self._source, kept), "r") as spliced,
             pa.ipc.open_stream(spliced) as stream,
         ):
-            for message in wanted:
-                self._room.reserve(held + 2 * message.size)
+            for _ in wanted:
                 yield stream.read_next_batch()
 
     def _plain(self, batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -12,7 +12,6 @@ from ...errors import CorruptTable
 from ...runs.formats import HEADED
 from ...runs.plan import Block
 from ..column_choice import ColumnChoice
-from ..read_room import ReadRoom
 from .kinds import Kind, arrow_type, json_array, text_array
 from .lines import lines_from
 from .problems import with_problems
@@ -21,21 +20,13 @@ from .records import Record, records
 #: Rows, and bytes of text, of one batch.
 BATCH_ROWS, BATCH_BYTES = 1024, 1 << 21
 
-#: What reading takes at most: a batch that ends with a long line, as text, as Python's objects and as
-#: Arrow's.
-HELD_BYTES = 1 << 25
-
 
 class LineDecoder:
     """Decodes an open text file once, from a block to its end.
 
     stream: as lines.text_stream lends it; the caller closes it. kinds: of all columns. columns: those that
-    are read. blocks, rows: the plan's; what stands behind these rows was not looked at. room: where what
-    reading takes is reserved.
+    are read. blocks, rows: the plan's; what stands behind these rows was not looked at.
     """
-
-    #: A shard's size is told by its batches alone.
-    row_bytes, widest, footer = 0.0, "", None
 
     def __init__(
         self,
@@ -46,9 +37,8 @@ class LineDecoder:
         columns: ColumnChoice,
         blocks: Sequence[Block],
         rows: int,
-        room: ReadRoom,
     ) -> None:
-        self._path, self._stream, self._format, self._room = path, stream, file_format, room
+        self._path, self._stream, self._format = path, stream, file_format
         self._blocks, self._rows = blocks, rows
         chosen = columns.of(list(kinds))
         #: Name and kind of each column that is read, by its place among all.
@@ -60,14 +50,9 @@ class LineDecoder:
         self._width = len(kinds)
         self.schema = pa.schema([(name, arrow_type(kind)) for name, kind in kinds.items()])
 
-    def batch_bytes(self, batch: pa.RecordBatch) -> int:
-        """Return what a batch takes of buffers that others may share."""
-        return int(batch.nbytes)
-
     def batches(self, first_group: int) -> Iterator[pa.RecordBatch]:
-        """Yield the rows, with their problems behind them. Raises NoRoomYet, CorruptTable, and whatever
+        """Yield the rows, with their problems behind them. Raises CorruptTable, and whatever
         pyarrow raises."""
-        self._room.reserve(HELD_BYTES)
         if not self._blocks:
             return
         block = self._blocks[first_group]
