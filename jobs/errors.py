@@ -274,6 +274,12 @@ class InputChanged(InputError):
     )
 
 
+class ConvertedInputGone(InputError):
+    """Raised when what planning has made of an input is gone: (path, the input's)."""
+
+    message = "{0}, which planning has made of {1}, is gone: submit the run again, which makes it anew"
+
+
 class OutputError(RunError):
     """Base of what can be wrong with a run's output folder."""
 

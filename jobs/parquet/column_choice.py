@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from ..runs.spec import RunSpec
+from .line_problems import PROBLEM
 
 
 class ColumnChoice(NamedTuple):
@@ -17,7 +18,7 @@ class ColumnChoice(NamedTuple):
     def of(self, found: Sequence[str]) -> list[str] | None:
         """Return those of a file's columns that are chosen; None for all."""
         if self.names is not None:
-            return list(self.names)
+            return [*self.names, *(name for name in found if name == PROBLEM)]
         return [name for name in found if name not in self.without] if self.without else None
 
 

@@ -25,6 +25,7 @@ from ..runs.lengths import count_lengths
 from ..runs.part_stats import PartStats
 from ..runs.prompt_steps import ROW_COLUMNS
 from ..runs.spec import RunSpec
+from .row_values import NUMBER
 from .storage import Storage, writing
 from .table_reading import Contents, look_at
 
@@ -106,7 +107,14 @@ def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_si
                 "rename it in the input, in its folders, or as filename_column, leave it out with `drop`, or "
                 "give the added columns another output_prefix",
             )
-    return pa.schema([*map(schema.field, kept), *answers], metadata=schema.metadata)
+    fields = (schema.field(name) for name in kept)
+    return pa.schema([*map(_without_mark, fields), *answers], metadata=schema.metadata)
+
+
+def _without_mark(field: pa.Field) -> pa.Field:
+    """Return a column without what templates alone want to know of it."""
+    metadata = {key: value for key, value in (field.metadata or {}).items() if key not in NUMBER}
+    return field.with_metadata(metadata or None)
 
 
 def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:

@@ -34,6 +34,7 @@ from ..runs.run_index import list_in_index
 from ..runs.shard_jobs import enqueue_shards
 from ..runs.spec import RunSpec, check_queue_name
 from ..runs.state import RunState
+from .converted_inputs import convert_inputs
 from .find_files import find_files
 from .growth import begins_as_planned, by_planned_file, check_as_planned, extended, in_planned_order
 from .inputs import Inputs, read_inputs
@@ -137,10 +138,7 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
         found = find_files(storage, before.input, spec.output, spec.input_format)
     if before is not None and (submission.extend or before.extensions):
         found = in_planned_order(found, before)
-    limit = context.shard_bytes.limit
-    inputs = read_inputs(
-        storage, found, spec.filename_column, context.check_interrupted, limit, spec.limit, spec.input_format
-    )
+    inputs = read_inputs(context, storage, spec, found, before)
     check_columns(spec, inputs.schema, found[0].path)
     known = plan = _agreed_plan(context, storage, spec, inputs, submission.model, before)
     if submission.extend:
@@ -154,6 +152,9 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
     damaged = _check_parts(folder, submission.redo_damaged, context.check_interrupted)
     missing = folder.withdraw_end(damaged, anyway=plan is not known)
     context.check_interrupted()
+    asked_of = {plan.shards[shard].file for shard in missing if plan.shards[shard].rows}
+    limit = context.shard_bytes.limit
+    num_bytes = convert_inputs(storage, plan, asked_of, context.execution_id, limit)
     finished = folder.recount(queue, damaged)  # before any shard runs: from here on the last one knows it is
     how = {"redo_damaged": True} if damaged else {}
     enqueued = 0 if finished else enqueue_shards(context, queue, plan, state, missing, how)
@@ -166,6 +167,7 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
         "shards_enqueued": enqueued,
         "run_finished": finished,
         "already_finished": finished and had_ended,
+        **({"input_bytes": num_bytes} if num_bytes else {}),
         **({"rows_added": plan.rows - known.rows} if submission.extend else {}),
     }
 

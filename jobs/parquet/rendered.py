@@ -9,13 +9,12 @@ from ..context.shard_bytes import ShardBytes
 from ..runs.plan import Plan
 from .added_columns import with_added_values
 from .column_choice import ColumnChoice
-from .formats.problems import split_problems
+from .line_problems import split_problems
 from .prompt_source import PromptSource, render_rows
 from .row_reader import RowReader
 from .row_values import RowProblem
 from .shard_texts import ShardTexts
 from .storage import Storage
-from .table_reading import Table
 
 
 def rendered_shards(
@@ -37,8 +36,7 @@ def rendered_shards(
             if reader is None or shard.file != file or not reader.reaches(shard):
                 if reader is not None:
                     reader.close()
-                table = Table.of(plan, planned)
-                reader = RowReader(storage, planned.path, shard, choice, table)
+                reader = RowReader(storage, plan.rows_path(planned), shard, choice)
                 file = shard.file
             texts = ShardTexts(planned.path, source.columns, ShardBytes(context.shard_bytes.limit))
             for batch in reader.read(shard, context.check_interrupted):

@@ -8,12 +8,11 @@ import pyarrow as pa
 
 from ..context import never_interrupted
 from ..context.shard_bytes import NoRoomYet, ShardBytes
-from ..errors import CorruptParquet, CorruptTable, InputError, ShardTooLarge
-from ..runs.formats import PARQUET
+from ..errors import CorruptParquet, ShardTooLarge
 from ..runs.plan import Shard
 from .column_choice import ALL_COLUMNS, ColumnChoice
 from .storage import Storage
-from .table_reading import PARQUET_TABLE, Table, TableReading
+from .table_reading import TableReading
 
 #: Times its limit that the rows of a shard may stand for in all, batch after batch: each costs time and disk.
 SHARD_TIMES = 16
@@ -28,7 +27,7 @@ class RowReader:
     Parquet cannot be entered in the middle of a row group: a reader per shard would decode a group of a
     million rows for each thousand of them. One that goes on where the last shard ended decodes each row once.
 
-    columns: that are read. table: how it is read. held: where its memory is counted; NoRoomYet is raised
+    columns: that are read. held: where its memory is counted; NoRoomYet is raised
     beside too many other readers. make_room: closes those that nobody uses. Raises as TableReading does.
     """
 
@@ -38,16 +37,15 @@ class RowReader:
         path: str,
         first: Shard,
         columns: ColumnChoice = ALL_COLUMNS,
-        table: Table = PARQUET_TABLE,
         held: ShardBytes | None = None,
         *,
         make_room: Callable[[], None] = lambda: None,
     ) -> None:
-        self._path, self._format, self._held = path, table.input_format, held or ShardBytes()
+        self._path, self._held = path, held or ShardBytes()
         self._reserved = 0
         self._reserve(self._held.limit // READERS, make_room)
         try:
-            self._table = TableReading(storage, path, columns, table, first.first_group, self._held.limit)
+            self._table = TableReading(storage, path, columns, first.first_group, self._held.limit)
         except BaseException:
             self._let_go()
             raise
@@ -111,10 +109,5 @@ class RowReader:
     def _next_batch(self, missing: int) -> pa.RecordBatch:
         batch = next(self._batches, None) if self._left is None else self._left
         if batch is None:
-            raise self._too_few(missing)
+            raise CorruptParquet(self._path, f"{missing} rows fewer than its footer says")
         return batch
-
-    def _too_few(self, missing: int) -> InputError:
-        if self._format == PARQUET:
-            return CorruptParquet(self._path, f"{missing} rows fewer than its footer says")
-        return CorruptTable(self._path, self._format, f"{missing} rows fewer than were planned")

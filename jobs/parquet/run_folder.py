@@ -48,6 +48,7 @@ from ..runs.run_index import list_in_index
 from ..runs.state import RunState
 from ..runs.state_values import PartCount
 from ..runs.told_end import tell_end, tell_shards_failed
+from .converted_inputs import remove_converted
 from .failed_rows import part_reasons
 from .manifest import manifest_of
 from .output_file import write_output
@@ -363,6 +364,9 @@ class RunFolder:
                     return False
                 if not self.storage.rewrite(manifest, text.encode()) or self.storage.stat(claims[-1]) is None:
                     return False  # a store brings a claim back that it writes anew, but not the mark's
+                if self.refresh():
+                    return False
+                remove_converted(self.storage, self.plan)
                 return all(
                     self.storage.replace(claim, target) for claim, target in zip(claims, targets, strict=True)
                 )

@@ -32,9 +32,8 @@ from .batch_requests import BatchRequests
 from .chain import Chain
 from .column_choice import ColumnChoice, kept
 from .filesystem import FileStat
-from .fingerprint import file_fingerprint
-from .formats.problems import split_problems
-from .inputs import unchanged
+from .fingerprint import file_fingerprint, unchanged
+from .line_problems import split_problems
 from .part import embedding_size, output_schema, part_stats, with_answers, write_part
 from .plan_file import load_plan
 from .prompt_source import PromptSource, render_rows
@@ -47,7 +46,6 @@ from .shard_requests import ShardRequests
 from .shard_texts import ShardTexts
 from .sources import read_source
 from .storage import Storage
-from .table_reading import Table
 
 
 class ShardWork(OpenTask):
@@ -307,26 +305,22 @@ class ShardWork(OpenTask):
 
         Raises InputChanged when the file is not the one that was planned, or no longer when the body ends.
         """
-        own = self._folder.plan.run if self._folder.plan.columns else None  # its view of what lines hold
-        key = ReaderKey(self._planned_file.path, (file.size, file.mtime_ns), (columns, own))
-        storage, shard, plan = self._folder.storage, self._shard, self._folder.plan
-        table = Table.of(plan, file)
+        plan, storage, shard = self._folder.plan, self._folder.storage, self._shard
+        key = ReaderKey(self._planned_file.path, (file.size, file.mtime_ns), (columns, plan.rows_path(file)))
 
         def open_reader() -> RowReader:
             make_room = self._files.close_idle
-            return RowReader(storage, file.path, shard, columns, table, self._held, make_room=make_room)
+            return RowReader(storage, plan.rows_path(file), shard, columns, self._held, make_room=make_room)
 
         def fingerprint(state: FileStat) -> str:
-            return self._files.fingerprint(
-                key.path, state, lambda: file_fingerprint(storage, file.path, plan.input_format)
-            )
+            return self._files.fingerprint(key.path, state, lambda: file_fingerprint(storage, file.path))
 
         # The outer one explains why a reader could not open; by the inner one a reader that has seen another
         # file is closed, and not lent on to a shard that finds the planned file in its place again.
         with (
-            unchanged(storage, file, fingerprint),
+            unchanged(storage, plan, file, fingerprint),
             self._files.reader(key, shard, open_reader) as reader,
-            unchanged(storage, file, fingerprint),
+            unchanged(storage, plan, file, fingerprint),
         ):
             yield reader
 

@@ -17,6 +17,7 @@ from ..runs.formats import OPENAI_BATCH
 from ..runs.plan import Plan
 from ..runs.reasons import Reasons
 from ..runs.spec import RunSpec
+from .converted_inputs import converted_for_now
 from .find_files import find_files
 from .inputs import read_inputs
 from .planner import check_columns, new_plan
@@ -67,15 +68,14 @@ def survey_parquet(
     spec.check_sampling(context.check_sampling)
     storage = Storage.of(context)
     found = find_files(storage, spec.input, spec.output, spec.input_format)
-    limit = context.shard_bytes.limit
-    inputs = read_inputs(
-        storage, found, spec.filename_column, context.check_interrupted, limit, spec.limit, spec.input_format
-    )
+    inputs = read_inputs(context, storage, spec, found)
     check_columns(spec, inputs.schema, found[0].path)
     if context.meter is None:
         raise InvalidJob("this process has no engine to count tokens with")
-    survey = _Survey(context, storage, new_plan(context, spec, inputs), context.meter())
-    return survey.take(pick, first, max_rows)
+    plan = new_plan(context, spec, inputs)
+    files = {shard.file for shard in plan.shards if shard.rows}
+    with converted_for_now(storage, plan, files, context.shard_bytes.limit) as (own_storage, own_plan):
+        return _Survey(context, own_storage, own_plan, context.meter()).take(pick, first, max_rows)
 
 
 class _Survey:

@@ -1,9 +1,8 @@
-"""What a child does that reads a run's files: it tells what a file holds, and decodes its rows."""
+"""What a child does that reads Parquet: it tells what a file holds, and decodes its rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
@@ -12,12 +11,7 @@ import pyarrow.parquet as pq
 from sandbox.child import Body, Worker
 
 from ..errors import JobsError
-from ..runs.formats import ARROW, LINES, PARQUET
-from ..runs.plan import Block
 from .column_choice import ColumnChoice
-from .formats.arrow_decoder import ArrowDecoder, look_at_arrow
-from .formats.line_decoder import LineDecoder
-from .formats.lines import text_stream
 from .storage import reading
 
 #: What a batch may take that the worker gets, where it has more than one row.
@@ -35,38 +29,30 @@ Replies = Iterator[tuple[dict[str, Any], Body]]
 
 
 def look(worker: Worker) -> Replies:
-    """Tell what a Parquet or Arrow file holds: its schema, its groups' rows and bytes, its data's bytes."""
-    yield from _named(worker, _look)
+    """Tell what a Parquet file holds: its schema, its groups' rows and bytes, its data's bytes."""
+    yield from named(worker, _look)
 
 
 def read(worker: Worker) -> Replies:
-    """Reply the schema of a file, and then its rows from a group on in batches.
+    """Reply the schema of a Parquet file, and then its rows from a group on in batches.
 
     Of the question, `columns` are those wanted, `skip` rows were had before, and a batch has at most `rows`.
     """
-    yield from _named(worker, _read)
+    yield from named(worker, _read)
 
 
-def _named(worker: Worker, task: Callable[[Mapping[str, Any], Any], Replies]) -> Replies:
+def named(worker: Worker, task: Callable[[Mapping[str, Any], Any], Replies]) -> Replies:
     """Do a task with the open file. What is wrong with the file is a reply."""
     question = worker.question
-    file_format = question["table"]["input_format"]
     fetched = _FetchedFile(worker, question["size"])
     try:
-        with (
-            reading(question["path"], None if file_format == PARQUET else file_format),
-            pa.PythonFile(fetched, "r") as source,
-        ):
+        with reading(question["path"], question["input_format"]), pa.PythonFile(fetched, "r") as source:
             yield from task(question, source)
     except JobsError as error:
         yield {"error": type(error).__name__, "args": error.args}, b""
 
 
 def _look(question: Mapping[str, Any], source: Any) -> Replies:
-    if question["table"]["input_format"] == ARROW:
-        messages, schema = look_at_arrow(question["path"], source)
-        yield {"groups": [(each.rows or 0, 0) for each in messages.batches]}, _serialized(schema)
-        return
     with _parquet_file(source) as file:
         footer = file.metadata
         groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
@@ -81,52 +67,29 @@ def _look(question: Mapping[str, Any], source: Any) -> Replies:
             },
             "stored_bytes": footer.serialized_size + sum(chunk.total_compressed_size for chunk in chunks),
         }
-        yield found, _serialized(file.schema_arrow)
+        yield found, serialized(file.schema_arrow)
 
 
 def _read(question: Mapping[str, Any], source: Any) -> Replies:
-    with _decoder(question, source) as decoder:
-        yield {}, _serialized(decoder.schema)
+    with _parquet_file(source) as file:
+        yield {}, serialized(file.schema_arrow)
         skip = question["skip"]
-        for batch in decoder.batches(question["first_group"]):
+        for batch in _batches(file, question):
             for piece in _pieces(batch.slice(skip)):
                 yield {}, _packed(piece)
             skip = max(0, skip - batch.num_rows)
 
 
-@contextmanager
-def _decoder(question: Mapping[str, Any], source: Any) -> Iterator[Any]:
-    path, table, columns = question["path"], question["table"], ColumnChoice(*question["columns"])
-    file_format, kinds = table["input_format"], dict(table["kinds"])
-    if file_format == PARQUET:
-        with _parquet_file(source) as file:
-            yield _ParquetDecoder(file, columns, question["rows"])
-    elif file_format in LINES:
-        blocks = [Block(*each) for each in table["blocks"]]
-        with text_stream(source) as stream:
-            yield LineDecoder(path, stream, file_format, kinds, columns, blocks, table["rows"])
-    else:
-        yield ArrowDecoder(path, source, columns, question["rows"])
-
-
-class _ParquetDecoder:
-    """Decodes an open file, at most so many rows at a time."""
-
-    def __init__(self, file: pq.ParquetFile, columns: ColumnChoice, rows: int) -> None:
-        self._file, self._rows = file, rows
-        self.schema: pa.Schema = file.schema_arrow
-        self._columns = columns.of(self.schema.names)
-
-    def batches(self, first_group: int) -> Iterator[pa.RecordBatch]:
-        footer = self._file.metadata
-        groups = range(first_group, footer.num_row_groups)
-        sizes = ((group.total_byte_size, group.num_rows) for group in map(footer.row_group, groups))
-        row_bytes = max((size / max(1, rows) for size, rows in sizes), default=1.0)
-        rows = max(1, min(self._rows, int(BATCH_BYTES / max(1.0, row_bytes))))
-        found: Iterator[pa.RecordBatch] = self._file.iter_batches(
-            rows, row_groups=groups, columns=self._columns, use_threads=False
-        )
-        return found
+def _batches(file: pq.ParquetFile, question: Mapping[str, Any]) -> Iterator[pa.RecordBatch]:
+    footer, columns = file.metadata, ColumnChoice(*question["columns"]).of(file.schema_arrow.names)
+    groups = range(question["first_group"], footer.num_row_groups)
+    sizes = ((group.total_byte_size, group.num_rows) for group in map(footer.row_group, groups))
+    row_bytes = max((size / max(1, rows) for size, rows in sizes), default=1.0)
+    rows = max(1, min(question["rows"], int(BATCH_BYTES / max(1.0, row_bytes))))
+    found: Iterator[pa.RecordBatch] = file.iter_batches(
+        rows, row_groups=groups, columns=columns, use_threads=False
+    )
+    return found
 
 
 class _FetchedFile:
@@ -177,7 +140,7 @@ def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     return (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
 
 
-def _serialized(schema: pa.Schema) -> bytes:
+def serialized(schema: pa.Schema) -> bytes:
     return bytes(schema.serialize().to_pybytes())
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
 
 import pyarrow as pa
 
@@ -15,9 +15,8 @@ from .. import errors
 from ..context.children import CHILDREN
 from ..context.shard_bytes import DEFAULT_BYTES
 from ..errors import TableNotRead
-from ..runs.formats import PARQUET
-from ..runs.plan import Block, Plan, PlannedFile
 from .column_choice import ALL_COLUMNS, ColumnChoice
+from .line_problems import without_problems
 from .storage import Storage, reading
 
 #: Seconds in which a child has to reply with a batch, or ask for bytes.
@@ -31,22 +30,7 @@ BATCH_ROWS = (4096, 32, 1)
 
 _TASKS = "jobs.parquet.table_child"
 
-
-@dataclass(frozen=True)
-class Table:
-    """How one file of a run is read: its format, and of a text file what the plan knows of it."""
-
-    input_format: str = PARQUET
-    kinds: tuple[tuple[str, Any], ...] = ()
-    blocks: tuple[Block, ...] = ()
-    rows: int = 0
-
-    @classmethod
-    def of(cls, plan: Plan, file: PlannedFile) -> Table:
-        return cls(plan.input_format, plan.columns, file.blocks, file.rows)
-
-
-PARQUET_TABLE = Table()
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,25 +47,34 @@ class Contents:
     metadata: Mapping[str, bytes] = field(default_factory=dict)
 
 
-def look_at(
-    storage: Storage, path: str, table: Table = PARQUET_TABLE, limit: int = DEFAULT_BYTES
-) -> Contents:
-    """Return what a Parquet or Arrow file holds.
+def look_at(storage: Storage, path: str, limit: int = DEFAULT_BYTES) -> Contents:
+    """Return what a Parquet file holds.
 
-    limit: of the process, in bytes, as of ShardBytes. Raises CorruptParquet, CorruptTable, TableNotRead, or
-    InputNotFound.
+    limit: of the process, in bytes, as of ShardBytes. Raises CorruptParquet, TableNotRead or InputNotFound.
     """
-    for is_last in (False, True):
-        file = _OpenTable(storage, path, table, limit)
+
+    def look() -> Contents:
+        with OpenTable(storage, path, limit) as file:
+            ((found, schema),) = file.replies(f"{_TASKS}:look", {})
+        metadata = {key: bytes.fromhex(value) for key, value in found.pop("metadata", {}).items()}
+        return Contents(read_schema(schema), **found, metadata=metadata)
+
+    return asked_again(path, look)
+
+
+def asked_again(path: str, ask: Callable[[], T]) -> T:
+    """Return what is asked of a child, of another one where the first one was killed. Raises TableNotRead."""
+    try:
         try:
-            with file:
-                ((found, schema),) = file.replies("look", {})
-            metadata = {key: bytes.fromhex(value) for key, value in found.pop("metadata", {}).items()}
-            return Contents(pa.ipc.read_schema(pa.py_buffer(schema)), **found, metadata=metadata)
-        except ChildFailed as error:
-            if is_last or not isinstance(error, ChildDied):
-                raise TableNotRead(path, str(error)) from None
-    raise AssertionError
+            return ask()
+        except ChildDied:
+            return ask()
+    except ChildFailed as error:
+        raise TableNotRead(path, str(error)) from None
+
+
+def read_schema(schema: bytes | bytearray) -> pa.Schema:
+    return without_problems(pa.ipc.read_schema(pa.py_buffer(schema)))
 
 
 class TableReading:
@@ -97,14 +90,13 @@ class TableReading:
         storage: Storage,
         path: str,
         columns: ColumnChoice = ALL_COLUMNS,
-        table: Table = PARQUET_TABLE,
         first_group: int = 0,
         limit: int = DEFAULT_BYTES,
     ) -> None:
-        self._open: Callable[[], _OpenTable] = lambda: _OpenTable(storage, path, table, limit)
+        self._open: Callable[[], OpenTable] = lambda: OpenTable(storage, path, limit)
         self._path, self._columns, self._first_group = path, columns, first_group
         self._rows_done, self._sizes = 0, list(BATCH_ROWS)
-        self._file: _OpenTable | None = None
+        self._file: OpenTable | None = None
         self._was_replaced = False
         while self._file is None:
             self._begin()
@@ -120,9 +112,9 @@ class TableReading:
         }
         try:
             self._file.__enter__()
-            self._replies = self._file.replies("read", question)
+            self._replies = self._file.replies(f"{_TASKS}:read", question)
             _, schema = next(self._replies)
-            self.schema: pa.Schema = pa.ipc.read_schema(pa.py_buffer(schema))
+            self.schema = read_schema(schema)
         except ChildFailed as error:
             self._replace(error)
         except BaseException:
@@ -161,19 +153,28 @@ class TableReading:
             file.__exit__(None, None, None)
 
 
-class _OpenTable:
+class OpenTable:
     """A file that is open here, and a child that is given its bytes."""
 
-    def __init__(self, storage: Storage, path: str, table: Table, limit: int) -> None:
-        self._storage, self._path, self._table = storage, path, table
-        self._limits = Limits(LIMIT_S, max(MIN_BYTES, int(limit * CHILD_SHARE)))
+    def __init__(
+        self,
+        storage: Storage,
+        path: str,
+        limit: int,
+        input_format: str | None = None,
+        share: float = CHILD_SHARE,
+    ) -> None:
+        """limit: of the process, of which the child may take a share. input_format: None for Parquet."""
+        self._storage, self._path, self._format = storage, path, input_format
+        self._limits = Limits(LIMIT_S, max(MIN_BYTES, int(limit * share)))
         self._resources = ExitStack()
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         with self._reading(), ExitStack() as stack:
             self._source = stack.enter_context(self._storage.open_input(self._path))
             self._child = stack.enter_context(CHILDREN.lent())
             self._resources = stack.pop_all()
+        return self
 
     def __exit__(self, *_: object) -> None:
         self._resources.close()
@@ -182,8 +183,8 @@ class _OpenTable:
         self, task: str, question: Mapping[str, Any]
     ) -> Generator[tuple[dict[str, Any], bytearray], None, None]:
         """Yield what a task replies. Raises what is wrong with the file, and ChildFailed."""
-        asked = {"path": self._path, "table": asdict(self._table), "size": self._source.size(), **question}
-        replies = self._child.replies(f"{_TASKS}:{task}", asked, self._limits, fetch=self._fetch)
+        own = {"path": self._path, "input_format": self._format, "size": self._source.size()}
+        replies = self._child.replies(task, {**own, **question}, self._limits, fetch=self._fetch)
         self._resources.callback(replies.close)
         for message, body in replies:
             if "error" in message:
@@ -199,5 +200,4 @@ class _OpenTable:
 
     def _reading(self) -> AbstractContextManager[None]:
         """Name the file in what goes wrong when its bytes are read."""
-        file_format = self._table.input_format
-        return reading(self._path, None if file_format == PARQUET else file_format)
+        return reading(self._path, self._format)

@@ -82,9 +82,9 @@ def test_lines_behind_the_end_of_a_file_are_new_rows(growing: GrowingRun) -> Non
     ("name", "step"),
     [
         ("a.jsonl", "file_fingerprint"),
-        ("a.jsonl", "scan_lines"),
+        ("a.jsonl", "scan"),
         ("a.parquet", "file_fingerprint"),
-        ("a.parquet", "check_footer"),
+        ("a.parquet", "look_at"),
     ],
 )
 def test_a_file_that_is_written_to_while_it_is_planned_is_planned_as_it_is_then(

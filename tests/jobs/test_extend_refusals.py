@@ -18,15 +18,15 @@ from tests.jobs.growing_runs import GrowingRun
 def test_a_file_that_is_written_to_all_the_time_is_refused_before_it_is_planned(
     growing: GrowingRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scan_lines = inputs.scan_lines
+    scan = inputs.scan
 
     def meanwhile(*args: Any) -> Any:
         growing.lines("a.jsonl", 2)
-        return scan_lines(*args)
+        return scan(*args)
 
     growing.lines("a.jsonl", 1)
     with monkeypatch.context() as patch:
-        patch.setattr(inputs, "scan_lines", meanwhile)
+        patch.setattr(inputs, "scan", meanwhile)
         with pytest.raises(InputBeingWritten, match=r"a\.jsonl is being written to"):
             growing.submit()
     growing.run()

@@ -18,7 +18,7 @@ from redis import Redis
 
 from jobs.context import JobContext
 from jobs.errors import CorruptTable, InvalidJob
-from jobs.parquet.formats import line_scan
+from jobs.parquet import inputs
 from jobs.runs.spec import RunSpec
 from jobs.stock_worker import check_sampling
 from jobs.tasks import Request
@@ -214,7 +214,7 @@ def test_a_custom_id_is_known_again_in_another_file_and_shard(
 def test_a_file_of_repeated_names_is_refused(
     make_context: MakeContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(line_scan, "MAX_REPEATED", 3)
+    monkeypatch.setattr(inputs, "MAX_REPEATED", 3)
     source = write(tmp_path / "in.jsonl", [complete("same") for _ in range(5)])
     with pytest.raises(CorruptTable, match="4 of its 5 lines repeat the custom_id"):
         score(make_context(), source, tmp_path)
