@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from jobs.installed import run_own_function, run_task
+
 
 def complete(
     prompt: str | list[Any] | None = None,
@@ -23,8 +25,6 @@ def complete(
     sampling: keyword arguments of engine.SamplingParams. Raises InvalidJob, AnswerMissing, or RequestFailed
     naming the prompt that the engine refused.
     """
-    from .stock_worker import run_task
-
     template = {} if prompt_template is None else {"prompt_template": prompt_template}
     return run_task("jobs.complete", (prompt,), {**template, "model": model, **sampling})  # type: ignore[no-any-return]
 
@@ -42,8 +42,6 @@ def chat(
     model's name, path or hub id; any other is refused. sampling: keyword arguments of engine.SamplingParams.
     Raises InvalidJob, AnswerMissing or RequestFailed.
     """
-    from .stock_worker import run_task
-
     template = {} if messages_template is None else {"messages_template": messages_template}
     return run_task("jobs.chat", (messages,), {**template, "model": model, **sampling})  # type: ignore[no-any-return]
 
@@ -69,8 +67,6 @@ def classify(
     the last message's content. prompt_template, messages_template: as of `complete` and `chat`. options:
     `chat_template_kwargs` and `tools` of a chat. Raises InvalidJob, AnswerMissing or RequestFailed.
     """
-    from .stock_worker import run_task
-
     named = {
         "prompt": prompt,
         "labels": labels,
@@ -97,8 +93,6 @@ def loglikelihood(
     "usage", "model", ...}`. A text is split into tokens with its prompt, as lm-evaluation-harness does it.
     Raises InvalidJob, or RequestFailed.
     """
-    from .stock_worker import run_task
-
     named = {"truncate_prompt_tokens": truncate_prompt_tokens, "model": model}
     return run_task("jobs.loglikelihood", (prompt, continuations), named)  # type: ignore[no-any-return]
 
@@ -118,8 +112,6 @@ def rerank(
     the score is the probability of "yes" against "no" behind the prompt of Qwen3-Reranker's model card.
     instruction: what makes a document relevant. Raises InvalidJob, or RequestFailed if all documents failed.
     """
-    from .stock_worker import run_task
-
     named = {
         "instruction": instruction,
         "top_n": top_n,
@@ -147,8 +139,6 @@ def embed(
     prompt_name: which of the checkpoint's prompts stands before each text, "query" for example. user: told
     to nobody. Raises InvalidJob, or RequestFailed if all failed; one of several has its `error` beside it.
     """
-    from .stock_worker import run_task
-
     named = {
         "dimensions": dimensions,
         "encoding_format": encoding_format,
@@ -180,10 +170,8 @@ def score_parquet(
     """Plan a Parquet run and enqueue its shards, or resume it; return the run's id and counts.
 
     The arguments and errors are those of jobs.parquet.planner.score_parquet, which this calls; the options
-    those of jobs.runs.spec.RunSpec.from_arguments.
+    those of jobs.runs.plans.spec.RunSpec.from_arguments.
     """
-    from .stock_worker import run_own_function
-
     named = {
         "prompt_column": prompt_column,
         "messages_column": messages_column,
@@ -205,8 +193,6 @@ def survey_parquet(input: str | list[str], **arguments: Any) -> dict[str, Any]:
 
     The arguments and errors are those of jobs.parquet.survey.survey_parquet.
     """
-    from .stock_worker import run_own_function
-
     return run_own_function("jobs.survey_parquet", (input,), arguments)  # type: ignore[no-any-return]
 
 
@@ -215,8 +201,6 @@ def post_run_end(webhook: str, content: dict[str, Any]) -> dict[str, Any]:
 
     The errors are those of jobs.runs.post_end.post_run_end.
     """
-    from .stock_worker import run_own_function
-
     return run_own_function("jobs.post_run_end", (webhook, content), {})  # type: ignore[no-any-return]
 
 
@@ -225,15 +209,11 @@ def retry_rows(run: str, plan: str) -> dict[str, Any]:
 
     The arguments and errors are those of jobs.parquet.retry_planner.retry_rows.
     """
-    from .stock_worker import run_own_function
-
     return run_own_function("jobs.retry_rows", (run, plan), {})  # type: ignore[no-any-return]
 
 
 def score_shard(run: str, plan: str, shard: int, **flags: bool) -> dict[str, Any]:
     """Score one shard of a planned run; enqueued by score_parquet or retry_rows only."""
-    from .stock_worker import run_task
-
     return run_task("jobs.score_shard", (run, plan, shard), flags)  # type: ignore[no-any-return]
 
 
@@ -242,6 +222,4 @@ def verify_rows(run: str, plan: str, sample: int | str = "1%", seed: int = 0) ->
 
     The arguments and errors are those of jobs.parquet.shard_task.VerifyTask.
     """
-    from .stock_worker import run_task
-
     return run_task("jobs.verify_rows", (run, plan, sample, seed), {})  # type: ignore[no-any-return]

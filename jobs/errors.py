@@ -50,7 +50,7 @@ so that an error pickles and its text can be rebuilt in another process.
 
 from typing import Any, ClassVar, Literal
 
-from .common.shown import HIDDEN
+from jobs.common.display import HIDDEN
 
 #: Who has to act: the "client", whose job fails whenever it is tried; the "server", where another try may go
 #: better; nobody, as it was "cancelled" on a person's word.
@@ -85,6 +85,13 @@ class JobsError(Exception):
     def log_text(self) -> str:
         """The message without anything that may be a part of a prompt."""
         return str(self)
+
+
+class NotInstalled(JobsError):
+    """Raised when the package was copied and not installed, so that an entry point is missing: (name)."""
+
+    fault = "server"
+    message = "no entry point {0!r} of the group 'tokenmill' is installed: install Tokenmill with pip"
 
 
 class InvalidJob(JobsError):

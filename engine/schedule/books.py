@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 
 from engine.errors import ConfigError
 from engine.schedule.admission import AdmissionGate
+from engine.schedule.batch.forced import learn
+from engine.schedule.batch.pooled_rows import count_pooled, give_pooled
+from engine.schedule.batch.scheduled_batch import ScheduledBatch
+from engine.schedule.batch.scored_tokens import count_scored, give_logprobs
+from engine.schedule.batch.slots import SlotTable
 from engine.schedule.block_manager import BlockManager
-from engine.schedule.forced import learn
-from engine.schedule.logprobs import RowLogprobs
-from engine.schedule.pooled_rows import count_pooled, give_pooled
 from engine.schedule.running import RunningList
-from engine.schedule.scheduled_batch import ScheduledBatch
-from engine.schedule.scored_tokens import count_scored, give_logprobs
-from engine.schedule.sequence import Sequence, SequenceStatus
-from engine.schedule.slots import SlotTable
+from engine.schedule.sequences.logprobs import RowLogprobs
+from engine.schedule.sequences.sequence import Sequence, SequenceStatus
 from engine.schedule.waiting import WaitingLanes
 
 

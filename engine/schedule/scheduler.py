@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from engine.schedule.batch.scheduled_batch import ScheduledBatch
 from engine.schedule.block_manager import BlockManager
 from engine.schedule.books import Books
 from engine.schedule.overtakes import Overtakes
 from engine.schedule.running import SlotGroup
-from engine.schedule.scheduled_batch import ScheduledBatch
-from engine.schedule.sequence import Sequence, SequenceStatus
+from engine.schedule.sequences.sequence import Sequence, SequenceStatus
 
 MAX_WAITS = 8  # steps that a sequence is left for what others compute
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from ..runs.spec import RunSpec
-from .line_problems import PROBLEM
+from jobs.parquet.line_problems import PROBLEM
+from jobs.runs.plans.spec import RunSpec
 
 
 class ColumnChoice(NamedTuple):

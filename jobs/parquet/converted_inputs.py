@@ -14,14 +14,14 @@ from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
-from ..context.shard_bytes import DEFAULT_BYTES
-from ..runs.formats import PARQUET
-from ..runs.names import temporary_name
-from ..runs.plan import Plan, PlannedFile
-from .fingerprint import check_unchanged
-from .formats.kinds import Kind
-from .storage import Storage, writing
-from .table_reading import OpenTable, asked_again, read_schema
+from jobs.context.shard_bytes import DEFAULT_BYTES
+from jobs.parquet.fingerprint import check_unchanged
+from jobs.parquet.formats.kinds import Kind
+from jobs.parquet.storage import Storage, writing
+from jobs.parquet.table_reading import OpenTable, asked_again, read_schema
+from jobs.runs.plans.formats import PARQUET
+from jobs.runs.plans.names import temporary_name
+from jobs.runs.plans.plan import Plan, PlannedFile
 
 #: The part of TOKENMILL_MAX_SHARD_BYTES that the child may take: a record batch of Arrow's comes whole.
 CHILD_SHARE = 3 / 4

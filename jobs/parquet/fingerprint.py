@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 
-from ..errors import ConvertedInputGone, CorruptParquet, InputChanged
-from ..runs.formats import PARQUET
-from ..runs.plan import Plan, PlannedFile
-from .filesystem import FileStat
-from .storage import Storage, reading
+from jobs.errors import ConvertedInputGone, CorruptParquet, InputChanged
+from jobs.parquet.filesystem import FileStat
+from jobs.parquet.storage import Storage, reading
+from jobs.runs.plans.formats import PARQUET
+from jobs.runs.plans.plan import Plan, PlannedFile
 
 #: Read besides the footer: a file of at most so many bytes whole, of a larger one as many in samples.
 WHOLE_BYTES = 1 << 16

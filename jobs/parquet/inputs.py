@@ -10,22 +10,22 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from ..common.shown import shown
-from ..context import JobContext
-from ..errors import ColumnConflict, CorruptTable, InputNotFound, RunError, SchemaMismatch
-from ..runs.formats import ARROW, HEADED, LINES, OPENAI_BATCH, PARQUET, one_format
-from ..runs.partitions import AddedColumn, FoundFile, partition_columns
-from ..runs.plan import Plan, PlannedFile
-from ..runs.refusals import InputBeingWritten
-from ..runs.spec import RunSpec
-from .added_columns import with_added_fields
-from .converted_inputs import scan
-from .filesystem import FileStat
-from .fingerprint import file_fingerprint
-from .formats.converter import NAME_BYTES
-from .formats.kinds import Kind, arrow_field, merged, merged_texts
-from .storage import Storage
-from .table_reading import look_at
+from jobs.common.display import brief
+from jobs.context import JobContext
+from jobs.errors import ColumnConflict, CorruptTable, InputNotFound, RunError, SchemaMismatch
+from jobs.parquet.added_columns import with_added_fields
+from jobs.parquet.converted_inputs import scan
+from jobs.parquet.filesystem import FileStat
+from jobs.parquet.fingerprint import file_fingerprint
+from jobs.parquet.formats.converter import NAME_BYTES
+from jobs.parquet.formats.kinds import Kind, arrow_field, merged, merged_texts
+from jobs.parquet.storage import Storage
+from jobs.parquet.table_reading import look_at
+from jobs.runs.plans.formats import ARROW, HEADED, LINES, OPENAI_BATCH, PARQUET, one_format
+from jobs.runs.plans.partitions import AddedColumn, FoundFile, partition_columns
+from jobs.runs.plans.plan import Plan, PlannedFile
+from jobs.runs.plans.spec import RunSpec
+from jobs.runs.refusals import InputBeingWritten
 
 #: Of a file to which others write, before it is told.
 MAX_LOOKS = 3
@@ -177,7 +177,7 @@ class _Look:
         """Merge what columns hold. CSV files have the same header; objects any of the names that one has."""
         is_headed = self._format in HEADED
         if is_headed and self.kinds and list(kinds) != list(self.kinds):
-            what = f"its header is {shown(list(kinds))}, the first file's {shown(list(self.kinds))}"
+            what = f"its header is {brief(list(kinds))}, the first file's {brief(list(self.kinds))}"
             raise SchemaMismatch(path, what)
         merge = merged_texts if is_headed else merged
         for name, kind in kinds.items():

@@ -14,15 +14,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..errors import CorruptParquet, PartDamaged, TableNotRead
-from ..prompts.batch_lines import output_line
-from ..runs.formats import ARROW, CSV, JSONL, OPENAI_BATCH, PARQUET
-from ..runs.plan import Plan
-from .column_choice import ALL_COLUMNS, ColumnChoice
-from .part import OWN_KEYS
-from .row_values import RowProblem, row_values
-from .storage import Storage
-from .table_reading import TableReading, look_at
+from jobs.errors import CorruptParquet, PartDamaged, TableNotRead
+from jobs.parquet.column_choice import ALL_COLUMNS, ColumnChoice
+from jobs.parquet.part import OWN_KEYS
+from jobs.parquet.row_values import RowProblem, row_values
+from jobs.parquet.storage import Storage
+from jobs.parquet.table_reading import TableReading, look_at
+from jobs.prompts.batch_lines import output_line
+from jobs.runs.plans.formats import ARROW, CSV, JSONL, OPENAI_BATCH, PARQUET
+from jobs.runs.plans.plan import Plan
 
 #: What a row group of the file holds: parts of a thousand short rows are put together.
 GROUP_BYTES, GROUP_ROWS = 1 << 25, 1 << 17

@@ -8,10 +8,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..common.version import code_version
-from ..context.answer import Answer
-from ..context.served_model import ServedModel
-from ..errors import (
+from jobs.common.version import code_version
+from jobs.context.answer import Answer
+from jobs.context.served_model import ServedModel
+from jobs.errors import (
     ColumnConflict,
     CorruptParquet,
     InputNotFound,
@@ -20,14 +20,14 @@ from ..errors import (
     PathSwapped,
     TableNotRead,
 )
-from ..runs.embedding_options import EMBED
-from ..runs.lengths import count_lengths
-from ..runs.part_stats import PartStats
-from ..runs.prompt_steps import ROW_COLUMNS
-from ..runs.spec import RunSpec
-from .row_values import NUMBER
-from .storage import Storage, writing
-from .table_reading import Contents, look_at
+from jobs.parquet.row_values import NUMBER
+from jobs.parquet.storage import Storage, writing
+from jobs.parquet.table_reading import Contents, look_at
+from jobs.runs.plans.embedding_options import EMBED
+from jobs.runs.plans.prompt_steps import ROW_COLUMNS
+from jobs.runs.plans.spec import RunSpec
+from jobs.runs.statistics.lengths import count_lengths
+from jobs.runs.statistics.part_stats import PartStats
 
 #: What the output adds to the input's columns; always these types, also when a part holds only nulls.
 OUTPUT_FIELDS = (

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 
 import pyarrow as pa
 
-from ..context import never_interrupted
-from ..context.shard_bytes import NoRoomYet, ShardBytes
-from ..errors import CorruptParquet, ShardTooLarge
-from ..runs.plan import Shard
-from .column_choice import ALL_COLUMNS, ColumnChoice
-from .storage import Storage
-from .table_reading import TableReading
+from jobs.context import never_interrupted
+from jobs.context.shard_bytes import NoRoomYet, ShardBytes
+from jobs.errors import CorruptParquet, ShardTooLarge
+from jobs.parquet.column_choice import ALL_COLUMNS, ColumnChoice
+from jobs.parquet.storage import Storage
+from jobs.parquet.table_reading import TableReading
+from jobs.runs.plans.plan import Shard
 
 #: Times its limit that the rows of a shard may stand for in all, batch after batch: each costs time and disk.
 SHARD_TIMES = 16

@@ -6,18 +6,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from ..context import JobContext
-from ..context.answer_memo import AnswerMemo
-from ..runs.plan import Plan
-from ..tasks import Completion, OpenTask, Request
-from .converted_inputs import converted_for_now
-from .fingerprint import unchanged
-from .rendered import rendered_shards
-from .shard_requests import ShardRequests
-from .shard_texts import ShardTexts
-from .shard_work import check_model, shard_requests
-from .sources import read_source
-from .storage import Storage
+from jobs.context import JobContext
+from jobs.context.answer_memo import AnswerMemo
+from jobs.parquet.converted_inputs import converted_for_now
+from jobs.parquet.fingerprint import unchanged
+from jobs.parquet.rendered import rendered_shards
+from jobs.parquet.shard_requests import ShardRequests
+from jobs.parquet.shard_texts import ShardTexts
+from jobs.parquet.shard_work import check_model, shard_requests
+from jobs.parquet.sources import read_source
+from jobs.parquet.storage import Storage
+from jobs.runs.plans.plan import Plan
+from jobs.tasks import Completion, OpenTask, Request
 
 
 class RowsTask(OpenTask):

@@ -8,11 +8,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jobs.errors import JobsError
+from jobs.parquet.column_choice import ColumnChoice
+from jobs.parquet.storage import reading
 from sandbox.child import Body, Worker
-
-from ..errors import JobsError
-from .column_choice import ColumnChoice
-from .storage import reading
 
 #: What a batch may take that the worker gets, where it has more than one row.
 BATCH_BYTES = 1 << 23

@@ -9,15 +9,14 @@ from typing import Any, Self, TypeVar
 
 import pyarrow as pa
 
+from jobs import errors
+from jobs.context.children import CHILDREN
+from jobs.context.shard_bytes import DEFAULT_BYTES
+from jobs.errors import TableNotRead
+from jobs.parquet.column_choice import ALL_COLUMNS, ColumnChoice
+from jobs.parquet.line_problems import without_problems
+from jobs.parquet.storage import Storage, reading
 from sandbox import ChildDied, ChildFailed, ChildOutOfMemory, Limits
-
-from .. import errors
-from ..context.children import CHILDREN
-from ..context.shard_bytes import DEFAULT_BYTES
-from ..errors import TableNotRead
-from .column_choice import ALL_COLUMNS, ColumnChoice
-from .line_problems import without_problems
-from .storage import Storage, reading
 
 #: Seconds in which a child has to reply with a batch, or ask for bytes.
 LIMIT_S = 30.0

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine.schedule.admission import LEFT_SHARE, MAX_HELD_STEPS, AdmissionGate
-from engine.schedule.sequence import SequenceStatus
+from engine.schedule.sequences.sequence import SequenceStatus
 from tests.engine.shadow import ShadowEngine
 
 pytestmark = pytest.mark.parametrize("overlap", [False, True])

@@ -13,14 +13,14 @@ import torch
 from numpy.typing import NDArray
 
 import engine.attention.decode_state
-import engine.run.static_rows
+import engine.run.forward.static_rows
 from engine.attention.decode_state import PADDING, DecodeState, advance
 from engine.attention.row_writes import write_rows
-from engine.run.batch_rows import BatchRows, RowChanges
-from engine.run.pending_tokens import Sampled
-from engine.run.static_rows import StaticRows, WriteRows
+from engine.run.forward.batch_rows import BatchRows, RowChanges
+from engine.run.forward.pending_tokens import Sampled
+from engine.run.forward.static_rows import StaticRows, WriteRows
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
-from engine.schedule.step_batch import StepBatch
+from engine.schedule.batch.step_batch import StepBatch
 from tests.engine.shadow import ShadowDevice
 from tests.engine.test_histories import play, random_history
 
@@ -136,7 +136,7 @@ def test_so_are_those_that_the_kernel_writes() -> None:
     """A few of the histories."""
     pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
     from engine.attention.triton_backend import TritonBackend
-    from engine.kernels.kv_tile import INTERPRETED
+    from engine.kernels.attention.kv_tile import INTERPRETED
 
     if not INTERPRETED:
         pytest.skip("these rows are on a CPU: TRITON_INTERPRET is not set")
@@ -197,7 +197,7 @@ def forget_pending_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     def none_sampled(changes: RowChanges, *args: Any) -> NDArray[np.int64]:
         return np.full(len(changes.seqs) + len(changes.padding), -1)
 
-    monkeypatch.setattr(engine.run.static_rows, "_sampled_at", none_sampled)
+    monkeypatch.setattr(engine.run.forward.static_rows, "_sampled_at", none_sampled)
 
 
 def gather_after_writing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,10 @@ import engine.run.stepper
 from engine import Engine, SamplingParams
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import FP8, KVCache
-from engine.run.model_runner import ModelRunner
+from engine.run.forward.model_runner import ModelRunner
 from engine.sampling.sampling_batch import SamplingBatch
-from engine.schedule.scheduled_batch import ScheduledBatch
-from engine.schedule.slots import SlotTable
+from engine.schedule.batch.scheduled_batch import ScheduledBatch
+from engine.schedule.batch.slots import SlotTable
 from tests.engine.reference import Reference
 from tests.engine.test_logprobs import NAME, config
 

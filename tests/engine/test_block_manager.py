@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine import BlockAccountingError, ConfigError, OutOfBlocks, SamplingParams
 from engine.schedule.block_manager import BlockCopy, BlockManager, Tail
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.sequence import Sequence
+from engine.schedule.sequences.sequence import Sequence
 from engine.schedule.tails import Tails
 
 

@@ -20,7 +20,7 @@ from engine.attention.forward_batch import ForwardBatch
 from engine.attention.kv_cache import KVCache
 from engine.attention.triton_backend import TritonBackend
 from engine.checkpoint.model_config import read_model_config
-from engine.kernels.kv_tile import INTERPRETED
+from engine.kernels.attention.kv_tile import INTERPRETED
 from engine.layers import packed
 from engine.layers.base import WeightedModule
 from engine.layers.parallel import TensorParallel
@@ -30,13 +30,13 @@ from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.decoder_config import read_decoder_config
 from engine.models.load import load_model
 from engine.models.registry import decoder_flags
-from engine.run.decode_graphs import Capture, DecodeGraphs, batch_sizes
-from engine.run.model_runner import ModelRunner, choose
-from engine.run.pending_tokens import DeviceTokens, Sampled
-from engine.run.to_device import to_device
-from engine.run.warm_up import make_step, nucleus_sampling
+from engine.run.forward.decode_graphs import Capture, DecodeGraphs, batch_sizes
+from engine.run.forward.model_runner import ModelRunner, choose
+from engine.run.forward.pending_tokens import DeviceTokens, Sampled
+from engine.run.forward.to_device import to_device
+from engine.run.forward.warm_up import make_step, nucleus_sampling
 from engine.sampling.logit_edits import EditParts
-from engine.schedule.step_batch import StepBatch
+from engine.schedule.batch.step_batch import StepBatch
 from tests.engine.architectures import make_architecture
 from tests.engine.families import BY_NAME, make_family
 from tests.engine.graphs import SimulatedCapture, simulate_graphs

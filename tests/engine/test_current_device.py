@@ -13,7 +13,8 @@ import torch
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.attention.torch_backend import TorchBackend
-from engine.run import device, model_runner
+from engine.run.forward import model_runner
+from engine.run.machine import device
 from tests.engine.checkpoints import SHAPES, make_checkpoint
 
 

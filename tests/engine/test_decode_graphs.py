@@ -20,13 +20,13 @@ from engine import Engine, EngineConfig, SamplingParams, StepFailed
 from engine.attention.decode_state import PADDING, DecodeState, advance
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.torch_backend import TorchBackend
-from engine.run.batch_rows import RowChanges
-from engine.run.decode_graphs import CudaCapture, DecodeGraphs, batch_sizes
-from engine.run.model_runner import choose_capture
-from engine.run.pending_tokens import Sampled
-from engine.run.static_rows import StaticRows
-from engine.run.warm_up import nucleus_sampling
-from engine.schedule.step_batch import StepBatch
+from engine.run.forward.batch_rows import RowChanges
+from engine.run.forward.decode_graphs import CudaCapture, DecodeGraphs, batch_sizes
+from engine.run.forward.model_runner import choose_capture
+from engine.run.forward.pending_tokens import Sampled
+from engine.run.forward.static_rows import StaticRows
+from engine.run.forward.warm_up import nucleus_sampling
+from engine.schedule.batch.step_batch import StepBatch
 from tests.engine import test_determinism as determinism
 from tests.engine import test_parity as parity
 from tests.engine.checkpoints import SHAPES

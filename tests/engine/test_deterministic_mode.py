@@ -18,16 +18,16 @@ from engine import ConfigError, Engine, EngineConfig, NotDeterministic, Sampling
 from engine.attention import load_backend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
+from engine.cpu_kernels.processor import processor_flags
 from engine.layers.embedding import ParallelLMHead
 from engine.layers.int8 import FLAGS
 from engine.layers.linear import ReplicatedLinear
 from engine.layers.packed import linear, pack_weight
 from engine.layers.parallel import TensorParallel
-from engine.layers.processor import processor_flags
 from engine.layers.row_tiles import TILES, TiledProduct, cut_rows, each_row, find_tiles
 from engine.models.deterministic import check_deterministic
 from engine.models.load import read_supported
-from engine.run.row_logprobs import top_of_each
+from engine.run.forward.row_logprobs import top_of_each
 from tests.engine.checkpoints import SHAPES, VOCAB_SIZE, pool_bytes
 from tests.engine.deterministic_runs import Way, differing, make_requests, run_all, run_alone
 from tests.engine.families import FAMILIES, make_family

@@ -21,7 +21,7 @@ from engine.layers.moe import ClampedSwiglu
 from engine.layers.parallel import TensorParallel
 from engine.models.decoder_config import DecoderConfig, LayerConfig, read_decoder_config
 from engine.models.registry import ARCHITECTURES, DecoderFlags
-from engine.run.model_runner import ModelRunner
+from engine.run.forward.model_runner import ModelRunner
 from tests.engine.families import BY_NAME
 from tests.engine.family_runs import NUM_NEW_TOKENS, config_of, reference_of, run
 from tests.engine.reference import Reference

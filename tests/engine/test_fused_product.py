@@ -9,9 +9,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
 
-from engine.kernels import fused_product
-from engine.kernels.fused_heads import project_heads, serves_heads
-from engine.kernels.fused_product import Tile, linear_add, norm_gate, norm_linear
+from engine.kernels.products import fused_product
+from engine.kernels.products.fused_heads import project_heads, serves_heads
+from engine.kernels.products.fused_product import Tile, linear_add, norm_gate, norm_linear
 from engine.layers.rotary import RotaryEmbedding, apply_rotary
 from engine.layers.rotary_scaling import Rope
 from tests.engine.paged import DEVICE

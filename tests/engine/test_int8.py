@@ -13,9 +13,9 @@ from torch import Tensor
 from engine import ConfigError, Engine, EngineConfig, SamplingParams, model_identity
 from engine.attention import load_backend
 from engine.checkpoint.model_config import read_model_config
+from engine.cpu_kernels.processor import processor_flags
 from engine.layers import int8
 from engine.layers.int8 import ZERO, Int8Product, check_int8, quantize_rows, quantize_weight
-from engine.layers.processor import processor_flags
 from engine.models.load import _check_quantization, choose_path
 from tests.engine.families import BY_NAME, make_family
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed, so its kernels ca
 
 from engine.attention.decode_state import PADDING, DecodeState, advance
 from engine.attention.triton_backend import TritonBackend
-from engine.run.static_rows import StaticRows
+from engine.run.forward.static_rows import StaticRows
 from tests.engine.paged import DEVICE
 
 pytestmark = pytest.mark.long

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
 
-from engine.kernels.gate_and_mul import clamped_swiglu_and_mul, gelu_and_mul, silu_and_mul
-from engine.kernels.kv_tile import INTERPRETED
+from engine.kernels.attention.kv_tile import INTERPRETED
+from engine.kernels.attention.rotary import norm_rotate_and_store
+from engine.kernels.products.gate_and_mul import clamped_swiglu_and_mul, gelu_and_mul, silu_and_mul
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
-from engine.kernels.rotary import norm_rotate_and_store
 from engine.layers.activation import ClampedSwigluAndMul
 from engine.layers.rotary import RotaryEmbedding, apply_rotary
 from engine.layers.rotary_scaling import Rope

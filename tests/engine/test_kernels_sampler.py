@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 from engine.attention.triton_backend import TritonBackend
-from engine.kernels.kv_tile import INTERPRETED
+from engine.kernels.attention.kv_tile import INTERPRETED
 from engine.kernels.sampler import weigh
 from engine.kernels.token_weights import FRACTION_BITS, WHOLE
 from engine.sampling import weights

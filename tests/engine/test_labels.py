@@ -14,18 +14,18 @@ import pytest
 import torch
 
 from engine import Engine, InvalidPrompt, InvalidSampling, PromptTooLong, ScoringParams
-from engine.run import requests
-from engine.schedule.score_tree import shape_of
+from engine.run.intake import requests
+from engine.schedule.sequences.score_tree import shape_of
 from engine.text.continuations import Continuations
 from jobs.context import JobContext
 from jobs.errors import InvalidJob, RequestFailed
 from jobs.prompts.scoring_tasks import RERANK_PROMPT
-from jobs.stock_worker import drive
 from tests.engine.checkpoints import make_tokenizer
 from tests.engine.reference import Reference
 from tests.engine.test_logprobs import NAME, config, true_logprobs
 from tests.jobs.answering import MODEL, opened_task
 from tests.rq_workers import ROOT
+from worker.stock_worker import drive
 
 TOKENIZER = make_tokenizer()
 END = TOKENIZER.eos_token_id

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine import Completion, Engine, EngineConfig, InvalidSampling, Logprob, SamplingParams
-from engine.run import row_logprobs
-from engine.run.row_logprobs import LogprobPieces, cut
-from engine.schedule.logprobs import as_dicts
+from engine.run.forward import row_logprobs
+from engine.run.forward.row_logprobs import LogprobPieces, cut
+from engine.schedule.sequences.logprobs import as_dicts
 from tests.engine.checkpoints import SHAPES, VOCAB_SIZE, pool_bytes
 from tests.engine.reference import Reference
 
@@ -249,7 +249,7 @@ def test_the_prefix_cache_spares_nothing_of_a_prompt_that_is_scored(small: Engin
 def test_nobody_asks_the_model_for_more_where_none_are_wanted(
     small: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.run.model_runner.StepLogprobs", None)
+    monkeypatch.setattr("engine.run.forward.model_runner.StepLogprobs", None)
     generate(small, [([5, 6, 7], replace(FREE, logprobs=None, prompt_logprobs=None))])
 
 

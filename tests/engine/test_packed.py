@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine import Engine, EngineConfig
-from engine.layers import packed, processor
+from engine.cpu_kernels import processor
+from engine.layers import packed
 from engine.layers.packed import linear, pack_weight
 
 needs_packing = pytest.mark.skipif(

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import engine.models.rope_config
-import engine.run.model_runner
+import engine.run.forward.model_runner
 from engine import Engine, EngineConfig, EngineStats, SamplingParams
 from engine.attention.forward_batch import ForwardBatch
 from engine.layers.norm import RMSNorm
-from engine.run.to_device import to_device
+from engine.run.forward.to_device import to_device
 from engine.sampling.sampling_rows import SamplingRows
-from engine.schedule.step_batch import StepBatch
+from engine.schedule.batch.step_batch import StepBatch
 from tests.engine.checkpoints import SHAPES, Shape, pool_bytes
 from tests.engine.reference import NUM_NEW_TOKENS, NUM_PROMPTS, Reference
 
@@ -183,9 +183,9 @@ def test_parity_catches_a_faulty_batch(
         batch, rows = to_device(step, *args)
         return mutate(batch, step.query_lens.tolist()), rows
 
-    monkeypatch.setattr(engine.run.model_runner, "to_device", build)
+    monkeypatch.setattr(engine.run.forward.model_runner, "to_device", build)
     monkeypatch.setattr(
-        engine.run.model_runner.ModelRunner, "_probe", lambda self: None
+        engine.run.forward.model_runner.ModelRunner, "_probe", lambda self: None
     )  # it sees a slot too
     differences, _ = generate(references[name], BY_NAME[name], MODES["uncached"])
     assert len(differences) > NUM_PROMPTS // 4 if mutate is shifted_decode_positions else differences

@@ -10,7 +10,7 @@ import pytest
 
 from engine.sampling.logit_edits import EditParts
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
-from engine.schedule.step_batch import StepBatch
+from engine.schedule.batch.step_batch import StepBatch
 from engine.tensor_parallel.channel import Channel
 from engine.tensor_parallel.messages import (
     DTYPES,

@@ -12,10 +12,10 @@ import pytest
 from numpy.typing import NDArray
 
 from engine import Completion, Engine, SamplingParams
-from engine.run.pending_tokens import PendingTokens
-from engine.run.runner import PoolSize
+from engine.run.forward.pending_tokens import PendingTokens
+from engine.run.forward.runner import PoolSize
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
-from engine.schedule.step_batch import StepBatch
+from engine.schedule.batch.step_batch import StepBatch
 from engine.tensor_parallel import rank
 from engine.tensor_parallel.channel import Channel
 from engine.tensor_parallel.messages import Kind, encode, pack_json, pack_step

@@ -17,7 +17,7 @@ from engine import (
 from engine.checkpoint.model_config import read_model_config
 from engine.checkpoint.weights import CheckpointTensor
 from engine.layers.parallel import Share, TensorParallel
-from engine.run.model_runner import ModelRunner
+from engine.run.forward.model_runner import ModelRunner
 from engine.tensor_parallel import rank_group
 from engine.tensor_parallel.rank_group import rank_devices
 from tests.engine.two_ranks import (

@@ -17,9 +17,9 @@ from jobs.context.checks.options import repair_options
 from jobs.context.checks.processes import Checks
 from jobs.parquet.shard_requests import ShardRequests
 from jobs.parquet.shard_work import row_seed
-from jobs.stock_worker import drive
 from jobs.tasks import OpenTask, Request
 from tests.engine.failing_check import FAILING, check
+from worker.stock_worker import drive
 
 NUM_ROWS, MAX_ATTEMPTS = 40, 4
 #: The least share of further attempts' prompts that must be in the cache.

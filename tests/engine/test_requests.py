@@ -28,8 +28,8 @@ from engine import (
     SamplingParams,
     StepFailed,
 )
-from engine.sampling.params import RANGES
-from engine.sampling.ranges import TOKEN_ID
+from engine.sampling.parameters.ranges import TOKEN_ID
+from engine.sampling.parameters.sampling import RANGES
 from engine.schedule.block_manager import BlockManager
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)

@@ -18,9 +18,9 @@ from engine import (
     EngineConfig,
     SamplingParams,
 )
-from engine.layers import processor
-from engine.run.dtype import served_dtype
-from engine.run.memory import allowed_bytes
+from engine.cpu_kernels import processor
+from engine.run.forward.memory import allowed_bytes
+from engine.run.machine.dtype import served_dtype
 
 PACKAGE = Path(engine.__file__).parent
 SMALL = {"kv_cache_bytes": 1 << 22}

@@ -25,7 +25,7 @@ from engine import (
     WeightMismatch,
 )
 from engine.models.attention_calls import features_of
-from engine.run.warm_up import make_step
+from engine.run.forward.warm_up import make_step
 from tests.engine.architectures import SERVED, Architectures, add_sizes, class_name, make_architecture, small
 from tests.engine.families import COMMON
 from tests.engine.family_runs import NUM_NEW_TOKENS
@@ -267,7 +267,7 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(
     def refuse(run: Any) -> Any:
         raise RuntimeError("called a synchronizing CUDA operation")
 
-    monkeypatch.setattr(engine.run.model_runner, "choose_capture", lambda *args, **options: refuse)
+    monkeypatch.setattr(engine.run.forward.model_runner, "choose_capture", lambda *args, **options: refuse)
     with Engine(small(architecture("gpt2").reference.folder)) as built:
         assert built._open_runner()._graphs is None
     assert "without CUDA graphs" in caplog.text

@@ -14,8 +14,8 @@ import engine.models.transformers_model
 from engine import UnsupportedModel
 from engine.checkpoint.model_config import read_model_config
 from engine.layers.parallel import TensorParallel
-from engine.run.model_runner import ModelRunner
-from engine.run.warm_up import make_step
+from engine.run.forward.model_runner import ModelRunner
+from engine.run.forward.warm_up import make_step
 from tests.engine.architectures import Architectures, small
 
 pytestmark = pytest.mark.long

@@ -23,13 +23,13 @@ from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.triton_backend import TritonBackend
 from engine.errors import ConfigError
-from engine.kernels.decode_attention import (
+from engine.kernels.attention.decode import (
     MAX_SPLITS,
     PROGRAMS_PER_PROCESSOR,
     choose_num_programs,
     decode_kernel,
 )
-from engine.kernels.kv_tile import INTERPRETED
+from engine.kernels.attention.kv_tile import INTERPRETED
 from engine.layers.attention import Attention
 from tests.engine.paged import DEVICE, TOLERANCE, PagedBatch, make_batch
 

@@ -16,10 +16,10 @@ pytest.importorskip("triton", reason="triton is not installed, so its kernels ca
 from engine import Engine, EngineConfig, SamplingParams
 from engine.attention.kv_cache import KVCache
 from engine.attention.triton_backend import TritonBackend
-from engine.kernels import fused_heads
+from engine.kernels.products import fused_heads
 from engine.layers.activation import SiluAndMul
 from engine.layers.norm import RMSNorm
-from engine.run.model_runner import ModelRunner
+from engine.run.forward.model_runner import ModelRunner
 from engine.schedule.scheduler import Scheduler
 from tests.engine import test_determinism as determinism
 from tests.engine.checkpoints import SHAPES, Shape, make_checkpoint, pool_bytes

@@ -18,7 +18,7 @@ from redis import Redis
 
 from jobs.context import JobContext
 from jobs.parquet.part import OUTPUT_FIELDS
-from jobs.runs.names import part_name, temporary_name
+from jobs.runs.plans.names import part_name, temporary_name
 from tests.jobs.answering import queued_jobs, run_task, score_parquet, work_off
 
 MakeContext = Callable[[], JobContext]

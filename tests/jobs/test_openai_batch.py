@@ -19,8 +19,7 @@ from redis import Redis
 from jobs.context import JobContext
 from jobs.errors import CorruptTable, InvalidJob
 from jobs.parquet import inputs
-from jobs.runs.spec import RunSpec
-from jobs.stock_worker import check_sampling
+from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 from tests.jobs.answering import (
     FakeCompletion,
@@ -34,6 +33,7 @@ from tests.jobs.answering import (
 from tests.jobs.conftest import Invoke
 from tests.jobs.killing import Fuse
 from tests.jobs.test_kills import recover, release_lock, run_until_killed
+from worker.stock_worker import check_sampling
 
 MakeContext = Callable[[], JobContext]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -20,13 +20,14 @@ from transformers import PreTrainedTokenizerFast
 from engine import Engine, EngineConfig, SamplingParams
 from jobs import errors
 from jobs.context import JobContext
+from jobs.installed import check_sampling
+from jobs.prompts.answers.tool_calls import parse_tool_calls
 from jobs.prompts.messages import normal_messages
-from jobs.prompts.tool_calls import parse_tool_calls
-from jobs.runs.spec import RunSpec
-from jobs.stock_worker import check_sampling, drive
+from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 from tests.engine.checkpoints import SHAPES, make_checkpoint
 from tests.jobs.answering import FakeCompletion, opened_task, queued_jobs, run_task, score_parquet
+from worker.stock_worker import drive
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -174,7 +174,7 @@ class Traced:
 def modules_of_jobs() -> list[ModuleType]:
     """Every module of `jobs` that a run's planning, shards, submitting and cancelling may pass through."""
     names = [each.name for each in pkgutil.walk_packages(jobs.__path__, "jobs.")]
-    return [importlib.import_module(name) for name in names if name != "jobs.stock_worker"]
+    return [importlib.import_module(name) for name in names]
 
 
 @contextmanager

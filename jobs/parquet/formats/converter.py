@@ -16,15 +16,23 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jobs.common.display import brief
+from jobs.errors import CorruptTable, SchemaMismatch
+from jobs.parquet.formats.kinds import (
+    Kind,
+    arrow_field,
+    json_array,
+    kind_of,
+    kind_of_texts,
+    merged,
+    merged_texts,
+    text_array,
+)
+from jobs.parquet.formats.records import Record, records
+from jobs.parquet.line_problems import PROBLEM, PROBLEM_FIELD
+from jobs.parquet.table_child import Replies, named, serialized
+from jobs.runs.plans.formats import ARROW, HEADED, OPENAI_BATCH
 from sandbox.child import Worker
-
-from ...common.shown import shown
-from ...errors import CorruptTable, SchemaMismatch
-from ...runs.formats import ARROW, HEADED, OPENAI_BATCH
-from ..line_problems import PROBLEM, PROBLEM_FIELD
-from ..table_child import Replies, named, serialized
-from .kinds import Kind, arrow_field, json_array, kind_of, kind_of_texts, merged, merged_texts, text_array
-from .records import Record, records
 
 #: Rows and bytes that are Python's at a time, and those after which a row group ends.
 SLICE_ROWS, SLICE_BYTES = 1024, 1 << 21
@@ -152,7 +160,7 @@ class _TextTable:
         if header.problem is not None:
             raise CorruptTable(self._path, "CSV", f"line {header.line} {header.problem}")
         if twice := [name for name, count in Counter(header.value).items() if count > 1]:
-            raise SchemaMismatch(self._path, f"it has two columns named {shown(twice[0])}")
+            raise SchemaMismatch(self._path, f"it has two columns named {brief(twice[0])}")
         self._check_names(header.value)
         return list(header.value)
 

@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from ...common.shown import shown
-from ...errors import CorruptTable
-from ...prompts.batch_lines import custom_id
-from ...runs.formats import HEADED, OPENAI_BATCH, TSV
+from jobs.common.display import brief
+from jobs.errors import CorruptTable
+from jobs.prompts.batch_lines import custom_id
+from jobs.runs.plans.formats import HEADED, OPENAI_BATCH, TSV
 
 #: Bytes of one line, or row of CSV: room for a prompt of the largest size, however its letters are written.
 MAX_LINE_BYTES = 8 << 20
@@ -105,7 +105,7 @@ def _json_record(line: _Line) -> Record:
     else:
         if isinstance(value, dict):
             return Record(line.number, line.size, value)
-        problem = f"is JSON, but no object: {shown(value)}"
+        problem = f"is JSON, but no object: {brief(value)}"
     return Record(line.number, line.size, None, problem)
 
 

@@ -1,0 +1,46 @@
+"""What jobs need of the engine and of the worker, which import this package: found as entry points.
+
+So a producer's `import jobs` loads neither, and a stock `rq worker` runs our jobs all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from jobs.errors import InvalidJob, InvalidValue, NotInstalled
+
+
+def run_task(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run one engine job as the current job of a stock worker; return its result. Raises JobsError."""
+    return _load("stock_worker").run_task(function_name, args, kwargs)
+
+
+def run_own_function(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run one of our ordinary functions as the current job of a stock worker. Raises JobsError."""
+    return _load("stock_worker").run_own_function(function_name, args, kwargs)
+
+
+def check_sampling(sampling: Mapping[str, Any]) -> None:
+    """Raise InvalidJob for sampling values that no request could use. Loads no torch."""
+    engine = _load("engine")
+    try:
+        engine.SamplingParams.from_mapping(sampling)
+    except engine.InvalidSampling as error:
+        if error.got is None:
+            raise InvalidJob(error.problem) from None
+        raise InvalidValue(f"{error.problem}, got {{}}", error.got) from None
+
+
+def model_table() -> str:
+    """Return which architectures are served, and how, as text for people. Loads no torch."""
+    return _load("engine").model_table()  # type: ignore[no-any-return]
+
+
+@cache
+def _load(name: str) -> Any:
+    for found in entry_points(group="tokenmill", name=name):
+        return found.load()
+    raise NotInstalled(name)
