@@ -7,8 +7,8 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import pyarrow as pa
@@ -44,8 +44,9 @@ def write_output(storage: Storage, plan: Plan, claims: Sequence[str]) -> bool:
         return False
     writers = {PARQUET: _parquet, ARROW: _arrow, CSV: _csv, JSONL: _jsonl}
     assert plan.spec.single_file is not None
-    with sink, writers[plan.spec.single_file](sink, _schema(storage, plan)) as write:
-        for batch in _part_rows(storage, plan):
+    writer = writers[plan.spec.single_file]
+    with sink, closing(_part_rows(storage, plan)) as rows, writer(sink, _schema(storage, plan)) as write:
+        for batch in rows:
             write(batch)
     return True
 
@@ -59,7 +60,7 @@ def _write_batch(storage: Storage, plan: Plan, output: str, errors: str) -> bool
                 return False
             sinks.append(stack.enter_context(sink))
         row = 0
-        for batch in _part_rows(storage, plan):
+        for batch in stack.enter_context(closing(_part_rows(storage, plan))):
             found = batch.select(["custom_id", "completion", "error"]).to_pydict().values()
             for name, body, error in zip(*found, strict=True):
                 line = output_line(plan.run, row, name, body, error)
@@ -68,7 +69,7 @@ def _write_batch(storage: Storage, plan: Plan, output: str, errors: str) -> bool
     return True
 
 
-def _part_rows(storage: Storage, plan: Plan) -> Iterator[pa.RecordBatch]:
+def _part_rows(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, None, None]:
     """Yield the rows of a run's parts in order. Raises PartDamaged."""
     for shard in range(len(plan.shards)):
         with open_part(storage, plan, shard) as file:

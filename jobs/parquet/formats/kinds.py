@@ -29,6 +29,7 @@ _SCALARS = {
     "text": pa.string(),
     "json": pa.string(),
 }
+_OF_TYPE: Mapping[type, str] = {type(None): "null", bool: "bool", str: "text", float: "float"}
 _NUMBERS = {"int", "float", "number"}
 _EXACT, _INT64 = 1 << 53, 1 << 63
 
@@ -85,16 +86,10 @@ def merged_texts(one: Kind, other: Kind) -> Kind:
 
 def kind_of(value: Any, depth: int = 0) -> Kind:
     """Return the kind of a value that came of JSON."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "bool"
-    if isinstance(value, str):
-        return "text"
+    if known := _OF_TYPE.get(type(value)):
+        return known
     if isinstance(value, int):
         return "int" if abs(value) <= _EXACT else "long" if abs(value) < _INT64 else "json"
-    if isinstance(value, float):
-        return "float"
     return _nested_kind(value, depth) if depth < MAX_DEPTH else "json"
 
 
