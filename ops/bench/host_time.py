@@ -2,7 +2,7 @@
 
     python -m ops.bench.host_time
 
-The engine itself runs: it schedules, builds the batch and keeps its books; only the runner is replaced, by
+The engine itself runs: it schedules and builds the batch; only the runner is replaced, by
 one that answers every row with the same token. Counted is the CPU time of the thread, so that other
 processes on the machine disturb little.
 """

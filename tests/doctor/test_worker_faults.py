@@ -22,7 +22,7 @@ from jobs.doctor.places import check_places
 from tests.doctor.test_redis_faults import bad
 from tests.faults.mounts import MountRefused, Mounts
 from tests.rq_workers import ROOT
-from worker import doctor as worker_checks
+from worker import doctor
 
 MODEL = ROOT / "ops" / "demo" / "model"
 
@@ -200,7 +200,7 @@ def test_wrong_settings_are_found(
     monkeypatch.chdir(tmp_path)
     for name, value in {"TOKENMILL_MODEL": str(MODEL), **variables}.items():
         monkeypatch.setenv(name, value)
-    (told,) = bad(worker_checks._check_settings())
+    (told,) = bad(doctor._check_settings())
     assert found in told.found + told.mend
 
 

@@ -60,8 +60,8 @@ def cpu_allowance_bytes(config: EngineConfig, model: ModelConfig, num_blocks: in
 
     The libraries; the largest step's tensors, in float32, with one sequence's keys, values and mask gathered
     for attention; logits, those that are kept for log probabilities, and the scratch of these and of the
-    sampler; token ids and block tables of running sequences, and the books of all blocks. Requests that wait
-    are the caller's: 40 bytes for each token of a prompt.
+    sampler; token ids and block tables of running sequences, and what is kept of all blocks. Requests that
+    wait are the caller's: 40 bytes for each token of a prompt.
     """
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim

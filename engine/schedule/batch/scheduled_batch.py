@@ -25,10 +25,10 @@ class ScheduledBatch:
     copies: what is to be copied for sequences that are admitted, before anything is computed.
     refused: a sequence that could not be admitted, still the first to wait in its lane, and what it raised.
     decode_slots: [decodes] int64, the slots of `decodes`.
-    launched: whether the books count what the step computes.  generations: [samples] int64, of the slots of
-    those that sample, once it is: see SlotTable.  scored: sequences, and how many tokens of each it scores,
-    once it is.  pooled: the same of rows that are pooled.  ending: those that have nothing else to do, once
-    it is.
+    launched: whether `advance` has counted it. What follows is known once it is.
+    generations: [samples] int64, of the slots of those that sample: see SlotTable.
+    scored: sequences, and how many tokens of each it scores.  pooled: the same of rows that are pooled.
+    ending: sequences that have nothing else to do.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
