@@ -178,6 +178,10 @@ class OpenTable:
     def __exit__(self, *_: object) -> None:
         self._resources.close()
 
+    def __del__(self) -> None:
+        """Let go of file and child where an exception kept whoever had them from closing them."""
+        self._resources.close()
+
     def replies(
         self, task: str, question: Mapping[str, Any]
     ) -> Generator[tuple[dict[str, Any], bytearray], None, None]:
