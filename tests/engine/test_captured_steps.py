@@ -25,7 +25,7 @@ from engine.layers import packed
 from engine.layers.base import WeightedModule
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
-from engine.models.base import CausalModel
+from engine.models.base import CausalModel, ModelPlace
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.decoder_config import read_decoder_config
 from engine.models.load import load_model
@@ -201,8 +201,9 @@ def test_a_recorded_step_of_transformers_reads_nothing_on_the_host(
     record_launches(monkeypatch)
     monkeypatch.setattr(packed, "_can_pack", lambda dtype: False)  # no packed weight moves to another device
     model = load_model(
-        read_model_config(folder), folder, model_path="transformers", tp=TensorParallel(), backend=backend,
-        max_positions=200, dtype=torch.bfloat16, device=torch.device("cpu"),
+        read_model_config(folder), folder,
+        ModelPlace(TensorParallel(), backend, torch.device("cpu"), torch.bfloat16, max_positions=200),
+        model_path="transformers",
     )  # fmt: skip
     record_without_values(model.to("meta"), backend)
 
