@@ -18,7 +18,7 @@ JobsError
     │   ├── CorruptParquet     a file is not readable Parquet
     │   ├── CorruptTable       a file is not readable in its other format
     │   ├── MixedFormats       the files of a run have several formats
-    │   ├── FooterTooLarge     a Parquet file describes more row groups and columns than are read
+    │   ├── TableNotRead       a file takes more to read than a child process may, or ends it
     │   ├── SchemaMismatch     input files, or columns of one file, contradict each other
     │   ├── MissingColumn      a named column is not in the input
     │   ├── WrongColumnType    a column cannot be rendered as a prompt
@@ -230,12 +230,12 @@ class MixedFormats(InputError):
     )
 
 
-class FooterTooLarge(InputError):
-    """Raised when a Parquet file describes too much: (path, what its footer has or does, what is allowed)."""
+class TableNotRead(InputError):
+    """Raised when a file takes more to be read than it may: (path, what reading it did)."""
 
     message = (
-        "{0}: its footer {1}, more than {2}: write the file anew with larger row groups or fewer columns, or "
-        "as several files"
+        "{0}: reading it {1}: write it anew with shorter values, smaller pages or fewer columns, or raise "
+        "the worker's setting TOKENMILL_MAX_SHARD_BYTES"
     )
 
 
@@ -279,6 +279,12 @@ class InputChanged(InputError):
         "{0} changed since this run was planned ({1}): restore the file, submit with --extend where the "
         "input has only gained files or rows, or submit it with another output; finished parts stay"
     )
+
+
+class ConvertedInputGone(InputError):
+    """Raised when what planning has made of an input is gone: (path, the input's)."""
+
+    message = "{0}, which planning has made of {1}, is gone: submit the run again, which makes it anew"
 
 
 class OutputError(RunError):

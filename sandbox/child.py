@@ -23,7 +23,9 @@ MAX_FILES = 256
 #: Bytes of one message to a child.
 _MAX_MESSAGE = 1 << 40
 
-Reply = Mapping[str, Any] | tuple[Mapping[str, Any], bytes]
+Body = bytes | memoryview
+
+Reply = Mapping[str, Any] | tuple[Mapping[str, Any], Body]
 """What a task gives its worker: a message, or one with bytes behind it."""
 
 
@@ -52,12 +54,15 @@ class Worker:
             self.question, self.body = {}, bytearray()
             asked, self.body = self._say(end)
 
-    def _say(self, message: Mapping[str, Any], body: bytes = b"") -> tuple[dict[str, Any], bytearray]:
+    def _say(self, message: Mapping[str, Any], body: Body = b"") -> tuple[dict[str, Any], bytearray]:
         """Send something to the worker; return what it says then, for which it may take any time."""
         faulthandler.cancel_dump_traceback_later()
         frames.send(self._channel, message, body)
         del message, body
-        found = frames.receive(self._channel, _MAX_MESSAGE)
+        try:
+            found = frames.receive(self._channel, _MAX_MESSAGE)
+        except MemoryError:  # what is left of the message would be taken for the next one
+            os._exit(frames.OUT_OF_MEMORY)
         self._limit_time()
         return found
 

@@ -11,6 +11,9 @@ from typing import Any
 
 _LENGTHS = struct.Struct("!QQ")
 
+#: What a child ends with that has no memory for what it is sent.
+OUT_OF_MEMORY = 77
+
 #: Seconds in one call of the system: an error that another thread raises into this one comes in between.
 _WAIT_S = 1.0
 
@@ -20,7 +23,10 @@ class TooLate(Exception):
 
 
 def send(
-    channel: socket.socket, message: Mapping[str, Any], body: bytes = b"", limit_s: float | None = None
+    channel: socket.socket,
+    message: Mapping[str, Any],
+    body: bytes | memoryview = b"",
+    limit_s: float | None = None,
 ) -> None:
     """Raises OSError where nobody reads."""
     text = json.dumps(message).encode()

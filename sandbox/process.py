@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from sandbox import frames
@@ -32,6 +33,9 @@ _PROGRAM = (
 
 #: Seconds that a child may take to begin, or to import what a task needs; and to read what it is sent.
 BEGIN_LIMIT_S = 60.0
+
+#: Seconds in which a child ends that has closed its side.
+_END_LIMIT_S = 1.0
 
 #: A message of a child may take so many times what its task may.
 _MESSAGE_TIMES = 2
@@ -128,8 +132,9 @@ class Child:
                 try:
                     yield message["reply"], found
                 except GeneratorExit:
-                    message, _ = self._told({"stop": True}, limits)
-                    is_done = "end" in message
+                    with suppress(ChildFailed):
+                        message, _ = self._told({"stop": True}, limits)
+                        is_done = "end" in message
                     raise
                 message, found = self._told({}, limits)
             self._check_end(message, limits)
@@ -147,7 +152,7 @@ class Child:
 
     def _check_end(self, message: Mapping[str, Any], limits: Limits) -> None:
         if message["end"] == "memory":
-            raise ChildOutOfMemory(f"took more than {limits.memory_bytes >> 20} MiB of memory")
+            raise _out_of_memory(limits)
         if message["end"] == "raised":
             raise ChildFailed(f"raised {message['error']}")
 
@@ -161,10 +166,14 @@ class Child:
         except frames.TooLate:
             raise ChildTooSlow(f"went on for more than {limits.seconds:g} s") from None
         except (EOFError, OSError):
-            raise self._died() from None
+            raise self._died(limits) from None
 
-    def _died(self) -> ChildDied:
+    def _died(self, limits: Limits) -> ChildFailed:
+        with suppress(subprocess.TimeoutExpired):  # so that what it ended with is told
+            self._process.wait(_END_LIMIT_S)
         self.close()
+        if self._process.returncode == frames.OUT_OF_MEMORY:
+            return _out_of_memory(limits)
         return ChildDied(f"ended its process with {self._process.returncode}")
 
     def kill(self) -> None:
@@ -176,3 +185,7 @@ class Child:
         self.kill()
         self._process.wait()
         self._channel.close()
+
+
+def _out_of_memory(limits: Limits) -> ChildOutOfMemory:
+    return ChildOutOfMemory(f"took more than {limits.memory_bytes >> 20} MiB of memory")

@@ -1,4 +1,4 @@
-"""What the shards that one process runs share of their run's files: plan, footers, and open readers."""
+"""What the shards that one process runs share of their run's files: plan, fingerprints, and open readers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class Reader(Protocol):
     """What this module uses of jobs.parquet.row_reader.RowReader. shard: a jobs.runs.plans.plan.Shard."""
 
     next_row: int
-    footer: Any
 
     def reaches(self, shard: Any) -> bool: ...
     def close(self) -> None: ...
@@ -66,7 +65,7 @@ class SharedFiles:
             self._files.setdefault(path, _OpenFile()).users += 1
 
     def leave(self, path: str) -> None:
-        """The shard is closed; the last one closes the file's readers and forgets its footer."""
+        """The shard is closed; the last one closes the file's readers."""
         with self._lock:
             file = self._files[path]
             file.users -= 1
@@ -93,13 +92,12 @@ class SharedFiles:
             return file.fingerprints[state]
 
     @contextmanager
-    def reader(self, key: ReaderKey, shard: Any, open_reader: Callable[[Any], R]) -> Iterator[R]:
+    def reader(self, key: ReaderKey, shard: Any, open_reader: Callable[[], R]) -> Iterator[R]:
         """Lend a reader that has not passed a shard: the nearest one, or one that `open_reader` opens.
 
         One of a kind at a time: a shard waits for the one before it, where a reader of its own would decode
-        the same rows again. open_reader: gets the footer (pyarrow's FileMetaData) that the file's first
-        reader has parsed, or None; one that lists a thousand row groups takes a megabyte and a millisecond.
-        What the body raises closes the reader. No exception may be raised into the thread from outside.
+        the same rows again. What the body raises closes the reader. No exception may be raised into the
+        thread from outside.
         """
         with self._lock:
             file = self._files[key.path]
@@ -107,13 +105,10 @@ class SharedFiles:
         with kind.lent:
             reader = cast("R | None", kind.take(shard))  # of one kind, they are of one type
             if reader is None:
-                with file.parsing:
-                    reader = open_reader(file.footers.get(key.state))
-                    file.footers[key.state] = reader.footer
+                reader = open_reader()
             try:
                 yield reader
             except BaseException:  # it may have read what is not the planned file
-                file.footers.pop(key.state, None)
                 reader.close()
                 raise
             kind.idle.append(reader)
@@ -157,13 +152,12 @@ class _Kind:
 
 @dataclass
 class _OpenFile:
-    """A file of which shards are open: how many, its footer and its fingerprint by its state, its readers.
+    """A file of which shards are open: how many, its fingerprint by its state, its readers.
 
-    parsing: held while a reader opens, so that no two threads parse the same footer; and for fingerprints.
+    parsing: held while it is read for a fingerprint.
     """
 
     users: int = 0
     parsing: threading.Lock = field(default_factory=threading.Lock)
-    footers: dict[Hashable, Any] = field(default_factory=dict)
     fingerprints: dict[Hashable, str] = field(default_factory=dict)
     kinds: dict[ReaderKey, _Kind] = field(default_factory=dict)

@@ -73,6 +73,10 @@ class Filesystem(ABC):
         """Make a folder, and what is missing above it."""
 
     @abstractmethod
+    def remove_folder(self, path: str) -> None:
+        """Remove a folder, if nothing is in it."""
+
+    @abstractmethod
     def open_input(self, path: str) -> Any:
         """Open a file as pyarrow reads it, at any place. Raises InputNotFound for anything else."""
 

@@ -1,12 +1,16 @@
-"""What tells an input file from another one, whenever it was written."""
+"""What tells an input file from another one, and whether it is still the planned one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 
-from jobs.errors import CorruptParquet
+from jobs.errors import ConvertedInputGone, CorruptParquet, InputChanged
+from jobs.parquet.filesystem import FileStat
 from jobs.parquet.storage import Storage, reading
 from jobs.runs.plans.formats import PARQUET
+from jobs.runs.plans.plan import Plan, PlannedFile
 
 #: Read besides the footer: a file of at most so many bytes whole, of a larger one as many in samples.
 WHOLE_BYTES = 1 << 16
@@ -15,6 +19,9 @@ NUM_SAMPLES = 4
 _CHUNK_BYTES = 1 << 20
 
 _TAIL = 8  # bytes at a file's end: the footer's length, and Parquet's mark
+
+#: Gives the fingerprint of one file in a state of it.
+Fingerprint = Callable[[FileStat], str]
 
 
 def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -> str:
@@ -58,3 +65,42 @@ def _of_all(storage: Storage, path: str, digest: blake2b, most: int | None = Non
             digest.update(chunk)
             left -= len(chunk)
     return digest.hexdigest()
+
+
+@contextmanager
+def unchanged(
+    storage: Storage, plan: Plan, file: PlannedFile, fingerprint: Fingerprint | None = None
+) -> Iterator[None]:
+    """Raise InputChanged when a file is not the one that was planned, or no longer when the body ends.
+
+    Of one that is no Parquet the rows are read of what planning made of it: that has to be there.
+    """
+    if plan.input_format != PARQUET:
+        if storage.stat(path := plan.rows_path(file)) is None:
+            raise ConvertedInputGone(path, file.path)
+        yield
+        return
+    check_unchanged(storage, file, fingerprint)
+    try:
+        yield
+    finally:  # a file that was replaced meanwhile explains whatever else went wrong
+        check_unchanged(storage, file, fingerprint)
+
+
+def check_unchanged(
+    storage: Storage, file: PlannedFile, fingerprint: Fingerprint | None = None, input_format: str = PARQUET
+) -> None:
+    """Raise InputChanged when a file is not the one that was planned.
+
+    fingerprint: asked for only where a file of the planned size has another modification time or ETag.
+    """
+    stat = storage.stat(file.path)
+    if stat is None:
+        raise InputChanged(file.path, storage.what_is_there(file.path))
+    if stat.size != file.size:
+        raise InputChanged(file.path, f"planned {file.size} bytes, found {stat.size}")
+    if (stat.mtime_ns, stat.etag) == (file.mtime_ns, file.etag):
+        return
+    found = fingerprint(stat) if fingerprint else file_fingerprint(storage, file.path, input_format)
+    if found != file.fingerprint:
+        raise InputChanged(file.path, f"it has the same {file.size} bytes, but other contents")

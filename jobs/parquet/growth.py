@@ -15,7 +15,7 @@ from typing import Any
 
 from jobs.errors import InputChanged
 from jobs.parquet.fingerprint import prefix_fingerprint
-from jobs.parquet.formats.lines import codec_of
+from jobs.parquet.formats.converter import codec_of
 from jobs.parquet.inputs import Inputs
 from jobs.parquet.storage import Storage
 from jobs.runs.plans.formats import LINES, OPENAI_BATCH
@@ -135,7 +135,7 @@ def begins_as_planned(storage: Storage, file: PlannedFile) -> bool:
     """Whether the first bytes of a file are those that were planned, and end where a line does: those of a
     compressed file do not tell."""
     with storage.open_input(file.path) as source:
-        if codec_of(source) is not None:
+        if codec_of(source.read_at(4, 0)) is not None:
             return False
         around = source.read_at(2, max(0, file.size - 1)) if file.size else b"\n"
     ends_a_line = around[:1] == b"\n" or around[1:] in (b"\n", b"\r")
@@ -183,7 +183,7 @@ def _check_grown(plan: Plan, planned: PlannedFile, found: PlannedFile, begins: B
         raise CannotExtend(found.path, what, _APART)
     if plan.input_format == OPENAI_BATCH and not is_last:
         raise CannotExtend(found.path, "rows of openai-batch files are added behind the last one", _APART)
-    if found.blocks[: len(planned.blocks)] != planned.blocks or not begins(planned):
+    if not begins(planned):
         what = f"its first {planned.size} bytes do not show the lines that were planned"
         raise CannotExtend(found.path, what, _APART)
 

@@ -1,63 +1,61 @@
-"""A run's input files: what they hold, and whether they are still those that were planned."""
+"""A run's input files: what they hold."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from jobs.common.display import brief
-from jobs.context.shard_bytes import DEFAULT_BYTES
-from jobs.errors import ColumnConflict, InputChanged, InputNotFound, RunError, SchemaMismatch
+from jobs.context import JobContext
+from jobs.errors import ColumnConflict, CorruptTable, InputNotFound, RunError, SchemaMismatch
 from jobs.parquet.added_columns import with_added_fields
+from jobs.parquet.converted_inputs import scan
 from jobs.parquet.filesystem import FileStat
 from jobs.parquet.fingerprint import file_fingerprint
-from jobs.parquet.footer import MAX_FOOTER_BYTES, check_footer
-from jobs.parquet.footer_cost import MAX_FOOTER_ITEMS
-from jobs.parquet.formats.arrow_decoder import look_at_arrow
-from jobs.parquet.formats.kinds import Kind, arrow_type, merged, text_kind
-from jobs.parquet.formats.line_scan import read_header, repeated_rows, scan_lines
-from jobs.parquet.storage import Storage, reading
+from jobs.parquet.formats.converter import NAME_BYTES
+from jobs.parquet.formats.kinds import Kind, arrow_field, merged, merged_texts
+from jobs.parquet.storage import Storage
+from jobs.parquet.table_reading import look_at
 from jobs.runs.plans.formats import ARROW, HEADED, LINES, OPENAI_BATCH, PARQUET, one_format
 from jobs.runs.plans.partitions import AddedColumn, FoundFile, partition_columns
-from jobs.runs.plans.plan import PlannedFile
+from jobs.runs.plans.plan import Plan, PlannedFile
+from jobs.runs.plans.spec import RunSpec
 from jobs.runs.refusals import InputBeingWritten
-
-#: Bytes read at once of each column: without a limit pyarrow holds a whole row group's compressed columns.
-READ_BYTES = 1 << 16
 
 #: Of a file to which others write, before it is told.
 MAX_LOOKS = 3
 
+#: Lines that repeat a custom_id, each of which the plan lists.
+MAX_REPEATED = 100_000
+
 T = TypeVar("T")
 
-#: Gives the fingerprint of one file in a state of it.
-Fingerprint = Callable[[FileStat], str]
+Looked = tuple[PlannedFile, list[tuple[int, int]]]
+"""A file, and rows and bytes of each of its groups."""
 
 
 @dataclass(frozen=True)
 class Inputs:
     """What planning knows of a run's input.
 
-    row_groups: for each file the rows of each of its row groups, record batches or blocks of lines.
+    row_groups, group_bytes: for each file the rows of each of its row groups, and their bytes, unpacked.
     file_schema: of every one of the files. added_columns: what comes behind its columns, of the names of
-    folders and files. input_format, columns, repeated: as in the plan. group_bytes: of files of row groups
-    or record batches those of each, unpacked.
+    folders and files. input_format, columns, repeated: as in the plan.
     """
 
     files: tuple[PlannedFile, ...]
     row_groups: tuple[tuple[int, ...], ...]
+    group_bytes: tuple[tuple[int, ...], ...]
     file_schema: pa.Schema
     added_columns: tuple[AddedColumn, ...]
     input_format: str = PARQUET
     columns: tuple[tuple[str, Kind], ...] = ()
     repeated: tuple[int, ...] = ()
-    group_bytes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def schema(self) -> pa.Schema:
@@ -66,60 +64,150 @@ class Inputs:
 
 
 def read_inputs(
+    context: JobContext,
     storage: Storage,
+    spec: RunSpec,
     found: Sequence[FoundFile],
-    filename_column: str | None,
-    check_interrupted: Callable[[], None],
-    limit: int = DEFAULT_BYTES,
-    max_rows: int | None = None,
-    input_format: str | None = None,
+    before: Plan | None = None,
 ) -> Inputs:
-    """Look at each file: at its footer or its record batches, or at all lines; and at its fingerprint.
+    """Look at each file: at a Parquet file's footer, else at all rows; and at its fingerprint.
 
-    check_interrupted: called before each file, and before lines; what it raises ends the reading. limit: see
-    parquet_file. max_rows: files behind that many rows are left out, and not looked at. input_format: where
-    names do not tell it. Raises CorruptParquet, CorruptTable, FooterTooLarge, MixedFormats, SchemaMismatch
-    when the files differ, or ColumnConflict for the filename column.
+    before: the run's plan; what it knows of files that are no Parquet is not looked up again. Files behind
+    the run's limit are left out. Raises CorruptParquet, CorruptTable, TableNotRead, MixedFormats,
+    SchemaMismatch when the files differ, or ColumnConflict for the filename column.
     """
-    file_format = one_format((file.named or file.path for file in found), input_format)
-    group_bytes: list[tuple[int, ...]] = []
-    if file_format in LINES:
-        files, row_groups, kinds, repeated = _read_lines(
-            storage, found, file_format, check_interrupted, max_rows
-        )
-        schema = pa.schema([(name, arrow_type(kind)) for name, kind in kinds.items()])
-    else:
-        kinds, repeated = {}, ()
-        files, row_groups, group_bytes, schema = _read_footers(
-            storage, found, file_format, check_interrupted, limit, max_rows
-        )
-    columns, rows = _added_columns(found, schema.names, filename_column)
-    files = [replace(file, values=tuple(values)) for file, values in zip(files, rows, strict=False)]
-    kept, sizes = tuple(kinds.items()), tuple(group_bytes)
-    return Inputs(tuple(files), tuple(row_groups), schema, tuple(columns), file_format, kept, repeated, sizes)
+    file_format = one_format((file.named or file.path for file in found), spec.input_format)
+    known = before if before is not None and before.input_format == file_format else None
+    look = _Look(storage, file_format, context.shard_bytes.limit, known)
+    left = spec.limit
+    for each in found:
+        context.check_interrupted()
+        look.take(each.path, left)
+        if left is not None and (left := left - look.files[-1].rows) <= 0:
+            break
+    schema, repeated = look.schema, look.repeated()
+    columns, rows = _added_columns(found, schema.names, spec.filename_column)
+    return Inputs(
+        tuple(replace(file, values=tuple(values)) for file, values in zip(look.files, rows, strict=False)),
+        tuple(tuple(rows for rows, _ in groups) for groups in look.groups),
+        tuple(tuple(size for _, size in groups) for groups in look.groups),
+        schema,
+        tuple(columns),
+        file_format,
+        tuple(look.kinds.items()),
+        repeated,
+    )
 
 
 def read_columns(
-    storage: Storage,
-    found: Sequence[FoundFile],
-    filename_column: str | None,
-    limit: int = DEFAULT_BYTES,
-    input_format: str | None = None,
+    storage: Storage, found: Sequence[FoundFile], filename_column: str | None, input_format: str | None = None
 ) -> pa.Schema | None:
     """Return what a look at the first file alone tells of the run's columns, the added ones included.
 
     None for lines of text, whose columns are known when all were read; but a CSV file's header is looked at.
-    limit: see parquet_file. Raises CorruptParquet, CorruptTable, FooterTooLarge, MixedFormats, SchemaMismatch
-    when the folders differ, or ColumnConflict for the filename column.
+    Raises CorruptParquet, CorruptTable, TableNotRead, MixedFormats, SchemaMismatch when the folders differ,
+    or ColumnConflict for the filename column.
     """
     file_format = one_format((file.named or file.path for file in found), input_format)
-    if file_format in LINES:
-        if file_format in HEADED:
-            _added_columns(found, read_header(storage, found[0].path, file_format), filename_column)
+    if file_format in LINES - HEADED:
         return None
-    *_, schema = _read_footer(storage, found[0].path, file_format, limit)
+    path = found[0].path
+    schema = (
+        look_at(storage, path).schema
+        if file_format == PARQUET
+        else scan(storage, path, file_format, 0).schema
+    )
     columns, _ = _added_columns(found, schema.names, filename_column)
-    return with_added_fields(schema, columns)
+    return None if file_format in LINES else with_added_fields(schema, columns)
+
+
+class _Look:
+    """What a look at one file after the other has told. known: a plan of the same format."""
+
+    def __init__(self, storage: Storage, file_format: str, limit: int, known: Plan | None) -> None:
+        self._storage, self._format, self._limit = storage, file_format, limit
+        self._known: dict[tuple[str, str], PlannedFile] = {}
+        self.kinds: dict[str, Kind] = {}
+        if known is not None and file_format not in (PARQUET, OPENAI_BATCH):
+            self._known = {(file.path, file.fingerprint): file for file in known.files}
+            self._known_kinds = dict(known.columns)
+        self.files: list[PlannedFile] = []
+        self.groups: list[list[tuple[int, int]]] = []
+        self._schema: pa.Schema | None = None
+        self._names: list[bytearray] = []
+
+    @property
+    def schema(self) -> pa.Schema:
+        if self._format in LINES:
+            return pa.schema([arrow_field(name, kind) for name, kind in self.kinds.items()])
+        return self._schema
+
+    def repeated(self) -> tuple[int, ...]:
+        """Return the rows whose custom_id an earlier one has."""
+        return repeated_rows(self._names, self.files[0].path) if self._format == OPENAI_BATCH else ()
+
+    def take(self, path: str, most: int | None) -> None:
+        """Look at a file. most: so many of its rows, where it is no Parquet."""
+        look = self._footer if self._format == PARQUET else lambda path, stat: self._rows(path, stat, most)
+        file, groups = settled(self._storage, path, lambda stat: look(path, stat))
+        self.files.append(file)
+        self.groups.append(groups)
+
+    def _footer(self, path: str, stat: FileStat) -> Looked:
+        found = look_at(self._storage, path, self._limit)
+        self._check_schema(path, found.schema)
+        fingerprint = file_fingerprint(self._storage, path)
+        return _planned(path, stat, fingerprint, found.groups), found.groups
+
+    def _rows(self, path: str, stat: FileStat, most: int | None) -> Looked:
+        fingerprint = file_fingerprint(self._storage, path, self._format)
+        known = self._known.get((path, fingerprint))
+        if known is not None and self._format in LINES:
+            self._take_kinds(path, self._known_kinds)
+        else:
+            found = scan(self._storage, path, self._format, most if known is None else 0, self._limit)
+            if self._format == ARROW:
+                self._check_schema(path, found.schema)
+            self._take_kinds(path, found.kinds)
+            self._names.append(found.names)
+        groups = found.groups if known is None else [(known.rows, stat.size)]
+        return _planned(path, stat, fingerprint, groups), groups
+
+    def _take_kinds(self, path: str, kinds: Mapping[str, Kind]) -> None:
+        """Merge what columns hold. CSV files have the same header; objects any of the names that one has."""
+        is_headed = self._format in HEADED
+        if is_headed and self.kinds and list(kinds) != list(self.kinds):
+            what = f"its header is {brief(list(kinds))}, the first file's {brief(list(self.kinds))}"
+            raise SchemaMismatch(path, what)
+        merge = merged_texts if is_headed else merged
+        for name, kind in kinds.items():
+            self.kinds[name] = merge(self.kinds.get(name, "null"), kind)
+
+    def _check_schema(self, path: str, schema: pa.Schema) -> None:
+        if twice := [name for name, count in Counter(schema.names).items() if count > 1]:
+            raise SchemaMismatch(path, f"it has two columns named {twice[0]!r}")
+        self._schema = schema if self._schema is None else self._schema
+        if not schema.equals(self._schema):
+            raise SchemaMismatch(path, f"its columns are {_columns(schema, self._schema)}")
+
+
+def _planned(path: str, stat: FileStat, fingerprint: str, groups: Sequence[tuple[int, int]]) -> PlannedFile:
+    rows = sum(rows for rows, _ in groups)
+    return PlannedFile(path, stat.size, stat.mtime_ns, rows, fingerprint, etag=stat.etag)
+
+
+def repeated_rows(names: Sequence[bytearray], path: str) -> tuple[int, ...]:
+    """Return the rows, counted over all files, whose custom_id an earlier one has. Raises CorruptTable.
+
+    names: of each file, NAME_BYTES of each row.
+    """
+    found = np.frombuffer(b"".join(names), np.dtype((np.void, NAME_BYTES)))
+    _, first = np.unique(found, return_index=True)
+    repeated = np.setdiff1d(np.arange(len(found)), first)
+    if len(repeated) > MAX_REPEATED:
+        what = f"{len(repeated)} of its {len(found)} lines repeat the custom_id of an earlier one"
+        raise CorruptTable(path, OPENAI_BATCH, what)
+    return tuple(repeated.tolist())
 
 
 def settled(storage: Storage, path: str, look: Callable[[FileStat], T]) -> T:
@@ -157,173 +245,6 @@ def _added_columns(
         columns.append(AddedColumn(filename_column, "string"))
         rows = [[*values, each.path] for values, each in zip(rows, found, strict=True)]
     return columns, rows
-
-
-@contextmanager
-def unchanged(storage: Storage, file: PlannedFile, fingerprint: Fingerprint) -> Iterator[None]:
-    """Raise InputChanged when a file is not the one that was planned, or no longer when the body ends.
-
-    fingerprint: gives that of the file in the state that is named; it is asked for only where a file of the
-    planned size has another modification time or ETag.
-    """
-    _check_unchanged(storage, file, fingerprint)
-    try:
-        yield
-    finally:  # a file that was replaced meanwhile explains whatever else went wrong
-        _check_unchanged(storage, file, fingerprint)
-
-
-def _check_unchanged(storage: Storage, file: PlannedFile, fingerprint: Fingerprint) -> None:
-    stat = storage.stat(file.path)
-    if stat is None:
-        raise InputChanged(file.path, storage.what_is_there(file.path))
-    if stat.size != file.size:
-        raise InputChanged(file.path, f"planned {file.size} bytes, found {stat.size}")
-    is_as_planned = (stat.mtime_ns, stat.etag) == (file.mtime_ns, file.etag)
-    if not is_as_planned and fingerprint(stat) != file.fingerprint:
-        raise InputChanged(file.path, f"it has the same {file.size} bytes, but other contents")
-
-
-@contextmanager
-def open_parquet(storage: Storage, path: str, limit: int = DEFAULT_BYTES) -> Iterator[Any]:
-    """Open a file as pyarrow's ParquetFile; what the body reads from it raises CorruptParquet as well.
-
-    limit: see parquet_file.
-    """
-    with open_source(storage, path, limit=limit) as (_, file):
-        yield file
-
-
-@contextmanager
-def open_source(
-    storage: Storage, path: str, footer: Any = None, limit: int = DEFAULT_BYTES
-) -> Iterator[tuple[Any, Any]]:
-    """Open a file as open_parquet does; yield it as it is, too. footer, limit: see parquet_file."""
-    with reading(path), storage.open_input(path) as source, parquet_file(path, source, footer, limit) as file:
-        yield source, file
-
-
-@contextmanager
-def parquet_file(path: str, source: Any, footer: Any = None, limit: int = DEFAULT_BYTES) -> Iterator[Any]:
-    """Read what is open at a path as pyarrow's ParquetFile.
-
-    footer: the file's FileMetaData where it was parsed before. limit: bytes that one takes in memory.
-    Raises FooterTooLarge beyond it, CorruptParquet, and whatever pyarrow raises.
-    """
-    if footer is None:
-        check_footer(path, source, limit)
-    with pq.ParquetFile(
-        source,
-        metadata=footer,
-        buffer_size=READ_BYTES,
-        pre_buffer=False,
-        thrift_string_size_limit=MAX_FOOTER_BYTES,
-        thrift_container_size_limit=MAX_FOOTER_ITEMS,
-    ) as file:
-        yield file
-
-
-def _read_footers(
-    storage: Storage,
-    found: Sequence[FoundFile],
-    file_format: str,
-    check_interrupted: Callable[[], None],
-    limit: int,
-    max_rows: int | None,
-) -> tuple[list[PlannedFile], list[tuple[int, ...]], list[tuple[int, ...]], pa.Schema]:
-    files: list[PlannedFile] = []
-    row_groups: list[tuple[int, ...]] = []
-    group_bytes: list[tuple[int, ...]] = []
-    schema: pa.Schema | None = None
-    for each in found:
-        check_interrupted()
-        file, groups, own = _read_footer(storage, each.path, file_format, limit)
-        schema = own if schema is None else schema
-        if not own.equals(schema):
-            raise SchemaMismatch(each.path, f"its columns are {_columns(own, schema)}")
-        files.append(file)
-        row_groups.append(tuple(rows for rows, _ in groups))
-        group_bytes.append(tuple(size for _, size in groups))
-        if max_rows is not None and (max_rows := max_rows - file.rows) <= 0:
-            break
-    return files, row_groups, group_bytes, schema
-
-
-def _read_footer(
-    storage: Storage, path: str, file_format: str, limit: int
-) -> tuple[PlannedFile, list[tuple[int, int]], pa.Schema]:
-    """Return a file, rows and bytes of each of its groups, and its schema."""
-    return settled(storage, path, lambda stat: _look_at_footer(storage, path, stat, file_format, limit))
-
-
-def _look_at_footer(
-    storage: Storage, path: str, stat: FileStat, file_format: str, limit: int
-) -> tuple[PlannedFile, list[tuple[int, int]], pa.Schema]:
-    if file_format == ARROW:
-        with reading(path, file_format), storage.open_input(path) as source:
-            messages, schema = look_at_arrow(path, source)
-        counts = [each.rows or 0 for each in messages.batches]
-        groups = [(rows, stat.size * rows // max(1, sum(counts))) for rows in counts]
-    else:
-        with open_parquet(storage, path, limit) as file:
-            schema, metadata = file.schema_arrow, file.metadata
-            found = map(metadata.row_group, range(metadata.num_row_groups))
-            groups = [(group.num_rows, group.total_byte_size) for group in found]
-    twice = [name for name, count in Counter(schema.names).items() if count > 1]
-    if twice:
-        raise SchemaMismatch(path, f"it has two columns named {twice[0]!r}")
-    fingerprint = file_fingerprint(storage, path, file_format)
-    file = PlannedFile(
-        path, stat.size, stat.mtime_ns, sum(rows for rows, _ in groups), fingerprint, etag=stat.etag
-    )
-    return file, groups, schema
-
-
-def _read_lines(
-    storage: Storage,
-    found: Sequence[FoundFile],
-    file_format: str,
-    check_interrupted: Callable[[], None],
-    max_rows: int | None,
-) -> tuple[list[PlannedFile], list[tuple[int, ...]], dict[str, Kind], tuple[int, ...]]:
-    """Look through text files. CSV files have the same header; objects any of the names that one has."""
-    files: list[PlannedFile] = []
-    row_groups: list[tuple[int, ...]] = []
-    kinds: dict[str, Kind] = {}
-    names: list[bytearray] = []
-    for each in found:
-        stat, fingerprint, lines = settled(
-            storage,
-            each.path,
-            lambda stat, path=each.path, most=max_rows: (  # type: ignore[misc]
-                stat,
-                file_fingerprint(storage, path, file_format),
-                scan_lines(storage, path, file_format, check_interrupted, most),
-            ),
-        )
-        if file_format in HEADED and files and list(lines.kinds) != list(kinds):
-            what = f"its header is {brief(list(lines.kinds))}, the first file's {brief(list(kinds))}"
-            raise SchemaMismatch(each.path, what)
-        merge = text_kind if file_format in HEADED else merged
-        for name, kind in lines.kinds.items():
-            kinds[name] = merge(kinds.get(name, "null"), kind)
-        files.append(
-            PlannedFile(
-                each.path,
-                stat.size,
-                stat.mtime_ns,
-                sum(lines.rows),
-                fingerprint,
-                blocks=tuple(lines.blocks),
-                etag=stat.etag,
-            )
-        )
-        row_groups.append(tuple(lines.rows))
-        names.append(lines.names)
-        if max_rows is not None and (max_rows := max_rows - files[-1].rows) <= 0:
-            break
-    repeated = repeated_rows(names, files[0].path) if file_format == OPENAI_BATCH else ()
-    return files, row_groups, kinds, repeated
 
 
 def _columns(schema: pa.Schema, first: pa.Schema) -> str:

@@ -91,6 +91,11 @@ class LocalFiles(Filesystem):
         with entered(path, self._roots, create=True):
             pass
 
+    def remove_folder(self, path: str) -> None:
+        """Remove a folder, if nothing is in it."""
+        with suppress(OSError), self._parent(path) as (folder, name):
+            os.rmdir(name, dir_fd=folder)
+
     def open_input(self, path: str) -> Any:
         """Open a regular file as pyarrow reads it. Raises InputNotFound for anything else."""
         self.check_interrupted()

@@ -120,6 +120,9 @@ class ObjectFiles(Filesystem):
                 with suppress(FileNotFoundError):
                     self._make(path, lambda each=each: obstore.delete(store, each))  # type: ignore[misc]
 
+    def remove_folder(self, path: str) -> None:
+        """Nothing is to be removed: a prefix ends with its last object."""
+
     def open_input(self, path: str) -> Any:
         store, key = self._place(path)
         found = self._head(path)

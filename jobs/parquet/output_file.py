@@ -7,24 +7,22 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jobs.errors import CorruptParquet, PartDamaged
-from jobs.parquet.inputs import open_parquet
+from jobs.errors import CorruptParquet, PartDamaged, TableNotRead
+from jobs.parquet.column_choice import ALL_COLUMNS, ColumnChoice
 from jobs.parquet.part import OWN_KEYS
 from jobs.parquet.row_values import RowProblem, row_values
 from jobs.parquet.storage import Storage
+from jobs.parquet.table_reading import TableReading, look_at
 from jobs.prompts.batch_lines import output_line
 from jobs.runs.plans.formats import ARROW, CSV, JSONL, OPENAI_BATCH, PARQUET
 from jobs.runs.plans.plan import Plan
-
-#: Rows that are read, and for a format of lines are Python's, at a time.
-BATCH_ROWS = 1024
 
 #: What a row group of the file holds: parts of a thousand short rows are put together.
 GROUP_BYTES, GROUP_ROWS = 1 << 25, 1 << 17
@@ -46,8 +44,9 @@ def write_output(storage: Storage, plan: Plan, claims: Sequence[str]) -> bool:
         return False
     writers = {PARQUET: _parquet, ARROW: _arrow, CSV: _csv, JSONL: _jsonl}
     assert plan.spec.single_file is not None
-    with sink, writers[plan.spec.single_file](sink, _schema(storage, plan)) as write:
-        for batch in _part_rows(storage, plan):
+    writer = writers[plan.spec.single_file]
+    with sink, closing(_part_rows(storage, plan)) as rows, writer(sink, _schema(storage, plan)) as write:
+        for batch in rows:
             write(batch)
     return True
 
@@ -61,7 +60,7 @@ def _write_batch(storage: Storage, plan: Plan, output: str, errors: str) -> bool
                 return False
             sinks.append(stack.enter_context(sink))
         row = 0
-        for batch in _part_rows(storage, plan):
+        for batch in stack.enter_context(closing(_part_rows(storage, plan))):
             found = batch.select(["custom_id", "completion", "error"]).to_pydict().values()
             for name, body, error in zip(*found, strict=True):
                 line = output_line(plan.run, row, name, body, error)
@@ -70,11 +69,11 @@ def _write_batch(storage: Storage, plan: Plan, output: str, errors: str) -> bool
     return True
 
 
-def _part_rows(storage: Storage, plan: Plan) -> Iterator[pa.RecordBatch]:
+def _part_rows(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, None, None]:
     """Yield the rows of a run's parts in order. Raises PartDamaged."""
     for shard in range(len(plan.shards)):
         with open_part(storage, plan, shard) as file:
-            for batch in file.iter_batches(BATCH_ROWS, use_threads=False):
+            for batch in file.batches():
                 storage.check_interrupted()
                 yield batch
 
@@ -82,19 +81,35 @@ def _part_rows(storage: Storage, plan: Plan) -> Iterator[pa.RecordBatch]:
 def _schema(storage: Storage, plan: Plan) -> pa.Schema:
     """Return what all parts have: the first one's, without its statistics, which are of its rows alone."""
     with open_part(storage, plan, 0) as file:
-        schema = file.schema_arrow
+        schema = file.schema
     kept = {key: value for key, value in (schema.metadata or {}).items() if key not in OWN_KEYS}
     return schema.with_metadata(kept or None)
 
 
+class PartRows:
+    """A part that is there. schema: with its statistics."""
+
+    def __init__(self, storage: Storage, path: str) -> None:
+        self._storage, self._path = storage, path
+        self.schema = look_at(storage, path).schema
+
+    def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+        """Yield its rows in batches. columns: only these."""
+        choice = ALL_COLUMNS if columns is None else ColumnChoice(tuple(columns))
+        reading = TableReading(self._storage, self._path, choice)
+        try:
+            yield from reading.batches()
+        finally:
+            reading.close()
+
+
 @contextmanager
-def open_part(storage: Storage, plan: Plan, shard: int) -> Iterator[Any]:
-    """Open a part as pyarrow's ParquetFile. Raises PartDamaged, also for what the body cannot read."""
+def open_part(storage: Storage, plan: Plan, shard: int) -> Iterator[PartRows]:
+    """Lend a part. Raises PartDamaged, also for what the body cannot read."""
     path = plan.part_path(shard)
     try:
-        with open_parquet(storage, path) as file:
-            yield file
-    except CorruptParquet as error:
+        yield PartRows(storage, path)
+    except (CorruptParquet, TableNotRead) as error:
         raise PartDamaged(path, f"not readable as Parquet: {error.args[1]}") from error
 
 
@@ -104,9 +119,9 @@ def part_rows(
     """Yield the rows of a part, with their numbers in the run. only: these rows. Raises PartDamaged."""
     start = plan.first_row(shard)
     with open_part(storage, plan, shard) as file:
-        if absent := set(columns) - set(file.schema_arrow.names):
+        if absent := set(columns) - set(file.schema.names):
             raise PartDamaged(plan.part_path(shard), f"it has no column {min(absent)!r}")
-        for batch in file.iter_batches(BATCH_ROWS, columns=list(columns), use_threads=False):
+        for batch in file.batches(columns):
             storage.check_interrupted()
             numbers: Sequence[int] = range(start, start + batch.num_rows)
             start += batch.num_rows

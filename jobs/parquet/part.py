@@ -14,14 +14,15 @@ from jobs.context.served_model import ServedModel
 from jobs.errors import (
     ColumnConflict,
     CorruptParquet,
-    FooterTooLarge,
     InputNotFound,
     MissingColumn,
     PartDamaged,
     PathSwapped,
+    TableNotRead,
 )
-from jobs.parquet.inputs import open_parquet
+from jobs.parquet.row_values import NUMBER
 from jobs.parquet.storage import Storage, writing
+from jobs.parquet.table_reading import Contents, look_at
 from jobs.runs.plans.embedding_options import EMBED
 from jobs.runs.plans.prompt_steps import ROW_COLUMNS
 from jobs.runs.plans.spec import RunSpec
@@ -106,7 +107,14 @@ def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_si
                 "rename it in the input, in its folders, or as filename_column, leave it out with `drop`, or "
                 "give the added columns another output_prefix",
             )
-    return pa.schema([*map(schema.field, kept), *answers], metadata=schema.metadata)
+    fields = (schema.field(name) for name in kept)
+    return pa.schema([*map(_without_mark, fields), *answers], metadata=schema.metadata)
+
+
+def _without_mark(field: pa.Field) -> pa.Field:
+    """Return a column without what templates alone want to know of it."""
+    metadata = {key: value for key, value in (field.metadata or {}).items() if key not in NUMBER}
+    return field.with_metadata(metadata or None)
 
 
 def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
@@ -215,31 +223,25 @@ def read_part_stats(storage: Storage, path: str, run: str, shard: int, rows: int
 
 def _read_stats(storage: Storage, path: str, run: str, shard: int, rows: int | None) -> PartStats:
     try:
-        with open_parquet(storage, path) as file:
-            metadata: dict[bytes, bytes] = file.metadata.metadata or {}
-            num_rows: int = file.metadata.num_rows
-            stat = storage.stat(path)
-            _check_holds_its_data(file, path, stat.size if stat else 0)
-    except (CorruptParquet, FooterTooLarge) as error:
+        found = look_at(storage, path)
+        stat = storage.stat(path)
+    except (CorruptParquet, TableNotRead) as error:
         raise PartDamaged(path, f"not readable as Parquet: {error.args[1]}") from error
     except (InputNotFound, PathSwapped):  # its name is there
         raise PartDamaged(path, "it is a link, or no regular file") from None
-    stats = _parse(path, metadata.get(METADATA_KEY.encode()), metadata.get(LATER_KEY.encode(), b"{}"))
+    _check_holds_its_data(found, path, stat.size if stat else 0)
+    stats = _parse(path, found.metadata.get(METADATA_KEY), found.metadata.get(LATER_KEY, b"{}"))
     if (stats.run, stats.shard) != (run, shard):
         raise PartDamaged(path, f"it belongs to shard {stats.shard} of run {stats.run}")
     expected = stats.rows if rows is None else rows
-    if num_rows != expected or stats.rows != expected:
-        raise PartDamaged(path, f"it has {num_rows} rows, expected {expected}")
+    if found.rows != expected or stats.rows != expected:
+        raise PartDamaged(path, f"it has {found.rows} rows, expected {expected}")
     return stats
 
 
-def _check_holds_its_data(file: pq.ParquetFile, path: str, size: int) -> None:
+def _check_holds_its_data(found: Contents, path: str, size: int) -> None:
     """Raise PartDamaged when data was cut out of a file whose footer is whole. size: the file's, in bytes."""
-    footer = file.metadata
-    groups = (footer.row_group(number) for number in range(footer.num_row_groups))
-    chunks = (group.column(number) for group in groups for number in range(group.num_columns))
-    data = sum(chunk.total_compressed_size for chunk in chunks)
-    needed = data + footer.serialized_size + FRAME_BYTES
+    needed = found.stored_bytes + FRAME_BYTES
     if size < needed:
         raise PartDamaged(path, f"it has {size} bytes, and its footer tells of {needed}")
 

@@ -17,6 +17,7 @@ from jobs.common.version import code_version
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel, parse_model
 from jobs.errors import InvalidValue, MissingColumn, OutputHoldsAnotherRun, RunBusy, RunOfAnotherModel
+from jobs.parquet.converted_inputs import convert_inputs
 from jobs.parquet.find_files import find_files
 from jobs.parquet.growth import (
     begins_as_planned,
@@ -137,10 +138,7 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
         found = find_files(storage, before.input, spec.output, spec.input_format)
     if before is not None and (submission.extend or before.extensions):
         found = in_planned_order(found, before)
-    limit = context.shard_bytes.limit
-    inputs = read_inputs(
-        storage, found, spec.filename_column, context.check_interrupted, limit, spec.limit, spec.input_format
-    )
+    inputs = read_inputs(context, storage, spec, found, before)
     check_columns(spec, inputs.schema, found[0].path)
     known = plan = _agreed_plan(context, storage, spec, inputs, submission.model, before)
     if submission.extend:
@@ -154,6 +152,9 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
     damaged = _check_parts(folder, submission.redo_damaged, context.check_interrupted)
     missing = folder.withdraw_end(damaged, anyway=plan is not known)
     context.check_interrupted()
+    asked_of = {plan.shards[shard].file for shard in missing if plan.shards[shard].rows}
+    limit = context.shard_bytes.limit
+    num_bytes = convert_inputs(storage, plan, asked_of, context.execution_id, limit)
     finished = folder.recount(queue, damaged)  # before any shard runs: from here on the last one knows it is
     how = {"redo_damaged": True} if damaged else {}
     enqueued = 0 if finished else enqueue_shards(context, queue, plan, state, missing, how)
@@ -166,6 +167,7 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
         "shards_enqueued": enqueued,
         "run_finished": finished,
         "already_finished": finished and had_ended,
+        **({"input_bytes": num_bytes} if num_bytes else {}),
         **({"rows_added": plan.rows - known.rows} if submission.extend else {}),
     }
 

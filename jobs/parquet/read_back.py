@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.parquet.failed_rows import failed_rows
-from jobs.parquet.output_file import BATCH_ROWS, open_part
+from jobs.parquet.output_file import open_part
 from jobs.parquet.part import OWN_KEYS, answer_fields, read_part_stats
 from jobs.parquet.plan_file import load_plan, write_text
 from jobs.parquet.sources import read_source
@@ -115,7 +115,8 @@ class FolderReader:
         tables = []
         for shard in range(len(self.plan.shards)):
             with open_part(self._storage, self.plan, shard) as file:
-                tables.append(file.read(use_threads=False))
+                rows = pa.Table.from_batches(file.batches(), file.schema)
+                tables.append(rows.combine_chunks())
         metadata = {
             key: each for key, each in (tables[0].schema.metadata or {}).items() if key not in OWN_KEYS
         }
@@ -150,8 +151,8 @@ class FolderReader:
         """Yield the rows of a part with their number and these of its columns. Raises PartDamaged."""
         row = self.plan.first_row(shard)
         with open_part(self._storage, self.plan, shard) as file:
-            present = [name for name in columns if name in file.schema_arrow.names]
-            for batch in file.iter_batches(BATCH_ROWS, columns=present, use_threads=False):
+            present = [name for name in columns if name in file.schema.names]
+            for batch in file.batches(present):
                 for values in batch.to_pylist():
                     yield {"row": row, **values}
                     row += 1

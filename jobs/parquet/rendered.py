@@ -8,8 +8,7 @@ from jobs.context import JobContext
 from jobs.context.shard_bytes import ShardBytes
 from jobs.parquet.added_columns import with_added_values
 from jobs.parquet.column_choice import ColumnChoice
-from jobs.parquet.decoders import Table
-from jobs.parquet.formats.problems import split_problems
+from jobs.parquet.line_problems import split_problems
 from jobs.parquet.prompt_source import PromptSource, render_rows
 from jobs.parquet.row_reader import RowReader
 from jobs.parquet.row_values import RowProblem
@@ -37,8 +36,7 @@ def rendered_shards(
             if reader is None or shard.file != file or not reader.reaches(shard):
                 if reader is not None:
                     reader.close()
-                table = Table.of(plan, planned)
-                reader = RowReader(storage, planned.path, shard, choice, used=choice, table=table)
+                reader = RowReader(storage, plan.rows_path(planned), shard, choice)
                 file = shard.file
             texts = ShardTexts(planned.path, source.columns, ShardBytes(context.shard_bytes.limit))
             for batch in reader.read(shard, context.check_interrupted):

@@ -7,8 +7,8 @@ from typing import Any
 from jobs.common.display import brief
 from jobs.context import JobContext
 from jobs.errors import InvalidValue
-from jobs.parquet.fingerprint import file_fingerprint
-from jobs.parquet.inputs import unchanged
+from jobs.parquet.converted_inputs import convert_inputs
+from jobs.parquet.fingerprint import unchanged
 from jobs.parquet.plan_file import remove_extensions
 from jobs.parquet.run_folder import RunFolder
 from jobs.parquet.shard_work import check_model, trusted_plan
@@ -49,7 +49,7 @@ def retry_rows(context: JobContext, run: str, plan: str) -> dict[str, Any]:
         if errors := folder.part_stats(shard).errors:
             failed.append(shard)
             rows += errors
-    _check_inputs(storage, folder, failed)
+    _prepare_inputs(context, storage, folder, failed)
     state.open_submission(context.job_id, spec.output, context.queue_name, None, NO_LIMIT)
     finished = folder.recount(context.queue_name)
     missing = folder.missing_shards()
@@ -74,14 +74,11 @@ def retry_rows(context: JobContext, run: str, plan: str) -> dict[str, Any]:
     }
 
 
-def _check_inputs(storage: Storage, folder: RunFolder, shards: list[int]) -> None:
+def _prepare_inputs(context: JobContext, storage: Storage, folder: RunFolder, shards: list[int]) -> None:
     """Raise InputChanged before anything is taken back: no shard could read its rows."""
     plan = folder.plan
-    for number in sorted({plan.shards[shard].file for shard in shards}):
-        file = plan.files[number]
-
-        def fingerprint(_: Any, path: str = file.path) -> str:
-            return file_fingerprint(storage, path, plan.input_format)
-
-        with unchanged(storage, file, fingerprint):
+    files = sorted({plan.shards[shard].file for shard in shards})
+    convert_inputs(storage, plan, files, context.execution_id, context.shard_bytes.limit)
+    for number in files:
+        with unchanged(storage, plan, plan.files[number]):
             pass

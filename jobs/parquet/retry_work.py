@@ -22,7 +22,7 @@ from jobs.context import JobContext
 from jobs.context.answer import Answer
 from jobs.errors import PartDamaged, PathSwapped, RunBusy
 from jobs.parquet.failed_rows import failed_rows
-from jobs.parquet.output_file import BATCH_ROWS, open_part
+from jobs.parquet.output_file import PartRows, open_part
 from jobs.parquet.part import OWN_KEYS, answer_fields, write_part
 from jobs.parquet.rows_task import RowsTask
 from jobs.parquet.run_folder import RunFolder
@@ -120,7 +120,7 @@ class RetryWork(RowsTask):
         """Write the part that is there with answers for its errors, beside it."""
         plan, old = self._folder.plan, self._folder.part_stats(self._number)
         with open_part(self._storage, plan, self._number) as file:
-            schema = file.schema_arrow
+            schema = file.schema
             kept = {k: v for k, v in (schema.metadata or {}).items() if k not in OWN_KEYS}
             schema = schema.with_metadata(kept or None)
             stats = self._stats(file, old, answers)
@@ -132,7 +132,7 @@ class RetryWork(RowsTask):
         if lease is not None and self._context.connection.zscore(lease.key, lease.member) is None:
             raise RunBusy(self._folder.plan.run)
 
-    def _stats(self, file: Any, old: PartStats, answers: dict[int, Answer]) -> PartStats:
+    def _stats(self, file: PartRows, old: PartStats, answers: dict[int, Answer]) -> PartStats:
         """Return what the part has with the answers put in."""
         sums, errors, rows = dict.fromkeys(_COUNTS, 0), 0, 0
         names = {name: self._name(name) for name in ("error", *_COUNTS)}
@@ -156,13 +156,13 @@ class RetryWork(RowsTask):
         )
 
     def _merged(
-        self, file: Any, answers: dict[int, Answer], columns: list[str] | None = None
+        self, file: PartRows, answers: dict[int, Answer], columns: list[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
         """Yield a part's rows, with an answer where there was an error. columns: only these."""
         plan = self._folder.plan
         row = plan.first_row(self._number)
         ours = {self._name(field.name): field.name for field in answer_fields(plan.spec)}
-        for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
+        for batch in file.batches(columns):
             self._context.check_interrupted()
             errors = batch.column(self._name("error"))
             places = [n for n in range(batch.num_rows) if row + n in answers and errors[n].is_valid]

@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from typing import Any
 
 import pyarrow as pa
 
 from jobs.context import never_interrupted
-from jobs.context.shard_bytes import ShardBytes
-from jobs.errors import CorruptParquet, CorruptTable, InputError, ShardTooLarge
+from jobs.context.shard_bytes import NoRoomYet, ShardBytes
+from jobs.errors import CorruptParquet, ShardTooLarge
 from jobs.parquet.column_choice import ALL_COLUMNS, ColumnChoice
-from jobs.parquet.decoders import Table, opened_decoder
-from jobs.parquet.read_room import ReadRoom
-from jobs.parquet.row_bounds import SHARD_TIMES
-from jobs.parquet.storage import Storage, reading
-from jobs.runs.plans.formats import PARQUET
+from jobs.parquet.storage import Storage
+from jobs.parquet.table_reading import TableReading
 from jobs.runs.plans.plan import Shard
 
-PARQUET_TABLE = Table()
+#: Times its limit that the rows of a shard may stand for in all, batch after batch: each costs time and disk.
+SHARD_TIMES = 16
+
+#: So many files are read at once before a further reader waits for room.
+READERS = 4
 
 
 class RowReader:
     """One pass over a file, from the row group of some shard to the end.
-    Raises CorruptParquet, CorruptTable or FooterTooLarge.
 
-    Parquet cannot be entered in the middle of a row group, and a footer lists every row group of the file: a
-    reader per shard would decode a group of a million rows for each thousand of them. One that goes on where
-    the last shard ended decodes each row once.
+    Parquet cannot be entered in the middle of a row group: a reader per shard would decode a group of a
+    million rows for each thousand of them. One that goes on where the last shard ended decodes each row once.
 
-    columns: that are read. used: those that the run reads at all, which are sized up here too. footer: the
-    file's, where another reader has parsed it. table: how it is read. room: where what is read is reserved;
-    reading raises ShardTooLarge beyond its limit, NoRoomYet beside other readers. One thread: the others
-    belong to the engine.
+    columns: that are read. held: where its memory is counted; NoRoomYet is raised
+    beside too many other readers. make_room: closes those that nobody uses. Raises as TableReading does.
     """
 
     def __init__(
@@ -42,25 +37,35 @@ class RowReader:
         path: str,
         first: Shard,
         columns: ColumnChoice = ALL_COLUMNS,
-        footer: Any = None,
-        room: ReadRoom | None = None,
-        used: ColumnChoice = ALL_COLUMNS,
-        table: Table = PARQUET_TABLE,
+        held: ShardBytes | None = None,
+        *,
+        make_room: Callable[[], None] = lambda: None,
     ) -> None:
-        self._path, self._room, self._format = path, room or ReadRoom(ShardBytes()), table.input_format
-        self._limit = self._room.limit
-        self._resources = ExitStack()
-        self._resources.callback(self._room.close)
-        opened = opened_decoder(storage, path, table, columns, used, footer, self._room)
-        self._decoder = self._resources.enter_context(opened)
+        self._path, self._held = path, held or ShardBytes()
+        self._reserved = 0
+        self._reserve(self._held.limit // READERS, make_room)
+        try:
+            self._table = TableReading(storage, path, columns, first.first_group, self._held.limit)
+        except BaseException:
+            self._let_go()
+            raise
         #: The schema of the whole file.
-        self.schema: pa.Schema = self._decoder.schema
-        self.footer = self._decoder.footer
-        self._batches = self._decoder.batches(first.first_group)
+        self.schema: pa.Schema = self._table.schema
+        self._batches = self._table.batches()
         self._left: pa.RecordBatch | None = None
-        self._batch_rows, self._batch_bytes = 1, 0  # of the batch that was decoded last
         #: The row that comes next, counted within the file.
         self.next_row = first.start - first.skip
+
+    def _reserve(self, num_bytes: int, make_room: Callable[[], None]) -> None:
+        if not self._held.reserve_reading(num_bytes, 0):
+            make_room()
+            if not self._held.reserve_reading(num_bytes, 0):
+                raise NoRoomYet
+        self._reserved = num_bytes
+
+    def _let_go(self) -> None:
+        self._held.reserve_reading(-self._reserved, 0)
+        self._reserved = 0
 
     def reaches(self, shard: Shard) -> bool:
         """Whether the shard lies ahead, and no new reader would start nearer to it."""
@@ -73,7 +78,7 @@ class RowReader:
 
         check_interrupted: called before rows are decoded. Raises ShardTooLarge.
         """
-        end, shard_bytes = shard.start + shard.rows, 0.0
+        end, shard_bytes = shard.start + shard.rows, 0
         while self.next_row < end:
             check_interrupted()
             batch = self._next_batch(end - self.next_row)
@@ -82,48 +87,27 @@ class RowReader:
             self._left = batch.slice(taken) if taken < batch.num_rows else None
             self.next_row += taken
             if taken > ahead:
-                row_bytes = max(self._decoder.row_bytes, self._batch_bytes / self._batch_rows)
-                shard_bytes += (taken - ahead) * row_bytes
+                batch = batch.slice(ahead, taken - ahead)
+                shard_bytes += batch.nbytes
                 self._check(batch, shard_bytes)
-                yield batch.slice(ahead, taken - ahead)
+                yield batch
 
-    def _check(self, batch: pa.RecordBatch, shard_bytes: float) -> None:
-        """Raise ShardTooLarge for a batch whose values turn out too large, or where the shard's may."""
-        if shard_bytes > (limit := SHARD_TIMES * self._limit):
-            widest = self._decoder.widest or _widest(batch)
-            what = f"its rows stand for {int(shard_bytes)} bytes and more, most of column {widest!r}"
+    def _check(self, batch: pa.RecordBatch, shard_bytes: int) -> None:
+        """Raise ShardTooLarge where the rows of a shard stand for too much."""
+        if shard_bytes > (limit := SHARD_TIMES * self._held.limit):
+            widest = max(batch.schema.names, key=lambda name: batch.column(name).nbytes)
+            what = f"its rows stand for {shard_bytes} bytes and more, most of column {widest!r}"
             remedy = "submit with a smaller rows_per_shard"
             raise ShardTooLarge(self._path, what, limit, f"{SHARD_TIMES} times ", remedy)
-        if self._batch_bytes > (limit := self._limit // 2):
-            widest = _widest(batch)
-            what = (
-                f"{self._batch_rows} of its rows take {self._batch_bytes} bytes, most of them of column "
-                f"{widest!r}"
-            )
-            raise ShardTooLarge(
-                self._path, what, limit, "half of ", "shorten these values, or leave them out"
-            )
 
     def close(self) -> None:
         """Close the file; may be called more than once."""
         self._left = None
-        self._resources.close()
+        self._table.close()
+        self._let_go()
 
     def _next_batch(self, missing: int) -> pa.RecordBatch:
-        if self._left is not None:
-            return self._left
-        with reading(self._path, None if self._format == PARQUET else self._format):
-            batch = next(self._batches, None)
+        batch = next(self._batches, None) if self._left is None else self._left
         if batch is None:
-            raise self._too_few(missing)
-        self._batch_rows, self._batch_bytes = max(batch.num_rows, 1), self._decoder.batch_bytes(batch)
+            raise CorruptParquet(self._path, f"{missing} rows fewer than its footer says")
         return batch
-
-    def _too_few(self, missing: int) -> InputError:
-        if self._format == PARQUET:
-            return CorruptParquet(self._path, f"{missing} rows fewer than its footer says")
-        return CorruptTable(self._path, self._format, f"{missing} rows fewer than were planned")
-
-
-def _widest(batch: pa.RecordBatch) -> str:
-    return str(max(batch.schema.names, key=lambda name: batch.column(name).get_total_buffer_size()))

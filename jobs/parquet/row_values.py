@@ -20,6 +20,9 @@ MAX_VALUE_BYTES = 6 * MAX_PROMPT_BYTES
 #: Values within a list, struct or map, at all depths: as Python's, each takes a hundred bytes.
 MAX_NESTED_VALUES = 100_000
 
+#: The metadata of a column that had integers beside floats, all exact as floats: they keep their text.
+NUMBER = {b"tokenmill": b"number"}
+
 #: Values are converted together up to so many bytes, and else row by row.
 _TOGETHER_BYTES = 1 << 20
 
@@ -30,10 +33,17 @@ class RowProblem(Exception):
 
 def python_rows(columns: Sequence[str], rows: pa.RecordBatch) -> Iterator[dict[str, Any] | RowProblem]:
     """Yield the values of each row in some columns by name, or why one of them is none."""
-    found = [row_values(name, rows.column(name)) for name in columns]
+    found = [_as_written(rows.field(name), row_values(name, rows.column(name))) for name in columns]
     for row in zip(*found, strict=True) if columns else (() for _ in range(rows.num_rows)):
         problem = next((value for value in row if isinstance(value, RowProblem)), None)
         yield problem or dict(zip(columns, row, strict=True))
+
+
+def _as_written(field: pa.Field, values: Iterator[Any]) -> Iterator[Any]:
+    """Return a column's values with integers as such that stood beside floats in a text file."""
+    if NUMBER.items() <= (field.metadata or {}).items():
+        return (int(each) if isinstance(each, float) and each.is_integer() else each for each in values)
+    return values
 
 
 def row_values(name: str, column: pa.Array) -> Iterator[Any]:

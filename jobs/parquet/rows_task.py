@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
 from jobs.context import JobContext
 from jobs.context.answer_memo import AnswerMemo
-from jobs.parquet.filesystem import FileStat
-from jobs.parquet.fingerprint import file_fingerprint
-from jobs.parquet.inputs import unchanged
+from jobs.parquet.converted_inputs import converted_for_now
+from jobs.parquet.fingerprint import unchanged
 from jobs.parquet.rendered import rendered_shards
 from jobs.parquet.shard_requests import ShardRequests
 from jobs.parquet.shard_texts import ShardTexts
 from jobs.parquet.shard_work import check_model, shard_requests
 from jobs.parquet.sources import read_source
 from jobs.parquet.storage import Storage
-from jobs.runs.plans.plan import Plan, PlannedFile
+from jobs.runs.plans.plan import Plan
 from jobs.tasks import Completion, OpenTask, Request
 
 
@@ -39,10 +38,12 @@ class RowsTask(OpenTask):
         self._texts = ShardTexts(plan.spec.output, source.columns, context.shard_bytes, "ask fewer rows")
         try:
             with ExitStack() as stack:
+                limit = context.shard_bytes.limit
+                storage, plan = stack.enter_context(converted_for_now(storage, plan, files, limit))
                 for number in sorted(files):
                     file = plan.files[number]
                     file = replace(file, path=storage.resolve(file.path))
-                    stack.enter_context(unchanged(storage, file, _fingerprint(storage, plan, file)))
+                    stack.enter_context(unchanged(storage, plan, file))
                 for start, rendered in rendered_shards(context, storage, plan, source, wanted):
                     self._texts.add(row for number, row in enumerate(rendered, start) if number in wanted)
             texts, let_go, nothing_known = self._texts.gathered(), self._texts.let_go, AnswerMemo(0)
@@ -77,7 +78,3 @@ class RowsTask(OpenTask):
     def close(self) -> None:
         self._requests.close()
         self._texts.close()
-
-
-def _fingerprint(storage: Storage, plan: Plan, file: PlannedFile) -> Callable[[FileStat], str]:
-    return lambda state: file_fingerprint(storage, file.path, plan.input_format)

@@ -19,6 +19,7 @@ from contextlib import suppress
 from itertools import islice
 
 from jobs.errors import PartDamaged, RunError, RunResubmitted
+from jobs.parquet.converted_inputs import remove_converted
 from jobs.parquet.failed_rows import part_reasons
 from jobs.parquet.manifest import manifest_of
 from jobs.parquet.output_file import write_output
@@ -359,6 +360,9 @@ class RunFolder:
                     return False
                 if not self.storage.rewrite(manifest, text.encode()) or self.storage.stat(claims[-1]) is None:
                     return False  # a store brings a claim back that it writes anew, but not the mark's
+                if self.refresh():
+                    return False
+                remove_converted(self.storage, self.plan)
                 return all(
                     self.storage.replace(claim, target) for claim, target in zip(claims, targets, strict=True)
                 )

@@ -23,16 +23,13 @@ from jobs.errors import PlanDamaged, RunError, RunOfAnotherModel
 from jobs.parquet.added_columns import with_added_fields, with_added_values
 from jobs.parquet.batch_requests import BatchRequests
 from jobs.parquet.chain import Chain
-from jobs.parquet.column_choice import ColumnChoice, kept, used
-from jobs.parquet.decoders import Table
+from jobs.parquet.column_choice import ColumnChoice, kept
 from jobs.parquet.filesystem import FileStat
-from jobs.parquet.fingerprint import file_fingerprint
-from jobs.parquet.formats.problems import split_problems
-from jobs.parquet.inputs import unchanged
+from jobs.parquet.fingerprint import file_fingerprint, unchanged
+from jobs.parquet.line_problems import split_problems
 from jobs.parquet.part import embedding_size, output_schema, part_stats, with_answers, write_part
 from jobs.parquet.plan_file import load_plan
 from jobs.parquet.prompt_source import PromptSource, render_rows
-from jobs.parquet.read_room import ReadRoom
 from jobs.parquet.row_reader import RowReader
 from jobs.parquet.row_values import RowProblem
 from jobs.parquet.run_folder import RunFolder
@@ -307,28 +304,22 @@ class ShardWork(OpenTask):
 
         Raises InputChanged when the file is not the one that was planned, or no longer when the body ends.
         """
-        spec = self._folder.plan.spec
-        in_use = used(spec, self._source.columns, self._added)
-        own = self._folder.plan.run if self._folder.plan.columns else None  # its view of what lines hold
-        key = ReaderKey(self._planned_file.path, (file.size, file.mtime_ns), (columns, in_use, own))
-        room = ReadRoom(self._held, self._files.close_idle)
-        storage, shard, plan = self._folder.storage, self._shard, self._folder.plan
-        table = Table.of(plan, file)
+        plan, storage, shard = self._folder.plan, self._folder.storage, self._shard
+        key = ReaderKey(self._planned_file.path, (file.size, file.mtime_ns), (columns, plan.rows_path(file)))
 
-        def open_reader(footer: Any) -> RowReader:
-            return RowReader(storage, file.path, shard, columns, footer, room, in_use, table)
+        def open_reader() -> RowReader:
+            make_room = self._files.close_idle
+            return RowReader(storage, plan.rows_path(file), shard, columns, self._held, make_room=make_room)
 
         def fingerprint(state: FileStat) -> str:
-            return self._files.fingerprint(
-                key.path, state, lambda: file_fingerprint(storage, file.path, plan.input_format)
-            )
+            return self._files.fingerprint(key.path, state, lambda: file_fingerprint(storage, file.path))
 
         # The outer one explains why a reader could not open; by the inner one a reader that has seen another
         # file is closed, and not lent on to a shard that finds the planned file in its place again.
         with (
-            unchanged(storage, file, fingerprint),
+            unchanged(storage, plan, file, fingerprint),
             self._files.reader(key, shard, open_reader) as reader,
-            unchanged(storage, file, fingerprint),
+            unchanged(storage, plan, file, fingerprint),
         ):
             yield reader
 

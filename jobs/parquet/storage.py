@@ -58,7 +58,7 @@ class Storage:
         """roots: of local files, and of objects as run_path returns them. check_interrupted: called before
         what may take time, and before any of it is done. timeout_s: in which a store has to serve."""
         self.check_interrupted = check_interrupted
-        self._roots = tuple(roots)
+        self._roots, self._timeout_s = tuple(roots), timeout_s
         self._local = LocalFiles([root for root in roots if not is_stored(root)], check_interrupted)
         stored = [root for root in roots if is_stored(root)]
         self._stored: Filesystem | None = None
@@ -69,6 +69,10 @@ class Storage:
     def of(cls, context: JobContext) -> Self:
         """Return the storage of a job."""
         return cls(context.data_roots, context.check_interrupted, context.file_timeout_s)
+
+    def with_root(self, root: str) -> Storage:
+        """Return a storage that has one root more."""
+        return Storage((*self._roots, root), self.check_interrupted, self._timeout_s)
 
     def _of(self, path: str) -> Filesystem:
         """Return what holds a path, resolved or not."""
@@ -105,6 +109,9 @@ class Storage:
 
     def make_folder(self, path: str) -> None:
         self._of(path).make_folder(path)
+
+    def remove_folder(self, path: str) -> None:
+        self._of(path).remove_folder(path)
 
     def open_input(self, path: str) -> Any:
         return self._of(path).open_input(path)

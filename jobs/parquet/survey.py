@@ -12,6 +12,7 @@ from typing import Any
 from jobs.context import JobContext
 from jobs.context.prompt_meter import PromptMeter
 from jobs.errors import InvalidJob
+from jobs.parquet.converted_inputs import converted_for_now
 from jobs.parquet.find_files import find_files
 from jobs.parquet.inputs import read_inputs
 from jobs.parquet.planner import check_columns, new_plan
@@ -67,15 +68,14 @@ def survey_parquet(
     spec.check_sampling(context.check_sampling)
     storage = Storage.of(context)
     found = find_files(storage, spec.input, spec.output, spec.input_format)
-    limit = context.shard_bytes.limit
-    inputs = read_inputs(
-        storage, found, spec.filename_column, context.check_interrupted, limit, spec.limit, spec.input_format
-    )
+    inputs = read_inputs(context, storage, spec, found)
     check_columns(spec, inputs.schema, found[0].path)
     if context.meter is None:
         raise InvalidJob("this process has no engine to count tokens with")
-    survey = _Survey(context, storage, new_plan(context, spec, inputs), context.meter())
-    return survey.take(pick, first, max_rows)
+    plan = new_plan(context, spec, inputs)
+    files = {shard.file for shard in plan.shards if shard.rows}
+    with converted_for_now(storage, plan, files, context.shard_bytes.limit) as (own_storage, own_plan):
+        return _Survey(context, own_storage, own_plan, context.meter()).take(pick, first, max_rows)
 
 
 class _Survey:

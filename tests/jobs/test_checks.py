@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import time
+import threading
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
+from jobs.context.checks import processes
 from jobs.context.checks.options import repair_options
 from jobs.context.checks.processes import Checks
 from jobs.errors import InvalidJob
@@ -54,11 +56,32 @@ def test_processes_end_with_the_one_that_asked() -> None:
     assert not child.is_alive
 
 
-def test_a_schema_that_takes_a_minute_to_compile_is_refused_in_seconds(checks: Checks) -> None:
-    """1 MiB of it, in which other jobs' checks would wait."""
-    began = time.monotonic()
-    with pytest.raises(
-        InvalidJob, match="the check went on for more than 2 s before it could check anything"
-    ):
-        checks.reason(repair_options(check={"json": {"allOf": [True] * 170_000}}), {}, "1")
-    assert time.monotonic() - began < 20  # two, and what a new process takes to begin
+SLOW = [{"json": {"allOf": [True] * 170_000}}, {"regex": "(?:a|b)*" * 130_000}]  # of 1 MiB each
+
+
+@pytest.mark.parametrize("check", SLOW, ids=["schema", "pattern"])
+def test_what_takes_long_to_compile_is_refused(
+    checks: Checks, check: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "COMPILE_LIMIT_S", 0.2)
+    with pytest.raises(InvalidJob, match=r"went on for more than 0\.2 s before it could check anything"):
+        checks.reason(repair_options(check=check), {}, "1")
+
+
+def test_others_are_checked_beside_what_takes_long_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "COMPILE_LIMIT_S", 600.0)
+    checks, ended = Checks(), SimpleQueue[Exception]()
+
+    def ask() -> None:
+        try:
+            checks.prepare(repair_options(check=SLOW[0]))
+        except InvalidJob as error:
+            ended.put(error)
+
+    slow = threading.Thread(target=ask)
+    slow.start()
+    assert checks.reason(repair_options(check={"regex": "b"}), {}, "b") is None
+    assert ended.empty()
+    checks._pool.close(kill=True)
+    slow.join()
+    assert "ended its process with -9" in str(ended.get())

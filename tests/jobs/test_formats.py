@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 import decimal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -165,26 +163,3 @@ def test_chats_written_by_other_tools_are_chats(
         score_parquet(make_context(), str(source), str(output), messages_column="messages")
         work_off(redis, make_context)
         assert set(pq.read_table(output)["completion"].to_pylist()) == {str(CHAT).upper()}
-
-
-def test_memory_does_not_grow_with_the_row_group(tmp_path: Path) -> None:
-    rows = 100_000
-    prompts = [f"{number:0200}" for number in range(rows)]
-    pq.write_table(
-        pa.table({"prompt": prompts}), tmp_path / "in.parquet", row_group_size=rows, compression="none"
-    )
-    code = """
-import sys, pyarrow
-from jobs.runs.plans.plan import Shard
-from jobs.parquet.row_reader import RowReader
-from jobs.parquet.storage import Storage
-folder, rows = sys.argv[1], int(sys.argv[2])
-shard = Shard(file=0, start=rows - 1500, rows=1500, first_group=0, num_groups=1, skip=rows - 1500)
-batches = RowReader(Storage([folder]), folder + "/in.parquet", shard).read(shard)
-assert [int(text.as_py()) for batch in batches for text in batch["prompt"]] == list(range(rows - 1500, rows))
-print(pyarrow.default_memory_pool().max_memory())
-"""
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path.resolve()), str(rows)], check=True, capture_output=True
-    )
-    assert int(run.stdout) < 6 << 20 < (tmp_path / "in.parquet").stat().st_size

@@ -5,13 +5,15 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from redis import Redis
@@ -19,6 +21,7 @@ from redis import Redis
 from jobs.context import JobContext
 from jobs.context.shared_files import SharedFiles
 from jobs.errors import (
+    ConvertedInputGone,
     CorruptTable,
     InputChanged,
     InvalidValue,
@@ -26,14 +29,12 @@ from jobs.errors import (
     MixedFormats,
     NestedFolders,
     SchemaMismatch,
-    ShardTooLarge,
+    TableNotRead,
 )
+from jobs.parquet.converted_inputs import scan
 from jobs.parquet.find_files import find_files
-from jobs.parquet.formats import line_scan
-from jobs.parquet.formats.lines import MAX_LINE_BYTES
-from jobs.parquet.row_reader import RowReader, Table
+from jobs.parquet.formats.records import MAX_LINE_BYTES
 from jobs.parquet.storage import Storage
-from jobs.runs.plans.plan import cut_shards
 from tests.jobs.answering import opened_task, queued_jobs, run_task, score_parquet, work_off
 from tests.jobs.conftest import Invoke
 from tests.jobs.input_files import (
@@ -51,13 +52,8 @@ MakeContext = Callable[[], JobContext]
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_each_format_gives_the_rows_that_a_parquet_file_does(
-    redis: Redis,
-    make_context: MakeContext,
-    tmp_path: Path,
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
+    redis: Redis, make_context: MakeContext, tmp_path: Path, name: str
 ) -> None:
-    monkeypatch.setattr(line_scan, "BLOCK_BYTES", 60)  # several blocks, also within a shard
     source = WRITERS[name](tmp_path / name)
     planned = score(make_context(), source, tmp_path)
     assert (planned["rows"], planned["shards"]) == (23, 5)
@@ -70,6 +66,38 @@ def test_each_format_gives_the_rows_that_a_parquet_file_does(
     assert [row["completion"] for row in rows] == [f"P{number}" for number in range(23)]
     again = score(make_context(), source, tmp_path)
     assert again["already_finished"]
+    assert not (tmp_path / "out" / "_input").exists()
+
+
+def test_rows_of_many_groups_are_read_from_any_shard_on(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"p{number}", "long": str(number) * 20_000} for number in range(500)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    score(make_context(), tmp_path / "in.jsonl", tmp_path, rows_per_shard=90)
+    (converted,) = (tmp_path / "out" / "_input").iterdir()
+    assert pq.read_metadata(converted).num_row_groups > 2
+    jobs = queued_jobs(redis)
+    for job in [*jobs[3:], *jobs[:3]]:
+        run_task(make_context(), job.func_name, *job.args)
+        job.delete()
+    found = read_rows(tmp_path / "out")
+    assert [(row["prompt"], row["long"]) for row in found] == [(row["prompt"], row["long"]) for row in rows]
+
+
+def test_what_was_made_of_an_input_and_is_gone_is_made_again(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl")
+    score(make_context(), source, tmp_path)
+    first, *rest = queued_jobs(redis)
+    run_task(make_context(), first.func_name, *first.args)
+    shutil.rmtree(tmp_path / "out" / "_input")
+    with pytest.raises(ConvertedInputGone, match="submit the run again"):
+        run_task(make_context(), rest[0].func_name, *rest[0].args)
+    assert score(make_context(), source, tmp_path)["input_bytes"] > 0
+    work_off(redis, make_context)
+    assert [row["completion"] for row in read_rows(tmp_path / "out")] == [f"P{n}" for n in range(23)]
 
 
 def test_csv_is_read_as_the_csv_module_writes_it(
@@ -123,6 +151,58 @@ def test_a_bad_line_of_csv_costs_its_row_and_says_which_line_it_is(
     assert errors[5] == "line 9 is not UTF-8"
 
 
+def test_a_row_of_csv_that_does_not_end_costs_its_first_line_alone(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    lines = [b"prompt,n", b"a,1", b'"never closed,2', b"b,3", b"x" * (MAX_LINE_BYTES + 1), b"c,4"]
+    (tmp_path / "in.csv").write_bytes(b"\n".join(lines))
+    score(make_context(), tmp_path / "in.csv", tmp_path)
+    work_off(redis, make_context)
+    rows = read_rows(tmp_path / "out")
+    assert [(row["prompt"], row["n"]) for row in rows] == [
+        ("a", 1),
+        (None, None),
+        ("b", 3),
+        (None, None),
+        ("c", 4),
+    ]
+    assert rows[1]["error"].startswith("line 3 begins a row that has more than the limit")
+    assert rows[3]["error"].startswith("line 5 has more than the limit of 8388608 bytes")
+    (tmp_path / "in.csv").write_bytes(b'prompt\na\n"open\nb\n')
+    found = scan(Storage([str(tmp_path)]), f"{tmp_path}/in.csv", "csv")
+    assert found.groups == [(3, 10)]
+
+
+@pytest.mark.parametrize("text", ['{"id": 1}\n{"id": 2.5}\n', "id\n1\n2.5\n"])
+@pytest.mark.parametrize("template_format", ["fields", "jinja"])
+def test_integers_beside_floats_keep_their_text_in_templates(
+    redis: Redis, make_context: MakeContext, tmp_path: Path, text: str, template_format: str
+) -> None:
+    path = tmp_path / ("in.jsonl" if "{" in text else "in.csv")
+    path.write_text(text)
+    template = "row {{ id }}" if template_format == "jinja" else "row {id}"
+    score(make_context(), path, tmp_path, template=template, template_format=template_format)
+    work_off(redis, make_context)
+    table = pq.read_table(tmp_path / "out")
+    assert table["completion"].to_pylist() == ["ROW 1", "ROW 2.5"]
+    assert table["id"].to_pylist() == [1.0, 2.5]
+    assert table.field("id") == pa.field("id", pa.float64())
+    assert not table.field("id").metadata
+
+
+def test_a_type_that_parquet_has_not_is_refused_before_anything_is_planned(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
+    column = pa.RunEndEncodedArray.from_arrays([2], [1])
+    with pa.ipc.new_file(
+        tmp_path / "in.arrow", pa.schema([("prompt", pa.string()), ("n", column.type)])
+    ) as file:
+        file.write_batch(pa.record_batch([pa.array(["a", "b"]), column], names=["prompt", "n"]))
+    with pytest.raises(SchemaMismatch, match=r"'n' is of type run_end_encoded.*which Parquet has not"):
+        score(make_context(), tmp_path / "in.arrow", tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_bad_line_of_jsonl_costs_its_row_and_says_which_line_it_is(
     redis: Redis, make_context: MakeContext, tmp_path: Path
 ) -> None:
@@ -169,15 +249,9 @@ def test_chats_and_values_of_several_kinds_in_jsonl(
     ("name", "content", "error", "text"),
     [
         ("in.csv", b"", CorruptTable, "empty"),
-        ("in.csv", b'prompt,n\n"never closed\nb,1\n', CorruptTable, "line 2 is not closed"),
+        ("in.csv", b'"prompt,n\nb,1\n', CorruptTable, "line 1 begins a quote that is not closed"),
         ("in.csv", b"prompt,prompt\na,b\n", SchemaMismatch, "two columns named 'prompt'"),
         ("in.csv", "prompt\na\n".encode("utf-16"), CorruptTable, "UTF-16"),
-        (
-            "in.csv",
-            b'prompt\n"' + (b"x" * 999 + b"\n") * (MAX_LINE_BYTES // 1000 + 1) + b'"\n',
-            CorruptTable,
-            "line 2 has more",
-        ),
         ("in.csv", b"text\na\n", MissingColumn, "'prompt'"),
         ("in.jsonl", b'{"text": 1}\n', MissingColumn, "'text'"),
         ("in.jsonl", b"", MissingColumn, "'prompt'"),
@@ -187,9 +261,9 @@ def test_chats_and_values_of_several_kinds_in_jsonl(
             CorruptTable,
             "in.jsonl.gz",
         ),
-        ("in.arrow", b"ARROW1\0\0 and more of it", CorruptTable, "Arrow"),
-        ("in.arrow", b"PAR1", CorruptTable, "Arrow"),
-        ("in.arrow", b"", CorruptTable, "Arrow"),
+        ("in.arrow", b"ARROW1\0\0 and more of it", CorruptTable, "arrow"),
+        ("in.arrow", b"PAR1", CorruptTable, "arrow"),
+        ("in.arrow", b"", CorruptTable, "arrow"),
     ],
 )
 def test_what_costs_a_file_is_named(
@@ -205,39 +279,27 @@ def test_a_damaged_arrow_file_ends_in_a_named_error_wherever_it_is_damaged(
 ) -> None:
     whole = write_stream(tmp_path / "whole.arrows").read_bytes()
     footed = write_feather(tmp_path / "whole.feather").read_bytes()
+    storage = Storage([str(tmp_path)])
     for number, content in enumerate((whole, footed)):
         for place in range(0, len(content), 37):
             damaged = bytearray(content)
             damaged[place : place + 4] = b"\xff\x7f\xff\xff"
             path = tmp_path / f"{number}-{place}.arrow"
             path.write_bytes(damaged)
-            storage = Storage([str(tmp_path)])
-            shard = cut_shards([[23]], 23)[0]
-            with suppress(CorruptTable, SchemaMismatch, ShardTooLarge):
-                reader = RowReader(storage, str(path), shard, table=Table("arrow"))
-                with closing(reader):
-                    for batch in reader.read(shard):
-                        batch.to_pylist()
+            with suppress(CorruptTable, SchemaMismatch, TableNotRead):
+                scan(storage, str(path), "arrow")
 
 
-def test_a_file_that_changed_since_planning_is_found_out(
+def test_a_file_that_changes_is_scored_as_it_was_planned_and_refused_where_it_is_planned_again(
     redis: Redis, make_context: MakeContext, tmp_path: Path
 ) -> None:
     source = write_jsonl(tmp_path / "in.jsonl")
     score(make_context(), source, tmp_path)
-    first, *rest = queued_jobs(redis)
-    run_task(make_context(), first.func_name, *first.args)
     content, times = source.read_bytes(), source.stat()
     source.write_bytes(content.replace(b'"p22"', b'"q22"'))  # of the same size, in the last shard
     os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
-    for action in (
-        lambda: run_task(make_context(), rest[0].func_name, *rest[0].args),
-        lambda: score(make_context(), source, tmp_path),
-    ):
-        with pytest.raises(InputChanged, match="other contents"):
-            action()
-    source.write_bytes(content)
-    score(make_context(), source, tmp_path)
+    with pytest.raises(InputChanged, match="other contents"):
+        score(make_context(), source, tmp_path)
     work_off(redis, make_context)
     assert [row["completion"] for row in read_rows(tmp_path / "out")] == [
         f"P{number}" for number in range(23)

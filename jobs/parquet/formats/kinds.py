@@ -1,8 +1,8 @@
-"""What the columns of lines hold: found while a run is planned, the same for all of its files.
+"""What columns of text files hold, the same for all files of a run.
 
 A kind is JSON, as the plan keeps it: "null", "bool", "int" (up to 2**53, which a float holds exactly), "long"
-(up to 64 bits), "float", "text", {"list": kind}, {"struct": {name: kind}}, or "json", where values have
-different kinds: such a column is text, and what is no text in it is written as JSON.
+(up to 64 bits), "float", "number" (integers beside floats), "text", {"list": kind}, {"struct": {name: kind}},
+or "json", where values have different kinds: such a column is text, and what is none is written as JSON.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from jobs.parquet.row_values import NUMBER
+
 Kind = str | dict[str, Any]
 
 _SCALARS = {
@@ -23,34 +25,28 @@ _SCALARS = {
     "int": pa.int64(),
     "long": pa.int64(),
     "float": pa.float64(),
+    "number": pa.float64(),
     "text": pa.string(),
     "json": pa.string(),
 }
-
+_OF_TYPE: Mapping[type, str] = {type(None): "null", bool: "bool", str: "text", float: "float"}
+_NUMBERS = {"int", "float", "number"}
 _EXACT, _INT64 = 1 << 53, 1 << 63
 
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,18})")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_TRUTH: dict[str, bool] = {
-    "true": True,
-    "True": True,
-    "TRUE": True,
-    "false": False,
-    "False": False,
-    "FALSE": False,
-}
+_TRUTH = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _OF_TEXT: Mapping[str, Callable[[str], Any]] = {
     "int": int,
     "long": int,
     "float": float,
+    "number": float,
     "bool": _TRUTH.__getitem__,
 }
 
-#: Levels of lists and objects below which a column is kept as JSON: few readers of Parquet go deeper.
-MAX_DEPTH = 20
-
-#: Names within one object beyond which it is kept as JSON: they are values then, and no names.
-MAX_FIELDS = 1000
+#: Levels of lists and objects, and names in an object, beyond which a column is kept as JSON: few readers of
+#: Parquet go deeper, and so many names are values.
+MAX_DEPTH, MAX_FIELDS = 20, 1000
 
 
 def merged(one: Kind, other: Kind) -> Kind:
@@ -70,7 +66,7 @@ def merged(one: Kind, other: Kind) -> Kind:
     kinds = {one, other} if isinstance(one, str) and isinstance(other, str) else set()
     if kinds == {"int", "long"}:
         return "long"
-    return "float" if kinds == {"int", "float"} else "json"
+    return "number" if kinds and kinds <= _NUMBERS else "json"
 
 
 def _merged_structs(one: Mapping[str, Kind], other: Mapping[str, Kind]) -> Kind:
@@ -82,19 +78,18 @@ def _merged_structs(one: Mapping[str, Kind], other: Mapping[str, Kind]) -> Kind:
     return {"struct": fields}
 
 
+def merged_texts(one: Kind, other: Kind) -> Kind:
+    """As `merged`, for columns of a CSV file: fields of different kinds are text as they stand."""
+    found = merged(one, other)
+    return "text" if found == "json" else found
+
+
 def kind_of(value: Any, depth: int = 0) -> Kind:
     """Return the kind of a value that came of JSON."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "bool"
-    if isinstance(value, str):
-        return "text"
+    if known := _OF_TYPE.get(type(value)):
+        return known
     if isinstance(value, int):
-        size = abs(value)
-        return "int" if size <= _EXACT else "long" if size < _INT64 else "json"
-    if isinstance(value, float):
-        return "float"
+        return "int" if abs(value) <= _EXACT else "long" if abs(value) < _INT64 else "json"
     return _nested_kind(value, depth) if depth < MAX_DEPTH else "json"
 
 
@@ -110,17 +105,17 @@ def _nested_kind(value: Any, depth: int) -> Kind:
     return "json" if not fields or "json" in fields.values() else {"struct": fields}
 
 
-def kind_of_texts(texts: Iterable[str | None]) -> Kind:
+def kind_of_texts(texts: Iterable[str]) -> Kind:
     """Return the kind of a column of a CSV file: numbers without leading zeros and signs, true and false,
-    else text. None is an empty field."""
-    values = {text for text in texts if text is not None}
+    else text. Empty fields are null."""
+    values = set(texts) - {""}
     if not values:
         return "null"
     if all(map(_INTEGER.fullmatch, values)):
         most = max(abs(int(value)) for value in values)
         return "int" if most <= _EXACT else "long" if most < _INT64 else "text"
     if all(map(_NUMBER.fullmatch, values)) and all(map(_is_exact, values)):
-        return "float"
+        return "number" if any(map(_INTEGER.fullmatch, values)) else "float"
     return "bool" if values <= _TRUTH.keys() else "text"
 
 
@@ -132,36 +127,32 @@ def _is_exact(text: str) -> bool:
     return math.isfinite(float(text))
 
 
-def text_kind(one: Kind, other: Kind) -> Kind:
-    """As `merged`, for columns of a CSV file: fields of different kinds are text as they stand."""
-    found = merged(one, other)
-    return "text" if found == "json" else found
+def arrow_field(name: str, kind: Kind) -> pa.Field:
+    """Return a column. Raises KeyError, TypeError or AttributeError for what is no kind."""
+    return pa.field(name, _arrow_type(kind), metadata=NUMBER if kind == "number" else None)
 
 
-def arrow_type(kind: Kind) -> pa.DataType:
-    """Return the type of a column. Raises KeyError, TypeError or AttributeError for what is no kind."""
+def _arrow_type(kind: Kind) -> pa.DataType:
     if isinstance(kind, str):
         return _SCALARS[kind]
     if "list" in kind:
-        return pa.list_(arrow_type(kind["list"]))
-    return pa.struct([pa.field(name, arrow_type(inner)) for name, inner in kind["struct"].items()])
+        return pa.list_(_arrow_type(kind["list"]))
+    return pa.struct([pa.field(name, _arrow_type(inner)) for name, inner in kind["struct"].items()])
 
 
 def json_array(values: Sequence[Any], kind: Kind) -> pa.Array:
     """Return a column of values that came of JSON. Raises what pyarrow does where they are of another
     kind."""
     if kind == "json":
-        values = [each if each is None or isinstance(each, str) else as_json(each) for each in values]
-    return pa.array(values, arrow_type(kind))
+        values = [
+            each if each is None or isinstance(each, str) else json.dumps(each, ensure_ascii=False)
+            for each in values
+        ]
+    return pa.array(values, _arrow_type(kind))
 
 
 def text_array(texts: Sequence[str | None], kind: Kind) -> pa.Array:
     """Return a column of a CSV file's fields. Raises ValueError or KeyError where they are of no such
     kind."""
     convert = _OF_TEXT.get(str(kind), str)
-    return pa.array([None if text is None else convert(text) for text in texts], arrow_type(kind))
-
-
-def as_json(value: Any) -> str:
-    """Return a value as JSON, text in its own letters."""
-    return json.dumps(value, ensure_ascii=False)
+    return pa.array([convert(text) if text else None for text in texts], _arrow_type(kind))

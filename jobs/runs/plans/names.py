@@ -19,6 +19,9 @@ WITHDRAWAL = "_WITHDRAWN"
 #: Where the parts lie of a run whose output is one file: a name that readers of folders pass by.
 PARTS = "_parts"
 
+#: Where planning puts what it makes of inputs that are no Parquet.
+INPUT = "_input"
+
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 _PART = re.compile(r"part-(\d{5,})\.parquet")
 

@@ -9,6 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from jobs.common.display import brief
 from jobs.context.served_model import model_text
 from jobs.errors import InvalidJob
 from jobs.runs.plans.formats import PARQUET, SUFFIXES
-from jobs.runs.plans.names import part_name
+from jobs.runs.plans.names import INPUT, part_name
 from jobs.runs.plans.partitions import AddedColumn
 from jobs.runs.plans.shard_sizes import ShardSizes
 from jobs.runs.plans.spec import RunSpec
@@ -28,7 +29,7 @@ MAX_SHARDS = 100_000
 MAX_COUNT = 1 << 63
 
 #: Raised when a plan's meaning changes; a plan of another format is refused.
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,6 @@ class PinnedModel:
         return model_text(self.name, self.dtype, self.fingerprint)
 
 
-class Block(NamedTuple):
-    """Where a block of a text file's rows begins: the byte, of a compressed file that of its text, the number
-    of the line, counted from 1, and that of the row, from 0."""
-
-    byte: int
-    line: int
-    row: int = 0
-
-
 @dataclass(frozen=True)
 class PlannedFile:
     """An input file as it was planned: size in bytes, rows, what its contents are told by, and its values in
@@ -64,8 +56,7 @@ class PlannedFile:
     begin, end: which of its rows the run has here, None for all: those that a file has gained since come as
     another one of the same path, behind the files that were there (jobs.parquet.extend).
     mtime_ns, etag: its modification time, Unix nanoseconds, and what its store calls this state of it; a file
-    with another one is looked at more closely, and is the same if all else is. blocks: of a text file, its
-    row groups.
+    with another one is looked at more closely, and is the same if all else is.
     """
 
     path: str
@@ -74,7 +65,6 @@ class PlannedFile:
     rows: int
     fingerprint: str
     values: tuple[Any, ...] = ()
-    blocks: tuple[Block, ...] = ()
     etag: str = field(default="", compare=False)
     begin: int = 0
     end: int | None = None
@@ -115,7 +105,7 @@ class Shard(NamedTuple):
     """A range of rows of one file.
 
     file: index into the plan's files. start: first row within the file.
-    first_group, num_groups: the row groups that hold the range, or record batches, or a text file's blocks.
+    first_group, num_groups: the row groups that hold the range.
     skip: rows of the first group before it.
     """
 
@@ -163,7 +153,8 @@ class Plan:
     input_format: of all files. columns: of text files, which do not say it: names, and what they hold
     (jobs.parquet.formats.kinds). repeated: rows of batch files whose custom_id an earlier one has.
     sizes: what shards ask, for telling when the run will end. extensions: what came since it was planned.
-    file_state: of the file that it was read from, None for one that was not.
+    file_state: of the file that it was read from, None for one that was not. input_folder: of what was made
+    of inputs that are no Parquet; by default in the output.
     """
 
     spec: RunSpec
@@ -179,6 +170,7 @@ class Plan:
     sizes: ShardSizes = field(default_factory=ShardSizes)
     extensions: tuple[Extension, ...] = ()
     file_state: Any = field(default=None, compare=False)
+    input_folder: str | None = field(default=None, compare=False)
 
     @property
     def input(self) -> list[str]:
@@ -197,6 +189,18 @@ class Plan:
     def part_path(self, shard: int) -> str:
         """Return where a shard's part is."""
         return os.path.join(self.spec.parts_folder, part_name(shard))
+
+    @property
+    def converted_folder(self) -> str:
+        return self.input_folder or os.path.join(self.spec.output, INPUT)
+
+    def rows_path(self, file: PlannedFile) -> str:
+        """Return the Parquet file with the rows of an input: itself, or what was made of it."""
+        if self.input_format == PARQUET:
+            return file.path
+        text = json.dumps([file.fingerprint, file.rows, self.columns])
+        name = f"{blake2b(text.encode(), digest_size=16).hexdigest()}.parquet"
+        return os.path.join(self.converted_folder, name)
 
     def first_row(self, shard: int) -> int:
         """Return the row number of a shard's first row, counted over all files."""
@@ -286,8 +290,7 @@ def _format(value: Any) -> str:
 
 
 def _planned_file(content: Mapping[str, Any], columns: Sequence[AddedColumn]) -> PlannedFile:
-    blocks = tuple(Block(*_counts(block)) for block in content.get("blocks", ()))
-    file = PlannedFile(**{**content, "values": tuple(content["values"]), "blocks": blocks})
+    file = PlannedFile(**{**content, "values": tuple(content["values"])})
     for column, value in zip(columns, file.values, strict=True):
         column.check(value)
     end = file.rows if file.end is None else file.end

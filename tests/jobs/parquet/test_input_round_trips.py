@@ -1,4 +1,4 @@
-"""Whatever objects and fields a file of lines holds, they come back, in shards of any size."""
+"""Whatever objects and fields a file of lines holds, they come back from what is made of it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jobs.parquet.formats import line_scan
-from jobs.parquet.formats.line_scan import scan_lines
-from jobs.parquet.row_reader import RowReader, Table
+from jobs.context.shard_bytes import DEFAULT_BYTES
+from jobs.parquet.converted_inputs import scan
+from jobs.parquet.line_problems import PROBLEM
 from jobs.parquet.storage import Storage
-from jobs.runs.plans.plan import cut_shards
+from jobs.parquet.table_reading import OpenTable
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=6)
 VALUES = st.recursive(
@@ -32,7 +33,7 @@ def test_any_objects_come_back_as_they_are_or_as_their_json(
 ) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = read_all(path, "jsonl", 3)
+    found = read_all(path, "jsonl")
     for row, back in zip(rows, found, strict=True):
         for name in back.keys() - row.keys():
             assert back[name] is None
@@ -52,15 +53,13 @@ def same(value: Any, back: Any) -> bool:
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=st.lists(st.tuples(TEXTS, TEXTS), max_size=8), rows_per_shard=st.integers(1, 4))
-def test_any_fields_come_back_in_shards_of_any_size(
-    tmp_path: Path, rows: list[tuple[str, str]], rows_per_shard: int
-) -> None:
+@given(rows=st.lists(st.tuples(TEXTS, TEXTS), max_size=8))
+def test_any_fields_come_back(tmp_path: Path, rows: list[tuple[str, str]]) -> None:
     out = io.StringIO(newline="")
     csv.writer(out, quoting=csv.QUOTE_ALL).writerows([("t", "u"), *rows])
     path = tmp_path / "in.csv"
     path.write_bytes(out.getvalue().encode())
-    found = read_all(path, "csv", rows_per_shard)
+    found = read_all(path, "csv")
     assert [tuple("" if row[name] is None else plain(row[name]) for name in "tu") for row in found] == [
         tuple(map(normal, row)) for row in rows
     ]
@@ -78,18 +77,11 @@ def normal(text: str) -> str:
         return text.lower() if text.lower() in ("true", "false") else text
 
 
-def read_all(path: Path, input_format: str, rows_per_shard: int) -> list[dict[str, Any]]:
+def read_all(path: Path, input_format: str) -> list[dict[str, Any]]:
     storage = Storage([str(path.parent)])
-    block_bytes, line_scan.BLOCK_BYTES = line_scan.BLOCK_BYTES, 20
-    try:
-        found = scan_lines(storage, str(path), input_format, lambda: None)
-    finally:
-        line_scan.BLOCK_BYTES = block_bytes
-    table = Table(input_format, tuple(found.kinds.items()), tuple(found.blocks), sum(found.rows))
-    rows: list[dict[str, Any]] = []
-    for shard in cut_shards([found.rows], rows_per_shard):
-        reader = RowReader(storage, str(path), shard, table=table)
-        for batch in reader.read(shard):
-            rows += batch.select(list(found.kinds)).to_pylist() if found.kinds else [{}] * batch.num_rows
-        reader.close()
-    return rows
+    kinds = scan(storage, str(path), input_format).kinds
+    with OpenTable(storage, str(path), DEFAULT_BYTES, input_format) as table:
+        question = {"kinds": list(kinds.items()), "rows": None}
+        pieces = [body for _, body in table.replies("jobs.parquet.formats.converter:convert", question)]
+    found = pq.read_table(io.BytesIO(b"".join(pieces)))
+    return found.drop([PROBLEM]).to_pylist() if kinds else [{}] * found.num_rows

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pyarrow as pa
 
 #: No column of a file: a header or key of this name is refused.
 PROBLEM = "\0problem"
 
-_FIELD = pa.field(PROBLEM, pa.string())
-
-
-def with_problems(batch: pa.RecordBatch, problems: Sequence[str | None]) -> pa.RecordBatch:
-    """Append why each row is none, None where it is one."""
-    return batch.append_column(_FIELD, pa.array(problems, pa.string()))
+PROBLEM_FIELD = pa.field(PROBLEM, pa.string())
 
 
 def split_problems(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, list[str | None]]:
-    """Return the rows without that column, and what stood there; nothing for a format without lines."""
+    """Return the rows without that column, and what stood there; nothing for a file without lines."""
     place = batch.schema.get_field_index(PROBLEM)
     if place < 0:
         return batch, []
     return batch.remove_column(place), batch.column(place).to_pylist()
+
+
+def without_problems(schema: pa.Schema) -> pa.Schema:
+    """Return a file's columns without that one."""
+    place = schema.get_field_index(PROBLEM)
+    return schema if place < 0 else schema.remove(place)

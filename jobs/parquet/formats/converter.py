@@ -1,0 +1,294 @@
+"""What a child does that turns a run's files into Parquet: it looks for the columns of one, then writes it.
+
+Text says what a column holds only when all of it was read: there are two passes over the same groups of rows.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from itertools import islice
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jobs.common.display import brief
+from jobs.errors import CorruptTable, SchemaMismatch
+from jobs.parquet.formats.kinds import (
+    Kind,
+    arrow_field,
+    json_array,
+    kind_of,
+    kind_of_texts,
+    merged,
+    merged_texts,
+    text_array,
+)
+from jobs.parquet.formats.records import Record, records
+from jobs.parquet.line_problems import PROBLEM, PROBLEM_FIELD
+from jobs.parquet.table_child import Replies, named, serialized
+from jobs.runs.plans.formats import ARROW, HEADED, OPENAI_BATCH
+from sandbox.child import Worker
+
+#: Rows and bytes that are Python's at a time, and those after which a row group ends.
+SLICE_ROWS, SLICE_BYTES = 1024, 1 << 21
+GROUP_ROWS, GROUP_BYTES = 1 << 16, 1 << 23
+
+#: Names that a file's rows may have in all.
+MAX_COLUMNS = 10_000
+
+#: Bytes that stand for a custom_id: enough that no two of a billion are taken for one.
+NAME_BYTES = 16
+
+#: How compressed files begin: no text does.
+_CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
+
+_BATCH_KINDS: Mapping[str, Kind] = {"custom_id": "text", "request": "json"}
+
+#: Types of Arrow's that Parquet has not, and what takes their place.
+_PLAIN = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
+
+
+def scan(worker: Worker) -> Replies:
+    """Tell the kinds of a file's columns and its schema, and rows and bytes of each group of its rows.
+
+    Of the question, `rows` are looked at. Of a batch file the names of its rows come before, slice by slice.
+    """
+    yield from named(worker, _scan)
+
+
+def convert(worker: Worker) -> Replies:
+    """Reply a Parquet file of so many `rows` in pieces. Of the question, `kinds` are those of all columns."""
+    yield from named(worker, _convert)
+
+
+def codec_of(head: bytes) -> str | None:
+    """Return how a file is compressed, None where it is not. head: its first bytes."""
+    return next((codec for mark, codec in _CODECS.items() if head.startswith(mark)), None)
+
+
+def _scan(question: Mapping[str, Any], source: Any) -> Replies:
+    groups: list[list[int]] = []
+    with _opened(question, source) as table:
+        for rows, size, part in table.slices(question["rows"]):
+            if names := table.look(part):
+                yield {"names": True}, names
+            if not groups or _is_full(*groups[-1]):
+                groups.append([0, 0])
+            groups[-1] = [groups[-1][0] + rows, groups[-1][1] + size]
+        yield {"kinds": list(table.kinds.items()), "groups": groups}, serialized(table.schema)
+
+
+def _convert(question: Mapping[str, Any], source: Any) -> Replies:
+    sink = io.BytesIO()
+    with _opened(question, source) as table:
+        table.kinds = dict(question["kinds"])
+        schema, group, size = table.schema, list[pa.RecordBatch](), [0, 0]
+        with pq.ParquetWriter(pa.PythonFile(_Unclosed(sink), "w"), schema) as writer:
+            for rows, num_bytes, part in table.slices(question["rows"]):
+                if _is_full(*size):
+                    writer.write_table(pa.Table.from_batches(group, schema))
+                    yield {}, _taken(sink)
+                    group, size = [], [0, 0]
+                group.append(table.batch(part, schema))
+                size = [size[0] + rows, size[1] + num_bytes]
+            if group:
+                writer.write_table(pa.Table.from_batches(group, schema))
+    yield {}, _taken(sink)
+
+
+def _is_full(rows: int, num_bytes: int) -> bool:
+    return rows >= GROUP_ROWS or num_bytes >= GROUP_BYTES
+
+
+class _Unclosed:
+    """A file of Python's as pyarrow writes it, which stays open."""
+
+    closed = False
+
+    def __init__(self, sink: io.BytesIO) -> None:
+        self.write = sink.write
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+    close = flush
+
+
+def _taken(sink: io.BytesIO) -> bytes:
+    found = sink.getvalue()
+    sink.seek(0)
+    sink.truncate()
+    return found
+
+
+@contextmanager
+def _opened(question: Mapping[str, Any], source: Any) -> Iterator[Any]:
+    path, file_format = question["path"], question["input_format"]
+    if file_format == ARROW:
+        yield _ArrowTable(path, source)
+        return
+    codec = codec_of(source.read_at(4, 0))
+    source.seek(0)
+    if codec is None:
+        yield _TextTable(path, file_format, source)
+        return
+    with pa.CompressedInputStream(source, codec) as stream:
+        yield _TextTable(path, file_format, stream)
+
+
+class _TextTable:
+    """An open file of text. kinds: of its columns, as far as it was looked at."""
+
+    def __init__(self, path: str, file_format: str, stream: Any) -> None:
+        self._path, self._format, self._rows = path, file_format, 0
+        self._records = records(path, file_format, stream)
+        self.kinds: dict[str, Kind] = {}
+        if file_format == OPENAI_BATCH:
+            self.kinds = dict(_BATCH_KINDS)
+        if file_format in HEADED:
+            self.kinds = dict.fromkeys(self._header(), "null")
+
+    def _header(self) -> list[str]:
+        header = next(self._records, None)
+        if header is None:
+            raise CorruptTable(self._path, "CSV", "it is empty: its first line must name the columns")
+        if header.problem is not None:
+            raise CorruptTable(self._path, "CSV", f"line {header.line} {header.problem}")
+        if twice := [name for name, count in Counter(header.value).items() if count > 1]:
+            raise SchemaMismatch(self._path, f"it has two columns named {brief(twice[0])}")
+        self._check_names(header.value)
+        return list(header.value)
+
+    @property
+    def schema(self) -> pa.Schema:
+        return pa.schema([*(arrow_field(name, kind) for name, kind in self.kinds.items()), PROBLEM_FIELD])
+
+    def slices(self, most: int | None) -> Iterator[tuple[int, int, list[Record]]]:
+        """Yield rows, with how many they are and their bytes."""
+        part: list[Record] = []
+        size = 0
+        for each in islice(self._records, most):
+            part.append(each)
+            size += each.size
+            if len(part) == SLICE_ROWS or size > SLICE_BYTES:
+                yield len(part), size, part
+                part, size = [], 0
+        if part:
+            yield len(part), size, part
+
+    def look(self, part: Sequence[Record]) -> bytes:
+        """Take what rows hold into the kinds; return what names each line of a batch file, or it alone."""
+        if self._format == OPENAI_BATCH:
+            return b"".join(self._name(each.value) for each in part)
+        if self._format in HEADED:
+            sound = (each.value for each in part if each.value and len(each.value) == len(self.kinds))
+            columns: Iterable[Any] = zip(*sound, strict=True)
+            for name, column in zip(self.kinds, columns, strict=False):  # none where no row is sound
+                if self.kinds[name] != "text":
+                    self.kinds[name] = merged_texts(self.kinds[name], kind_of_texts(column))
+            return b""
+        for each in part:
+            for name, value in (each.value or {}).items():
+                known = self.kinds.get(name, "null")
+                if known != "json" and not (known == "text" and isinstance(value, str)):
+                    self.kinds[name] = merged(known, kind_of(value))
+        self._check_names(self.kinds)
+        return b""
+
+    def _name(self, value: Any) -> bytes:
+        name, self._rows = value and value["custom_id"], self._rows + 1
+        own = f"row {self._rows} of {self._path}" if name is None else f"name {name}"
+        return blake2b(own.encode(), digest_size=NAME_BYTES).digest()
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        if PROBLEM in (names := list(names)):
+            raise SchemaMismatch(self._path, f"a column is named {PROBLEM!r}")
+        if len(names) > MAX_COLUMNS:
+            raise CorruptTable(self._path, self._format, f"it names more than {MAX_COLUMNS} columns")
+
+    def batch(self, part: Sequence[Record], schema: pa.Schema) -> pa.RecordBatch:
+        """Return rows with their problems. Raises CorruptTable where they are not as they were looked at."""
+        if self._format in HEADED:
+            part = list(map(self._checked, part))
+        values = [each.value for each in part]
+        problems = [each.problem and f"line {each.line} {each.problem}" for each in part]
+        try:
+            if self._format in HEADED:
+                columns = [[row and row[place] for row in values] for place in range(len(self.kinds))]
+                arrays = [text_array(*each) for each in zip(columns, self.kinds.values(), strict=True)]
+            else:
+                arrays = [
+                    json_array([row.get(name) if row else None for row in values], kind)
+                    for name, kind in self.kinds.items()
+                ]
+        except (ValueError, TypeError, KeyError, OverflowError, pa.ArrowException) as error:
+            raise CorruptTable(self._path, self._format, f"its rows changed: {str(error)[:200]}") from error
+        return pa.RecordBatch.from_arrays([*arrays, pa.array(problems, pa.string())], schema=schema)
+
+    def _checked(self, row: Record) -> Record:
+        """Return a row of CSV, or why it is none."""
+        if row.value is None or len(row.value) == len(self.kinds):
+            return row
+        problem = f"has {len(row.value)} fields, and the header {len(self.kinds)}"
+        return row._replace(value=None, problem=problem)
+
+
+class _ArrowTable:
+    """An open file or stream of Arrow's."""
+
+    def __init__(self, path: str, source: Any) -> None:
+        self._path, self.kinds = path, dict[str, Kind]()
+        is_file = source.read_at(6, 0) == b"ARROW1"
+        source.seek(0)
+        self._opened = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+        fields = [field.with_type(_plain_type(field.type)) for field in self._opened.schema]
+        self.schema = pa.schema(fields, metadata=self._opened.schema.metadata)
+        self._is_tried = False
+
+    def slices(self, most: int | None) -> Iterator[tuple[int, int, pa.RecordBatch]]:
+        """Yield rows, with how many they are and their bytes."""
+        left = most
+        for batch in self._batches():
+            batch.validate(full=True)  # offsets and indices of a file may lead anywhere
+            rows = max(1, min(GROUP_ROWS, batch.num_rows * SLICE_BYTES // max(1, batch.nbytes)))
+            for start in range(0, batch.num_rows if left is None else min(left, batch.num_rows), rows):
+                part = batch.slice(start, rows if left is None else min(rows, left - start))
+                yield part.num_rows, part.nbytes, part
+            if left is not None and (left := left - batch.num_rows) <= 0:
+                return
+
+    def _batches(self) -> Iterator[pa.RecordBatch]:
+        if isinstance(self._opened, pa.RecordBatchFileReader):
+            return map(self._opened.get_batch, range(self._opened.num_record_batches))
+        return iter(self._opened)
+
+    def look(self, part: pa.RecordBatch) -> bytes:
+        """Try a row of it. Raises SchemaMismatch for a type that Parquet has not."""
+        if not self._is_tried:
+            self._is_tried = True
+            self._try(self.batch(part.slice(0, 1), self.schema))
+        return b""
+
+    def _try(self, row: pa.RecordBatch) -> None:
+        for field, column in zip(row.schema, row.columns, strict=True):
+            try:
+                pq.write_table(pa.table({field.name: column}), file := io.BytesIO())
+                pq.read_table(file)
+            except pa.ArrowException:
+                what = f"its column {field.name!r} is of type {field.type}, which Parquet has not"
+                raise SchemaMismatch(self._path, what) from None
+
+    def batch(self, part: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+        arrays = [column.cast(field.type) for column, field in zip(part.columns, schema, strict=True)]
+        return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_dictionary(kind):
+        return pa.dictionary(kind.index_type, _plain_type(kind.value_type), kind.ordered)
+    return _PLAIN.get(kind, kind)
