@@ -166,6 +166,7 @@ def run_until_killed(context: JobContext, spec: RunSpec, fuse: Fuse) -> int | No
             finish(open_work(fused, spec, shard, storage))
             finished += 1
     except Killed:
+        fused.files.close_idle()  # as the system does for a process that was killed
         return finished
     return None
 
