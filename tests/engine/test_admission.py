@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.schedule.admission import LEFT_SHARE, MAX_HELD_STEPS, AdmissionGate
+from engine.schedule.admission import MAX_HELD_STEPS
 from engine.schedule.sequence import SequenceStatus
 from tests.engine.shadow import ShadowEngine
 
@@ -88,20 +88,3 @@ def test_one_who_finds_room_is_admitted_at_once(overlap: bool) -> None:
     assert late in shadow.step().seqs
     assert late.status is SequenceStatus.RUNNING
     shadow.drain()
-
-
-def test_the_gate_opens_by_what_has_left(overlap: bool) -> None:
-    """For one in sixteen; with fewer running than that for the first one."""
-    for num_running, enough in ((256, 16), (40, 3), (17, 2), (16, 1), (3, 1)):
-        gate = AdmissionGate(batches=True)
-        gate.close(1)
-        gate.count_left(enough - 1)
-        gate.begin_step(num_running)
-        assert gate.holds(1)
-        gate.count_left(1)
-        gate.begin_step(num_running)
-        assert not gate.holds(1)
-        assert enough * LEFT_SHARE >= num_running
-    off = AdmissionGate(batches=False)
-    off.close(0)
-    assert not off.holds(0)

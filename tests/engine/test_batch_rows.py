@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import fields, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
-import engine.attention.decode_state
-import engine.run.static_rows
-from engine.attention.decode_state import PADDING, DecodeState, advance
+from engine.attention.decode_state import PADDING, advance
 from engine.attention.row_writes import write_rows
 from engine.run.batch_rows import BatchRows, RowChanges
 from engine.run.pending_tokens import Sampled
@@ -132,111 +130,7 @@ def test_rows_on_the_device_are_those_of_the_batch_through_random_histories() ->
     assert sum(device.num_left for device in devices) > 100
 
 
-def test_so_are_those_that_the_kernel_writes() -> None:
-    """A few of the histories."""
-    pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
-    from engine.attention.triton_backend import TritonBackend
-    from engine.kernels.kv_tile import INTERPRETED
-
-    if not INTERPRETED:
-        pytest.skip("these rows are on a CPU: TRITON_INTERPRET is not set")
-
-    class KernelRows(RowsDevice):
-        write_rows = staticmethod(TritonBackend(CPU).write_rows)
-
-    assert sum(device.num_left for device in play_histories(10, KernelRows)) > 10
-
-
 # Faults that the same histories catch
-
-
-def keep_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    def advance_no_further(state: DecodeState) -> None:
-        engine.attention.decode_state.advance(state)
-        state.next_positions.sub_((state.next_positions != PADDING).long())
-
-    monkeypatch.setattr("tests.engine.test_batch_rows.advance", advance_no_further)
-
-
-def changed(change: Callable[[RowChanges], RowChanges]) -> Callable[[pytest.MonkeyPatch], None]:
-    def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
-        update = BatchRows.update
-
-        def update_wrongly(rows: BatchRows, step: StepBatch) -> tuple[NDArray[np.int64], RowChanges]:
-            places, changes = update(rows, step)
-            return places, change(changes)
-
-        monkeypatch.setattr(BatchRows, "update", update_wrongly)
-
-    return spoil
-
-
-def without_new_blocks(changes: RowChanges) -> RowChanges:
-    """Blocks of sequences that join are written, those that one grows by are not."""
-    kept = np.isin(changes.table_rows, changes.rows)
-    return replace(
-        changes, table_rows=changes.table_rows[kept], table_columns=changes.table_columns[kept],
-        block_ids=changes.block_ids[kept],
-    )  # fmt: skip
-
-
-def without_tables_of_joins(changes: RowChanges) -> RowChanges:
-    """A row keeps the table of the sequence that has left it."""
-    kept = ~np.isin(changes.table_rows, changes.rows)
-    return replace(
-        changes, table_rows=changes.table_rows[kept], table_columns=changes.table_columns[kept],
-        block_ids=changes.block_ids[kept],
-    )  # fmt: skip
-
-
-def without_padding(changes: RowChanges) -> RowChanges:
-    return replace(changes, padding=changes.padding[:0])
-
-
-def forget_pending_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_sampled(changes: RowChanges, *args: Any) -> NDArray[np.int64]:
-        return np.full(len(changes.seqs) + len(changes.padding), -1)
-
-    monkeypatch.setattr(engine.run.static_rows, "_sampled_at", none_sampled)
-
-
-def gather_after_writing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence that moves finds its token in a row that another, or padding, has by then."""
-    write = StaticRows.write
-
-    def write_twice(rows: StaticRows, *args: Any) -> None:
-        write(rows, *args)
-        write(rows, *args)
-
-    monkeypatch.setattr(StaticRows, "write", write_twice)
-
-
-def ignore_generations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot that was given anew counts as the sequence before where the position happens to match."""
-    update = BatchRows.update
-
-    def update_by_slot(rows: BatchRows, step: StepBatch) -> Any:
-        return update(rows, replace(step, generations=step.slots))
-
-    monkeypatch.setattr(BatchRows, "update", update_by_slot)
-
-
-FAULTS = {
-    "position not advanced": keep_positions,
-    "new block not uploaded": changed(without_new_blocks),
-    "stale table row after a leave": changed(without_tables_of_joins),
-    "row left is no padding": changed(without_padding),
-    "pending token forgotten": forget_pending_tokens,
-    "pending token read too late": gather_after_writing,
-    "slot given anew not noticed": ignore_generations,
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_the_rows_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    FAULTS[fault](monkeypatch)
-    with pytest.raises(AssertionError):
-        play_histories(60)
 
 
 def test_after_a_failed_launch_every_row_is_written_again() -> None:

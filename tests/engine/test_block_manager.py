@@ -103,15 +103,6 @@ def test_what_a_step_computes_is_copied_in_the_next() -> None:
     assert blocks.find_tail_soon(later, [], None) is None
 
 
-def test_little_is_not_worth_a_copy() -> None:
-    """One token of nine."""
-    blocks = BlockManager(20, 16)
-    in_a_step(blocks, [1, 2, 3])
-    blocks.begin_step()
-    assert blocks.find_tail(sequence([1] + [5] * 7), []) == Tail(0, 1)
-    assert blocks.find_tail(sequence([1] + [5] * 8), []) is None
-
-
 def test_a_block_is_kept_for_the_step_that_copies_from_it() -> None:
     """Else others might write to it, in that step or before it, and a step that is repeated copy that."""
     blocks = BlockManager(2, 4)
@@ -182,18 +173,6 @@ def test_a_withdrawn_block_cannot_be_hit() -> None:
     blocks.check_accounting([kept])
 
 
-def test_the_chain_behind_a_block_computed_twice_can_be_hit() -> None:
-    """Two sequences of eight tokens compute the second block each; what follows either one is found."""
-    blocks = BlockManager(12, 4)
-    compute(blocks, list(range(8)))
-    twin = compute(blocks, list(range(8)))
-    twin.token_ids += [8, 9, 10, 11]
-    twin.num_tokens += 4
-    blocks.grow(twin)
-    blocks.publish(twin, 12)
-    assert num_cached(blocks, list(range(13))) == 3
-
-
 def test_least_recently_used_blocks_are_taken_first() -> None:
     """Released prefixes stay until blocks are needed; the oldest goes first, its end before its start."""
     blocks = BlockManager(6, 2)
@@ -213,31 +192,6 @@ def test_a_recycled_block_is_not_hit_by_its_old_content() -> None:
     blocks.release(compute(blocks, [4, 5, 6]))
     assert num_cached(blocks, [1, 2, 3]) == 0
     assert num_cached(blocks, [4, 5, 6]) == 1
-
-
-def test_a_collision_is_no_hit() -> None:
-    """With one hash for everything only the true content is found, and the newest owns the hash."""
-    blocks = BlockManager(8, 2, hash_block=lambda parent, tokens: 1)
-    held = [compute(blocks, [1, 2, 3]), compute(blocks, [4, 5, 6])]
-    assert num_cached(blocks, [1, 2, 3]) == 0
-    assert num_cached(blocks, [4, 5, 6]) == 1
-    blocks.check_accounting(held)
-
-
-def test_keys_are_made_once() -> None:
-    """A waiting prompt is hashed when it arrives, not at each attempt to admit it."""
-    calls = []
-
-    def counting(parent: int, tokens: bytes) -> int:
-        calls.append(tokens)
-        return len(calls)
-
-    blocks = BlockManager(8, 2, hash_block=counting)
-    seq = sequence([1, 2, 3, 4, 5])
-    for _ in range(3):
-        blocks.extend_keys(seq)
-        blocks.find_cached(seq)
-    assert len(calls) == 2
 
 
 def test_taking_from_an_empty_pool_is_a_named_error() -> None:

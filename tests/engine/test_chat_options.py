@@ -95,12 +95,6 @@ def test_arguments_that_are_no_object_are_refused(folder: Path, arguments: Any) 
         rendered(folder, HERMES, [*HI, called(arguments)])
 
 
-@pytest.mark.parametrize("calls", ["x", [7], [{}], [{"function": {"name": 7}}]])
-def test_calls_of_a_wrong_shape_are_refused(folder: Path, calls: Any) -> None:
-    with pytest.raises(InvalidPrompt, match=r"tool.calls? of message 0 must be"):
-        rendered(folder, HERMES, [{"role": "assistant", "tool_calls": calls}])
-
-
 def test_what_a_template_does_not_read_is_refused_by_name(folder: Path) -> None:
     with pytest.raises(InvalidPrompt, match="chat template takes no tools"):
         rendered(folder, LLAMA, HI, tools=[TOOL])
@@ -112,16 +106,6 @@ def test_what_a_template_does_not_read_is_refused_by_name(folder: Path) -> None:
 def test_what_the_engine_sets_is_no_variable(folder: Path, name: str) -> None:
     with pytest.raises(InvalidPrompt, match=f"may not hold '{name}'"):
         rendered(folder, HERMES, HI, chat_template_kwargs={name: []})
-
-
-@pytest.mark.parametrize("name", ["tokenize", "chat_template", "return_tensors", "conversation"])
-def test_a_variable_of_an_arguments_name_does_not_become_the_argument(folder: Path, name: str) -> None:
-    template = "{{ messages[0].content }}{{ NAME }}".replace("NAME", name)
-    try:
-        found = rendered(folder, template, HI, chat_template_kwargs={name: "{{ 1 }}"})
-    except InvalidPrompt:
-        return
-    assert found.startswith("hi")
 
 
 @pytest.mark.parametrize(

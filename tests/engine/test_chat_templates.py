@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from engine import ConfigError, Engine, EngineConfig, InvalidPrompt, SamplingParams, model_identity
+from engine import ConfigError, Engine, EngineConfig, InvalidPrompt, SamplingParams
 from engine.text.tokenizer import Tokenizer
 from tests.engine.text_models import make_text_model
 
@@ -73,11 +73,6 @@ def test_several_templates_without_a_default_must_be_chosen_from(model: Path, wh
     assert rendered(model, "tool_use") == "<|begin_of_text|>[tool_use hi]"
 
 
-def test_the_only_template_needs_no_name(model: Path) -> None:
-    write_templates(model, "files", "rag")
-    assert rendered(model) == "<|begin_of_text|>[rag hi]"
-
-
 def test_a_file_of_its_own_goes_before_the_others(model: Path) -> None:
     """And where there is nothing else, that of a processor of images, in which older folders have it."""
     (model / "chat_template.json").write_text(json.dumps({"chat_template": turns("processor")}))
@@ -103,27 +98,6 @@ def test_templates_that_cannot_be_read_are_told_at_start(model: Path, file: str,
         ConfigError, match=r"chat templates in .* cannot be read|tokenizer in .* cannot be loaded"
     ):
         Tokenizer(model)
-
-
-@pytest.mark.parametrize("name", ["", 7, True])
-def test_a_name_that_is_none_is_refused(name: Any) -> None:
-    with pytest.raises(ConfigError, match="chat_template must be the name of a template or None"):
-        EngineConfig("m", chat_template=name)
-
-
-def test_templates_and_the_choice_of_one_tell_models_apart(folder: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-
-    def fingerprint(name: str | None = None) -> str:
-        return model_identity(EngineConfig(str(copy), chat_template=name)).fingerprint
-
-    found = [fingerprint()]
-    for name in ("rag", "tool_use"):
-        (copy / "additional_chat_templates").mkdir(exist_ok=True)
-        (copy / "additional_chat_templates" / f"{name}.jinja").write_text(turns(name))
-        found += [fingerprint(), fingerprint(name)]
-    (copy / "additional_chat_templates" / "rag.jinja").write_text(turns("other"))
-    assert len({*found, fingerprint()}) == 6
 
 
 def test_a_template_that_takes_no_system_role_refuses_one_request(folder: Path, tmp_path: Path) -> None:
@@ -178,10 +152,3 @@ def test_what_is_no_text_is_refused_by_its_name(model: Path, template: str, kind
     messages[0]["content"].append({"type": kind, kind: "x"})
     with pytest.raises(InvalidPrompt, match=f"message 0 holds a part of the type '{kind}'"):
         rendered(model, messages=messages)
-
-
-@pytest.mark.parametrize("part", ["a", {}, {"type": 7}, {"type": "text"}, {"type": "text", "text": 7}])
-def test_a_part_of_a_wrong_shape_is_refused(model: Path, part: Any) -> None:
-    (model / "chat_template.jinja").write_text(QWEN_VL)
-    with pytest.raises(InvalidPrompt, match="a part of message 0"):
-        rendered(model, messages=[{"role": "user", "content": [part]}])

@@ -97,17 +97,6 @@ def test_what_it_has_already_comes_from_the_cache(engine: Engine) -> None:
     assert more.num_cached_tokens >= len(PROMPT) + len(whole.token_ids) - 4
 
 
-def test_a_stop_string_that_was_cut_in_two_ends_it(engine: Engine) -> None:
-    whole = run(engine, ("whole", WISHES["pattern"], []))["whole"]
-    middle = whole.text[6:9]
-    params = replace(WISHES["pattern"], stop=[middle])
-    stopped = run(engine, ("stopped", params, []))["stopped"]
-    assert stopped.finish_reason == "stop"
-    begun = cut(stopped, len(stopped.token_ids) - 1)
-    more = run(engine, ("more", params, begun))["more"]
-    assert (more.token_ids, more.text) == (stopped.token_ids, stopped.text)
-
-
 @pytest.mark.parametrize(
     ("continued", "error", "says"),
     [

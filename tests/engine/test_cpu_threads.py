@@ -64,29 +64,6 @@ def test_free_is_what_was_idle_and_what_this_process_used(two_threads: None) -> 
         assert torch.get_num_threads() == expected
 
 
-def test_processors_that_come_or_go_meanwhile_are_no_free_ones(two_threads: None) -> None:
-    """Neither has been idle in these seconds for as long as its count says; the next look tells."""
-    one, both = frozenset({"cpu0"}), frozenset({"cpu0", "cpu1"})
-    readings = iter([
-        ProcessorTime(0, 0, 0, one), ProcessorTime(10, 9, 1, one), ProcessorTime(20, 18, 5000, both),
-        ProcessorTime(30, 28, 5010, both), ProcessorTime(40, 38, 12, one), ProcessorTime(50, 47, 13, one),
-    ])  # fmt: skip
-    threads = CpuThreads(lambda: next(readings))
-    for expected in (1, 1, 2, 2, 1):
-        threads.adapt()
-        assert torch.get_num_threads() == expected
-
-
-@pytest.mark.parametrize("readings", [[None], [ProcessorTime(0, 0, 0), None]])
-def test_where_nothing_is_told_the_number_stays(
-    two_threads: None, readings: list[ProcessorTime | None]
-) -> None:
-    given = iter(readings)
-    threads = CpuThreads(lambda: next(given))
-    threads.adapt()
-    assert torch.get_num_threads() == 2
-
-
 def test_only_processors_that_this_process_may_use_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

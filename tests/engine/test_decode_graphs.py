@@ -5,9 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,20 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from engine import Engine, EngineConfig, SamplingParams, StepFailed
-from engine.attention.decode_state import PADDING, DecodeState, advance
+from engine import Engine, EngineConfig, SamplingParams
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.torch_backend import TorchBackend
-from engine.run.batch_rows import RowChanges
-from engine.run.decode_graphs import CudaCapture, DecodeGraphs, batch_sizes
+from engine.run.decode_graphs import DecodeGraphs, batch_sizes
 from engine.run.model_runner import choose_capture
-from engine.run.pending_tokens import Sampled
-from engine.run.static_rows import StaticRows
 from engine.run.warm_up import nucleus_sampling
 from engine.schedule.step_batch import StepBatch
 from tests.engine import test_determinism as determinism
 from tests.engine import test_parity as parity
-from tests.engine.checkpoints import SHAPES
 from tests.engine.graphs import ReplayedTorch, SimulatedCapture, simulate_graphs
 from tests.engine.reference import Reference
 
@@ -37,7 +29,6 @@ pytestmark = pytest.mark.long
 
 CPU = torch.device("cpu")
 BLOCK = 4
-FAULTY_SHAPE = next(shape for shape in SHAPES if shape.name == "gqa4_tied")
 
 
 @pytest.fixture(scope="module")
@@ -92,103 +83,7 @@ def test_greedy_tokens_equal_transformers(
     assert len(set(capture.replayed)) >= 6
 
 
-def test_seeded_tokens_do_not_depend_on_the_batch(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One at a time without graphs; together with them, also preempted."""
-    requests = determinism.requests()[:10]
-    expected, _ = determinism.run(determinism.config(folders, max_num_seqs=1), requests)
-    capture = simulate_graphs(monkeypatch)
-    for changes in (
-        {"max_num_seqs": 24, "async_scheduling": True},
-        {"pool_blocks": 6, "max_num_seqs": 13, "max_num_batched_tokens": 37},
-    ):
-        capture.replayed.clear()
-        completions, stats = determinism.run(determinism.config(folders, **changes), requests)
-        assert completions == expected
-        assert (stats.num_preemptions > 0) == ("pool_blocks" in changes)
-        assert len(capture.replayed) > 2 * stats.num_steps / 3
-
-
 # Faults that the same comparison catches
-
-
-def differences(reference: Reference) -> list[str]:
-    """Three sequences in graphs of four rows: the first one holds slot 0 to its end."""
-    three = copy(reference)
-    three.prompts, three.answers = reference.prompts[:3], reference.answers[:3]
-    return parity.generate(three, FAULTY_SHAPE, {"max_num_seqs": 4})[0]
-
-
-def leave_rows_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are written once, when nothing is known of them."""
-    write, written = StaticRows.write, set()
-
-    def write_once(rows: StaticRows, changes: RowChanges, *args: Any) -> None:
-        if rows not in written:
-            written.add(rows)
-            write(rows, changes, *args)
-
-    monkeypatch.setattr(StaticRows, "write", write_once)
-
-
-def advanced(change: Callable[[DecodeState], None]) -> Callable[[pytest.MonkeyPatch], None]:
-    def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
-        def advance_wrongly(backend: ReplayedTorch, state: DecodeState) -> None:
-            advance(state)
-            change(state)
-
-        monkeypatch.setattr(ReplayedTorch, "advance", advance_wrongly)
-
-    return spoil
-
-
-def write_padding_to_slot_0(state: DecodeState) -> None:
-    state.slot_mapping.masked_fill_(state.slot_mapping < 0, 0)
-
-
-def attend_to_one_token_less(state: DecodeState) -> None:
-    state.context_lens.sub_(1).clamp_(min=0)
-
-
-def stay_where_it_is(state: DecodeState) -> None:
-    state.next_positions.sub_((state.next_positions != PADDING).long())
-
-
-FAULTS = [
-    leave_rows_as_they_are, advanced(write_padding_to_slot_0), advanced(attend_to_one_token_less),
-    advanced(stay_where_it_is),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_faulty_step_on_the_device_is_caught(
-    fault: Callable[[pytest.MonkeyPatch], None],
-    few: dict[str, Reference],
-    capture: SimulatedCapture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Rows that nobody writes again; padding that writes to slot 0; lengths and positions off by one."""
-    assert differences(few[FAULTY_SHAPE.name]) == []
-    fault(monkeypatch)
-    assert differences(few[FAULTY_SHAPE.name])
-
-
-def test_tokens_of_padding_are_caught(
-    few: dict[str, Reference], capture: SimulatedCapture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is sampled from padding goes on to the host: more tokens than sequences."""
-    run = DecodeGraphs.run
-
-    def run_and_keep_padding(graphs: Any, *args: Any) -> Sampled:
-        tokens = graphs._static.state.next_token_ids
-        places = run(graphs, *args).places
-        assert len(tokens) > len(places)
-        return Sampled(tokens, np.arange(len(tokens)))
-
-    monkeypatch.setattr(DecodeGraphs, "run", run_and_keep_padding)
-    with pytest.raises(StepFailed, match="could not be broadcast"):
-        differences(few[FAULTY_SHAPE.name])
 
 
 def test_the_same_history_gives_the_tokens_of_the_engine_without_graphs(
@@ -319,48 +214,6 @@ def test_cpu_eager_and_a_backend_that_cannot_be_recorded_have_no_graphs() -> Non
     assert choose_capture(EngineConfig("m"), capturable, CPU) is None
     assert choose_capture(EngineConfig("m", enforce_eager=True), capturable, cuda) is None
     assert choose_capture(EngineConfig("m"), TorchBackend(CPU), cuda) is None
-
-
-def test_capture_on_cuda_runs_once_before_it_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the stream that records, in one memory pool for all graphs, and without minding other threads."""
-    events: list[Any] = []
-
-    class Stream:
-        device = "cuda:0"
-
-        def __init__(self, device: object = None) -> None:
-            pass
-
-        def wait_stream(self, other: object) -> None:
-            events.append("wait")
-
-    class Graph:
-        def replay(self) -> None:
-            events.append("replay")
-
-    @contextmanager
-    def on_stream(stream: Stream) -> Iterator[None]:
-        events.append("stream")
-        yield
-        events.append("end")
-
-    @contextmanager
-    def record(graph: Graph, *, pool: Any, stream: Stream, capture_error_mode: str) -> Iterator[None]:
-        events.append(("record", pool, capture_error_mode))
-        yield
-        events.append("end")
-
-    for name, value in {
-        "Stream": Stream, "CUDAGraph": Graph, "stream": on_stream, "graph": record,
-        "current_stream": lambda device: None, "graph_pool_handle": lambda: "pool",
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, value)
-    capture = CudaCapture(torch.device("cuda"))
-    replay = capture(lambda: events.append("run"))
-    once = ["wait", "stream", "run", "end", ("record", "pool", "thread_local"), "run", "end"]
-    assert events == once
-    replay()
-    assert events == [*once, "replay"]
 
 
 def test_capturing_leaves_the_pool_as_it_was(

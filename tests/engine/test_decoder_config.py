@@ -192,17 +192,6 @@ def test_what_transformers_takes_for_another_model_is_not_native(
         read_decoder_config(model, decoder_flags(architecture))
 
 
-@pytest.mark.parametrize("pattern", [2, 3])
-def test_gemma_2_alternates_whatever_a_pattern_says(tmp_path: Path, pattern: int) -> None:
-    """transformers reads no sliding_window_pattern for it."""
-    changes = {"model_type": "gemma2", "sliding_window": 9, "sliding_window_pattern": pattern}
-    model = read_written(tmp_path, "Gemma2ForCausalLM", changes)
-    windows = [
-        layer.window for layer in read_decoder_config(model, decoder_flags("Gemma2ForCausalLM")).layers
-    ]
-    assert windows == [9, None, 9, None, 9, None, 9]
-
-
 def read_written(folder: Path, architecture: str, changes: dict[str, Any]) -> ModelConfig:
     values = {**SIZES, "rms_norm_eps": 1e-5, "architectures": [architecture], **changes}
     (folder / "config.json").write_text(json.dumps(values))

@@ -85,13 +85,6 @@ def test_the_same_after_preemption_and_chunked_prefill(
     assert stats.num_preemptions > 0
 
 
-def test_the_same_in_another_order(folders: dict[str, Path], alone: Any) -> None:
-    order = random.Random(9).sample(range(64), 64)
-    shuffled = [requests()[i] for i in order]
-    completions, _ = run(config(folders, max_num_seqs=20), shuffled)
-    assert completions == flat([alone[i] for i in order])
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_same_when_urgent_requests_come_between(
     folders: dict[str, Path], alone: Any, overlap: bool

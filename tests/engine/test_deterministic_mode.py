@@ -14,20 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine import ConfigError, Engine, EngineConfig, NotDeterministic, SamplingParams, model_identity
+from engine import Engine, EngineConfig, NotDeterministic, SamplingParams
 from engine.attention import load_backend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.layers.embedding import ParallelLMHead
-from engine.layers.int8 import FLAGS
 from engine.layers.linear import ReplicatedLinear
 from engine.layers.packed import linear, pack_weight
 from engine.layers.parallel import TensorParallel
-from engine.layers.processor import processor_flags
-from engine.layers.row_tiles import TILES, TiledProduct, cut_rows, each_row, find_tiles
+from engine.layers.row_tiles import TILES, TiledProduct, cut_rows, find_tiles
 from engine.models.deterministic import check_deterministic
 from engine.models.load import read_supported
-from engine.run.row_logprobs import top_of_each
 from tests.engine.checkpoints import SHAPES, VOCAB_SIZE, pool_bytes
 from tests.engine.deterministic_runs import Way, differing, make_requests, run_all, run_alone
 from tests.engine.families import FAMILIES, make_family
@@ -81,29 +78,6 @@ def test_every_product_of_the_model_is_tiled(folders: dict[str, Path]) -> None:
             assert {isinstance(product.instead, TiledProduct) for product in products} == {is_deterministic}
 
 
-def test_windows_and_soft_caps_too(tmp_path: Path) -> None:
-    """Gemma 2: layers with a window, tanh over scores and over logits."""
-    family = next(family for family in FAMILIES if family.model_type == "gemma2")
-    differ, _ = others(
-        make_family(tmp_path, family),
-        "float32",
-        Way({"max_num_batched_tokens": 97, "max_num_seqs": 16}),
-        12,
-    )
-    assert differ == []
-
-
-@pytest.mark.skipif(
-    FLAGS.isdisjoint(processor_flags()), reason="this processor does not sum products of int8 in 32 bits"
-)
-def test_int8_too(folders: dict[str, Path]) -> None:
-    settings = {"max_num_batched_tokens": 97, "max_num_seqs": 16, "quantization": "int8"}
-    folder, requests = folders[SHAPE.name], make_requests(12, VOCAB_SIZE, seed=5, max_tokens=8)
-    alone = run_alone(config(folder, quantization="int8"), requests)
-    found, _ = run_all(config(folder, **settings), requests, range(12)[::-1], urgent=False)
-    assert differing(alone, found) == []
-
-
 def test_a_request_without_a_seed_draws_one_from_its_prompt(folders: dict[str, Path]) -> None:
     params = SamplingParams(max_tokens=8, temperature=2.0, ignore_eos=True)
     prompts = [[5, 6, 7], [8, 9], [5, 6, 7]]
@@ -119,14 +93,6 @@ def test_a_request_without_a_seed_draws_one_from_its_prompt(folders: dict[str, P
     assert straight != tokens([0, 1, 2], seed=1)
 
 
-def test_the_mode_is_part_of_the_models_identity(folders: dict[str, Path]) -> None:
-    """So that a run's parts all come from one mode."""
-    own = config(folders[SHAPE.name], dtype="float32")
-    found = model_identity(own)
-    assert found.dtype == "float32, deterministic"
-    assert found.fingerprint != model_identity(replace(own, deterministic=False)).fingerprint
-
-
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -140,12 +106,6 @@ def test_refused_by_name(folder: Path, changes: dict[str, Any], told: str) -> No
     assert told in refusal(folder, **changes)
 
 
-@pytest.mark.parametrize("backend", ["auto", "triton", "flash_attn", "torch"])
-def test_gpus_are_refused(backend: str) -> None:
-    with pytest.raises(NotDeterministic, match="on cuda, whose sums depend on what is computed together"):
-        load_backend(backend, torch.device("cuda"), torch.bfloat16, deterministic=True)
-
-
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_mixtures_of_experts_are_refused(tmp_path: Path, model_type: str) -> None:
     family = next(family for family in FAMILIES if family.model_type == model_type)
@@ -157,13 +117,6 @@ def test_more_ranks_than_two_are_refused(folder: Path) -> None:
     check_deterministic("it", path.decoder, TensorParallel(0, 2))
     with pytest.raises(NotDeterministic, match="tensor_parallel_size=3"):
         check_deterministic("it", path.decoder, TensorParallel(0, 3))
-
-
-def test_bad_values_and_a_changing_number_of_threads_are_refused() -> None:
-    with pytest.raises(ConfigError, match="deterministic must be true or false"):
-        EngineConfig("any", deterministic="yes")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="adapt_cpu_threads"):
-        EngineConfig("any", deterministic=True, adapt_cpu_threads=True)
 
 
 @given(st.integers(0, 3000), st.sets(st.sampled_from(TILES[1:])))
@@ -194,41 +147,6 @@ def test_a_tiled_product_gives_each_row_the_same_bits(dtype: torch.dtype) -> Non
     torch.testing.assert_close(whole, product(x, bias))
     for num_rows in (0, 1, 7, 9, 41, 257):
         assert torch.equal(tiled(x[3 : 3 + num_rows], bias), whole[3 : 3 + num_rows])
-
-
-def test_tiles_whose_rows_have_other_bits_are_left_out() -> None:
-    def product(x: Tensor, bias: Tensor | None) -> Tensor:
-        return x[:, :5] + (1 if len(x) == 32 else 0)
-
-    assert find_tiles(product, 6, torch.float32, None) == [tile for tile in TILES if tile != 32]
-
-    def by_place(x: Tensor, bias: Tensor | None) -> Tensor:
-        return x[:, :5] + torch.arange(len(x)).unsqueeze(1) // 7
-
-    with pytest.raises(NotDeterministic, match="depend on a row's place"):
-        find_tiles(by_place, 6, torch.float32, None)
-
-
-def test_a_row_by_itself_lies_at_the_start_of_memory() -> None:
-    places: list[int] = []
-
-    def note(row: Tensor) -> Tensor:
-        places.append(row.data_ptr() % 64)
-        return row.sum(-1, keepdim=True)
-
-    x = torch.arange(21.0).view(7, 3)
-    assert torch.equal(each_row(note, x), x.sum(-1, keepdim=True))
-    assert places == [0] * 7
-    assert each_row(note, x[:0]).shape == (0, 1)
-
-
-def test_of_equal_logits_the_first_ids_are_told_whatever_the_width() -> None:
-    logits = torch.tensor([[1.0, 3.0, 3.0, -2.0, 3.0, float("-inf")], [-1.0, -1.0, -3.0, 0.0, -1.0, -1.0]])
-    values, ids = top_of_each(logits, 6)
-    assert ids.tolist() == [[1, 2, 4, 0, 3, 5], [3, 0, 1, 4, 5, 2]]
-    assert torch.equal(values, logits.sort(-1, descending=True).values)
-    for width in (1, 2, 3):
-        assert torch.equal(top_of_each(logits, width)[1], ids[:, :width])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 from openai.types import CreateEmbeddingResponse
 
-from engine import Engine, PoolingParams
+from engine import Engine
 from jobs.errors import InvalidJob, RequestFailed, ResultTooLarge
-from jobs.prompts.embedding_task import packed
 from tests.engine.embedding_models import like_qwen3_embedding
 from tests.engine.test_embeddings import config
 from tests.engine.test_labels import CONTEXT, run
-from tests.jobs.answering import FakeCompletion, opened_task
+from tests.jobs.answering import opened_task
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +42,6 @@ def test_it_is_openais_list_in_either_encoding(engine: Engine, asked: Any) -> No
 
 def engine_tokens(engine: Engine, prompts: list[Any]) -> int:
     return sum(each.num_prompt_tokens for each in engine.embed(prompts))
-
-
-def test_its_values_reach_the_engine(engine: Engine) -> None:
-    values = {"dimensions": 8, "prompt_name": "query", "truncate_prompt_tokens": 9}
-    found = run(engine, "jobs.embed", "The quick brown fox " * 3, **values, normalize=False)
-    params = PoolingParams(**values, normalize=False)  # type: ignore[arg-type]
-    (expected,) = engine.embed(["The quick brown fox " * 3], params)
-    assert found["data"][0]["embedding"] == pytest.approx(expected.embedding, abs=1e-5)
-    assert found["usage"]["prompt_tokens"] == 9
 
 
 def test_one_that_fails_says_why_and_all_fail_the_job(engine: Engine) -> None:
@@ -94,17 +84,3 @@ def test_a_result_that_is_too_large_is_given_up(engine: Engine) -> None:
 def test_wrong_arguments_are_named(values: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidJob, match=problem):
         opened_task(CONTEXT, "jobs.embed", (), values)
-
-
-def test_the_digits_that_are_written_are_all_that_a_number_has() -> None:
-    numbers = np.random.default_rng(1).standard_normal(500).astype(np.float32) / np.float32(37)
-    task = opened_task(CONTEXT, "jobs.embed", ("a",), {})
-    list(task.requests())
-    task.deliver(0, [FakeCompletion(embedding=numbers.tolist())])
-    shown = task.result()["data"][0]["embedding"]
-    assert np.float32(shown).tolist() == numbers.tolist()
-    assert max(map(len, map(repr, shown))) < 16
-
-
-def test_packed_numbers_are_little_endian() -> None:
-    assert packed([1.0, -2.5]) == bytes.fromhex("0000803f000020c0")

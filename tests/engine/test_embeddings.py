@@ -6,7 +6,6 @@ import json
 import random
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,10 @@ from engine import (
     PromptTooLong,
     SamplingParams,
     ScoringParams,
-    UnsupportedModel,
     UnsupportedTask,
-    model_identity,
 )
 from engine.checkpoint.pooling import MODES
-from tests.engine.embedding_models import QUERY, Truth, like_qwen3_embedding, llama_body, write_modules
+from tests.engine.embedding_models import QUERY, Truth, like_qwen3_embedding, llama_body
 
 WORDS = ["The quick", " brown", " fox", " März", " 1987", " ångström", " jugs", " Œuvre"]
 TEXTS = ["", "a", "☃ ü", *("".join(random.Random(i).choices(WORDS, k=3 * i)) for i in range(1, 11))]
@@ -109,35 +106,6 @@ def test_as_many_tokens_as_fit_are_all_that_the_model_takes(embedding: Engine, t
     assert of_ids.embedding == pytest.approx(
         normalized(truth.pooled(token_ids[-128:], "lasttoken")), abs=1e-5
     )
-
-
-def test_they_run_beside_completions_and_are_preempted(embedding: Engine, truth: Truth) -> None:
-    """More urgent ones take their place in the middle of a text; some are withdrawn and computed again."""
-    rng = random.Random(1)
-    prompts = [[rng.randrange(3, 500) for _ in range(length)] for length in (90, 70, 80, 128, 1)]
-    before = embedding.stats().num_preemptions
-    for i, prompt in enumerate(prompts):
-        embedding.add(f"embed {i}", prompt, PoolingParams(), lane=2)
-    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
-    done = []
-    for i in range(8):
-        done += embedding.step()
-        embedding.add(f"text {i}", prompts[i % 3][: 10 * i + 1], params, lane=i % 2)
-        if i == 5:
-            embedding._stepper._start_over()
-    embedding.add("score", [5, 6, 7, 8], ScoringParams([[7, 8]]), lane=1)
-    while embedding.has_unfinished:
-        done += embedding.step()
-    assert embedding.stats().num_preemptions > before
-    by_id = {completion.request_id: completion for completion in done}
-    assert len(by_id) == len(done) == 5 + 8 + 1
-    for i, prompt in enumerate(prompts):
-        expected = normalized(truth.pooled(prompt, "lasttoken"))
-        assert by_id[f"embed {i}"].embedding == pytest.approx(expected, abs=1e-5)
-        assert by_id[f"embed {i}"].loglikelihoods is None
-    assert all(len(by_id[f"text {i}"].token_ids) == 9 for i in range(8))
-    assert by_id["score"].loglikelihoods is not None
-    assert by_id["score"].embedding is None
 
 
 def test_a_mean_that_is_interrupted_counts_each_token_once(all_modes: Path) -> None:
@@ -220,18 +188,6 @@ def test_a_bad_text_fails_alone(embedding: Engine) -> None:
         embedding.add("a", [5, 6], PoolingParams(prompt_name="query"))
 
 
-def test_states_that_are_no_numbers_fail_their_text(
-    embedding: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = embedding._live_runner.model  # type: ignore[union-attr]  # a ModelRunner
-    states_of = model.states_of
-    monkeypatch.setattr(model, "states_of", lambda *args: states_of(*args) * float("nan"))
-    (found,) = embedding.embed(["a b c d e"])
-    assert found.embedding is None
-    assert found.error is not None
-    assert "no finite numbers" in found.error
-
-
 def test_without_an_lm_head_nothing_is_generated(all_modes: Path) -> None:
     with Engine(config(all_modes)) as engine:
         for params in (SamplingParams(), ScoringParams(["a"])):
@@ -252,13 +208,6 @@ def test_a_checkpoint_without_pooling_embeds_when_told_how(folder: Path) -> None
     assert found.embedding == pytest.approx(expected.tolist(), abs=1e-5)
     with pytest.raises(ConfigError, match="pooling='median' is not known: use one of cls"):
         config(folder, pooling="median")
-
-
-def test_transformers_own_models_embed_too(last_token: Path, truth: Truth, tmp_path: Path) -> None:
-    """Where they have a head, which a tied one is."""
-    with Engine(config(last_token, model_path="transformers")) as engine:
-        (found,) = engine.embed(["a b c"])
-    assert found.embedding == pytest.approx(of_last_token(truth, "a b c"), abs=1e-5)
 
 
 def changed(folder: Path, to: Path, name: str, **values: Any) -> Path:
@@ -293,19 +242,6 @@ def test_what_is_not_built_is_refused_at_start(
         Engine(config(changed(all_modes, tmp_path, name, **values)))
 
 
-def test_other_modules_are_refused_by_name(all_modes: Path, tmp_path: Path) -> None:
-    shutil.copytree(all_modes, tmp_path, dirs_exist_ok=True)
-    write_modules(tmp_path, {}, "Dense", size=48)
-    with pytest.raises(UnsupportedModel, match="the module 'Dense' in place 2; embeddings are computed of a"):
-        Engine(config(tmp_path))
-    (tmp_path / "modules.json").write_text("[]")
-    with pytest.raises(ConfigError, match="must hold a list of modules"):
-        Engine(config(tmp_path))
-    (tmp_path / "modules.json").unlink()
-    with pytest.raises(UnsupportedModel, match="LlamaModel has no LM head, so it can only embed, and no"):
-        Engine(config(tmp_path))
-
-
 def test_a_default_prompt_stands_before_texts(last_token: Path, truth: Truth, tmp_path: Path) -> None:
     name = "config_sentence_transformers.json"
     folder = changed(last_token, tmp_path, name, default_prompt_name="query")
@@ -315,9 +251,3 @@ def test_a_default_prompt_stands_before_texts(last_token: Path, truth: Truth, tm
         )
     assert by_default.embedding == pytest.approx(of_last_token(truth, QUERY + "a"), abs=1e-5)
     assert without.embedding == pytest.approx(of_last_token(truth, "a"), abs=1e-5)
-
-
-def test_how_a_checkpoint_pools_is_part_of_its_identity(last_token: Path, tmp_path: Path) -> None:
-    one = config(last_token)
-    other = changed(last_token, tmp_path, "1_Pooling/config.json", pooling_mode="mean")
-    assert len({model_identity(each) for each in (one, config(other), replace(one, pooling="mean"))}) == 3

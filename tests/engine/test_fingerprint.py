@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import Engine, EngineConfig, MissingWeights, model_identity
+from engine import EngineConfig, MissingWeights, model_identity
 from tests.engine.checkpoints import shard
 
 
@@ -37,10 +37,6 @@ def test_a_copy_in_another_folder_or_in_shards_is_the_same_model(
     assert fingerprint(copy) == original
     shard(copy)
     assert fingerprint(copy) == original
-
-
-def test_every_checkpoint_has_its_own(folders: dict[str, Path]) -> None:
-    assert len({fingerprint(folder) for folder in folders.values()}) == len(folders)
 
 
 def test_a_dtype_is_another_model_and_auto_is_the_checkpoints_own(copy: Path) -> None:
@@ -91,9 +87,3 @@ def test_a_truncated_file_is_refused(copy: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(MissingWeights, match="too soon"):
         fingerprint(copy)
-
-
-def test_an_engine_tells_what_it_serves(copy: Path) -> None:
-    with Engine(EngineConfig(str(copy), kv_cache_bytes=1 << 22, attention_backend="torch")) as engine:
-        assert engine.identity.fingerprint == fingerprint(copy)
-        assert (engine.identity.dtype, engine.attention_backend) == ("float32", "torch")

@@ -98,14 +98,6 @@ def test_families_with_experts_give_transformers_tokens(name: str, tmp_path: Pat
     assert reference.unexplained(completions) == []
 
 
-def test_the_torch_backend_agrees(shortened: dict[str, Reference]) -> None:
-    """The reference backend on the same device, with the same checkpoint."""
-    reference = shortened["gqa2_bias"]
-    with Engine(config(reference.folder, BY_NAME["gqa2_bias"], attention_backend="torch")) as engine:
-        completions = engine.generate(reference.prompts, GREEDY)
-    assert reference.unexplained(completions) == []
-
-
 def test_seeded_tokens_are_the_same_in_every_way_and_batch(folders: dict[str, Path]) -> None:
     """Alone and eagerly, then all together through each way: sampling depends on neither."""
     requests = determinism.requests()[: 2 if ON_CPU else 16]

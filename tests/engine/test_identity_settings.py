@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 
 from engine import EngineConfig, ModelIdentity, model_identity
-from engine.checkpoint.model_config import read_model_config
-from engine.models.decoder_config import read_decoder_config
-from engine.models.registry import decoder_flags
 from tests.engine.families import Family, longrope, make_family
 from worker.settings import WorkerSettings
 
@@ -101,13 +98,3 @@ def test_what_changes_no_answer_leaves_the_model_what_it_is(folder: Path, values
 def test_every_setting_of_a_worker_reaches_the_engine_or_does_not() -> None:
     of_the_engine = set(SETTINGS) - {"adapt_cpu_threads"}
     assert set(WorkerSettings.model_fields) == of_the_engine | BESIDE_THE_ENGINE
-
-
-@pytest.mark.parametrize("longest", [8, ORIGINAL, ORIGINAL + 1, 64])
-def test_a_longrope_model_is_the_same_exactly_where_its_factors_are(folder: Path, longest: int) -> None:
-    model = read_model_config(folder)
-    (rope,) = read_decoder_config(model, decoder_flags(model.architecture)).ropes
-    has_the_same = bool((rope.frequencies(longest)[0] == rope.frequencies(64)[0]).all())
-    assert (identity(folder, max_model_len=longest) == identity(folder, max_model_len=64)) == has_the_same
-    assert identity(folder).dtype == "float32"
-    assert ("short" in identity(folder, max_model_len=longest).dtype) != has_the_same

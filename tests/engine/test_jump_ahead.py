@@ -133,35 +133,3 @@ def test_long_keys_take_no_pass_for_each_token(engine: Engine) -> None:
     assert json.loads(found[1]).keys() == set(KEYS)
     assert num_steps < num_others / 2
     assert num_others == len(found[0])
-
-
-def test_a_text_that_is_forced_from_its_beginning_to_its_end_takes_one_pass(engine: Engine) -> None:
-    text = "Pack my box with five dozen liquor jugs."
-    (found,), num_steps = answers(engine, [SamplingParams(structured_outputs={"choice": [text]})])
-    assert (found[1], found[2]) == (text, "stop")
-    assert num_steps == 1
-
-
-def test_a_length_ends_it_within_what_is_forced(engine: Engine) -> None:
-    row = SamplingParams(
-        structured_outputs={"choice": ["Pack my box with five dozen liquor jugs."]}, max_tokens=5
-    )
-    (found,), _ = answers(engine, [row])
-    assert (len(found[0]), found[2]) == (5, "length")
-
-
-def test_log_probabilities_are_there_for_each_token_and_the_same_tokens(engine: Engine) -> None:
-    spec = {"structured_outputs": {"json": SCHEMA}, "seed": 4, "max_tokens": 90}
-    plain, scored = engine.generate(
-        ["hello"] * 2, [SamplingParams(**spec), SamplingParams(**spec, logprobs=1)]
-    )
-    assert plain.token_ids == scored.token_ids
-    assert scored.logprobs is not None
-    assert len(scored.logprobs) == len(scored.token_ids)
-
-
-def test_what_bans_a_forced_token_still_fails_its_row(engine: Engine) -> None:
-    row = SamplingParams(structured_outputs={"choice": ["dog"]}, bad_words=["dog", "d", "do"])
-    found, _ = answers(engine, [row])
-    assert found == answers(engine, [row], jumps=False)[0]
-    assert found[0][2] == "error"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,48 +73,6 @@ def test_a_damaged_file_is_compiled_anew_once(kept: Path, caplog: pytest.LogCapt
         assert kernel_module._compile(count_task).cache_hits == 1, what
     assert not caplog.records
     assert {path.suffix for path in kept.rglob("*") if path.is_file()} == {".nbi", ".nbc"}
-
-
-def test_two_processes_that_compile_at_once_leave_files_that_serve(
-    kept: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The second one replaces the first one's file between its writing and its checksum."""
-    for path in [*kept.rglob("*.nb*")]:
-        path.unlink()
-    seal = kernel_module.seal_files
-
-    def seal_late(folder: Path) -> None:
-        monkeypatch.setattr(kernel_module, "seal_files", seal)
-        assert kernel_module._compile(count_task).cache_hits == 0, "unsealed code was run"
-        seal(folder)
-
-    monkeypatch.setattr(kernel_module, "seal_files", seal_late)
-    assert kernel_module._compile(count_task).cache_hits == 0
-    caplog.clear()
-    assert kernel_module._compile(count_task).cache_hits == 1
-    assert not caplog.records
-
-
-def test_a_copy_that_cannot_be_written_leaves_no_file_behind(
-    kept: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The disk is full at the checksum: this start serves, and so does the next one with room."""
-    for path in [*kept.rglob("*.nb*")]:
-        path.unlink()
-    replace = os.replace
-
-    def full(source: Any, target: Any) -> None:
-        if str(source).endswith(".tmp"):
-            raise OSError(28, "No space left on device")
-        replace(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", full)
-        with caplog.at_level(logging.WARNING):
-            kernel_module.Kernel(count_task)(1, torch.zeros(2, dtype=torch.int64))
-    assert "let this user write there, or remove it" in caplog.text
-    assert not [*kept.rglob("*.tmp")]
-    assert [kernel_module._compile(count_task).cache_hits for _ in range(2)] == [0, 1]
 
 
 def test_a_numba_that_compiles_nothing_is_named(

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
 
 from engine.kernels.gate_and_mul import clamped_swiglu_and_mul, gelu_and_mul, silu_and_mul
-from engine.kernels.kv_tile import INTERPRETED
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rotary import norm_rotate_and_store
 from engine.layers.activation import ClampedSwigluAndMul
@@ -55,15 +54,6 @@ def test_rms_norm(dim: int, dtype: torch.dtype) -> None:
         expected = norm(x.double(), weight.double(), 1e-3)
         torch.testing.assert_close(normed.double(), expected, rtol=DTYPES[dtype], atol=DTYPES[dtype])
         assert normed.is_contiguous()
-
-
-def test_a_norm_with_weights_in_float32_rounds_once() -> None:
-    """To the number of bfloat16 that lies next to the product; towards zero in the interpreter."""
-    x, weight = random(50, 64, dtype=torch.bfloat16), random(64, dtype=torch.float32, seed=1)
-    for normed in (rms_norm(x, weight, 1e-6), add_rms_norm(x, torch.zeros_like(x), weight, 1e-6)[0]):
-        expected = norm(x.double(), weight.double(), 1e-6)
-        step = 2.0 ** (expected.abs().log2().floor() - 7)
-        assert ((normed.double() - expected).abs() <= (1.001 if INTERPRETED else 0.501) * step).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -148,13 +138,6 @@ def test_silu_and_mul_and_gelu_and_mul(num_tokens: int, dim: int, dtype: torch.d
         torch.testing.assert_close(
             fused(gate_up).double(), activation * up, rtol=DTYPES[dtype], atol=DTYPES[dtype]
         )
-
-
-def test_gelu_of_gates_that_shut_and_that_are_wide_open() -> None:
-    gate = torch.tensor([[-1e9, -200.0, -20.0, -1e-6, 0.0, 1e-6, 20.0, 200.0, 1e9]], device=DEVICE)
-    fused = gelu_and_mul(torch.cat((gate, torch.ones_like(gate)), -1))
-    expected = F.gelu(gate.double(), approximate="tanh")
-    torch.testing.assert_close(fused.double(), expected, rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,6 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
 
-from engine.attention.triton_backend import TritonBackend
 from engine.kernels.logit_edits import Entries
 from engine.kernels.logit_edits import edit_logits as by_kernel
 from engine.sampling.edit_logits import edit_logits as by_torch
@@ -88,20 +85,6 @@ def test_the_bits_are_those_of_the_reference(seed: int, dtype: torch.dtype, adds
     assert_same_bits(logits, edits, sampled)
 
 
-def test_rows_without_edits_stay_and_are_widened_where_numbers_are_added() -> None:
-    logits = torch.randn(4, 300).bfloat16()
-    banned = EditParts(banned=[(0, np.array([7, 299]))])
-    found = assert_same_bits(logits, banned.joined(np.array([2])), None)
-    assert found.dtype == torch.bfloat16
-    assert (found != logits).nonzero().tolist() == [[2, 7], [2, 299]]
-    banned.biased.append((0, np.array([8])))
-    banned.biases.append(np.array([0.001], np.float32))
-    found = TritonBackend(DEVICE).edit(logits.to(DEVICE), banned.joined(np.array([2])), None).cpu()
-    assert found.dtype == torch.float32
-    assert torch.equal(found[[0, 1, 3]], logits[[0, 1, 3]].float())
-    assert found[2, 8] == logits[2, 8].float() + 0.001
-
-
 def test_tokens_that_could_not_be_chosen_change_nothing() -> None:
     """-1 is pending: neither what is banned behind a token counts, nor the entry that stands for it."""
     parts = EditParts(pending=[(0, 0)], banned_behind=[(0, np.array([[3, 4], [0, 5]]))])
@@ -109,15 +92,3 @@ def test_tokens_that_could_not_be_chosen_change_nothing() -> None:
     logits = torch.randn(1, 70)
     found = edit_by_kernel(logits.clone(), parts.joined(np.array([0])), torch.tensor([-1]))
     assert torch.equal(found, logits)
-
-
-def test_entries_of_a_place_need_not_lie_together() -> None:
-    rng = np.random.default_rng(5)
-    edits, sampled = make_edits(rng, 5, 512, adds=True)
-    biased = rng.permutation(len(edits.biased))
-    mixed = replace(
-        edits, banned=rng.permutation(edits.banned), banned_behind=rng.permutation(edits.banned_behind),
-        biased=edits.biased[biased], biases=edits.biases[biased],
-    )  # fmt: skip
-    logits = torch.randn(5, 512)
-    assert torch.equal(assert_same_bits(logits, mixed, sampled), assert_same_bits(logits, edits, sampled))

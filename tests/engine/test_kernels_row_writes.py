@@ -79,11 +79,3 @@ def test_rows_that_change_places_change_their_tokens() -> None:
     before = found.wide[0, :2].tolist()
     TritonBackend(DEVICE).write_rows(found, new, found.wide[0, :2])
     assert found.wide[0, :2].tolist() == before[::-1]
-
-
-def test_nothing_sampled_before_is_needed_where_every_token_is_known() -> None:
-    """As at start, when all rows become padding."""
-    new = replace(writes(np.random.default_rng(2), 5, 5, 2), sampled_at=np.full(5, -1))
-    found = memory(5)
-    TritonBackend(DEVICE).write_rows(found, new, None)
-    assert found.wide[:, new.rows].tolist() == new.wide.tolist()

@@ -18,7 +18,6 @@ from engine.attention import KernelBackend, load_backend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import FP8, KVCache, LayerKVCache, Scales, measure_scales, quantize
 from engine.attention.torch_backend import TorchBackend
-from engine.run.config import model_identity
 from engine.run.warm_up import make_step
 from tests.engine.architectures import Architectures
 from tests.engine.checkpoints import SHAPES, pool_bytes
@@ -142,10 +141,6 @@ def test_backends_without_it_refuse_by_name(name: str, monkeypatch: pytest.Monke
         load_backend(name, CPU, kv_cache_dtype="fp8_e4m3")
 
 
-def test_auto_takes_a_backend_that_has_it() -> None:
-    assert load_backend("auto", CPU, kv_cache_dtype="fp8_e4m3").name == "torch"
-
-
 def config(folder: Path, **changes: Any) -> EngineConfig:
     values: dict[str, Any] = {
         "dtype": "float32", "max_model_len": 200, "max_num_seqs": 8, "max_num_batched_tokens": 300,
@@ -157,14 +152,6 @@ def config(folder: Path, **changes: Any) -> EngineConfig:
 def test_an_unknown_name_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="kv_cache_dtype='fp8' must be 'auto' or 'fp8_e4m3'"):
         config(folder, kv_cache_dtype="fp8")
-
-
-def test_it_is_part_of_the_models_identity(folder: Path) -> None:
-    """A run that was planned without it is not answered with it; without it the identity is what it was."""
-    plain, fp8 = (model_identity(config(folder, kv_cache_dtype=each)) for each in ("auto", "fp8_e4m3"))
-    assert plain.fingerprint != fp8.fingerprint
-    assert fp8.dtype == "float32, fp8_e4m3 KV cache, scales of 200 tokens"
-    assert plain == model_identity(EngineConfig(str(folder), dtype="float32"))
 
 
 def logits_of(folder: Path, prompt: list[int], **changes: Any) -> tuple[Tensor, int]:
@@ -206,24 +193,6 @@ def test_both_backends_give_the_same_tokens(folders: dict[str, Path]) -> None:
         with Engine(config(reference.folder, attention_backend=name, max_num_batched_tokens=23)) as built:
             answers.append([each.token_ids for each in built.generate(prompts, params)])
     assert answers[0] == answers[1]
-
-
-@pytest.mark.parametrize(
-    ("name", "backend", "dtype"),
-    [("llama", "torch", "float32"), ("mistral", "torch", "bfloat16"), ("mistral", "triton", "float32")],
-)
-def test_a_model_through_transformers_gives_what_the_native_decoder_gives(
-    name: str, backend: str, dtype: str, architecture: Architectures
-) -> None:
-    """Attention is computed in the model's dtype; the scales alone make FP8 numbers of keys and values."""
-    if backend == "triton":
-        pytest.importorskip("triton")
-    folder, prompt = architecture(name).reference.folder, list(range(7, 31))
-    native, through = (
-        logits_of(folder, prompt, dtype=dtype, max_model_len=32, **way)[0]
-        for way in ({"model_path": "native"}, {"model_path": "transformers", "attention_backend": backend})
-    )
-    assert ((through - native).square().mean(-1).sqrt() / native.std(-1)).max() < 1e-3
 
 
 def test_a_cache_that_spoils_the_answers_is_found_at_start(

@@ -58,25 +58,6 @@ def test_an_urgent_sequence_takes_blocks_from_the_least_urgent_lane(overlap: boo
     shadow.drain()
 
 
-def test_an_urgent_sequence_preempts_nobody_in_vain(overlap: bool) -> None:
-    """If even all later lanes' blocks would not suffice, the later lanes keep running."""
-    shadow = ShadowEngine(
-        overlap=overlap, num_blocks=10, max_num_seqs=5, max_num_batched_tokens=100, max_model_len=36
-    )
-    unending(shadow)
-    first = shadow.add([1] * 27, lane=0, max_tokens=4)
-    shadow.step()
-    bulk = shadow.add([2] * 5, lane=1, max_tokens=10)
-    shadow.step()
-    urgent = shadow.add([1, 2] * 12, lane=0, max_tokens=5)
-    shadow.step()
-    assert bulk in shadow.scheduler.running
-    while first in shadow.unfinished:
-        shadow.step()
-    assert urgent in shadow.step().seqs
-    shadow.drain()
-
-
 def test_sequences_of_one_lane_are_admitted_in_order(overlap: bool) -> None:
     """First in, first out within a lane, also when a later one would fit and the first does not yet."""
     shadow = ShadowEngine(overlap=overlap, num_blocks=10, max_num_seqs=4, max_num_batched_tokens=100)
@@ -115,21 +96,4 @@ def test_bulk_sequences_finish_under_an_endless_urgent_flood(overlap: bool) -> N
         steps += 1
         assert steps < 3000
     assert shadow.scheduler.num_preemptions > 0
-    shadow.drain()
-
-
-def test_a_bulk_prefill_under_way_is_not_starved_of_budget(overlap: bool) -> None:
-    """Urgent prompts eat the whole token budget of every step; a half-done bulk prefill still ends."""
-    shadow = ShadowEngine(
-        overlap=overlap, num_blocks=60, max_num_seqs=8, max_num_batched_tokens=12, max_model_len=40
-    )
-    bulk = shadow.add([2] * 30, lane=1, max_tokens=1)
-    shadow.step()
-    steps = 0
-    while bulk in shadow.unfinished:
-        urgent = [1 + int(bit) for bit in f"{steps:012b}"]  # no two begin with the same block
-        shadow.add(urgent, lane=0, max_tokens=1)
-        shadow.step()
-        steps += 1
-        assert steps < 200
     shadow.drain()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from engine import (
     Engine,
-    EngineBusy,
     InvalidPrompt,
     InvalidRequest,
     LogLikelihood,
@@ -159,11 +157,6 @@ def test_an_empty_context_is_the_token_that_ends_texts_where_none_begins_them(
     assert given == small.loglikelihood([("", "brown fox")])[0], "it is not put there twice"
 
 
-def test_nothing_is_certain(small: Engine) -> None:
-    assert small.loglikelihood([("a", ""), ([5], [])]) == [LogLikelihood(0.0, 0, is_greedy=True)] * 2
-    assert small.loglikelihood([]) == []
-
-
 def test_as_much_is_scored_as_the_model_reads(small: Engine, truth: Truth) -> None:
     """And one token more, which is not computed: a full window."""
     rng = random.Random(5)
@@ -171,13 +164,6 @@ def test_as_much_is_scored_as_the_model_reads(small: Engine, truth: Truth) -> No
     pairs = [(tokens[:place], tokens[place:]) for place in (1, 100, len(tokens) - 1)]
     for found, pair in zip(small.loglikelihood(pairs), pairs, strict=True):
         check(found, truth, *pair)
-
-
-def test_equal_pairs_are_computed_once(small: Engine) -> None:
-    before = small.stats().prefill_tokens
-    found = small.loglikelihood([([77, 99], [11, 13])] * 50)
-    assert found == [found[0]] * 50
-    assert small.stats().prefill_tokens - before == 3, "the last token is not computed"
 
 
 @pytest.mark.parametrize(
@@ -200,43 +186,6 @@ def test_a_bad_pair_is_named(small: Engine, pair: Any, error: type[Exception], m
     assert not small.has_unfinished
 
 
-@pytest.mark.parametrize("length", [17, 50, 64])
-def test_a_prompt_and_its_labels_are_computed_as_a_tree(
-    folders: dict[str, Path], truth: Truth, length: int
-) -> None:
-    """Labels of one to six tokens, some with common first tokens, some the beginning of others."""
-    rng = random.Random(length)
-    prompts = [[rng.randrange(3, 500) for _ in range(length)] for _ in range(4)]
-    labels = [[7], [8], [8, 9], [8, 9, 10, 11, 12, 13], [8, 9, 10, 12], [14, 15], [14, 16, 17], [18] * 6]
-    labels += [[rng.randrange(20, 500) for _ in range(1 + i % 6)] for i in range(8)]
-    pairs = [(prompt, label) for prompt in prompts for label in labels]
-    rng.shuffle(pairs)
-    roomy = config(folders[NAME], kv_cache_bytes=None, max_num_seqs=16, max_num_batched_tokens=512)
-    with Engine(roomy) as engine:
-        for found, pair in zip(engine.loglikelihood(pairs), pairs, strict=True):
-            check(found, truth, *pair)
-        stats = engine.stats()
-    tree = {tuple(context + label[:i]) for context, label in pairs for i in range(len(label) + 1)}
-    tree |= {tuple(prompt[:i]) for prompt in prompts for i in range(1, length)}
-    assert stats.prefill_tokens <= len(tree)
-
-
-def test_scores_are_joined_where_contexts_differ(small: Engine, truth: Truth) -> None:
-    """The same tokens with other beginnings of the continuation, also as a part of others."""
-    tokens = [5, 6, 7, 8, 9, 10]
-    pairs = [(tokens[:i], tokens[i:j]) for j in range(2, 7) for i in range(1, j)]
-    pairs += [([5, 6], [7, 11]), ([5], [6, 7, 8, 12])]
-    for found, pair in zip(small.loglikelihood(pairs), pairs, strict=True):
-        check(found, truth, *pair)
-
-
-def test_it_waits_for_no_others(small: Engine) -> None:
-    small.add("a", [5, 6], SamplingParams())
-    with pytest.raises(EngineBusy):
-        small.loglikelihood([([5], [6])])
-    small.abort("a")
-
-
 def test_logits_that_are_no_numbers_fail_that_pair(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,16 +201,3 @@ def test_logits_that_are_no_numbers_fail_that_pair(
             engine.loglikelihood([([5], [6])])
         assert not engine.has_unfinished
         assert engine.stats().free_blocks == engine.stats().num_blocks
-
-
-def test_a_prompt_is_scored_with_tokens_of_its_own_settings(small: Engine) -> None:
-    """Its neighbours' sampling values and numbers of likeliest tokens are not its own."""
-    alone = small.loglikelihood([([5, 6, 7], [8, 9])])[0]
-    wide = SamplingParams(max_tokens=3, logprobs=20, prompt_logprobs=-1, seed=1, temperature=2.0)
-    small.add("wide", [5, 6, 7, 8], wide)
-    small.add("own", [5, 6, 7], ScoringParams([[8, 9]]))
-    small.add("more", [5, 6, 7], replace(wide, prompt_logprobs=None))
-    done = {}
-    while small.has_unfinished:
-        done |= {completion.request_id: completion for completion in small.step()}
-    assert done["own"].loglikelihoods[0].token_logprobs == pytest.approx(alone.token_logprobs, abs=1e-5)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -179,40 +178,6 @@ def test_memory_that_is_taken_meanwhile_stops_the_start(
     start_on(gpu, monkeypatch, graph_bytes=[20 * MIB, 21 * MIB + SPARE_BYTES], step_bytes=MIB // 2)
     with pytest.raises(ConfigError, match="no longer fits into 50% of the GPU"):
         Engine(config(folder))
-
-
-def test_a_gpu_that_is_too_small_for_the_largest_step_stops_the_start(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run_out(*args: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    start_on(FakeGpu(400 * MIB), monkeypatch, graph_bytes=[0, 0], step_bytes=0)
-    monkeypatch.setattr(ModelRunner, "launch", run_out)
-    with pytest.raises(ConfigError, match=r"ran out at start .* lower .*max_num_batched_tokens"):
-        Engine(config(folder))
-
-
-def test_gpu_memory_is_what_the_driver_says_after_torch_gave_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a peak counts what torch reserved, fragments included, above what it had before."""
-    calls: list[str] = []
-    fakes: dict[str, Callable[..., Any]] = {
-        "synchronize": lambda device: calls.append("synchronize"),
-        "empty_cache": lambda: calls.append("empty_cache"),
-        "mem_get_info": lambda device: calls.append("mem_get_info") or (300, 1000),
-        "memory_reserved": lambda device: 50,
-        "reset_peak_memory_stats": lambda device: calls.append("reset"),
-        "max_memory_reserved": lambda device: calls.append("peak") or 170,
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    memory = GpuMemory(torch.device("cuda"))
-    assert memory.used_bytes() == 700
-    assert calls == ["synchronize", "empty_cache", "mem_get_info"]
-    calls.clear()
-    assert memory.peak_bytes(lambda: calls.append("run")) == 120
-    assert calls == ["synchronize", "empty_cache", "reset", "run", "synchronize", "peak"]
-    assert memory.total_bytes == 1000
 
 
 def test_warm_up_takes_the_largest_steps_of_each_kind() -> None:

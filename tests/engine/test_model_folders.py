@@ -16,7 +16,6 @@ from engine import (
     ConfigError,
     Engine,
     EngineConfig,
-    InvalidPrompt,
     MissingWeights,
     ModelNotFound,
     SamplingParams,
@@ -84,25 +83,11 @@ def test_a_missing_shard_is_named(folders: dict[str, Path], tmp_path: Path) -> N
         Engine(EngineConfig(str(folder), **SMALL))
 
 
-def test_a_second_copy_of_the_weights_is_left_alone(copy: Path) -> None:
-    """As Mistral's repositories hold one: the maker's own names, beside the file that transformers reads."""
-    save_file({"tok_embeddings.weight": torch.zeros(3)}, copy / "consolidated.safetensors")
-    Engine(EngineConfig(str(copy), **SMALL)).close()
-
-
 def test_a_model_with_an_encoder_is_refused_by_that_name(copy: Path) -> None:
     """Not for a size that such models call otherwise."""
     change_config(copy, architectures=["T5ForConditionalGeneration"], is_encoder_decoder=True)
     with pytest.raises(UnsupportedModel, match=r"T5ForConditionalGeneration.* has an encoder"):
         Engine(EngineConfig(str(copy), **SMALL))
-
-
-def test_one_whole_file_goes_before_an_index(copy: Path) -> None:
-    """An index that was left from another division of the weights is not followed, nor by transformers."""
-    (copy / "model.safetensors.index.json").write_text(
-        '{"weight_map": {"a": "model-00001-of-00001.safetensors"}}'
-    )
-    Engine(EngineConfig(str(copy), **SMALL)).close()
 
 
 def test_an_lm_head_of_its_own_is_not_tied_away(copy: Path) -> None:
@@ -116,13 +101,6 @@ def test_an_lm_head_of_its_own_is_not_tied_away(copy: Path) -> None:
     change_weights(copy, **{"lm_head.weight": None})
     with Engine(EngineConfig(str(copy), **SMALL)) as built:
         assert built.generate([prompt], params)[0].token_ids != untied
-
-
-def test_a_folder_in_place_of_the_weights_is_named(copy: Path) -> None:
-    (copy / "model.safetensors").unlink()
-    (copy / "model.safetensors").mkdir()
-    with pytest.raises(MissingWeights, match=r"holds no \.safetensors file"):
-        Engine(EngineConfig(str(copy), **SMALL))
 
 
 def test_a_missing_tensor_is_named(copy: Path) -> None:
@@ -198,23 +176,6 @@ def test_a_folder_without_a_tokenizer_says_so(copy: Path, content: str | None) -
         (copy / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError, match=r"holds none of tokenizer\.json|tokenizer in .* cannot be loaded"):
         Engine(EngineConfig(str(copy), **SMALL))
-
-
-def test_a_tokenizer_without_a_chat_template_refuses_messages(copy: Path) -> None:
-    (copy / "chat_template.jinja").unlink()
-    messages = [{"role": "user", "content": "hi"}]
-    with (
-        Engine(EngineConfig(str(copy), **SMALL)) as built,
-        pytest.raises(InvalidPrompt, match="no chat template"),
-    ):
-        built.chat_token_ids(messages)
-
-
-def test_a_chat_template_that_refuses_says_why(copy: Path) -> None:
-    (copy / "chat_template.jinja").write_text("{{ raise_exception('no system messages') }}")
-    messages = [{"role": "system", "content": "hi"}]
-    with Engine(EngineConfig(str(copy), **SMALL)) as built, pytest.raises(InvalidPrompt, match="no system"):
-        built.chat_token_ids(messages)
 
 
 @pytest.mark.parametrize(

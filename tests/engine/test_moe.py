@@ -18,7 +18,7 @@ from engine.attention.layer_kernels import ExpertKernels, LayerKernels
 from engine.checkpoint.weights import open_tensors
 from engine.errors import ConfigError, WeightMismatch
 from engine.layers import grouped
-from engine.layers.grouped import ExpertGroups, GroupedLinear, TorchGroupedLinear, grouped_linear
+from engine.layers.grouped import ExpertGroups, GroupedLinear, grouped_linear
 from engine.layers.moe import ClampedSwiglu, Experts, SparseMLP, choose_experts
 from engine.layers.parallel import TensorParallel
 from tests.engine.paged import DEVICE
@@ -104,13 +104,6 @@ def test_grouped_products_equal_float64(
         torch.testing.assert_close(got.double(), torch.cat(wide), rtol=tolerance, atol=tolerance)
 
 
-def test_rows_of_a_wide_tensor_may_lie_apart(kernels: LayerKernels | None) -> None:
-    x, weight = random(9, 64)[:, 16:48], random(4, 24, 32, seed=1)
-    linear = make_linear(weight, kernels)
-    expected = products(linear, x.contiguous(), None, [4, 0, 5, 0])
-    torch.testing.assert_close(products(linear, x, None, [4, 0, 5, 0]), expected)
-
-
 def test_a_token_is_the_weighted_sum_of_its_experts(kernels: LayerKernels | None) -> None:
     """Choices sorted by expert come back to their tokens, in float32 and rounded once."""
     device = device_of(kernels)
@@ -125,31 +118,6 @@ def test_a_token_is_the_weighted_sum_of_its_experts(kernels: LayerKernels | None
     torch.testing.assert_close(groups.weighted_sums(values[groups.experts], weights), expected)
     rows = values[groups.experts].bfloat16()
     torch.testing.assert_close(groups.weighted_sums(rows, weights).float(), expected, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has the fast one for GPUs alone")
-def test_torchs_own_product_can_be_recorded_on_a_gpu() -> None:
-    """In bfloat16, where torch has it in one launch; replayed, it groups by the choices of that time."""
-    weight = nn.Parameter(random(6, 64, 128, dtype=torch.bfloat16).cuda(), requires_grad=False)
-    linear = grouped_linear(weight, None)
-    if not isinstance(linear, TorchGroupedLinear):
-        pytest.skip("this GPU has none")
-    x, chosen = random(33, 128, dtype=torch.bfloat16).cuda(), torch.zeros(33, 1, dtype=torch.int64).cuda()
-    linear(x, None, ExpertGroups.of(chosen, 6))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        groups = ExpertGroups.of(chosen, 6)
-        product = linear(x.index_select(0, groups.tokens), None, groups)
-    for seed in (0, 1):
-        chosen.copy_(random(33, 6, seed=seed).argmax(-1, keepdim=True))
-        graph.replay()
-        expected = torch.einsum("ri,roi->ro", x.double(), weight.double()[chosen[:, 0]])
-        torch.testing.assert_close(
-            product.double()[groups.places[:, 0]],
-            expected,
-            rtol=2e-2,
-            atol=2e-2 * expected.abs().max().item(),
-        )
 
 
 # Layers
@@ -273,60 +241,7 @@ def test_a_tensor_of_another_shape_is_named(shard: str | None, tmp_path: Path) -
         mlp.experts.load(name, stored["x"], shard)
 
 
-def test_nothing_is_read_on_the_host_where_one_launch_serves_all_experts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A graph can record it: tensors that have no values give the shape of the answer; one by one cannot."""
-    experts = VARIANTS["gpt_oss"]
-    x = torch.empty(5, HIDDEN, device="meta", dtype=torch.bfloat16)
-    for serves in (True, False):
-        monkeypatch.setattr(grouped, "_serves_grouped_mm", lambda weight, serves=serves: serves)
-        with torch.device("meta"):
-            mlp = SparseMLP(experts, HIDDEN, TensorParallel(), dtype=torch.bfloat16, kernels=None)
-        mlp.experts.finish_loading()
-        if serves:
-            assert mlp(x).shape == x.shape
-        else:
-            with pytest.raises(RuntimeError, match="meta tensor"):
-                mlp(x)
-
-
 # Mutations: the comparison with transformers sees each
-
-
-def left_out(name: str) -> Experts:
-    """gpt-oss' experts without one of its traits."""
-    experts = VARIANTS["gpt_oss"]
-    assert experts.swiglu is not None
-    if name == "alpha":
-        return replace(experts, swiglu=replace(experts.swiglu, alpha=1.0))
-    if name == "limit":
-        return replace(experts, swiglu=replace(experts.swiglu, limit=1e9))
-    return replace(experts, normalised=False)
-
-
-@pytest.mark.parametrize("fault", ["alpha", "limit", "normalised"])
-def test_a_trait_left_out_is_seen(fault: str, tmp_path: Path) -> None:
-    block, x = transformers_block("gpt_oss"), random(7, HIDDEN)
-    mlp = make(left_out(fault), block, tmp_path)
-    assert (mlp(x) - expected_output(block, x)).abs().mean() > 1
-
-
-@pytest.mark.parametrize("fault", ["gate", "gate_up_proj_bias", "down_proj_bias"])
-def test_a_bias_left_out_is_seen(fault: str, tmp_path: Path) -> None:
-    block, x = transformers_block("gpt_oss"), random(7, HIDDEN)
-    mlp = make(VARIANTS["gpt_oss"], block, tmp_path)
-    bias = mlp.gate.bias if fault == "gate" else mlp.experts.get_parameter(fault)
-    bias.data.zero_()
-    assert (mlp(x) - expected_output(block, x)).abs().mean() > 0.1
-
-
-@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe, not normalised"])
-def test_a_router_with_or_without_renormalisation_is_told_apart(variant: str, tmp_path: Path) -> None:
-    block, x = transformers_block(variant), random(7, HIDDEN)
-    experts = VARIANTS[variant]
-    mlp = make(replace(experts, normalised=not experts.normalised), block, tmp_path)
-    assert (mlp(x) - expected_output(block, x)).abs().mean() > 1
 
 
 @pytest.mark.parametrize("num_experts", [4, 12, 130])

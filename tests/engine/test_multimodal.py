@@ -11,7 +11,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engine import ConfigError, Engine, UnsupportedModel, WeightMismatch
-from engine.checkpoint import text_part
 from engine.checkpoint.model_config import read_model_config
 from tests.engine.family_runs import config_of, run
 from tests.engine.multimodal import (
@@ -48,18 +47,6 @@ def test_an_older_file_is_read_alike(tmp_path: Path, name: str, rewrite: Callabl
     assert reference.answers
     rewrite(reference.folder)
     assert run(reference, "whole")[0] == []
-
-
-def test_what_a_file_leaves_out_is_the_default_of_its_class(tmp_path: Path) -> None:
-    """As the hub has Gemma 3 and Qwen3-VL: many of the text part's sizes stand nowhere."""
-    folder = make_multimodal(tmp_path / "model", BY_NAME["qwen3_vl"])
-    config = json.loads((folder / "config.json").read_text())
-    for key in ("head_dim", "vocab_size", "rms_norm_eps"):
-        del config["text_config"][key]
-    (folder / "config.json").write_text(json.dumps(config))
-    read = read_model_config(folder)
-    assert (read.head_dim, read.vocab_size, read.values["rms_norm_eps"]) == (128, 151936, 1e-6)
-    assert (read.architecture, read.dtype) == ("Qwen3ForCausalLM", "float32")
 
 
 @pytest.mark.parametrize(
@@ -107,12 +94,3 @@ def test_what_is_not_served_is_refused_by_name(
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(error, match=words):
         read_model_config(folder)
-
-
-def test_tensors_of_another_part_are_not_the_texts(
-    reference: MultimodalReference, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is skipped is skipped by its name alone."""
-    monkeypatch.setattr(text_part, "OTHER_PARTS", ("nothing",))
-    with pytest.raises(WeightMismatch, match=r"vis|multi_modal"):
-        Engine(config_of(reference.folder))

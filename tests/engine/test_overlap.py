@@ -14,7 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from engine import Completion, Engine, EngineConfig, RankFailed, SamplingParams, StepFailed
+from engine import Completion, Engine, EngineConfig, SamplingParams, StepFailed
 from engine.kernels.upload import pack, unpack
 from engine.run.pending_tokens import PendingTokens
 from engine.run.runner import PoolSize
@@ -228,41 +228,6 @@ def test_a_failure_with_two_steps_in_flight_loses_nothing(
             str(i): expected(runner, prompt, replace(STOPPING, max_tokens=1 + 3 * i))
             for i, prompt in enumerate(stopping_prompts)
         }
-
-
-def test_a_failed_rank_stays_a_failed_rank(folder: Path) -> None:
-    runner = LateRunner()
-    with start(folder, runner) as built:
-        built.add("a", [1, 2], FREE)
-        built.step()
-        runner.failures["wait"] = RankFailed(1, "it is gone")
-        with pytest.raises(RankFailed, match="it is gone"):
-            built.step()
-        assert built.stats().free_blocks == built.stats().num_blocks
-
-
-def test_closing_waits_for_nothing(folder: Path) -> None:
-    runner = LateRunner()
-    built = start(folder, runner)
-    built.add("a", [1, 2], FREE)
-    built.step()
-    built.close()
-    assert runner.calls == [("launch", 0), ("close", 0)]
-    assert not built.has_unfinished
-
-
-def test_an_urgent_request_is_in_the_next_step_that_is_scheduled(folder: Path) -> None:
-    """With all slots held, and one step on the device already."""
-    runner = LateRunner()
-    with start(folder, runner, max_num_seqs=2) as built:
-        for i in range(3):
-            built.add(f"bulk {i}", [1, 2, 1 + i % 2], FREE, lane=1)
-        for _ in range(2):
-            built.step()
-        built.add("urgent", [2, 2, 2], replace(FREE, max_tokens=1), lane=0)
-        assert built.step() == []
-        assert [completion.request_id for completion in built.step()] == ["urgent"]
-        assert len(drain(built)) == 3
 
 
 def test_random_uses_of_an_engine_give_every_request_its_tokens(folder: Path) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine import Engine, EngineConfig
-from engine.layers import packed, processor
+from engine.layers import packed
 from engine.layers.packed import linear, pack_weight
 
 needs_packing = pytest.mark.skipif(
@@ -98,23 +98,6 @@ def test_other_dtypes_stay_as_they_are(dtype: torch.dtype) -> None:
     assert pack_weight(weight) is weight
     x = torch.ones(3, 4, dtype=dtype)
     assert torch.equal(linear(x, weight), F.linear(x, weight))
-
-
-@pytest.mark.parametrize("machine", ["aarch64", "arm64"])
-def test_other_processors_keep_plain_weights(
-    machine: str, forgetful: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packed.platform, "machine", lambda: machine)
-    weight = random_weight(8, 4)
-    assert pack_weight(weight) is weight
-
-
-def test_a_processor_that_would_convert_bfloat16_keeps_plain_weights(
-    forgetful: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processor, "processor_flags", lambda: frozenset({"avx512f", "avx512bw"}))
-    weight = random_weight(8, 4, torch.bfloat16)
-    assert pack_weight(weight) is weight
 
 
 @needs_packing

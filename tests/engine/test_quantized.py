@@ -24,14 +24,11 @@ from engine import (
     MissingWeights,
     SamplingParams,
     WeightMismatch,
-    model_identity,
 )
-from engine.checkpoint import packed_words, quantized_tensor
+from engine.checkpoint import quantized_tensor
 from engine.checkpoint.quantization import read_quantization
 from engine.checkpoint.quantized import unpacked
 from engine.checkpoint.weights import CheckpointTensor, open_tensors
-from tests.engine.architectures import Architectures
-from tests.engine.checkpoints import shard
 from tests.engine.families import BY_NAME, make_family
 from tests.engine.quantizers import (
     FORMATS,
@@ -162,30 +159,6 @@ def test_a_gpt_oss_in_mxfp4_answers_as_its_unpacked_weights(tmp_path: Path) -> N
     assert 0 < relative(logits - before, before) < 0.5
 
 
-@pytest.mark.parametrize(
-    ("name", "form"), [("qwen2_moe", "gptq"), ("cohere", "fp8_blocks"), ("gpt_neox", "ct_packed4")]
-)
-def test_models_of_transformers_may_be_quantized(
-    architecture: Architectures, name: str, form: str, tmp_path: Path
-) -> None:
-    original = architecture(name).reference.folder
-    linear = ("_proj", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
-    made = quantize_checkpoint(original, tmp_path, FORMATS[form], linear)
-    assert torch.equal(answers(made.folder)[0], answers(made.unpacked)[0])
-    name = next(each for each in load_file(made.folder / "model.safetensors") if "scale" in each)
-    with pytest.raises(MissingWeights, match=name):
-        Engine(config(changed(made.folder, tmp_path, **{name: None}), model_path="transformers"))
-
-
-def test_parts_of_a_weight_may_lie_in_several_files(
-    checkpoints: Callable[[str], QuantizedCheckpoint], tmp_path: Path
-) -> None:
-    made = checkpoints("gptq_act_order")
-    folder = Path(shutil.copytree(made.folder, tmp_path / "sharded"))
-    shard(folder, num_shards=5)
-    assert answers(folder)[1] == answers(made.folder)[1]
-
-
 def test_a_rank_reads_its_share_alone(
     checkpoints: Callable[[str], QuantizedCheckpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,14 +185,6 @@ def test_two_ranks_answer_as_one(checkpoints: Callable[[str], QuantizedCheckpoin
     assert [completion.token_ids for completion in completions] == answers(made.folder)[1]
 
 
-def test_bfloat16_rounds_what_was_unpacked_once(checkpoints: Callable[[str], QuantizedCheckpoint]) -> None:
-    made = checkpoints("fp8_blocks")
-    logits, tokens = answers(made.folder, dtype="bfloat16")
-    expected_logits, expected_tokens = answers(made.unpacked, dtype="bfloat16")
-    assert torch.equal(logits, expected_logits)
-    assert tokens == expected_tokens
-
-
 def test_a_head_may_be_quantized_and_layers_may_be_left_as_they_are(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -241,18 +206,6 @@ def test_zero_points_count_whatever_the_configuration_says(
     assert torch.equal(answers(folder)[0], answers(made.unpacked)[0])
 
 
-def test_a_single_zero_point_may_be_a_scalar(
-    checkpoints: Callable[[str], QuantizedCheckpoint], tmp_path: Path
-) -> None:
-    made = checkpoints("ct_int8_tensor")
-    scale = load_file(made.folder / "model.safetensors")[f"{MODULE}.weight_scale"]
-    points = {f"{MODULE}.weight_zero_point": torch.tensor(3, dtype=torch.int8)}
-    with weights_of(changed(made.folder, tmp_path, **points)) as weights:
-        moved = weights[f"{MODULE}.weight"].whole()
-    with weights_of(made.folder) as weights:
-        assert torch.allclose(moved, weights[f"{MODULE}.weight"].whole() - 3 * scale)
-
-
 def test_what_belongs_to_activations_and_to_the_cache_is_passed_over(
     checkpoints: Callable[[str], QuantizedCheckpoint], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -270,17 +223,6 @@ def test_what_belongs_to_activations_and_to_the_cache_is_passed_over(
     assert "compressed-tensors: fp8 (1 x all weights to a scale)) are unpacked to float32" in caplog.text
     with pytest.raises(WeightMismatch, match=r"down_proj\.bias', for which this model has no place"):
         Engine(config(changed(made.folder, tmp_path, **{f"{MODULE}.bias": torch.ones(48)})))
-
-
-def test_the_dtype_of_a_quantized_model_is_its_configs_and_its_scales_tell_it_from_others(
-    checkpoints: Callable[[str], QuantizedCheckpoint], tmp_path: Path
-) -> None:
-    made = checkpoints("awq")
-    identity = model_identity(EngineConfig(str(made.folder)))
-    assert identity.dtype == "float32"
-    tensors = load_file(made.folder / "model.safetensors")
-    other = changed(made.folder, tmp_path, **{f"{MODULE}.scales": tensors[f"{MODULE}.scales"] * 2})
-    assert model_identity(EngineConfig(str(other))).fingerprint != identity.fingerprint
 
 
 def changed(source: Path, tmp_path: Path, **changes: Tensor | None) -> Path:
@@ -352,40 +294,3 @@ def test_a_damaged_tensor_is_named(
     with pytest.raises(kind, match=message) as raised:
         Engine(config(folder))
     assert f"'{MODULE}.{part}'" in str(raised.value)
-
-
-def test_a_scale_of_zero_belongs_to_weights_of_zero(
-    checkpoints: Callable[[str], QuantizedCheckpoint], tmp_path: Path
-) -> None:
-    made = checkpoints("ct_int8_channel")
-    tensors = load_file(made.folder / "model.safetensors")
-    codes, scale = tensors[f"{MODULE}.weight"], tensors[f"{MODULE}.weight_scale"]
-    codes[3], scale[3] = 0, 0.0
-    folder = changed(made.folder, tmp_path, **{f"{MODULE}.weight": codes, f"{MODULE}.weight_scale": scale})
-    with weights_of(folder) as weights:
-        assert not weights[f"{MODULE}.weight"].whole()[3].any()
-    Engine(config(folder)).close()
-
-
-def test_a_scale_without_its_weight_has_no_place(
-    checkpoints: Callable[[str], QuantizedCheckpoint], tmp_path: Path
-) -> None:
-    folder = changed(checkpoints("fp8_blocks").folder, tmp_path, **{f"{MODULE}.weight": None})
-    with pytest.raises(
-        WeightMismatch, match=r"down_proj\.weight_scale_inv', for which this model has no place"
-    ):
-        Engine(config(folder))
-
-
-@pytest.mark.parametrize("name", ["awq", "gptq"])
-def test_a_wrong_order_or_zero_point_would_be_seen(
-    checkpoints: Callable[[str], QuantizedCheckpoint], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    made, unpack = checkpoints(name), packed_words.unpack
-
-    def naive(words: Tensor, bits: int, dim: int, **_: Any) -> Tensor:
-        return unpack(words, bits, dim)
-
-    monkeypatch.setattr(packed_words, "unpack", naive)
-    logits, original = answers(made.folder)[0], answers(made.original)[0]
-    assert relative(logits - original, original) > 0.5

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import psutil
@@ -22,7 +21,6 @@ from engine import (
 from engine.tensor_parallel import rank_group
 from engine.tensor_parallel.rank_process import RankProcess
 from tests.engine.two_ranks import (
-    GREEDY,
     SHAPE_OF,
     config,
 )
@@ -99,14 +97,3 @@ def test_ranks_die_with_a_driver_that_is_killed(folder: Path, made_by: str) -> N
     driver.wait()
     driver.stdout.close()
     assert psutil.wait_procs(ranks, timeout=5)[1] == []
-
-
-def test_one_rank_starts_no_process_and_no_group(folder: Path) -> None:
-    import torch.distributed as dist
-
-    before, threads = psutil.Process().children(), threading.active_count()
-    with Engine(config(folder, SHAPE_OF["gqa2_tied_hub"], tensor_parallel_size=1)) as built:
-        built.generate([[5, 6, 7]], GREEDY)
-        assert psutil.Process().children() == before
-        assert threading.active_count() == threads
-        assert not dist.is_initialized()

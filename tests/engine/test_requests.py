@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-import engine.engine
 from engine import (
     Completion,
     DuplicateRequest,
@@ -20,17 +19,14 @@ from engine import (
     EngineBusy,
     EngineClosed,
     EngineConfig,
-    EngineError,
     InvalidPrompt,
     InvalidRequest,
     InvalidSampling,
     PromptTooLong,
     SamplingParams,
-    StepFailed,
 )
 from engine.sampling.params import RANGES
 from engine.sampling.ranges import TOKEN_ID
-from engine.schedule.block_manager import BlockManager
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPT = [5, 6, 7, 8]
@@ -133,13 +129,6 @@ def test_lists_and_mappings_are_remembered_too(shared: Engine) -> None:
             shared.add("a", PROMPT, SamplingParams(**outside))  # type: ignore[arg-type]
 
 
-def test_errors_keep_their_type_across_processes() -> None:
-    error = pickle.loads(pickle.dumps(PromptTooLong("too long")))
-    assert isinstance(error, InvalidRequest)
-    assert isinstance(error, EngineError)
-    assert error.args == ("too long",)
-
-
 @pytest.mark.parametrize(
     ("request_id", "params", "lane", "error"),
     [
@@ -194,19 +183,6 @@ def test_generate_keeps_the_input_order_for_any_iterable(shared: Engine) -> None
     assert shared.generate([]) == []
 
 
-def test_generate_reads_prompts_as_it_has_room(shared: Engine) -> None:
-    """Prompts are not all pulled at once."""
-    pulled = []
-
-    def prompts() -> Iterator[list[int]]:
-        for i in range(200):
-            pulled.append((i, shared.stats().num_waiting))
-            yield [7, 8]
-
-    shared.generate(prompts(), replace(GREEDY, max_tokens=2))
-    assert max(num_waiting for _, num_waiting in pulled) <= shared.config.max_num_seqs
-
-
 def test_generate_refuses_what_it_cannot_pair(shared: Engine) -> None:
     with pytest.raises(InvalidPrompt, match="put a single one into a list"):
         shared.generate("one prompt", GREEDY)
@@ -217,11 +193,6 @@ def test_generate_refuses_what_it_cannot_pair(shared: Engine) -> None:
     with pytest.raises(EngineBusy, match="1 requests are unfinished"):
         shared.generate([PROMPT], GREEDY)
     shared.abort("other")
-
-
-def test_generate_shows_progress_when_asked(shared: Engine, capsys: pytest.CaptureFixture[str]) -> None:
-    shared.generate([PROMPT, ""], GREEDY, use_tqdm=True)
-    assert "2/2" in capsys.readouterr().err
 
 
 def test_max_tokens_and_the_model_length_end_with_length(shared: Engine) -> None:
@@ -281,35 +252,6 @@ def test_the_chat_template_ends_with_the_generation_prompt(shared: Engine) -> No
             shared.chat_token_ids(messages)  # type: ignore[arg-type]
 
 
-def test_a_failed_step_leaks_nothing_and_can_be_repeated(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """StepFailed carries the cause; what it published is withdrawn; the next step gives the same tokens."""
-    with Engine(EngineConfig(str(folder), dtype="float32", kv_cache_bytes=1 << 22, max_num_seqs=8)) as built:
-        expected = built.generate([PROMPT * 9] * 3, GREEDY)
-    with Engine(EngineConfig(str(folder), dtype="float32", kv_cache_bytes=1 << 22, max_num_seqs=8)) as built:
-        done: list[Completion] = []
-        for i in range(3):
-            built.add(str(i), PROMPT * 9, GREEDY)
-        build = engine.run.stepper.build_step_batch
-        for fails in (True, False, False, True, False):
-            with monkeypatch.context() as patch:
-                if fails:
-                    patch.setattr(engine.run.stepper, "build_step_batch", lambda *args: 1 / 0)
-                    with pytest.raises(StepFailed, match="ZeroDivisionError") as failure:
-                        built.step()
-                    assert isinstance(failure.value.__cause__, ZeroDivisionError)
-                    assert built.stats().free_blocks == built.stats().num_blocks
-                    assert built._scheduler.blocks._by_hash == {} or built.stats().num_steps > 0
-                else:
-                    done += built.step()
-            built._scheduler.check_accounting()
-        assert engine.run.stepper.build_step_batch is build
-        while built.has_unfinished:
-            done += built.step()
-        assert [c.token_ids for c in done] == [c.token_ids for c in expected]
-
-
 def test_a_closed_engine_says_so(folder: Path) -> None:
     built = Engine(EngineConfig(str(folder), kv_cache_bytes=1 << 22))
     assert built.model_name == str(folder)
@@ -324,10 +266,3 @@ def test_a_closed_engine_says_so(folder: Path) -> None:
     ):
         with pytest.raises(EngineClosed):
             call()
-
-
-def test_the_sizes_of_a_block_pool_follow_the_config(shared: Engine) -> None:
-    """kv_cache_bytes counts K and V of all layers."""
-    assert isinstance(shared._scheduler.blocks, BlockManager)
-    assert shared.stats().num_blocks == (1 << 22) // (3 * 2 * 16 * 2 * 16 * 4)
-    assert shared.max_model_len == 512

@@ -109,14 +109,3 @@ def test_prefixes_hold_what_their_members_share(rows: list[tuple[int, int, int]]
         assert (lens_before[prefix.seqs] >= prefix.num_tokens).all()
         shared = block_tables[prefix.seqs, : prefix.num_tokens // BLOCK]
         assert (shared == shared[0]).all()
-
-
-def test_one_that_shares_little_does_not_cut_the_others_short() -> None:
-    tables = np.arange(120, dtype=np.int32).reshape(10, 12)
-    tables[:9, :12] = tables[0, :12]
-    tables[9, :4] = tables[0, :4]
-    (prefix,) = find_shared_prefixes(
-        tables, np.full(10, 192), np.ones(10, np.int64), BLOCK, tile=TILE, least_queries=4
-    )
-    assert sorted(prefix.seqs) == list(range(9))
-    assert prefix.num_tokens == 192

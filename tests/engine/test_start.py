@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,6 @@ from engine import (
     SamplingParams,
 )
 from engine.layers import processor
-from engine.run.dtype import served_dtype
 from engine.run.memory import allowed_bytes
 
 PACKAGE = Path(engine.__file__).parent
@@ -74,18 +72,6 @@ def test_max_model_len_is_what_the_model_has_and_the_pool_holds(
     assert f"sequences of up to {num_blocks * 16} tokens" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "setting", [{"dtype": "bfloat17"}, {"device": "gpu!"}, {"attention_backend": "fastest"}], ids=str
-)
-def test_settings_are_looked_at_before_the_log_says_what_runs(
-    setting: dict[str, str], folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (name,) = setting
-    with caplog.at_level("INFO", logger="engine"), pytest.raises(ConfigError, match=f"^{name}='"):
-        Engine(EngineConfig(str(folder), **SMALL, **setting))  # type: ignore[arg-type]
-    assert "runs natively" not in caplog.text
-
-
 BFLOAT16_CPU = frozenset({"avx512f", "avx512_bf16"})
 
 
@@ -120,11 +106,6 @@ def test_dtype_auto_is_the_checkpoints_unless_this_cpu_would_convert_it(
     assert (said or "") in "".join(said_so)
 
 
-def test_a_float16_checkpoint_is_computed_in_float32_on_a_cpu() -> None:
-    assert served_dtype("auto", "float16", "cpu").name == "float32"
-    assert served_dtype("float16", "bfloat16", "cpu").name == "float16"
-
-
 def test_memory_allowed_is_the_least_of_machine_and_cgroups(tmp_path: Path) -> None:
     """Version 2 with a limit on a parent; page cache that can be dropped counts as free."""
     proc, root = tmp_path / "proc", tmp_path / "cgroup"
@@ -150,16 +131,6 @@ def test_importing_the_package_loads_no_torch() -> None:
         "engine.Engine; assert 'torch' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent, timeout=120)
-
-
-def test_the_engine_imports_nothing_of_the_other_packages() -> None:
-    """jobs <- worker -> engine: the engine knows neither Redis nor Parquet."""
-    foreign = {"jobs", "worker", "ops", "redis", "rq", "pyarrow"}
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not foreign & {name.partition(".")[0] for name in names}, path
 
 
 def test_all_that_is_public_can_be_imported() -> None:

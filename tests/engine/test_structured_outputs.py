@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from engine import Engine, EngineConfig, InvalidSampling, SamplingParams, StructuredOutputsParams
-from engine.structured.regex_dialect import portable
 from tests.engine.checkpoints import SHAPES, make_checkpoint
 from tests.engine.structured_cases import generate, run
 
@@ -72,13 +71,6 @@ def test_each_kind_at_any_temperature(engine: Engine, spec: Any, pattern: str) -
             assert reason == "length" or re.fullmatch(pattern, text), (text, pattern)
 
 
-def test_samples_of_one_request_follow_it_each_for_itself(engine: Engine) -> None:
-    params = SamplingParams(structured_outputs={"regex": "[a-z]{3}"}, n=5, seed=1, temperature=1e6)
-    answers = engine.generate(["hello"], params)
-    assert all(re.fullmatch("[a-z]{3}", each.text) and each.finish_reason == "stop" for each in answers)
-    assert len({each.text for each in answers}) > 1
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -102,36 +94,10 @@ def test_a_stop_string_ends_it_only_where_the_text_is_whole(engine: Engine) -> N
         assert reason == "length" or re.fullmatch("(ab)?a{2}b.*", text), text
 
 
-def test_an_end_token_that_is_ignored_is_not_chosen(engine: Engine) -> None:
-    """Where the text is whole, and might end or go on."""
-    rows = [
-        SamplingParams(
-            structured_outputs={"regex": "(ab)*"}, ignore_eos=True, seed=i, max_tokens=40, temperature=1e6
-        )
-        for i in range(8)
-    ]
-    for answer in engine.generate(["hello"] * len(rows), rows):
-        assert answer.finish_reason == "length"
-        assert not engine._tokenizer.eos_token_ids.intersection(answer.token_ids)
-
-
 def test_the_length_may_end_it_anywhere_and_says_so(engine: Engine) -> None:
     ((text, reason),) = texts(engine, {"regex": "[ab]{50}"}, num_rows=1, max_tokens=3)
     assert reason == "length"
     assert re.fullmatch("[ab]+", text)
-
-
-def test_allowed_tokens_and_a_grammar_hold_together(engine: Engine) -> None:
-    (answer,) = engine.generate(["hello"], SamplingParams(structured_outputs={"regex": "[a-z]{4}"}, seed=0))
-    allowed = SamplingParams(
-        structured_outputs={"regex": "[a-z]{4}"}, seed=3, allowed_token_ids=answer.token_ids, temperature=1e6
-    )
-    (again,) = engine.generate(["hello"], allowed)
-    assert set(again.token_ids) <= set(answer.token_ids)
-    none = SamplingParams(structured_outputs={"regex": "[0-9]"}, allowed_token_ids=answer.token_ids)
-    (failed,) = engine.generate(["hello"], none)
-    assert failed.finish_reason == "error"
-    assert "GrammarFailed" in str(failed.error)
 
 
 @pytest.mark.parametrize(
@@ -225,21 +191,3 @@ def test_without_llguidance_it_is_refused_by_name(folder: Path, monkeypatch: pyt
         with pytest.raises(InvalidSampling, match=r"tokenmill\[structured\]"):
             engine.add("1", "hello", SamplingParams(structured_outputs={"regex": "a"}))
         assert engine.generate(["hello"], SamplingParams(max_tokens=1))
-
-
-def test_reasoning_and_structured_outputs_are_not_asked_together() -> None:
-    with pytest.raises(InvalidSampling, match="thinking_token_budget"):
-        SamplingParams(structured_outputs={"regex": "a"}, thinking_token_budget=5)
-    assert not SamplingParams(structured_outputs={"regex": "a"}, separate_reasoning=True).separate_reasoning
-
-
-@pytest.mark.parametrize(
-    ("pattern", "same"),
-    [
-        (r"a\d[b\d]", "a[0-9][b0-9]"), (r"[^a]\\d", r"[^a]\\d"), (r"\Z", r"\z"), (r"[]a]", r"[\]a]"),
-        (r"[^]\d]", r"[^\]\p{N}\p{Cn}]"), (r"\D", r"[^\p{N}\p{Cn}]"), (r"[^\D]", "[^[^0-9]]"),
-        (r"[a\W]", r"[a[^\p{L}\p{M}\p{N}\p{Pc}\p{S}\p{Cf}\p{Cn}]]"), ("\\", "\\"), ("[", "["),
-    ],
-)  # fmt: skip
-def test_classes_mean_what_every_dialect_means(pattern: str, same: str) -> None:
-    assert portable(pattern) == same

@@ -31,7 +31,6 @@ from tests.engine.checkpoints import Shape, make_checkpoint, pool_bytes
 from tests.engine.embedding_models import Truth
 from tests.engine.reference import NUM_NEW_TOKENS, Reference
 from tests.engine.test_determinism import requests as seeded_requests
-from tests.engine.test_loglikelihood import check as check_loglikelihood
 from tests.engine.test_logprobs import check as check_logprobs
 from tests.engine.test_logprobs import generate, mixed_requests, true_logprobs
 from tests.engine.two_ranks import (
@@ -41,7 +40,6 @@ from tests.engine.two_ranks import (
     compare,
     config,
     ranks_of,
-    wait_until,
 )
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("forked_ranks")]
@@ -93,16 +91,6 @@ def test_embeddings_come_from_the_ranks(shared: Engine, folders: dict[str, Path]
     assert found[1].embedding is None
     for i in (0, 2, 3):
         assert found[i].embedding == pytest.approx(truth.pooled(prompts[i], "mean").tolist(), abs=1e-5)
-
-
-def test_what_prompts_share_is_copied_on_each_rank(shared: Engine, references: dict[str, Reference]) -> None:
-    """Twenty-one tokens are one block and five tokens: the first computes them, the others' rank copies."""
-    truth = true_logprobs(references["gqa2_tied_hub"])
-    pairs = [([11 + i for i in range(21)], [40 + i, 41, 42]) for i in range(6)]
-    before = shared.stats().prefill_tokens
-    for found, pair in zip(shared.loglikelihood(pairs), pairs, strict=True):
-        check_loglikelihood(found, truth, *pair)
-    assert shared.stats().prefill_tokens - before == 21 + 6 * 2, "a last token is scored, not computed"
 
 
 @pytest.fixture
@@ -166,10 +154,6 @@ def test_an_odd_vocabulary_biases_and_a_prompt_beyond_any_buffer(odd: Path) -> N
     assert two.token_ids == one.token_ids
 
 
-def test_an_engine_of_ranks_names_their_attention_backend(shared: Engine) -> None:
-    assert shared.attention_backend in ("cpu", "torch")
-
-
 def test_seeded_sampling_is_that_of_one_rank(shared: Engine) -> None:
     """Temperature, top_k, top_p, min_p, several samples of one prompt, bans at first, other edits."""
     prompts, params = map(list, zip(*seeded_requests(), strict=True))
@@ -216,14 +200,6 @@ def test_a_rank_killed_in_a_step_takes_its_engine_down_and_no_other(doomed: Engi
     assert len(completion.token_ids) == NUM_NEW_TOKENS
 
 
-def test_rank_0_killed_between_two_steps_is_named_at_the_next(doomed: Engine) -> None:
-    victim = psutil.Process(ranks_of(doomed).pids[0])
-    victim.kill()
-    wait_until(lambda: victim.status() == psutil.STATUS_ZOMBIE)
-    with pytest.raises(RankFailed, match="rank 0 failed: it was killed by SIGKILL"):
-        doomed.step()
-
-
 def test_a_rank_that_raises_is_named_with_its_error(doomed: Engine) -> None:
     """Rank 1 is to sample rows that do not exist, while rank 0 waits for it in a sum."""
     group = ranks_of(doomed)
@@ -247,17 +223,4 @@ def test_a_rank_that_hangs_is_given_up(doomed: Engine) -> None:
     group._step_timeout_s = 1.0
     psutil.Process(group.pids[1]).suspend()
     with pytest.raises(RankFailed, match="no answer in 1 s"):
-        doomed.step()
-
-
-def test_an_interrupted_step_ends_the_ranks(doomed: Engine) -> None:
-    """An answer that nobody waits for any more, or half of one, would be taken for the next step's."""
-
-    def interrupted(deadline: float) -> Iterator[RankProcess]:
-        raise KeyboardInterrupt
-
-    ranks_of(doomed)._readable = interrupted  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        doomed.step()
-    with pytest.raises(RankFailed, match="interrupted by KeyboardInterrupt"):
         doomed.step()

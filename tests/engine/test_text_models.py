@@ -15,7 +15,6 @@ import sentencepiece
 
 from engine import ConfigError, Engine, EngineConfig, PromptTooLong, SamplingParams
 from engine.text.sentencepiece_file import SentencePieceModel, build_tokenizer, read_sentencepiece
-from engine.text.stop_strings import IncrementalText
 from engine.text.tokenizer import Tokenizer
 from tests.engine.text_models import FAMILIES, byte_ranks, make_text_model, train_sentencepiece
 
@@ -166,11 +165,6 @@ def test_a_text_begins_with_one_token_for_its_beginning(
         assert (once[0], twice[:2]) == (bos_id, [bos_id, bos_id])
 
 
-def test_who_says_no_to_that_token_gets_none(tmp_path: Path) -> None:
-    folder = make_text_model(tmp_path / "llama", "llama", add_bos_token=False)
-    assert Tokenizer(folder).encode("The")[0] != 1
-
-
 def test_tokens_added_beside_the_vocabulary_have_their_ids(tmp_path: Path) -> None:
     """From either file; a gap in the ids, and a token at another's id, are refused."""
     folder = make_text_model(tmp_path / "llama", "llama")
@@ -209,14 +203,6 @@ def test_text_in_parts_is_the_text_of_the_whole(text_models: dict[str, Tokenizer
     assert unlike(text_models[family]) == []
 
 
-@pytest.mark.parametrize("family", ["llama", "llama_json", "mistral_json"])
-def test_a_lost_space_is_found(
-    text_models: dict[str, Tokenizer], family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(text_models[family], "_anchor", [])
-    assert unlike(text_models[family])
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma", "mistral_json"])
 def test_a_stop_string_of_byte_pieces_ends_the_text_at_once(
     text_models: dict[str, Tokenizer], family: str
@@ -233,26 +219,6 @@ def test_a_stop_string_of_byte_pieces_ends_the_text_at_once(
         assert stop not in tokenizer.decode(token_ids[:ended])
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma", "llama3"])
-def test_tokens_that_are_no_text_cost_the_same_however_many(
-    text_models: dict[str, Tokenizer], family: str
-) -> None:
-    """Bytes that make no character are given out in the end, and never decoded all again."""
-    tokenizer = text_models[family]
-    broken = tokenizer._encode("日", None, add_special_tokens=False)[-1]
-    longest = 0
-
-    def decode(token_ids: list[int]) -> str:
-        nonlocal longest
-        longest = max(longest, len(token_ids))
-        return tokenizer.decode(token_ids, follows_text=True)
-
-    text = IncrementalText(decode, num_open=tokenizer._num_open)
-    given = "".join(text.add(broken) for _ in range(500))
-    assert given == "\ufffd" * (500 - tokenizer._num_open)
-    assert longest <= 16
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_text_has_fewer_tokens_than_its_family_bounds(
     text_models: dict[str, Tokenizer], family: str
@@ -265,17 +231,6 @@ def test_no_text_has_fewer_tokens_than_its_family_bounds(
     assert tokenizer.min_tokens("The quick brown fox 日本 " * 90) > 90
     with pytest.raises(PromptTooLong):
         tokenizer.encode("The quick " * 2000, limit=100)
-
-
-def test_a_bound_that_forgets_the_longest_piece_is_found(
-    text_models: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = text_models["llama"]
-    weights = tokenizer.min_tokens._count._weights  # type: ignore[attr-defined]
-    monkeypatch.setattr(tokenizer.min_tokens._count, "_weights", weights * 2)
-    assert any(
-        tokenizer.min_tokens(text) > len(tokenizer.encode(text)) for text in ("The quick brown fox " * 9,)
-    )
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral_json", "llama3"])

@@ -56,20 +56,6 @@ def test_special_tokens_are_left_in_the_text_on_wish(shared: Engine) -> None:
     assert complete(shared, [5, 6], ended).text.endswith("<|im_end|>"), "the end token is a token too"
 
 
-def test_stop_strings_are_looked_for_in_the_text_as_it_is(shared: Engine) -> None:
-    """The name of a special token ends a completion only where it is in the text."""
-    tokenizer = make_tokenizer()
-    ids = [*tokenizer.encode(" th")[:1], 0, 2, *tokenizer.encode("q")[:1]]
-    stopping = replace(forced(ids), stop=["<|im_end|>"])
-    assert complete(shared, [5, 6], stopping).finish_reason == "length"
-    for include, text in ((False, "<|endoftext|>"), (True, "<|endoftext|><|im_end|>")):
-        params = replace(stopping, skip_special_tokens=False, include_stop_str_in_output=include)
-        completion = complete(shared, [5, 6], params)
-        assert completion.finish_reason == "stop"
-        assert completion.token_ids == ids[:3]
-        assert completion.text == tokenizer.decode(ids[:1]) + text
-
-
 def test_the_stop_string_stays_on_wish_and_nothing_behind_it(shared: Engine) -> None:
     """Of two that are complete at once the earlier one, of two that begin together the one named first."""
     text = complete(shared, [5, 6, 7], GREEDY).text
@@ -175,10 +161,3 @@ def test_what_is_too_long_fits_when_it_is_truncated(shared: Engine) -> None:
     for bad in ("", []):
         with pytest.raises(InvalidPrompt):
             shared.prepare(bad, truncate_prompt_tokens=5)
-
-
-def test_penalties_know_the_truncated_prompt_alone(shared: Engine) -> None:
-    params = replace(GREEDY, repetition_penalty=1.9)
-    expected = complete(shared, [9, 10, 11], params).token_ids
-    prompt = [*range(20, 60), 9, 10, 11]
-    assert complete(shared, prompt, replace(params, truncate_prompt_tokens=3)).token_ids == expected

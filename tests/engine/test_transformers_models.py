@@ -24,7 +24,6 @@ from engine import (
     UnsupportedModel,
     WeightMismatch,
 )
-from engine.models.attention_calls import features_of
 from engine.run.warm_up import make_step
 from tests.engine.architectures import SERVED, Architectures, add_sizes, class_name, make_architecture, small
 from tests.engine.families import COMMON
@@ -67,21 +66,6 @@ def test_the_cpu_backend_gives_the_same_tokens(architecture: Architectures) -> N
 
 
 # Mutations: what a call of the attention function says, misread.
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("gemma2", lambda layer: replace(layer, window=layer.window and layer.window + 1)),
-        ("qwen2_moe", lambda layer: replace(layer, window=layer.window and layer.window - 1)),
-        ("llama4_text", lambda layer: replace(layer, chunk=None)),
-    ],
-)
-def test_a_misread_mask_is_seen(
-    name: str, change: Any, architecture: Architectures, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine.models.attention_calls, "features_of", lambda call: change(features_of(call)))
-    assert architecture(name).run()[0]
 
 
 @pytest.mark.parametrize(
@@ -166,18 +150,6 @@ def test_a_checkpoint_that_does_not_fit_is_named(
         Engine(small(gpt2))
 
 
-def test_tensors_that_are_missing_or_broken_are_named(gpt2: Path) -> None:
-    path = gpt2 / "model.safetensors"
-    tensors = load_file(path)
-    del tensors["transformer.h.1.attn.c_attn.weight"]
-    save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(MissingWeights, match=r"lacks tensors .*: transformer\.h\.1\.attn\.c_attn\.weight"):
-        Engine(small(gpt2))
-    path.write_bytes(path.read_bytes()[:5000])
-    with pytest.raises(MissingWeights, match="no complete safetensors"):
-        Engine(small(gpt2))
-
-
 def test_rotations_that_follow_the_longest_sequence_are_refused(tmp_path: Path) -> None:
     """Up to the length at which they change, the model is served."""
     rope = {
@@ -220,16 +192,6 @@ def test_the_way_is_chosen_and_logged(
         small(foreign, model_path="fast")
 
 
-def test_a_native_architecture_with_a_value_that_is_not_built_runs_through_transformers(
-    folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = Path(shutil.copytree(folders["gqa1_untied"], tmp_path / "model"))
-    change_config(folder, hidden_act="relu")
-    caplog.set_level("INFO", logger="engine")
-    Engine(small(folder)).close()
-    assert "runs through transformers: hidden_act 'relu'" in caplog.text
-
-
 def test_auto_takes_another_backend_where_a_layer_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -243,13 +205,6 @@ def test_auto_takes_another_backend_where_a_layer_is_refused(
         Engine(small(folder, model_path="transformers", attention_backend="cpu"))
 
 
-def test_a_window_that_holds_every_sequence_is_none(architecture: Architectures) -> None:
-    folder = architecture("gemma2").reference.folder
-    for length, windows in ((20, {None}), (21, {None, 20})):
-        with Engine(small(folder, max_model_len=length, model_path="transformers")) as built:
-            assert {layer.window for layer in built._open_runner().model.attention_layers} == windows
-
-
 # Graphs, and parts of other checkpoints
 
 
@@ -257,20 +212,6 @@ def test_decode_steps_are_captured(architecture: Architectures, monkeypatch: pyt
     capture = simulate_graphs(monkeypatch)
     assert architecture("gemma2").run("chunks")[0] == []
     assert capture.replayed
-
-
-def test_a_model_that_cannot_be_captured_runs_without_graphs(
-    architecture: Architectures, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    simulate_graphs(monkeypatch)
-
-    def refuse(run: Any) -> Any:
-        raise RuntimeError("called a synchronizing CUDA operation")
-
-    monkeypatch.setattr(engine.run.model_runner, "choose_capture", lambda *args, **options: refuse)
-    with Engine(small(architecture("gpt2").reference.folder)) as built:
-        assert built._open_runner()._graphs is None
-    assert "without CUDA graphs" in caplog.text
 
 
 def test_the_text_part_of_a_larger_model_runs_through_transformers(
