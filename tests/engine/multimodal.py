@@ -77,36 +77,10 @@ MODELS = [
         {"tie_word_embeddings": False},
     ),
     Multimodal(
-        "llava",
-        "llava",
-        {**TEXT, "model_type": "llama", "rope_parameters": rope()},
-        {**PIXELS, "model_type": "clip_vision_model"},
-        {"tie_word_embeddings": False},
-    ),
-    Multimodal(
         "qwen2_5_vl",
         "qwen2_5_vl",
         {**NO_HEAD_DIM, "rope_parameters": rope(mrope_section=[2, 2, 2])},
         BLOCKS,
-    ),
-    Multimodal(
-        "qwen3_vl",
-        "qwen3_vl",
-        {**TEXT, "rope_parameters": rope(mrope_section=[4, 2, 2])},
-        {**BLOCKS, "deepstack_visual_indexes": [0]},
-    ),
-    Multimodal(
-        "qwen3_vl_moe",
-        "qwen3_vl_moe",
-        {
-            **TEXT,
-            "rope_parameters": rope(mrope_section=[4, 2, 2]),
-            "num_experts": 5,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "mlp_only_layers": [0],
-        },
-        {**BLOCKS, "deepstack_visual_indexes": [0]},
     ),
 ]
 BY_NAME = {model.name: model for model in MODELS}

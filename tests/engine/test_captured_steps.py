@@ -14,6 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
 
+import pytest
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+
 from engine import EngineConfig
 from engine.attention.kv_cache import KVCache
 from engine.attention.triton_backend import TritonBackend
@@ -35,7 +39,6 @@ from engine.schedule.step_batch import StepBatch
 from tests.engine.architectures import make_architecture
 from tests.engine.families import BY_NAME, make_family
 from tests.engine.graphs import SimulatedCapture, simulate_graphs
-from tests.engine.launches import record_launches
 
 pytestmark = [
     pytest.mark.long,
@@ -194,3 +197,38 @@ def capture_steps(
         block_size=16,
         device=torch.device("meta"),
     )
+
+
+Variant = tuple[str, tuple[Any, ...]]
+
+
+INDICES = {
+    "choose_kernel": ("chosen_ptr",), "group_kernel": ("tokens_ptr", "places_ptr", "experts_ptr"),
+    "choose_token_kernel": ("chosen_ptr",),
+}  # fmt: skip
+
+
+def record_launches(monkeypatch: pytest.MonkeyPatch) -> set[Variant]:
+    """From now on kernels do nothing but leave their variant in this set, and zeros where indices belong."""
+    seen: set[Variant] = set()
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        kept = set(kernel.kwargs.get("do_not_specialize") or ())
+        seen.add((kernel.fn.__name__, tuple((name, _kind(v, name in kept)) for name, v in given.items())))
+        for name in INDICES.get(kernel.fn.__name__, ()):
+            given[name].zero_()
+
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    return seen
+
+
+def _kind(value: Any, kept: bool) -> Any:
+    """What the compiled kernel depends on: dtypes, pointers' alignment, constants, divisibility of integers.
+
+    A constexpr is an integer here like any other; taking its value is right for it and too strict, so safe,
+    for the rest. Source: triton.runtime.jit, specialize_impl.
+    """
+    if isinstance(value, Tensor):
+        return str(value.dtype), value.data_ptr() % 16 == 0
+    return type(value) if kept or isinstance(value, float) else value

@@ -23,7 +23,6 @@ PROMPT = [5, 9, 33, 7, 101, 2, 60, 18, 44]
 DRAWN = SamplingParams(max_tokens=24, temperature=1.5, seed=7, ignore_eos=True)
 WISHES = {
     "greedy": replace(DRAWN, temperature=0.0),
-    "drawn": DRAWN,
     "penalties": replace(DRAWN, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.3),
     "bad words": replace(DRAWN, bad_words=["a", "th"], logit_bias={9: 3.0}),
     "least tokens": replace(DRAWN, ignore_eos=False, stop_token_ids=list(range(60)), min_tokens=12),

@@ -55,28 +55,6 @@ def attend(backend: CpuBackend, batch: PagedBatch) -> torch.Tensor:
     return backend.forward(batch.query, cache, metadata, batch.features, batch.sinks)
 
 
-@pytest.mark.parametrize("block_size", [16, 48, 256])
-@pytest.mark.parametrize(
-    ("head_dim", "group", "kv_heads"), [(32, 1, 3), (64, 2, 4), (128, 16, 1), (256, 3, 2), (40, 5, 1)]
-)
-@both_dtypes
-def test_decode_equals_float64(
-    backend: CpuBackend, head_dim: int, group: int, kv_heads: int, block_size: int, dtype: torch.dtype
-) -> None:
-    """Contexts of one token to several blocks and one; a padding row; a pool that is NaN elsewhere."""
-    contexts = [1, block_size - 1, block_size, block_size + 1, 0, 3 * block_size + 1, 2 * block_size]
-    batch = make_batch(
-        contexts,
-        head_dim=head_dim,
-        group=group,
-        kv_heads=kv_heads,
-        block_size=block_size,
-        dtype=dtype,
-        seed=head_dim,
-    )
-    assert batch.error_beyond_rounding(attend(backend, batch)) < TOLERANCE[torch.float32]
-
-
 # a decode, a padding row, a whole prompt, a chunk behind a cached context
 decodes = st.integers(1, 300).map(lambda context: (1, context))
 padding = st.just((1, 0))

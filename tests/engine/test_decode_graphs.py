@@ -1,9 +1,8 @@
-"""Decode steps through static buffers and padding give the same tokens, and each fault of them shows."""
+"""Decode steps through static buffers and padding give the same tokens."""
 
 from __future__ import annotations
 
 import gc
-import random
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine import Engine, EngineConfig, SamplingParams
+from engine import Engine, EngineConfig
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.torch_backend import TorchBackend
 from engine.run.decode_graphs import DecodeGraphs, batch_sizes
 from engine.run.model_runner import choose_capture
 from engine.run.warm_up import nucleus_sampling
 from engine.schedule.step_batch import StepBatch
-from tests.engine import test_determinism as determinism
 from tests.engine import test_parity as parity
 from tests.engine.graphs import ReplayedTorch, SimulatedCapture, simulate_graphs
 from tests.engine.reference import Reference
@@ -63,9 +61,6 @@ def decode_step(context_lens: list[int], first_block: int = 1) -> StepBatch:
     )
 
 
-# The same tokens
-
-
 @pytest.mark.parametrize("name", parity.BY_NAME)
 def test_greedy_tokens_equal_transformers(
     name: str, few: dict[str, Reference], capture: SimulatedCapture
@@ -81,76 +76,6 @@ def test_greedy_tokens_equal_transformers(
     assert stats.num_preemptions > 0
     assert len(capture.replayed) > 2 * stats.num_steps / 3
     assert len(set(capture.replayed)) >= 6
-
-
-# Faults that the same comparison catches
-
-
-def test_the_same_history_gives_the_tokens_of_the_engine_without_graphs(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Joins, leaves, preemption, aborts, bans, ends by stop token and a step that fails, with overlap."""
-    histories = [History(seed) for seed in range(4)]
-    small = determinism.config(folders, pool_blocks=9, max_num_seqs=4, max_num_batched_tokens=24)
-    expected = [history.play(small) for history in histories]
-    capture = simulate_graphs(monkeypatch)
-    for overlap in (False, True):
-        for history, answers in zip(histories, expected, strict=True):
-            assert history.play(replace(small, async_scheduling=overlap)) == answers
-    assert len(capture.replayed) > 200
-    assert sum(history.num_preemptions for history in histories) > 4
-
-
-class History:
-    """Requests that come and go between an engine's steps, the same for every engine."""
-
-    def __init__(self, seed: int) -> None:
-        rng = random.Random(seed)
-        self.num_preemptions = 0
-        self._requests, self._aborted = [], {}
-        at = 0
-        for i in range(14):
-            at += rng.choice((0, 0, 1, 3))
-            prompt = [rng.randrange(3, 500) for _ in range(rng.randrange(1, 30))]
-            ends = tuple(rng.sample(range(3, 500), 40))
-            params = SamplingParams(
-                max_tokens=rng.randrange(3, 30), temperature=rng.choice((0.0, 1.3)), seed=i, ignore_eos=True,
-                top_k=rng.choice((-1, 9)), stop_token_ids=ends, min_tokens=rng.choice((0, 3)),
-            )  # fmt: skip
-            self._requests.append((at, str(i), prompt, params, rng.choice((0, 1, 1))))
-            if rng.random() < 0.2:
-                self._aborted[at + rng.randrange(6)] = str(i)
-        self._fails_at = rng.randrange(5, 12)
-
-    def play(self, config: EngineConfig) -> dict[str, list[int]]:
-        """Token ids of each request that was not aborted."""
-        done: dict[str, list[int]] = {}
-        with Engine(config) as built, pytest.MonkeyPatch.context() as patch:
-            for at in range(400):
-                for _, name, prompt, params, lane in [each for each in self._requests if each[0] == at]:
-                    built.add(name, prompt, params, lane=lane)
-                if at in self._aborted:
-                    built.abort(self._aborted[at])
-                if at == self._fails_at:
-                    fail_next_forward(built, patch)
-                done |= {each.request_id: each.token_ids for each in built.step()}
-            assert not built.has_unfinished
-            self.num_preemptions += built.stats().num_preemptions
-            built._scheduler.check_accounting()
-        return {name: ids for name, ids in done.items() if name not in self._aborted.values()}
-
-
-def fail_next_forward(built: Engine, patch: pytest.MonkeyPatch) -> None:
-    """The next time that attention is computed raises."""
-
-    def fail(*args: Any) -> torch.Tensor:
-        patch.undo()
-        raise ValueError("broken")
-
-    patch.setattr(type(built._open_runner().backend), "forward", fail)  # type: ignore[attr-defined]
-
-
-# The parts
 
 
 def test_ladder_of_sizes_is_dense_enough_and_ends_at_the_largest_batch() -> None:

@@ -32,7 +32,6 @@ QWEN = {"sliding_window": 128, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0}
 
 #: By the checkpoint whose config.json has these keys; the sizes are small.
 HUB: dict[str, dict[str, Any]] = {
-    "Llama-2-7b": {"model_type": "llama", "rms_norm_eps": 1e-05, "rope_scaling": None, "pretraining_tp": 1},
     "Llama-3.1-8B": {
         "model_type": "llama",
         "num_key_value_heads": 2,
@@ -47,14 +46,6 @@ HUB: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "rms_norm_eps": 1e-05,
         "sliding_window": 4096,
-    },
-    "Mistral-7B-v0.3": {
-        "model_type": "mistral",
-        "num_key_value_heads": 2,
-        "head_dim": 24,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
     },
     "Qwen2.5-0.5B": {
         "model_type": "qwen2",
@@ -72,20 +63,6 @@ HUB: dict[str, dict[str, Any]] = {
         "max_window_layers": 5,
         "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048},
     },
-    "Qwen3-8B": {"model_type": "qwen3", "head_dim": 32, **QWEN, "use_sliding_window": False},
-    "Phi-3-mini-4k": {
-        "model_type": "phi3",
-        "rms_norm_eps": 1e-05,
-        "sliding_window": 2047,
-        "rope_scaling": None,
-    },
-    "Phi-3-mini-128k": {
-        "model_type": "phi3",
-        "rms_norm_eps": 1e-05,
-        "sliding_window": 4000,
-        "original_max_position_embeddings": 1024,
-        "rope_scaling": {"type": "longrope", **FACTORS},
-    },
     "Phi-4-mini": {
         "model_type": "phi3",
         "num_key_value_heads": 2,
@@ -96,7 +73,6 @@ HUB: dict[str, dict[str, Any]] = {
         "rope_scaling": {"type": "longrope", **PHI4_FACTORS},
         "tie_word_embeddings": True,
     },
-    "OLMo-2-1124-7B": {"model_type": "olmo2", "rms_norm_eps": 1e-06, "rope_theta": 500000},
     "gemma-2-2b": {
         "model_type": "gemma2",
         "num_key_value_heads": 2,

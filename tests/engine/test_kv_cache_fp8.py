@@ -14,7 +14,7 @@ from torch import Tensor
 import engine.attention
 import engine.attention.kv_cache
 from engine import ConfigError, Engine, EngineConfig, SamplingParams
-from engine.attention import KernelBackend, load_backend
+from engine.attention import KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import FP8, KVCache, LayerKVCache, Scales, measure_scales, quantize
 from engine.attention.torch_backend import TorchBackend
@@ -129,16 +129,6 @@ def test_a_model_whose_keys_are_infinite_is_refused() -> None:
         ConfigError, match=r"kv_cache_dtype='fp8_e4m3' .* not finite; leave it out, or set dtype"
     ):
         measure_scales(cache)
-
-
-@pytest.mark.parametrize("name", ["cpu", "flash_attn"])
-def test_backends_without_it_refuse_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before they ask for a package, which would not help."""
-    monkeypatch.setattr(engine.attention, "find_spec", lambda package: None)
-    with pytest.raises(
-        ConfigError, match=f"attention_backend='{name}' .* kv_cache_dtype='fp8_e4m3'; use 'triton'"
-    ):
-        load_backend(name, CPU, kv_cache_dtype="fp8_e4m3")
 
 
 def config(folder: Path, **changes: Any) -> EngineConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from engine import Engine, EngineConfig, SamplingParams
 from engine.sampling.edit_logits import edit_logits
 from engine.sampling.logit_edits import EditParts, token_mask
 from engine.sampling.request_edits import RequestEdits, SequenceEdits
+from engine.sampling.token_counts import FIRST_ROOM, TokenCounts
 from tests.engine.checkpoints import SHAPES, make_tokenizer, pool_bytes
 from tests.engine.graphs import simulate_graphs
 from tests.engine.reference import TIE, Reference
@@ -154,9 +156,9 @@ def test_a_mask_has_a_bit_for_each_token() -> None:
 SHAPE = next(shape for shape in SHAPES if shape.name == "gqa2_tied_hub")
 GREEDY = SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True)
 MIXES: list[dict[str, Any]] = [
-    {}, {"presence_penalty": 1.5}, {"frequency_penalty": 0.9}, {"frequency_penalty": -2.0},
-    {"repetition_penalty": 1.8}, {"repetition_penalty": 0.3}, {"logit_bias": {11: 9.0, 12: 8.5, 13: -100}},
-    {"allowed_token_ids": range(3, 500, 17)}, {"allowed_token_ids": [44]},
+    {}, {"presence_penalty": 1.5}, {"frequency_penalty": 0.9},
+    {"repetition_penalty": 1.8},  {"logit_bias": {11: 9.0, 12: 8.5, 13: -100}},
+    {"allowed_token_ids": range(3, 500, 17)},
     {"bad_words": ["e", "in", " the", "at a", "quick brown fox"]},
     {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2,
      "logit_bias": {"17": 4, "18": 4.5}, "allowed_token_ids": range(0, 512, 2), "bad_words": ["o", "10"]},
@@ -298,3 +300,27 @@ def test_a_bad_word_is_not_in_the_text(built: Engine) -> None:
     parts = EditParts()
     SequenceEdits(request).write(parts, 0, [5, 6, 7], 3, None)
     assert not len(parts.joined(np.array([0])).banned), "the prompt's tokens are no part of a word"
+
+
+ANY_TOKENS = st.integers(0, 3 * FIRST_ROOM)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    prompt=st.sets(ANY_TOKENS),
+    generated=st.lists(st.lists(ANY_TOKENS, max_size=FIRST_ROOM), max_size=5),
+    all_of_them=st.booleans(),
+)
+def test_each_token_has_one_entry_and_the_pending_one_lies_behind(
+    prompt: set[int], generated: list[list[int]], all_of_them: bool
+) -> None:
+    if all_of_them:
+        generated.append(list(range(3 * FIRST_ROOM)))
+    ordered = sorted(prompt)
+    counts, expected = TokenCounts(np.array(ordered, np.int32)), Counter(dict.fromkeys(ordered, 0))
+    for tokens in generated:
+        for token in tokens:
+            counts.add([token])
+            expected[token] += 1
+            assert counts.entries(with_pending=True)[-1].tolist() == [-1, 0]
+        assert counts.entries(with_pending=False).tolist() == [[t, n] for t, n in expected.items()]

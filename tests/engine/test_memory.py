@@ -170,16 +170,6 @@ def test_a_pool_that_does_not_fit_stops_the_start(
         Engine(config(folder, **changes))
 
 
-def test_memory_that_is_taken_meanwhile_stops_the_start(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Graphs that take more than when they were measured: a later step would find nothing left."""
-    gpu = FakeGpu(400 * MIB, 30 * MIB)
-    start_on(gpu, monkeypatch, graph_bytes=[20 * MIB, 21 * MIB + SPARE_BYTES], step_bytes=MIB // 2)
-    with pytest.raises(ConfigError, match="no longer fits into 50% of the GPU"):
-        Engine(config(folder))
-
-
 def test_warm_up_takes_the_largest_steps_of_each_kind() -> None:
     """Full batches of prompts and of decodes, the longest context, and every length at which plans differ."""
     limits = EngineConfig("m", max_num_seqs=6, max_num_batched_tokens=100, block_size=16)

@@ -139,15 +139,10 @@ def test_other_weight_formats_and_broken_files_are_not_read(copy: Path) -> None:
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM has layers with a state .* LlamaForCaus"),
         ({"architectures": ["OtherForCausalLM"]}, "'OtherForCausalLM' is not native; native are .*Qwen3"),
-        ({"architectures": None}, "none named"),
         ({"quantization_config": {"quant_method": "hqq"}}, "'hqq' are not supported; supported are fp8"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "type linear_attention"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"is_causal": False}, "attends to later tokens"),
         ({"rope_parameters": {"rope_type": "proportional"}}, "rope type 'proportional'"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "su"}}, "rope type 'su'"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "by layer type"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
     ],
 )
 def test_a_model_that_is_not_supported_is_named(copy: Path, changes: dict[str, Any], message: str) -> None:
@@ -182,51 +177,24 @@ def test_a_folder_without_a_tokenizer_says_so(copy: Path, content: str | None) -
     ("file", "change", "words"),
     [
         ("config.json", {"vocab_size": "512"}, "vocab_size must be between 1 and"),
-        ("config.json", {"hidden_size": 10**30}, "hidden_size must be between 1 and"),
         ("config.json", {"num_attention_heads": 0, "head_dim": None}, "config.json"),
-        ("config.json", {"num_hidden_layers": -1}, "num_layers must be between 1 and"),
         ("config.json", {"rms_norm_eps": [1]}, "rms_norm_eps must be a number above 0"),
-        ("config.json", {"architectures": {"a": 1}}, "config.json"),
         ("config.json", {"architectures": 7}, "value of a wrong kind"),
-        ("config.json", {"rope_parameters": "x"}, "value of a wrong kind"),
-        ("config.json", {"layer_types": 5}, "value of a wrong kind"),
         ("config.json", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
-        ("config.json", {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window is false"),
         (
             "config.json",
             {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 0},
             "sliding_window must be between 1 and",
         ),
-        ("config.json", {"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads"),
-        ("config.json", {"head_dim": 15}, "of a head's 15 numbers 15 would turn"),
         ("config.json", {"rope_parameters": {"rope_type": "linear"}}, "rope type 'linear' needs 'factor'"),
-        ("config.json", {"rope_parameters": {"rope_type": ["yarn"]}}, "value of a wrong kind"),
         (
             "config.json",
             {"rope_scaling": {"type": "linear", "factor": "2"}},
             "factor must be a number above 0",
         ),
-        (
-            "config.json",
-            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
-            "short_factor must hold 8 numbers above 0",
-        ),
         ("config.json", {"quantization_config": [1]}, "value of a wrong kind"),
-        ("config.json", {"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
-        (
-            "generation_config.json",
-            {"eos_token_id": [1, 512]},
-            "end token 512 is outside the vocabulary of 512",
-        ),
         ("generation_config.json", {"eos_token_id": [[1]]}, "value of a wrong kind"),
-        ("generation_config.json", {"eos_token_id": "2"}, "end token '2' is outside"),
-        ("model.safetensors.index.json", {"weight_map": [1]}, "must name .safetensors files beside it"),
-        ("model.safetensors.index.json", {"weight_map": {"a": 5}}, "must name .safetensors files beside it"),
-        (
-            "model.safetensors.index.json",
-            {"weight_map": {"a": "../b.safetensors"}},
-            "files beside it, got '../b",
-        ),
+        ("model.safetensors.index.json", {"weight_map": {"a": "../b"}}, "files beside it, got '../b"),
     ],
 )
 def test_a_hostile_model_folder_is_refused_by_name(

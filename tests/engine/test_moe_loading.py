@@ -86,14 +86,11 @@ def test_a_rank_reads_only_its_share_of_the_experts(
     ("name", "values", "said"),
     [
         ("qwen3_moe", {"num_experts_per_tok": 9}, "a token cannot go through 9 of 8 experts"),
-        ("qwen3_moe", {"num_local_experts": 0}, "num_local_experts must be between 1 and"),
         (
             "qwen3_moe",
             {"mlp_only_layers": [3]},
             r"mlp_only_layers must hold numbers of the 3 layers, got \[3\]",
         ),
-        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be between 1 and"),
-        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob must be true or false"),
         (
             "mixtral",
             {"hidden_act": "gelu_pytorch_tanh"},
@@ -124,9 +121,7 @@ def one_more(expert: str) -> Callable[[Tensors], Tensors]:
     [
         ("qwen3_moe", f"{QWEN_EXPERTS}.3.up_proj.weight", r"mlp\.experts\.gate_up_proj \(3\.up\)"),
         ("mixtral", f"{MIXTRAL_EXPERTS}.2.w2.weight", r"mlp\.experts\.down_proj \(2\.down\)"),
-        ("mixtral", "model.layers.1.block_sparse_moe.gate.weight", r"layers\.1\.mlp\.gate\.weight"),
         ("gpt_oss", f"{QWEN_EXPERTS}.down_proj_bias", r"mlp\.experts\.down_proj_bias"),
-        ("gpt_oss", "model.layers.2.self_attn.sinks", r"layers\.2\.self_attn\.sinks"),
     ],
 )
 def test_a_missing_tensor_is_named(name: str, missing: str, said: str, tmp_path: Path) -> None:
@@ -139,10 +134,7 @@ def test_a_missing_tensor_is_named(name: str, missing: str, said: str, tmp_path:
     ("name", "extra"),
     [
         ("qwen3_moe", f"{QWEN_EXPERTS}.8.up_proj.weight"),
-        ("qwen3_moe", f"{QWEN_EXPERTS}.03.up_proj.weight"),
         ("qwen3_moe", f"{QWEN_EXPERTS}.3.up_proj.bias"),
-        ("mixtral", f"{MIXTRAL_EXPERTS}.0.w4.weight"),
-        ("mixtral", f"{QWEN_EXPERTS}.gate_up_proj_bias"),
         ("mixtral", "model.layers.0.self_attn.sinks"),
     ],
 )
@@ -157,7 +149,6 @@ def test_a_tensor_without_a_place_is_named(name: str, extra: str, tmp_path: Path
     [
         ("gpt_oss", f"{QWEN_EXPERTS}.gate_up_proj"),
         ("gpt_oss", "model.layers.1.self_attn.sinks"),
-        ("qwen3_moe", f"{QWEN_EXPERTS}.0.down_proj.weight"),
     ],
 )
 def test_a_tensor_of_another_shape_is_named(name: str, tensor: str, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -228,41 +227,6 @@ def test_a_failure_with_two_steps_in_flight_loses_nothing(
             str(i): expected(runner, prompt, replace(STOPPING, max_tokens=1 + 3 * i))
             for i, prompt in enumerate(stopping_prompts)
         }
-
-
-def test_random_uses_of_an_engine_give_every_request_its_tokens(folder: Path) -> None:
-    """Adds, aborts, failures and steps in any order, in a pool that is too small; one engine for all."""
-    runner = LateRunner(num_blocks=11)
-    with start(folder, runner) as built:
-        for seed in range(60):
-            rng = random.Random(seed)
-            wanted: dict[str, tuple[list[int], SamplingParams]] = {}
-            done: list[Completion] = []
-            for i in range(rng.randrange(4, 14)):
-                prompt = [rng.randrange(1, 3) for _ in range(rng.randrange(1, 14))]
-                params = replace(STOPPING, max_tokens=rng.randrange(1, 24), n=rng.choice([1, 1, 3]))
-                wanted[str(i)] = prompt, params
-                built.add(str(i), prompt, params, lane=rng.choice([0, 0, 1]))
-                for _ in range(rng.randrange(4)):
-                    if rng.random() < 0.05:
-                        runner.failures[rng.choice(["launch", "wait"])] = ValueError("broken")
-                    with suppress(StepFailed):
-                        done += built.step()
-                if rng.random() < 0.15:
-                    gone = str(rng.randrange(i + 1))
-                    built.abort(gone)
-                    finished = {completion.request_id for completion in done}
-                    wanted = {key: value for key, value in wanted.items() if key != gone or key in finished}
-            runner.failures.clear()
-            done += drain(built)
-            got: dict[str, list[list[int]]] = {}
-            for completion in done:
-                got.setdefault(completion.request_id, []).append(completion.token_ids)
-            for key, (prompt, params) in wanted.items():
-                assert set(map(tuple, got[key])) == {tuple(expected(runner, prompt, params))}
-            built._scheduler.check_accounting()
-            assert built.stats().free_blocks == built.stats().num_blocks
-        assert built.stats().num_preemptions > 20
 
 
 def test_arrays_arrive_as_they_were_in_one_buffer() -> None:

@@ -19,15 +19,11 @@ FACTORS = {
 }
 CASES: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 8.0},
-    {"rope_type": "dynamic", "factor": 3.0},
     {"rope_type": "yarn", "factor": 4.0, **ORIGINAL},
-    {"rope_type": "yarn", "factor": 1.0, **ORIGINAL},
     {"rope_type": "yarn", "factor": 40, "mscale": 1.2, "mscale_all_dim": 0.8, "beta_fast": 8, **ORIGINAL},
     {"rope_type": "yarn", "factor": 2.5, "attention_factor": 1.5, "truncate": False, **ORIGINAL},
-    {"rope_type": "longrope", **FACTORS, **ORIGINAL},
     {"rope_type": "longrope", "factor": 2.0, "attention_factor": 1.25, **FACTORS, **ORIGINAL},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL},
-    {"rope_type": "llama3", "factor": 32, "low_freq_factor": 2, "high_freq_factor": 6.5, **ORIGINAL},
 ]
 
 

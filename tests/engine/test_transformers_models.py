@@ -24,6 +24,9 @@ from engine import (
     UnsupportedModel,
     WeightMismatch,
 )
+from engine.checkpoint.model_config import read_model_config
+from engine.layers.parallel import TensorParallel
+from engine.run.model_runner import ModelRunner
 from engine.run.warm_up import make_step
 from tests.engine.architectures import SERVED, Architectures, add_sizes, class_name, make_architecture, small
 from tests.engine.families import COMMON
@@ -128,17 +131,10 @@ def test_a_state_beside_the_cache_is_found(
     ("changes", "error", "message"),
     [
         ({"architectures": None}, UnsupportedModel, "names none named, transformers makes a GPT2LMHeadModel"),
-        ({"architectures": ["GPT2Model"]}, UnsupportedModel, "GPT2Model has no LM head .* is not native"),
         ({"model_type": "gpt9"}, UnsupportedModel, "GPT2LMHeadModel .* cannot load it: .*gpt9"),
-        (
-            {"auto_map": {"AutoModelForCausalLM": "code.Model"}, "model_type": "x"},
-            UnsupportedModel,
-            "not recog",
-        ),
         ({"n_embd": 96}, WeightMismatch, r"another shape than config.json says: .*transformer\."),
         ({"n_layer": 4}, MissingWeights, r"lacks tensors .*transformer\.h\.3"),
         ({"n_layer": 2}, WeightMismatch, r"no place: transformer\.h\.2"),
-        ({"add_cross_attention": True}, MissingWeights, "crossattention"),
         ({"quantization_config": {"quant_method": "hqq"}}, UnsupportedModel, "'hqq' are not supported"),
     ],
 )
@@ -161,12 +157,6 @@ def test_rotations_that_follow_the_longest_sequence_are_refused(tmp_path: Path) 
     with pytest.raises(UnsupportedModel, match=r"set max_model_len=64 or lower"):
         Engine(small(folder))
     Engine(small(folder, max_model_len=64)).close()
-
-
-def test_an_older_transformers_is_named(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.__version__", "4.57.1")
-    with pytest.raises(UnsupportedModel, match=r"GPT2LMHeadModel .*5 or later, here is 4\.57\.1"):
-        Engine(small(gpt2))
 
 
 # Which way, and by which backend
@@ -240,3 +230,22 @@ def test_the_text_part_of_a_larger_model_runs_through_transformers(
         step = make_step([20], [20], 16, 4)
         logits = [each._open_runner().logits(step) for each in (built, alone)]
     torch.testing.assert_close(*logits)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("forked_ranks")
+def test_ranks_share_a_model_over_gloo(architecture: Architectures) -> None:
+    assert architecture("glm").run("tp2")[0] == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "message"), [("gpt2", "no plan for splitting GPT2"), ("qwen2_moe", "moe_tp")]
+)
+def test_a_split_that_is_not_built_is_refused(name: str, message: str, architecture: Architectures) -> None:
+    folder = architecture(name).reference.folder
+    config = small(folder, model_path="transformers")
+    with pytest.raises(
+        UnsupportedModel, match=rf"tensor_parallel_size=2: .*{message}.* set tensor_parallel_s"
+    ):
+        ModelRunner(config, read_model_config(folder), folder, TensorParallel(0, 2))

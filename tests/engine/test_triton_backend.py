@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
 
@@ -34,35 +31,6 @@ def attend(backend: TritonBackend, batch: PagedBatch) -> torch.Tensor:
     metadata = backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
     cache = LayerKVCache(batch.key_cache, batch.value_cache)
     return backend.forward(batch.query, cache, metadata, batch.features, batch.sinks)
-
-
-# a decode, a padding row, a whole prompt, a chunk behind a cached context
-decodes = st.integers(1, 300).map(lambda context: (1, context))
-padding = st.just((1, 0))
-prompts = st.integers(2, 150).map(lambda query: (query, query))
-chunks = st.tuples(st.integers(2, 100), st.integers(1, 100)).map(lambda pair: (pair[0], sum(pair)))
-sequences = st.lists(st.one_of(decodes, padding, prompts, chunks), min_size=1, max_size=5)
-
-
-features = st.fixed_dictionaries(
-    {
-        "window": st.none() | st.integers(1, 200),
-        "chunk": st.none() | st.integers(1, 200),
-        "soft_cap": st.none() | st.sampled_from([0.5, 30.0]),
-        "has_sinks": st.booleans(),
-    }
-)
-
-
-@settings(max_examples=20, deadline=None)
-@given(sequences, features, st.integers(0, 99))
-def test_random_steps_with_features_equal_float64(
-    backend: TritonBackend, lens: list[tuple[int, int]], features: dict[str, Any], seed: int
-) -> None:
-    """As above, and what no query sees is NaN."""
-    context_lens, query_lens = [context for _, context in lens], [query for query, _ in lens]
-    batch = make_batch(context_lens, query_lens, head_dim=16, kv_heads=1, seed=seed, **features)
-    assert batch.error(attend(backend, batch)) < TOLERANCE[torch.float32]
 
 
 def test_one_step_serves_layers_with_different_windows(backend: TritonBackend) -> None:
