@@ -29,7 +29,6 @@ LONGEST = (
     "tests/rq_suite/test_rq_suite.py",
     "tests/engine/test_tensor_parallel.py",
     "tests/e2e/",
-    "tests/engine/test_triton_parity.py",
     "tests/thaws/test_thaws.py",
     "tests/engine/test_kernels_",
     "tests/engine/test_rank_",

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
-from itertools import takewhile
-from operator import eq
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from engine import BlockAccountingError, ConfigError, OutOfBlocks, SamplingParams
 from engine.schedule.block_manager import BlockCopy, BlockManager, Tail
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequence import Sequence
-from engine.schedule.tails import Tails
 
 
 def sequence(token_ids: list[int]) -> Sequence:
@@ -131,32 +124,6 @@ def test_a_withdrawn_or_recycled_tail_is_not_found() -> None:
     blocks.begin_step()
     assert blocks.find_tail(sequence([1, 2, 3]), []) is None
     blocks.check_accounting([])
-
-
-TOKENS = st.lists(st.sampled_from([0, 1, 255, 256, 2**31 - 1]), min_size=1, max_size=5)
-ENTRIES = st.lists(st.tuples(st.integers(0, 2), TOKENS), max_size=12)
-
-
-@given(ENTRIES, st.data())
-def test_the_tail_that_is_found_shares_the_most(
-    entries: list[tuple[int, list[int]]], data: st.DataObject
-) -> None:
-    """With those that were removed, in any order, gone."""
-    tails = Tails()
-    listed = [(parent, array("i", tokens).tobytes(), i) for i, (parent, tokens) in enumerate(entries)]
-    for entry in listed:
-        tails.add(*entry)
-    kept = [entry for entry in data.draw(st.permutations(listed)) if data.draw(st.booleans())]
-    for entry in set(listed) - set(kept):
-        tails.remove(*entry)
-    assert sorted(tails.entries()) == sorted(kept)
-    parent, tokens = data.draw(st.integers(0, 2)), data.draw(TOKENS)
-    block_id, num_tokens = tails.find(parent, array("i", tokens).tobytes())
-    shared = {
-        i: sum(1 for _ in takewhile(bool, map(eq, entries[i][1], tokens))) for p, _, i in kept if p == parent
-    }
-    assert num_tokens == max(shared.values(), default=0)
-    assert block_id == -1 if not num_tokens else shared[block_id] == num_tokens
 
 
 def test_a_withdrawn_block_cannot_be_hit() -> None:

@@ -23,20 +23,17 @@ from engine.attention.kv_cache import KVCache
 from engine.attention.triton_backend import TritonBackend
 from engine.checkpoint.model_config import read_model_config
 from engine.kernels.kv_tile import INTERPRETED
-from engine.layers import packed
 from engine.layers.base import WeightedModule
 from engine.layers.parallel import TensorParallel
 from engine.layers.rotary import RotaryEmbedding
 from engine.models.base import CausalModel
 from engine.models.decoder import DecoderForCausalLM, DecoderParts
 from engine.models.decoder_config import read_decoder_config
-from engine.models.load import load_model
 from engine.models.registry import decoder_flags
 from engine.run.decode_graphs import Capture, DecodeGraphs, batch_sizes
 from engine.run.model_runner import ModelRunner, choose
 from engine.run.warm_up import make_step, nucleus_sampling
 from engine.schedule.step_batch import StepBatch
-from tests.engine.architectures import make_architecture
 from tests.engine.families import BY_NAME, make_family
 from tests.engine.graphs import SimulatedCapture, simulate_graphs
 
@@ -147,22 +144,6 @@ def model_without_values(folder: Path, backend: TritonBackend, times: int = 1) -
             if isinstance(module, WeightedModule):
                 module.finish_loading()
     return model
-
-
-@pytest.mark.parametrize("name", ["gemma2", "qwen2_moe"])
-def test_a_recorded_step_of_transformers_reads_nothing_on_the_host(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A dense model of its, and one with experts."""
-    folder = make_architecture(tmp_path / "model", name)
-    backend = TritonBackend(torch.device("cpu"))
-    record_launches(monkeypatch)
-    monkeypatch.setattr(packed, "_can_pack", lambda dtype: False)  # no packed weight moves to another device
-    model = load_model(
-        read_model_config(folder), folder, model_path="transformers", tp=TensorParallel(), backend=backend,
-        max_positions=200, dtype=torch.bfloat16, device=torch.device("cpu"),
-    )  # fmt: skip
-    record_without_values(model.to("meta"), backend)
 
 
 @torch.inference_mode()

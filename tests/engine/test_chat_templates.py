@@ -65,14 +65,6 @@ def test_the_default_template_is_used_and_others_by_their_names(model: Path, whe
         Tokenizer(model, "default_")
 
 
-@pytest.mark.parametrize("where", ["files", "tokenizer_config.json"])
-def test_several_templates_without_a_default_must_be_chosen_from(model: Path, where: str) -> None:
-    write_templates(model, where, "rag", "tool_use")
-    with pytest.raises(ConfigError, match=r"chat_template must name one of several.*'rag', 'tool_use'"):
-        Tokenizer(model)
-    assert rendered(model, "tool_use") == "<|begin_of_text|>[tool_use hi]"
-
-
 def test_a_file_of_its_own_goes_before_the_others(model: Path) -> None:
     """And where there is nothing else, that of a processor of images, in which older folders have it."""
     (model / "chat_template.json").write_text(json.dumps({"chat_template": turns("processor")}))

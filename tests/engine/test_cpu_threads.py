@@ -95,17 +95,6 @@ def test_a_quota_of_processor_time_is_read(
     assert read_processor_quota(tmp_path / "none", tmp_path) == math.inf
 
 
-def test_no_more_threads_than_the_quota_lets_compute(
-    two_threads: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a machine whose other processors have nothing to do."""
-    monkeypatch.setattr(cpu_threads, "read_processor_quota", lambda: 1.2)
-    readings = iter([ProcessorTime(0, 0, 0), ProcessorTime(10, 12, 140)])
-    threads = CpuThreads(lambda: next(readings))
-    threads.adapt()
-    assert torch.get_num_threads() == 1
-
-
 @pytest.mark.parametrize(("adapts", "left"), [(True, 1), (False, 2)])
 def test_an_engine_that_may_takes_fewer_threads_on_a_busy_machine(
     folder: Path, two_threads: None, monkeypatch: pytest.MonkeyPatch, adapts: bool, left: int

@@ -14,9 +14,7 @@ import torch
 
 from engine import Engine, EngineConfig
 from engine.attention.forward_batch import ForwardBatch
-from engine.attention.torch_backend import TorchBackend
 from engine.run.decode_graphs import DecodeGraphs, batch_sizes
-from engine.run.model_runner import choose_capture
 from engine.run.warm_up import nucleus_sampling
 from engine.schedule.step_batch import StepBatch
 from tests.engine import test_parity as parity
@@ -131,25 +129,6 @@ def test_a_step_of_another_kind_fits_none() -> None:
     assert not fits(replace(step, slots=step.slots[:0]))
     longer = replace(step, token_ids=np.arange(4), query_lens=np.array([1, 1, 2]))
     assert not fits(longer)
-
-
-def test_cpu_eager_and_a_backend_that_cannot_be_recorded_have_no_graphs() -> None:
-    """CUDA's own capture is not made for any of them."""
-    cuda, capturable = torch.device("cuda"), ReplayedTorch(CPU)
-    assert choose_capture(EngineConfig("m"), capturable, CPU) is None
-    assert choose_capture(EngineConfig("m", enforce_eager=True), capturable, cuda) is None
-    assert choose_capture(EngineConfig("m"), TorchBackend(CPU), cuda) is None
-
-
-def test_capturing_leaves_the_pool_as_it_was(
-    folder: Path, capture: SimulatedCapture, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nothing but padding is computed; the graphs are logged."""
-    limits = EngineConfig(str(folder), kv_cache_bytes=1 << 20, max_num_seqs=4)
-    with caplog.at_level("INFO", logger="engine"), Engine(limits) as built:
-        assert capture.num_captured == 6
-        assert (built._open_runner().cache.pool == 0).all()  # type: ignore[union-attr]
-    assert "6 CUDA graphs" in caplog.text
 
 
 def test_closing_the_engine_frees_the_pool_that_the_graphs_read(

@@ -5,14 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from engine import (
@@ -24,14 +21,11 @@ from engine import (
     SamplingParams,
     ScoringParams,
 )
-from engine.attention import load_backend
-from engine.attention.features import AttentionFeatures
-from engine.attention.kv_cache import LayerKVCache
 from engine.layers.embedding import ParallelLMHead
 from engine.layers.linear import ReplicatedLinear
 from engine.layers.packed import linear, pack_weight
 from engine.layers.parallel import TensorParallel
-from engine.layers.row_tiles import TILES, TiledProduct, cut_rows, find_tiles
+from engine.layers.row_tiles import TiledProduct, find_tiles
 from engine.models.deterministic import check_deterministic
 from engine.models.load import read_supported
 from tests.engine.checkpoints import SHAPES, VOCAB_SIZE, pool_bytes
@@ -127,16 +121,6 @@ def test_more_ranks_than_two_are_refused(folder: Path) -> None:
         check_deterministic("it", path.decoder, TensorParallel(0, 3))
 
 
-@given(st.integers(0, 3000), st.sets(st.sampled_from(TILES[1:])))
-def test_tiles_hold_all_rows_once(num_rows: int, larger: set[int]) -> None:
-    tiles = (TILES[0], *sorted(larger))
-    spans = list(cut_rows(num_rows, tiles))
-    ends = [start + size for start, size in spans]
-    assert [start for start, _ in spans] == [0, *ends[:-1]][: len(spans)]
-    assert {size for _, size in spans} <= set(tiles)
-    assert (ends[-1] if ends else 0) - num_rows in range(tiles[-1])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_tiled_product_gives_each_row_the_same_bits(dtype: torch.dtype) -> None:
     """2,048 inputs, of which oneDNN sums a single row in another order."""
@@ -155,30 +139,6 @@ def test_a_tiled_product_gives_each_row_the_same_bits(dtype: torch.dtype) -> Non
     torch.testing.assert_close(whole, product(x, bias))
     for num_rows in (0, 1, 7, 9, 41, 257):
         assert torch.equal(tiled(x[3 : 3 + num_rows], bias), whole[3 : 3 + num_rows])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 50])
-def test_attention_to_a_token_has_the_same_bits_in_any_chunk(dtype: torch.dtype, window: int | None) -> None:
-    """One token at a time, in chunks of odd lengths, and all at once."""
-    backend = load_backend("auto", CPU, dtype, deterministic=True)
-    generator = torch.Generator().manual_seed(2)
-    length, block_size = 150, 8
-    query = torch.randn(length, 4, 16, generator=generator).to(dtype)
-    cache = LayerKVCache(
-        *(torch.randn(20, block_size, 2, 16, generator=generator).to(dtype) for _ in range(2))
-    )
-    features = AttentionFeatures(4, 2, 16, scale=0.25, window=window, soft_cap=None, has_sinks=False)
-    table = torch.randperm(20, generator=generator).int().numpy()[None]
-
-    def attend(start: int, end: int) -> Tensor:
-        lens = torch.tensor([[end], [end - start]]).numpy()
-        return backend.forward(query[start:end], cache, backend.build_metadata(table, *lens), features)
-
-    whole = attend(0, length)
-    for edges in (range(length + 1), [0, 1, 63, 65, 66, 129, length]):
-        pieces = [attend(start, end) for start, end in pairwise(edges)]
-        assert torch.equal(torch.cat(pieces), whole)
 
 
 Request = tuple[list[int], SamplingParams | ScoringParams]

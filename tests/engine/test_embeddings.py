@@ -145,23 +145,6 @@ def test_dimensions_cut_and_normalise(embedding: Engine, truth: Truth) -> None:
     assert whole.embedding == embedding.embed(["a b c"])[0].embedding
 
 
-@pytest.mark.parametrize(
-    ("params", "problem"),
-    [
-        ({"dimensions": 41}, "dimensions=41: this checkpoint's embeddings have 40"),
-        ({"dimensions": 0}, "dimensions must be between 1"),
-        ({"normalize": 1}, "normalize must be true or false"),
-        ({"prompt_name": "passage"}, "prompt_name must be of document, query, got 'passage'"),
-        ({"temperature": 0}, "'temperature' says nothing of embeddings; use dimensions, normalize"),
-    ],
-)
-def test_values_that_no_embedding_can_have_are_refused(
-    embedding: Engine, params: dict[str, Any], problem: str
-) -> None:
-    with pytest.raises(InvalidSampling, match=problem):
-        embedding.embed(["a"], PoolingParams.from_mapping(params))
-
-
 def test_a_bad_text_fails_alone(embedding: Engine) -> None:
     long, surrogate, empty, good, exact = embedding.embed(
         [list(range(3, 132)), "\ud800", [], "a", list(range(3, 131))]
@@ -231,14 +214,3 @@ def test_what_is_not_built_is_refused_at_start(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         Engine(config(changed(all_modes, tmp_path, name, **values)))
-
-
-def test_a_default_prompt_stands_before_texts(last_token: Path, truth: Truth, tmp_path: Path) -> None:
-    name = "config_sentence_transformers.json"
-    folder = changed(last_token, tmp_path, name, default_prompt_name="query")
-    with Engine(config(folder)) as engine:
-        by_default, without = engine.generate(
-            ["a", "a"], [PoolingParams(), PoolingParams(prompt_name="document")]
-        )
-    assert by_default.embedding == pytest.approx(of_last_token(truth, QUERY + "a"), abs=1e-5)
-    assert without.embedding == pytest.approx(of_last_token(truth, "a"), abs=1e-5)

@@ -1,4 +1,4 @@
-"""Each family's greedy tokens equal transformers', computed from no cache; and the check can fail."""
+"""Each family's greedy tokens equal transformers', computed from no cache."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from engine.models.registry import ARCHITECTURES
 from engine.run.model_runner import ModelRunner
 from tests.engine.families import BY_NAME
 from tests.engine.family_runs import NUM_NEW_TOKENS, config_of, reference_of, run
+from tests.engine.graphs import simulate_graphs
 from tests.engine.reference import Reference
 from tests.engine.test_parity import prefill_logits
 
@@ -50,6 +51,21 @@ def test_greedy_tokens_equal_transformers(name: str, backend: str, family: Refer
     assert stats.num_preemptions > 0
     answers = family(name).answers
     assert sum(len(set(answer)) for answer in answers) > NUM_NEW_TOKENS / 3 * len(answers)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "gemma2", "phi3", "gpt_oss"])
+def test_the_triton_backend_gives_the_same_tokens_through_graphs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two prompts, for the interpreter takes milliseconds for each program; padding leaves no trace."""
+    pytest.importorskip("triton", reason="triton is not installed, so its kernels cannot run")
+    reference = reference_of(tmp_path, BY_NAME[name])
+    reference.prompts = [reference.prompts[i] for i in (1, 4)]
+    capture = simulate_graphs(monkeypatch)
+    differences, _ = run(reference, "chunks", "triton")
+    assert differences == []
+    assert capture.replayed
 
 
 def test_logits_are_capped_as_transformers_caps_them(family: References) -> None:

@@ -16,7 +16,6 @@ from engine.layers import int8
 from engine.layers.int8 import ZERO, Int8Product, check_int8, quantize_rows, quantize_weight
 from engine.layers.processor import processor_flags
 from engine.models.load import _check_quantization, choose_path
-from tests.engine.families import BY_NAME, make_family
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -146,18 +145,3 @@ def test_other_devices_processors_and_torches_are_refused_by_name(
     monkeypatch.setattr(int8, "processor_flags", lambda: frozenset({"avx2", "avx512f"}))
     with pytest.raises(ConfigError, match="this processor has none of amx_int8, avx512_vnni, avx_vnni"):
         check_int8()
-
-
-def test_experts_and_models_through_transformers_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
-    mixture = make_family(tmp_path, BY_NAME["mixtral"])
-    for model, model_path, says in (
-        (mixture, "auto", "this is a mixture of experts"),
-        (
-            folder,
-            "transformers",
-            "runs through transformers, and it is built for native models;",
-        ),
-    ):
-        config = EngineConfig(str(model), device="cpu", model_path=model_path, quantization="int8")
-        with pytest.raises(ConfigError, match=says):
-            Engine(config)

@@ -82,11 +82,6 @@ def in_sample(monkeypatch: pytest.MonkeyPatch, *, step: int = 4) -> None:
     monkeypatch.setattr(KernelBackend, "sample", poisoned)
 
 
-def in_first_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the very step that computes blocks which others share."""
-    in_sample(monkeypatch, step=0)
-
-
 def in_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a token's text is looked at."""
     append = Sequence.append
@@ -110,7 +105,7 @@ def in_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KernelBackend, "sample", poisoned)
 
 
-PLACES = [in_sample, in_first_sample, in_stop_strings, in_logits]
+PLACES = [in_sample, in_stop_strings, in_logits]
 
 
 @pytest.mark.parametrize("poison", PLACES)

@@ -11,15 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.attention
-import engine.attention.kv_cache
 from engine import ConfigError, Engine, EngineConfig, SamplingParams
 from engine.attention import KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import FP8, KVCache, LayerKVCache, Scales, measure_scales, quantize
 from engine.attention.torch_backend import TorchBackend
 from engine.run.warm_up import make_step
-from tests.engine.architectures import Architectures
 from tests.engine.checkpoints import SHAPES, pool_bytes
 from tests.engine.paged import DEVICE, TOLERANCE, make_batch
 from tests.engine.reference import Reference
@@ -183,14 +180,3 @@ def test_both_backends_give_the_same_tokens(folders: dict[str, Path]) -> None:
         with Engine(config(reference.folder, attention_backend=name, max_num_batched_tokens=23)) as built:
             answers.append([each.token_ids for each in built.generate(prompts, params)])
     assert answers[0] == answers[1]
-
-
-def test_a_cache_that_spoils_the_answers_is_found_at_start(
-    architecture: Architectures, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the probe, which runs over such a cache too."""
-    right = quantize
-    monkeypatch.setattr(engine.attention.kv_cache, "quantize", lambda x, own: right(x * torch.nan, own))
-    folder = architecture("llama").reference.folder
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype='fp8_e4m3' cannot be used: .*LlamaFor.*leave it"):
-        Engine(config(folder, model_path="transformers"))

@@ -125,22 +125,6 @@ def test_a_prompt_and_its_labels_are_computed_once(roomy: Engine, length: int) -
     assert computed <= 1.05 * tree
 
 
-def test_an_end_is_that_any_of_the_tokens_that_end_a_text_comes(
-    folders: dict[str, Path], truth: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Engine(config(folders[NAME])) as engine:
-        monkeypatch.setattr(engine._sequences, "eos_token_ids", frozenset((4, 9)))
-        engine.add("a", [5, 6], ScoringParams([[7], [8, 9]], score_end=True))
-        found = finish(engine)["a"].loglikelihoods
-        monkeypatch.setattr(engine._sequences, "eos_token_ids", frozenset())
-        with pytest.raises(InvalidPrompt, match="no token ends this model's texts"):
-            engine.add("b", [5, 6], ScoringParams([[7], [8]], score_end=True))
-    rows = truth((5, 6, 7))
-    both = torch.logaddexp(rows[2, 4], rows[2, 9])
-    assert found[0].logprob == pytest.approx(float(rows[1, 7] + both), abs=1e-5)
-    assert found[0].num_tokens == 2
-
-
 def test_a_classification_of_a_text(roomy: Engine, truth: Any) -> None:
     """The prompt's last space belongs to the labels, which are split into tokens with it."""
     labels = ["fox", "the quick brown fox", "dogs", "日本"]

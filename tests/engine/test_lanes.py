@@ -1,4 +1,4 @@
-"""Lanes and admission: an urgent request is in the next step, no lane starves, a backlog is taken together."""
+"""Lanes and admission: an urgent request is in the next step, no lane starves, a backlog goes together."""
 
 from __future__ import annotations
 

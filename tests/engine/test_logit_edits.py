@@ -284,24 +284,6 @@ def test_a_request_that_leaves_no_token_fails_alone(built: Engine) -> None:
     assert alone.token_ids == built.generate([[5, 6]], GREEDY)[0].token_ids
 
 
-def test_a_bad_word_is_not_in_the_text(built: Engine) -> None:
-    """Of one token or many, whatever it begins with; a word that the prompt ends with may go on."""
-    (free,) = built.generate([[5, 6, 7]], replace(GREEDY, max_tokens=30))
-    pieces = [free.text[2:4], free.text[8:12], " " + free.text[13:16]]
-    (without,) = built.generate([[5, 6, 7]], replace(GREEDY, max_tokens=30, bad_words=pieces))
-    tokenizer = make_tokenizer()
-    for word in words_of(replace(GREEDY, bad_words=pieces)):
-        ids = without.token_ids
-        assert not any(tuple(ids[i : i + len(word)]) == word for i in range(len(ids))), tokenizer.decode(word)
-    assert without.token_ids != free.token_ids
-    word = (7, free.token_ids[0])
-    request = RequestEdits.of(GREEDY, [5, 6, 7], 512, [word])
-    assert request is not None
-    parts = EditParts()
-    SequenceEdits(request).write(parts, 0, [5, 6, 7], 3, None)
-    assert not len(parts.joined(np.array([0])).banned), "the prompt's tokens are no part of a word"
-
-
 ANY_TOKENS = st.integers(0, 3 * FIRST_ROOM)
 
 

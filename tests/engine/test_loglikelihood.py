@@ -19,7 +19,6 @@ from engine import (
     PromptTooLong,
     SamplingParams,
     ScoringFailed,
-    ScoringParams,
 )
 from tests.engine.checkpoints import make_tokenizer
 from tests.engine.reference import Reference
@@ -88,42 +87,6 @@ def test_what_greedy_generation_gives_is_greedy(small: Engine) -> None:
     assert [each.is_greedy for each in found] == [True, False, True]
 
 
-def test_they_run_beside_other_requests_and_are_preempted(small: Engine, truth: Truth) -> None:
-    """More urgent ones take their place in the middle of a prompt; some are withdrawn and computed again."""
-    rng = random.Random(5)
-    pairs = [
-        (
-            [3 + i] * 50 + [rng.randrange(3, 500) for _ in range(20)],
-            [rng.randrange(3, 500) for _ in range(30)],
-        )
-        for i in range(6)
-    ]
-    before = small.stats().num_preemptions
-    for i, (context, continuation) in enumerate(pairs):
-        small.add(f"score {i}", context, ScoringParams([continuation]), lane=2)
-    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True, logprobs=0)
-    done = []
-    for i in range(8):
-        done += small.step()
-        small.add(f"text {i}", pairs[i % 3][0][: 10 * i + 1], params, lane=i % 2)
-        if i == 5:
-            small._stepper._start_over()
-    small.abort("score 5")
-    while small.has_unfinished:
-        done += small.step()
-    assert small.stats().num_preemptions > before
-    by_id = {completion.request_id: completion for completion in done}
-    assert len(by_id) == len(done) == 5 + 8
-    for i, pair in enumerate(pairs[:5]):
-        completion = by_id[f"score {i}"]
-        assert (completion.token_ids, completion.text, completion.finish_reason) == ([], "", "stop")
-        assert completion.num_prompt_tokens == 70
-        check(completion.loglikelihoods[0], truth, *pair)
-    for i in range(8):
-        assert by_id[f"text {i}"].loglikelihoods is None
-        assert len(by_id[f"text {i}"].logprobs) == 9
-
-
 def encoded(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special_tokens=False)
 
@@ -155,15 +118,6 @@ def test_an_empty_context_is_the_token_that_ends_texts_where_none_begins_them(
     assert small.loglikelihood([([], encoded("brown fox"))])[0].num_tokens == len(encoded("brown fox"))
     (given,) = small.loglikelihood([("", "<|im_end|>brown fox")])
     assert given == small.loglikelihood([("", "brown fox")])[0], "it is not put there twice"
-
-
-def test_as_much_is_scored_as_the_model_reads(small: Engine, truth: Truth) -> None:
-    """And one token more, which is not computed: a full window."""
-    rng = random.Random(5)
-    tokens = [rng.randrange(3, 500) for _ in range(small.max_model_len + 1)]
-    pairs = [(tokens[:place], tokens[place:]) for place in (1, 100, len(tokens) - 1)]
-    for found, pair in zip(small.loglikelihood(pairs), pairs, strict=True):
-        check(found, truth, *pair)
 
 
 @pytest.mark.parametrize(

@@ -211,14 +211,6 @@ def test_a_rows_result_does_not_change_with_its_neighbours(
         assert ordered[0] == pytest.approx(ordered[1], abs=1e-5)
 
 
-def test_each_sample_has_the_prompts(small: Engine) -> None:
-    """Though one alone computes it, and another may end first."""
-    completions = generate(small, [([5, 6, 7] * 12, replace(FREE, n=5, max_tokens=1, seed=3))])
-    assert len(completions) == 5
-    assert all(each.prompt_logprobs == completions[0].prompt_logprobs for each in completions)
-    assert len(completions[0].prompt_logprobs or []) == 36
-
-
 def test_the_prefix_cache_spares_nothing_of_a_prompt_that_is_scored(small: Engine) -> None:
     """Nor does it once the prompt is scored: what is computed again after a preemption may come from it."""
     prompt = [9] * 50

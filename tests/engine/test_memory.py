@@ -19,7 +19,6 @@ from engine import ConfigError, Engine, EngineConfig, SamplingParams
 from engine.attention.kv_cache import KVCache
 from engine.run.gpu_memory import SPARE_BYTES, GpuMemory, fits, measure_room
 from engine.run.model_runner import ModelRunner
-from engine.run.warm_up import warm_up_steps
 from tests.engine.checkpoints import Shape, make_checkpoint
 from tests.engine.graphs import simulate_graphs
 
@@ -168,24 +167,6 @@ def test_a_pool_that_does_not_fit_stops_the_start(
     start_on(FakeGpu(400 * MIB, taken * MIB), monkeypatch, graph_bytes=[20 * MIB] * 2, step_bytes=MIB // 2)
     with pytest.raises(ConfigError, match=message):
         Engine(config(folder, **changes))
-
-
-def test_warm_up_takes_the_largest_steps_of_each_kind() -> None:
-    """Full batches of prompts and of decodes, the longest context, and every length at which plans differ."""
-    limits = EngineConfig("m", max_num_seqs=6, max_num_batched_tokens=100, block_size=16)
-    steps = warm_up_steps(limits, max_model_len=5000, num_blocks=7)
-    shapes = [(len(step.query_lens), int(step.query_lens[0]), int(step.context_lens[0])) for step in steps]
-    assert shapes[:3] == [(6, 17, 17), (1, 100, 5000), (6, 1, 5000)]
-    assert [len(step.token_ids) for step in steps[:3]] == [100, 100, 6]
-    contexts = [context for _, query_len, context in shapes[3:] if query_len == 1]
-    assert contexts == sorted(contexts, reverse=True)
-    assert all(any(n // 2 < context <= n for context in contexts) for n in (128, 256, 512, 1024, 2048, 4096))
-    for step in steps:
-        assert len(step.token_ids) == len(step.positions) == step.query_lens.sum()
-        assert step.block_tables.max() < 7
-        assert step.slot_mapping.max() < 7 * 16
-        assert step.block_tables.shape[1] * 16 >= step.context_lens.max() > step.positions.max()
-        assert len(set(step.slot_mapping.tolist())) == len(step.slot_mapping)
 
 
 # A CPU

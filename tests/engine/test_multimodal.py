@@ -49,20 +49,6 @@ def test_an_older_file_is_read_alike(tmp_path: Path, name: str, rewrite: Callabl
     assert run(reference, "whole")[0] == []
 
 
-@pytest.mark.parametrize(
-    ("generation", "outer", "expected"), [([1, 7], 5, {1, 7}), (None, [5, 6], {5, 6}), (None, None, {2})]
-)
-def test_end_tokens_are_those_named_first(
-    tmp_path: Path, generation: Any, outer: Any, expected: set[int]
-) -> None:
-    """By generation_config.json, config.json, and the text part there."""
-    folder = make_multimodal(tmp_path / "model", BY_NAME["mistral3"])
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": outer}))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
-    assert read_model_config(folder).eos_token_ids == expected
-
-
 def test_an_unknown_part_is_refused_by_its_name(tmp_path: Path) -> None:
     folder = make_multimodal(tmp_path / "model", BY_NAME["mistral3"])
     tensors = load_file(folder / "model.safetensors")

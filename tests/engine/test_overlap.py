@@ -10,11 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 
 from engine import Completion, Engine, EngineConfig, SamplingParams, StepFailed
-from engine.kernels.upload import pack, unpack
 from engine.run.pending_tokens import PendingTokens
 from engine.run.runner import PoolSize
 from engine.sampling.sampling_batch import SamplingBatch
@@ -227,21 +225,6 @@ def test_a_failure_with_two_steps_in_flight_loses_nothing(
             str(i): expected(runner, prompt, replace(STOPPING, max_tokens=1 + 3 * i))
             for i, prompt in enumerate(stopping_prompts)
         }
-
-
-def test_arrays_arrive_as_they_were_in_one_buffer() -> None:
-    """Of any dtype and shape, empty and non-contiguous ones too, each at a multiple of 16 bytes."""
-    rng = np.random.default_rng(3)
-    arrays = [
-        rng.integers(0, 9, shape).astype(dtype)
-        for dtype in (np.int64, np.int32, np.float32, np.float64)
-        for shape in (0, 1, 7, (3, 5), (0, 4))
-    ]
-    arrays += [np.arange(12).reshape(3, 4).T, np.arange(10)[::3]]
-    tensors = unpack(pack(arrays, pin_memory=False), arrays)
-    for tensor, array in zip(tensors, arrays, strict=True):
-        assert torch.equal(tensor, torch.from_numpy(array.copy()))
-        assert tensor.storage_offset() * tensor.itemsize % 16 == 0
 
 
 @pytest.fixture(scope="module")

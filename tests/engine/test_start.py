@@ -22,7 +22,7 @@ from engine import (
 )
 from engine.attention.torch_backend import TorchBackend
 from engine.layers import processor
-from engine.run import device, model_runner
+from engine.run import model_runner
 from engine.run.memory import allowed_bytes
 from tests.engine.checkpoints import SHAPES, make_checkpoint
 
@@ -133,13 +133,6 @@ def test_importing_the_package_loads_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent, timeout=120)
 
 
-def test_all_that_is_public_can_be_imported() -> None:
-    assert sorted(engine.__all__) == engine.__all__
-    assert all(hasattr(engine, name) for name in engine.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'Motor'"):
-        engine.Motor  # noqa: B018
-
-
 class FakeCuda:
     """Knows which GPU is current in each thread, as CUDA does."""
 
@@ -178,10 +171,3 @@ def test_an_engine_launches_on_its_own_device_from_another_thread_than_its_maker
         used.start()
         used.join()
     assert cuda.seen == {(threading.current_thread().name, "cpu"), ("another", "cpu")}
-
-
-def test_a_gpu_without_a_number_is_the_makers_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert device.numbered(torch.device("cuda")) == torch.device("cuda:1")
-    assert device.numbered(torch.device("cuda:0")) == torch.device("cuda:0")
-    assert device.numbered(torch.device("cpu")) == torch.device("cpu")

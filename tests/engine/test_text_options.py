@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 from engine import Completion, Engine, EngineConfig, InvalidPrompt, PromptTooLong, SamplingParams
 from engine.text.tokenizer import Tokenizer
 from tests.engine.checkpoints import make_tokenizer
-from tests.engine.text_models import FAMILIES, make_text_model
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 HI = [{"role": "user", "content": "hi"}]
@@ -95,28 +93,6 @@ def test_spaces_between_special_tokens_go_on_wish(tmp_path: Path) -> None:
         )  # fmt: skip
         assert [watch.add(token_id) for token_id in ids[:3]] == [False, False, True]
         assert watch.text == text
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, "words"])
-def test_text_token_by_token_is_that_of_all_tokens(tmp_path: Path, family: str) -> None:
-    """With special tokens in it, and the spaces between them or not."""
-    tokenizer = (
-        word_tokenizer(tmp_path) if family == "words" else Tokenizer(make_text_model(tmp_path / "x", family))
-    )
-    special, rng = sorted(tokenizer._special_ids), random.Random(1)
-    words = [tokenizer._encode(text, None, add_special_tokens=False) for text in ("The", " 日本", " März 19")]
-    for spaces in (True, False):
-        for _ in range(10):
-            units = rng.choices([*words, *([token_id] for token_id in special for _ in range(2))], k=20)
-            ids = [token_id for unit in units for token_id in unit]
-            options = {"skip_special_tokens": False, "spaces_between_special_tokens": spaces}
-            for follows_text in (True, False):
-                watch = tokenizer.stop_strings(["\0"], min_tokens=0, follows_text=follows_text, **options)
-                for token_id in ids:
-                    watch.add(token_id)
-                whole = tokenizer.decode(ids, follows_text=follows_text, **options)
-                given = "".join(watch._pieces)
-                assert given == whole
 
 
 # Prompts

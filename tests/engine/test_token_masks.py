@@ -11,15 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine import Engine, EngineConfig, SamplingParams
 from engine.errors import GrammarFailed
 from engine.sampling.edit_logits import edit_logits
 from engine.sampling.logit_edits import EditParts, token_mask
-from engine.structured import masks, matcher
+from engine.structured import masks
 from engine.structured.matcher import Matcher, Vocabulary
 from tests.engine.checkpoints import SHAPES, make_checkpoint
-
-SPECS: list[Any] = [{"regex": "[a-z]{12}"}, {"choice": ["yes", "no"]}, {"json": {"type": "integer"}}, None]
 
 
 @pytest.fixture
@@ -61,25 +58,6 @@ def test_a_cpu_masks_logits_as_the_reference_does(dtype: torch.dtype) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("masks") / "model", SHAPES[0])
-
-
-def complete(folder: Path) -> list[tuple[list[int], str | None]]:
-    """Tokens and errors of rows with grammars and without, of more than run at once."""
-    config = EngineConfig(str(folder), max_num_seqs=6, kv_cache_bytes=1 << 21, dtype="float32")
-    rows = [
-        SamplingParams(structured_outputs=SPECS[i % 4], seed=i, max_tokens=20, allowed_token_ids=allowed)
-        for i, allowed in enumerate([None, None, None, None, [1], None, range(1, 512), None, range(400)])
-    ]
-    with Engine(config) as engine:
-        return [(each.token_ids, each.error) for each in engine.generate(["hello"] * len(rows), rows)]
-
-
-def test_masks_are_the_same_where_threads_compute_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of a large vocabulary are."""
-    found = complete(folder)
-    monkeypatch.setattr(matcher, "SMALL_VOCABULARY", 0)
-    assert complete(folder) == found
-    assert any(error for _, error in found), "a row that fails among them"
 
 
 class Machine:

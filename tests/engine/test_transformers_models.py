@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig
 
 import engine.models.attention_calls
 import engine.models.transformers_model
@@ -27,7 +24,6 @@ from engine import (
 from engine.checkpoint.model_config import read_model_config
 from engine.layers.parallel import TensorParallel
 from engine.run.model_runner import ModelRunner
-from engine.run.warm_up import make_step
 from tests.engine.architectures import SERVED, Architectures, add_sizes, class_name, make_architecture, small
 from tests.engine.families import COMMON
 from tests.engine.family_runs import NUM_NEW_TOKENS
@@ -202,34 +198,6 @@ def test_decode_steps_are_captured(architecture: Architectures, monkeypatch: pyt
     capture = simulate_graphs(monkeypatch)
     assert architecture("gemma2").run("chunks")[0] == []
     assert capture.replayed
-
-
-def test_the_text_part_of_a_larger_model_runs_through_transformers(
-    architecture: Architectures, tmp_path: Path
-) -> None:
-    """Llama 4 with its pictures: tensors by other names, and others that are not the text's."""
-    runs = architecture("llama4_text")
-    folder = Path(shutil.copytree(runs.reference.folder, tmp_path / "model"))
-    text = json.loads((folder / "config.json").read_text())
-    vision = AutoConfig.for_model("llama4_vision_model", hidden_size=32).to_dict()
-    (folder / "config.json").write_text(
-        json.dumps(
-            {
-                "model_type": "llama4", "architectures": ["Llama4ForConditionalGeneration"],
-                "text_config": text, "vision_config": vision, "tie_word_embeddings": False,
-                "dtype": "float32",
-            }
-        )
-    )  # fmt: skip
-    tensors = {
-        f"language_model.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()
-    }
-    tensors["vision_model.layernorm_pre.weight"] = torch.ones(32)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with Engine(small(folder)) as built, Engine(small(runs.reference.folder)) as alone:
-        step = make_step([20], [20], 16, 4)
-        logits = [each._open_runner().logits(step) for each in (built, alone)]
-    torch.testing.assert_close(*logits)
 
 
 @pytest.mark.long

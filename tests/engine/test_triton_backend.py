@@ -14,11 +14,9 @@ pytest.importorskip("triton", reason="triton is not installed, so its kernels ca
 
 import engine.attention
 from engine.attention import load_backend, triton_backend
-from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
 from engine.attention.triton_backend import TritonBackend
 from engine.errors import ConfigError
-from engine.layers.attention import Attention
 from tests.engine.paged import DEVICE, TOLERANCE, PagedBatch, make_batch
 
 
@@ -113,8 +111,3 @@ def test_fp8_is_refused_where_triton_cannot_compile_it(
         return
     with pytest.raises(ConfigError, match=r"kv_cache_dtype='fp8_e4m3': .* 8.9, a GPU has 8.0; use 'torch'"):
         load_backend("auto", cuda, torch.bfloat16, 16, "fp8_e4m3")
-
-
-def test_heads_that_are_too_large_stop_the_start(backend: TritonBackend) -> None:
-    with pytest.raises(ConfigError, match="up to 256 numbers, this model has 320"):
-        Attention(backend, AttentionFeatures(2, 2, 320, 1.0))
