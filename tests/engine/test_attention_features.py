@@ -27,8 +27,6 @@ ALL = {
 # decodes at the edges of blocks, windows and chunks; a whole prompt; chunks behind cached contexts
 CONTEXTS = [1, 16, 17, 64, 65, 300, 90, 130, 97]
 QUERIES = [1, 1, 1, 1, 1, 1, 90, 50, 2]
-
-
 BACKENDS = ["torch", "cpu", pytest.param("triton", marks=pytest.mark.long)]
 
 

@@ -8,11 +8,10 @@ from dataclasses import fields, replace
 from typing import ClassVar
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
 
-from engine.attention.decode_state import PADDING, advance
+from engine.attention.decode_state import advance
 from engine.attention.row_writes import write_rows
 from engine.run.batch_rows import BatchRows, RowChanges
 from engine.run.pending_tokens import Sampled
@@ -154,18 +153,3 @@ def test_after_a_failed_launch_every_row_is_written_again() -> None:
     assert len(after.block_ids) == 2 + 3
     assert after.order is not None
     assert after.order.tolist() == [1, 0, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 9, 255, 257])
-def test_every_tensor_of_the_rows_starts_at_16_bytes(max_num_seqs: int) -> None:
-    """Triton compiles a kernel anew for pointers that do not: in the middle of a capture."""
-    static = StaticRows(max_num_seqs, 3, BLOCK, CPU)
-    tensors = [static.indices, static.order] + [
-        value
-        for part in (static.state, static.state.sampling)
-        for value in vars(part).values()
-        if isinstance(value, torch.Tensor)
-    ]
-    assert len(tensors) == 16
-    assert [tensor.data_ptr() % 16 for tensor in tensors] == [0] * 16
-    assert (static.state.next_positions == PADDING).all()

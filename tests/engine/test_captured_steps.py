@@ -181,8 +181,6 @@ def capture_steps(
 
 
 Variant = tuple[str, tuple[Any, ...]]
-
-
 INDICES = {
     "choose_kernel": ("chosen_ptr",), "group_kernel": ("tokens_ptr", "places_ptr", "experts_ptr"),
     "choose_token_kernel": ("chosen_ptr",),

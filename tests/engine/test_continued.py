@@ -111,21 +111,3 @@ def test_what_cannot_go_on_is_refused_and_leaves_nothing(
     with pytest.raises(error, match=says):
         engine.add("bad", PROMPT, replace(DRAWN, stop_token_ids=[9]), continued=continued)
     assert not engine.has_unfinished
-
-
-def test_it_goes_on_over_preemption(engine: Engine) -> None:
-    params = replace(DRAWN, max_tokens=40)
-    whole = run(engine, ("whole", params, []))["whole"]
-    before = engine.stats().num_preemptions
-    seeds = range(4)
-    stats = engine.stats()
-    long = stats.num_blocks * 4 // 3  # of blocks of four tokens: three such fill the pool
-    assert long < engine.max_model_len - len(PROMPT)
-    for seed in seeds:
-        engine.add(f"other {seed}", PROMPT, replace(DRAWN, seed=seed, max_tokens=long))
-    engine.add("more", PROMPT, replace(params, max_tokens=30), continued=cut(whole, 10))
-    done = {}
-    while engine.has_unfinished:
-        done |= {completion.request_id: completion for completion in engine.step()}
-    assert engine.stats().num_preemptions > before
-    assert done["more"].token_ids == whole.token_ids

@@ -142,11 +142,7 @@ def test_a_tiled_product_gives_each_row_the_same_bits(dtype: torch.dtype) -> Non
 
 
 Request = tuple[list[int], SamplingParams | ScoringParams]
-
-
 Bits = tuple[object, ...]  # all that a completion says, so that two are equal when all their bits are
-
-
 MIXES: list[dict[str, Any]] = [
     {"temperature": 0.0, "logprobs": 5}, {"temperature": 0.8, "logprobs": 0},
     {"temperature": 1.3, "top_k": 20, "frequency_penalty": 0.5, "min_tokens": 4, "logprobs": 1},

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from base64 import b64decode
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from openai.types import CreateEmbeddingResponse
 from torch import Tensor
 
 from engine import (
@@ -26,7 +30,10 @@ from engine import (
     UnsupportedTask,
 )
 from engine.checkpoint.pooling import MODES
+from jobs.errors import InvalidJob, RequestFailed, ResultTooLarge
 from tests.engine.embedding_models import QUERY, Truth, like_qwen3_embedding, llama_body
+from tests.engine.test_labels import CONTEXT, run
+from tests.jobs.answering import opened_task
 
 WORDS = ["The quick", " brown", " fox", " März", " 1987", " ångström", " jugs", " Œuvre"]
 TEXTS = ["", "a", "☃ ü", *("".join(random.Random(i).choices(WORDS, k=3 * i)) for i in range(1, 11))]
@@ -106,32 +113,6 @@ def test_as_many_tokens_as_fit_are_all_that_the_model_takes(embedding: Engine, t
     assert of_ids.embedding == pytest.approx(
         normalized(truth.pooled(token_ids[-128:], "lasttoken")), abs=1e-5
     )
-
-
-def test_a_mean_that_is_interrupted_counts_each_token_once(all_modes: Path) -> None:
-    """Preempted in the middle by a more urgent one, withdrawn, and cut into chunks of every length."""
-    truth = Truth(all_modes)
-    prompts = [[7 + i, *range(10, 60 + i)] for i in range(4)]
-    with Engine(config(all_modes, async_scheduling=True, max_num_seqs=2)) as engine:
-        for i, prompt in enumerate(prompts):
-            engine.add(str(i), prompt, PoolingParams(), lane=5 - i)
-            done = engine.step()
-        engine._stepper._start_over()
-        engine.add("urgent", [5] * 40, PoolingParams(), lane=0)
-        while engine.has_unfinished:
-            done += engine.step()
-        assert engine.stats().num_preemptions > 0
-        prompts.append([9, *range(20, 110)])
-        engine.add("4", prompts[4], PoolingParams())
-        while engine._unfinished["4"][0].num_computed_tokens < 60:
-            done += engine.step()
-        engine._stepper._start_over()  # with three chunks of it known, or being computed
-        while engine.has_unfinished:
-            done += engine.step()
-    for i, prompt in enumerate(prompts):
-        expected = torch.cat([truth.pooled(prompt, mode) for mode in MODES]).tolist()
-        (completion,) = (each for each in done if each.request_id == str(i))
-        assert completion.embedding == pytest.approx(expected, abs=1e-5)
 
 
 def test_dimensions_cut_and_normalise(embedding: Engine, truth: Truth) -> None:
@@ -214,3 +195,58 @@ def test_what_is_not_built_is_refused_at_start(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         Engine(config(changed(all_modes, tmp_path, name, **values)))
+
+
+@pytest.mark.parametrize("asked", ["The quick", ["The quick"], [5, 6, 7], [[5, 6, 7], "brown", ""]])
+def test_it_is_openais_list_in_either_encoding(embedding: Engine, asked: Any) -> None:
+    prompts = asked if isinstance(asked, list) and not isinstance(asked[0], int) else [asked]
+    expected = [each.embedding for each in embedding.embed(prompts)]
+    found = run(embedding, "jobs.embed", asked)
+    read = CreateEmbeddingResponse.model_validate(found, strict=True)
+    assert [each.embedding for each in read.data] == [pytest.approx(each, abs=1e-5) for each in expected]
+    assert [each.index for each in read.data] == list(range(len(prompts)))
+    assert (read.object, read.model, read.data[0].object) == ("list", "m", "embedding")
+    assert read.usage.prompt_tokens == read.usage.total_tokens == engine_tokens(embedding, prompts)
+    packed_ones = run(embedding, "jobs.embed", input=asked, encoding_format="base64", user="someone")["data"]
+    decoded = [np.frombuffer(b64decode(each["embedding"]), "<f4").tolist() for each in packed_ones]
+    assert decoded == [pytest.approx(each, abs=1e-5) for each in expected]
+
+
+def engine_tokens(embedding: Engine, prompts: list[Any]) -> int:
+    return sum(each.num_prompt_tokens for each in embedding.embed(prompts))
+
+
+def test_one_that_fails_says_why_and_all_fail_the_job(embedding: Engine) -> None:
+    good, long, surrogate = run(embedding, "jobs.embed", ["a", list(range(3, 203)), "\ud800"])["data"]
+    assert len(good["embedding"]) == 40
+    assert "error" not in good
+    assert (long["embedding"], surrogate["embedding"]) == ([], [])
+    assert "200 tokens; this engine takes 128" in long["error"]
+    assert "surrogate" in surrogate["error"]
+    with pytest.raises(RequestFailed, match="embeddings have 40"):
+        run(embedding, "jobs.embed", ["a"], dimensions=41)
+
+
+def test_a_result_that_is_too_large_is_given_up(embedding: Engine) -> None:
+    task = opened_task(replace(CONTEXT, max_result_bytes=199), "jobs.embed", ("a",), {})
+    list(task.requests())
+    with pytest.raises(ResultTooLarge):
+        task.deliver(0, embedding.embed(["a"]))
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"input": None}, "input is missing"),
+        ({"input": []}, "empty list"),
+        ({"input": "a", "dimensions": "8"}, "dimensions:=256"),
+        (
+            {"input": "a", "encoding_format": "int8"},
+            "encoding_format is 'int8', expected 'float'",
+        ),
+        ({"input": "a", "temperature": 0}, "'temperature' is no argument of jobs.embed"),
+    ],
+)
+def test_wrong_arguments_are_named(values: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidJob, match=problem):
+        opened_task(CONTEXT, "jobs.embed", (), values)

@@ -94,11 +94,7 @@ def test_a_truncated_file_is_refused(copy: Path) -> None:
 
 
 ORIGINAL = 32
-
-
 SUMS = "it changes the order of sums alone, as other rows of a batch do"
-
-
 LIMITS = "it bounds lengths: what it cuts says so, what it refuses fails, a prompt cut to fit asked for it"
 
 

@@ -11,15 +11,11 @@ from torch import Tensor
 
 from engine import ConfigError, Engine, EngineConfig, SamplingParams
 from engine.attention import load_backend
-from engine.checkpoint.model_config import read_model_config
 from engine.layers import int8
-from engine.layers.int8 import ZERO, Int8Product, check_int8, quantize_rows, quantize_weight
+from engine.layers.int8 import ZERO, Int8Product, quantize_rows, quantize_weight
 from engine.layers.processor import processor_flags
-from engine.models.load import _check_quantization, choose_path
 
 DTYPES = (torch.float32, torch.bfloat16)
-
-
 needs_int8 = pytest.mark.skipif(
     int8.FLAGS.isdisjoint(processor_flags()), reason="this processor does not sum products of int8 in 32 bits"
 )
@@ -120,28 +116,3 @@ def test_an_engine_quantizes_every_linear_layer_and_says_so(
 def test_what_no_engine_has_is_refused_by_the_configuration(settings: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         EngineConfig("m", **settings)  # type: ignore[arg-type]
-
-
-def test_other_devices_processors_and_torches_are_refused_by_name(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = choose_path(read_model_config(folder), "native")
-    with pytest.raises(ConfigError, match="device='cuda', it is built for CPUs"):
-        _check_quantization("A", path, torch.device("cuda"))
-
-    def gone(*args: object) -> Tensor:
-        raise AttributeError("no such op")
-
-    right = Int8Product.forward
-    for wrong, says in (
-        (gone, "has no such product.*no such op"),
-        (lambda *args: right(*args) * 1.01, "gives another product"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(int8, "processor_flags", lambda: int8.FLAGS)
-            patch.setattr(Int8Product, "forward", wrong)
-            with pytest.raises(ConfigError, match=says):
-                check_int8()
-    monkeypatch.setattr(int8, "processor_flags", lambda: frozenset({"avx2", "avx512f"}))
-    with pytest.raises(ConfigError, match="this processor has none of amx_int8, avx512_vnni, avx_vnni"):
-        check_int8()

@@ -123,13 +123,3 @@ def test_so_with_steps_in_flight_preemption_and_chunks(folder: Path, options: di
             assert engine.stats().num_preemptions
         assert found == answers(engine, rows, jumps=False)[0]
     assert {end for _, _, end, _ in found} == {"stop"}
-
-
-def test_long_keys_take_no_pass_for_each_token(engine: Engine) -> None:
-    row = SamplingParams(structured_outputs={"json": SCHEMA}, temperature=0, max_tokens=100)
-    (found,), num_steps = answers(engine, [row])
-    (same,), num_others = answers(engine, [row], jumps=False)
-    assert found == same
-    assert json.loads(found[1]).keys() == set(KEYS)
-    assert num_steps < num_others / 2
-    assert num_others == len(found[0])

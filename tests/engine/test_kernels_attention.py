@@ -120,15 +120,6 @@ def test_decode_equals_float64(
         assert batch.error(decode(batch, split=split)) < TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("split", [64, 16])
-def test_padding_rows_get_zeros_and_read_nothing(split: int) -> None:
-    """Their block tables point to NaN; the rows between them are right."""
-    batch = make_batch([0, 40, 0, 7, 0])
-    out = decode(batch, split=split)
-    assert batch.error(out) < TOLERANCE[torch.float32]
-    assert (out[[0, 2, 4]] == 0).all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_of_a_row_depend_on_nothing_but_its_context(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

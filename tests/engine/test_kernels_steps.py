@@ -13,12 +13,27 @@ pytest.importorskip("triton", reason="triton is not installed, so its kernels ca
 from typing import Any
 
 import pytest
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
 from engine.attention.decode_state import PADDING, DecodeState, advance
 from engine.attention.row_writes import RowMemory, RowWrites, write_rows
+from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend
+from engine.kernels.logit_edits import Entries
+from engine.kernels.logit_edits import edit_logits as by_kernel
+from engine.kernels.pending import TILE
+from engine.kernels.sampler import weigh
+from engine.kernels.token_weights import FRACTION_BITS, WHOLE
 from engine.run.static_rows import StaticRows
+from engine.sampling import weights
+from engine.sampling.edit_logits import edit_logits as by_torch
+from engine.sampling.logit_edits import EditParts, LogitEdits, token_mask
 from tests.engine.paged import DEVICE
+from tests.engine.sampler_cases import by_triton, cases, differences, make_case
 
 pytestmark = pytest.mark.long
 
@@ -129,3 +144,128 @@ def test_nothing_past_the_rows_is_written() -> None:
     TritonBackend(DEVICE).advance(static.state.first(130))
     assert static.state.next_positions.tolist() == [6] * 130 + [5] * 70
     assert static.state.slot_mapping[130:].tolist() == [0] * 70
+
+
+@pytest.mark.parametrize("num_pending", [1, 3, TILE, TILE + 1])
+def test_the_kernel_fills_the_rows_that_the_reference_fills(num_pending: int) -> None:
+    """Wherever they lie, whatever the others hold; none chosen becomes 0."""
+    numbers = torch.Generator().manual_seed(num_pending)
+    token_ids = torch.randint(5, 100, (2 * num_pending,), generator=numbers)
+    sampled = torch.randint(-1, 4, (num_pending + 5,), generator=numbers)
+    sampled[0] = -1
+    rows = torch.randperm(2 * num_pending, generator=numbers)[:num_pending]
+    places = torch.randperm(num_pending + 5, generator=numbers)[:num_pending]
+    expected, found = token_ids.clone(), token_ids.clone().to(DEVICE)
+    TorchBackend(torch.device("cpu")).fill_pending(expected, rows, sampled, places)
+    TritonBackend(DEVICE).fill_pending(found, rows.to(DEVICE), sampled.to(DEVICE), places.to(DEVICE))
+    assert torch.equal(found.cpu(), expected)
+
+
+def test_a_sample_of_random_rows() -> None:
+    assert [
+        line for case in cases(seed=77, num_rows=40) for line in differences(case, by_triton(DEVICE))
+    ] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("vocab_size", [63, 64, 65, 200])
+def test_rows_of_several_tiles(vocab_size: int, dtype: torch.dtype) -> None:
+    """Small ones, so that ties, thresholds and sums cross their edges."""
+    case = make_case(np.random.default_rng(vocab_size), 4, vocab_size, dtype)
+    assert differences(case, by_triton(DEVICE, tile=64)) == []
+
+
+@triton.jit
+def weigh_kernel(out_ptr, logits_ptr, rate, SIZE: tl.constexpr):
+    """Weights of logits whose highest is 0."""
+    places = tl.arange(0, SIZE)
+    tl.store(out_ptr + places, weigh(tl.load(logits_ptr + places), 0.0, rate, 0))
+
+
+def test_weights_are_equal_bit_by_bit() -> None:
+    """Over all exponents, next to their edges and where the weight ends."""
+    exact = -torch.linspace(0, 42, 2**15, dtype=torch.float64)
+    near = (-torch.arange(43.0).double()[:, None] + torch.linspace(-1e-6, 1e-6, 101).double()).flatten()
+    logits = torch.cat((exact, near.clamp(max=0))).float()
+    logits = torch.nn.functional.pad(logits, (0, 2**16 - len(logits)), value=-torch.inf).to(DEVICE)
+    rate = float(2**FRACTION_BITS)
+    found = torch.empty(len(logits), dtype=torch.int64, device=DEVICE)
+    weigh_kernel[(1,)](found, logits, rate, SIZE=len(logits), enable_fp_fusion=False)
+    highest = torch.zeros(1, device=DEVICE)
+    assert torch.equal(found, weights.weigh(logits, highest, highest + rate))
+    assert (found[0], found[-1]) == (WHOLE, 0)
+
+
+VOCABS = (67, 300)
+TILE = 128  # so that rows, and entries of a kind, are more than one
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def make_edits(rng: np.random.Generator, num_rows: int, vocab: int, adds: bool) -> tuple[LogitEdits, Tensor]:
+    """Edits of some rows, and the tokens that are pending; few tokens, so that one has several kinds."""
+    rows = np.sort(rng.permutation(num_rows)[: rng.integers(1, num_rows + 1)])
+    parts, few = EditParts(), rng.integers(2, vocab + 1)
+    masks = [token_mask(rng.integers(0, few, 40).tolist(), size) for size in (vocab, max(vocab // 2, few))]
+    sampled = torch.from_numpy(rng.integers(0, few, len(rows)))
+
+    def tokens(most: int) -> np.ndarray:
+        return rng.permutation(few)[: rng.integers(0, most)]
+
+    for place in range(len(rows)):
+        is_pending = rng.random() < 0.5
+        if is_pending:
+            parts.pending.append((place, int(rng.integers(len(rows)))))
+        if rng.random() < 0.4:
+            parts.allow(place, masks[rng.integers(2)])
+        parts.banned.append((place, tokens(200).astype(np.int64)))
+        if is_pending:
+            parts.banned_behind.append((place, rng.integers(0, few, (rng.integers(0, 300), 2))))
+        if adds and rng.random() < 0.7:
+            biased = tokens(200).astype(np.int64)
+            parts.biased.append((place, biased))
+            parts.biases.append(rng.normal(0, 9, len(biased)).astype(np.float32))
+        if adds and rng.random() < 0.7:
+            counted = tokens(400).astype(np.int32)
+            entries = np.stack((counted, rng.integers(0, 5, len(counted)).astype(np.int32)), axis=1)
+            if is_pending:
+                entries = np.concatenate((entries, np.array([[-1, 0]], np.int32)))
+            presence, frequency = rng.choice((0.0, 0.3, -1.7, 2.0), 2).tolist()
+            parts.penalize(place, (presence, frequency, float(rng.choice((1.0, 0.4, 1.7)))), entries)
+    for place in range(len(rows)):  # as those of min_tokens, behind all others
+        parts.banned.append((place, tokens(4).astype(np.int64)))
+    return parts.joined(rows), sampled
+
+
+def edit_by_kernel(logits: Tensor, edits: LogitEdits, sampled: Tensor | None) -> Tensor:
+    entries = Entries(*(getattr(edits, name) for name in Entries._fields))
+    on_device = None if sampled is None else sampled.to(DEVICE)
+    return by_kernel(logits.to(DEVICE), edits.rows, entries, on_device, tile=TILE).cpu()
+
+
+def assert_same_bits(logits: Tensor, edits: LogitEdits, sampled: Tensor | None) -> Tensor:
+    expected = by_torch(logits.clone(), edits, sampled)
+    found = edit_by_kernel(logits.clone(), edits, sampled)
+    assert found.dtype == expected.dtype
+    bits = torch.int32 if found.dtype == torch.float32 else torch.int16
+    assert torch.equal(found.view(bits), expected.view(bits))
+    return found
+
+
+@given(seed=st.integers(0, 2**30), dtype=st.sampled_from(DTYPES), adds=st.booleans())
+@settings(max_examples=15, deadline=None, derandomize=True)
+def test_the_bits_are_those_of_the_reference(seed: int, dtype: torch.dtype, adds: bool) -> None:
+    rng = np.random.default_rng(seed)
+    vocab, num_rows = int(rng.choice(VOCABS)), int(rng.integers(1, 4))
+    logits = torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)).mul(4).to(dtype)
+    logits[rng.integers(num_rows), rng.integers(vocab)] = -torch.inf
+    edits, sampled = make_edits(rng, num_rows, vocab, adds)
+    assert_same_bits(logits, edits, sampled)
+
+
+def test_tokens_that_could_not_be_chosen_change_nothing() -> None:
+    """-1 is pending: neither what is banned behind a token counts, nor the entry that stands for it."""
+    parts = EditParts(pending=[(0, 0)], banned_behind=[(0, np.array([[3, 4], [0, 5]]))])
+    parts.penalize(0, (9.0, 9.0, 9.0), np.array([[-1, 0]], np.int32))
+    logits = torch.randn(1, 70)
+    found = edit_by_kernel(logits.clone(), parts.joined(np.array([0])), torch.tensor([-1]))
+    assert torch.equal(found, logits)

@@ -8,7 +8,6 @@ import pytest
 
 from engine.schedule.admission import MAX_HELD_STEPS
 from engine.schedule.overtakes import MAX_OVERTAKES
-from engine.schedule.sequence import SequenceStatus
 from tests.engine.shadow import ShadowEngine
 
 pytestmark = pytest.mark.parametrize("overlap", [False, True])
@@ -45,21 +44,6 @@ def test_a_sequence_is_told_as_started_in_its_first_step_alone(overlap: bool) ->
     assert shadow.scheduler.num_preemptions > 0
     in_order = [*seqs[:2], urgent, seqs[2]]
     assert shadow.scheduler.first_scheduled == [seq.request_id for seq in in_order]
-
-
-def test_an_urgent_sequence_takes_blocks_from_the_least_urgent_lane(overlap: bool) -> None:
-    """The pool is full: blocks come from lane 2 before lane 1, and no more than needed are taken."""
-    shadow = ShadowEngine(overlap=overlap, num_blocks=12, max_num_seqs=5, max_num_batched_tokens=100)
-    unending(shadow)
-    middle = shadow.add([1] * 15, lane=1, max_tokens=20)
-    low = [shadow.add([2] * n, lane=2, max_tokens=20) for n in (15, 14)]
-    shadow.step()
-    urgent = shadow.add([1, 2] * 7, lane=0, max_tokens=5)
-    assert urgent in shadow.step().seqs
-    assert middle in shadow.scheduler.running
-    assert low[1] not in shadow.scheduler.running
-    assert shadow.scheduler.num_preemptions <= 2
-    shadow.drain()
 
 
 def test_sequences_of_one_lane_are_admitted_in_order(overlap: bool) -> None:
@@ -167,16 +151,4 @@ def test_nobody_waits_longer_than_so_many_steps_for_a_place_that_is_free(overlap
         shadow.step()
         held += 1
     assert MAX_HELD_STEPS - 3 <= held <= MAX_HELD_STEPS + 1
-    shadow.drain()
-
-
-def test_one_who_finds_room_is_admitted_at_once(overlap: bool) -> None:
-    """There is no backlog: whatever ended before, the gate was never closed, or has opened."""
-    shadow = full(overlap=overlap, num_waiting=0)
-    shadow.step()
-    while len(shadow.scheduler.running) > NUM_SLOTS // 2:
-        shadow.step()
-    late = shadow.add([1, 2, 1], lane=1)
-    assert late in shadow.step().seqs
-    assert late.status is SequenceStatus.RUNNING
     shadow.drain()

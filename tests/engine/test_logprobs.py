@@ -17,8 +17,6 @@ from torch import Tensor
 
 from engine import Completion, Engine, EngineConfig, InvalidSampling, Logprob, SamplingParams
 from engine.run import row_logprobs
-from engine.run.row_logprobs import LogprobPieces
-from engine.schedule.logprobs import as_dicts
 from tests.engine.checkpoints import SHAPES, VOCAB_SIZE, pool_bytes
 from tests.engine.reference import Reference
 
@@ -225,15 +223,3 @@ def test_the_prefix_cache_spares_nothing_of_a_prompt_that_is_scored(small: Engin
 def test_other_values_are_refused(name: str, value: Any) -> None:
     with pytest.raises(InvalidSampling, match=name):
         SamplingParams(**{name: value})
-
-
-def test_equal_logits_rank_by_token_id() -> None:
-    """So that the greedy choice, the lowest id among equals, ranks first."""
-    pieces = LogprobPieces()
-    logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, -torch.inf]] * 5, dtype=torch.bfloat16)
-    pieces.add(logits, torch.arange(5), 3)
-    found = pieces.all()
-    assert found.ranks.tolist() == [4, 1, 2, 3, 5]
-    rows = found.on_host(found.tensors)
-    entry = as_dicts([rows.rows(2, 3)], [2], 3, str)[0]
-    assert {token_id: each.rank for token_id, each in entry.items()} == {2: 2, 1: 1, 3: 3}

@@ -172,12 +172,6 @@ def test_a_pool_that_does_not_fit_stops_the_start(
 # A CPU
 
 
-def test_more_than_the_machine_has_is_refused(folder: Path) -> None:
-    """Its pages would be taken as they are written, and the process killed in mid-run."""
-    with pytest.raises(ConfigError, match=r"kv_cache_bytes=\d+ .* left of the memory this process may still"):
-        Engine(EngineConfig(str(folder), kv_cache_bytes=1 << 60))
-
-
 POOL_BYTES = 384 * MIB
 WIDE = Shape(
     "wide", hidden_size=16, num_layers=8, num_heads=16, num_kv_heads=16, head_dim=256, max_positions=256

@@ -62,7 +62,7 @@ def test_experts_in_one_tensor_give_the_same_tokens(name: str, tmp_path: Path) -
     assert run(reference)[0] == []
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gpt_oss"])
 def test_a_rank_reads_only_its_share_of_the_experts(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,17 +141,4 @@ def test_a_missing_tensor_is_named(name: str, missing: str, said: str, tmp_path:
 def test_a_tensor_without_a_place_is_named(name: str, extra: str, tmp_path: Path) -> None:
     rewrite(make_family(tmp_path, BY_NAME[name]), one_more(extra))
     with pytest.raises(WeightMismatch, match=f"holds '{extra}', for which this model has no place"):
-        Engine(config_of(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor"),
-    [
-        ("gpt_oss", f"{QWEN_EXPERTS}.gate_up_proj"),
-        ("gpt_oss", "model.layers.1.self_attn.sinks"),
-    ],
-)
-def test_a_tensor_of_another_shape_is_named(name: str, tensor: str, tmp_path: Path) -> None:
-    rewrite(make_family(tmp_path, BY_NAME[name]), one_more(tensor))
-    with pytest.raises(WeightMismatch, match=rf"'{tensor}' in .* does not fit config.json: shape \[2, 2\]"):
         Engine(config_of(tmp_path))

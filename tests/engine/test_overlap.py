@@ -178,28 +178,6 @@ def test_the_token_computed_past_a_stop_is_dropped(folder: Path, stopping_prompt
     assert num_rows[0] == num_rows[1], "ends by length are known ahead"
 
 
-def test_an_aborted_request_leaves_its_running_step_behind(folder: Path) -> None:
-    """Nothing of it comes back, its blocks are free at once, and its neighbours do not notice."""
-    runner = LateRunner()
-    with start(folder, runner) as built:
-        for i, prompt in enumerate(([1, 1, 2], [2, 1], [1, 2, 2, 1])):
-            built.add(str(i), prompt, FREE)
-        assert built.step() == []
-        built.abort("1")
-        built.add("1", [2, 2], FREE)  # it may take the very slot and blocks
-        done = sorted(drain(built), key=lambda completion: completion.request_id)
-        assert [c.token_ids for c in done] == [
-            expected(runner, prompt, FREE) for prompt in ([1, 1, 2], [2, 2], [1, 2, 2, 1])
-        ]
-        built.add("gone", [1, 2], FREE)
-        built.step()
-        built.abort("gone")
-        assert not built.has_unfinished
-        assert built.stats().free_blocks == built.stats().num_blocks
-        assert built.step() == []
-        assert runner.calls[-1][0] == "wait", "the next step takes in what nobody waited for"
-
-
 @pytest.mark.parametrize("where", ["launch", "wait"])
 def test_a_failure_with_two_steps_in_flight_loses_nothing(
     folder: Path, where: str, stopping_prompts: list[list[int]]

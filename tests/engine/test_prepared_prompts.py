@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import Engine, EngineConfig, InvalidPrompt, PromptTooLong, SamplingParams
+from engine import Engine, EngineConfig, SamplingParams
 from engine.text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -78,11 +78,3 @@ def test_a_prepared_prompt_is_completed_as_its_text(engine: Engine) -> None:
     assert (first.request_id, second.request_id) == ("text", "prepared")
     assert first.token_ids == second.token_ids
     assert second.num_cached_tokens > 0
-
-
-def test_a_prompt_that_cannot_run_is_refused_when_it_is_prepared(engine: Engine) -> None:
-    for bad in ("", [], [10**9], [True], "\ud800", None):
-        with pytest.raises(InvalidPrompt):
-            engine.prepare(bad)  # type: ignore[arg-type]
-    with pytest.raises(PromptTooLong):
-        engine.prepare([5] * engine.max_model_len)

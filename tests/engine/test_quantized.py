@@ -32,13 +32,7 @@ from engine.checkpoint.quantization import Quantization, read_quantization
 from engine.checkpoint.quantized import unpacked
 from engine.checkpoint.weights import CheckpointTensor, open_tensors
 from tests.engine.families import BY_NAME, make_family
-from tests.engine.quantizers import (
-    FORMATS,
-    QuantizedCheckpoint,
-    mxfp4,
-    quantize_checkpoint,
-    quantize_experts,
-)
+from tests.engine.quantizers import FORMATS, QuantizedCheckpoint, mxfp4, quantize_checkpoint, quantize_experts
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPTS = [[5, 9, 300, 7], [411], list(range(40, 90))]
@@ -140,13 +134,7 @@ def test_any_part_of_a_weight_is_what_the_whole_has_there(
             assert torch.equal(weight.read(dim, start, length), expected.narrow(dim, start, length))
 
 
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        ("phi3", "awq"),
-        ("mixtral", "ct_fp8_channel"),
-    ],
-)
+@pytest.mark.parametrize(("family", "name"), [("phi3", "awq"), ("mixtral", "ct_fp8_channel")])
 def test_weights_of_other_families_may_be_quantized(family: str, name: str, tmp_path: Path) -> None:
     """Also where one tensor of the files is several layers, or one of a layer's many experts."""
     original = make_family(tmp_path / "original", BY_NAME[family])
@@ -222,33 +210,17 @@ NAN, INF = float("nan"), float("inf")
 DAMAGES = [
     ("fp8_blocks", "weight_scale_inv", None, MissingWeights, "is quantized and"),
     ("fp8_blocks", "weight_scale_inv", put(NAN), DamagedWeights, "NaN or infinite"),
-
     ("fp8_blocks", "weight_scale_inv", put(0.0), DamagedWeights, "scales of 0 for weights that are not"),
     ("fp8_blocks", "weight_scale_inv", lambda t: t[:, :1], WeightMismatch, r"\[2, 1\], \[2, 3\] expected"),
     ("fp8_blocks", "weight_scale_inv", lambda t: t.int(), WeightMismatch, "holds I32, F32 or BF16 or F16"),
-
-
     ("fp8_blocks", "weight", put(NAN), DamagedWeights, "weights that are NaN"),
-
-
     ("ct_fp8_channel", "weight_scale", put(INF), DamagedWeights, "NaN or infinite"),
-
     ("ct_int8_asymmetric", "weight_zero_point", None, MissingWeights, "is quantized and"),
-
     ("ct_packed4", "weight_shape", lambda t: -t, DamagedWeights, r"is \[-48, -96\], which words of"),
     ("ct_packed4", "weight_scale", None, MissingWeights, "is quantized and"),
-
-
-
-
-
-
     ("awq", "qzeros", lambda t: t.long(), WeightMismatch, "holds I64, I32 expected"),
-
-
     ("gptq_act_order", "g_idx", None, MissingWeights, "is quantized and"),
     ("gptq_act_order", "g_idx", put(6), DamagedWeights, "other groups than the 6"),
-
 ]  # fmt: skip
 
 
@@ -300,8 +272,6 @@ def test_experts_in_mxfp4_are_unpacked_exactly(tmp_path: Path) -> None:
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
-
-
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 
 

@@ -36,9 +36,13 @@ from engine.tensor_parallel.messages import (
     unpack_step,
 )
 from engine.tensor_parallel.rank_group import rank_devices
+from tests.engine.reference import Reference
 from tests.engine.two_ranks import (
     SHAPE_OF,
+    check_nothing_is_left,
+    compare,
     config,
+    ranks_of,
 )
 
 
@@ -150,3 +154,15 @@ def test_a_step_arrives_as_it_was() -> None:
         same_step, same_sampling = unpack_step(decode(prefix, body).arrays)
         assert repr(same_step) == repr(step)
         assert repr(same_sampling) == repr(sampling)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", ["gqa1_untied", "gqa2_tied_hub", "gqa4_tied"])
+def test_tokens_of_two_gpus_equal_transformers(name: str, references: dict[str, Reference]) -> None:
+    """Four, two and one KV head; the torch backend, whose float32 is the reference's."""
+    reference = references[name]
+    on_gpu = config(reference.folder, SHAPE_OF[name], device="cuda", attention_backend="torch")
+    with Engine(on_gpu) as built:
+        compare(reference, built)
+        pids, port = ranks_of(built).pids, ranks_of(built)._store.port  # type: ignore[union-attr]
+    check_nothing_is_left(pids, port)

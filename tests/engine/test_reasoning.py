@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 
 from engine import Engine, EngineConfig, InvalidSampling, SamplingParams
 from engine.text.reasoning import Mark, Marks, Span, span_at_end, split
-from tests.engine.graphs import simulate_graphs
 
 THINK = ("<think>", "</think>")
 MARKS = Marks(*(Mark(text, ()) for text in THINK))
@@ -203,24 +202,6 @@ def test_a_text_is_parted_at_its_marks(text: str, span: Span, reasoning: str | N
 )
 def test_a_prompts_end_says_whether_the_span_is_open(prompt: str, span: Span) -> None:
     assert span_at_end(prompt, MARKS) is span
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_recorded_steps_take_forced_tokens_from_the_host(
-    model: Path, overlap: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A row that the graph advances by itself is written anew where another token stands in it."""
-    cases = [
-        replace(GREEDY, max_tokens=12 + n, thinking_token_budget=n % 4, ignore_eos=True) for n in range(6)
-    ]
-    prompts = [f"text {'x' * n} <think>" for n in range(6)]
-    with start(model, attention_backend="torch") as engine:
-        wanted = [completion.token_ids for completion in engine.generate(prompts, cases)]
-    capture = simulate_graphs(monkeypatch)
-    with start(model, attention_backend="torch", async_scheduling=overlap) as engine:
-        capture.replayed.clear()
-        assert [completion.token_ids for completion in engine.generate(prompts, cases)] == wanted
-    assert len(capture.replayed) > 10
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -165,8 +165,6 @@ def test_a_cut_among_equals_keeps_the_lowest_ids(cut: dict[str, float]) -> None:
 
 
 STEPS = torch.tensor([float(2**FRACTION_BITS)])  # the rate at which a logit is a power of two
-
-
 ZERO = torch.zeros(1)
 
 

@@ -8,7 +8,6 @@ import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sentencepiece
@@ -75,25 +74,6 @@ def test_tokens_of_a_sentencepiece_file_are_those_of_the_library(tmp_path: Path,
     assert differences(model, path, *more) == []
     model.add_dummy_prefix = not model.add_dummy_prefix
     assert differences(model, path, *more)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"model_type": "char"}, "its model type is 4"),
-        ({"treat_whitespace_as_suffix": True}, "it puts spaces behind words"),
-        ({"user_defined_symbols": ["<turn>"]}, "it has symbols of its own and puts a space before a text"),
-        ({"denormalization_rule_tsv": "rule.tsv"}, "it changes the text that it decodes"),
-    ],
-)
-def test_a_sentencepiece_file_that_computes_something_else_is_refused(
-    tmp_path: Path, options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("rule.tsv").write_text("61\t62\n")
-    path = train_sentencepiece(tmp_path / "tokenizer.model", **options)
-    with pytest.raises(ConfigError, match=words):
-        read_sentencepiece(path)
 
 
 def test_a_broken_vocabulary_is_refused_by_name(tmp_path: Path) -> None:
@@ -163,20 +143,6 @@ def test_a_text_begins_with_one_token_for_its_beginning(
         once, twice = tokenizer.encode(f"{bos}The quick"), tokenizer.encode(f"{bos}{bos}The quick")
         assert (once.count(bos_id), twice.count(bos_id)) == (1, 2)
         assert (once[0], twice[:2]) == (bos_id, [bos_id, bos_id])
-
-
-def test_tokens_added_beside_the_vocabulary_have_their_ids(tmp_path: Path) -> None:
-    """From either file; a gap in the ids, and a token at another's id, are refused."""
-    folder = make_text_model(tmp_path / "llama", "llama")
-    size = len(read_sentencepiece(folder / "tokenizer.model").pieces)
-    (folder / "added_tokens.json").write_text(json.dumps({"<tool>": size, "<end>": size + 1}))
-    assert Tokenizer(folder).encode("a<end>")[-1] == size + 1
-    (folder / "added_tokens.json").write_text(json.dumps({"<tool>": size + 1}))
-    with pytest.raises(ConfigError, match=f"no file says which token the id {size} is"):
-        Tokenizer(folder)
-    (folder / "added_tokens.json").write_text(json.dumps({"<tool>": 7}))
-    with pytest.raises(ConfigError, match="gives the id 7 to '<tool>'"):
-        Tokenizer(folder)
 
 
 def unlike(tokenizer: Tokenizer) -> list[str]:

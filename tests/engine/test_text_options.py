@@ -54,21 +54,6 @@ def test_special_tokens_are_left_in_the_text_on_wish(shared: Engine) -> None:
     assert complete(shared, [5, 6], ended).text.endswith("<|im_end|>"), "the end token is a token too"
 
 
-def test_the_stop_string_stays_on_wish_and_nothing_behind_it(shared: Engine) -> None:
-    """Of two that are complete at once the earlier one, of two that begin together the one named first."""
-    text = complete(shared, [5, 6, 7], GREEDY).text
-    begin = 3
-    stops = [text[begin + 1 : begin + 3], text[begin : begin + 3], text[begin : begin + 2], "\0"]
-    for stop in (stops[:1], stops, stops[2:], stops[::-1]):
-        cut = complete(shared, [5, 6, 7], replace(GREEDY, stop=stop))
-        kept = complete(shared, [5, 6, 7], replace(GREEDY, stop=stop, include_stop_str_in_output=True))
-        assert cut.token_ids == kept.token_ids
-        ending = next(each for each in stop if text[len(cut.text) :].startswith(each))
-        assert kept.text == cut.text + ending
-    unmatched = replace(GREEDY, stop=["\0"], include_stop_str_in_output=True)
-    assert complete(shared, [5, 6, 7], unmatched).text == text
-
-
 def word_tokenizer(folder: Path) -> Tokenizer:
     """Words with a space between any two tokens of a text, special ones too."""
     made = Backend(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))

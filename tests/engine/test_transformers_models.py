@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from torch import Tensor
 
 import engine.models.attention_calls
@@ -23,8 +24,20 @@ from engine import (
 )
 from engine.checkpoint.model_config import read_model_config
 from engine.layers.parallel import TensorParallel
+from engine.models import served
+from engine.models.registry import ARCHITECTURES
+from engine.models.served import model_table, refuse_known, served_architectures
 from engine.run.model_runner import ModelRunner
-from tests.engine.architectures import SERVED, Architectures, add_sizes, class_name, make_architecture, small
+from jobs.cli import main
+from tests.engine.architectures import (
+    REFUSED,
+    SERVED,
+    Architectures,
+    add_sizes,
+    class_name,
+    make_architecture,
+    small,
+)
 from tests.engine.families import COMMON
 from tests.engine.family_runs import NUM_NEW_TOKENS
 from tests.engine.graphs import simulate_graphs
@@ -217,3 +230,34 @@ def test_a_split_that_is_not_built_is_refused(name: str, message: str, architect
         UnsupportedModel, match=rf"tensor_parallel_size=2: .*{message}.* set tensor_parallel_s"
     ):
         ModelRunner(config, read_model_config(folder), folder, TensorParallel(0, 2))
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_what_is_listed_is_what_was_compared() -> None:
+    assert set(served.TRANSFORMERS) == set(map(class_name, SERVED))
+    listed = {name for refused in served.REFUSED for name in refused.nearest}
+    assert listed == set(map(class_name, REFUSED))
+    assert not listed & served_architectures()
+
+
+def test_what_is_named_instead_is_served() -> None:
+    for refused in served.REFUSED:
+        for name, instead in refused.nearest.items():
+            assert instead in served_architectures()
+            with pytest.raises(UnsupportedModel, match=f"{name} .*{instead}"):
+                refuse_known([name])
+    refuse_known([*served_architectures(), 7, None, ["x"]])
+
+
+def test_the_page_of_models_has_the_table() -> None:
+    """Where this fails, put the output of `tokenmill models` there."""
+    assert f"```text\n{model_table()}\n```" in (ROOT / "docs/models.md").read_text()
+
+
+def test_the_command_prints_it() -> None:
+    result = CliRunner().invoke(main, ["models"])
+    assert result.exit_code == 0
+    assert result.output == f"{model_table()}\n"
+    assert all(name in result.output for name in ARCHITECTURES)
