@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
 
 import numba
+import pytest
 
 from engine.attention import load_backend
 from engine.attention.cpu_backend import CpuBackend
@@ -28,6 +29,7 @@ from engine.attention.torch_backend import TorchBackend
 from engine.cpu_kernels import kernel as kernel_module
 from engine.cpu_kernels.kernel import Kernel, next_task
 from engine.cpu_kernels.scalars import pointer_to
+from engine.cpu_kernels.sealed_files import SEAL
 from engine.errors import ConfigError
 from engine.layers.attention import Attention
 from tests.engine.paged import TOLERANCE, PagedBatch, make_batch
@@ -89,20 +91,6 @@ def test_random_steps_equal_float64(
         assert batch.error_beyond_rounding(attend(backend, batch)) < TOLERANCE[torch.float32]
     finally:
         torch.set_num_threads(1)
-
-
-@both_dtypes
-def test_a_sequence_gets_the_same_bits_in_every_batch(backend: CpuBackend, dtype: torch.dtype) -> None:
-    """Alone its KV heads are shared out, in a batch they are not."""
-    batch = make_batch([70, 33, 5, 260, 12, 1, 90, 17], head_dim=32, group=1, dtype=dtype)
-    together = attend(backend, batch)
-    for i in range(8):
-        metadata = backend.build_metadata(
-            batch.block_tables[i : i + 1], batch.context_lens[i : i + 1], batch.query_lens[i : i + 1]
-        )
-        cache = LayerKVCache(batch.key_cache, batch.value_cache)
-        alone = backend.forward(batch.query[i : i + 1], cache, metadata, batch.features)
-        assert torch.equal(alone[0], together[i])
 
 
 @both_dtypes
@@ -231,3 +219,46 @@ def test_the_cache_is_made_for_this_user_alone(tmp_path: Path, monkeypatch: pyte
         os.umask(before)
     assert hits == [0, 1]
     assert {path.stat().st_mode & 0o077 for path in (tmp_path / "cache").rglob("*")} == {0}
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder in which count_task has been compiled."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert kernel_module._compile(count_task).cache_hits == 0
+    assert kernel_module._compile(count_task).cache_hits == 1
+    assert str(tmp_path) == numba.config.CACHE_DIR, "the user's own cache moved"
+    return tmp_path
+
+
+def zeros_inside(contents: bytes) -> bytes:
+    """It still unpickles: LLVM refuses it, or the process crashes when it runs, by where they are."""
+    middle = len(contents) // 2
+    return contents[: middle - 268] + bytes(536) + contents[middle + 268 :]
+
+
+DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+    "machine code with a page of zeros": ("nbc", zeros_inside),
+    "machine code cut short": ("nbc", lambda contents: contents[: len(contents) // 2]),
+    "an empty index, as after a loss of power": ("nbi", lambda contents: b""),
+    "an index of zeros": ("nbi", lambda contents: bytes(len(contents))),
+    "a worker killed before the checksum": ("nbc", lambda contents: contents[:-SEAL]),
+}
+
+
+def test_a_damaged_file_is_compiled_anew_once(kept: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for what, (kind, damage) in DAMAGES.items():
+        (damaged,) = kept.rglob(f"*.{kind}")
+        damaged.write_bytes(damage(damaged.read_bytes()))
+        with caplog.at_level(logging.WARNING):
+            assert kernel_module._compile(count_task).cache_hits == 0, what
+        assert [record.getMessage() for record in caplog.records] == [
+            f"a CPU kernel is compiled anew: damaged, or not written to its end: {damaged}"
+        ], what
+        caplog.clear()
+        counts = torch.zeros(3, dtype=torch.int64)
+        kernel_module.Kernel(count_task)(2, counts)
+        assert counts.tolist() == [1, 1, 0], what
+        assert kernel_module._compile(count_task).cache_hits == 1, what
+    assert not caplog.records
+    assert {path.suffix for path in kept.rglob("*") if path.is_file()} == {".nbi", ".nbc"}

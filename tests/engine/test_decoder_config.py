@@ -29,7 +29,6 @@ SIZES = {
     "eos_token_id": 2,
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
-FACTORS = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
 PHI4_FACTORS = {"short_factor": [1.0] * 6, "long_factor": [1.0, 1.1, 1.3, 1.9, 2.6, 3.5]}
 QWEN = {"sliding_window": 128, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0}
 
@@ -178,7 +177,7 @@ def read_written(folder: Path, architecture: str, changes: dict[str, Any]) -> Mo
 
 
 ORIGINAL = {"original_max_position_embeddings": 1024}
-FACTORS_OF_24 = {
+FACTORS = {
     "short_factor": [1.0 + i / 10 for i in range(24)],
     "long_factor": [1.5 + i / 3 for i in range(24)],
 }
@@ -187,7 +186,7 @@ CASES: list[dict[str, Any]] = [
     {"rope_type": "yarn", "factor": 4.0, **ORIGINAL},
     {"rope_type": "yarn", "factor": 40, "mscale": 1.2, "mscale_all_dim": 0.8, "beta_fast": 8, **ORIGINAL},
     {"rope_type": "yarn", "factor": 2.5, "attention_factor": 1.5, "truncate": False, **ORIGINAL},
-    {"rope_type": "longrope", "factor": 2.0, "attention_factor": 1.25, **FACTORS_OF_24, **ORIGINAL},
+    {"rope_type": "longrope", "factor": 2.0, "attention_factor": 1.25, **FACTORS, **ORIGINAL},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL},
 ]
 

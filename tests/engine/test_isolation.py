@@ -24,7 +24,7 @@ from engine.sampling.sampling_batch import SamplingBatch
 from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.sequence import Sequence
 from engine.schedule.step_batch import StepBatch
-from tests.engine.test_overlap import STOPPING, LateRunner, expected, start
+from tests.engine.test_overlap import STOPPING, LateRunner, drain, expected, start
 
 POISON = 666  # the seed of the sequence that makes a step raise
 WORD = 9  # a token that nothing but poison holds
@@ -219,15 +219,6 @@ def test_a_panic_of_the_tokenizer_is_an_error_like_any_other(
     assert "the tokenizer broke down" in (ids.error or "")
 
 
-def drain(built: Engine) -> list[Completion]:
-    done: list[Completion] = []
-    for _ in range(3000):
-        if not built.has_unfinished:
-            return done
-        done += built.step()
-    raise AssertionError("it does not end")
-
-
 class PoisonedRunner(FaultyRunner):
     """Raises wherever a poisoned sequence is: at WORD in its prompt, or at one of its samples."""
 
@@ -259,7 +250,7 @@ class Raising(PendingTokens):
         raise self._error
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), overlap=st.booleans(), at_wait=st.booleans())
 @example(seed=82005, overlap=True, at_wait=False)  # the control would take a block that others copy from
 @example(seed=26011109, overlap=False, at_wait=False)  # and that is the only one there is

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import ConfigError, Engine, EngineConfig, SamplingParams
+from engine import ConfigError, Engine, EngineConfig
 from engine.attention import KernelBackend
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import FP8, KVCache, LayerKVCache, Scales, measure_scales, quantize
@@ -158,16 +158,3 @@ def test_logits_stay_close_and_the_pool_holds_four_times_as_much_of_float32(fold
         error = ((found - plain).square().mean(-1).sqrt() / plain.std(-1)).max()
         assert 1e-4 < error < 0.15
         assert num_fp8_blocks == 4 * num_blocks
-
-
-def test_both_backends_give_the_same_tokens(folders: dict[str, Path]) -> None:
-    """And graphs, prefix cache and chunks know nothing of it."""
-    pytest.importorskip("triton")
-    reference = Reference(folders[SHAPE.name])
-    prompts = [reference.prompts[i] for i in (0, 3, 7)]
-    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
-    answers = []
-    for name in ("torch", "triton"):
-        with Engine(config(reference.folder, attention_backend=name, max_num_batched_tokens=23)) as built:
-            answers.append([each.token_ids for each in built.generate(prompts, params)])
-    assert answers[0] == answers[1]

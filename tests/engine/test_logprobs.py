@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from engine import Completion, Engine, EngineConfig, InvalidSampling, Logprob, SamplingParams
@@ -167,46 +165,6 @@ def test_tokens_are_the_same_with_and_without(small: Engine) -> None:
     with_them, without = generate(small, asked), generate(small, plain)
     assert [each.token_ids for each in with_them] == [each.token_ids for each in without]
     assert [each.text for each in with_them] == [each.text for each in without]
-
-
-PROMPTS = st.lists(st.integers(3, 499), min_size=1, max_size=40)
-TOPS = st.sampled_from([None, 0, 3, 20, -1])
-NEIGHBOURS = st.lists(
-    st.tuples(
-        PROMPTS,
-        st.builds(
-            SamplingParams,
-            max_tokens=st.integers(1, 9),
-            temperature=st.sampled_from([0.0, 1.0]),
-            seed=st.integers(0, 9),
-            logprobs=TOPS,
-            prompt_logprobs=TOPS,
-            n=st.integers(1, 2),
-        ),
-    ),
-    max_size=8,
-)
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(neighbours=NEIGHBOURS, place=st.integers(0, 8), data=st.data())
-def test_a_rows_result_does_not_change_with_its_neighbours(
-    small: Engine, neighbours: list[Asked], place: int, data: st.DataObject
-) -> None:
-    prompt = data.draw(PROMPTS)
-    own = (prompt, replace(FREE, seed=1, logprobs=5, prompt_logprobs=2))
-    (alone,) = generate(small, [own])
-    place = min(place, len(neighbours))
-    asked = [*neighbours[:place], own, *neighbours[place:]]
-    among = generate(small, asked)[sum(params.n for _, params in asked[:place])]
-    assert among.token_ids == alone.token_ids
-    for got, wanted in zip(
-        among.logprobs + among.prompt_logprobs[1:], alone.logprobs + alone.prompt_logprobs[1:], strict=True
-    ):
-        # where two are as likely as each other, only one may be among the likeliest
-        assert next(iter(got)) == next(iter(wanted))
-        ordered = [sorted(-each.logprob for each in entry.values()) for entry in (got, wanted)]
-        assert ordered[0] == pytest.approx(ordered[1], abs=1e-5)
 
 
 def test_the_prefix_cache_spares_nothing_of_a_prompt_that_is_scored(small: Engine) -> None:

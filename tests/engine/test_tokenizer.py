@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -43,33 +41,6 @@ def make(normalizer: Any = None, splits: Any = None, special: AddedToken | str =
     made.train_from_iterator(LINES * 9, trainer)
     made.add_special_tokens([special])
     return made
-
-
-QWEN_LIKE = pre_tokenizers.Sequence(
-    [
-        pre_tokenizers.Split("[a-z]+| ?[^a-z]", "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-)
-TOKENIZERS = [make(), make(normalizers.NFC()), make(normalizers.NFC(), QWEN_LIKE)]
-TEXTS = st.lists(
-    st.one_of(
-        st.text(max_size=20),
-        st.sampled_from(
-            [*LINES, SPECIAL, "a" * 300, " " * 200, "\u212a" * 50, "e\u0301" * 30, ">\u0338" * 9]
-        ),
-        st.sampled_from(["\u1fbe\u0308\u0301" * 20, "\u1112\u1161\u11ab" * 20, SPECIAL + "\u0338"]),
-    ),
-    max_size=12,
-).map("".join)
-
-
-@settings(max_examples=400, deadline=None)
-@given(TEXTS)
-def test_no_text_has_fewer_tokens_than_the_bound(text: str) -> None:
-    """Of byte-level tokenizers with and without NFC, in text that it changes or leaves alone."""
-    for tokenizer in TOKENIZERS:
-        assert TokenBound(tokenizer)(text) <= len(tokenizer.encode(text).ids)
 
 
 @pytest.mark.parametrize(
