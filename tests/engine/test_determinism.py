@@ -85,6 +85,7 @@ def test_the_same_after_preemption_and_chunked_prefill(
     assert stats.num_preemptions > 0
 
 
+@pytest.mark.long
 def test_the_same_with_the_cpu_backend(folders: dict[str, Path]) -> None:
     """Alone, in a batch of 64 that shares prefixes, and in a pool so small that sequences are preempted."""
     pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")

@@ -41,8 +41,15 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> References:
     return find
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
-@pytest.mark.parametrize("name", BY_NAME)
+ON_CPU = ("gemma2", "gpt_oss", "phi3_longrope", "qwen2_windows")
+CASES = [
+    *((name, "torch") for name in BY_NAME),
+    *((name, "cpu") for name in ON_CPU),
+    *(pytest.param(name, "cpu", marks=pytest.mark.long) for name in BY_NAME if name not in ON_CPU),
+]
+
+
+@pytest.mark.parametrize(("name", "backend"), CASES)
 def test_greedy_tokens_equal_transformers(name: str, backend: str, family: References) -> None:
     """With chunks of 24 tokens, the prefix cache, and preemptions, all at once."""
     if backend == "cpu":

@@ -107,24 +107,6 @@ def full(*, overlap: bool, batches: bool = True, num_waiting: int = 40, max_toke
     return shadow
 
 
-def share_of_mixed_steps(shadow: ShadowEngine) -> float:
-    """Of a drain, up to where nobody waits any more."""
-    num_steps = num_mixed = 0
-    while shadow.scheduler.num_waiting:
-        num_mixed += bool(shadow.step().prefills)
-        num_steps += 1
-    shadow.drain()
-    return num_mixed / num_steps
-
-
-def test_a_backlog_makes_few_steps_mixed(overlap: bool) -> None:
-    """Less than half as many; the first sequences are admitted at once."""
-    plain = share_of_mixed_steps(full(overlap=overlap, batches=False))
-    shadow = full(overlap=overlap)
-    assert len(shadow.step().prefills) == NUM_SLOTS
-    assert share_of_mixed_steps(shadow) < 0.5 * plain
-
-
 def test_an_urgent_sequence_is_in_the_next_step(overlap: bool) -> None:
     """Held places are its own to take, also where nobody less urgent runs."""
     shadow = full(overlap=overlap)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,6 @@ from engine import Engine, EngineConfig, SamplingParams
 from engine.sampling.edit_logits import edit_logits
 from engine.sampling.logit_edits import EditParts, token_mask
 from engine.sampling.request_edits import RequestEdits, SequenceEdits
-from engine.sampling.token_counts import FIRST_ROOM, TokenCounts
 from tests.engine.checkpoints import SHAPES, make_tokenizer, pool_bytes
 from tests.engine.graphs import simulate_graphs
 from tests.engine.reference import TIE, Reference
@@ -282,27 +280,3 @@ def test_a_request_that_leaves_no_token_fails_alone(built: Engine) -> None:
     assert failed.finish_reason == "error"
     assert "no token could be chosen" in (failed.error or "")
     assert alone.token_ids == built.generate([[5, 6]], GREEDY)[0].token_ids
-
-
-ANY_TOKENS = st.integers(0, 3 * FIRST_ROOM)
-
-
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(
-    prompt=st.sets(ANY_TOKENS),
-    generated=st.lists(st.lists(ANY_TOKENS, max_size=FIRST_ROOM), max_size=5),
-    all_of_them=st.booleans(),
-)
-def test_each_token_has_one_entry_and_the_pending_one_lies_behind(
-    prompt: set[int], generated: list[list[int]], all_of_them: bool
-) -> None:
-    if all_of_them:
-        generated.append(list(range(3 * FIRST_ROOM)))
-    ordered = sorted(prompt)
-    counts, expected = TokenCounts(np.array(ordered, np.int32)), Counter(dict.fromkeys(ordered, 0))
-    for tokens in generated:
-        for token in tokens:
-            counts.add([token])
-            expected[token] += 1
-            assert counts.entries(with_pending=True)[-1].tolist() == [-1, 0]
-        assert counts.entries(with_pending=False).tolist() == [[t, n] for t, n in expected.items()]

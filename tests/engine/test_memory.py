@@ -179,6 +179,7 @@ WIDE = Shape(
 TOKEN_BYTES = WIDE.num_layers * 2 * WIDE.num_kv_heads * WIDE.head_dim * 4
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="peak RSS is read from /proc")
 def test_peak_rss_stays_within_pool_weights_and_the_stated_allowance(tmp_path: Path) -> None:
     """A pool filled by the longest prompts, all at once; one of twice the bytes breaks the bound."""

@@ -54,8 +54,16 @@ def generate(
         return reference.unexplained(completions), built.stats()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", BY_NAME)
+#: Each checkpoint, and each mode with one of them; the rest of the grid is long.
+EACH_ONCE = {*((name, "cached") for name in BY_NAME), *(("gqa4_tied", mode) for mode in MODES)}
+GRID = [
+    (name, mode) if (name, mode) in EACH_ONCE else pytest.param(name, mode, marks=pytest.mark.long)
+    for name in BY_NAME
+    for mode in MODES
+]
+
+
+@pytest.mark.parametrize(("name", "mode"), GRID)
 def test_greedy_tokens_equal_transformers(name: str, mode: str, references: dict[str, Reference]) -> None:
     """Every token of every prompt, and the mode did what its name says."""
     reference, settings = references[name], MODES[mode]
@@ -71,7 +79,12 @@ def test_greedy_tokens_equal_transformers(name: str, mode: str, references: dict
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [*((name, "cached") for name in BY_NAME), *(("gqa4_tied", mode) for mode in MODES)]
+    ("name", "mode"),
+    [
+        ("gqa2_tied_hub", "cached"),
+        ("gqa4_tied", "overlapped"),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in sorted(EACH_ONCE)),
+    ],
 )
 def test_the_cpu_backend_gives_the_same_tokens(
     name: str, mode: str, references: dict[str, Reference]

@@ -89,7 +89,12 @@ def relative(error: Tensor, of: Tensor) -> float:
     return float(error.norm() / of.norm())
 
 
-@pytest.mark.parametrize("name", FORMATS)
+KINDS = ("fp8_blocks", "ct_int8_channel", "ct_packed4", "awq", "gptq_act_order")
+
+
+@pytest.mark.parametrize(
+    "name", [*KINDS, *(pytest.param(name, marks=pytest.mark.long) for name in FORMATS if name not in KINDS)]
+)
 def test_a_quantized_checkpoint_answers_as_its_unpacked_weights(
     checkpoints: Callable[[str], QuantizedCheckpoint], name: str
 ) -> None:

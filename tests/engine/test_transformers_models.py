@@ -44,8 +44,12 @@ from tests.engine.graphs import simulate_graphs
 
 #: Each for something that the others lack: two calls of a layer, values narrower than keys, a soft cap with
 #: windows, other names in config.json, sinks, chunks, a window that the mask alone tells of.
-SAMPLE = ["diffllama", "deepseek_v3", "gemma2", "gpt2", "gpt_oss", "llama4_text", "qwen2_moe"]
-MIXING = ["bloom", "falcon_h1", "jamba", "minimax", "qwen3_next"]
+SAMPLE = ["deepseek_v3", "gemma2", "gpt2", "llama4_text", "qwen2_moe"]
+MIXING = [
+    "bloom",
+    "jamba",
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("falcon_h1", "qwen3_next")),
+]
 
 
 @pytest.fixture
